@@ -1,0 +1,46 @@
+"""Export a run's checkpoint as a Hugging Face folder: weights (safetensors), config, generation config, tokenizer.
+
+    python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo
+
+Load it anywhere with
+
+    import forgetting_transformer.model  # registers the model classes
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained("output/hf/demo")
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf_load_dir", type=Path, required=True, help="output_dir of a training run")
+    parser.add_argument("--hf_save_dir", type=Path, required=True, help="folder to write; made if needed")
+    parser.add_argument(
+        "--hf_load_step", type=int, help="training tokens of the checkpoint; without it the newest valid one"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        help="folder or hub id of the tokenizer, when the run has none of its own. Runs on LongCrawl64 use its "
+        "JSON-escaping tokenizer over this GPT-2 vocabulary, 'gpt2' from the hub unless told",
+    )
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+
+    from forgetting_transformer.training.checkpoint import CheckpointError
+    from forgetting_transformer.training.export import ExportError, export
+
+    try:
+        summary = export(
+            arguments.hf_load_dir, arguments.hf_save_dir, arguments.hf_load_step, arguments.tokenizer
+        )
+    except (CheckpointError, ExportError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    print(summary)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Runs the whole test suite, in .venv, which it makes if needed. Arguments go to pytest:
+#
+#   bash scripts/test.sh                       everything
+#   bash scripts/test.sh tests/ops -k padding  some of it
+#   bash scripts/test.sh -m "not slow"         the quick part
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/environment.sh
+
+# One thread per test process: the suite runs two of them, and its matrices are small.
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
+ruff check .
+exec python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal --durations 10 "$@"

@@ -1,0 +1,358 @@
+"""Checkpoints that are whole or not there.
+
+    checkpoints/step-000000123456/         the number is training tokens
+        state/.metadata, state/*.distcp    weights and AdamW's moments, sharded (torch.distributed.checkpoint)
+        trainer.json                       counters, resolved config, data fingerprint, versions
+        windows.npz                        running sums of metrics that are not yet reported
+        manifest.json                      size and CRC-32 of every file above; written last
+
+A save writes everything into a folder with a temporary name, flushes it to disk, renames the folder, and only then
+writes the manifest. A folder without a manifest, or whose files do not match it, is not a checkpoint: loading passes
+over it, says why, and takes the next older one. The format is the same for every strategy and number of processes.
+"""
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{15})")
+_CHUNK = 1 << 24
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says which, why, and what still holds."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that passed `inspect`."""
+
+    path: Path
+    step: int
+    permanent: bool
+
+    def trainer_state(self) -> dict[str, Any]:
+        return json.loads((self.path / "trainer.json").read_text(encoding="utf-8"))
+
+    def windows(self) -> dict[str, np.ndarray]:
+        with np.load(self.path / "windows.npz", allow_pickle=False) as arrays:
+            return dict(arrays)
+
+
+class Checkpointer:
+    """Saves, finds and loads the checkpoints of one run.
+
+    Args:
+        folder: `output_dir/checkpoints`.
+        keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
+        rank, world_size: of this process. Collective calls go over a gloo group of their own, which needs no GPU.
+    """
+
+    def __init__(self, folder: Path, keep_last: int, rank: int, world_size: int) -> None:
+        self.folder, self.keep_last, self.rank, self.world_size = folder, keep_last, rank, world_size
+        self._group = dist.new_group(backend="gloo") if world_size > 1 else None
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        trainer_state: dict[str, Any],
+        windows: dict[str, np.ndarray],
+        permanent: bool,
+    ) -> None:
+        """Writes a checkpoint; called by every rank after the same step.
+
+        Raises:
+            CheckpointError: on every rank, if any rank could not write (full disk, no permission, …). What was written
+                is removed, older checkpoints are untouched, and training may go on.
+        """
+        if not optimizer.state:
+            # Asking FSDP2 for the state of a fresh optimizer makes it take a step.
+            raise CheckpointError("there is nothing to save before the first optimizer step")
+        final = self.folder / f"step-{step:015d}"
+        temporary = self.folder / f".tmp-{final.name}"
+        state = {"model": get_model_state_dict(model), "optimizer": _flat_optimizer_state(model, optimizer)}
+        self._agree(lambda: self._prepare(temporary, state), "make room for")
+        try:
+            dcp.save(
+                state,
+                storage_writer=dcp.FileSystemWriter(temporary / "state", overwrite=False),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except (CheckpointException, OSError, RuntimeError) as error:
+            self._on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
+            raise CheckpointError(f"could not write {final}: {_reason(error)}") from error
+        checksums = self._gather_checksums(temporary)
+        self._agree(
+            lambda: self._publish(temporary, final, checksums, trainer_state, windows, permanent), "finish"
+        )
+        self._on_rank_zero(lambda: self._prune(step))
+
+    def newest(self, step: int | None = None) -> Checkpoint | None:
+        """The newest valid checkpoint (or the one at `step`), the same on every rank; None if there is none."""
+        found = [newest_valid(self.folder, step)] if self.rank == 0 else [None]
+        if self._group is not None:
+            dist.broadcast_object_list(found, src=0, group=self._group)
+        return found[0]
+
+    def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Fills model and optimizer. Learning rate, decay and betas stay as the config set them.
+
+        Raises:
+            CheckpointError: its tensors are not those of this model.
+        """
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        state = {"model": get_model_state_dict(model), "optimizer": _flat_optimizer_state(model, optimizer)}
+        _check_keys(checkpoint, state)
+        try:
+            dcp.load(
+                state,
+                storage_reader=dcp.FileSystemReader(checkpoint.path / "state"),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except (CheckpointException, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{checkpoint.path} does not fit this model: {_reason(error)}") from error
+        set_model_state_dict(model, state["model"])
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+        for group, setting in zip(optimizer.param_groups, settings, strict=True):
+            group.update(setting)
+
+    def clean(self) -> None:
+        """Removes what an interrupted save left behind; rank 0, at start-up."""
+        for leftover in self.folder.glob(".tmp-step-*"):
+            log.warning("removing %s, left by a save that was interrupted", leftover)
+            shutil.rmtree(leftover)
+
+    def _prepare(self, temporary: Path, state: dict[str, Any]) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        needed = sum(
+            v.numel() * v.element_size()
+            for part in state.values()
+            for v in part.values()
+            if torch.is_tensor(v)
+        )
+        (temporary / "state").mkdir(parents=True)
+        free = shutil.disk_usage(temporary).free
+        if free < needed:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise OSError(
+                errno.ENOSPC,
+                f"the disk has {free / 1e9:.2f} GB left, a checkpoint needs {needed / 1e9:.2f} GB",
+            )
+
+    def _gather_checksums(self, temporary: Path) -> dict[str, dict[str, int]]:
+        """Every rank reads back the shards it wrote, so that the work is shared."""
+        shards = sorted((temporary / "state").iterdir())
+        mine = {f"state/{file.name}": _checksum(file) for file in shards if _writer_of(file) == self.rank}
+        if self._group is None:
+            return mine
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, mine, group=self._group)
+        return {name: entry for part in gathered for name, entry in part.items()}
+
+    def _publish(
+        self,
+        temporary: Path,
+        final: Path,
+        checksums: dict[str, dict[str, int]],
+        trainer_state: dict[str, Any],
+        windows: dict[str, np.ndarray],
+        permanent: bool,
+    ) -> None:
+        np.savez(temporary / "windows.npz", **windows)
+        (temporary / "trainer.json").write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
+        for name in ("windows.npz", "trainer.json"):
+            _flush(temporary / name)
+            checksums[name] = _checksum(temporary / name)
+        _flush(temporary / "state")
+        _flush(temporary)
+        if final.exists():  # an invalid checkpoint, or one newer than where this run continued from
+            remove(final)
+        temporary.rename(final)
+        _flush(self.folder)
+        manifest = {
+            "format": FORMAT,
+            "step": trainer_state["token_count"],
+            "permanent": permanent,
+            "files": checksums,
+        }
+        write_atomically(final / MANIFEST, json.dumps(manifest, indent=1))
+
+    def _prune(self, step: int) -> None:
+        """Keeps the newest `keep_last` checkpoints up to `step` and the permanent ones."""
+        older = [
+            path
+            for path in sorted(self.folder.glob("step-*"), reverse=True)
+            if _NAME.fullmatch(path.name) and step_of(path) <= step and (path / MANIFEST).is_file()
+        ]
+        for path in older[self.keep_last :]:
+            if not json.loads((path / MANIFEST).read_text(encoding="utf-8"))["permanent"]:
+                remove(path)
+
+    def _agree(self, action: Callable[[], None], what: str) -> None:
+        """Rank 0 acts; if it fails, every rank raises."""
+        problem: list[str | None] = [None]
+        if self.rank == 0:
+            try:
+                action()
+            except OSError as error:
+                problem = [error.strerror or str(error)]
+                for leftover in self.folder.glob(".tmp-step-*"):
+                    shutil.rmtree(leftover, ignore_errors=True)
+        if self._group is not None:
+            dist.broadcast_object_list(problem, src=0, group=self._group)
+        if problem[0] is not None:
+            raise CheckpointError(f"could not {what} a checkpoint in {self.folder}: {problem[0]}")
+
+    def _on_rank_zero(self, action: Callable[[], None]) -> None:
+        if self.rank == 0:
+            action()
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
+
+def newest_valid(folder: Path, step: int | None = None) -> Checkpoint | None:
+    """The newest valid checkpoint in `folder`, or the one at `step`; says in the log why it passes over others."""
+    for path in sorted(folder.glob("step-*"), reverse=True):
+        if not _NAME.fullmatch(path.name) or step not in (None, step_of(path)):
+            continue
+        try:
+            return inspect(path)
+        except CheckpointError as error:
+            log.warning("passing over checkpoint %s: %s", path, error)
+    return None
+
+
+def inspect(path: Path) -> Checkpoint:
+    """Checks every file of a checkpoint against its manifest.
+
+    Raises:
+        CheckpointError: what is wrong with it.
+    """
+    manifest_file = path / MANIFEST
+    if not manifest_file.is_file():
+        raise CheckpointError("it has no manifest.json, so it was never finished")
+    try:
+        manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"its manifest.json cannot be read ({error})") from error
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"its format is {manifest.get('format')}, this version reads {FORMAT}")
+    for name, recorded in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{name} is missing")
+        if file.stat().st_size != recorded["bytes"]:
+            raise CheckpointError(f"{name} has {file.stat().st_size} bytes instead of {recorded['bytes']}")
+        if _checksum(file) != recorded:
+            raise CheckpointError(f"the contents of {name} do not match its checksum")
+    return Checkpoint(path, step_of(path), manifest["permanent"])
+
+
+def step_of(path: Path) -> int:
+    """Training tokens of a checkpoint folder, from its name."""
+    return int(path.name.removeprefix("step-"))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of all checkpoint folders, valid or not, for messages."""
+    return sorted(step_of(path) for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
+
+
+def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Fills a plain model on one process with the weights of a checkpoint that any strategy wrote."""
+    state = {"model": model.state_dict()}
+    _check_keys(checkpoint, state)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.path / "state"), no_dist=True)
+    model.load_state_dict(state["model"])
+
+
+def remove(path: Path) -> None:
+    """Deletes a checkpoint, its manifest first, so that no half-deleted folder looks whole."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file's contents so that a reader, or a crash, sees the old or the new text and nothing between."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    _flush(temporary)
+    temporary.replace(path)
+    _flush(path.parent)
+
+
+def _flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """AdamW's state by parameter name, so that it does not depend on how parameters are grouped or sharded."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    return get_optimizer_state_dict(model, optimizer, options=options)
+
+
+def _check_keys(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    stored = dcp.FileSystemReader(checkpoint.path / "state").read_metadata().state_dict_metadata
+    wanted = {f"model.{name}" for name in state["model"]}
+    present = {name for name in stored if name.startswith("model.")}
+    if wanted != present:
+        raise CheckpointError(
+            f"{checkpoint.path} belongs to another model: missing {sorted(wanted - present)[:3]}, "
+            f"unexpected {sorted(present - wanted)[:3]}"
+        )
+
+
+def _checksum(file: Path) -> dict[str, int]:
+    crc, size = 0, 0
+    with file.open("rb") as stream:
+        while block := stream.read(_CHUNK):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+    return {"bytes": size, "crc32": crc}
+
+
+def _writer_of(file: Path) -> int:
+    """The rank that wrote a shard: `__3_0.distcp` is rank 3's, `.metadata` rank 0's."""
+    match = re.match(r"__(\d+)_", file.name)
+    return int(match[1]) if match else 0
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        # A BaseException that maps ranks to (exception, traceback).
+        error = next(iter(error.failures.values()))[0]
+    return getattr(error, "strerror", None) or str(error).strip().splitlines()[-1]

@@ -1,0 +1,308 @@
+"""The configuration of a training run: every key with its type, meaning and unit, and the rules between keys.
+
+YAML files under `configs/` fill these dataclasses. `parse` refuses what they do not know, `check` refuses arithmetic
+that cannot work, and `changes_that_alter_the_run` says which keys may not differ when a run is continued. All
+intervals, budgets and schedule lengths are in training tokens of the whole job.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be run; the message names the key, the value and the fix."""
+
+
+@dataclass
+class FabricConfig:
+    #: Processes on this node: a number or "auto". Under `fabric run` its own --devices decides; leave this alone.
+    devices: Any = "auto"
+    #: "auto", "cpu" or "cuda". Under `fabric run` its own --accelerator decides.
+    accelerator: str = "auto"
+    #: "bf16-mixed" (fp32 weights and optimizer, bf16 matrix products) or "32-true".
+    precision: str = "bf16-mixed"
+
+
+@dataclass
+class TrainConfig:
+    #: Tokens to train on.
+    max_tokens: int = MISSING
+    #: Tokens that one rank puts through the model at a time; a rank's share of the batch is split into such pieces.
+    grad_acc_tokens: int = MISSING
+    #: Gradients are scaled down to this global L2 norm.
+    max_grad_norm: float = 1.0
+    #: Recompute each block's activations in the backward pass instead of keeping them.
+    gradient_checkpointing: bool = False
+    #: Whether biases, norm weights and convolution kernels are decayed.
+    bias_weight_decay: bool = False
+    normalization_weight_decay: bool = False
+    conv_weight_decay: bool = True
+
+
+@dataclass
+class EvalConfig:
+    #: Loss is reported over prefixes of the sequence: full length, half, a quarter, … down to this many tokens.
+    min_val_length: int = 512
+
+
+@dataclass
+class WandbConfig:
+    project: str = "forgetting-transformer"
+    #: "offline" (files only), "online" or "disabled".
+    mode: str = "offline"
+    #: Folder for wandb's own files; null is `output_dir`.
+    log_dir: str | None = None
+
+
+@dataclass
+class StrategyConfig:
+    #: "auto" (one process: none; several: ddp), "ddp" or "fsdp" (weights, gradients and moments sharded by block).
+    name: str = "auto"
+    #: Seconds a rank waits for the others in a collective operation before the run is declared stuck.
+    timeout_seconds: int = 1800
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = "adamw"
+    #: Peak learning rate.
+    lr: float = MISSING
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@dataclass
+class ScheduleConfig:
+    #: "constant", "warmup_cosine", "warmup_linear" or "warmup_stable_decay"; see training/schedule.py.
+    name: str = MISSING
+    #: Tokens of linear warm-up from init_lr to optimizer.lr.
+    warmup_tokens: int = 0
+    #: warmup_cosine and warmup_linear: tokens at which end_lr is reached, warm-up included.
+    #: warmup_stable_decay: tokens of the whole run; the decay ends there.
+    total_tokens: int | None = None
+    #: warmup_stable_decay: tokens of the final decay.
+    decay_tokens: int | None = None
+    init_lr: float = 0.0
+    end_lr: float = 0.0
+
+
+@dataclass
+class DataModuleConfig:
+    #: The arguments of data.LongCrawl64DataModule, which documents them.
+    name: str = "longcrawl64"
+    dataset: str = "longcrawl64"
+    train_batch_len: int = MISSING
+    train_batch_size: int = MISSING
+    train_num_workers: int = 2
+    eval_tokens: int | None = None
+    eval_batch_len: int = MISSING
+    eval_local_batch_size: int = MISSING
+    eval_num_workers: int = 2
+    vocab_size: int | None = None
+    bos_token_id: int | None = None
+    repeat: bool = False
+
+
+@dataclass
+class ModelConfig:
+    #: A name in model.registry, such as "forgetting_transformer".
+    name: str = MISSING
+    #: The fields of that architecture's configuration class. vocab_size and token ids come from the data.
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ScaleConfig:
+    """A model size and token budget that experiments share; model and schedule files refer to it."""
+
+    name: str = "custom"
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    #: Attention heads when each has 64 or 128 dimensions.
+    heads_of_64: int | None = None
+    heads_of_128: int | None = None
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    datamodule: DataModuleConfig = field(default_factory=DataModuleConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    scale: ScaleConfig = field(default_factory=ScaleConfig)
+    fabric: FabricConfig = field(default_factory=FabricConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    #: Names recorded with the run, for finding it again.
+    exp: str = "debug"
+    tag: str = "debug"
+    #: Seeds the initial weights and the random numbers of every step.
+    seed: int = 0
+    #: Everything the run writes goes here; see docs/run_directory.md.
+    output_dir: str = MISSING
+    #: Folder that holds the corpus folder `datamodule.dataset`.
+    data_dir: str = MISSING
+    #: true: continue from the newest valid checkpoint in output_dir, if any. false: move what output_dir holds aside
+    #: and start from the beginning.
+    resume: bool = True
+    #: Start a new run from the checkpoint of another run's output_dir at fork_step tokens.
+    fork_dir: str | None = None
+    fork_step: int | None = None
+    #: Tokens between lines of training loss, throughput and norms.
+    log_interval: int = MISSING
+    #: Tokens between reports of the training loss at every position, averaged over the tokens in between.
+    train_eval_interval: int = MISSING
+    #: Tokens between evaluations on held-out documents; skip_eval switches these off, final_eval is the one at the end.
+    eval_interval: int = MISSING
+    skip_eval: bool = True
+    final_eval: bool = True
+    #: Tokens between checkpoints; the newest `checkpoint_keep_last` stay, and one every checkpoint_keep_interval for good.
+    checkpoint_interval: int = MISSING
+    checkpoint_keep_interval: int = MISSING
+    checkpoint_keep_last: int = 2
+
+
+def parse(composed: Any) -> Config:
+    """Turns a composed OmegaConf config into a typed `Config`.
+
+    Raises:
+        ConfigError: an unknown key (with the closest known one), a value of the wrong type, or a key without a value.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise ConfigError(
+                f"no value for {', '.join(missing)}: give it on the command line, as in {missing[0]}=…, or choose an "
+                "experiment that sets it (+experiment/demo=fox_pro)"
+            )
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        if key and "not in" in str(error):
+            close = difflib.get_close_matches(key, known_keys(), n=1)
+            raise ConfigError(
+                f"unknown config key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+            ) from error
+        raise ConfigError(f"config key {key!r}: {str(error).splitlines()[0]}") from error
+
+
+def known_keys(config_class: type = Config, prefix: str = "") -> list[str]:
+    """Every key of the schema in dotted form, such as "train.max_tokens"."""
+    keys = []
+    for item in dataclasses.fields(config_class):
+        if dataclasses.is_dataclass(item.type):
+            keys += known_keys(item.type, f"{prefix}{item.name}.")
+        else:
+            keys.append(prefix + item.name)
+    return keys
+
+
+def check(config: Config, world_size: int) -> None:
+    """Refuses what cannot work, before anything is built.
+
+    Raises:
+        ConfigError: naming the key, the value and the fix.
+    """
+    data, train = config.datamodule, config.train
+    for key, value in {
+        "train.max_tokens": train.max_tokens,
+        "train.grad_acc_tokens": train.grad_acc_tokens,
+        "datamodule.train_batch_len": data.train_batch_len,
+        "datamodule.train_batch_size": data.train_batch_size,
+        "datamodule.eval_batch_len": data.eval_batch_len,
+        "datamodule.eval_local_batch_size": data.eval_local_batch_size,
+        "log_interval": config.log_interval,
+        "train_eval_interval": config.train_eval_interval,
+        "eval_interval": config.eval_interval,
+        "checkpoint_interval": config.checkpoint_interval,
+        "checkpoint_keep_interval": config.checkpoint_keep_interval,
+        "checkpoint_keep_last": config.checkpoint_keep_last,
+        "eval.min_val_length": config.eval.min_val_length,
+        "strategy.timeout_seconds": config.strategy.timeout_seconds,
+        "train.max_grad_norm": train.max_grad_norm,
+    }.items():
+        if value <= 0:
+            raise ConfigError(f"{key}={value} must be positive")
+    if data.train_batch_size % world_size:
+        near = [n for n in range(1, data.train_batch_size + 1) if data.train_batch_size % n == 0]
+        raise ConfigError(
+            f"datamodule.train_batch_size={data.train_batch_size} sequences cannot be shared equally by {world_size} "
+            f"processes; use a multiple of {world_size}, or a number of processes among {near}"
+        )
+    local_tokens = data.train_batch_size // world_size * data.train_batch_len
+    micro_tokens = min(train.grad_acc_tokens, local_tokens)
+    if micro_tokens % data.train_batch_len or local_tokens % micro_tokens:
+        fits = [
+            n * data.train_batch_len
+            for n in range(1, local_tokens // data.train_batch_len + 1)
+            if local_tokens % (n * data.train_batch_len) == 0
+        ]
+        raise ConfigError(
+            f"train.grad_acc_tokens={train.grad_acc_tokens:,} does not split a rank's {local_tokens:,} tokens "
+            f"({data.train_batch_size // world_size} sequences of {data.train_batch_len:,}) into equal pieces of whole "
+            f"sequences; choose one of {fits}"
+        )
+    if (config.fork_dir is None) != (config.fork_step is None):
+        raise ConfigError(
+            f"fork_dir={config.fork_dir} and fork_step={config.fork_step} belong together: give both or neither"
+        )
+    if config.fork_dir and not config.resume:
+        raise ConfigError("fork_dir starts from a checkpoint, resume=false starts from nothing: choose one")
+    if config.fabric.precision not in ("bf16-mixed", "32-true"):
+        raise ConfigError(
+            f"fabric.precision={config.fabric.precision!r} is not supported; use 'bf16-mixed' or '32-true'. "
+            "bf16-true would keep weights and AdamW's moments in bf16, too coarse for pretraining"
+        )
+    if config.strategy.name not in ("auto", "ddp", "fsdp"):
+        raise ConfigError(f"strategy.name={config.strategy.name!r} is unknown; use 'auto', 'ddp' or 'fsdp'")
+    if config.wandb.mode not in ("online", "offline", "disabled"):
+        raise ConfigError(
+            f"wandb.mode={config.wandb.mode!r} is unknown; use 'online', 'offline' or 'disabled'"
+        )
+    if config.optimizer.name != "adamw":
+        raise ConfigError(f"optimizer.name={config.optimizer.name!r} is unknown; use 'adamw'")
+    if config.datamodule.name != "longcrawl64":
+        raise ConfigError(f"datamodule.name={config.datamodule.name!r} is unknown; use 'longcrawl64'")
+
+
+#: Keys that may differ between the runs that one output_dir has seen: where things are, how the work is split, what is
+#: reported. Everything else decides what the weights become, so a change of it is refused on resume.
+FREE_KEYS = (
+    "output_dir", "data_dir", "resume", "fork_dir", "fork_step", "exp", "tag", "wandb", "fabric.devices",
+    "fabric.accelerator", "strategy", "scale", "train.max_tokens", "train.grad_acc_tokens",
+    "train.gradient_checkpointing", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
+    "checkpoint_interval", "checkpoint_keep_interval", "checkpoint_keep_last", "eval", "datamodule.train_num_workers",
+    "datamodule.eval_tokens", "datamodule.eval_batch_len", "datamodule.eval_local_batch_size",
+    "datamodule.eval_num_workers", "datamodule.dataset", "datamodule.repeat",
+)  # fmt: skip
+
+
+def changes_that_alter_the_run(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Lines "key: old -> new" for every key outside FREE_KEYS that differs between two resolved configs."""
+    old, new = flatten(before), flatten(now)
+    return [
+        f"{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, None) != new.get(key, None)
+        and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+    ]
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

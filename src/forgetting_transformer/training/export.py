@@ -1,0 +1,85 @@
+"""From a training checkpoint, of any strategy and at any step, to a Hugging Face folder."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    inspect,
+    load_weights,
+    step_of,
+)
+from forgetting_transformer.training.run_directory import RunDirectory
+
+
+class ExportError(RuntimeError):
+    """The export could not be completed; the message says what is missing and how to give it."""
+
+
+def export(run_folder: Path, save_folder: Path, step: int | None = None, tokenizer: str | None = None) -> str:
+    """Writes `save_folder` and returns a line that says what was written.
+
+    Args:
+        run_folder: output_dir of a training run; it may still be training.
+        step: training tokens of the checkpoint; None for the newest valid one.
+        tokenizer: folder or hub id; None for the run's own.
+
+    Raises:
+        CheckpointError: no valid checkpoint (at that step).
+        ExportError: no tokenizer to be had. The model is written all the same.
+    """
+    directory = RunDirectory(run_folder)
+    checkpoint = newest_valid(directory.checkpoints, step)
+    if checkpoint is None:
+        wanted = "no valid checkpoint" if step is None else f"no valid checkpoint at step {step}"
+        raise CheckpointError(
+            f"{wanted} in {directory.checkpoints}; it holds {steps_in(directory.checkpoints) or 'nothing'}"
+        )
+    state = checkpoint.trainer_state()
+    model = build_from_checkpoint(checkpoint, state)
+    model.generation_config = GenerationConfig(
+        bos_token_id=model.config.bos_token_id,
+        eos_token_id=model.config.eos_token_id,  # without it generation runs to its length limit
+        pad_token_id=model.config.eos_token_id,
+    )
+    model.save_pretrained(save_folder)
+    _save_tokenizer(directory, save_folder, state["config"], tokenizer)
+    return f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
+
+
+def build_from_checkpoint(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:
+    """The model of a checkpoint on the CPU, in fp32 and evaluation mode."""
+    architecture = registry.get(state["config"]["model"]["name"])
+    model = architecture.lm_class(architecture.config_class.from_dict(state["model_config"]))
+    load_weights(checkpoint, model)
+    return model.eval()
+
+
+def _save_tokenizer(
+    directory: RunDirectory, folder: Path, config: dict[str, Any], source: str | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    length = config["datamodule"]["train_batch_len"]
+    try:
+        if source is None and directory.tokenizer.is_dir():
+            tokenizer = AutoTokenizer.from_pretrained(directory.tokenizer)
+        elif config["datamodule"]["dataset"] == "longcrawl64":
+            from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
+
+            tokenizer = JSONGPT2Tokenizer.from_pretrained(source or "gpt2", add_bos_token=True)
+        elif source is not None:
+            tokenizer = AutoTokenizer.from_pretrained(source)
+        else:
+            raise OSError(f"{directory.root} holds no tokenizer")
+    except (OSError, ValueError) as error:
+        raise ExportError(
+            f"the model is in {folder}, but without a tokenizer ({str(error).splitlines()[0]}). Name one with "
+            "--tokenizer FOLDER_OR_HUB_ID; for LongCrawl64 a folder with GPT-2's vocab.json and merges.txt will do"
+        ) from error
+    tokenizer.model_max_length = length
+    tokenizer.save_pretrained(folder)

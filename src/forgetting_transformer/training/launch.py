@@ -1,0 +1,97 @@
+"""From a configuration to processes: the Fabric object, its strategy, and guards against silent mis-launches."""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision, Precision
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from forgetting_transformer.model.decoder import DecoderBlock
+from forgetting_transformer.training.config import Config, ConfigError
+
+
+def launch(config: Config) -> Fabric:
+    """Builds Fabric and, when not started by `fabric run`, starts the other processes.
+
+    Raises:
+        ConfigError: the processes that were started are not the processes that were asked for.
+    """
+    under_cli = os.environ.get("LT_CLI_USED") == "1"
+    if not under_cli:
+        stray = sorted(name for name in os.environ if name.startswith("LT_"))
+        if stray:
+            # Fabric would let these override the config without a word.
+            raise ConfigError(
+                f"environment variables {', '.join(stray)} would override the config; unset them"
+            )
+    fabric = Fabric(
+        accelerator=config.fabric.accelerator,
+        devices=config.fabric.devices,
+        num_nodes=int(os.environ.get("LT_NUM_NODES", 1)),
+        strategy=_strategy(config, _expected_world_size(config, under_cli)),
+        plugins=[_precision(config)],
+    )
+    if not under_cli:
+        fabric.launch()
+    expected = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or fabric.world_size)
+    if fabric.world_size != expected:
+        # torchrun or srun with devices=1 gives N independent runs that all believe to be rank 0.
+        raise ConfigError(
+            f"{expected} processes were started but each trains alone (world size {fabric.world_size}); "
+            "start with `fabric run train.py --devices N …`, or set fabric.devices to the processes per node"
+        )
+    return fabric
+
+
+def _expected_world_size(config: Config, under_cli: bool) -> int:
+    if under_cli or "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    devices = config.fabric.devices
+    if devices in ("auto", -1, "-1"):
+        use_cuda = config.fabric.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
+        return torch.cuda.device_count() if use_cuda else 1
+    return len(devices) if isinstance(devices, list) else int(devices)
+
+
+def _strategy(config: Config, world_size: int) -> Strategy | str:
+    timeout = timedelta(seconds=config.strategy.timeout_seconds)
+    if config.strategy.name == "fsdp":
+        # Fabric's defaults would make a tensor-parallel mesh; this one only shards over data-parallel ranks.
+        return ModelParallelStrategy(
+            parallelize_fn=shard, data_parallel_size=world_size, tensor_parallel_size=1, timeout=timeout
+        )
+    if config.strategy.name == "ddp" or world_size > 1:
+        return DDPStrategy(timeout=timeout, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return "auto"
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2: one unit per decoder block, so that gathering one block overlaps with computing another, and one unit
+    for embeddings, final norm and head. Weights, gradients and their reduction stay in fp32."""
+    for module in model.modules():
+        if isinstance(module, DecoderBlock):
+            fully_shard(module, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+class _Bf16Autocast(MixedPrecision):
+    """Fabric's bf16-mixed without its cast of floating-point *inputs* to bf16, which loses what a caller passes in."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__("bf16-mixed", device=device)
+
+    def convert_input(self, data: Any) -> Any:
+        return data
+
+
+def _precision(config: Config) -> Precision:
+    if config.fabric.precision == "32-true":
+        return Precision()
+    on_cuda = config.fabric.accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
+    return _Bf16Autocast("cuda" if on_cuda and os.environ.get("LT_ACCELERATOR") != "cpu" else "cpu")

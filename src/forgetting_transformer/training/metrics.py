@@ -1,0 +1,223 @@
+"""Where measurements go: JSON lines, arrays, wandb, and the terminal. Only rank 0 has a log; the others hold none.
+
+Files under `output_dir/metrics/`: `jsonlines/<kind>.jsonl`, one object per report with `step` in training tokens, and
+`npz/<kind>/step-%015d.npz` for loss at every position. After a resume everything past the checkpoint is cut off, and
+the same steps are then written again, so no step is missing or doubled.
+"""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from forgetting_transformer.training.checkpoint import write_atomically
+from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+class MetricsLog:
+    """Writes reports of one run to its files and to wandb.
+
+    Args:
+        directory: the run's folder.
+        config: for wandb's settings.
+        resume_step: training tokens of the checkpoint the run continues from, 0 for a new run.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, config: Config, resolved: dict[str, Any], resume_step: int
+    ) -> None:
+        self.directory = directory
+        directory.jsonlines.mkdir(parents=True, exist_ok=True)
+        # By kind, the step up to which wandb has everything: a rerun of those steps is bitwise the same and not sent.
+        sent = {file.stem: last_step(file) for file in directory.jsonlines.glob("*.jsonl")}
+        for file in directory.jsonlines.glob("*.jsonl"):
+            truncate(file, resume_step)
+        for file in directory.npz.glob("*/step-*.npz"):
+            if int(file.stem.removeprefix("step-")) > resume_step:
+                file.unlink()
+        self._wandb = _Wandb(directory, config, resolved, sent)
+
+    def report(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Appends one object to `jsonlines/<kind>.jsonl` and sends it to wandb."""
+        line = json.dumps({"step": step, **values}) + "\n"
+        with (self.directory.jsonlines / f"{kind}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line)
+        self._wandb.log(kind, step, values)
+
+    def report_arrays(self, kind: str, step: int, arrays: dict[str, np.ndarray]) -> None:
+        """Writes `npz/<kind>/step-<step>.npz`; the step is in the file too."""
+        folder = self.directory.npz / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".step-{step:015d}.npz"
+        np.savez_compressed(temporary, step=step, **arrays)
+        temporary.replace(folder / f"step-{step:015d}.npz")
+
+    def flush(self) -> None:
+        """Forces the lines to disk: called with each checkpoint, so that a resume finds every step before it."""
+        for file in self.directory.jsonlines.glob("*.jsonl"):
+            with file.open("a") as stream:
+                os.fsync(stream.fileno())
+
+    def close(self) -> None:
+        self._wandb.close()
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; a last line that a crash cut short is left out."""
+    entries = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return entries
+
+
+def last_step(file: Path) -> int:
+    entries = read_lines(file)
+    return entries[-1]["step"] if entries else -1
+
+
+def truncate(file: Path, step: int) -> None:
+    """Drops the lines past `step`, all at once."""
+    kept = [entry for entry in read_lines(file) if entry["step"] <= step]
+    write_atomically(file, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+class _Wandb:
+    """wandb if it is there and willing; a run never stops for its sake."""
+
+    def __init__(
+        self, directory: RunDirectory, config: Config, resolved: dict[str, Any], sent: dict[str, int]
+    ) -> None:
+        self._run, self._sent = None, sent
+        if config.wandb.mode == "disabled":
+            return
+        try:
+            import wandb
+
+            directory.wandb_run_id.parent.mkdir(parents=True, exist_ok=True)
+            if not directory.wandb_run_id.is_file():
+                write_atomically(directory.wandb_run_id, wandb.util.generate_id())
+            log_dir = Path(config.wandb.log_dir or directory.root)
+            log_dir.mkdir(parents=True, exist_ok=True)
+            self._run = wandb.init(
+                project=config.wandb.project,
+                name=config.tag,
+                group=config.exp,
+                id=directory.wandb_run_id.read_text(encoding="utf-8").strip(),
+                dir=str(log_dir),
+                mode=config.wandb.mode,
+                resume="allow",
+                config=resolved,
+                settings=wandb.Settings(silent=True, init_timeout=60),
+            )
+        except ImportError:
+            log.info("wandb is not installed; metrics are in %s", directory.jsonlines)
+        except Exception as error:  # no network, no login, a full quota: none of these may stop a run
+            log.warning("wandb is not available (%s); metrics are in %s", error, directory.jsonlines)
+
+    def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        if self._run is None or step <= self._sent.get(kind, -1):
+            return
+        try:
+            self._run.log(values, step=step)
+        except Exception as error:
+            log.warning("wandb stopped taking metrics (%s); they are in the JSON-lines files", error)
+            self._run = None
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+class Progress:
+    """A live bar on a terminal (tokens done, tokens/s, time left, loss); plain lines anywhere else.
+
+    Args:
+        total: tokens of the whole run.
+        done: tokens trained on before this process started.
+        enabled: on rank 0 only.
+    """
+
+    def __init__(self, total: int, done: int, enabled: bool) -> None:
+        self._enabled = enabled
+        self._bar: tqdm | None = None
+        if enabled and sys.stderr.isatty():
+            self._bar = tqdm(
+                total=total, initial=done, unit="tok", unit_scale=True, desc="train", dynamic_ncols=True
+            )
+
+    @property
+    def live(self) -> bool:
+        """Whether there is a terminal to draw bars on."""
+        return self._bar is not None
+
+    def advance(self, tokens: int) -> None:
+        if self._bar is not None:
+            self._bar.update(tokens)
+
+    def show(self, tokens: int, total: int, loss: float, lr: float, tokens_per_second: float | None) -> None:
+        """Called where losses are logged anyway, so that the bar costs no synchronisation of its own."""
+        if self._bar is not None:
+            self._bar.set_postfix(loss=f"{loss:.4f}", lr=f"{lr:.2e}")
+        elif self._enabled:
+            rate = f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "first steps"
+            left = f", {duration((total - tokens) / tokens_per_second)} left" if tokens_per_second else ""
+            log.info(
+                "%s of %s tokens, loss %.4f, lr %.2e, %s%s", f"{tokens:,}", f"{total:,}", loss, lr, rate, left
+            )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class TerminalHandler(logging.Handler):
+    """Prints log records above a live progress bar instead of through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def duration(seconds: float) -> str:
+    """3725 -> "1:02:05"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+class Throughput:
+    """Rates over the whole run and over the last `window` samples, under the names the paper's runs used.
+
+    "total" counts wall time of the training loop, evaluations and checkpoints included; "update" only the steps.
+    """
+
+    KEYS = ("token_count", "batch_count", "flop_count")
+
+    def __init__(self, window: int = 100) -> None:
+        self._window = window
+        self._samples: list[dict[str, float]] = []
+
+    def add(self, counters: dict[str, float]) -> dict[str, float]:
+        """Takes counters with KEYS, total_time and update_time (seconds); returns metrics once there are two samples."""
+        self._samples = [*self._samples[-self._window :], counters]
+        metrics = {f"throughput/{name}": value for name, value in counters.items()}
+        if len(self._samples) < 2:
+            return {}
+        first = self._samples[0]
+        for clock in ("total", "update"):
+            recent_seconds = counters[f"{clock}_time"] - first[f"{clock}_time"]
+            for key in self.KEYS:
+                name = f"throughput/{key}_per_second_{clock}"
+                metrics[f"{name}_recent"] = (counters[key] - first[key]) / max(recent_seconds, 1e-9)
+                metrics[f"{name}_cum"] = counters[key] / max(counters[f"{clock}_time"], 1e-9)
+        return metrics

@@ -1,0 +1,53 @@
+"""Where a run came from: the code's git state, library versions, the machine."""
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = (
+    "torch", "triton", "lightning", "hydra-core", "omegaconf", "transformers", "tokenizers", "zarr", "numpy", "wandb",
+    "flash-linear-attention", "fla-core", "forgetting-transformer",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that can change a run's numbers; absent packages are left out."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Commit of the repository that holds `folder`, and the uncommitted changes as a patch; {} outside a repository."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=True
+        )
+        return done.stdout
+
+    try:
+        return {"commit": git("rev-parse", "HEAD").strip(), "patch": git("diff", "HEAD")}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Versions, git state and hardware of this process, as plain JSON types."""
+    return {
+        "versions": versions(),
+        "git": git_state(Path(__file__).parent),
+        "machine": {
+            "host": platform.node(),
+            "platform": platform.platform(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        },
+    }

@@ -1,0 +1,79 @@
+"""What a run keeps under `output_dir`, and who may write there. docs/run_directory.md draws the tree."""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+PREVIOUS = "previous"
+
+
+class RunDirectoryError(RuntimeError):
+    """The run's folder cannot be used; the message says by whom or why, and what to do."""
+
+
+class RunDirectory:
+    """Paths of a run. Only rank 0 writes, except for checkpoint shards and each rank's own log."""
+
+    def __init__(self, output_dir: str | Path) -> None:
+        self.root = Path(output_dir).expanduser().absolute()
+        self.config = self.root / "config.yaml"
+        self.checkpoints = self.root / "checkpoints"
+        self.logs = self.root / "logs"
+        self.jsonlines = self.root / "metrics" / "jsonlines"
+        self.npz = self.root / "metrics" / "npz"
+        self.wandb_run_id = self.root / "metrics" / "wandb" / "wandb_run_id.txt"
+        self.tokenizer = self.root / "tokenizer"
+        self._lock_file = self.root / "run.lock"
+        self._lock_descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Makes the folder and takes it for this process; the kernel gives it back however the process ends.
+
+        Raises:
+            RunDirectoryError: another run is writing there, or the folder cannot be written.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunDirectoryError(f"cannot write to output_dir={self.root}: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(descriptor, 4096).decode(errors="replace").strip() or "an unknown process"
+            os.close(descriptor)
+            raise RunDirectoryError(
+                f"another run is writing to output_dir={self.root} ({holder}). Wait for it, stop it, or choose "
+                "another output_dir"
+            ) from error
+        os.ftruncate(descriptor, 0)
+        owner = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        os.write(descriptor, json.dumps(owner).encode())
+        self._lock_descriptor = descriptor
+
+    def release(self) -> None:
+        if self._lock_descriptor is not None:
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = None
+
+    def move_aside(self) -> Path | None:
+        """Moves everything the folder holds into `previous/<time>/`; returns that folder, None if there was nothing."""
+        entries = [e for e in self.root.iterdir() if e != self._lock_file and e.name != PREVIOUS]
+        if not entries:
+            return None
+        target = self.root / PREVIOUS / time.strftime("%Y%m%d-%H%M%S")
+        number = 1
+        while target.exists():
+            target = target.with_name(f"{target.name.split('.')[0]}.{number}")
+            number += 1
+        target.mkdir(parents=True)
+        for entry in entries:
+            entry.rename(target / entry.name)
+        return target

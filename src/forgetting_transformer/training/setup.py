@@ -1,0 +1,131 @@
+"""The parts of a run, each built by one function: model, optimizer, log files. trainer.py puts them together."""
+
+import hashlib
+import logging
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from forgetting_transformer.data import DataInfo, LongCrawl64DataModule
+from forgetting_transformer.model import registry
+from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
+from forgetting_transformer.training.metrics import TerminalHandler
+from forgetting_transformer.training.parameter_groups import ParameterGroups
+from forgetting_transformer.training.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def on_rank_zero(fabric: Fabric, action: Callable[[], T]) -> T | None:
+    """Rank 0 acts, the others wait; if it fails, every rank raises the same error instead of waiting for ever."""
+    result, error = None, None
+    if fabric.is_global_zero:
+        try:
+            result = action()
+        except Exception as failure:
+            error = failure
+    error = fabric.broadcast(error)
+    if error is not None:
+        raise error
+    return result
+
+
+def start_logging(directory: RunDirectory, rank: int) -> None:
+    """Every rank writes `logs/rank-<k>.log`; rank 0 speaks on the terminal, the others only to warn."""
+    directory.logs.mkdir(parents=True, exist_ok=True)
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    file = logging.FileHandler(directory.logs / f"rank-{rank}.log")
+    terminal = TerminalHandler(logging.INFO if rank == 0 else logging.WARNING)
+    for handler in (file, terminal):
+        handler.setFormatter(
+            logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s", "%m-%d %H:%M:%S")
+        )
+        root.addHandler(handler)
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    log.critical("the run stopped", exc_info=(kind, error, trace))
+
+
+def build_data(data_dir: str, config: DataModuleConfig) -> LongCrawl64DataModule:
+    arguments = {key: value for key, value in vars(config).items() if key != "name"}
+    return LongCrawl64DataModule(data_dir, **arguments)
+
+
+def build_model(config: Config, data: DataInfo) -> nn.Module:
+    """The model on the CPU, with the same initial weights whatever the device, strategy and number of processes.
+
+    Raises:
+        ConfigError: a field the architecture does not have, or a vocabulary that is not the data's.
+    """
+    fields = dict(config.model.config)
+    if fields.get("vocab_size") not in (None, data.vocab_size):
+        raise ConfigError(
+            f"model.config.vocab_size={fields['vocab_size']} is not the corpus's {data.vocab_size}; leave it unset, "
+            "the data decides it"
+        )
+    # One token both begins and ends a text, in LongCrawl64 and in corpora of scripts/prepare_data.py.
+    fields |= {
+        "vocab_size": data.vocab_size,
+        "bos_token_id": data.bos_token_id,
+        "eos_token_id": data.bos_token_id,
+    }
+    try:
+        architecture = registry.get(config.model.name)
+        model_config = registry.build_config(config.model.name, **fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"model.config: {error.args[0]}") from error
+    torch.manual_seed(config.seed)
+    model = architecture.lm_class(model_config)
+    if config.train.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def build_optimizer(groups: ParameterGroups, config: OptimizerConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        groups.for_optimizer(config.weight_decay),
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def check_optimizer_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer that was built before sharding holds parameters that nothing uses, and trains nothing, silently."""
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    used = {id(p) for p in model.parameters() if p.requires_grad}
+    if owned != used:
+        raise RuntimeError(
+            f"the optimizer holds {len(owned & used)} of the model's {len(used)} parameter tensors"
+        )
+
+
+def seed_step(seed: int, batch: int, rank: int) -> None:
+    """Random numbers of a step are a function of (seed, step, rank): nothing to save, and a resume repeats them."""
+    digest = hashlib.blake2b(f"{seed}/{batch}/{rank}".encode(), digest_size=4).digest()
+    number = int.from_bytes(digest, "little")
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def copy_tokenizer(data_folder: Path, directory: RunDirectory) -> None:
+    """Keeps the corpus's tokenizer with the run, so that an export needs nothing but the run's folder."""
+    if (data_folder / "tokenizer").is_dir() and not directory.tokenizer.exists():
+        shutil.copytree(data_folder / "tokenizer", directory.tokenizer)

@@ -1,0 +1,437 @@
+"""The training loop: `setup → run → step`.
+
+Everything that decides what the weights become is a function of the config and the step: the tokens (data/order.py),
+the learning rate (schedule.py), the random numbers (setup.seed_step). A checkpoint therefore carries only weights,
+moments and counters, and a run that was killed continues as if it had not been.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from forgetting_transformer.training import setup
+from forgetting_transformer.training.checkpoint import (
+    Checkpoint,
+    Checkpointer,
+    CheckpointError,
+    write_atomically,
+)
+from forgetting_transformer.training.config import Config, ConfigError, changes_that_alter_the_run, check
+from forgetting_transformer.training.launch import launch
+from forgetting_transformer.training.metrics import MetricsLog, Progress, Throughput
+from forgetting_transformer.training.norms import parameter_norms
+from forgetting_transformer.training.parameter_groups import group_parameters
+from forgetting_transformer.training.provenance import describe
+from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.schedule import build_schedule
+
+log = logging.getLogger(__name__)
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says what happened and what still holds."""
+
+
+@dataclasses.dataclass
+class Counters:
+    """What a run has done so far, over all ranks and restarts. Times in seconds."""
+
+    token_count: int = 0
+    batch_count: int = 0
+    flop_count: int = 0
+    total_time: float = 0.0
+    update_time: float = 0.0
+
+
+def run(config: Config) -> None:
+    """Trains one model, from its newest checkpoint or from the start, to `train.max_tokens`."""
+    trainer = Trainer(config)
+    try:
+        trainer.run()
+    finally:
+        trainer.close()
+
+
+class Trainer:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.fabric = launch(config)
+        check(config, self.fabric.world_size)
+        self.directory = RunDirectory(config.output_dir)
+        self.schedule = build_schedule(config.schedule, config.optimizer.lr)
+        setup.on_rank_zero(self.fabric, self._take_directory)
+        setup.start_logging(self.directory, self.fabric.global_rank)
+
+        self.data = setup.build_data(config.data_dir, config.datamodule)
+        self.data_info = self.data.train_info()
+        self._check_budget()
+        model = setup.build_model(config, self.data_info)
+        self.flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
+        # Order matters: the optimizer must see the parameters that the strategy leaves behind.
+        self.model = self.fabric.setup_module(model)
+        self.groups = group_parameters(self.model.module, config.train)
+        self.optimizer = self.fabric.setup_optimizers(setup.build_optimizer(self.groups, config.optimizer))
+        setup.check_optimizer_owns(self.model, self.optimizer)
+
+        self.counters = Counters()
+        #: Loss at every position, summed over the sequences since the last report of it.
+        self.position_loss_T = torch.zeros(
+            config.datamodule.train_batch_len, dtype=torch.float64, device=self.fabric.device
+        )
+        self.position_sequences = 0
+        self.finite = torch.ones((), dtype=torch.bool, device=self.fabric.device)
+        self.checkpointer = Checkpointer(
+            self.directory.checkpoints,
+            config.checkpoint_keep_last,
+            self.fabric.global_rank,
+            self.fabric.world_size,
+        )
+        self.saved_step = self._restore()
+        self.metrics = self._open_metrics() if self.fabric.is_global_zero else None
+        self.throughput = Throughput()
+        self.progress = Progress(
+            config.train.max_tokens, self.counters.token_count, self.fabric.is_global_zero
+        )
+
+    def run(self) -> None:
+        config, counters = self.config, self.counters
+        tokens_per_batch = config.datamodule.train_batch_size * config.datamodule.train_batch_len
+        remaining = math.ceil((config.train.max_tokens - counters.token_count) / tokens_per_batch)
+        if remaining <= 0:
+            log.info("nothing left to train: %s tokens are done", f"{counters.token_count:,}")
+            return
+        loader = self.data.train_loader(
+            counters.batch_count,
+            counters.batch_count + remaining,
+            self.fabric.global_rank,
+            self.fabric.world_size,
+        )
+        clock = time.perf_counter() - counters.total_time
+        for batch in loader:
+            started = time.perf_counter()
+            before = counters.token_count
+            loss, grad_norm, lr = self.step(self.fabric.to_device(batch))
+            counters.token_count += tokens_per_batch
+            counters.batch_count += 1
+            counters.flop_count += tokens_per_batch * self.flops_per_token
+            counters.update_time += time.perf_counter() - started
+            counters.total_time = time.perf_counter() - clock
+            self.progress.advance(tokens_per_batch)
+
+            last = counters.token_count >= config.train.max_tokens
+            if last or self._due(config.log_interval, before):
+                self._log(loss, grad_norm, lr)
+            if last or self._due(config.train_eval_interval, before):
+                self._report_position_loss()
+            if not config.skip_eval and (
+                self._due(config.eval_interval, before) or (last and config.final_eval)
+            ):
+                self.evaluate()
+            keep = self._due(config.checkpoint_keep_interval, before)
+            if last or keep or self._due(config.checkpoint_interval, before):
+                self._save(permanent=keep, must_succeed=last)
+            counters.total_time = time.perf_counter() - clock
+        self.progress.close()
+        log.info("training finished: %s tokens in %s", f"{counters.token_count:,}", self.directory.root)
+
+    def step(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float]:
+        """One update from one global batch; returns its loss and gradient norm as device tensors, and the rate used.
+
+        The batch is this rank's share, (B, T). Gradients are those of the mean loss per token of the global batch: each
+        micro-batch has the same number of tokens, and the strategy averages over ranks.
+        """
+        config = self.config
+        lr = self.schedule(self.counters.token_count)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        setup.seed_step(config.seed, self.counters.batch_count, self.fabric.global_rank)
+        self.optimizer.zero_grad()
+
+        sequences = max(1, config.train.grad_acc_tokens // config.datamodule.train_batch_len)
+        inputs, labels = batch["input_ids"].split(sequences), batch["labels"].split(sequences)
+        loss_T = torch.zeros_like(self.position_loss_T)
+        for i, (inputs_bT, labels_bT) in enumerate(zip(inputs, labels, strict=True)):
+            # FSDP2 needs *every* backward pass inside this context, the synchronised last one too.
+            with self.fabric.no_backward_sync(self.model, enabled=i < len(inputs) - 1):
+                loss_bT = self.model(input_ids=inputs_bT, labels=labels_bT).loss
+                self.fabric.backward(loss_bT.mean() / len(inputs))
+            loss_T += loss_bT.detach().sum(0, dtype=torch.float64)
+        # A non-finite norm must not raise on one rank while others go on: it is noted here and judged where we log.
+        grad_norm = self.fabric.clip_gradients(
+            self.model, self.optimizer, max_norm=config.train.max_grad_norm, error_if_nonfinite=False
+        )
+        grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+        self.optimizer.step()
+
+        # One small sum over ranks gives both the loss of the global batch and its share at every position.
+        loss_T = self.fabric.all_reduce(loss_T, reduce_op="sum")
+        self.position_loss_T += loss_T
+        self.position_sequences += config.datamodule.train_batch_size
+        self.finite &= torch.isfinite(grad_norm) & torch.isfinite(loss_T).all()
+        return loss_T.sum() / (config.datamodule.train_batch_size * loss_T.numel()), grad_norm, lr
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Mean loss at every position over the held-out documents, with the weights as they are."""
+        started = time.perf_counter()
+        length = self.config.datamodule.eval_batch_len
+        loss_T = torch.zeros(length, dtype=torch.float64, device=self.fabric.device)
+        sequences = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
+        self.model.eval()
+        loader = self.data.eval_loader(self.fabric.global_rank, self.fabric.world_size)
+        for batch in tqdm(loader, desc="held-out", unit="batch", leave=False, disable=not self.progress.live):
+            batch = self.fabric.to_device(batch)
+            loss_BT = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+            loss_T += batch["weight"] @ loss_BT.double()
+            sequences += batch["weight"].sum()
+        self.model.train()
+        loss_T = self.fabric.all_reduce(loss_T, reduce_op="sum")
+        sequences = self.fabric.all_reduce(sequences, reduce_op="sum")
+        if self.metrics is None:
+            return
+        mean_T, count = (loss_T / sequences).cpu().numpy(), int(sequences.item())
+        seconds = time.perf_counter() - started
+        self.metrics.report(
+            "val",
+            self.counters.token_count,
+            {
+                "val/loss": float(mean_T.mean()),
+                "val/val_token_count": count * length,
+                "val/val_seq_count": count,
+                "val/val_time": seconds,
+                "val/val_tokens_per_second": count * length / seconds,
+                **self._by_length("val", mean_T),
+                **{f"val/train_{name}": value for name, value in vars(self.counters).items()},
+            },
+        )
+        self.metrics.report_arrays("val", self.counters.token_count, {"val/loss_per_token": mean_T})
+        log.info("held-out loss %.4f after %s tokens", mean_T.mean(), f"{self.counters.token_count:,}")
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+        self.directory.release()
+
+    def _take_directory(self) -> None:
+        self.directory.acquire()
+        if not self.config.resume and (moved := self.directory.move_aside()):
+            log.warning("resume=false: what %s held is now in %s", self.directory.root, moved)
+        for folder in (self.directory.checkpoints, self.directory.logs, self.directory.jsonlines):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def _check_budget(self) -> None:
+        """Held-out data and the token budget are looked at now, not after hours of training."""
+        info, config = self.data_info, self.config
+        if config.train.max_tokens > info.total_tokens and not config.datamodule.repeat:
+            raise ConfigError(
+                f"train.max_tokens={config.train.max_tokens:,} is more than the {info.total_tokens:,} tokens of "
+                f"{info.path} at this batch shape; lower it, or set datamodule.repeat=true to read the data again"
+            )
+        if not config.skip_eval:
+            self.data.eval_info()
+
+    def _restore(self) -> int | None:
+        """Continues from the newest valid checkpoint, or from the fork; returns the step saved last, if any."""
+        config = self.config
+        setup.on_rank_zero(self.fabric, self.checkpointer.clean)
+        checkpoint = self.checkpointer.newest()
+        if checkpoint is None and config.fork_dir:
+            folder = RunDirectory(config.fork_dir).checkpoints
+            source = Checkpointer(folder, 1, self.fabric.global_rank, self.fabric.world_size)
+            checkpoint = source.newest(config.fork_step)
+            if checkpoint is None:
+                raise CheckpointError(
+                    f"fork_step={config.fork_step}: no valid checkpoint of that many tokens in {folder}; it holds "
+                    f"{steps_in(folder) or 'nothing'}"
+                )
+            self._load(checkpoint, forked=True)
+            return None
+        if checkpoint is None:
+            return None
+        self._load(checkpoint, forked=False)
+        return checkpoint.step
+
+    def _load(self, checkpoint: Checkpoint, forked: bool) -> None:
+        state = checkpoint.trainer_state()
+        self._check_compatible(checkpoint, state, forked)
+        self.checkpointer.load(checkpoint, self.model.module, self.optimizer.optimizer)
+        self.counters = Counters(**{f.name: state[f.name] for f in dataclasses.fields(Counters)})
+        windows = checkpoint.windows()
+        self.position_loss_T += torch.from_numpy(windows["position_loss"]).to(self.fabric.device)
+        self.position_sequences = int(windows["position_sequences"])
+        log.info("%s %s", "forked from" if forked else "continuing from", checkpoint.path)
+
+    def _check_compatible(self, checkpoint: Checkpoint, state: dict[str, Any], forked: bool) -> None:
+        """A changed key that would change the run is refused; a fork may change all but what its position means."""
+        changes = changes_that_alter_the_run(state["config"], self.resolved)
+        if forked:
+            shape = ("datamodule.train_batch_len", "datamodule.train_batch_size", "model.")
+            changes = [change for change in changes if change.startswith(shape)]
+        if state["data_fingerprint"] != self.data_info.fingerprint:
+            changes.append(
+                f"the corpus (fingerprint {state['data_fingerprint']} -> {self.data_info.fingerprint}): {self.data_info.path}"
+            )
+        if changes:
+            raise ConfigError(
+                f"{checkpoint.path} was trained with other settings:\n  " + "\n  ".join(changes) + "\n"
+                "Undo these changes to continue it, or choose another output_dir"
+                + (
+                    ""
+                    if forked
+                    else " (with fork_dir and fork_step to start from its weights), or resume=false"
+                )
+            )
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.config)
+
+    def _open_metrics(self) -> MetricsLog:
+        step = self.counters.token_count
+        self._write_descriptions()
+        metrics = MetricsLog(self.directory, self.config, self.resolved, step)
+        if self.counters.batch_count:
+            metrics.report("resume", step, {"resume/resume_step": step})
+        else:
+            metrics.report("train_data_info", step, vars(self.data_info))
+            if not self.config.skip_eval:
+                metrics.report("val_data_info", step, vars(self.data.eval_info()))
+            metrics.report("model_info", step, self._model_info())
+        return metrics
+
+    def _write_descriptions(self) -> None:
+        root = self.directory.root
+        write_atomically(self.directory.config, yaml.safe_dump(self.resolved, sort_keys=False))
+        write_atomically(
+            root / "model.txt", f"{self.model.module}\n{json.dumps(self._model_info(), indent=1)}\n"
+        )
+        for name, named in (("decay", self.groups.decay), ("no_decay", self.groups.no_decay)):
+            write_atomically(
+                root / f"{name}_params.txt", "".join(f"{n} {tuple(p.shape)}\n" for n, p in named)
+            )
+        start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": self.counters.token_count}
+        start |= {"world_size": self.fabric.world_size, **describe(self.fabric.device)}
+        with (root / "starts.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(start) + "\n")
+        setup.copy_tokenizer(self.data.folder, self.directory)
+
+    def _model_info(self) -> dict[str, int]:
+        total = sum(p.numel() for p in self.model.module.parameters())
+        embedding = self.model.module.get_input_embeddings().weight.numel()
+        return {
+            "total_params": total,
+            "trainable_params": sum(p.numel() for p in self.model.module.parameters() if p.requires_grad),
+            "embedding_params": embedding,
+            "non_embedding_params": total - embedding,
+            "flops_per_token": self.flops_per_token,
+        }
+
+    def _due(self, interval: int, before: int) -> bool:
+        """Whether the step that began after `before` tokens crossed a multiple of `interval`."""
+        return before // interval != self.counters.token_count // interval
+
+    def _log(self, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
+        """The only place in the loop, besides evaluations and checkpoints, that waits for the device."""
+        self._require_finite()
+        norms = parameter_norms(self.model.module)
+        rates = self.throughput.add({key: float(value) for key, value in vars(self.counters).items()})
+        if self.metrics is None:
+            return
+        step, value = self.counters.token_count, loss.item()
+        values = {f"train/{name}": count for name, count in vars(self.counters).items()}
+        values |= {"train/lr": lr, "train/loss": value, "train/global_grad_norm": grad_norm.item()}
+        self.metrics.report("train", step, values)
+        self.metrics.report("norm", step, norms)
+        if rates:
+            self.metrics.report("throughput", step, rates)
+        rate = rates.get("throughput/token_count_per_second_total_recent")
+        self.progress.show(step, self.config.train.max_tokens, value, lr, rate)
+
+    def _report_position_loss(self) -> None:
+        mean_T = (self.position_loss_T / self.position_sequences).cpu().numpy()
+        sequences, self.position_sequences = self.position_sequences, 0
+        self.position_loss_T.zero_()
+        if self.metrics is None:
+            return
+        step = self.counters.token_count
+        self.metrics.report(
+            "train_eval",
+            step,
+            {
+                **self._by_length("train_eval", mean_T),
+                "train_eval/window_seq_count": sequences,
+                "train_eval/window_token_count": sequences * mean_T.size,
+                **{f"train_eval/train_{name}": value for name, value in vars(self.counters).items()},
+            },
+        )
+        self.metrics.report_arrays("train_eval", step, {"train_eval/loss_per_token": mean_T})
+
+    def _by_length(self, kind: str, mean_T: np.ndarray) -> dict[str, float]:
+        """Mean loss over the first L positions, for L the full length, half of it, …, down to eval.min_val_length."""
+        values, length = {}, mean_T.size
+        while length >= min(self.config.eval.min_val_length, mean_T.size):
+            loss = float(mean_T[:length].mean())
+            values[f"{kind}/loss_avg_len_{length}"] = loss
+            values[f"{kind}/perplexity_len_{length}"] = math.exp(min(loss, 700.0))
+            length //= 2
+        return values
+
+    def _save(self, permanent: bool, must_succeed: bool) -> None:
+        self._require_finite()
+        started = time.perf_counter()
+        state = {
+            **vars(self.counters),
+            "config": self.resolved,
+            "model_config": self.model.module.config.to_diff_dict(),
+            "data_fingerprint": self.data_info.fingerprint,
+            "world_size": self.fabric.world_size,
+            "environment": describe(self.fabric.device),
+        }
+        windows = {
+            "position_loss": self.position_loss_T.cpu().numpy(),
+            "position_sequences": np.array(self.position_sequences),
+        }
+        if self.metrics is not None:
+            self.metrics.flush()
+        try:
+            self.checkpointer.save(
+                self.counters.token_count,
+                self.model.module,
+                self.optimizer.optimizer,
+                state,
+                windows,
+                permanent,
+            )
+        except CheckpointError as error:
+            kept = (
+                f"the last good one is at {self.saved_step:,} tokens"
+                if self.saved_step
+                else "there is none yet"
+            )
+            if must_succeed:
+                raise TrainingError(f"{error}; {kept}. Make room and start the same command again") from error
+            log.error("%s; %s. Training goes on", error, kept)
+            return
+        self.saved_step = self.counters.token_count
+        if self.metrics is not None:
+            seconds = time.perf_counter() - started
+            self.metrics.report("checkpoint", self.saved_step, {"checkpoint/checkpoint_time": seconds})
+
+    def _require_finite(self) -> None:
+        if not self.finite.item():
+            kept = f"the checkpoint at {self.saved_step:,} tokens" if self.saved_step else "the start"
+            raise TrainingError(
+                f"loss or gradients became infinite or NaN in the {self.config.log_interval:,} tokens before "
+                f"{self.counters.token_count:,}; nothing was saved since {kept}. Lower optimizer.lr or "
+                "train.max_grad_norm, or look at the data of these steps"
+            )

@@ -1,0 +1,72 @@
+"""Learning rates as functions of tokens, against values worked out by hand."""
+
+import math
+
+import pytest
+
+from forgetting_transformer.training.config import ConfigError, ScheduleConfig
+from forgetting_transformer.training.schedule import build_schedule
+
+STEP = 524_288
+
+
+def test_the_papers_48b_schedule():
+    config = ScheduleConfig(name="warmup_cosine", warmup_tokens=512 * STEP, total_tokens=92_160 * STEP)
+    lr = build_schedule(config, peak_lr=2e-3)
+    assert lr(0) == 0.0
+    assert lr(STEP) == pytest.approx(3.90625e-6)
+    assert lr(256 * STEP) == pytest.approx(1e-3)
+    assert lr(512 * STEP) == pytest.approx(2e-3)
+    assert lr(92_159 * STEP) == pytest.approx(5.9e-13, rel=0.01)
+    assert lr(92_160 * STEP) == lr(200_000 * STEP) == 0.0
+
+
+def test_constant_stays_at_the_peak():
+    lr = build_schedule(ScheduleConfig(name="constant", warmup_tokens=100, init_lr=1e-4), 1e-3)
+    assert [lr(0), lr(50), lr(100), lr(10**12)] == pytest.approx([1e-4, 5.5e-4, 1e-3, 1e-3])
+
+
+def test_linear_decay_is_a_straight_line_to_the_end_rate():
+    config = ScheduleConfig(name="warmup_linear", warmup_tokens=100, total_tokens=300, end_lr=1e-4)
+    lr = build_schedule(config, 1e-3)
+    assert [lr(100), lr(200), lr(300), lr(400)] == pytest.approx([1e-3, 5.5e-4, 1e-4, 1e-4])
+
+
+def test_stable_decay_is_one_minus_square_root():
+    config = ScheduleConfig(name="warmup_stable_decay", warmup_tokens=10, total_tokens=1000, decay_tokens=400)
+    lr = build_schedule(config, 2.0)
+    assert lr(10) == lr(599) == lr(600) == 2.0
+    assert lr(700) == pytest.approx(2 * (1 - math.sqrt(0.25)))
+    assert lr(1000) == 0.0
+
+
+def test_every_schedule_is_continuous_and_within_its_bounds():
+    for name in ("constant", "warmup_cosine", "warmup_linear", "warmup_stable_decay"):
+        total = None if name == "constant" else 10_000
+        decay = 3000 if name == "warmup_stable_decay" else None
+        lr = build_schedule(
+            ScheduleConfig(name=name, warmup_tokens=1000, total_tokens=total, decay_tokens=decay), 1.0
+        )
+        values = [lr(x) for x in range(12_000)]
+        assert 0 <= min(values) and max(values) == 1.0, name
+        assert max(abs(a - b) for a, b in zip(values, values[1:], strict=False)) < 0.02, name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "cosine"}, "schedule.name='cosine' is unknown; use one of constant, warmup_cosine"),
+        ({"name": "warmup_cosine"}, "schedule.total_tokens must be set"),
+        ({"name": "warmup_linear", "warmup_tokens": 10, "total_tokens": 10}, "do not fit"),
+        ({"name": "warmup_stable_decay", "total_tokens": 10}, "schedule.decay_tokens must be set"),
+        (
+            {"name": "warmup_stable_decay", "warmup_tokens": 8, "total_tokens": 10, "decay_tokens": 5},
+            "do not fit",
+        ),
+        ({"name": "constant", "total_tokens": 10}, "schedule.total_tokens=10 has no meaning"),
+        ({"name": "warmup_cosine", "total_tokens": 10, "decay_tokens": 3}, "decay_tokens=3 has no meaning"),
+    ],
+)
+def test_impossible_schedules_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        build_schedule(ScheduleConfig(**settings), 1e-3)

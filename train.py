@@ -1,0 +1,46 @@
+"""Train a model: compose the configuration, check it, run it.
+
+    python train.py +experiment/demo=fox_pro output_dir=output/demo data_dir=data
+    fabric run train.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b \
+        output_dir=… data_dir=… wandb.log_dir=…
+
+The same command again continues an interrupted run. `python train.py --help` lists the choices of every config group,
+`--cfg job` prints the composed config without training.
+"""
+
+import os
+import sys
+import warnings
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+# Read by PyTorch when it is imported: cores are shared by the ranks of a node instead of taken by each.
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))))
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="config")
+def main(composed: DictConfig) -> None:
+    from forgetting_transformer import training
+    from forgetting_transformer.data import DataError
+    from forgetting_transformer.training.checkpoint import CheckpointError
+    from forgetting_transformer.training.run_directory import RunDirectoryError
+    from forgetting_transformer.training.trainer import TrainingError
+
+    warnings.filterwarnings("ignore", message=".*tensorboardX.*|.*srun.*")
+    try:
+        if HydraConfig.get().mode == RunMode.MULTIRUN and os.environ.get("LT_CLI_USED") == "1":
+            # All jobs would share one process group and mix their gradients.
+            raise training.ConfigError("-m under `fabric run` is not possible; start one `fabric run` per job")
+        training.run(training.parse(composed))
+    except (training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError) as error:
+        # These say what to do; a traceback would bury it.
+        sys.exit(f"\n{type(error).__name__}: {error}\n")
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; the same command continues from the last checkpoint\n")
+
+
+if __name__ == "__main__":
+    main()
