@@ -34,9 +34,7 @@ def main() -> None:
     from forgetting_transformer.training.export import ExportError, export
 
     try:
-        summary = export(
-            arguments.hf_load_dir, arguments.hf_save_dir, arguments.hf_load_step, arguments.tokenizer
-        )
+        summary = export(arguments.hf_load_dir, arguments.hf_save_dir, arguments.hf_load_step, arguments.tokenizer)
     except (CheckpointError, ExportError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     print(summary)

@@ -26,9 +26,7 @@ def write_array(path, tokens: np.ndarray, **options) -> None:
 @pytest.fixture
 def corpus(tmp_path):
     for split in ("train", "heldout"):
-        write_array(
-            tmp_path / "longcrawl64" / f"{split}.zarr", tokens_of_array(), chunks=(8, 24), zarr_format=2
-        )
+        write_array(tmp_path / "longcrawl64" / f"{split}.zarr", tokens_of_array(), chunks=(8, 24), zarr_format=2)
     return tmp_path
 
 
@@ -183,9 +181,7 @@ def test_evaluation_counts_every_held_out_slice_once_whatever_the_world_size(cor
     for rank in range(world_size):
         batches = list(module(corpus, eval_tokens=documents * DOC_LEN).eval_loader(rank, world_size))
         lengths.add(len(batches))
-        seen += [
-            row for b in batches for row, w in zip(b["labels"].tolist(), b["weight"], strict=True) if w == 1
-        ]
+        seen += [row for b in batches for row, w in zip(b["labels"].tolist(), b["weight"], strict=True) if w == 1]
     assert len(lengths) == 1, "every rank must take part in every forward pass"
     expected = tokens_of_array()[:documents].reshape(-1, 32).tolist()
     assert sorted(seen) == sorted(expected)
@@ -197,9 +193,7 @@ def test_a_run_that_only_evaluates_needs_no_training_data(corpus):
 
 
 def test_lengths_and_sizes_that_do_not_fit_are_refused_with_the_fix(corpus):
-    with pytest.raises(
-        DataError, match=r"train_batch_len=33 must divide .* 96 tokens.*nearest .* 24, 32, 48"
-    ):
+    with pytest.raises(DataError, match=r"train_batch_len=33 must divide .* 96 tokens.*nearest .* 24, 32, 48"):
         module(corpus, train_batch_len=33).train_info()
     with pytest.raises(DataError, match="eval_batch_len=64 must divide"):
         module(corpus, eval_batch_len=64).eval_info()

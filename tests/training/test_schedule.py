@@ -44,9 +44,7 @@ def test_every_schedule_is_continuous_and_within_its_bounds():
     for name in ("constant", "warmup_cosine", "warmup_linear", "warmup_stable_decay"):
         total = None if name == "constant" else 10_000
         decay = 3000 if name == "warmup_stable_decay" else None
-        lr = build_schedule(
-            ScheduleConfig(name=name, warmup_tokens=1000, total_tokens=total, decay_tokens=decay), 1.0
-        )
+        lr = build_schedule(ScheduleConfig(name=name, warmup_tokens=1000, total_tokens=total, decay_tokens=decay), 1.0)
         values = [lr(x) for x in range(12_000)]
         assert 0 <= min(values) and max(values) == 1.0, name
         assert max(abs(a - b) for a, b in zip(values, values[1:], strict=False)) < 0.02, name

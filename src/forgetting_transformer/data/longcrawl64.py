@@ -79,13 +79,13 @@ class LongCrawl64DataModule:
         self.folder = Path(data_dir) / dataset
         manifest = read_manifest(self.folder)
         self.vocab_size = vocab_size or manifest.get("vocab_size", GPT2_VOCAB_SIZE)
-        self.bos_token_id = bos_token_id if bos_token_id is not None else manifest.get("bos_token_id", GPT2_BOS_TOKEN_ID)
+        self.bos_token_id = (
+            bos_token_id if bos_token_id is not None else manifest.get("bos_token_id", GPT2_BOS_TOKEN_ID)
+        )
         #: Entropy of the token frequencies of the training split in nats, the loss of a model that knows no context.
         self.unigram_entropy: float | None = manifest.get("unigram_entropy_nats")
         if not 0 <= self.bos_token_id < self.vocab_size:
-            raise DataError(
-                f"datamodule.bos_token_id={self.bos_token_id} is not in [0, vocab_size={self.vocab_size})"
-            )
+            raise DataError(f"datamodule.bos_token_id={self.bos_token_id} is not in [0, vocab_size={self.vocab_size})")
         self.train_batch_len, self.train_batch_size = train_batch_len, train_batch_size
         self.train_num_workers, self.repeat = train_num_workers, repeat
         self.eval_tokens, self.eval_batch_len = eval_tokens, eval_batch_len
@@ -100,9 +100,7 @@ class LongCrawl64DataModule:
                 f"datamodule.train_batch_size={self.train_batch_size} is more than the {array.documents:,} documents "
                 f"of {array.path}; use a smaller batch or a corpus with more (shorter) documents"
             )
-        order = ReadingOrder(
-            array.documents, array.doc_len, self.train_batch_len, self.train_batch_size, self.repeat
-        )
+        order = ReadingOrder(array.documents, array.doc_len, self.train_batch_len, self.train_batch_size, self.repeat)
         return array, order
 
     def train_info(self) -> DataInfo:
@@ -220,9 +218,7 @@ class _EvalBatches(Dataset):
         rows = []
         for sequence in np.minimum(wanted, self.sequences - 1):  # past the end: the last one again, with weight 0
             column, document = divmod(int(sequence), self.documents)
-            rows.append(
-                self.array.read(document, document + 1, column * self.seq_len, (column + 1) * self.seq_len)
-            )
+            rows.append(self.array.read(document, document + 1, column * self.seq_len, (column + 1) * self.seq_len))
         item = shifted(np.concatenate(rows), self.bos_token_id)
         item["weight"] = torch.from_numpy((wanted < self.sequences).astype(np.float64))
         return item

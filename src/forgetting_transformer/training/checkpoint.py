@@ -111,9 +111,7 @@ class Checkpointer:
             self._on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
             raise CheckpointError(f"could not write {final}: {_reason(error)}") from error
         checksums = self._gather_checksums(temporary)
-        self._agree(
-            lambda: self._publish(temporary, final, checksums, trainer_state, windows, permanent), "finish"
-        )
+        self._agree(lambda: self._publish(temporary, final, checksums, trainer_state, windows, permanent), "finish")
         self._on_rank_zero(lambda: self._prune(step))
 
     def newest(self, step: int | None = None) -> Checkpoint | None:
@@ -156,10 +154,7 @@ class Checkpointer:
     def _prepare(self, temporary: Path, state: dict[str, Any]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         needed = sum(
-            v.numel() * v.element_size()
-            for part in state.values()
-            for v in part.values()
-            if torch.is_tensor(v)
+            v.numel() * v.element_size() for part in state.values() for v in part.values() if torch.is_tensor(v)
         )
         (temporary / "state").mkdir(parents=True)
         free = shutil.disk_usage(temporary).free

@@ -10,7 +10,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 
@@ -178,7 +178,7 @@ def parse(composed: Any) -> Config:
     """
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
-        missing = sorted(OmegaConf.missing_keys(merged))
+        missing = sorted(key for key in known_keys() if _is_missing(merged, key))
         if missing:
             raise ConfigError(
                 f"no value for {', '.join(missing)}: give it on the command line, as in {missing[0]}=…, or choose an "
@@ -193,6 +193,12 @@ def parse(composed: Any) -> Config:
                 f"unknown config key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
             ) from error
         raise ConfigError(f"config key {key!r}: {str(error).splitlines()[0]}") from error
+
+
+def _is_missing(config: DictConfig, key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, section) if section else config
+    return not OmegaConf.is_interpolation(node, name) and OmegaConf.is_missing(node, name)
 
 
 def known_keys(config_class: type = Config, prefix: str = "") -> list[str]:
@@ -265,9 +271,7 @@ def check(config: Config, world_size: int) -> None:
     if config.strategy.name not in ("auto", "ddp", "fsdp"):
         raise ConfigError(f"strategy.name={config.strategy.name!r} is unknown; use 'auto', 'ddp' or 'fsdp'")
     if config.wandb.mode not in ("online", "offline", "disabled"):
-        raise ConfigError(
-            f"wandb.mode={config.wandb.mode!r} is unknown; use 'online', 'offline' or 'disabled'"
-        )
+        raise ConfigError(f"wandb.mode={config.wandb.mode!r} is unknown; use 'online', 'offline' or 'disabled'")
     if config.optimizer.name != "adamw":
         raise ConfigError(f"optimizer.name={config.optimizer.name!r} is unknown; use 'adamw'")
     if config.datamodule.name != "longcrawl64":

@@ -59,9 +59,7 @@ def build_from_checkpoint(checkpoint: Checkpoint, state: dict[str, Any]) -> PreT
     return model.eval()
 
 
-def _save_tokenizer(
-    directory: RunDirectory, folder: Path, config: dict[str, Any], source: str | None
-) -> None:
+def _save_tokenizer(directory: RunDirectory, folder: Path, config: dict[str, Any], source: str | None) -> None:
     from transformers import AutoTokenizer
 
     length = config["datamodule"]["train_batch_len"]

@@ -27,9 +27,7 @@ def launch(config: Config) -> Fabric:
         stray = sorted(name for name in os.environ if name.startswith("LT_"))
         if stray:
             # Fabric would let these override the config without a word.
-            raise ConfigError(
-                f"environment variables {', '.join(stray)} would override the config; unset them"
-            )
+            raise ConfigError(f"environment variables {', '.join(stray)} would override the config; unset them")
     fabric = Fabric(
         accelerator=config.fabric.accelerator,
         devices=config.fabric.devices,

@@ -31,9 +31,7 @@ class MetricsLog:
         resume_step: training tokens of the checkpoint the run continues from, 0 for a new run.
     """
 
-    def __init__(
-        self, directory: RunDirectory, config: Config, resolved: dict[str, Any], resume_step: int
-    ) -> None:
+    def __init__(self, directory: RunDirectory, config: Config, resolved: dict[str, Any], resume_step: int) -> None:
         self.directory = directory
         directory.jsonlines.mkdir(parents=True, exist_ok=True)
         # By kind, the step up to which wandb has everything: a rerun of those steps is bitwise the same and not sent.
@@ -95,9 +93,7 @@ def truncate(file: Path, step: int) -> None:
 class _Wandb:
     """wandb if it is there and willing; a run never stops for its sake."""
 
-    def __init__(
-        self, directory: RunDirectory, config: Config, resolved: dict[str, Any], sent: dict[str, int]
-    ) -> None:
+    def __init__(self, directory: RunDirectory, config: Config, resolved: dict[str, Any], sent: dict[str, int]) -> None:
         self._run, self._sent = None, sent
         if config.wandb.mode == "disabled":
             return
@@ -152,9 +148,7 @@ class Progress:
         self._enabled = enabled
         self._bar: tqdm | None = None
         if enabled and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=total, initial=done, unit="tok", unit_scale=True, desc="train", dynamic_ncols=True
-            )
+            self._bar = tqdm(total=total, initial=done, unit="tok", unit_scale=True, desc="train", dynamic_ncols=True)
 
     @property
     def live(self) -> bool:
@@ -172,9 +166,7 @@ class Progress:
         elif self._enabled:
             rate = f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "first steps"
             left = f", {duration((total - tokens) / tokens_per_second)} left" if tokens_per_second else ""
-            log.info(
-                "%s of %s tokens, loss %.4f, lr %.2e, %s%s", f"{tokens:,}", f"{total:,}", loss, lr, rate, left
-            )
+            log.info("%s of %s tokens, loss %.4f, lr %.2e, %s%s", f"{tokens:,}", f"{total:,}", loss, lr, rate, left)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -29,9 +29,7 @@ def git_state(folder: Path) -> dict[str, Any]:
     """Commit of the repository that holds `folder`, and the uncommitted changes as a patch; {} outside a repository."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=True
-        )
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
         return done.stdout
 
     try:

@@ -39,9 +39,7 @@ def build_schedule(config: ScheduleConfig, peak_lr: float) -> Schedule:
         if value is None and config.name in needed_by:
             raise ConfigError(f"schedule.{key} must be set for schedule.name={config.name}")
         if value is not None and config.name not in needed_by:
-            raise ConfigError(
-                f"schedule.{key}={value} has no meaning for schedule.name={config.name}; unset it"
-            )
+            raise ConfigError(f"schedule.{key}={value} has no meaning for schedule.name={config.name}; unset it")
     decay_start = math.inf if decay is None else warmup
     if config.decay_tokens is not None:
         decay_start = total - config.decay_tokens

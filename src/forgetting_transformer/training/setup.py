@@ -49,9 +49,7 @@ def start_logging(directory: RunDirectory, rank: int) -> None:
     file = logging.FileHandler(directory.logs / f"rank-{rank}.log")
     terminal = TerminalHandler(logging.INFO if rank == 0 else logging.WARNING)
     for handler in (file, terminal):
-        handler.setFormatter(
-            logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s", "%m-%d %H:%M:%S")
-        )
+        handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s", "%m-%d %H:%M:%S"))
         root.addHandler(handler)
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
@@ -111,9 +109,7 @@ def check_optimizer_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     used = {id(p) for p in model.parameters() if p.requires_grad}
     if owned != used:
-        raise RuntimeError(
-            f"the optimizer holds {len(owned & used)} of the model's {len(used)} parameter tensors"
-        )
+        raise RuntimeError(f"the optimizer holds {len(owned & used)} of the model's {len(used)} parameter tensors")
 
 
 def seed_step(seed: int, batch: int, rank: int) -> None:

@@ -24,6 +24,7 @@ from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     Checkpointer,
     CheckpointError,
+    steps_in,
     write_atomically,
 )
 from forgetting_transformer.training.config import Config, ConfigError, changes_that_alter_the_run, check
@@ -99,9 +100,7 @@ class Trainer:
         self.saved_step = self._restore()
         self.metrics = self._open_metrics() if self.fabric.is_global_zero else None
         self.throughput = Throughput()
-        self.progress = Progress(
-            config.train.max_tokens, self.counters.token_count, self.fabric.is_global_zero
-        )
+        self.progress = Progress(config.train.max_tokens, self.counters.token_count, self.fabric.is_global_zero)
 
     def run(self) -> None:
         config, counters = self.config, self.counters
@@ -133,9 +132,7 @@ class Trainer:
                 self._log(loss, grad_norm, lr)
             if last or self._due(config.train_eval_interval, before):
                 self._report_position_loss()
-            if not config.skip_eval and (
-                self._due(config.eval_interval, before) or (last and config.final_eval)
-            ):
+            if not config.skip_eval and (self._due(config.eval_interval, before) or (last and config.final_eval)):
                 self.evaluate()
             keep = self._due(config.checkpoint_keep_interval, before)
             if last or keep or self._due(config.checkpoint_interval, before):
@@ -215,7 +212,10 @@ class Trainer:
             },
         )
         self.metrics.report_arrays("val", self.counters.token_count, {"val/loss_per_token": mean_T})
-        log.info("held-out loss %.4f after %s tokens", mean_T.mean(), f"{self.counters.token_count:,}")
+        unigram = self.data.unigram_entropy
+        known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""
+        tokens = f"{self.counters.token_count:,}"
+        log.info("held-out loss %.4f nats per token%s after %s tokens", mean_T.mean(), known, tokens)
 
     def close(self) -> None:
         if self.metrics is not None:
@@ -285,11 +285,7 @@ class Trainer:
             raise ConfigError(
                 f"{checkpoint.path} was trained with other settings:\n  " + "\n  ".join(changes) + "\n"
                 "Undo these changes to continue it, or choose another output_dir"
-                + (
-                    ""
-                    if forked
-                    else " (with fork_dir and fork_step to start from its weights), or resume=false"
-                )
+                + ("" if forked else " (with fork_dir and fork_step to start from its weights), or resume=false")
             )
 
     @property
@@ -312,13 +308,9 @@ class Trainer:
     def _write_descriptions(self) -> None:
         root = self.directory.root
         write_atomically(self.directory.config, yaml.safe_dump(self.resolved, sort_keys=False))
-        write_atomically(
-            root / "model.txt", f"{self.model.module}\n{json.dumps(self._model_info(), indent=1)}\n"
-        )
+        write_atomically(root / "model.txt", f"{self.model.module}\n{json.dumps(self._model_info(), indent=1)}\n")
         for name, named in (("decay", self.groups.decay), ("no_decay", self.groups.no_decay)):
-            write_atomically(
-                root / f"{name}_params.txt", "".join(f"{n} {tuple(p.shape)}\n" for n, p in named)
-            )
+            write_atomically(root / f"{name}_params.txt", "".join(f"{n} {tuple(p.shape)}\n" for n, p in named))
         start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": self.counters.token_count}
         start |= {"world_size": self.fabric.world_size, **describe(self.fabric.device)}
         with (root / "starts.jsonl").open("a", encoding="utf-8") as file:
@@ -413,11 +405,7 @@ class Trainer:
                 permanent,
             )
         except CheckpointError as error:
-            kept = (
-                f"the last good one is at {self.saved_step:,} tokens"
-                if self.saved_step
-                else "there is none yet"
-            )
+            kept = f"the last good one is at {self.saved_step:,} tokens" if self.saved_step else "there is none yet"
             if must_succeed:
                 raise TrainingError(f"{error}; {kept}. Make room and start the same command again") from error
             log.error("%s; %s. Training goes on", error, kept)

@@ -1,0 +1,99 @@
+#!/usr/bin/env python
+"""Plots training runs.
+
+    python scripts/plot_run.py runs/demo                           # writes runs/demo/plots/*.png
+    python scripts/plot_run.py runs/fox runs/llama --out compare   # both in the same figures
+
+loss_tokens.png     training loss (as logged and smoothed) and held-out loss against training tokens
+loss_position.png   left: loss at each position in the context; right: perplexity over a context of each length.
+                    From the newest validation; before the first one, from training batches.
+
+Works while a run is still training. RUN_DIR is the output_dir of the run.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from forgetting_transformer.evaluation.plots import format_tokens, loss_against_position, loss_against_tokens
+from forgetting_transformer.evaluation.runs import (
+    PositionLoss,
+    read_loss_history,
+    read_position_loss,
+    run_names,
+)
+
+T = TypeVar("T")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="output_dir of a run")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for the figures; default RUN_DIR/plots, required if there are several runs",
+    )
+    parser.add_argument(
+        "--entropy",
+        type=float,
+        metavar="NATS",
+        help="entropy of the corpus's token frequencies, drawn as a horizontal line: the loss of a model that "
+        "ignores context",
+    )
+    args = parser.parse_args(argv)
+    if len(args.run_dirs) > 1 and args.out is None:
+        parser.error("several runs are drawn into one figure: say where with --out DIR")
+    return args
+
+
+def read_all(run_dirs: Sequence[Path], names: Sequence[str], read: Callable[[Path, str], T]) -> list[T]:
+    """What ``read`` finds in each run; a run that has nothing yet is named on stderr and left out."""
+    found = []
+    for run_dir, name in zip(run_dirs, names, strict=True):
+        try:
+            found.append(read(run_dir, name))
+        except FileNotFoundError as error:
+            print(f"left out: {error}", file=sys.stderr)
+    return found
+
+
+def position_label(curve: PositionLoss) -> str:
+    data = "held-out" if curve.source == "val" else "training batches"
+    return f"{curve.name} ({data}, after {format_tokens(curve.train_tokens)} tokens)"
+
+
+def plot(args: argparse.Namespace) -> list[Path]:
+    """Draws what there is to draw and returns the files."""
+    names = run_names(args.run_dirs)
+    histories = read_all(args.run_dirs, names, read_loss_history)
+    positions = read_all(args.run_dirs, names, read_position_loss)
+    out = args.out or args.run_dirs[0] / "plots"
+    written = []
+    if histories:
+        written.append(out / "loss_tokens.png")
+        loss_against_tokens(histories, written[-1], args.entropy)
+    if positions:
+        written.append(out / "loss_position.png")
+        loss_against_position({position_label(curve): curve.loss for curve in positions}, written[-1])
+    if not written:
+        raise ValueError("nothing to plot yet.")
+    return written
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        for path in plot(args):
+            print(path)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+#!/usr/bin/env python
+"""Turn your own text into the arrays that training reads: OUT/train.zarr, OUT/heldout.zarr, OUT/tokenizer."""
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from forgetting_transformer.data.corpus import CorpusError, CorpusSettings, prepare_corpus
+from forgetting_transformer.data.corpus.settings import DEFAULT_HELDOUT_FRACTION
+
+EPILOG = """\
+examples:
+  Python sources, with a small vocabulary trained on them:
+    scripts/prepare_data.py ~/projects --glob '*.py' --tokenizer train:4096 --doc_len 4096 --out data/python
+
+  JSON Lines and Parquet, recognised by their suffix; the text is under the key "content":
+    scripts/prepare_data.py crawl/*.jsonl.gz books.parquet --text_field content --tokenizer gpt2 --out data/crawl
+
+  A data set from the Hugging Face hub, the first 10 GB of it, without any learned tokenizer:
+    scripts/prepare_data.py --dataset HuggingFaceFW/fineweb-edu --dataset_config sample-10BT \\
+        --max_bytes 10GB --tokenizer bytes --out data/fineweb
+
+what happens to the texts:
+  Texts are read in path order (files and folders sorted by name; records in file order), exact duplicates are
+  dropped, and the rest is joined, an end-of-text token after each, and cut into rows of --doc_len tokens. So files
+  of one folder share a row, a long text spans several rows, and long-range structure is real. Whole folders or files
+  are held out, so heldout.zarr shares no text with train.zarr. The order of rows is random (--seed).
+
+  Killed? The same command continues. Finished? The same command does nothing. The arrays do not depend on --workers.
+
+More: docs/prepare_data.md
+"""
+
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def number_of_bytes(text: str) -> int:
+    """'30MB' -> 30_000_000; also plain numbers, and K, G, T."""
+    match = re.fullmatch(r"([\d_]+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), flags=re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of bytes such as 500000, 30MB or 1.5GB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def available_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument_group("input").add_argument
+    add("inputs", nargs="*", help="files and folders; .jsonl, .jsonl.gz and .parquet hold records, all else is text")
+    add("--glob", action="append", default=[], metavar="PATTERN", dest="include",
+        help="take only these files from folders, for example '*.py' (repeatable; with a slash: path below the input)")
+    add("--exclude", action="append", default=[], metavar="PATTERN",
+        help="leave out files and folders, for example tests (repeatable)")
+    add("--text_field", default="text", metavar="KEY", help="JSON key or Parquet column with the text (default: text)")
+    add("--dataset", metavar="ID", help="a Hugging Face data set instead of files")
+    add("--dataset_config", metavar="NAME", help="its configuration, where it has several")
+    add("--split", default="train", dest="dataset_split", metavar="NAME", help="its split (default: train)")
+    add("--max_bytes", type=number_of_bytes, metavar="N", help="stop after this much text, for example 30MB")
+    add("--keep_duplicates", action="store_true", help="keep texts that are equal to an earlier one")
+
+    add = parser.add_argument_group("output").add_argument
+    add("--out", required=True, type=Path, help="folder for the arrays, the tokenizer and manifest.json")
+    add("--tokenizer", default="train:32768", metavar="NAME",
+        help="hub id or local folder; bytes; or train:N, byte-level BPE of N ids trained on the input "
+             "(default: train:32768; at most 65,536 ids)")
+    add("--doc_len", type=int, default=65536, metavar="TOKENS", help="tokens per row (default: 65536)")
+    add("--heldout_fraction", type=float, metavar="SHARE",
+        help=f"about this share of the rows is held out (default: {DEFAULT_HELDOUT_FRACTION})")
+    add("--heldout_docs", type=int, metavar="ROWS", help="or exactly this many rows")
+    add("--seed", type=int, default=0, help="of the order of rows and of what is held out (default: 0)")
+    add("--zarr_format", type=int, default=2, choices=(2, 3), help="default: 2, as LongCrawl64")
+    add("--chunk_docs", type=int, metavar="ROWS",
+        help="rows per chunk (default: 16 to 2048, by the size of the corpus; LongCrawl64 has 2048)")
+    add("--chunk_tokens", type=int, metavar="TOKENS", help="tokens per chunk (default: 2048, or --doc_len if less)")
+
+    add = parser.add_argument_group("running").add_argument
+    add("--workers", type=int, default=available_cpus(), metavar="N", help="processes (default: one per CPU)")
+    add("--force", action="store_true", help="delete the corpus in OUT first")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = vars(parse_arguments(arguments))
+    out, workers, force = options.pop("out"), options.pop("workers"), options.pop("force")
+    for name in ("inputs", "include", "exclude"):
+        options[name] = tuple(options[name])
+    try:
+        prepare_corpus(CorpusSettings(**options), out, workers, force)
+    except CorpusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: the same command continues", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

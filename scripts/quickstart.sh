@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# From nothing to a trained model on one machine without a GPU: a few minutes after the installation.
+#
+#   bash scripts/quickstart.sh            everything goes to ./quickstart
+#   bash scripts/quickstart.sh FOLDER     … or to FOLDER
+#
+# 1 installs into .venv  2 turns the Python sources on this machine into a corpus  3 trains a small FoX (Pro)  4 draws
+# its loss  5 exports it to Hugging Face format, loads that and lets it write. Run again, it continues where it stopped.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/environment.sh
+folder="${1:-quickstart}"
+mkdir -p "$folder"
+export HF_HUB_OFFLINE=1
+step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+
+step "1/4  Corpus: Python sources of the interpreter and of the installed packages -> $folder/data/python_code"
+mapfile -t sources < <(python -c 'import sysconfig; p = sysconfig.get_paths(); print(p["stdlib"], p["purelib"], sep="\n")')
+python scripts/prepare_data.py "${sources[@]}" --glob "*.py" --max_bytes 40000000 \
+    --tokenizer train:4096 --doc_len 4096 --out "$folder/data/python_code"
+
+step "2/4  Training: python train.py +experiment/demo=fox_pro"
+python train.py +experiment/demo=fox_pro output_dir="$folder/run" data_dir="$folder/data"
+
+step "3/4  Plots"
+python scripts/plot_run.py "$folder/run"
+
+step "4/4  Export to $folder/hf and generation"
+python save_model.py --hf_load_dir "$folder/run" --hf_save_dir "$folder/hf"
+python scripts/generate.py "$folder/hf" --prompt $'import os\n\n\ndef read_lines(path):\n    ' --max_new_tokens 64

@@ -1,0 +1,17 @@
+"""Turn text into token arrays in LongCrawl64's format: `train.zarr`, `heldout.zarr`, `tokenizer/`, `manifest.json`.
+
+The walk through the modules is the walk of a text:
+
+    sources.py      files and data sets -> texts -> pieces, in path order, duplicates dropped
+    tokenizers.py   train, load or build the tokenizer; text -> token ids
+    stream.py       pieces -> one long token stream on disk, in parallel, restartable
+    packing.py      token stream -> which tokens make which row of which array
+    writing.py      rows -> Zarr chunks, in parallel, restartable; reading back
+    prepare.py      the order of all this, the manifest, what is done after a kill
+"""
+
+from forgetting_transformer.data.corpus.errors import CorpusError
+from forgetting_transformer.data.corpus.prepare import prepare_corpus, summary_lines
+from forgetting_transformer.data.corpus.settings import CorpusSettings
+
+__all__ = ["CorpusError", "CorpusSettings", "prepare_corpus", "summary_lines"]

@@ -1,0 +1,212 @@
+"""From the token stream to rows: what is held out, which tokens make a row, in which order rows are stored.
+
+Three decisions, each a pure function of the table of texts, the settings and the seed:
+
+1. **Held-out groups.** A held-out loss on the second half of a file whose first half was trained on measures memory.
+   So whole groups of texts are held out. A group is a folder (or a file of records) that holds at most an eighth of
+   the tokens to hold out, as high up the tree as possible: a small package stays together and about eight or more
+   different groups are held out. A folder that is larger is divided into what it contains, down to single texts.
+2. **Two streams.** The held-out groups, in path order, make one stream of tokens, all others another. Each is cut
+   into rows of `doc_len`: neighbouring files of a folder make one long document, a text longer than a row spans
+   several, and the last folder's tail shares a row with the next folder. Only what is left at the very end of each
+   stream, less than a row, is dropped.
+3. **Order of rows.** The rows of each array are permuted, because training reads neighbouring rows as one batch and
+   neighbours in path order resemble each other.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from forgetting_transformer.data.corpus.errors import CorpusError
+from forgetting_transformer.data.corpus.settings import CorpusSettings
+from forgetting_transformer.data.corpus.stream import TextTable
+
+GROUPS_HELD_OUT = 8
+# If no whole text fits what is to be held out, more than asked is held out up to this share of the corpus.
+# Beyond it one text is cut, and its parts lie on both sides.
+MAX_EXCESS = 0.1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tokens of the stream make the rows of one array.
+
+    Attributes:
+        starts, stops: int64, (spans,): the array's own stream is the tokens [start, stop) of all spans in order.
+        order: int64, (documents,): stored row r is row order[r] of the array's own stream.
+        doc_len: tokens per row.
+    """
+
+    starts: np.ndarray
+    stops: np.ndarray
+    order: np.ndarray
+    doc_len: int
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.order)
+
+    @property
+    def n_tokens_dropped(self) -> int:
+        """Tokens at the end of the array's own stream that no row holds."""
+        return int((self.stops - self.starts).sum()) - self.n_documents * self.doc_len
+
+    def gather(self, tokens: np.ndarray, first: int, last: int) -> np.ndarray:
+        """Stored rows [first, last) out of the stream `tokens`: uint16, (last - first, doc_len)."""
+        ends = np.cumsum(self.stops - self.starts)  # of the spans, in the array's own stream
+        rows = np.empty((last - first, self.doc_len), dtype=np.uint16)
+        for row, source in zip(rows, self.order[first:last].tolist(), strict=True):
+            position = source * self.doc_len
+            span = int(np.searchsorted(ends, position, side="right"))
+            filled = 0
+            while filled < self.doc_len:
+                start = int(self.stops[span] - (ends[span] - position))
+                count = min(self.doc_len - filled, int(self.stops[span]) - start)
+                row[filled : filled + count] = tokens[start : start + count]
+                filled, position, span = filled + count, position + count, span + 1
+        return rows
+
+    def save(self, path: Path) -> None:
+        np.savez(path, starts=self.starts, stops=self.stops, order=self.order, doc_len=self.doc_len)
+
+    @classmethod
+    def load(cls, path: Path) -> "Layout":
+        with np.load(path) as file:
+            return cls(file["starts"], file["stops"], file["order"], int(file["doc_len"]))
+
+
+@dataclass(frozen=True)
+class Split:
+    """The layout of both arrays and how it came about.
+
+    Attributes:
+        n_groups, n_groups_heldout: groups in all, and those held out.
+        cut_text: True if no choice of whole groups came near what was asked: then the end of one text is held out
+            and its beginning is trained on.
+    """
+
+    train: Layout
+    heldout: Layout
+    n_groups: int
+    n_groups_heldout: int
+    cut_text: bool
+
+
+def make_split(texts: TextTable, settings: CorpusSettings) -> Split:
+    """Choose the held-out groups and lay out the rows of both arrays."""
+    text_starts = np.concatenate([[0], np.cumsum(texts.tokens)])
+    n_tokens = int(text_starts[-1])
+    n_heldout = _n_heldout_rows(n_tokens, settings)
+    target = n_heldout * settings.doc_len
+
+    groups = find_groups(texts, max_tokens=target // GROUPS_HELD_OUT)
+    starts = text_starts[groups]
+    stops = np.append(starts[1:], n_tokens)
+    chosen, missing = choose_groups(stops - starts, target, settings.seed)
+    held_starts, held_stops = starts[chosen], stops[chosen]
+    if missing:
+        stop = stops[_smallest(stops - starts, ~chosen)]
+        place = np.searchsorted(held_starts, stop)
+        held_starts = np.insert(held_starts, place, stop - missing)
+        held_stops = np.insert(held_stops, place, stop)
+
+    train_starts, train_stops = _complement(held_starts, held_stops, n_tokens)
+    exact = n_heldout if settings.heldout_docs is not None else None
+    train = _layout(train_starts, train_stops, settings, salt=0)
+    if train.n_documents == 0:
+        raise _too_small(n_tokens, settings)
+    heldout = _layout(held_starts, held_stops, settings, salt=1, max_rows=exact)
+    return Split(train, heldout, len(groups), int(chosen.sum()), cut_text=missing > 0)
+
+
+def _n_heldout_rows(n_tokens: int, settings: CorpusSettings) -> int:
+    n_rows = n_tokens // settings.doc_len
+    if n_rows < 2:
+        raise _too_small(n_tokens, settings)
+    if settings.heldout_docs is None:
+        return min(n_rows - 1, max(1, round(n_rows * settings.heldout_fraction)))
+    if settings.heldout_docs >= n_rows:
+        raise CorpusError(
+            f"--heldout_docs {settings.heldout_docs:,} leaves nothing to train on: the input fills {n_rows:,} rows of "
+            f"{settings.doc_len:,} tokens. Hold out fewer, shorten --doc_len, or add text."
+        )
+    return settings.heldout_docs
+
+
+def _too_small(n_tokens: int, settings: CorpusSettings) -> CorpusError:
+    return CorpusError(
+        f"the input holds {n_tokens:,} tokens, too few for a row of --doc_len {settings.doc_len:,} in each of train "
+        f"and heldout. Add text, or shorten --doc_len (to {max(1, n_tokens // 20):,}, say)."
+    )
+
+
+def find_groups(texts: TextTable, max_tokens: int) -> np.ndarray:
+    """First text of every group, ascending: the largest folders of at most `max_tokens`, and else single texts.
+
+    Texts are in path order, so a folder is a range of consecutive texts, and it ends where the next text shares
+    fewer path components with its predecessor than the folder is deep.
+    """
+    text_starts = np.concatenate([[0], np.cumsum(texts.tokens)])
+    found: list[np.ndarray] = []
+    to_divide = [(0, len(texts.tokens), 0)]  # texts [first, last) of one folder at this depth
+    while to_divide:
+        first, last, depth = to_divide.pop()
+        children = first + np.flatnonzero(texts.shared[first:last] <= depth)
+        ends = np.append(children[1:], last)
+        whole = (text_starts[ends] - text_starts[children] <= max_tokens) | (ends - children == 1)
+        found.append(children[whole])
+        to_divide += [(int(a), int(b), depth + 1) for a, b in zip(children[~whole], ends[~whole], strict=True)]
+    return np.sort(np.concatenate(found))
+
+
+def choose_groups(sizes: np.ndarray, target: int, seed: int) -> tuple[np.ndarray, int]:
+    """Hold out groups in random order until `target` tokens are reached.
+
+    Args:
+        sizes: int64, (groups,): tokens of each.
+
+    Returns:
+        bool, (groups,): which are held out; and how many tokens are missing because every group that is left is
+        too large to be held out whole.
+    """
+    chosen = np.zeros(len(sizes), dtype=bool)
+    missing = target
+    for group in _random_order(len(sizes), seed, salt=2).tolist():
+        if missing > 0 and sizes[group] <= missing + target // GROUPS_HELD_OUT:
+            chosen[group] = True
+            missing -= int(sizes[group])
+    if missing > 0:
+        smallest = _smallest(sizes, ~chosen)
+        if sizes[smallest] - missing <= MAX_EXCESS * sizes.sum():
+            chosen[smallest] = True
+            missing = 0
+    return chosen, max(missing, 0)
+
+
+def _smallest(sizes: np.ndarray, among: np.ndarray) -> int:
+    return int(np.argmin(np.where(among, sizes, np.iinfo(np.int64).max)))
+
+
+def _complement(starts: np.ndarray, stops: np.ndarray, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The non-empty spans of [0, n_tokens) between the given ascending ones."""
+    others_start = np.concatenate([[0], stops])
+    others_stop = np.append(starts, n_tokens)
+    not_empty = others_start < others_stop
+    return others_start[not_empty], others_stop[not_empty]
+
+
+def _layout(
+    starts: np.ndarray, stops: np.ndarray, settings: CorpusSettings, salt: int, max_rows: int | None = None
+) -> Layout:
+    n_rows = int((stops - starts).sum()) // settings.doc_len
+    if max_rows is not None:
+        n_rows = min(n_rows, max_rows)
+    return Layout(starts, stops, _random_order(n_rows, settings.seed, salt), settings.doc_len)
+
+
+def _random_order(n: int, seed: int, salt: int) -> np.ndarray:
+    """A permutation of 0…n-1. From raw bits, which NumPy keeps the same for ever, unlike `permutation`."""
+    bits = np.random.PCG64(np.random.SeedSequence([seed, salt])).random_raw(n)
+    return np.argsort(bits, kind="stable")

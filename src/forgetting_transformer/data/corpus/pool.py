@@ -1,0 +1,47 @@
+"""Worker processes: started clean, silent on Ctrl-C, gone when the parent is."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from multiprocessing.connection import wait
+from typing import Any
+
+
+class InlineExecutor(Executor):
+    """One worker needs no process: `submit` does the work before it returns."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def open_pool(workers: int) -> Executor:
+    """An executor for `workers` workers, to be used as a context manager."""
+    if workers == 1:
+        return InlineExecutor()
+    # Not fork: the parent has threads by now. The fork server imports this package once for all workers.
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        context.set_forkserver_preload(["forgetting_transformer.data.corpus.stream"])
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the pool; no traceback per worker
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """A parent that was killed cannot stop its workers, and they would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

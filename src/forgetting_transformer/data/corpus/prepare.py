@@ -1,0 +1,394 @@
+"""The order of things: tokenizer, token stream, split, arrays, manifest; and what is left to do after a kill.
+
+All work happens in `OUT/.work`. Each stage leaves a file when it is complete, and a run begins with the first stage
+whose file is missing. The finished parts are then renamed into `OUT`, `manifest.json` last: a folder with a
+manifest is a whole corpus, one without is not.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forgetting_transformer.data.corpus import packing, sources, stream, tokenizers, writing
+from forgetting_transformer.data.corpus.errors import CorpusError, writing_under
+from forgetting_transformer.data.corpus.pool import open_pool
+from forgetting_transformer.data.corpus.progress import Progress
+from forgetting_transformer.data.corpus.settings import LAYOUT_SETTINGS, CorpusSettings
+
+FORMAT_VERSION = 1
+ARRAYS = ("train", "heldout")
+PARTS = ("tokenizer", "train.zarr", "heldout.zarr")  # in OUT beside manifest.json
+Say = Callable[[str], None]
+
+
+def prepare_corpus(
+    settings: CorpusSettings, out: Path | str, workers: int = 1, force: bool = False, say: Say = print
+) -> dict[str, Any]:
+    """Build the corpus `settings` describe in the folder `out` and return its manifest.
+
+    Continues an interrupted run; does nothing, and says so, if `out` already holds the finished corpus.
+
+    Args:
+        workers: processes that encode and write; the result does not depend on it.
+        force: delete the corpus in `out` first, finished or not.
+        say: called with each message for the user.
+
+    Raises:
+        CorpusError: with what is wrong and how to fix it. Finished work is kept.
+    """
+    out = Path(out).absolute()
+    if workers < 1:
+        raise CorpusError(f"--workers must be at least 1, got {workers}.")
+    try:
+        with writing_under(out):
+            return _prepare(settings, out, workers, force, say)
+    except BrokenProcessPool as error:
+        raise CorpusError(
+            "a worker process died, most often for lack of memory. Run the same command again with fewer --workers: "
+            "it continues where it stopped."
+        ) from error
+
+
+def _prepare(settings: CorpusSettings, out: Path, workers: int, force: bool, say: Say) -> dict[str, Any]:
+    work = out / ".work"
+    out.mkdir(parents=True, exist_ok=True)
+    with _only_run(out):
+        if force:
+            _delete_corpus(out)
+        finished = _finished_manifest(settings, out)
+        if finished is not None:
+            shutil.rmtree(work, ignore_errors=True)  # a kill may have come between the manifest and this
+            say(f"{out} already holds this corpus; its inputs were not read again (--force builds it anew).")
+            return finished
+        _begin_or_continue(settings, out, work, say)
+        if not (work / "manifest.json").exists():
+            manifest = _build(settings, out, work, workers)
+            _write_json(work / "manifest.json", manifest)
+        _publish(work, out)
+    manifest = json.loads((out / "manifest.json").read_text())
+    for line in summary_lines(manifest):
+        say(line)
+    return manifest
+
+
+# What is there already ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _only_run(out: Path) -> Iterator[None]:
+    """Two runs in one folder would overwrite each other; the second is refused. A kill releases the lock."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with (out / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CorpusError(
+                f"another run is preparing {out}. Wait for it, or give another --out."
+            ) from error
+        try:
+            yield
+        finally:
+            os.unlink(lock.name)
+
+
+def _delete_corpus(out: Path) -> None:
+    (out / "manifest.json").unlink(missing_ok=True)  # first, so that a kill leaves no manifest without its arrays
+    for name in (*PARTS, ".work"):
+        shutil.rmtree(out / name, ignore_errors=True)
+
+
+def _finished_manifest(settings: CorpusSettings, out: Path) -> dict[str, Any] | None:
+    path = out / "manifest.json"
+    if not path.exists():
+        return None
+    try:
+        manifest = json.loads(path.read_text())
+        written = manifest["settings"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorpusError(f"{path} is not a manifest of this program. Give another --out.") from error
+    settings.refuse_if_different(written, out)
+    return manifest
+
+
+def _begin_or_continue(settings: CorpusSettings, out: Path, work: Path, say: Say) -> None:
+    begun = work / "settings.json"
+    if begun.exists():
+        written = json.loads(begun.read_text())
+        different = settings.different_from(written)
+        if set(different) - set(LAYOUT_SETTINGS) or (work / "manifest.json").exists():
+            settings.refuse_if_different(written, out)
+        if different:
+            _delete_arrays(work)
+            _write_json(begun, settings.as_json())
+        changed = f", with another {', '.join(different)}" if different else ""
+        say(f"continuing the unfinished corpus in {out}{changed}")
+        return
+    strangers = [name for name in PARTS if (out / name).exists()]
+    if strangers:
+        raise CorpusError(
+            f"{out} holds {', '.join(strangers)} without a manifest.json, so something else wrote it. "
+            "Give another --out, or --force to delete it."
+        )
+    sources.check_inputs(settings)
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    _write_json(begun, settings.as_json())
+
+
+def _delete_arrays(work: Path) -> None:
+    for name in ARRAYS:
+        (work / f"{name}.blocks").unlink(missing_ok=True)  # first, so that no log outlives its array
+        shutil.rmtree(work / f"{name}.zarr", ignore_errors=True)
+
+
+def _publish(work: Path, out: Path) -> None:
+    for name in PARTS:
+        if (work / name).exists():  # else a run that was killed here has moved it
+            os.rename(work / name, out / name)
+    os.replace(work / "manifest.json", out / "manifest.json")
+    shutil.rmtree(work)
+
+
+# The stages ---------------------------------------------------------------------------------------------------
+
+
+def _build(settings: CorpusSettings, out: Path, work: Path, workers: int) -> dict[str, Any]:
+    started = time.monotonic()
+    with open_pool(workers) as pool:
+        info = _make_tokenizer(settings, out, work)
+        counted = _make_stream(settings, out, work, info, pool, workers)
+        split = _split(settings, work)
+        arrays, entropy = _make_arrays(settings, split, work, info, pool, workers)
+    seconds = time.monotonic() - started
+    n_tokens = counted["stream_tokens"]
+    dropped_tokens = {name: getattr(split, name).n_tokens_dropped for name in ARRAYS}
+    return {
+        "format_version": FORMAT_VERSION,
+        "doc_len": settings.doc_len,
+        "vocab_size": info.vocab_size,
+        "bos_token_id": info.bos_token_id,
+        "eos_token_id": info.eos_token_id,
+        "unigram_entropy_nats": entropy,
+        "bytes_per_token": counted["bytes"] / n_tokens,
+        "texts": counted["texts"],
+        "bytes": counted["bytes"],
+        "arrays": arrays,
+        "tokenizer": {"kind": info.kind, "name": settings.tokenizer, "roundtrip": counted["roundtrip"]},
+        "settings": settings.as_json(),
+        "sources": counted["sources"],
+        "input_hash": counted["input_hash"],
+        "stopped_early": counted["stopped_early"],
+        "split": {
+            "groups": split.n_groups,
+            "groups_heldout": split.n_groups_heldout,
+            "a_text_is_on_both_sides": split.cut_text,
+        },
+        "dropped": counted["dropped"],
+        "dropped_tokens": dropped_tokens,
+        "seconds": round(seconds, 1),
+        "versions": _versions(),
+    }
+
+
+def _make_tokenizer(settings: CorpusSettings, out: Path, work: Path) -> tokenizers.TokenizerInfo:
+    folder, described = work / "tokenizer", work / "tokenizer.json"
+    if not described.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        input_hash = None
+        if settings.tokenizer == "bytes":
+            tokenizers.save_built(tokenizers.byte_tokenizer(), folder)
+        elif settings.tokenizer.startswith("train:"):
+            sample, input_hash = _take_sample(settings, out)
+            trained = tokenizers.train_tokenizer(sample.texts(), settings.trained_vocab_size())
+            tokenizers.save_built(trained, folder)
+        else:
+            tokenizers.save_loaded(settings.tokenizer, folder)
+        info = tokenizers.describe(folder, settings)
+        _write_json(described, {"info": dataclasses.asdict(info), "input_hash": input_hash})
+    return tokenizers.TokenizerInfo(**json.loads(described.read_text())["info"])
+
+
+def _take_sample(settings: CorpusSettings, out: Path) -> tuple[tokenizers.Sample, str]:
+    """Read the whole input once; also return its hash, to notice if it changes before it is encoded."""
+    sample, digests, tally = tokenizers.Sample(), [], sources.Tally()
+    with Progress("sampling text for the tokenizer", sources.input_bytes(settings, out), "B") as progress:
+        for shard in stream.make_shards(sources.read_pieces(settings, out, tally)):
+            digests.append(shard.digest)
+            for text in shard.texts:
+                sample.add(text)
+            progress.advance(shard.n_bytes)
+    if not digests:
+        raise _nothing_to_read(settings, tally)
+    return sample, stream.combined_digest(digests)
+
+
+def _make_stream(
+    settings: CorpusSettings,
+    out: Path,
+    work: Path,
+    info: tokenizers.TokenizerInfo,
+    pool: Executor,
+    workers: int,
+) -> dict[str, Any]:
+    """Encode everything; return what was counted on the way."""
+    complete = work / "stream.json"
+    if complete.exists():
+        return json.loads(complete.read_text())
+    tally = sources.Tally()
+    tokens = stream.TokenStream(work / "stream")
+    with Progress("tokenising", sources.input_bytes(settings, out), "B") as progress:
+        pieces = sources.read_pieces(settings, out, tally)
+        texts = stream.write_stream(pieces, tokens, work / "tokenizer", info, pool, workers, progress)
+    if len(texts.tokens) == 0:
+        raise _nothing_to_read(settings, tally)
+    sampled = json.loads((work / "tokenizer.json").read_text())["input_hash"]
+    if sampled not in (None, tokens.fingerprint):
+        raise CorpusError(
+            "the input changed after the tokenizer was trained on it. Run the same command with --force to begin anew."
+        )
+    np.savez(work / "texts.npz", tokens=texts.tokens, shared=texts.shared)
+    counted = {
+        "texts": tally.total("texts"),
+        "bytes": tally.total("bytes"),
+        "stream_tokens": int(texts.tokens.sum()),
+        "sources": {name: dict(counts) for name, counts in tally.per_input.items()},
+        "dropped": dict(sorted(tally.dropped.items())),
+        "stopped_early": tally.stopped_early,
+        "input_hash": f"blake2b:{tokens.fingerprint}",
+        "roundtrip": tokens.roundtrip,
+    }
+    _write_json(complete, counted)
+    return counted
+
+
+def _nothing_to_read(settings: CorpusSettings, tally: sources.Tally) -> CorpusError:
+    dropped = ", ".join(f"{count:,} × {reason}" for reason, count in sorted(tally.dropped.items()))
+    return CorpusError(
+        f"found no text in {settings.dataset or ', '.join(settings.inputs)}. Left out: {dropped or 'nothing'}. "
+        "Check the paths, --glob, --exclude and --text_field."
+    )
+
+
+def _split(settings: CorpusSettings, work: Path) -> packing.Split:
+    with np.load(work / "texts.npz") as file:
+        texts = stream.TextTable(file["tokens"], file["shared"])
+    split = packing.make_split(texts, settings)
+    for name in ARRAYS:
+        getattr(split, name).save(work / f"{name}.layout.npz")
+    return split
+
+
+def _make_arrays(
+    settings: CorpusSettings,
+    split: packing.Split,
+    work: Path,
+    info: tokenizers.TokenizerInfo,
+    pool: Executor,
+    workers: int,
+) -> tuple[dict[str, Any], float]:
+    """Write and read back both arrays; return their part of the manifest, and train's unigram entropy."""
+    layouts = {name: getattr(split, name) for name in ARRAYS}
+    forms = {name: _array_format(settings, layout) for name, layout in layouts.items()}
+    n_rows = sum(layout.n_documents for layout in layouts.values())
+    with Progress("writing arrays", n_rows, "documents") as progress:
+        for name, form in forms.items():
+            layout_path, tokens_path = work / f"{name}.layout.npz", work / "stream" / "tokens.bin"
+            writing.write_array(
+                work / f"{name}.zarr", layout_path, tokens_path, form, pool, workers, progress
+            )
+    arrays, facts = {}, {}
+    with Progress("reading arrays back", n_rows, "documents") as progress:
+        for name, form in forms.items():
+            facts[name] = writing.read_back(
+                work / f"{name}.zarr", info.vocab_size, form.chunk_docs, progress
+            )
+            arrays[name] = {
+                "documents": layouts[name].n_documents,
+                "tokens": layouts[name].n_documents * settings.doc_len,
+                "max_token_id": facts[name].max_token_id,
+                "content_hash": facts[name].content_hash,
+                "chunk_docs": form.chunk_docs,
+                "chunk_tokens": form.chunk_tokens,
+            }
+    return arrays, _entropy_nats(facts["train"].counts)
+
+
+def _array_format(settings: CorpusSettings, layout: packing.Layout) -> writing.ArrayFormat:
+    chunk_docs = settings.chunk_docs or writing.choose_chunk_docs(layout.n_documents)
+    chunk_tokens = settings.chunk_tokens or min(writing.PAPER_CHUNK_TOKENS, settings.doc_len)
+    return writing.ArrayFormat(settings.zarr_format, min(chunk_docs, layout.n_documents), chunk_tokens)
+
+
+def _entropy_nats(counts: np.ndarray) -> float:
+    """Entropy of the distribution of ids, in nats per token: the loss of a model that knows only frequencies."""
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def _versions() -> dict[str, str]:
+    packages = ("forgetting-transformer", "tokenizers", "transformers", "numpy", "zarr")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not there: written beside, flushed, renamed."""
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("w") as file:
+        json.dump(content, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+# The summary --------------------------------------------------------------------------------------------------
+
+
+def summary_lines(manifest: dict[str, Any]) -> list[str]:
+    """What was made and what was left out, for people."""
+    train, heldout = manifest["arrays"]["train"], manifest["arrays"]["heldout"]
+    entropy, roundtrip = manifest["unigram_entropy_nats"], manifest["tokenizer"]["roundtrip"]
+    lines = [
+        f"{manifest['texts']:,} texts, {manifest['bytes']:,} bytes in {manifest['seconds']:.0f} s",
+        f"train.zarr    {train['documents']:,} documents × {manifest['doc_len']:,} = {train['tokens']:,} tokens",
+        f"heldout.zarr  {heldout['documents']:,} documents × {manifest['doc_len']:,} = {heldout['tokens']:,} tokens, "
+        f"{manifest['split']['groups_heldout']:,} of {manifest['split']['groups']:,} source groups",
+        f"tokenizer     {manifest['tokenizer']['name']}: {manifest['vocab_size']:,} ids, "
+        f"{manifest['bytes_per_token']:.2f} bytes per token, unigram entropy {entropy:.3f} nats per token "
+        f"(perplexity {math.exp(entropy):,.0f})",
+    ]
+    dropped = Counter(manifest["dropped"])
+    for name, count in manifest["dropped_tokens"].items():
+        dropped[f"tokens at the end of {name} that fill no row"] = count
+    lines += [f"dropped       {count:,} × {reason}" for reason, count in dropped.items() if count]
+    if manifest["stopped_early"]:
+        lines.append(f"stopped at --max_bytes {manifest['settings']['max_bytes']:,}; the rest was not read")
+    if roundtrip["lossy"]:
+        lines.append(
+            f"WARNING: the tokenizer is lossy: {roundtrip['lossy']:,} of {roundtrip['checked']:,} samples decode to "
+            "another text"
+        )
+    if manifest["split"]["a_text_is_on_both_sides"]:
+        lines.append(
+            "WARNING: the texts are too large to hold out whole: the end of one text is in heldout.zarr, "
+            "its beginning in train.zarr"
+        )
+    return lines

@@ -1,0 +1,119 @@
+"""What a corpus is made of: every setting that changes a byte of the result, and nothing else."""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forgetting_transformer.data.corpus.errors import CorpusError
+
+DEFAULT_HELDOUT_FRACTION = 0.01
+MIN_TRAINED_VOCAB = 257  # the 256 bytes and <|endoftext|>
+MAX_VOCAB = 1 << 16  # ids are stored as uint16
+# Settings that only the arrays depend on: an interrupted run keeps its tokens when one of these is changed.
+LAYOUT_SETTINGS = (
+    "doc_len", "heldout_docs", "heldout_fraction", "seed", "zarr_format", "chunk_docs", "chunk_tokens"
+)
+
+
+@dataclass(frozen=True)
+class CorpusSettings:
+    """Settings of one corpus. Two runs with equal settings and inputs write byte-identical arrays.
+
+    The number of workers is not here, because it changes only the time.
+
+    Attributes:
+        inputs: files and folders, read in this order; a folder is walked in path order.
+        dataset, dataset_config, dataset_split: a Hugging Face data set, instead of `inputs`.
+        text_field: the JSON key or Parquet column that holds the text.
+        include: patterns a file found in a folder must match one of (empty: every file).
+        exclude: patterns of files and folders to leave out.
+        keep_duplicates: keep texts that are equal to an earlier one.
+        max_bytes: stop after this much text (UTF-8 bytes), at the end of a piece of at most a mebibyte.
+        tokenizer: `bytes`, `train:N`, a local folder, or a Hugging Face hub id.
+        doc_len: tokens per row.
+        heldout_docs: rows of `heldout.zarr`; or None, and then
+        heldout_fraction: about this share of all rows.
+        seed: of the order of the rows and of the choice of what is held out.
+        zarr_format: 2 (as LongCrawl64) or 3.
+        chunk_docs, chunk_tokens: rows and tokens per Zarr chunk; None chooses from the size of the corpus.
+    """
+
+    inputs: tuple[str, ...] = ()
+    dataset: str | None = None
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+    text_field: str = "text"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    keep_duplicates: bool = False
+    max_bytes: int | None = None
+    tokenizer: str = "train:32768"
+    doc_len: int = 65536
+    heldout_docs: int | None = None
+    heldout_fraction: float | None = None
+    seed: int = 0
+    zarr_format: int = 2
+    chunk_docs: int | None = None
+    chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        # Absolute, so that the same input is the same setting from any folder. Symbolic links stay: the hub's cache
+        # links data.parquet to a file without suffix.
+        absolute = tuple(dict.fromkeys(os.path.abspath(path) for path in self.inputs))
+        object.__setattr__(self, "inputs", absolute)
+        if self.heldout_docs is None and self.heldout_fraction is None:
+            object.__setattr__(self, "heldout_fraction", DEFAULT_HELDOUT_FRACTION)
+        if self.tokenizer != "bytes" and os.path.isdir(self.tokenizer):
+            object.__setattr__(self, "tokenizer", os.path.abspath(self.tokenizer))
+        self._check()
+
+    def _check(self) -> None:
+        if bool(self.inputs) == bool(self.dataset):
+            raise CorpusError("give either files and folders to read, or --dataset, and not both.")
+        if self.heldout_docs is not None and self.heldout_fraction is not None:
+            raise CorpusError("give --heldout_docs or --heldout_fraction, not both.")
+        if self.heldout_fraction is not None and not 0 < self.heldout_fraction < 1:
+            raise CorpusError(f"--heldout_fraction must lie between 0 and 1, got {self.heldout_fraction}.")
+        if self.zarr_format not in (2, 3):
+            raise CorpusError(f"--zarr_format must be 2 or 3, got {self.zarr_format}.")
+        for name in ("doc_len", "heldout_docs", "max_bytes", "chunk_docs", "chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise CorpusError(f"--{name} must be at least 1, got {value}.")
+        if self.chunk_tokens is not None and self.chunk_tokens > self.doc_len:
+            raise CorpusError(
+                f"--chunk_tokens {self.chunk_tokens:,} is longer than a row (--doc_len {self.doc_len:,})."
+            )
+        if self.tokenizer.startswith("train:"):
+            self.trained_vocab_size()
+
+    def trained_vocab_size(self) -> int:
+        """N of `train:N`."""
+        number = self.tokenizer.removeprefix("train:").replace("_", "")
+        if not number.isdigit() or not MIN_TRAINED_VOCAB <= int(number) <= MAX_VOCAB:
+            raise CorpusError(
+                f"--tokenizer {self.tokenizer}: N in train:N must be a number from {MIN_TRAINED_VOCAB} (256 bytes and "
+                f"<|endoftext|>) to {MAX_VOCAB:,} (ids are stored as uint16), for example train:32768."
+            )
+        return int(number)
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as they come back from a JSON file (tuples as lists)."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def different_from(self, written: dict[str, Any]) -> list[str]:
+        """Names of the settings that have another value in `written`, the settings found in a corpus."""
+        return [name for name, value in self.as_json().items() if written.get(name) != value]
+
+    def refuse_if_different(self, written: dict[str, Any], out: Path) -> None:
+        """Raise unless `written`, the settings found in `out`, are these."""
+        mine, different = self.as_json(), self.different_from(written)
+        if different:
+            lines = [f"  {name}: {written.get(name)!r} there, {mine[name]!r} here" for name in different]
+            raise CorpusError(
+                f"{out} holds a corpus with other settings:\n" + "\n".join(lines) + "\n"
+                "Give another --out, or --force to delete that corpus and build this one."
+            )

@@ -1,0 +1,359 @@
+"""From files, folders and data sets to texts, and from texts to pieces small enough to hold in memory.
+
+Order is part of the result: inputs in the order given, folders in path order, records in file order. One pass
+needs memory for the largest record, and 16 bytes of hash (about a hundred with Python's overhead) per distinct text.
+"""
+
+import codecs
+import fnmatch
+import gzip
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forgetting_transformer.data.corpus.errors import CorpusError, reading
+from forgetting_transformer.data.corpus.settings import CorpusSettings
+
+ALWAYS_EXCLUDED = ("__pycache__",)
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+# A file up to this size is read at once; a longer one is read twice (check and hash, then cut) and never held.
+WHOLE_FILE_BYTES = 16 << 20
+PIECE_CHARS = 1 << 20
+PARQUET_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text and where it came from.
+
+    Attributes:
+        path: input, folders, file, and the record number in JSONL, Parquet and data sets. Unique per text.
+        body: the text, or the UTF-8 file that holds it where that is too large to read at once.
+        digest: 16-byte hash of the UTF-8 bytes.
+    """
+
+    path: tuple[str, ...]
+    body: str | Path
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive characters of one text, at most `PIECE_CHARS`; `ends_text` on its last piece."""
+
+    path: tuple[str, ...]
+    text: str
+    n_bytes: int
+    ends_text: bool
+
+
+@dataclass
+class Tally:
+    """What one pass over the input saw.
+
+    Attributes:
+        per_input: for each input: files opened, texts kept, UTF-8 bytes kept.
+        dropped: reason -> number of files, folders or texts left out.
+        stopped_early: True if `max_bytes` ended the pass.
+    """
+
+    per_input: dict[str, Counter[str]] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
+    stopped_early: bool = False
+
+    def count(self, name: str, what: str, amount: int = 1) -> None:
+        self.per_input.setdefault(name, Counter(files=0, texts=0, bytes=0))[what] += amount
+
+    def total(self, what: str) -> int:
+        return sum(counts[what] for counts in self.per_input.values())
+
+
+def read_pieces(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[Piece]:
+    """Yield every kept text in order, cut into pieces; count into `tally`.
+
+    `out` is where the corpus is written: it is left out if it lies inside an input folder.
+    """
+    seen: set[bytes] = set()
+    for text in _read_texts(settings, out, tally):
+        if not settings.keep_duplicates:
+            if text.digest in seen:
+                tally.dropped["duplicate of an earlier text"] += 1
+                continue
+            seen.add(text.digest)
+        tally.count(text.path[0], "texts")
+        for piece, is_last in _mark_last(_cut(_chunks(text.body))):
+            n_bytes = len(piece.encode())
+            tally.count(text.path[0], "bytes", n_bytes)
+            full = settings.max_bytes is not None and tally.total("bytes") >= settings.max_bytes
+            yield Piece(text.path, piece, n_bytes, is_last or full)
+            if full:
+                tally.stopped_early = True
+                return
+
+
+def check_inputs(settings: CorpusSettings) -> None:
+    for name in settings.inputs:
+        if not os.path.exists(name):
+            raise CorpusError(f"input {name} does not exist.")
+
+
+def input_bytes(settings: CorpusSettings, out: Path) -> int | None:
+    """Bytes of text to expect, for the progress bar; None where compression or a data set hides it."""
+    if settings.dataset:
+        return settings.max_bytes
+    total = 0
+    for _, file in _find_files(settings, out, Tally()):
+        if file.name.endswith((".parquet", ".gz")):
+            return settings.max_bytes
+        with reading(file):
+            total += file.stat().st_size
+        if settings.max_bytes is not None and total >= settings.max_bytes:
+            return settings.max_bytes
+    return total
+
+
+# Finding files ------------------------------------------------------------------------------------------------
+
+
+def _find_files(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[tuple[tuple[str, ...], Path]]:
+    """Yield (path as a tuple that starts with the input, file) in order, each file once.
+
+    An input that lies inside another one is read in its own turn and skipped in the outer one.
+    """
+    own_turn = {*settings.inputs, os.path.abspath(out)}
+    for name in settings.inputs:
+        if os.path.isdir(name):
+            for parts in _walk(name, (), settings, own_turn, tally):
+                yield (name, *parts), Path(name, *parts)
+        else:
+            yield (name,), Path(name)
+
+
+def _walk(
+    root: str, parts: tuple[str, ...], settings: CorpusSettings, own_turn: set[str], tally: Tally
+) -> Iterator[tuple[str, ...]]:
+    folder = os.path.join(root, *parts)
+    with reading(folder), os.scandir(folder) as listing:
+        entries = sorted(listing, key=lambda entry: entry.name)
+    for entry in entries:
+        below = (*parts, entry.name)
+        if entry.path in own_turn:
+            continue
+        reason = _reason_to_skip(entry, "/".join(below), settings)
+        if reason:
+            tally.dropped[reason] += 1
+        elif entry.is_dir():
+            yield from _walk(root, below, settings, own_turn, tally)
+        else:
+            yield below
+
+
+def _reason_to_skip(entry: os.DirEntry[str], relative: str, settings: CorpusSettings) -> str | None:
+    if entry.name.startswith("."):
+        return "hidden file or folder"
+    if _matches(entry.name, relative, (*ALWAYS_EXCLUDED, *settings.exclude)):
+        return "excluded file or folder"
+    if entry.is_symlink() and entry.is_dir():
+        return "symbolic link to a folder"  # following it could walk in circles
+    if entry.is_dir():
+        return None
+    if not entry.is_file():
+        return "broken link or special file"
+    if settings.include and not _matches(entry.name, relative, settings.include):
+        return "does not match --glob"
+    return None
+
+
+def _matches(name: str, relative: str, patterns: Iterable[str]) -> bool:
+    """A pattern with a slash is matched against the path below the input, one without against the name."""
+    return any(fnmatch.fnmatchcase(relative if "/" in pattern else name, pattern) for pattern in patterns)
+
+
+# Reading texts ------------------------------------------------------------------------------------------------
+
+
+def _read_texts(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[Text]:
+    if settings.dataset:
+        yield from _records(_dataset_rows(settings), (settings.dataset,), tally)
+        return
+    for path, file in _find_files(settings, out, tally):
+        tally.count(path[0], "files")
+        if file.name.endswith(".parquet"):
+            yield from _records(_parquet_rows(file, settings.text_field), path, tally)
+        elif file.name.endswith(RECORD_SUFFIXES):
+            yield from _records(_json_rows(file, settings.text_field), path, tally)
+        else:
+            text = _text_file(path, file, tally)
+            if text is not None:
+                yield text
+
+
+def _text_file(path: tuple[str, ...], file: Path, tally: Tally) -> Text | None:
+    """The file as a text, or None with the reason counted. Bytes are kept as they are: no newline translation."""
+    hasher = hashlib.blake2b(digest_size=16)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    blank = True
+    try:
+        with reading(file), file.open("rb") as stream:
+            small = os.fstat(stream.fileno()).st_size <= WHOLE_FILE_BYTES
+            while block := stream.read(WHOLE_FILE_BYTES):
+                if b"\0" in block:
+                    tally.dropped["binary file"] += 1
+                    return None
+                hasher.update(block)
+                decoded = decoder.decode(block)
+                blank = blank and (not decoded or decoded.isspace())
+        tail = decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        tally.dropped["not UTF-8"] += 1
+        return None
+    if blank:
+        tally.dropped["empty text"] += 1
+        return None
+    return Text(path, decoded + tail if small else file, hasher.digest())
+
+
+def _records(rows: Iterator[Any], path: tuple[str, ...], tally: Tally) -> Iterator[Text]:
+    """Number the rows of one file or data set and drop those without text. Each row is a str or None."""
+    for number, row in enumerate(rows):
+        if row is None or not row.strip():
+            tally.dropped["empty text"] += 1
+            continue
+        try:
+            encoded = row.encode()
+        except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, which no UTF-8 text can
+            tally.dropped["not valid Unicode"] += 1
+            continue
+        yield Text((*path, f"record {number}"), row, hashlib.blake2b(encoded, digest_size=16).digest())
+
+
+def _json_rows(file: Path, text_field: str) -> Iterator[str | None]:
+    opener = gzip.open if file.name.endswith(".gz") else open
+    number = 0
+    try:
+        with reading(file), opener(file, "rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield _text_of(json.loads(line), text_field, f"{file}, line {number}")
+    except (ValueError, EOFError) as error:
+        raise CorpusError(f"{file}, line {number}: not valid JSON Lines in UTF-8 ({error}).") from error
+
+
+def _text_of(record: Any, text_field: str, where: str) -> str | None:
+    keys = sorted(record) if isinstance(record, dict) else None
+    if keys is None or text_field not in record:
+        found = f"its keys are {', '.join(keys)}" if keys is not None else "it is not a JSON object"
+        raise CorpusError(f"{where}: no text under {text_field!r}; {found}. Name the right key with --text_field.")
+    value = record[text_field]
+    if value is not None and not isinstance(value, str):
+        raise CorpusError(
+            f"{where}: {text_field!r} holds {type(value).__name__}, not text. "
+            "Name the key that holds the text with --text_field."
+        )
+    return value
+
+
+def _parquet_rows(file: Path, text_field: str) -> Iterator[str | None]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise CorpusError(
+            f"reading {file} needs pyarrow: pip install 'forgetting-transformer[data]'."
+        ) from error
+    try:
+        with reading(file), pq.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if text_field not in names:
+                raise CorpusError(
+                    f"{file}: no column {text_field!r}; its columns are {', '.join(names)}. "
+                    "Name the right one with --text_field."
+                )
+            kind = table.schema_arrow.field(text_field).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise CorpusError(
+                    f"{file}: column {text_field!r} holds {kind}, not text. Name the right one with --text_field."
+                )
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=[text_field]):
+                yield from batch.column(0).to_pylist()
+    except pa.ArrowException as error:
+        raise CorpusError(f"{file}: not a readable Parquet file ({error}).") from error
+
+
+def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
+    """Stream a data set from the hub, or from the cache where the hub cannot be reached."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise CorpusError(
+            "--dataset needs the datasets library: pip install 'forgetting-transformer[data]'."
+        ) from error
+    where = f"data set {settings.dataset}, split {settings.dataset_split}"
+    try:
+        rows = datasets.load_dataset(
+            settings.dataset, settings.dataset_config, split=settings.dataset_split, streaming=True
+        )
+        for number, row in enumerate(rows):
+            yield _text_of(row, settings.text_field, f"{where}, row {number}")
+    except (CorpusError, GeneratorExit):
+        raise
+    except Exception as error:  # the library raises its own, the hub's and the network's errors
+        raise CorpusError(
+            f"cannot read {where}: {type(error).__name__}: {error}. Check the name, --dataset_config, --split and "
+            "the network; or download the files and give them as inputs."
+        ) from error
+
+
+# Cutting into pieces ------------------------------------------------------------------------------------------
+
+
+def _chunks(body: str | Path) -> Iterator[str]:
+    if isinstance(body, str):
+        yield body
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with reading(body), body.open("rb") as stream:
+        while block := stream.read(WHOLE_FILE_BYTES):
+            yield decoder.decode(block)
+
+
+def _cut(chunks: Iterable[str]) -> Iterator[str]:
+    """Cut a text into pieces of at most PIECE_CHARS; where, depends on the text alone and not on `chunks`.
+
+    The cut is after the last newline that stands between two visible characters, because GPT-2's pre-tokenizer
+    (and the one we train with) splits there whatever surrounds it: the ids are those of the uncut text.
+    """
+    buffer = ""
+    for chunk in chunks:
+        buffer += chunk
+        start = 0
+        while len(buffer) - start > PIECE_CHARS:
+            cut = _place_to_cut(buffer, start)
+            yield buffer[start:cut]
+            start = cut
+        buffer = buffer[start:]
+    if buffer:
+        yield buffer
+
+
+def _place_to_cut(buffer: str, start: int) -> int:
+    end = start + PIECE_CHARS
+    newline = buffer.rfind("\n", start + 1, end)
+    while newline >= 0 and (buffer[newline - 1].isspace() or buffer[newline + 1].isspace()):
+        newline = buffer.rfind("\n", start + 1, newline)
+    return newline + 1 if newline >= 0 else end
+
+
+def _mark_last(pieces: Iterator[str]) -> Iterator[tuple[str, bool]]:
+    waiting: str | None = None
+    for piece in pieces:
+        if waiting is not None:
+            yield waiting, False
+        waiting = piece
+    if waiting is not None:
+        yield waiting, True

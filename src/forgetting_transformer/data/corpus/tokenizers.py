@@ -1,0 +1,186 @@
+"""The tokenizer of a corpus: trained on it, loaded from elsewhere, or plain bytes; and text -> token ids.
+
+Whatever its origin it ends as a folder that `transformers.AutoTokenizer.from_pretrained` loads without network,
+and workers encode with the very `tokenizer.json` in that folder.
+"""
+
+import hashlib
+import heapq
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from forgetting_transformer.data.corpus.errors import CorpusError
+from forgetting_transformer.data.corpus.settings import MAX_VOCAB, CorpusSettings
+
+END_OF_TEXT = "<|endoftext|>"
+SAMPLE_BYTES = 32 << 20
+ROUNDTRIP_CHARS = 20_000
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """What readers of the corpus need to know about its tokenizer."""
+
+    kind: str  # "bytes", "trained" or "loaded"
+    vocab_size: int
+    bos_token_id: int
+    eos_token_id: int
+
+
+# Building -----------------------------------------------------------------------------------------------------
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Ids 0…255 are the bytes of UTF-8, 256 is <|endoftext|>."""
+    vocab = {char: byte for byte, char in enumerate(_byte_chars())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def _byte_chars() -> list[str]:
+    """The visible character that stands for each byte in byte-level BPE.
+
+    Bytes that are visible in Latin-1 stand for themselves; the others follow, in order, from U+0100 on.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    itself = {ord(char): char for char in alphabet if ord(char) < 256}
+    others = iter(char for char in alphabet if ord(char) >= 256)
+    return [itself[byte] if byte in itself else next(others) for byte in range(256)]
+
+
+def train_tokenizer(sample: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train byte-level BPE with GPT-2's pre-tokenizer: exactly reversible, never an unknown token.
+
+    <|endoftext|> gets the last id, as in GPT-2. The vocabulary is smaller than `vocab_size` where the sample has
+    too few distinct pairs.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+class Sample:
+    """A uniform sample of pieces, at most `max_bytes` long, that depends on the texts and not on their order.
+
+    Every piece has a priority, a hash of its text; the pieces of lowest priority are kept. One pass, bounded
+    memory, no random numbers.
+    """
+
+    def __init__(self, max_bytes: int = SAMPLE_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self.n_bytes = 0
+        self.heap: list[tuple[int, str]] = []  # (-priority, text): the root is the first to go
+
+    def add(self, text: str) -> None:
+        encoded = text.encode()
+        digest = hashlib.blake2b(encoded, digest_size=8).digest()
+        heapq.heappush(self.heap, (-int.from_bytes(digest, "big"), text))
+        self.n_bytes += len(encoded)
+        while self.n_bytes > self.max_bytes and len(self.heap) > 1:
+            self.n_bytes -= len(heapq.heappop(self.heap)[1].encode())
+
+    def texts(self) -> list[str]:
+        return [text for _, text in sorted(self.heap, reverse=True)]
+
+
+# Saving and loading -------------------------------------------------------------------------------------------
+
+
+def save_built(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write a tokenizer built here as a folder that AutoTokenizer loads."""
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        clean_up_tokenization_spaces=False,  # it would drop the space in " ." and with it reversibility
+    ).save_pretrained(folder)
+
+
+def save_loaded(name: str, folder: Path) -> None:
+    """Copy the tokenizer `name` (local folder or hub id) into `folder`."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the library raises OSError, ValueError, ImportError and the hub's own errors
+        raise CorpusError(
+            f"cannot load the tokenizer {name!r}: {error}\nGive a local folder with a tokenizer, a Hugging Face hub "
+            "id (this needs the network once), bytes, or train:N."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise CorpusError(
+            f"the tokenizer {name!r} has no end-of-text token, and texts are separated by it. "
+            "Set its eos_token and save it to a folder, then give that folder as --tokenizer."
+        )
+    if tokenizer.bos_token_id is None:
+        tokenizer.bos_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise CorpusError(
+            f"the tokenizer {name!r} has no fast form (no tokenizer.json). "
+            "Choose one that has, or train one with --tokenizer train:N."
+        )
+
+
+def describe(folder: Path, settings: CorpusSettings) -> TokenizerInfo:
+    """Read back the saved tokenizer and check that its ids fit the arrays."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    if vocab_size > MAX_VOCAB:
+        raise CorpusError(
+            f"--tokenizer {settings.tokenizer} has {vocab_size:,} ids, more than the {MAX_VOCAB:,} that the arrays "
+            "(uint16) can hold. Choose a tokenizer with fewer, for example gpt2 or train:32768."
+        )
+    kinds = {"bytes": "bytes", "train": "trained"}
+    kind = kinds.get(settings.tokenizer.split(":")[0], "loaded")
+    return TokenizerInfo(kind, vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id)
+
+
+# Encoding -----------------------------------------------------------------------------------------------------
+
+
+class Encoder:
+    """Text -> ids with the tokenizer saved in `folder`, without any special token.
+
+    A text that spells out a special token (source code does) gets the ids of its characters, so that the
+    end-of-text id in an array always is the end of a text.
+    """
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.is_bytes = kind == "bytes"
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.tokenizer.encode_special_tokens = True
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+
+    def encode(self, text: str) -> np.ndarray:
+        """uint16 ids of shape (tokens,)."""
+        if self.is_bytes:  # the same ids as the tokenizer's, a hundred times faster
+            return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint16)
+
+    def is_reversible_on(self, text: str) -> bool:
+        """Whether decoding gives the beginning of `text` back exactly."""
+        beginning = text[:ROUNDTRIP_CHARS]
+        return self.tokenizer.decode(self.encode(beginning).tolist(), skip_special_tokens=False) == beginning
+

@@ -1,0 +1,160 @@
+"""Rows -> Zarr chunks, in parallel and restartable; and reading the finished array back.
+
+An array is written in blocks of `chunk_docs` rows, so that no two workers touch one chunk. A block that is written is
+noted in a log beside the array; after a kill only the others are written again.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, wait
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+
+import numcodecs
+import numpy as np
+import zarr
+from zarr.codecs import BloscCodec
+
+from forgetting_transformer.data.corpus.packing import Layout
+from forgetting_transformer.data.corpus.progress import Progress
+
+# LongCrawl64's chunk, 8 MiB, is the largest chosen; a corpus of fewer rows gets chunks of fewer rows, so that a
+# reader decodes little more than it uses, but not so few that the array becomes a heap of tiny files.
+PAPER_CHUNK_DOCS = 2048
+PAPER_CHUNK_TOKENS = 2048
+SMALLEST_CHUNK_DOCS = 16
+BLOCKS_WANTED = 64
+
+
+@dataclass(frozen=True)
+class ArrayFormat:
+    zarr_format: int
+    chunk_docs: int
+    chunk_tokens: int
+
+
+@dataclass(frozen=True)
+class ArrayFacts:
+    """What reading a finished array back shows."""
+
+    content_hash: str  # of all rows in order, little-endian
+    counts: np.ndarray  # int64, (vocab_size,): how often each id occurs
+
+    @property
+    def max_token_id(self) -> int:
+        return int(np.flatnonzero(self.counts)[-1])
+
+
+def choose_chunk_docs(n_documents: int) -> int:
+    """Rows per chunk: a power of two between 16 and 2048 that makes about 64 blocks of rows."""
+    wanted = max(1, n_documents // BLOCKS_WANTED)
+    return min(PAPER_CHUNK_DOCS, max(SMALLEST_CHUNK_DOCS, 1 << (wanted - 1).bit_length()))
+
+
+def create_array(path: Path, layout: Layout, form: ArrayFormat) -> None:
+    """Create the empty array, with LongCrawl64's data type, order and compression."""
+    if form.zarr_format == 2:
+        compressor = numcodecs.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.Blosc.SHUFFLE)
+        keys = {"name": "v2", "separator": "."}
+    else:
+        compressor = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=2)
+        keys = {"name": "default", "separator": "/"}
+    zarr.create_array(
+        path,
+        shape=(layout.n_documents, layout.doc_len),
+        chunks=(min(form.chunk_docs, layout.n_documents), form.chunk_tokens),
+        dtype="<u2",
+        fill_value=0,
+        compressors=compressor,
+        chunk_key_encoding=keys,
+        zarr_format=form.zarr_format,
+        overwrite=True,
+    )
+
+
+# In the workers -----------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=2)
+def _load_layout(path: Path) -> Layout:
+    return Layout.load(path)
+
+
+def write_block(path: Path, layout_path: Path, tokens_path: Path, first: int, last: int) -> None:
+    """Write rows [first, last) of the array at `path`; runs in a worker process."""
+    # Every chunk must be a file: a reader takes a missing one for damage, never for zeros.
+    array = zarr.open_array(path, mode="r+", config={"write_empty_chunks": True})
+    tokens = np.memmap(tokens_path, dtype="<u2", mode="r")
+    array[first:last] = _load_layout(layout_path).gather(tokens, first, last)
+
+
+# In the parent ------------------------------------------------------------------------------------------------
+
+
+def write_array(
+    path: Path,
+    layout_path: Path,
+    tokens_path: Path,
+    form: ArrayFormat,
+    pool: Executor,
+    workers: int,
+    progress: Progress,
+) -> None:
+    """Write all rows of one array, except the blocks that an interrupted run has written."""
+    layout = Layout.load(layout_path)
+    log = path.with_suffix(".blocks")
+    if not log.exists():
+        create_array(path, layout, form)
+        log.touch()
+    done = _read_log(log)
+    blocks = [
+        (first, min(first + form.chunk_docs, layout.n_documents))
+        for first in range(0, layout.n_documents, form.chunk_docs)
+    ]
+    progress.advance(sum(last - first for first, last in blocks if first in done))
+    missing = iter([block for block in blocks if block[0] not in done])
+
+    def submit(block: tuple[int, int]) -> tuple:
+        return pool.submit(write_block, path, layout_path, tokens_path, *block), block
+
+    running = dict(submit(block) for block in islice(missing, 2 * workers))
+    while running:
+        finished, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in finished:
+            first, last = running.pop(future)
+            future.result()
+            with log.open("a") as file:
+                file.write(f"{first}\n")
+            progress.advance(last - first)
+            running.update(submit(block) for block in islice(missing, 1))
+
+
+def _read_log(log: Path) -> set[int]:
+    """First rows of the blocks that are written; a line without its end was being written at the kill."""
+    return {int(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")}
+
+
+def read_back(path: Path, vocab_size: int, chunk_docs: int, progress: Progress) -> ArrayFacts:
+    """Read the array from disk, hash it and count its ids. What the manifest says is what is there."""
+    hasher = hashlib.blake2b(digest_size=16)
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for rows in _blocks(path, chunk_docs):
+        hasher.update(np.ascontiguousarray(rows, dtype="<u2"))
+        counts += np.bincount(rows.reshape(-1), minlength=vocab_size)
+        progress.advance(len(rows))
+    return ArrayFacts(f"blake2b:{hasher.hexdigest()}", counts)
+
+
+def _blocks(path: Path, chunk_docs: int) -> Iterator[np.ndarray]:
+    array = zarr.open_array(path, mode="r")
+    for first in range(0, array.shape[0], chunk_docs):
+        yield array[first : first + chunk_docs]
+
+
+def n_chunk_files(path: Path) -> int:
+    """Files in the array's folder that hold chunks."""
+    metadata = {".zarray", ".zattrs", "zarr.json"}
+    return sum(len(set(files) - metadata) for _, _, files in os.walk(path))

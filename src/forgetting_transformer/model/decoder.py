@@ -1,0 +1,346 @@
+"""The decoder all architectures share: embedding → N × (norm → mixer → norm → MLP) → norm → head → loss per token.
+
+An architecture is a mixer and a configuration. The configuration builds the mixers (`build_mixer`) and the MLPs
+(`build_mlp`), names the submodules as its published checkpoints do, and counts FLOPs. A mixer is an `nn.Module` with
+
+    forward(hidden_BTE, seq_start_B=None, cache=None) -> (out_BTE, cache)
+    new_cache() -> CacheLayerMixin, an empty layer cache
+    init_own_weights(), optional: called after its submodules got the default initialisation, to change it
+
+and registers itself with `model.registry`.
+
+Axes: B batch, T new positions, N past and new positions, E model width (hidden_size), V vocabulary.
+"""
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from forgetting_transformer.model.cache import DecoderCache
+from forgetting_transformer.model.layers import RMSNorm
+from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
+
+
+class DecoderConfig(PreTrainedConfig):
+    """What every architecture's configuration has. Subclasses also provide `norm_eps`.
+
+    Fields:
+        vocab_size: rows of the embedding and of the output layer.
+        hidden_size: width of the residual stream.
+        num_hidden_layers: number of blocks.
+        initializer_range: standard deviation of linear and embedding weights at the start.
+        use_cache: whether `forward` without labels returns a cache outside training.
+        tie_word_embeddings: the output layer uses the embedding's weights.
+    """
+
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    # Names of a block's submodules and of the last norm, as in the architecture's checkpoints. The second norm and the
+    # MLP of a block are always `mlp_norm` and `mlp`.
+    mixer_norm_name: ClassVar[str] = "attn_norm"
+    mixer_name: ClassVar[str] = "attn"
+    final_norm_name: ClassVar[str] = "norm"
+
+    vocab_size: int = 32000
+    hidden_size: int = 2048
+    num_hidden_layers: int = 24
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+
+    def build_mixer(self, layer_idx: int) -> nn.Module:
+        """Make the sequence mixer of block `layer_idx`."""
+        raise NotImplementedError(f"{type(self).__name__} must define build_mixer")
+
+    def build_mlp(self, layer_idx: int) -> nn.Module | None:
+        """Make the MLP of block `layer_idx`, or None for a block without one."""
+        raise NotImplementedError(f"{type(self).__name__} must define build_mlp")
+
+    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
+        """Forward FLOPs of the mixer of block `layer_idx`, averaged over the tokens of a sequence."""
+        raise NotImplementedError(f"{type(self).__name__} must define mixer_flops_per_token")
+
+    def mlp_flops_per_token(self, layer_idx: int) -> float:
+        """Forward FLOPs of the MLP of block `layer_idx`, 0 without one."""
+        raise NotImplementedError(f"{type(self).__name__} must define mlp_flops_per_token")
+
+    def flops_per_token(self, seq_len: int, training: bool = True) -> float:
+        """Model FLOPs per token, averaged over a sequence of `seq_len` tokens.
+
+        Convention: a multiply-add is two FLOPs. Matrix products only (linear layers, attention scores and weighted
+        sums, recurrences); the embedding is a lookup and free, the output layer counts. Causal attention counts the
+        pairs it needs, T(T+1)/2. Backward costs twice the forward pass; work done again to save memory
+        (checkpointing, FlashAttention's backward) is not counted, nor is work saved by pruning subtracted.
+        """
+        forward = 2 * self.hidden_size * self.vocab_size + sum(
+            self.mixer_flops_per_token(layer_idx, seq_len) + self.mlp_flops_per_token(layer_idx)
+            for layer_idx in range(self.num_hidden_layers)
+        )
+        return 3 * forward if training else forward
+
+
+class DecoderBlock(GradientCheckpointingLayer):
+    """`x + mixer(norm(x))`, then `x + mlp(norm(x))` if there is an MLP."""
+
+    # transformers' class would checkpoint around __call__, hooks included. FSDP2 gathers weights in those hooks, so
+    # the hooks stay outside and `forward` checkpoints the rest.
+    __call__ = nn.Module.__call__
+
+    # `gradient_checkpointing_enable` replaces this by one with the user's arguments.
+    _gradient_checkpointing_func = staticmethod(functools.partial(checkpoint, use_reentrant=False))
+
+    def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.mixer_norm_name, self.mixer_name = config.mixer_norm_name, config.mixer_name
+        self.add_module(self.mixer_norm_name, RMSNorm(config.hidden_size, config.norm_eps))
+        self.add_module(self.mixer_name, config.build_mixer(layer_idx))
+        mlp = config.build_mlp(layer_idx)
+        self.has_mlp = mlp is not None
+        if self.has_mlp:
+            self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.mlp = mlp
+
+    @property
+    def mixer(self) -> nn.Module:
+        return getattr(self, self.mixer_name)
+
+    def forward(
+        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: CacheLayerMixin | None = None
+    ) -> Tensor:
+        if self.gradient_checkpointing and self.training:
+            if cache is not None:
+                raise ValueError("gradient checkpointing runs the block twice, so it cannot fill a cache: use_cache=False")
+            return self._gradient_checkpointing_func(self._transform, hidden_BTE, seq_start_B)
+        return self._transform(hidden_BTE, seq_start_B, cache)
+
+    def _transform(
+        self, hidden_BTE: Tensor, seq_start_B: Tensor | None, cache: CacheLayerMixin | None = None
+    ) -> Tensor:
+        mixer_norm = getattr(self, self.mixer_norm_name)
+        hidden_BTE = hidden_BTE + self.mixer(mixer_norm(hidden_BTE), seq_start_B, cache)[0]
+        if self.has_mlp:
+            hidden_BTE = hidden_BTE + self.mlp(self.mlp_norm(hidden_BTE))
+        return hidden_BTE
+
+
+class DecoderPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation."""
+
+    config_class = DecoderConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Linear and embedding weights from N(0, initializer_range²), biases 0, norm weights 1, then the mixer's own."""
+        super()._init_weights(module)
+        if hasattr(module, "init_own_weights"):
+            module.init_own_weights()
+
+
+class DecoderModel(DecoderPreTrainedModel):
+    """Token ids to hidden states."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.layers = nn.ModuleList(DecoderBlock(config, i) for i in range(config.num_hidden_layers))
+        self.add_module(config.final_norm_name, RMSNorm(config.hidden_size, config.norm_eps))
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embeddings = value
+
+    def new_cache(self) -> DecoderCache:
+        """Make an empty cache for this model."""
+        return DecoderCache([block.mixer.new_cache() for block in self.layers])
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: DecoderCache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutputWithPast | tuple:
+        """Run the blocks on T new tokens.
+
+        Args:
+            input_ids: `(B, T)`, or
+            inputs_embeds: `(B, T, E)` in its place.
+            attention_mask: `(B, N)`, 1 for tokens and 0 for left padding; N counts cached tokens too. Not needed
+                without padding, nor after the first call with a cache.
+            past_key_values: cache of the tokens before these. Any number of new tokens may follow it.
+            use_cache: return a cache. Default: `config.use_cache` outside training.
+            output_hidden_states: also return the input of every block and the normalised output of the last.
+            return_dict: False gives a tuple.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if past_key_values is not None and not isinstance(past_key_values, DecoderCache):
+            raise TypeError(
+                f"past_key_values is a {type(past_key_values).__name__}; pass the one a former call returned, "
+                "model.new_cache(), or None"
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache()
+
+        hidden_BTE = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        seq_start_B = _find_seq_start(attention_mask, hidden_BTE, past_key_values)
+        if past_key_values is not None:
+            past_key_values.seq_start_B = seq_start_B
+
+        all_hidden: list[Tensor] = []
+        for i, block in enumerate(self.layers):
+            all_hidden.append(hidden_BTE)
+            cache = None if past_key_values is None else past_key_values.layers[i]
+            hidden_BTE = block(hidden_BTE, seq_start_B, cache)
+        hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE)
+        all_hidden.append(hidden_BTE)
+
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        output = BaseModelOutputWithPast(
+            last_hidden_state=hidden_BTE,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=tuple(all_hidden) if output_hidden_states else None,
+        )
+        return output if self._wants_dict(return_dict) else output.to_tuple()
+
+    def _wants_dict(self, return_dict: bool | None) -> bool:
+        return self.config.return_dict if return_dict is None else return_dict
+
+
+class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
+    """A decoder with an output layer, which gives logits or, with labels, the loss of every token."""
+
+    model_class: ClassVar[type[DecoderModel]] = DecoderModel
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self._tied_weights_keys = {"lm_head.weight": f"{self.base_model_prefix}.embeddings.weight"}
+        self.add_module(self.base_model_prefix, self.model_class(config))
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @property
+    def decoder(self) -> DecoderModel:
+        """The model without the output layer, whatever its name is."""
+        return getattr(self, self.base_model_prefix)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.decoder.embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.decoder.embeddings = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.lm_head = value
+
+    def new_cache(self) -> DecoderCache:
+        """Make an empty cache for this model."""
+        return self.decoder.new_cache()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: DecoderCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Compute logits `(B, T, V)`, or with labels the loss `(B, T)`. Further arguments: `DecoderModel.forward`.
+
+        Args:
+            labels: the token to predict at every position `(B, T)`: `labels[t]` is the token after `input_ids[t]`.
+                They are not shifted here. -100 is ignored. With labels, `loss` is float32 in nats, not reduced, and
+                `logits` is None, as they are never all held at once.
+            logits_to_keep: compute logits of the last this many positions only, 0 for all; or the positions.
+            use_cache: default False with labels.
+        """
+        if use_cache is None and labels is not None:
+            use_cache = False
+        output = self.decoder(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        logits, loss = None, None
+        if labels is None:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(output.last_hidden_state[:, kept])
+        else:
+            loss = linear_cross_entropy(output.last_hidden_state, self.lm_head.weight, labels)
+        result = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+        )
+        return result if self.decoder._wants_dict(return_dict) else result.to_tuple()
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Give `generate` this model's cache instead of transformers' DynamicCache, which holds keys and values only."""
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation is {generation_config.cache_implementation!r}; this model has one cache, leave it out"
+            )
+        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = self.new_cache()
+
+
+def _find_seq_start(
+    attention_mask_BN: Tensor | None, hidden_BTE: Tensor, cache: DecoderCache | None
+) -> Tensor | None:
+    """Return the index of the first real token of every sequence `(B,)`, or None if there is no padding."""
+    num_new = hidden_BTE.shape[1]
+    num_past = 0 if cache is None else cache.get_seq_length()
+    known = None if cache is None else cache.seq_start_B
+    if attention_mask_BN is None:
+        return known
+    expected_shape = (hidden_BTE.shape[0], num_past + num_new)
+    if attention_mask_BN.shape != expected_shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask_BN.shape)}; it must be {expected_shape}: one entry per token, "
+            f"{num_past} of them cached"
+        )
+    # While decoding, padding cannot change any more, and looking at the mask would stall a GPU at every token.
+    if num_new == 1 and num_past > 0:
+        return known
+    is_token_BN = attention_mask_BN.bool()
+    if bool(is_token_BN.all()):
+        return None
+    if bool((is_token_BN[:, :-1] & ~is_token_BN[:, 1:]).any()):
+        raise ValueError(
+            "attention_mask has zeros after ones: only left padding is supported. Pad on the left "
+            "(tokenizer.padding_side = 'left'); right padding needs no mask in a causal model, set its labels to -100"
+        )
+    return (~is_token_BN).sum(-1)

@@ -1,0 +1,411 @@
+"""FoX, the Forgetting Transformer, in its LLaMA and Pro variants.
+
+Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", ICLR 2025. Parameter names, config
+keys and `model_type` are those of the released checkpoints. The Transformer (Pro) baseline is this class with
+`fgate_type="none"` and `use_rope=True`.
+
+Axes: B batch, T new positions, N past and new positions, H heads, D channels of a head, E = H·D model width.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from forgetting_transformer.model.cache import ForgettingAttentionCache
+from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.layers import GroupRMSNorm, RMSNorm, ShiftLinear, SwiGLU, swiglu_width
+from forgetting_transformer.ops.forgetting_attention import forgetting_attention
+from forgetting_transformer.ops.rotary import rotate
+
+FGATE_TYPES = ("full", "bias_only", "fixed", "none")
+OGATE_ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": F.silu}
+# Fixed in the released models, whatever their norm_eps.
+QK_NORM_EPS = 1e-5
+
+
+class ForgettingAttentionLayer(nn.Module):
+    """Multi-head forgetting attention with the parts that make up FoX (Pro).
+
+        q, k, v = W x             k and v optionally mixed with their value at the previous token (ShiftLinear)
+        q, k    = RMSNorm(q), RMSNorm(k)          per head, optional; then RoPE, optional
+        log f   = logsigmoid(W_f x + b_f)         one forget gate per head and token
+        o       = forgetting_attention(q, k, v, log f)
+        out     = W_o (act(W_g x) · RMSNorm(o))   gate and norm per head, each optional
+
+    Args:
+        hidden_size: E, a multiple of num_heads.
+        num_heads: H.
+        num_kv_heads: None or num_heads; grouped-query attention is not supported.
+        use_rope: rotary position embedding. FoX does without.
+        rope_base: its base.
+        use_output_gate: multiply the output by `act(W_g x)`.
+        ogate_act: "sigmoid" or "silu".
+        fgate_type: "full", gates depend on the token; "bias_only", one learned gate per head; "fixed", one constant
+            gate per head; "none", no forgetting (ordinary attention).
+        fgate_bias_init: start the gates of "bias_only" (required for "fixed") at decay times spread
+            logarithmically between the next two. Without it they start at f = 1/2.
+        decay_time_min, decay_time_max: tokens after which a constant gate has let a weight fall to 1/e.
+        use_output_norm: per-head RMSNorm before the output gate.
+        norm_eps: its epsilon.
+        qk_norm: per-head RMSNorm of queries and keys.
+        qk_norm_share_param_across_head: one weight vector `(D,)` for all heads, as in the released Pro checkpoints,
+            instead of `(E,)`.
+        use_k_shift, use_v_shift: data-dependent token shift of keys, values.
+        log_pruning_tolerance: ln ε < 0 switches on adaptive computation pruning: attention may skip what
+            changes the weights of a row by no more than ε in all. None computes everything.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        num_heads: int = 32,
+        *,
+        num_kv_heads: int | None = None,
+        use_rope: bool = False,
+        rope_base: float = 500_000.0,
+        use_output_gate: bool = False,
+        ogate_act: str = "sigmoid",
+        fgate_type: str = "full",
+        fgate_bias_init: bool = False,
+        decay_time_min: float | None = None,
+        decay_time_max: float | None = None,
+        use_output_norm: bool = False,
+        norm_eps: float = 1e-6,
+        qk_norm: bool = False,
+        qk_norm_share_param_across_head: bool = False,
+        use_k_shift: bool = False,
+        use_v_shift: bool = False,
+        log_pruning_tolerance: float | None = None,
+    ) -> None:
+        super().__init__()
+        _check_attention_options(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            use_rope=use_rope,
+            ogate_act=ogate_act,
+            fgate_type=fgate_type,
+            fgate_bias_init=fgate_bias_init,
+            decay_time_min=decay_time_min,
+            decay_time_max=decay_time_max,
+            log_pruning_tolerance=log_pruning_tolerance,
+        )
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, hidden_size // num_heads
+        self.use_rope, self.rope_base = use_rope, rope_base
+        self.ogate_act, self.fgate_type, self.fgate_bias_init = ogate_act, fgate_type, fgate_bias_init
+        self.decay_time_min, self.decay_time_max = decay_time_min, decay_time_max
+        self.log_pruning_tolerance = log_pruning_tolerance
+
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.k_proj = _projection(hidden_size, num_heads, use_k_shift)
+        self.v_proj = _projection(hidden_size, num_heads, use_v_shift)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        if fgate_type == "full":
+            self.fgate_proj = nn.Linear(hidden_size, num_heads, bias=True)
+        elif fgate_type == "bias_only":
+            self.fgate_bias = nn.Parameter(self._initial_fgate_bias())
+            self.fgate_bias._no_weight_decay = True
+        elif fgate_type == "fixed":
+            self.register_buffer("fgate_bias", self._initial_fgate_bias())
+        self.ogate_proj = nn.Linear(hidden_size, hidden_size, bias=False) if use_output_gate else None
+        self.output_norm = GroupRMSNorm(num_heads, hidden_size, norm_eps) if use_output_norm else None
+        self.q_norm = self.k_norm = None
+        if qk_norm and qk_norm_share_param_across_head:
+            self.q_norm = RMSNorm(self.head_dim, QK_NORM_EPS)
+            self.k_norm = RMSNorm(self.head_dim, QK_NORM_EPS)
+        elif qk_norm:
+            self.q_norm = GroupRMSNorm(num_heads, hidden_size, QK_NORM_EPS)
+            self.k_norm = GroupRMSNorm(num_heads, hidden_size, QK_NORM_EPS)
+
+    def init_own_weights(self) -> None:
+        if self.fgate_type in ("bias_only", "fixed"):
+            init.copy_(self.fgate_bias, self._initial_fgate_bias())
+
+    def _initial_fgate_bias(self) -> Tensor:
+        if not self.fgate_bias_init:
+            return torch.zeros(self.num_heads)
+        return decay_time_bias(self.num_heads, self.decay_time_min, self.decay_time_max)
+
+    def new_cache(self) -> ForgettingAttentionCache:
+        return ForgettingAttentionCache()
+
+    def forward(
+        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: ForgettingAttentionCache | None = None
+    ) -> tuple[Tensor, ForgettingAttentionCache | None]:
+        """Return the output `(B, T, E)` and the cache.
+
+        Args:
+            hidden_BTE: T new tokens.
+            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
+            cache: what `new_cache` returned, holding the tokens before these. Extended in place.
+        """
+        num_new = hidden_BTE.shape[1]
+        num_past = 0 if cache is None else cache.get_seq_length()
+        padding_BT = None
+        if seq_start_B is not None:
+            position_T = torch.arange(num_past, num_past + num_new, device=hidden_BTE.device)
+            padding_BT = position_T < seq_start_B[:, None]
+
+        q_BTE = self.q_proj(hidden_BTE)
+        k_BTE = self._project(self.k_proj, "key", hidden_BTE, padding_BT, cache)
+        v_BTE = self._project(self.v_proj, "value", hidden_BTE, padding_BT, cache)
+        q_BTHD, k_BTHD = self._normalise(self.q_norm, q_BTE), self._normalise(self.k_norm, k_BTE)
+        if self.use_rope:
+            q_BTHD = rotate(q_BTHD, num_past, self.rope_base)
+            k_BTHD = rotate(k_BTHD, num_past, self.rope_base)
+        q_BHTD, k_BHND = q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2)
+        v_BHND = self._split_heads(v_BTE).transpose(1, 2)
+        log_fgate_BHN = self.log_forget_gate(hidden_BTE).transpose(1, 2)
+        if cache is not None:
+            k_BHND, v_BHND, log_fgate_BHN = cache.update(k_BHND, v_BHND, log_fgate_BHN)
+
+        out_BHTD = forgetting_attention(
+            q_BHTD,
+            k_BHND,
+            v_BHND,
+            log_fgate_BHN,
+            head_first=True,
+            seq_start=seq_start_B,
+            adaptive_threshold=self._adaptive_threshold(q_BHTD, k_BHND),
+        )
+        out_BTE = out_BHTD.transpose(1, 2).flatten(-2)
+        if self.output_norm is not None:
+            out_BTE = self.output_norm(out_BTE)
+        if self.ogate_proj is not None:
+            out_BTE = OGATE_ACTIVATIONS[self.ogate_act](self.ogate_proj(hidden_BTE)) * out_BTE
+        return self.o_proj(out_BTE), cache
+
+    def log_forget_gate(self, hidden_BTE: Tensor) -> Tensor:
+        """Natural logarithm of the forget gates `(B, T, H)`, float32."""
+        if self.fgate_type == "full":
+            return F.logsigmoid(self.fgate_proj(hidden_BTE).float())
+        if self.fgate_type == "none":
+            return torch.zeros((*hidden_BTE.shape[:2], self.num_heads), device=hidden_BTE.device)
+        return F.logsigmoid(self.fgate_bias.float()).expand(*hidden_BTE.shape[:2], self.num_heads)
+
+    def _project(
+        self,
+        projection: nn.Module,
+        name: str,
+        hidden_BTE: Tensor,
+        padding_BT: Tensor | None,
+        cache: ForgettingAttentionCache | None,
+    ) -> Tensor:
+        """Apply the key or value projection, with token shift if it has one."""
+        if not isinstance(projection, ShiftLinear):
+            return projection(hidden_BTE)
+        previous_BE = None if cache is None else cache.last_shift_state(name)
+        shifted_BTE, y_BTE = projection(hidden_BTE, previous_BE, padding_BT)
+        if cache is not None:
+            cache.update_shift_state(name, y_BTE)
+        return shifted_BTE
+
+    def _normalise(self, norm: nn.Module | None, x_BTE: Tensor) -> Tensor:
+        """Split queries or keys into heads, and normalise each."""
+        if isinstance(norm, GroupRMSNorm):
+            return self._split_heads(norm(x_BTE))
+        x_BTHD = self._split_heads(x_BTE)
+        return x_BTHD if norm is None else norm(x_BTHD)
+
+    def _split_heads(self, x_BTE: Tensor) -> Tensor:
+        return x_BTE.unflatten(-1, (self.num_heads, self.head_dim))
+
+    @torch.no_grad()
+    def _adaptive_threshold(self, q_BHTD: Tensor, k_BHND: Tensor) -> Tensor | None:
+        """Decay bias below which a pair may be skipped, `(B, H)` or `(H,)`; None if pruning is off.
+
+        If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N, so all
+        such pairs of a row together less than ε. QK-norm bounds every normalised vector by √D times its largest
+        weight; without it the bound comes from the vectors at hand.
+        """
+        if self.log_pruning_tolerance is None:
+            return None
+        if self.q_norm is not None:
+            # (H,) with one weight vector per head, (1,) if they share it
+            q_max, k_max = (
+                norm.weight.float().abs().view(-1, self.head_dim).amax(-1) for norm in (self.q_norm, self.k_norm)
+            )
+            score_bound = q_max * k_max * math.sqrt(self.head_dim)
+        else:
+            q_max, k_max = (x.float().norm(dim=-1).amax(-1) for x in (q_BHTD, k_BHND))
+            score_bound = q_max * k_max / math.sqrt(self.head_dim)
+        return self.log_pruning_tolerance - (2 * score_bound + math.log(k_BHND.shape[2]))
+
+
+def _projection(hidden_size: int, num_heads: int, use_shift: bool) -> nn.Module:
+    if use_shift:
+        return ShiftLinear(hidden_size, hidden_size, num_heads)
+    return nn.Linear(hidden_size, hidden_size, bias=False)
+
+
+def decay_time_bias(num_heads: int, decay_time_min: float, decay_time_max: float) -> Tensor:
+    """Gate biases `(H,)` for which a constant gate f = sigmoid(b) decays to 1/e after T tokens: -1/log f = T.
+
+    T runs logarithmically from decay_time_min to decay_time_max over the heads; b = -log(exp(1/T) - 1).
+    """
+    log_time_H = torch.linspace(math.log(decay_time_min), math.log(decay_time_max), num_heads, dtype=torch.float64)
+    return -torch.log(torch.expm1(torch.exp(-log_time_H))).float()
+
+
+def _check_attention_options(
+    *,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    use_rope: bool,
+    ogate_act: str,
+    fgate_type: str,
+    fgate_bias_init: bool,
+    decay_time_min: float | None,
+    decay_time_max: float | None,
+    log_pruning_tolerance: float | None,
+) -> None:
+    """Refuse options that do not fit together, naming the key and what to do."""
+    if hidden_size % num_heads:
+        raise ValueError(f"hidden_size is {hidden_size}; it must be a multiple of num_heads = {num_heads}")
+    if num_kv_heads not in (None, num_heads):
+        raise ValueError(
+            f"num_kv_heads is {num_kv_heads}; FoX has no grouped-query attention, leave it None (or num_heads = {num_heads})"
+        )
+    if use_rope and (hidden_size // num_heads) % 2:
+        raise ValueError(f"use_rope needs an even head dimension; hidden_size / num_heads is {hidden_size // num_heads}")
+    if ogate_act not in OGATE_ACTIVATIONS:
+        raise ValueError(f"ogate_act is {ogate_act!r}; it must be one of {', '.join(OGATE_ACTIVATIONS)}")
+    if fgate_type not in FGATE_TYPES:
+        raise ValueError(f"fgate_type is {fgate_type!r}; it must be one of {', '.join(FGATE_TYPES)}")
+    if fgate_bias_init and fgate_type not in ("bias_only", "fixed"):
+        raise ValueError(f"fgate_bias_init is for fgate_type bias_only and fixed; with {fgate_type!r} set it to False")
+    if fgate_type == "fixed" and not fgate_bias_init:
+        raise ValueError("fgate_type 'fixed' takes its gates from decay times: set fgate_bias_init=True")
+    if fgate_bias_init:
+        if decay_time_min is None or decay_time_max is None or not 0 < decay_time_min <= decay_time_max:
+            raise ValueError(
+                f"decay_time_min, decay_time_max are {decay_time_min}, {decay_time_max} (tokens); fgate_bias_init needs "
+                "0 < decay_time_min <= decay_time_max"
+            )
+    elif decay_time_min is not None or decay_time_max is not None:
+        raise ValueError("decay_time_min and decay_time_max have no effect without fgate_bias_init=True; leave them None")
+    if log_pruning_tolerance is not None and not log_pruning_tolerance < 0:
+        raise ValueError(
+            f"log_pruning_tolerance is {log_pruning_tolerance}; it is ln ε of a small ε, so negative (-10), or None for off"
+        )
+
+
+class ForgettingTransformerConfig(DecoderConfig):
+    """Configuration of FoX. Fields of attention: see `ForgettingAttentionLayer`.
+
+    Fields:
+        hidden_ratio: MLP width relative to hidden_size, as if the MLP had two matrices (`swiglu_width`). FoX (Pro)
+            uses 3.5 to pay for its output gates.
+        intermediate_size: MLP width itself; overrides hidden_ratio.
+        hidden_act: "swish" (SiLU) is the one choice.
+        max_position_embeddings: no effect on the model; other tools read it as the training context length.
+
+    Accepted so that published config.json files load, without effect: window_size, elementwise_affine (norms always
+    have weights), attention_bias (projections never have one), fuse_norm, fuse_cross_entropy.
+    """
+
+    model_type = "forgetting_transformer-project_fox"
+
+    hidden_ratio: float | None = 4
+    intermediate_size: int | None = None
+    num_heads: int = 32
+    num_kv_heads: int | None = None
+    hidden_act: str = "swish"
+    window_size: int | None = None
+    max_position_embeddings: int | None = 2048
+    elementwise_affine: bool | None = True
+    norm_eps: float = 1e-6
+    attention_bias: bool = False
+    fuse_norm: bool = True
+    fuse_cross_entropy: bool = True
+    rope_base: float = 500_000.0
+    use_rope: bool = False
+    use_output_gate: bool = False
+    ogate_act: str = "sigmoid"
+    fgate_type: str = "full"
+    fgate_bias_init: bool = False
+    decay_time_min: float | None = None
+    decay_time_max: float | None = None
+    use_output_norm: bool = False
+    qk_norm: bool = False
+    qk_norm_share_param_across_head: bool = False
+    use_k_shift: bool = False
+    use_v_shift: bool = False
+    log_pruning_tolerance: float | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.hidden_act not in ("swish", "silu"):
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; it must be 'swish' (the same as 'silu')")
+        if self.hidden_ratio is None and self.intermediate_size is None:
+            raise ValueError("hidden_ratio and intermediate_size are both None; set one of them")
+        _check_attention_options(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            use_rope=self.use_rope,
+            ogate_act=self.ogate_act,
+            fgate_type=self.fgate_type,
+            fgate_bias_init=self.fgate_bias_init,
+            decay_time_min=self.decay_time_min,
+            decay_time_max=self.decay_time_max,
+            log_pruning_tolerance=self.log_pruning_tolerance,
+        )
+        super().__post_init__(**kwargs)
+
+    @property
+    def mlp_width(self) -> int:
+        return self.intermediate_size or swiglu_width(self.hidden_size, self.hidden_ratio)
+
+    def build_mixer(self, layer_idx: int) -> ForgettingAttentionLayer:
+        return ForgettingAttentionLayer(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            use_rope=self.use_rope,
+            rope_base=self.rope_base,
+            use_output_gate=self.use_output_gate,
+            ogate_act=self.ogate_act,
+            fgate_type=self.fgate_type,
+            fgate_bias_init=self.fgate_bias_init,
+            decay_time_min=self.decay_time_min,
+            decay_time_max=self.decay_time_max,
+            use_output_norm=self.use_output_norm,
+            norm_eps=self.norm_eps,
+            qk_norm=self.qk_norm,
+            qk_norm_share_param_across_head=self.qk_norm_share_param_across_head,
+            use_k_shift=self.use_k_shift,
+            use_v_shift=self.use_v_shift,
+            log_pruning_tolerance=self.log_pruning_tolerance,
+        )
+
+    def build_mlp(self, layer_idx: int) -> SwiGLU:
+        return SwiGLU(self.hidden_size, self.mlp_width)
+
+    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
+        """Linear layers: 2·weights. Attention: 2·E for q·k and 2·E for the weighted sum, over (T+1)/2 keys on average."""
+        width, heads = self.hidden_size, self.num_heads
+        weights = 4 * width * width  # q, k, v, o
+        weights += width * width * self.use_output_gate
+        weights += width * heads * ((self.fgate_type == "full") + self.use_k_shift + self.use_v_shift)
+        return 2 * weights + 4 * width * (seq_len + 1) / 2
+
+    def mlp_flops_per_token(self, layer_idx: int) -> float:
+        return SwiGLU.flops_per_token(self.hidden_size, self.mlp_width)
+
+
+class ForgettingTransformerModel(DecoderModel):
+    """FoX without its output layer."""
+
+    config_class: ClassVar = ForgettingTransformerConfig
+
+
+class ForgettingTransformerForCausalLM(DecoderForCausalLM):
+    """FoX as a language model."""
+
+    config_class: ClassVar = ForgettingTransformerConfig
+    model_class: ClassVar = ForgettingTransformerModel

@@ -1,0 +1,107 @@
+"""Layers that several architectures share.
+
+Axes: B batch, T positions, H heads, D channels of a head, E model width (hidden_size), F MLP width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from forgetting_transformer.ops.norm import rms_norm
+from forgetting_transformer.ops.token_shift import token_shift
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x²) + eps) · weight` over the last axis, statistics in float32."""
+
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}"
+
+
+class GroupRMSNorm(nn.Module):
+    """RMSNorm within each of `num_groups` equal slices of the last axis; weight `(width,)`, laid out (group channel)."""
+
+    def __init__(self, num_groups: int, width: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        if width % num_groups:
+            raise ValueError(f"width is {width}; it must be a multiple of num_groups = {num_groups}")
+        self.num_groups, self.width, self.eps = num_groups, width, eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.num_groups)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.width}, eps={self.eps}"
+
+
+class ShiftLinear(nn.Module):
+    """A linear layer whose output is mixed with its output at the previous token.
+
+        y = W x,   alpha_t = sigmoid(A x_t) per head,   out_t = alpha_t · y_{t-1} + (1 - alpha_t) · y_t
+
+    No biases. `alpha` is computed in float32.
+    """
+
+    def __init__(self, in_features: int, out_features: int, num_heads: int) -> None:
+        super().__init__()
+        if out_features % num_heads:
+            raise ValueError(f"out_features is {out_features}; it must be a multiple of num_heads = {num_heads}")
+        self.num_heads = num_heads
+        self.linear = nn.Linear(in_features, out_features, bias=False)
+        self.shift_proj = nn.Linear(in_features, num_heads, bias=False)
+
+    def forward(
+        self, x_BTE: Tensor, previous_BE: Tensor | None = None, padding_BT: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mixed sequence `(B, T, out_features)` and y, the same before mixing.
+
+        Args:
+            x_BTE: `(B, T, in_features)`.
+            previous_BE: y of the token before x, `(B, out_features)`. Default 0.
+            padding_BT: True where y is to be taken as 0.
+        """
+        y_BTE = self.linear(x_BTE)
+        if padding_BT is not None:
+            y_BTE = y_BTE.masked_fill(padding_BT[..., None], 0)
+        alpha_BTH = self.shift_proj(x_BTE).float().sigmoid()
+        heads = (self.num_heads, -1)
+        previous_BHD = None if previous_BE is None else previous_BE.unflatten(-1, heads)
+        return token_shift(y_BTE.unflatten(-1, heads), alpha_BTH, previous_BHD).flatten(-2), y_BTE
+
+    def __repr__(self) -> str:
+        return f"ShiftLinear({self.linear.in_features}, {self.linear.out_features})"
+
+
+def swiglu_width(hidden_size: int, hidden_ratio: float) -> int:
+    """MLP width with about the weights of a plain MLP of width `hidden_ratio · hidden_size`, a multiple of 256.
+
+    A gated MLP has three matrices instead of two, hence the factor 2/3. The result is rounded up.
+    """
+    return 256 * -(-int(hidden_size * hidden_ratio * 2 / 3) // 256)
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate) · up)` (Shazeer 2020), no biases. `gate_proj` holds gate and up, stacked in this order."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        gate_BTF, up_BTF = self.gate_proj(x_BTE).chunk(2, dim=-1)
+        return self.down_proj(self.act_fn(gate_BTF) * up_BTF)
+
+    @staticmethod
+    def flops_per_token(hidden_size: int, intermediate_size: int) -> int:
+        """Forward FLOPs: two per weight."""
+        return 2 * 3 * hidden_size * intermediate_size

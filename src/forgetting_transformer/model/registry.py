@@ -1,0 +1,67 @@
+"""Architectures by short name, and with transformers' Auto classes.
+
+>>> from forgetting_transformer.model import registry
+>>> config = registry.build_config("forgetting_transformer", hidden_size=256, num_heads=4, vocab_size=50257)
+>>> model = registry.get("forgetting_transformer").lm_class(config)
+"""
+
+import dataclasses
+import difflib
+from typing import Any, NamedTuple
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
+
+
+class Architecture(NamedTuple):
+    """The classes of one architecture."""
+
+    config_class: type[DecoderConfig]
+    model_class: type[DecoderModel]
+    lm_class: type[DecoderForCausalLM]
+
+
+MODELS: dict[str, Architecture] = {}
+
+
+def register(
+    name: str,
+    config_class: type[DecoderConfig],
+    model_class: type[DecoderModel],
+    lm_class: type[DecoderForCausalLM],
+) -> None:
+    """Make an architecture known under `name` here, and under its `model_type` to transformers."""
+    if name in MODELS:
+        raise ValueError(f"an architecture called {name!r} is registered already")
+    MODELS[name] = Architecture(config_class, model_class, lm_class)
+    AutoConfig.register(config_class.model_type, config_class)
+    AutoModel.register(config_class, model_class)
+    AutoModelForCausalLM.register(config_class, lm_class)
+
+
+def model_names() -> list[str]:
+    """Short names of all architectures, sorted."""
+    return sorted(MODELS)
+
+
+def get(name: str) -> Architecture:
+    """The classes registered under a short name."""
+    if name not in MODELS:
+        raise ValueError(f"unknown architecture {name!r}; known: {', '.join(model_names())}")
+    return MODELS[name]
+
+
+def build_config(name: str, **fields: Any) -> DecoderConfig:
+    """Build the configuration of architecture `name`.
+
+    transformers' configs keep any keyword they are given; here a field the architecture does not have is an error.
+    """
+    config_class = get(name).config_class
+    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    for key in fields:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(sorted(known))}"
+            raise ValueError(f"{config_class.__name__} has no field {key!r}{hint}")
+    return config_class(**fields)

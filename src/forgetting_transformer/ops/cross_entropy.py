@@ -1,0 +1,71 @@
+"""Cross-entropy of a linear output layer, per token, without holding all logits.
+
+Axes: B batch, T positions, V vocabulary, d hidden width, L = B·T tokens.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# Logits per slice: 512 MiB in float32, about 2,700 tokens of a 50,257-word vocabulary.
+_MAX_LOGITS = 2**27
+
+
+def linear_cross_entropy(
+    hidden_BTd: Tensor,
+    weight_Vd: Tensor,
+    labels_BT: Tensor,
+    ignore_index: int = -100,
+    max_logits: int = _MAX_LOGITS,
+) -> Tensor:
+    """Return `-log softmax(hidden @ weightᵀ)[label]` for every token.
+
+    The tokens are walked in slices. With more than one slice the logits are computed again in the backward pass
+    (one more output-layer product) instead of being stored.
+
+    Args:
+        hidden_BTd: last hidden states.
+        weight_Vd: output embedding.
+        labels_BT: the token to predict at each position, int64, not shifted here. `ignore_index` gives loss 0 and
+            no gradient.
+        ignore_index: label of positions that do not count.
+        max_logits: largest number of logits held at once.
+
+    Returns:
+        Loss in nats `(B, T)`, float32 (float64 for float64 inputs). Under autocast the product runs in the autocast
+        dtype, softmax and loss in float32.
+
+    Raises:
+        ValueError: shapes do not agree, or (checked on the CPU only, a GPU would stall) a label is out of range.
+    """
+    vocab_size = weight_Vd.shape[0]
+    if labels_BT.shape != hidden_BTd.shape[:-1]:
+        raise ValueError(
+            f"labels have shape {tuple(labels_BT.shape)}; they must be {tuple(hidden_BTd.shape[:-1])}, one per token"
+        )
+    if labels_BT.device.type == "cpu":
+        bad = (labels_BT != ignore_index) & ((labels_BT < 0) | (labels_BT >= vocab_size))
+        if bad.any():
+            raise ValueError(
+                f"label {labels_BT[bad][0].item()} is out of range: labels must lie in [0, {vocab_size}) or be "
+                f"{ignore_index} (ignored)"
+            )
+
+    hidden_Ld, labels_L = hidden_BTd.flatten(0, -2), labels_BT.flatten()
+    slice_length = max(1, max_logits // vocab_size)
+    if hidden_Ld.shape[0] <= slice_length:
+        return _slice_loss(hidden_Ld, weight_Vd, labels_L, ignore_index).view(labels_BT.shape)
+    losses = [
+        checkpoint(
+            _slice_loss, hidden, weight_Vd, labels, ignore_index, use_reentrant=False, preserve_rng_state=False
+        )
+        for hidden, labels in zip(hidden_Ld.split(slice_length), labels_L.split(slice_length), strict=True)
+    ]
+    return torch.cat(losses).view(labels_BT.shape)
+
+
+def _slice_loss(hidden_Ld: Tensor, weight_Vd: Tensor, labels_L: Tensor, ignore_index: int) -> Tensor:
+    logits_LV = F.linear(hidden_Ld, weight_Vd)
+    logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
+    return F.cross_entropy(logits_LV, labels_L, reduction="none", ignore_index=ignore_index)

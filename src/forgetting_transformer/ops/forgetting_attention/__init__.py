@@ -1,0 +1,176 @@
+"""Forgetting attention: causal softmax attention whose scores decay with the forget gates between key and query.
+
+Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", ICLR 2025, section 3.
+
+Axes in this folder: B batch, H heads, M queries, N keys, D channels of a head.
+
+Files: `reference.py` is the yardstick every backend is held to, `portable.py` runs on any device.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from forgetting_transformer.ops.forgetting_attention.portable import forgetting_attention_portable
+from forgetting_transformer.ops.forgetting_attention.reference import forgetting_attention_reference
+
+__all__ = ["forgetting_attention", "forgetting_attention_portable", "forgetting_attention_reference"]
+
+
+def forgetting_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_fgate: Tensor,
+    *,
+    head_first: bool = False,
+    seq_start: Tensor | None = None,
+    sm_scale: float | None = None,
+    adaptive_threshold: None | str | float | Tensor = None,
+) -> Tensor:
+    """Attend with weights `softmax_j(sm_scale · q_i·k_j + Σ_{l=j+1..i} log f_l)` over the keys j ≤ i.
+
+    A gate acts on everything before it: `log f_l` is added to every pair whose key lies before position l and whose
+    query lies at l or after. The gate of the first key therefore has no effect.
+
+    When there are fewer queries than keys (M < N, decoding), the queries are the last M positions.
+
+    Args:
+        q: queries `(B, M, H, D)`, or `(B, H, M, D)` with `head_first`. float16, bfloat16, float32 or float64.
+        k: keys `(B, N, H, D)`, N ≥ M, in q's dtype.
+        v: values, like k.
+        log_fgate: natural logarithm of the forget gates `(B, N, H)`, any floating dtype; float32 is recommended.
+            Usually `logsigmoid` of a linear layer's output. 0 is "keep everything"; -inf is a hard reset, after
+            which nothing before that position is seen.
+        head_first: the head axis comes before the sequence axis in every argument and in the output.
+        seq_start: index `(B,)` of the first real token of each sequence, int64, in [0, N]: left padding. Keys before
+            it are invisible whatever they hold (NaN included), queries before it give 0, and all their gradients
+            are exactly 0.
+        sm_scale: factor on q·k. Default 1/√D.
+        adaptive_threshold: adaptive computation pruning. A backend may skip blocks of pairs whose whole decay bias
+            is below this value (nats, ≤ 0): a number, a tensor that broadcasts to `(B, H)`, or "auto" for
+            a bound taken from the norms of q and k that keeps the skipped weights below e⁻¹⁰ per row. None skips
+            nothing. Pruning only ever saves work; the portable and the reference backend are exact and compute
+            every pair.
+
+    Returns:
+        Tensor with q's shape and dtype. Differentiable once in q, k, v and log_fgate.
+
+    Raises:
+        TypeError: an argument is not a tensor, or of an unsupported dtype.
+        ValueError: shapes, dtypes, devices or ranges do not fit together. The message names the argument.
+    """
+    _check_tensors(q, k, v, log_fgate, head_first)
+    _check_seq_start(seq_start, k, head_first)
+    _check_adaptive_threshold(adaptive_threshold, q, head_first)
+    if sm_scale is None:
+        sm_scale = 1 / math.sqrt(q.shape[-1])
+    elif not (math.isfinite(sm_scale) and sm_scale > 0):
+        raise ValueError(f"sm_scale is {sm_scale}; it must be a positive finite number, or None for 1/√D")
+
+    if not head_first:
+        q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
+    backend = _select_backend(q)
+    # The op chooses its own precision: autocast would round the decay bias to 16 bits inside it.
+    with torch.autocast(q.device.type, enabled=False):
+        out_BHMD = backend(q, k, v, log_fgate, seq_start, sm_scale)
+    return out_BHMD if head_first else out_BHMD.transpose(1, 2)
+
+
+def _select_backend(q_BHMD: Tensor) -> Callable[..., Tensor]:
+    """Return the fastest backend for q's device and dtype. All take head-first tensors and are exact."""
+    return forgetting_attention_portable
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, head_first: bool) -> None:
+    named = {"q": q, "k": k, "v": v, "log_fgate": log_fgate}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be a floating dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}; move them to one device")
+
+    axes = "(B, H, length, D)" if head_first else "(B, length, H, D)"
+    for name in ("q", "k", "v"):
+        if named[name].ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(named[name].shape)}; it must have 4 axes, {axes}")
+        if named[name].dtype != q.dtype:
+            raise ValueError(f"{name} is {named[name].dtype} and q {q.dtype}; cast q, k and v to one dtype")
+    if k.shape != v.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}; they must agree")
+
+    length_axis, head_axis = (2, 1) if head_first else (1, 2)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k has batch size {k.shape[0]} and q {q.shape[0]}; they must agree")
+    if k.shape[head_axis] != q.shape[head_axis]:
+        raise ValueError(
+            f"k has {k.shape[head_axis]} heads and q {q.shape[head_axis]}; they must agree (axes {axes}, head_first="
+            f"{head_first}). Grouped-query attention is not supported: repeat the key and value heads"
+        )
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k has head dimension {k.shape[3]} and q {q.shape[3]}; they must agree")
+    if q.shape[length_axis] > k.shape[length_axis]:
+        raise ValueError(
+            f"q has {q.shape[length_axis]} positions and k only {k.shape[length_axis]}; the queries are the last "
+            f"positions of the keys, so there cannot be more of them (axes {axes}, head_first={head_first})"
+        )
+    if 0 in q.shape:
+        raise ValueError(f"q has shape {tuple(q.shape)}; every axis must have at least one element")
+    if log_fgate.shape != k.shape[:3]:
+        raise ValueError(
+            f"log_fgate has shape {tuple(log_fgate.shape)}; it must have one entry per key and head, "
+            f"{tuple(k.shape[:3])}"
+        )
+
+
+def _check_seq_start(seq_start: Tensor | None, k: Tensor, head_first: bool) -> None:
+    if seq_start is None:
+        return
+    batch, num_keys = k.shape[0], k.shape[2 if head_first else 1]
+    if not isinstance(seq_start, Tensor):
+        raise TypeError(f"seq_start is a {type(seq_start).__name__}; it must be a torch.Tensor of shape ({batch},)")
+    if seq_start.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"seq_start has dtype {seq_start.dtype}; it must be int64")
+    if seq_start.shape != (batch,):
+        raise ValueError(f"seq_start has shape {tuple(seq_start.shape)}; it must be ({batch},), one entry per sequence")
+    if seq_start.device != k.device:
+        raise ValueError(f"seq_start is on {seq_start.device} and k on {k.device}; move them to one device")
+    # Looking at the values of a tensor on an accelerator would stall it, so the range is only checked on the CPU.
+    if seq_start.device.type == "cpu" and not bool(((seq_start >= 0) & (seq_start <= num_keys)).all()):
+        raise ValueError(f"seq_start is {seq_start.tolist()}; its entries must lie in [0, {num_keys}]")
+
+
+def _check_adaptive_threshold(threshold: None | str | float | Tensor, q: Tensor, head_first: bool) -> None:
+    if threshold is None:
+        return
+    if isinstance(threshold, str):
+        if threshold != "auto":
+            raise ValueError(f"adaptive_threshold is {threshold!r}; the only word it accepts is 'auto'")
+        return
+    if isinstance(threshold, Tensor):
+        batch_and_heads = (q.shape[0], q.shape[1 if head_first else 2])
+        if not threshold.is_floating_point():
+            raise TypeError(f"adaptive_threshold has dtype {threshold.dtype}; it must be a floating dtype")
+        if threshold.device != q.device:
+            raise ValueError(f"adaptive_threshold is on {threshold.device} and q on {q.device}; move them to one device")
+        try:
+            fits = torch.broadcast_shapes(threshold.shape, batch_and_heads) == batch_and_heads
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"adaptive_threshold has shape {tuple(threshold.shape)}; it must broadcast to (B, H) = {batch_and_heads}"
+            )
+        if threshold.device.type == "cpu" and not bool((threshold <= 0).all()):
+            raise ValueError("adaptive_threshold has entries that are positive or NaN; a decay bias is never positive")
+        return
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+        raise TypeError(
+            f"adaptive_threshold is a {type(threshold).__name__}; it must be None, 'auto', a number or a tensor"
+        )
+    if not threshold <= 0:
+        raise ValueError(f"adaptive_threshold is {threshold}; it must be ≤ 0, as a decay bias is never positive")

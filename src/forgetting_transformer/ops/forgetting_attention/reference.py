@@ -1,0 +1,52 @@
+"""Forgetting attention, written down as it is defined. The yardstick for every backend; O(M·N) memory.
+
+Axes: B batch, H heads, M queries, N keys, D channels of a head.
+"""
+
+import torch
+from torch import Tensor
+
+
+def forgetting_attention_reference(
+    q_BHMD: Tensor,
+    k_BHND: Tensor,
+    v_BHND: Tensor,
+    log_fgate_BHN: Tensor,
+    seq_start_B: Tensor | None,
+    sm_scale: float,
+) -> Tensor:
+    """Compute `softmax(sm_scale · q kᵀ + d) v` with every score held in memory, d_ij = Σ_{l=j+1..i} log f_l.
+
+    Computed in float64 when q is float64, in float32 otherwise. Arguments as in `forgetting_attention`, head first.
+    Hard resets (log f = -inf) are exact: they are counted, and pairs with a reset between them are masked.
+
+    Returns `(B, H, M, D)` in q's dtype.
+    """
+    dtype = torch.promote_types(q_BHMD.dtype, torch.float32)
+    q_BHMD_, k_BHND, v_BHND, log_fgate_BHN = (x.to(dtype) for x in (q_BHMD, k_BHND, v_BHND, log_fgate_BHN))
+    num_queries, num_keys = q_BHMD.shape[2], k_BHND.shape[2]
+    key_N = torch.arange(num_keys, device=q_BHMD.device)
+    query_M = key_N[num_keys - num_queries :]
+    visible_BHMN = (key_N <= query_M[:, None])[None, None]
+
+    if seq_start_B is not None:
+        padding_BN = key_N < seq_start_B[:, None]
+        visible_BHMN = visible_BHMN & ~padding_BN[:, None, None, :]
+        # Zeros, not whatever the padding holds: 0 · NaN would reach the sums below.
+        q_BHMD_ = q_BHMD_.masked_fill(padding_BN[:, None, query_M, None], 0)
+        k_BHND = k_BHND.masked_fill(padding_BN[:, None, :, None], 0)
+        v_BHND = v_BHND.masked_fill(padding_BN[:, None, :, None], 0)
+        # The gate of the first real token acts on padding only.
+        log_fgate_BHN = log_fgate_BHN.masked_fill((key_N <= seq_start_B[:, None])[:, None, :], 0)
+
+    is_reset_BHN = log_fgate_BHN == -torch.inf
+    resets_BHN = is_reset_BHN.cumsum(-1)
+    visible_BHMN = visible_BHMN & (resets_BHN[..., query_M, None] == resets_BHN[..., None, :])
+
+    c_BHN = log_fgate_BHN.masked_fill(is_reset_BHN, 0).cumsum(-1)
+    decay_BHMN = c_BHN[..., query_M, None] - c_BHN[..., None, :]
+    scores_BHMN = sm_scale * (q_BHMD_ @ k_BHND.transpose(-1, -2)) + decay_BHMN
+    # A finite number instead of -inf: rows of padding see nothing, and must give 0 rather than NaN.
+    scores_BHMN = scores_BHMN.masked_fill(~visible_BHMN, torch.finfo(dtype).min)
+    weights_BHMN = scores_BHMN.softmax(-1).masked_fill(~visible_BHMN, 0)
+    return (weights_BHMN @ v_BHND).to(q_BHMD.dtype)

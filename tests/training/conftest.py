@@ -1,0 +1,188 @@
+"""A tiny corpus, a tiny configuration and real training processes.
+
+Processes come from a fork server that has imported everything already, so that a job of twenty steps takes a second
+and not ten. With several processes they get the environment that `fabric run` would give them.
+"""
+
+import copy
+import multiprocessing
+import os
+import socket
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import zarr
+from omegaconf import OmegaConf
+
+VOCAB, DOC_LEN, DOCUMENTS = 64, 64, 96
+STEP = 4 * 32  # tokens of a training step in the configuration below
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["forgetting_transformer.training", "tests.training.conftest"])
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """Documents in which the next token depends on the last, so that losses fall and differ from step to step."""
+    folder = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(0)
+    table = generator.integers(1, VOCAB, size=(VOCAB, 4))
+    for split in ("train", "heldout"):
+        tokens = np.zeros((DOCUMENTS, DOC_LEN), dtype=np.uint16)
+        state = generator.integers(1, VOCAB, size=DOCUMENTS)
+        for position in range(DOC_LEN):
+            tokens[:, position] = state
+            state = table[state, generator.integers(0, 4, size=DOCUMENTS)]
+        array = zarr.create_array(folder / "tiny" / f"{split}.zarr", shape=tokens.shape, dtype="uint16", chunks=(16, 32))
+        array[:] = tokens
+    return folder
+
+
+@pytest.fixture
+def tiny(corpus, tmp_path) -> dict:
+    """20 steps of 4 sequences of 32 tokens; a checkpoint every 4 steps."""
+    return {
+        "output_dir": str(tmp_path / "run"),
+        "data_dir": str(corpus),
+        "log_interval": STEP,
+        "train_eval_interval": 6 * STEP,
+        "eval_interval": 10 * STEP,
+        "skip_eval": False,
+        "checkpoint_interval": 4 * STEP,
+        "checkpoint_keep_interval": 8 * STEP,
+        "fabric": {"precision": "32-true", "accelerator": "cpu"},
+        "train": {"max_tokens": 20 * STEP, "grad_acc_tokens": 64},
+        "eval": {"min_val_length": 8},
+        "wandb": {"mode": "disabled"},
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"name": "warmup_cosine", "warmup_tokens": 4 * STEP, "total_tokens": 20 * STEP},
+        "datamodule": {
+            "dataset": "tiny",
+            "train_batch_len": 32,
+            "train_batch_size": 4,
+            "train_num_workers": 0,
+            "eval_tokens": 10 * DOC_LEN,
+            "eval_batch_len": 32,
+            "eval_local_batch_size": 4,
+            "eval_num_workers": 0,
+            "vocab_size": VOCAB,
+            "bos_token_id": 0,
+        },
+        "model": {
+            "name": "forgetting_transformer",
+            "config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_heads": 2,
+                "qk_norm": True,
+                "use_output_gate": True,
+                "use_output_norm": True,
+                "use_k_shift": True,
+                "use_v_shift": True,
+            },
+        },
+    }
+
+
+def changed(config: dict, **changes) -> dict:
+    """A copy with `section__key=value` replaced."""
+    config = copy.deepcopy(config)
+    for path, value in changes.items():
+        *sections, key = path.split("__")
+        target = config
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[key] = value
+    return config
+
+
+class Job:
+    """Training processes that run `config`; rank k's error, if any, is in `errors()`."""
+
+    def __init__(self, config: dict, world_size: int = 1, patch: str | None = None) -> None:
+        self.folder = Path(config["output_dir"]).with_name(Path(config["output_dir"]).name + ".errors")
+        self.folder.mkdir(exist_ok=True)
+        environment = {}
+        if world_size > 1:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            environment = {
+                "LT_CLI_USED": "1",
+                "LT_DEVICES": str(world_size),
+                "LT_ACCELERATOR": "cpu",
+                "LT_NUM_NODES": "1",
+                "TORCHELASTIC_RUN_ID": "test",
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "GROUP_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+        self.processes = []
+        for rank in range(world_size):
+            error_file = self.folder / f"{rank}.txt"
+            error_file.unlink(missing_ok=True)
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
+            process = _server.Process(target=_train, args=(config, environment | ranks, error_file, patch))
+            process.start()
+            self.processes.append(process)
+
+    def wait(self, timeout: float = 120) -> list[int]:
+        for process in self.processes:
+            process.join(timeout)
+            assert process.exitcode is not None, f"a training process did not end within {timeout} s"
+        return [process.exitcode for process in self.processes]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+    def errors(self) -> str:
+        return "\n".join(file.read_text() for file in sorted(self.folder.glob("*.txt")))
+
+
+def _train(config: dict, environment: dict, error_file: Path, patch: str | None) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    if patch:
+        exec(patch, {})  # a fault to inject, written in the test that needs it
+    from forgetting_transformer import training
+
+    try:
+        training.run(training.parse(OmegaConf.create(config)))
+    except Exception:
+        error_file.write_text(traceback.format_exc())
+        os._exit(1)
+
+
+def train(config: dict, world_size: int = 1) -> None:
+    """Trains to the end and expects that to work."""
+    job = Job(config, world_size)
+    assert job.wait() == [0] * world_size, job.errors()
+
+
+def refused(config: dict, world_size: int = 1) -> str:
+    """Expects the run to stop with an error, and returns it."""
+    job = Job(config, world_size)
+    assert all(code == 1 for code in job.wait()), "the run should have been refused"
+    return job.errors()
+
+
+def checkpoint_tensors(output_dir: str, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by name: weights and moments, whatever the strategy that wrote them."""
+    reader = dcp.FileSystemReader(Path(output_dir) / "checkpoints" / f"step-{step:015d}" / "state")
+    stored = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if hasattr(entry, "size")
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state

@@ -1,0 +1,139 @@
+"""Configs: every experiment composes, unknown keys and impossible arithmetic are refused with the fix."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.training.config import ConfigError, changes_that_alter_the_run, check, flatten, parse
+from forgetting_transformer.training.schedule import build_schedule
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+EXPERIMENTS = sorted(str(p.relative_to(CONFIGS).with_suffix("")) for p in CONFIGS.glob("experiment/**/*.yaml"))
+
+
+def composed(*overrides: str):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("config", overrides=[*overrides, "output_dir=out", "data_dir=data"])
+
+
+def experiment(path: str, *overrides: str):
+    group, name = path.rsplit("/", 1)
+    return parse(composed(f"+{group}={name}", *overrides))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS)
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_every_experiment_composes_and_can_run(path, world_size):
+    config = experiment(path)
+    check(config, world_size)
+    build_schedule(config.schedule, config.optimizer.lr)(0)
+    registry.build_config(config.model.name, **config.model.config)
+
+
+@pytest.mark.parametrize(
+    "group_file", sorted(str(p.relative_to(CONFIGS)) for p in CONFIGS.glob("[!e]*/*.yaml")), ids=str
+)
+def test_every_group_file_has_only_known_keys(group_file):
+    """Group files that no experiment chooses are loaded too."""
+    group, name = Path(group_file).parent, Path(group_file).stem
+    if str(group) == "recipe":
+        pytest.skip("recipes are part of experiments, which the test above composes")
+    extra = ["schedule.decay_tokens=1"] if name == "warmup_stable_decay" else []
+    extra += ["datamodule.dataset=x", "datamodule.train_batch_len=64", "datamodule.train_batch_size=8"] * (name == "corpus")
+    extra += ["optimizer.lr=1", "train.max_tokens=1", "train.grad_acc_tokens=1"] * (name == "custom")
+    experiment("experiment/longcrawl64/forgetting_transformer/pro_125m_2b", f"{group}={name}", *extra)
+
+
+PAPER = {  # name: (hidden, layers, heads, learning rate, tokens, tokens of a micro-batch)
+    "forgetting_transformer/pro_125m_2b": (768, 12, 12, 2e-3, 2_684_354_560, 32768),
+    "forgetting_transformer/pro_360m_7b": (1024, 24, 16, 2e-3, 7_516_192_768, 16384),
+    "forgetting_transformer/pro_760m_16b": (1536, 24, 24, 1e-3, 16_106_127_360, 16384),
+    "forgetting_transformer/pro_760m_48b": (1536, 24, 24, 2e-3, 48_318_382_080, 16384),
+    "forgetting_transformer/llama_125m_2b": (768, 12, 12, 2e-3, 2_684_354_560, 32768),
+    "forgetting_transformer/llama_360m_7b": (1024, 24, 16, 2e-3, 7_516_192_768, 16384),
+    "forgetting_transformer/llama_760m_16b": (1536, 24, 24, 1e-3, 16_106_127_360, 16384),
+    "forgetting_transformer/llama_760m_48b": (1536, 24, 24, 1e-3, 48_318_382_080, 16384),
+    "transformer/pro_125m_2b": (768, 12, 12, 2e-3, 2_684_354_560, 32768),
+    "transformer/pro_360m_7b": (1024, 24, 16, 2e-3, 7_516_192_768, 16384),
+    "transformer/pro_760m_16b": (1536, 24, 12, 1e-3, 16_106_127_360, 16384),
+    "transformer/pro_760m_48b": (1536, 24, 12, 1e-3, 48_318_382_080, 16384),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_recipes_say_what_the_paper_says(name):
+    config = experiment(f"experiment/longcrawl64/{name}")
+    hidden, layers, heads, lr, tokens, micro = PAPER[name]
+    model = config.model.config
+    assert (model["hidden_size"], model["num_hidden_layers"], model["num_heads"]) == (hidden, layers, heads)
+    assert (config.optimizer.lr, config.train.max_tokens, config.train.grad_acc_tokens) == (lr, tokens, micro)
+    assert config.optimizer.betas == [0.9, 0.95] and config.optimizer.weight_decay == 0.1
+    assert config.train.max_grad_norm == 1.0
+    assert (config.schedule.name, config.schedule.warmup_tokens) == ("warmup_cosine", 268_435_456)
+    assert config.schedule.total_tokens == tokens
+    data = config.datamodule
+    assert (data.train_batch_len, data.train_batch_size, data.eval_tokens) == (16384, 32, 2**31)
+    assert config.train.gradient_checkpointing == ("760m" in name)
+    assert config.fabric.precision == "bf16-mixed" and config.strategy.name == "fsdp"
+
+
+def demo(*overrides: str):
+    return experiment("experiment/demo/fox_pro", *overrides)
+
+
+def test_an_unknown_key_is_refused_with_the_closest_known_one():
+    with pytest.raises(ConfigError, match=r"unknown config key 'train.max_token'; did you mean 'train.max_tokens'"):
+        demo("+train.max_token=5")
+    with pytest.raises(ConfigError, match=r"unknown config key 'lr'"):
+        demo("+lr=5")
+
+
+def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
+    with pytest.raises(ConfigError, match=r"config key 'train.max_tokens'.*many"):
+        demo("train.max_tokens=many")
+    with pytest.raises(ConfigError, match=r"no value for .*train.max_tokens.*experiment"):
+        parse(composed())
+
+
+@pytest.mark.parametrize(
+    ("override", "world_size", "message"),
+    [
+        ("datamodule.train_batch_size=6", 4, r"train_batch_size=6 .* 4 processes; use a multiple of 4.*\[1, 2, 3, 6\]"),
+        ("train.grad_acc_tokens=1000", 1, r"grad_acc_tokens=1,000 does not split .* choose one of \[512, 1024, 2048, 4096\]"),
+        ("train.grad_acc_tokens=1536", 1, r"grad_acc_tokens=1,536"),
+        ("log_interval=0", 1, "log_interval=0 must be positive"),
+        ("fork_step=100", 1, "fork_dir=None and fork_step=100 belong together"),
+        ("fabric.precision=bf16-true", 1, "precision='bf16-true' is not supported; use 'bf16-mixed'"),
+        ("strategy.name=deepspeed", 1, "strategy.name='deepspeed' is unknown; use 'auto', 'ddp' or 'fsdp'"),
+        ("wandb.mode=on", 1, "wandb.mode='on' is unknown|wandb.mode='True' is unknown"),
+        ("optimizer.name=muon", 1, "optimizer.name='muon' is unknown"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_fix(override, world_size, message):
+    with pytest.raises(ConfigError, match=message):
+        check(demo(override), world_size)
+
+
+def test_only_changes_that_alter_the_run_count():
+    before = {"optimizer": {"lr": 1e-3}, "log_interval": 5, "strategy": {"name": "ddp"}, "model": {"config": {"a": 1}}}
+    after = {"optimizer": {"lr": 2e-3}, "log_interval": 9, "strategy": {"name": "fsdp"}, "model": {"config": {"b": 1}}}
+    assert changes_that_alter_the_run(before, before) == []
+    assert changes_that_alter_the_run(before, after) == [
+        "model.config.a: 1 -> (absent)",
+        "model.config.b: (absent) -> 1",
+        "optimizer.lr: 0.001 -> 0.002",
+    ]
+
+
+def test_flatten_keeps_every_leaf():
+    assert flatten({"a": {"b": {"c": 1}, "d": {}}, "e": None}) == {"a.b.c": 1, "a.d": {}, "e": None}
+
+
+def test_no_yaml_repeats_a_key_of_its_group_without_changing_it():
+    """One experiment = a few lines: an experiment states only what is its own."""
+    for path in CONFIGS.glob("experiment/longcrawl64/**/*.yaml"):
+        own = {k: v for k, v in OmegaConf.to_container(OmegaConf.load(path)).items() if k not in ("defaults", "tag")}
+        assert len(flatten(own)) <= 1, path

@@ -1,0 +1,267 @@
+"""When something goes wrong the message says what, and nothing that was good is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.conftest import STEP, Job, changed, refused, train
+from tests.training.test_resume import assert_same_run, lines, losses
+
+#: The disk fills up while checkpoints are written for the first time at step 8, and has room again at step 12.
+FULL_DISK = """
+import errno, torch.distributed.checkpoint.filesystem as filesystem
+from forgetting_transformer.training import trainer
+original, save = filesystem._write_item, trainer.Trainer._save
+full = False
+def write(*arguments, **options):
+    if full:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return original(*arguments, **options)
+def count(self, **options):
+    global full
+    full = self.counters.batch_count == 8
+    return save(self, **options)
+filesystem._write_item, trainer.Trainer._save = write, count
+"""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tiny, tmp_path, world_size):
+    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
+    train(straight, world_size)
+    job = Job(tiny, world_size, patch=FULL_DISK)
+    assert job.wait() == [0] * world_size, job.errors()
+    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+    assert f"No space left on device; the last good one is at {4 * STEP:,} tokens. Training goes on" in log
+    assert not list(Path(tiny["output_dir"]).glob("checkpoints/.tmp-*"))
+    assert_same_run(straight["output_dir"], tiny["output_dir"])
+
+
+def test_a_disk_too_small_for_a_checkpoint_is_noticed_before_writing(tiny):
+    patch = "import shutil, collections; shutil.disk_usage = lambda p: collections.namedtuple('U', 'free')(1000)"
+    job = Job(tiny, patch=patch)
+    assert job.wait() == [1]
+    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+    assert "the disk has 0.00 GB left, a checkpoint needs" in log
+    assert "there is none yet. Training goes on" in log
+    assert "TrainingError" in job.errors(), "the last checkpoint is the run's result: without it the run has failed"
+
+
+@pytest.mark.parametrize("moment", ["before the rename", "before the manifest", "while deleting the old one"])
+def test_death_inside_a_save_leaves_the_last_good_checkpoint(tiny, tmp_path, moment):
+    train(changed(tiny, output_dir=str(tmp_path / "straight")))
+    where = {
+        "before the rename": "pathlib.Path.rename",
+        "before the manifest": "checkpoint.write_atomically",
+        "while deleting the old one": "checkpoint.shutil.rmtree",
+    }[moment]
+    condition = {
+        "before the rename": "'.tmp-step-000000000001536' in str(a[0])",  # step 12
+        "before the manifest": "'step-000000000001536' in str(a[0])",
+        "while deleting the old one": "a and 'step-000000000000512' in str(a[0]) and '.tmp' not in str(a[0])",
+    }[moment]
+    patch = f"""
+import os, pathlib
+from forgetting_transformer.training import checkpoint
+original = {where}
+def dies(*a, **k):
+    if {condition}:
+        os.kill(os.getpid(), 9)
+    return original(*a, **k)
+{where} = dies
+"""
+    job = Job(tiny, patch=patch)
+    assert job.wait() == [-signal.SIGKILL]
+    train(tiny)
+    assert_same_run(str(tmp_path / "straight"), tiny["output_dir"])
+
+
+def test_a_second_run_in_the_same_folder_is_refused_with_the_name_of_the_first(tiny):
+    slow = changed(tiny, train__max_tokens=10**6 * STEP, datamodule__repeat=True, skip_eval=True)
+    first = Job(slow)
+    try:
+        metrics = Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl"
+        while not metrics.exists():
+            time.sleep(0.1)
+        message = refused(slow)
+        assert "another run is writing to output_dir" in message
+        assert f'"pid": {first.processes[0].pid}' in message
+    finally:
+        first.kill()
+    train(changed(slow, train__max_tokens=lines(tiny["output_dir"], "train")[-1]["step"] + 8 * STEP))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_loss_that_is_not_finite_stops_every_rank_and_is_never_saved(tiny, world_size):
+    patch = """
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 9:
+        next(self.model.parameters()).data.fill_(float("nan"))
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    job = Job(changed(tiny, log_interval=100 * STEP), world_size, patch=patch)
+    assert job.wait() == [1] * world_size
+    assert f"nothing was saved since the checkpoint at {8 * STEP:,} tokens" in job.errors()
+    saved = sorted(p.name for p in Path(tiny["output_dir"]).glob("checkpoints/step-*"))
+    assert saved[-1] == f"step-{8 * STEP:015d}"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data_dir": "/nonexistent"}, "no token array at /nonexistent/tiny/train.zarr. Set data_dir"),
+        ({"train__max_tokens": 10**6}, "train.max_tokens=1,000,000 is more than the 6,144 tokens"),
+        ({"datamodule__train_batch_len": 48}, "datamodule.train_batch_len=48 must divide"),
+        ({"model__config__hidden_sizes": 3}, "hidden_sizes"),
+        ({"model__name": "fox"}, "forgetting_transformer"),
+        ({"model__config__vocab_size": 7}, "vocab_size=7 is not the corpus's 64"),
+        ({"schedule__name": "cosine"}, "schedule.name='cosine' is unknown"),
+        ({"output_dir": "/proc/nowhere"}, "cannot write to output_dir=/proc/nowhere"),
+    ],
+)
+def test_errors_come_before_the_first_step_and_name_the_fix(tiny, change, message):
+    if "output_dir" not in change:
+        assert message in refused(changed(tiny, **change))
+        assert not (Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl").exists()
+    else:
+        from omegaconf import OmegaConf
+
+        from forgetting_transformer.training import parse
+        from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+
+        config = parse(OmegaConf.create(changed(tiny, **change)))
+        with pytest.raises(RunDirectoryError, match=message):
+            RunDirectory(config.output_dir).acquire()
+
+
+def test_refusals_reach_every_rank(tiny):
+    errors = refused(changed(tiny, data_dir="/nonexistent"), world_size=2)
+    assert errors.count("DataError: no token array at") == 2
+
+
+def test_processes_that_would_train_alone_are_refused(tiny):
+    """torchrun with one device each: N runs that all believe to be rank 0."""
+    patch = "import os; os.environ.update(WORLD_SIZE='2', RANK='1', LOCAL_RANK='1')"
+    job = Job(changed(tiny, fabric__devices=1), patch=patch)
+    assert job.wait() == [1]
+    assert "2 processes were started but each trains alone" in job.errors()
+
+
+def test_stray_fabric_variables_are_refused(tiny):
+    job = Job(tiny, patch="import os; os.environ['LT_DEVICES'] = '2'")
+    assert job.wait() == [1]
+    assert "LT_DEVICES would override the config" in job.errors()
+
+
+def test_an_optimizer_of_other_parameters_is_refused():
+    from forgetting_transformer.training.setup import check_optimizer_owns
+
+    model, stale = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    check_optimizer_owns(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(RuntimeError, match="holds 0 of the model's 2"):
+        check_optimizer_owns(model, torch.optim.AdamW(stale.parameters()))
+
+
+def test_a_half_written_last_line_of_metrics_is_dropped(tiny, tmp_path):
+    train(changed(tiny, output_dir=str(tmp_path / "straight")))
+    train(changed(tiny, train__max_tokens=8 * STEP))
+    with (Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl").open("a") as file:
+        file.write('{"step": 11')
+    train(tiny)
+    assert losses(tiny["output_dir"]) == losses(str(tmp_path / "straight"))
+
+
+def test_wandb_gets_every_step_once_and_never_stops_a_run(tiny, tmp_path):
+    """A stand-in module: the real package would only add a network to the test."""
+    module = tmp_path / "fake" / "wandb.py"
+    module.parent.mkdir()
+    module.write_text(
+        """
+import json, os, types
+util = types.SimpleNamespace(generate_id=lambda: "abc123")
+Settings = dict
+def init(**options):
+    return Run(options)
+class Run:
+    def __init__(self, options):
+        self.options = options
+    def log(self, values, step):
+        with open(os.environ["FAKE_WANDB"], "a") as file:
+            file.write(json.dumps({"id": self.options["id"], "step": step, "keys": sorted(values)}) + "\\n")
+        if os.environ.get("FAKE_WANDB_FAILS"):
+            raise OSError("no network")
+    def finish(self):
+        pass
+"""
+    )
+    sent = tmp_path / "sent.jsonl"
+    patch = f"import os, sys; sys.modules.pop('wandb', None); sys.path.insert(0, {str(module.parent)!r}); os.environ['FAKE_WANDB'] = {str(sent)!r}"
+    tiny = changed(tiny, wandb__mode="offline")
+    job = Job(changed(tiny, train__max_tokens=14 * STEP), patch=patch)
+    assert job.wait() == [0], job.errors()
+    # As if killed after step 14 was logged, with the checkpoint of step 12 the newest: 13 and 14 run twice.
+    import shutil
+
+    shutil.rmtree(Path(tiny["output_dir"]) / f"checkpoints/step-{14 * STEP:015d}")
+    job = Job(tiny, patch=patch)
+    assert job.wait() == [0], job.errors()
+    entries = [json.loads(line) for line in sent.read_text().splitlines()]
+    assert {e["id"] for e in entries} == {"abc123"}
+    train_steps = [e["step"] for e in entries if "train/loss" in e["keys"]]
+    assert train_steps == [n * STEP for n in range(1, 21)]
+    sent.unlink()
+    failing = changed(tiny, output_dir=str(tmp_path / "failing"))
+    job = Job(failing, patch=patch + "; os.environ['FAKE_WANDB_FAILS'] = '1'")
+    assert job.wait() == [0], job.errors()
+    assert len(sent.read_text().splitlines()) == 1
+    assert len(losses(failing["output_dir"])) == 20
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
+    """The commands users type, with two processes through `fabric run`."""
+    root = Path(__file__).parents[2]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    flat = [
+        f"data_dir={tiny['data_dir']}",
+        f"output_dir={tmp_path / 'cli'}",
+        "datamodule.dataset=tiny",
+        "datamodule.vocab_size=64",
+        "datamodule.bos_token_id=0",
+        "datamodule.train_batch_len=32",
+        "datamodule.train_batch_size=4",
+        "datamodule.eval_tokens=640",
+        "scale.hidden_size=64",
+        "scale.heads_of_64=1",
+        "scale.num_hidden_layers=1",
+        "train.grad_acc_tokens=64",
+        "schedule.warmup_tokens=128",
+        f"log_interval={STEP}",
+        f"checkpoint_interval={4 * STEP}",
+        "wandb.mode=disabled",
+        "+experiment/demo=fox_pro",
+    ]
+
+    def run(*command: str) -> subprocess.CompletedProcess:
+        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=180)
+
+    fabric = [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--accelerator", "cpu", "--devices", "2"]
+    done = run(*fabric, "--main-port", "29533", *flat, f"train.max_tokens={6 * STEP}", "schedule.total_tokens=1280")
+    assert done.returncode == 0, done.stderr
+    done = run(sys.executable, "train.py", *flat, f"train.max_tokens={10 * STEP}", "schedule.total_tokens=1280")
+    assert done.returncode == 0, done.stderr
+    assert "continuing from" in done.stderr and "training finished" in done.stderr
+    assert sorted(losses(str(tmp_path / "cli"))) == [n * STEP for n in range(1, 11)]
+    done = run(sys.executable, "train.py", *flat, "train.max_tokens=999999999", "schedule.total_tokens=1280")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "train.max_tokens=999,999,999 is more than" in done.stderr

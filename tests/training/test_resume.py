@@ -1,0 +1,210 @@
+"""Resume is exact: a run that was stopped and continued is the run that was not."""
+
+import json
+import random
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
+
+STRATEGIES = [("auto", 1), ("ddp", 2), ("fsdp", 2)]
+
+
+def lines(output_dir: str, kind: str) -> list[dict]:
+    return [json.loads(line) for line in (Path(output_dir) / f"metrics/jsonlines/{kind}.jsonl").read_text().splitlines()]
+
+
+def losses(output_dir: str) -> dict[int, float]:
+    entries = lines(output_dir, "train")
+    assert len({e["step"] for e in entries}) == len(entries), "a step was logged twice"
+    return {e["step"]: e["train/loss"] for e in entries}
+
+
+def assert_same_run(a: str, b: str, step: int = 20 * STEP) -> None:
+    """Bitwise: weights, moments, logged losses and norms, loss at every position, held-out losses."""
+    first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, step)
+    assert first.keys() == second.keys() and len(first) > 50
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+    assert losses(a) == losses(b)
+    for kind in ("train", "norm", "train_eval", "val"):
+        for x, y in zip(lines(a, kind), lines(b, kind), strict=True):
+            untimed = [{k: v for k, v in entry.items() if "time" not in k and "per_second" not in k} for entry in (x, y)]
+            assert untimed[0] == untimed[1]
+    files = sorted(p.relative_to(a) for p in Path(a).glob("metrics/npz/*/*.npz"))
+    assert files == sorted(p.relative_to(b) for p in Path(b).glob("metrics/npz/*/*.npz")) and len(files) >= 5
+    for file in files:
+        x, y = np.load(Path(a) / file), np.load(Path(b) / file)
+        assert all(np.array_equal(x[k], y[k]) for k in x.files)
+
+
+def interrupted_at(config: dict, step: int, world_size: int = 1) -> None:
+    """Runs until `step` steps are done and stops, leaving what a job leaves that reached its time limit."""
+    train(changed(config, train__max_tokens=step * STEP), world_size)
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), STRATEGIES)
+def test_straight_run_equals_interrupted_run_bitwise(tiny, tmp_path, strategy, world_size):
+    straight = changed(tiny, strategy__name=strategy, output_dir=str(tmp_path / "straight"))
+    train(straight, world_size)
+    train(changed(straight, output_dir=str(tmp_path / "stopped")), world_size)
+    # Throw away the newest two, as if the job had been killed soon after its checkpoint at step 8.
+    for step in (16, 20):
+        shutil.rmtree(tmp_path / f"stopped/checkpoints/step-{step * STEP:015d}")
+    manifest = tmp_path / f"straight/checkpoints/step-{16 * STEP:015d}/manifest.json"
+    assert json.loads(manifest.read_text())["permanent"]
+    restart_from = sorted((tmp_path / "stopped/checkpoints").glob("step-*"))[-1]
+    assert restart_from.name == f"step-{8 * STEP:015d}"
+    train(changed(straight, output_dir=str(tmp_path / "stopped")), world_size)
+    assert_same_run(str(tmp_path / "straight"), str(tmp_path / "stopped"))
+
+
+@pytest.mark.parametrize("there", ["ddp", "fsdp"])
+def test_two_processes_continued_on_one_and_back(tiny, tmp_path, there):
+    """Same token order (the losses say so) and the same losses to 1e-6, for other sums run in another order."""
+    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
+    train(straight)
+    moved = changed(tiny, output_dir=str(tmp_path / "moved"))
+    for steps, strategy, world_size in [(5, there, 2), (11, "auto", 1), (16, there, 2), (20, "fsdp", 1)]:
+        train(changed(moved, strategy__name=strategy, train__max_tokens=steps * STEP), world_size)
+    ours, theirs = losses(straight["output_dir"]), losses(moved["output_dir"])
+    assert ours.keys() == theirs.keys() and len(ours) == 20
+    assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-6
+    assert min(ours.values()) < 0.8 * ours[STEP], "the run must have learned something for this to mean anything"
+
+
+def test_strategies_agree_from_the_first_step(tiny, tmp_path):
+    runs = {}
+    for strategy, world_size in STRATEGIES:
+        config = changed(tiny, strategy__name=strategy, output_dir=str(tmp_path / strategy))
+        train(config, world_size)
+        runs[strategy] = losses(config["output_dir"])
+    for strategy in ("ddp", "fsdp"):
+        assert max(abs(runs["auto"][s] - runs[strategy][s]) for s in runs["auto"]) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "world_size", "kills"), [("auto", 1, 20), ("fsdp", 2, 4)])
+def test_killed_at_random_moments_it_ends_in_the_same_weights(tiny, tmp_path, strategy, world_size, kills):
+    """SIGKILL again and again, also while checkpoints are being written: one is due at every step."""
+    config = changed(tiny, strategy__name=strategy, checkpoint_interval=STEP)
+    config = changed(config, train__max_tokens=60 * STEP, schedule__total_tokens=60 * STEP)
+    straight = changed(config, output_dir=str(tmp_path / "straight"))
+    started = time.monotonic()
+    train(straight, world_size)
+    duration = time.monotonic() - started
+    generator = random.Random(strategy)
+    killed_in_flight = 0
+    for _ in range(kills):
+        job = Job(config, world_size)
+        time.sleep(generator.uniform(0.3, 0.8) * duration)
+        killed_in_flight += all(process.is_alive() for process in job.processes)
+        job.kill()
+    train(config, world_size)
+    assert killed_in_flight >= 2, "the kills came too late to prove anything"
+    assert_same_run(straight["output_dir"], config["output_dir"], 60 * STEP)
+
+
+def test_a_finished_run_started_again_does_nothing(tiny):
+    train(tiny)
+    before = {p: p.stat().st_mtime_ns for p in Path(tiny["output_dir"]).glob("checkpoints/*/*")}
+    logged = {kind: lines(tiny["output_dir"], kind) for kind in ("train", "val", "train_eval")}
+    train(tiny)
+    assert before == {p: p.stat().st_mtime_ns for p in Path(tiny["output_dir"]).glob("checkpoints/*/*")}
+    assert logged == {kind: lines(tiny["output_dir"], kind) for kind in logged}
+
+
+def test_a_longer_budget_continues_a_finished_run(tiny):
+    tiny = changed(tiny, schedule={"name": "constant", "warmup_tokens": 0}, train__max_tokens=4 * STEP)
+    train(tiny)
+    train(changed(tiny, train__max_tokens=6 * STEP))
+    assert sorted(losses(tiny["output_dir"])) == [n * STEP for n in range(1, 7)]
+
+
+@pytest.mark.parametrize("fault", ["truncated", "bit-flipped", "half-written", "missing shard", "empty manifest"])
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tiny, tmp_path, fault):
+    train(changed(tiny, output_dir=str(tmp_path / "straight")))
+    interrupted_at(tiny, 12)
+    newest = Path(tiny["output_dir"]) / f"checkpoints/step-{12 * STEP:015d}"
+    shard = next((newest / "state").glob("*.distcp"))
+    if fault == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1])
+        reason = f"state/{shard.name} has"
+    elif fault == "bit-flipped":
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+        reason = f"the contents of state/{shard.name} do not match its checksum"
+    elif fault == "half-written":
+        (newest / "manifest.json").unlink()
+        reason = "it has no manifest.json, so it was never finished"
+    elif fault == "missing shard":
+        shard.unlink()
+        reason = f"state/{shard.name} is missing"
+    else:
+        (newest / "manifest.json").write_text("")
+        reason = "its manifest.json cannot be read"
+    train(tiny)
+    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+    assert f"passing over checkpoint {newest}: {reason}" in log
+    assert f"continuing from {newest.with_name(f'step-{8 * STEP:015d}')}" in log
+    assert_same_run(str(tmp_path / "straight"), tiny["output_dir"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer__lr": 2e-2}, "optimizer.lr: 0.01 -> 0.02"),
+        ({"model__config__num_heads": 4}, "model.config.num_heads: 2 -> 4"),
+        ({"datamodule__train_batch_size": 8}, "datamodule.train_batch_size: 4 -> 8"),
+        ({"seed": 1}, "seed: 0 -> 1"),
+    ],
+)
+def test_a_change_that_would_alter_the_run_is_refused_by_name(tiny, change, message):
+    interrupted_at(tiny, 4)
+    assert message in refused(changed(tiny, **change))
+    train(tiny)  # undone, it continues
+
+
+def test_another_corpus_under_the_same_name_is_refused(tiny, tmp_path, corpus):
+    interrupted_at(tiny, 4)
+    shutil.copytree(corpus, tmp_path / "other")
+    import zarr
+
+    array = zarr.open_array(tmp_path / "other/tiny/train.zarr")
+    array[:] = array[:][::-1]
+    assert "the corpus (fingerprint" in refused(changed(tiny, data_dir=str(tmp_path / "other")))
+
+
+def test_resume_false_starts_clean_and_moves_the_old_run_aside(tiny, tmp_path):
+    train(changed(tiny, output_dir=str(tmp_path / "straight")))
+    interrupted_at(tiny, 8)
+    train(changed(tiny, resume=False))
+    assert_same_run(str(tmp_path / "straight"), tiny["output_dir"])
+    (kept,) = (Path(tiny["output_dir"]) / "previous").iterdir()
+    assert (kept / f"checkpoints/step-{8 * STEP:015d}/manifest.json").is_file()
+    assert len(lines(str(kept), "train")) == 8
+
+
+def test_a_fork_continues_another_run_with_other_settings(tiny, tmp_path):
+    train(changed(tiny, output_dir=str(tmp_path / "source")))
+    fork = changed(tiny, fork_dir=str(tmp_path / "source"), fork_step=8 * STEP, optimizer__lr=5e-3)
+    train(fork)
+    ours, source = losses(fork["output_dir"]), losses(str(tmp_path / "source"))
+    assert min(ours) == 9 * STEP, "counters continue"
+    assert ours[9 * STEP] == source[9 * STEP], "the first loss comes from the source's weights"
+    assert ours[10 * STEP] != source[10 * STEP], "then its own learning rate acts"
+    train(fork)  # started again, it continues itself and does not fork anew
+
+
+def test_a_fork_of_nothing_or_of_another_shape_is_refused(tiny, tmp_path):
+    train(changed(tiny, output_dir=str(tmp_path / "source")))
+    fork = changed(tiny, fork_dir=str(tmp_path / "source"), fork_step=7)
+    assert f"fork_step=7: no valid checkpoint of that many tokens in {tmp_path}/source" in refused(fork)
+    fork = changed(tiny, fork_dir=str(tmp_path / "source"), fork_step=8 * STEP, datamodule__train_batch_size=8)
+    assert "datamodule.train_batch_size: 4 -> 8" in refused(fork)
