@@ -54,10 +54,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument_group("input").add_argument
     add("inputs", nargs="*", help="files and folders; .jsonl, .jsonl.gz and .parquet hold records, all else is text")
-    add("--glob", action="append", default=[], metavar="PATTERN", dest="include",
-        help="take only these files from folders, for example '*.py' (repeatable; with a slash: path below the input)")
-    add("--exclude", action="append", default=[], metavar="PATTERN",
-        help="leave out files and folders, for example tests (repeatable)")
+    add(
+        "--glob",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        dest="include",
+        help="take only these files from folders, for example '*.py' (repeatable; with a slash: path below the input)",
+    )
+    add(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave out files and folders, for example tests (repeatable)",
+    )
     add("--text_field", default="text", metavar="KEY", help="JSON key or Parquet column with the text (default: text)")
     add("--dataset", metavar="ID", help="a Hugging Face data set instead of files")
     add("--dataset_config", metavar="NAME", help="its configuration, where it has several")
@@ -67,17 +78,29 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("output").add_argument
     add("--out", required=True, type=Path, help="folder for the arrays, the tokenizer and manifest.json")
-    add("--tokenizer", default="train:32768", metavar="NAME",
+    add(
+        "--tokenizer",
+        default="train:32768",
+        metavar="NAME",
         help="hub id or local folder; bytes; or train:N, byte-level BPE of N ids trained on the input "
-             "(default: train:32768; at most 65,536 ids)")
+        "(default: train:32768; at most 65,536 ids)",
+    )
     add("--doc_len", type=int, default=65536, metavar="TOKENS", help="tokens per row (default: 65536)")
-    add("--heldout_fraction", type=float, metavar="SHARE",
-        help=f"about this share of the rows is held out (default: {DEFAULT_HELDOUT_FRACTION})")
+    add(
+        "--heldout_fraction",
+        type=float,
+        metavar="SHARE",
+        help=f"about this share of the rows is held out (default: {DEFAULT_HELDOUT_FRACTION})",
+    )
     add("--heldout_docs", type=int, metavar="ROWS", help="or exactly this many rows")
     add("--seed", type=int, default=0, help="of the order of rows and of what is held out (default: 0)")
     add("--zarr_format", type=int, default=2, choices=(2, 3), help="default: 2, as LongCrawl64")
-    add("--chunk_docs", type=int, metavar="ROWS",
-        help="rows per chunk (default: 16 to 2048, by the size of the corpus; LongCrawl64 has 2048)")
+    add(
+        "--chunk_docs",
+        type=int,
+        metavar="ROWS",
+        help="rows per chunk (default: 16 to 2048, by the size of the corpus; LongCrawl64 has 2048)",
+    )
     add("--chunk_tokens", type=int, metavar="TOKENS", help="tokens per chunk (default: 2048, or --doc_len if less)")
 
     add = parser.add_argument_group("running").add_argument

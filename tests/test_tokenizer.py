@@ -39,7 +39,7 @@ nasty = pytest.mark.parametrize("text", NASTY.values(), ids=NASTY.keys())
 
 @pytest.fixture(scope="module")
 def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with vocab.json and merges.txt as GPT-2 ships them: byte alphabet, merges, <|endoftext|> as the last id."""
+    """vocab.json and merges.txt as GPT-2 ships them: the byte alphabet, merges, and <|endoftext|> as the last id."""
     corpus = [json_escape(text) for text in NASTY.values()] + ["the thing to do in the city is to eat a sandwich"] * 20
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -7,8 +7,8 @@ generated text unescaped after it:
     encode(text) = BPE(json.dumps(text)[1:-1])           a"b<LF>cé/  ->  a\"b\nc\u00e9/
     decode(ids)  = unescape(BPE^-1(ids))
 
-Importing this module registers :class:`JSONGPT2Tokenizer`, so that ``AutoTokenizer.from_pretrained`` finds it by the name
-written in a folder's ``tokenizer_config.json``.
+Importing this module registers :class:`JSONGPT2Tokenizer`, so that ``AutoTokenizer.from_pretrained`` finds it by the
+name written in a folder's ``tokenizer_config.json``.
 """
 
 import json
@@ -33,10 +33,12 @@ def json_escape(text: str) -> str:
 def json_unescape(text: str) -> str:
     r"""Undoes :func:`json_escape`, for any text: it never raises and always returns valid Unicode.
 
-    On a whole JSON string it equals ``json.loads``. Text sampled from a model, or cut at a token limit, need not be one:
+    On a whole JSON string it equals ``json.loads``. Text sampled from a model, or cut at a token limit, need not be
+    one:
 
-    * an escape cut off by the end of the text (``\``, ``\u00``, or the first half of a surrogate pair) is dropped, so that
-      unescaping a prefix gives a prefix: ``json_unescape(json_escape(text)[:k])`` is always the beginning of ``text``;
+    * an escape cut off by the end of the text (``\``, ``\u00``, or the first half of a surrogate pair) is dropped, so
+      that unescaping a prefix gives a prefix: ``json_unescape(json_escape(text)[:k])`` is always the beginning of
+      ``text``;
     * half a surrogate pair anywhere else becomes U+FFFD, because a string that holds one cannot be written to a file;
     * what JSON does not allow (``\x41``, ``\'``, a bare quote or newline) stays as it is.
     """
@@ -65,24 +67,26 @@ def _escape_strings(texts: Any) -> Any:
 class JSONGPT2Tokenizer(GPT2Tokenizer):
     r"""GPT-2's tokenizer for models trained on LongCrawl64: text is JSON-escaped before BPE, unescaped after it.
 
-        tokenizer = JSONGPT2Tokenizer.from_pretrained("gpt2", add_bos_token=True)  # or a folder with GPT-2's files
-        ids = tokenizer("first line\nsecond line").input_ids                      # 50256, then BPE of first line\nsecond line
+        tokenizer = JSONGPT2Tokenizer.from_pretrained("gpt2", add_bos_token=True)  # or a folder with its files
+        ids = tokenizer("a line\nanother").input_ids                               # 50256, then BPE of a line\nanother
         text = tokenizer.decode(ids, skip_special_tokens=True)                     # the same two lines
 
-    ``tokenizer(...)``, ``encode`` and ``tokenize`` escape single texts, batches, pairs and pre-split words alike; ``decode``,
-    ``batch_decode`` and ``convert_tokens_to_string`` unescape (see :func:`json_unescape` for text that a token limit cut).
-    Everything else behaves like ``GPT2Tokenizer``, with these points to know:
+    ``tokenizer(...)``, ``encode`` and ``tokenize`` escape single texts, batches, pairs and pre-split words alike;
+    ``decode``, ``batch_decode`` and ``convert_tokens_to_string`` unescape (see :func:`json_unescape` for text that a
+    token limit cut). Everything else behaves like ``GPT2Tokenizer``, with these points to know:
 
-    * BOS = EOS = ``<|endoftext|>`` (50256 in GPT-2's vocabulary). Pass ``add_bos_token=True`` to evaluate or generate: every
-      training sequence began with it. ``save_pretrained`` keeps the choice.
+    * BOS = EOS = ``<|endoftext|>`` (50256 in GPT-2's vocabulary). Pass ``add_bos_token=True`` to evaluate or generate:
+      every training sequence began with it. ``save_pretrained`` keeps the choice.
     * Padding uses the same token, on the **left**, so that batched generation continues from the last real token.
     * ``<|endoftext|>`` written in a text becomes the token 50256, as in GPT-2. For text that you do not trust, pass
       ``split_special_tokens=True`` and it is encoded like any other characters.
-    * Offsets (``return_offsets_mapping=True``) are refused, since they would count characters of the escaped text. The same
-      holds for ``char_to_token`` and ``token_to_chars`` of the returned encoding: their positions are in the escaped text.
-    * ``backend_tokenizer`` and a saved ``tokenizer.json`` hold plain GPT-2 BPE without the escaping. ``save_pretrained``
-      therefore puts a copy of this file beside them: ``AutoTokenizer`` then uses this class, or, where this package is not
-      imported, asks for ``trust_remote_code=True`` instead of silently encoding unescaped text.
+    * Offsets (``return_offsets_mapping=True``) are refused, since they would count characters of the escaped text. The
+      same holds for ``char_to_token`` and ``token_to_chars`` of the returned encoding: their positions are in the
+      escaped text.
+    * ``backend_tokenizer`` and a saved ``tokenizer.json`` hold plain GPT-2 BPE without the escaping.
+      ``save_pretrained`` therefore puts a copy of this file beside them: ``AutoTokenizer`` then uses this class, or,
+      where this package is not imported, asks for ``trust_remote_code=True`` instead of silently encoding unescaped
+      text.
 
     Source: the LongCrawl64 article, https://manifestai.com/articles/longcrawl64.
     """
@@ -101,7 +105,7 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
                 "JSONGPT2Tokenizer does not escape text under the installed version of transformers: install one that "
                 "this package was tested with (see `transformers` in its pyproject.toml)."
             )
-        # A saved folder keeps BOS and EOS in tokenizer.json's post-processor only: read the flags back from what it does.
+        # A saved folder keeps BOS and EOS in tokenizer.json's post-processor only: read the flags from what it does.
         self._add_bos_token = escaped_quote.special_tokens_mask[:1] == [1]
         self._add_eos_token = escaped_quote.special_tokens_mask[-1:] == [1]
 
@@ -109,8 +113,8 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
         """Every public way to encode ends here; `text` is one text, a batch, or either of them split into words."""
         if kwargs.get("return_offsets_mapping"):
             raise NotImplementedError(
-                "return_offsets_mapping=True is not supported by JSONGPT2Tokenizer: offsets would count characters of the "
-                "JSON-escaped text, not of yours. For such offsets call "
+                "return_offsets_mapping=True is not supported by JSONGPT2Tokenizer: offsets would count characters of "
+                "the JSON-escaped text, not of yours. For such offsets call "
                 "`tokenizer.backend_tokenizer.encode(json_escape(text)).offsets`."
             )
         return super()._encode_plus(_escape_strings(text), _escape_strings(text_pair), **kwargs)
@@ -123,7 +127,7 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
 
 
 class _JSONGPT2Config(PreTrainedConfig):
-    """AutoTokenizer registers a tokenizer under a config class. No model has this one: the tokenizer is found by name."""
+    """AutoTokenizer registers a tokenizer under a config class. No model has this one: tokenizers are found by name."""
 
     model_type = "json_gpt2_tokenizer"
 

@@ -1,4 +1,4 @@
-"""Claims about a run's figures: the numbers drawn are the run's, files are real pictures, and what is missing is named."""
+"""Claims about a run's figures: the numbers drawn are the run's, files are pictures, and what is missing is named."""
 
 import importlib.util
 import json

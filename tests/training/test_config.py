@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.training.config import ConfigError, changes_that_alter_the_run, check, flatten, parse
+from forgetting_transformer.training.config import ConfigError, changes_that_alter_the_run, check, flatten, known_keys, parse
 from forgetting_transformer.training.schedule import build_schedule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -137,3 +137,12 @@ def test_no_yaml_repeats_a_key_of_its_group_without_changing_it():
     for path in CONFIGS.glob("experiment/longcrawl64/**/*.yaml"):
         own = {k: v for k, v in OmegaConf.to_container(OmegaConf.load(path)).items() if k not in ("defaults", "tag")}
         assert len(flatten(own)) <= 1, path
+
+
+def test_every_key_can_be_set_without_a_plus_sign():
+    """Hydra refuses to override a key that no file mentions, so the files mention every key of the schema."""
+    for path in EXPERIMENTS:
+        group, name = path.rsplit("/", 1)
+        config = composed(f"+{group}={name}")
+        mentioned = set(flatten(OmegaConf.to_container(config)))
+        assert not [key for key in known_keys() if key not in mentioned and key != "model.config"], path

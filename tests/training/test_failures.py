@@ -121,7 +121,7 @@ trainer.Trainer.step = step
     [
         ({"data_dir": "/nonexistent"}, "no token array at /nonexistent/tiny/train.zarr. Set data_dir"),
         ({"train__max_tokens": 10**6}, "train.max_tokens=1,000,000 is more than the 6,144 tokens"),
-        ({"datamodule__train_batch_len": 48}, "datamodule.train_batch_len=48 must divide"),
+        ({"datamodule__train_batch_len": 48, "train__grad_acc_tokens": 48}, "datamodule.train_batch_len=48 must divide"),
         ({"model__config__hidden_sizes": 3}, "hidden_sizes"),
         ({"model__name": "fox"}, "forgetting_transformer"),
         ({"model__config__vocab_size": 7}, "vocab_size=7 is not the corpus's 64"),

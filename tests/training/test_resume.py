@@ -75,7 +75,7 @@ def test_two_processes_continued_on_one_and_back(tiny, tmp_path, there):
     ours, theirs = losses(straight["output_dir"]), losses(moved["output_dir"])
     assert ours.keys() == theirs.keys() and len(ours) == 20
     assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-6
-    assert min(ours.values()) < 0.8 * ours[STEP], "the run must have learned something for this to mean anything"
+    assert min(ours.values()) < 0.9 * ours[STEP], "the run must have learned something for this to mean anything"
 
 
 def test_strategies_agree_from_the_first_step(tiny, tmp_path):

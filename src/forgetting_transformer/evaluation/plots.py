@@ -1,7 +1,7 @@
 """Figures of training runs: loss against training tokens, and loss against position in the context.
 
-Drawn without pyplot, so nothing global is left behind and no display is needed. Colours are those of Okabe and Ito, which
-people with colour-vision deficiencies can tell apart; line styles and markers repeat the distinction.
+Drawn without pyplot, so nothing global is left behind and no display is needed. Colours are those of Okabe and Ito,
+which people with colour-vision deficiencies can tell apart; line styles and markers repeat the distinction.
 """
 
 import math
@@ -44,12 +44,12 @@ _LEGEND_CHARACTERS = 70
 
 
 def smooth(loss: np.ndarray, fraction: float, most: int | None = None) -> np.ndarray:
-    """Moving average whose window grows: value p (counted from 1) is averaged over p - fraction * p ... p + fraction * p.
+    """Moving average with a growing window: value p (from 1) is averaged over p - fraction * p ... p + fraction * p.
 
-    Losses fall steeply first and slowly later, both over training and over a sequence. The first values therefore stay as
-    they are, and late ones, where the fall is small against the noise, are averaged over many. The window is centred except
-    at the end, where it stops with the data: one that shrank there would show the noise of the last values as a trend.
-    Values that are not finite are left out, and the average of none is NaN.
+    Losses fall steeply first and slowly later, both over training and over a sequence. The first values therefore stay
+    as they are, and late ones, where the fall is small against the noise, are averaged over many. The window is centred
+    except at the end, where it stops with the data: one that shrank there would show the noise of the last values as a
+    trend. Values that are not finite are left out, and the average of none is NaN.
 
     Args:
         loss: (n,).
@@ -87,8 +87,8 @@ def prefix_perplexity(loss: np.ndarray) -> np.ndarray:
 def loss_against_tokens(runs: Sequence[LossHistory], path: Path, entropy: float | None = None) -> None:
     """Draws the training loss (as logged, light; smoothed, strong) and held-out loss (markers) of each run.
 
-    The upper end of the loss axis leaves out the highest 1 % of the logged training losses, so that the first steps do not
-    flatten the rest; held-out losses and the entropy are always inside.
+    The upper end of the loss axis leaves out the highest 1 % of the logged training losses, so that the first steps do
+    not flatten the rest; held-out losses and the entropy are always inside.
 
     Args:
         path: where to write; the suffix chooses the format (.png, .pdf, .svg).
@@ -149,8 +149,8 @@ def loss_against_position(curves: Mapping[str, np.ndarray], path: Path, train_le
     """Draws, over a logarithmic token position, the loss at each position (left) and the perplexity up to it (right).
 
     The left curve says what a longer context is worth: it falls as long as the model uses the tokens it is given. The
-    right one is what a benchmark with that context length would report. Positions below 1/512 of the longest sequence are
-    left out (127 of 65,536), because their losses are far above the rest.
+    right one is what a benchmark with that context length would report. Positions below 1/512 of the longest sequence
+    are left out (127 of 65,536), because their losses are far above the rest.
 
     Args:
         curves: name -> (seq_len,) mean loss in nats at each position. Lengths may differ.
@@ -176,7 +176,7 @@ def loss_against_position(curves: Mapping[str, np.ndarray], path: Path, train_le
         left, right = figure.subplots(1, 2)
         for number, loss in enumerate(curves.values()):
             colour, line, _ = _look(number)
-            # Evenly spaced on the logarithmic axis: one point for each of 65,536 positions would fill the gaps of a dash.
+            # Evenly spaced on the logarithmic axis: a point for each of 65,536 positions would fill the gaps of dashes.
             position = np.unique(np.geomspace(first, loss.size, 400).round().astype(np.int64))
             for axes, values in ((left, smooth(loss, 0.1)), (right, prefix_perplexity(loss))):
                 axes.plot(position, values[position - 1], color=colour, linestyle=line)
@@ -256,7 +256,7 @@ def _reference_line(label: str) -> Line2D:
 
 
 def _token_legend(runs: Sequence[LossHistory], entropy: float | None) -> list[Line2D]:
-    """A single run's legend explains its three kinds of marks; several runs each get a line, then what the marks mean."""
+    """One run's legend explains its three kinds of marks; several runs each get a line, then what the marks mean."""
     has_heldout = any(run.heldout_loss.size for run in runs)
     if len(runs) == 1:
         colour, _, marker = _look(0)

@@ -31,7 +31,7 @@ class LossHistory:
 
 @dataclass(frozen=True)
 class PositionLoss:
-    """Mean loss at every position of a sequence: ``loss[i]`` is the loss of predicting token i from tokens before it."""
+    """Mean loss at every position of a sequence: ``loss[i]`` is that of predicting token i from those before it."""
 
     name: str
     loss: np.ndarray  # (seq_len,), nats per token
@@ -105,8 +105,8 @@ def read_position_loss(run_dir: Path, name: str) -> PositionLoss:
                     loss = np.asarray(arrays[f"{source}/loss_per_token"], dtype=np.float64)
             except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
                 raise ValueError(
-                    f"{files[-1]}: cannot read the array '{source}/loss_per_token' ({error}). If the run is writing the "
-                    "file, try again; if it was killed while it did, delete the file."
+                    f"{files[-1]}: cannot read the array '{source}/loss_per_token' ({error}). If the run is writing "
+                    "the file, try again; if it was killed while it did, delete the file."
                 ) from error
             return PositionLoss(name, loss, int(files[-1].stem.removeprefix("step-")), source)
     raise FileNotFoundError(

@@ -15,7 +15,6 @@ Axes: B batch, T new positions, N past and new positions, E model width (hidden_
 import functools
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -112,7 +111,7 @@ class DecoderBlock(GradientCheckpointingLayer):
             self.mlp = mlp
 
     @property
-    def mixer(self) -> nn.Module:
+    def sequence_mixer(self) -> nn.Module:
         return getattr(self, self.mixer_name)
 
     def forward(
@@ -120,7 +119,9 @@ class DecoderBlock(GradientCheckpointingLayer):
     ) -> Tensor:
         if self.gradient_checkpointing and self.training:
             if cache is not None:
-                raise ValueError("gradient checkpointing runs the block twice, so it cannot fill a cache: use_cache=False")
+                raise ValueError(
+                    "gradient checkpointing runs the block twice, so it cannot fill a cache: use_cache=False"
+                )
             return self._gradient_checkpointing_func(self._transform, hidden_BTE, seq_start_B)
         return self._transform(hidden_BTE, seq_start_B, cache)
 
@@ -128,7 +129,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         self, hidden_BTE: Tensor, seq_start_B: Tensor | None, cache: CacheLayerMixin | None = None
     ) -> Tensor:
         mixer_norm = getattr(self, self.mixer_norm_name)
-        hidden_BTE = hidden_BTE + self.mixer(mixer_norm(hidden_BTE), seq_start_B, cache)[0]
+        hidden_BTE = hidden_BTE + self.sequence_mixer(mixer_norm(hidden_BTE), seq_start_B, cache)[0]
         if self.has_mlp:
             hidden_BTE = hidden_BTE + self.mlp(self.mlp_norm(hidden_BTE))
         return hidden_BTE
@@ -152,6 +153,9 @@ class DecoderPreTrainedModel(PreTrainedModel):
 class DecoderModel(DecoderPreTrainedModel):
     """Token ids to hidden states."""
 
+    # A language model's checkpoint may be loaded without its output layer.
+    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"lm_head\.weight"]
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
@@ -167,7 +171,7 @@ class DecoderModel(DecoderPreTrainedModel):
 
     def new_cache(self) -> DecoderCache:
         """Make an empty cache for this model."""
-        return DecoderCache([block.mixer.new_cache() for block in self.layers])
+        return DecoderCache([block.sequence_mixer.new_cache() for block in self.layers])
 
     def forward(
         self,
@@ -317,9 +321,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = self.new_cache()
 
 
-def _find_seq_start(
-    attention_mask_BN: Tensor | None, hidden_BTE: Tensor, cache: DecoderCache | None
-) -> Tensor | None:
+def _find_seq_start(attention_mask_BN: Tensor | None, hidden_BTE: Tensor, cache: DecoderCache | None) -> Tensor | None:
     """Return the index of the first real token of every sequence `(B,)`, or None if there is no padding."""
     num_new = hidden_BTE.shape[1]
     num_past = 0 if cache is None else cache.get_seq_length()
@@ -332,9 +334,9 @@ def _find_seq_start(
             f"attention_mask has shape {tuple(attention_mask_BN.shape)}; it must be {expected_shape}: one entry per token, "
             f"{num_past} of them cached"
         )
-    # While decoding, padding cannot change any more, and looking at the mask would stall a GPU at every token.
+    # While decoding, looking at the mask's values would stall a GPU at every token.
     if num_new == 1 and num_past > 0:
-        return known
+        return None if known is None else (attention_mask_BN == 0).sum(-1)
     is_token_BN = attention_mask_BN.bool()
     if bool(is_token_BN.all()):
         return None

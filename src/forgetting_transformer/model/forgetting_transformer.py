@@ -272,7 +272,9 @@ def _check_attention_options(
             f"num_kv_heads is {num_kv_heads}; FoX has no grouped-query attention, leave it None (or num_heads = {num_heads})"
         )
     if use_rope and (hidden_size // num_heads) % 2:
-        raise ValueError(f"use_rope needs an even head dimension; hidden_size / num_heads is {hidden_size // num_heads}")
+        raise ValueError(
+            f"use_rope needs an even head dimension; hidden_size / num_heads is {hidden_size // num_heads}"
+        )
     if ogate_act not in OGATE_ACTIVATIONS:
         raise ValueError(f"ogate_act is {ogate_act!r}; it must be one of {', '.join(OGATE_ACTIVATIONS)}")
     if fgate_type not in FGATE_TYPES:
@@ -288,7 +290,9 @@ def _check_attention_options(
                 "0 < decay_time_min <= decay_time_max"
             )
     elif decay_time_min is not None or decay_time_max is not None:
-        raise ValueError("decay_time_min and decay_time_max have no effect without fgate_bias_init=True; leave them None")
+        raise ValueError(
+            "decay_time_min and decay_time_max have no effect without fgate_bias_init=True; leave them None"
+        )
     if log_pruning_tolerance is not None and not log_pruning_tolerance < 0:
         raise ValueError(
             f"log_pruning_tolerance is {log_pruning_tolerance}; it is ln ε of a small ε, so negative (-10), or None for off"

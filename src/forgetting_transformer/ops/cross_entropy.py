@@ -57,9 +57,7 @@ def linear_cross_entropy(
     if hidden_Ld.shape[0] <= slice_length:
         return _slice_loss(hidden_Ld, weight_Vd, labels_L, ignore_index).view(labels_BT.shape)
     losses = [
-        checkpoint(
-            _slice_loss, hidden, weight_Vd, labels, ignore_index, use_reentrant=False, preserve_rng_state=False
-        )
+        checkpoint(_slice_loss, hidden, weight_Vd, labels, ignore_index, use_reentrant=False, preserve_rng_state=False)
         for hidden, labels in zip(hidden_Ld.split(slice_length), labels_L.split(slice_length), strict=True)
     ]
     return torch.cat(losses).view(labels_BT.shape)

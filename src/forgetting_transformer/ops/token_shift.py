@@ -25,9 +25,7 @@ def token_shift(y_BTHD: Tensor, alpha_BTH: Tensor, previous_BHD: Tensor | None =
     if previous_BHD is None:
         previous_BHD = torch.zeros_like(y_BTHD[:, 0])
     elif previous_BHD.shape != y_BTHD[:, 0].shape:
-        raise ValueError(
-            f"previous has shape {tuple(previous_BHD.shape)}; it must be {tuple(y_BTHD[:, 0].shape)}"
-        )
+        raise ValueError(f"previous has shape {tuple(previous_BHD.shape)}; it must be {tuple(y_BTHD[:, 0].shape)}")
     shifted_BTHD = torch.cat((previous_BHD[:, None].to(y_BTHD.dtype), y_BTHD[:, :-1]), dim=1)
     dtype = torch.promote_types(y_BTHD.dtype, torch.float32)
     alpha_BTH1 = alpha_BTH.to(dtype)[..., None]

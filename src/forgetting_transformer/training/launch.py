@@ -65,7 +65,7 @@ def _strategy(config: Config, world_size: int) -> Strategy | str:
             parallelize_fn=shard, data_parallel_size=world_size, tensor_parallel_size=1, timeout=timeout
         )
     if config.strategy.name == "ddp" or world_size > 1:
-        return DDPStrategy(timeout=timeout, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return DDPStrategy(timeout=timeout, gradient_as_bucket_view=True)
     return "auto"
 
 

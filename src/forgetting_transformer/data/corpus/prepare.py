@@ -100,9 +100,7 @@ def _only_run(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise CorpusError(
-                f"another run is preparing {out}. Wait for it, or give another --out."
-            ) from error
+            raise CorpusError(f"another run is preparing {out}. Wait for it, or give another --out.") from error
         try:
             yield
         finally:
@@ -311,15 +309,11 @@ def _make_arrays(
     with Progress("writing arrays", n_rows, "documents") as progress:
         for name, form in forms.items():
             layout_path, tokens_path = work / f"{name}.layout.npz", work / "stream" / "tokens.bin"
-            writing.write_array(
-                work / f"{name}.zarr", layout_path, tokens_path, form, pool, workers, progress
-            )
+            writing.write_array(work / f"{name}.zarr", layout_path, tokens_path, form, pool, workers, progress)
     arrays, facts = {}, {}
     with Progress("reading arrays back", n_rows, "documents") as progress:
         for name, form in forms.items():
-            facts[name] = writing.read_back(
-                work / f"{name}.zarr", info.vocab_size, form.chunk_docs, progress
-            )
+            facts[name] = writing.read_back(work / f"{name}.zarr", info.vocab_size, form.chunk_docs, progress)
             arrays[name] = {
                 "documents": layouts[name].n_documents,
                 "tokens": layouts[name].n_documents * settings.doc_len,

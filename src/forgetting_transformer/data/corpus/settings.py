@@ -13,9 +13,7 @@ DEFAULT_HELDOUT_FRACTION = 0.01
 MIN_TRAINED_VOCAB = 257  # the 256 bytes and <|endoftext|>
 MAX_VOCAB = 1 << 16  # ids are stored as uint16
 # Settings that only the arrays depend on: an interrupted run keeps its tokens when one of these is changed.
-LAYOUT_SETTINGS = (
-    "doc_len", "heldout_docs", "heldout_fraction", "seed", "zarr_format", "chunk_docs", "chunk_tokens"
-)
+LAYOUT_SETTINGS = ("doc_len", "heldout_docs", "heldout_fraction", "seed", "zarr_format", "chunk_docs", "chunk_tokens")
 
 
 @dataclass(frozen=True)

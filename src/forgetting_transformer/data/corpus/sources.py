@@ -263,9 +263,7 @@ def _parquet_rows(file: Path, text_field: str) -> Iterator[str | None]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise CorpusError(
-            f"reading {file} needs pyarrow: pip install 'forgetting-transformer[data]'."
-        ) from error
+        raise CorpusError(f"reading {file} needs pyarrow: pip install 'forgetting-transformer[data]'.") from error
     try:
         with reading(file), pq.ParquetFile(file) as table:
             names = table.schema_arrow.names

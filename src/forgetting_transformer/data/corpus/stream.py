@@ -136,11 +136,16 @@ class TokenStream:
         self.truncate(len(self.shards))
 
     def _read_log(self) -> list[dict]:
+        """The shards that are whole: their line is, and the files are as long as it says."""
+        n_tokens, n_pieces = self.tokens_path.stat().st_size // 2, self.lengths_path.stat().st_size // 4
         shards = []
         for line in self.log_path.read_text().splitlines(keepends=True):
             if not line.endswith("\n"):  # the kill fell into the middle of this line
                 break
-            shards.append(json.loads(line))
+            shard = json.loads(line)
+            if shard["tokens_end"] > n_tokens or shard["pieces_end"] > n_pieces:
+                break
+            shards.append(shard)
         return shards
 
     def _ends(self, n_shards: int) -> tuple[int, int]:

@@ -5,7 +5,6 @@ noted in a log beside the array; after a kill only the others are written again.
 """
 
 import hashlib
-import os
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, wait
 from dataclasses import dataclass
@@ -85,8 +84,10 @@ def _load_layout(path: Path) -> Layout:
 
 def write_block(path: Path, layout_path: Path, tokens_path: Path, first: int, last: int) -> None:
     """Write rows [first, last) of the array at `path`; runs in a worker process."""
-    # Every chunk must be a file: a reader takes a missing one for damage, never for zeros.
-    array = zarr.open_array(path, mode="r+", config={"write_empty_chunks": True})
+    # Every chunk must be a file: a reader takes a missing one for damage, never for zeros. The `config` argument of
+    # open_array would be the place to say so, but Zarr ignores it when it opens an existing array (3.1.6).
+    with zarr.config.set({"array.write_empty_chunks": True}):
+        array = zarr.open_array(path, mode="r+")
     tokens = np.memmap(tokens_path, dtype="<u2", mode="r")
     array[first:last] = _load_layout(layout_path).gather(tokens, first, last)
 
@@ -152,9 +153,3 @@ def _blocks(path: Path, chunk_docs: int) -> Iterator[np.ndarray]:
     array = zarr.open_array(path, mode="r")
     for first in range(0, array.shape[0], chunk_docs):
         yield array[first : first + chunk_docs]
-
-
-def n_chunk_files(path: Path) -> int:
-    """Files in the array's folder that hold chunks."""
-    metadata = {".zarray", ".zattrs", "zarr.json"}
-    return sum(len(set(files) - metadata) for _, _, files in os.walk(path))

@@ -28,7 +28,7 @@ def forgetting_attention(
     head_first: bool = False,
     seq_start: Tensor | None = None,
     sm_scale: float | None = None,
-    adaptive_threshold: None | str | float | Tensor = None,
+    adaptive_threshold: str | float | Tensor | None = None,
 ) -> Tensor:
     """Attend with weights `softmax_j(sm_scale · q_i·k_j + Σ_{l=j+1..i} log f_l)` over the keys j ≤ i.
 
@@ -144,7 +144,7 @@ def _check_seq_start(seq_start: Tensor | None, k: Tensor, head_first: bool) -> N
         raise ValueError(f"seq_start is {seq_start.tolist()}; its entries must lie in [0, {num_keys}]")
 
 
-def _check_adaptive_threshold(threshold: None | str | float | Tensor, q: Tensor, head_first: bool) -> None:
+def _check_adaptive_threshold(threshold: str | float | Tensor | None, q: Tensor, head_first: bool) -> None:
     if threshold is None:
         return
     if isinstance(threshold, str):
@@ -156,7 +156,9 @@ def _check_adaptive_threshold(threshold: None | str | float | Tensor, q: Tensor,
         if not threshold.is_floating_point():
             raise TypeError(f"adaptive_threshold has dtype {threshold.dtype}; it must be a floating dtype")
         if threshold.device != q.device:
-            raise ValueError(f"adaptive_threshold is on {threshold.device} and q on {q.device}; move them to one device")
+            raise ValueError(
+                f"adaptive_threshold is on {threshold.device} and q on {q.device}; move them to one device"
+            )
         try:
             fits = torch.broadcast_shapes(threshold.shape, batch_and_heads) == batch_and_heads
         except RuntimeError:

@@ -1,0 +1,98 @@
+"""Packing: which groups of texts are held out, and which tokens make which row."""
+
+import numpy as np
+import pytest
+
+from forgetting_transformer.data.corpus import CorpusError, CorpusSettings
+from forgetting_transformer.data.corpus.packing import choose_groups, find_groups, make_split
+from forgetting_transformer.data.corpus.stream import TextTable, _n_shared
+
+
+def table(texts: dict[str, int]) -> TextTable:
+    """Texts by path, in the order given, with their lengths in tokens."""
+    paths = [tuple(path.split("/")) for path in texts]
+    shared = [_n_shared(a, b) for a, b in zip([(), *paths], paths, strict=False)]
+    return TextTable(np.array(list(texts.values())), np.array(shared, dtype=np.uint16))
+
+
+def settings(**changed: object) -> CorpusSettings:
+    return CorpusSettings(**{"inputs": ("a",), "tokenizer": "bytes", "doc_len": 10, **changed})
+
+
+def test_groups_are_the_largest_folders_that_are_small_enough() -> None:
+    texts = {"in/a/x/1": 3, "in/a/x/2": 3, "in/a/y/1": 3, "in/b/1": 5, "in/b/2": 5, "in/c": 90, "in/d/1": 1}
+    # At most 10 tokens: a (9) and b (10) and d whole, c alone although it is larger.
+    assert find_groups(table(texts), 10).tolist() == [0, 3, 5, 6]
+    # At most 6: a is divided into x and y, b into its files.
+    assert find_groups(table(texts), 6).tolist() == [0, 2, 3, 4, 5, 6]
+    assert find_groups(table(texts), 0).tolist() == list(range(7))
+    assert find_groups(table(texts), 1000).tolist() == [0]
+
+
+def test_groups_end_where_a_folder_ends_even_if_the_next_has_a_child_of_the_same_name() -> None:
+    texts = {"in/a/x/1": 4, "in/b/x/1": 4, "other/b/x/1": 4}
+    assert find_groups(table(texts), 4).tolist() == [0, 1, 2]
+    assert find_groups(table(texts), 8).tolist() == [0, 2]
+
+
+def test_held_out_groups_come_near_the_target() -> None:
+    sizes = np.random.default_rng(0).integers(1, 100, size=5_000)
+    for seed in range(20):
+        chosen, missing = choose_groups(sizes, 2_000, seed)
+        assert missing == 0
+        assert 2_000 <= sizes[chosen].sum() <= 2_250
+    assert len({choose_groups(sizes, 2_000, seed)[0].tobytes() for seed in range(20)}) == 20
+
+
+def test_a_text_far_larger_than_the_target_is_passed_over() -> None:
+    sizes = np.array([10_000, 50, 50, 50, 50])
+    chosen, missing = choose_groups(sizes, 100, seed=0)
+    assert (chosen.sum(), chosen[0], missing) == (2, False, 0)
+
+
+def test_every_token_is_in_exactly_one_row_or_dropped() -> None:
+    lengths = np.random.default_rng(1).integers(1, 60, size=400).tolist()
+    texts = table({f"in/{i // 20:02}/{i:03}": length for i, length in enumerate(lengths)})
+    split = make_split(texts, settings(heldout_fraction=0.2))
+    tokens = np.arange(sum(lengths), dtype=np.uint16)  # each token is its own position
+    train, heldout = (part.gather(tokens, 0, part.n_documents) for part in (split.train, split.heldout))
+    seen = np.concatenate([train.reshape(-1), heldout.reshape(-1)])
+    assert len(np.unique(seen)) == len(seen)
+    assert len(seen) + split.train.n_tokens_dropped + split.heldout.n_tokens_dropped == len(tokens)
+    assert split.train.n_tokens_dropped < 10 and split.heldout.n_tokens_dropped < 10
+    of_text = np.repeat(np.arange(400), lengths)
+    assert not set(of_text[train.reshape(-1)]) & set(of_text[heldout.reshape(-1)])
+    assert (np.diff(train.astype(int), axis=1) > 0).all(), "tokens of a row are in path order"
+
+
+def test_rows_gathered_in_blocks_are_the_rows_gathered_at_once() -> None:
+    texts = table({f"in/{i}": 7 + i % 5 for i in range(100)})
+    layout = make_split(texts, settings(heldout_docs=9)).train
+    tokens = np.arange(texts.tokens.sum(), dtype=np.uint16)
+    blocks = [layout.gather(tokens, i, min(i + 8, layout.n_documents)) for i in range(0, layout.n_documents, 8)]
+    assert np.array_equal(np.concatenate(blocks), layout.gather(tokens, 0, layout.n_documents))
+
+
+def test_heldout_docs_is_exact_and_heldout_fraction_about() -> None:
+    texts = table({f"in/{i}": 37 for i in range(300)})
+    for wanted in (1, 7, 100):
+        assert make_split(texts, settings(heldout_docs=wanted)).heldout.n_documents == wanted
+    assert 100 <= make_split(texts, settings(heldout_fraction=0.1)).heldout.n_documents <= 115
+
+
+def test_order_of_rows_is_a_permutation_and_fixed_for_ever() -> None:
+    order = make_split(table({f"in/{i}": 10 for i in range(12)}), settings(heldout_docs=2, seed=3)).train.order
+    assert sorted(order.tolist()) == list(range(10))
+    assert order.tolist() == [0, 4, 9, 7, 1, 5, 6, 3, 8, 2]
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "changed", "message"),
+    [
+        (19, {}, r"the input holds 19 tokens, too few for a row of --doc_len 10 in each of train and heldout"),
+        (50, {"heldout_docs": 5}, r"--heldout_docs 5 leaves nothing to train on: the input fills 5 rows"),
+    ],
+)
+def test_too_little_text_says_what_to_change(n_tokens: int, changed: dict, message: str) -> None:
+    with pytest.raises(CorpusError, match=message):
+        make_split(table({"in/a": n_tokens}), settings(**changed))

@@ -1,0 +1,159 @@
+"""Tokenizers: built or loaded, they end as a folder that AutoTokenizer loads, and ids decode to the text."""
+
+import random
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from forgetting_transformer.data.corpus import CorpusError, CorpusSettings, sources
+from forgetting_transformer.data.corpus.tokenizers import (
+    Encoder,
+    Sample,
+    byte_tokenizer,
+    describe,
+    save_built,
+    save_loaded,
+    train_tokenizer,
+)
+from tests.data.corpus_helpers import numbered_text, package_tree, prepare, write_tree
+
+HARD_TEXTS = [
+    "plain",
+    " leading and trailing \n",
+    "a . b , c ! don't  do   that \t\r\n\n",
+    "<|endoftext|> <|endoftext|>x",
+    "naïve 例 🙂 \u2028 \ufeff \x7f \x85 e\u0301",
+    "".join(map(chr, range(1, 0x300))),
+    "".join(random.Random(0).choices([chr(c) for c in range(1, 0x11000) if not 0xD800 <= c < 0xE000], k=2000)),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    trained = train_tokenizer([numbered_text(i, 50) for i in range(20)], 300)
+    save_built(byte_tokenizer(), root / "bytes")
+    save_built(trained, root / "trained")
+    save_loaded(str(root / "trained"), root / "loaded")
+    return {name: root / name for name in ("bytes", "trained", "loaded")}
+
+
+@pytest.mark.parametrize("kind", ["bytes", "trained", "loaded"])
+def test_any_text_survives_encoding_and_never_holds_the_end_id(folders: dict[str, Path], kind: str) -> None:
+    encoder, tokenizer = Encoder(folders[kind], kind), AutoTokenizer.from_pretrained(folders[kind])
+    for text in HARD_TEXTS:
+        ids = encoder.encode(text)
+        assert ids.dtype == np.uint16
+        assert tokenizer.decode(ids.tolist()) == text
+        assert encoder.is_reversible_on(text)
+        assert tokenizer.eos_token_id not in ids
+        plain = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+        assert ids.tolist() == plain
+
+
+def test_byte_ids_are_the_bytes_and_256_is_the_end(folders: dict[str, Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders["bytes"])
+    text = "".join(map(chr, range(1, 0x800)))
+    assert tokenizer(text).input_ids == list(text.encode())
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == 256
+    assert len(tokenizer) == 257
+
+
+def test_the_end_of_a_trained_vocabulary_is_the_end_of_text(folders: dict[str, Path]) -> None:
+    info = describe(folders["trained"], CorpusSettings(inputs=("a",), tokenizer="train:300"))
+    assert (info.kind, info.vocab_size, info.bos_token_id, info.eos_token_id) == ("trained", 300, 299, 299)
+
+
+def test_tokenizer_of_a_corpus_loads_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path / "out", package_tree(tmp_path / "in"), tokenizer="train:300", doc_len=128)
+
+    def no_network(*args: object) -> None:
+        raise AssertionError("tried to reach the network")
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    assert tokenizer.decode(tokenizer("naïve <3").input_ids) == "naïve <3"
+
+
+def test_training_is_deterministic() -> None:
+    texts = [numbered_text(i, 30) for i in range(30)]
+    assert train_tokenizer(texts, 500).to_str() == train_tokenizer(texts, 500).to_str()
+
+
+def test_sample_is_bounded_and_independent_of_order() -> None:
+    texts = [numbered_text(i, 5) for i in range(200)]
+    samples = []
+    for order in (texts, texts[::-1]):
+        sample = Sample(max_bytes=5_000)
+        for text in order:
+            sample.add(text)
+        samples.append(sample.texts())
+    assert samples[0] == samples[1]
+    assert 4_500 < sum(len(text.encode()) for text in samples[0]) <= 5_000
+    numbers = [int(text[1 : text.index(">")]) for text in samples[0]]
+    assert min(numbers) < 50 and max(numbers) > 150, "the sample covers the input"
+
+
+def test_a_long_text_gets_the_ids_of_the_uncut_text(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(f"def f{i}():\n    return {i}\n\n\n" + "x = 1\n" * (i % 4) for i in range(300))
+    encoder = Encoder(folders["trained"], "trained")
+    monkeypatch.setattr(sources, "PIECE_CHARS", 200)
+    pieces = list(sources._cut([text]))
+    assert len(pieces) > 20
+    assert np.concatenate([encoder.encode(piece) for piece in pieces]).tolist() == encoder.encode(text).tolist()
+
+
+# Loaded tokenizers --------------------------------------------------------------------------------------------
+
+
+def word_tokenizer(folder: Path, n_words: int, **special: str) -> Path:
+    vocab = {"<unk>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, n_words)}}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.normalizer = normalizers.Lowercase()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special).save_pretrained(folder)
+    return folder
+
+
+def test_a_vocabulary_beyond_uint16_is_refused_before_anything_is_encoded(tmp_path: Path) -> None:
+    folder = word_tokenizer(tmp_path / "large", 65_537, eos_token="</s>")
+    with pytest.raises(CorpusError, match=r"has 65,537 ids, more than the 65,536.*uint16.*for example gpt2"):
+        prepare(tmp_path / "out", package_tree(tmp_path / "in"), tokenizer=str(folder))
+
+
+def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:
+    folder = word_tokenizer(tmp_path / "endless", 100)
+    with pytest.raises(CorpusError, match=r"has no end-of-text token.*Set its eos_token"):
+        prepare(tmp_path / "out", package_tree(tmp_path / "in"), tokenizer=str(folder))
+
+
+def test_a_lossy_tokenizer_is_reported_and_its_end_serves_as_beginning(tmp_path: Path) -> None:
+    folder = word_tokenizer(tmp_path / "lossy", 100, eos_token="</s>")
+    manifest = prepare(tmp_path / "out", package_tree(tmp_path / "in"), tokenizer=str(folder), doc_len=64)
+    roundtrip = manifest["tokenizer"]["roundtrip"]
+    assert roundtrip["lossy"] == roundtrip["checked"] > 0
+    assert manifest["bos_token_id"] == manifest["eos_token_id"] == 1
+    from forgetting_transformer.data.corpus import summary_lines
+
+    assert any("the tokenizer is lossy" in line for line in summary_lines(manifest))
+
+
+def test_an_unknown_tokenizer_says_what_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CorpusError, match=r"(?s)cannot load the tokenizer '.*empty'.*bytes, or train:N"):
+        prepare(tmp_path / "out", package_tree(tmp_path / "in"), tokenizer=str(tmp_path / "empty"))
+
+
+def test_no_text_at_all_says_what_was_left_out(tmp_path: Path) -> None:
+    write_tree(tmp_path / "in", {"a.py": "", "b.txt": "x"})
+    for tokenizer in ("bytes", "train:300"):
+        with pytest.raises(
+            CorpusError, match=r"found no text in .*in\. Left out: 1 × does not match --glob, 1 × empty"
+        ):
+            prepare(tmp_path / f"out-{tokenizer}", tmp_path / "in", tokenizer=tokenizer, include=("*.py",))
+    assert not list(tmp_path.glob("out*/manifest.json"))

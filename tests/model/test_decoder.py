@@ -1,0 +1,174 @@
+"""The decoder shell: what forward returns, losses, gradient checkpointing, and how an architecture plugs in."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from forgetting_transformer.model import DecoderConfig, DecoderForCausalLM
+from tests.model.small_models import PRO, small_model
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def test_loss_is_per_token_and_labels_are_not_shifted(ids):
+    model = small_model(**PRO)
+    labels = ids.roll(-1, dims=1)
+    labels[1, 4] = -100
+    out = model(input_ids=ids, labels=labels)
+    log_probs = model(input_ids=ids).logits.log_softmax(-1)
+    want = -log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    want[1, 4] = 0
+    torch.testing.assert_close(out.loss, want)
+
+
+def test_cache_is_returned_only_where_it_is_of_use(ids):
+    model = small_model()
+    assert model(input_ids=ids).past_key_values is not None
+    assert model(input_ids=ids, use_cache=False).past_key_values is None
+    assert model(input_ids=ids, labels=ids).past_key_values is None
+    assert model.train()(input_ids=ids).past_key_values is None
+    assert small_model(use_cache=False)(input_ids=ids).past_key_values is None
+
+
+def test_logits_to_keep(ids):
+    model = small_model()
+    logits = model(input_ids=ids).logits
+    torch.testing.assert_close(model(input_ids=ids, logits_to_keep=3).logits, logits[:, -3:])
+    positions = torch.tensor([0, 7])
+    torch.testing.assert_close(model(input_ids=ids, logits_to_keep=positions).logits, logits[:, positions])
+
+
+def test_tuples_and_hidden_states(ids):
+    model = small_model()
+    loss, hidden_states = model(input_ids=ids, labels=ids, return_dict=False, output_hidden_states=True)
+    assert loss.shape == ids.shape and len(hidden_states) == 3
+    assert torch.equal(hidden_states[0], model.get_input_embeddings()(ids))
+    torch.testing.assert_close(model.lm_head(hidden_states[-1]), model(input_ids=ids).logits)
+
+
+def test_embeddings_in_place_of_ids(ids):
+    model = small_model(**PRO)
+    embeds = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(model(inputs_embeds=embeds).logits, model(input_ids=ids).logits)
+
+
+def gradients(model: PreTrainedModel, ids: torch.Tensor, **forward) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(input_ids=ids, labels=ids, **forward).loss.mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def count_mixer_calls(model: PreTrainedModel) -> list[int]:
+    calls = [0] * len(model.model.layers)
+    for i, block in enumerate(model.model.layers):
+
+        def count(*_, i=i):
+            calls[i] += 1
+
+        block.sequence_mixer.register_forward_hook(count)
+    return calls
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+def test_gradient_checkpointing_runs_blocks_twice_and_changes_no_gradient(ids):
+    model = small_model(**PRO).train()
+    want = gradients(model, ids)
+    calls = count_mixer_calls(model)
+    model.gradient_checkpointing_enable()
+    got = gradients(model, ids)
+    assert calls == [2, 2]
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    model.gradient_checkpointing_enable(every_n_layers=2)
+    gradients(model, ids)
+    assert calls == [4, 3]
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(input_ids=ids, use_cache=True)
+    assert model.eval()(input_ids=ids).past_key_values is not None
+
+
+def test_hooks_of_a_checkpointed_block_run_once_per_pass(ids):
+    """FSDP2 gathers and frees weights in the hooks of a block, so checkpointing must happen inside of them."""
+    model = small_model().train()
+    block = model.model.layers[0]
+    block.gradient_checkpointing = True
+    calls = []
+    block.register_forward_pre_hook(lambda *_: calls.append("hook"))
+    gradients(model, ids)
+    assert calls == ["hook"]
+
+
+def test_left_padding_contributes_no_gradient(ids):
+    model = small_model(**PRO, use_rope=True)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[:, :5], mask[:, :5] = -100, 0
+    got = gradients_of_sum(model, ids, labels, mask)
+    want = gradients_of_sum(model, ids[:, 5:], labels[:, 5:], None)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-4)
+
+
+def gradients_of_sum(model, ids, labels, mask) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(input_ids=ids, labels=labels, attention_mask=mask).loss.sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+class RunningSum(nn.Module):
+    """The simplest mixer there is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(width, width, bias=False)
+
+    def init_own_weights(self) -> None:
+        nn.init.eye_(self.in_proj.weight)
+
+    def forward(self, hidden, seq_start=None, cache=None):
+        return self.in_proj(hidden).cumsum(1), cache
+
+
+class RunningSumConfig(DecoderConfig):
+    """An architecture with a block without MLP and names of its own."""
+
+    mixer_norm_name: ClassVar[str] = "norm"
+    mixer_name: ClassVar[str] = "mixer"
+    final_norm_name: ClassVar[str] = "norm_f"
+    norm_eps: float = 1e-5
+
+    def build_mixer(self, layer_idx: int) -> RunningSum:
+        return RunningSum(self.hidden_size)
+
+    def build_mlp(self, layer_idx: int) -> None:
+        return None
+
+    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
+        return 2 * self.hidden_size**2
+
+    def mlp_flops_per_token(self, layer_idx: int) -> float:
+        return 0
+
+
+class RunningSumForCausalLM(DecoderForCausalLM):
+    config_class = RunningSumConfig
+    base_model_prefix = "backbone"
+
+
+def test_another_architecture_is_a_mixer_and_a_config(ids):
+    config = RunningSumConfig(vocab_size=61, hidden_size=8, num_hidden_layers=2)
+    model = RunningSumForCausalLM(config)
+    layers = [f"backbone.layers.{i}.{name}" for i in range(2) for name in ("norm.weight", "mixer.in_proj.weight")]
+    assert set(model.state_dict()) == {
+        "backbone.embeddings.weight",
+        *layers,
+        "backbone.norm_f.weight",
+        "lm_head.weight",
+    }
+    assert torch.equal(model.backbone.layers[1].mixer.in_proj.weight, torch.eye(8))
+    gradients(model, ids)
+    assert config.flops_per_token(100) == 3 * (2 * 2 * 64 + 2 * 8 * 61)

@@ -1,0 +1,220 @@
+"""Whatever a cache is put through, the model predicts what a full forward pass predicts."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from forgetting_transformer.model import ForgettingTransformerForCausalLM
+from forgetting_transformer.model.cache import ForgettingAttentionCache
+from tests.model.small_models import PRO, small_model
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def pro_rope_model() -> ForgettingTransformerForCausalLM:
+    """Everything that keeps state between tokens at once: gates, shifts and positions."""
+    return small_model(**PRO, use_rope=True)
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+def logits_in_pieces(model, ids: Tensor, lengths: list[int], mask: Tensor | None = None) -> Tensor:
+    """Logits of a sequence fed in pieces, each onto the cache of those before."""
+    cache, pieces, start = None, [], 0
+    for length in lengths:
+        piece = slice(start, start + length)
+        piece_mask = None if mask is None else mask[:, : start + length]
+        out = model(input_ids=ids[:, piece], attention_mask=piece_mask, past_key_values=cache, use_cache=True)
+        cache, start = out.past_key_values, start + length
+        pieces.append(out.logits)
+        assert cache.get_seq_length() == start
+    return torch.cat(pieces, dim=1)
+
+
+PIECES = [[1] * 12, [5, 1, 1, 1, 1, 1, 1, 1], [5, 7], [4, 4, 4], [11, 1]]
+VARIANTS = [
+    {},
+    PRO,
+    {"use_rope": True},
+    {**PRO, "qk_norm_share_param_across_head": True, "use_rope": True},
+    {"use_k_shift": True},
+]
+
+
+@pytest.mark.parametrize("lengths", PIECES, ids=str)
+@pytest.mark.parametrize("options", VARIANTS, ids=["llama", "pro", "rope", "pro rope", "k shift"])
+def test_pieces_equal_the_whole(options, lengths, ids):
+    model = small_model(**options)
+    assert_close(logits_in_pieces(model, ids, lengths), model(input_ids=ids, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("lengths", [[12], *PIECES], ids=str)
+def test_left_padding_changes_nothing(pro_rope_model, ids, lengths):
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    logits = logits_in_pieces(pro_rope_model, ids, lengths, mask)
+    assert_close(logits[:1, 6:], pro_rope_model(input_ids=ids[:1, 6:]).logits)
+    assert_close(logits[1:], pro_rope_model(input_ids=ids[1:]).logits)
+
+
+def test_the_cache_remembers_padding_without_a_mask(pro_rope_model, ids):
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    cache = pro_rope_model(input_ids=ids[:, :8], attention_mask=mask[:, :8]).past_key_values
+    logits = pro_rope_model(input_ids=ids[:, 8:], past_key_values=cache).logits
+    assert_close(logits[:1], pro_rope_model(input_ids=ids[:1, 6:]).logits[:, 2:])
+
+
+def greedy_by_full_passes(model, ids: Tensor, steps: int) -> Tensor:
+    for _ in range(steps):
+        ids = torch.cat((ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
+    return ids
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"use_cache": False}, {"attention_mask": torch.ones(2, 12, dtype=torch.long)}, {"prefill_chunk_size": 5}],
+    ids=["cache", "no cache", "mask of ones", "chunked prefill"],
+)
+def test_greedy_generation(pro_rope_model, ids, how):
+    want = greedy_by_full_passes(pro_rope_model, ids, 10)
+    assert torch.equal(pro_rope_model.generate(ids, max_new_tokens=10, do_sample=False, **how), want)
+
+
+@pytest.mark.parametrize("how", [{}, {"use_cache": False}, {"prefill_chunk_size": 3}], ids=str)
+def test_greedy_generation_with_left_padding(pro_rope_model, ids, how):
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    out = pro_rope_model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, **how)
+    assert torch.equal(out[:1, 5:], greedy_by_full_passes(pro_rope_model, ids[:1, 5:], 10))
+    assert torch.equal(out[1:], greedy_by_full_passes(pro_rope_model, ids[1:], 10))
+
+
+@pytest.mark.parametrize(
+    "how", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}, {"do_sample": True}], ids=str
+)
+def test_beams_and_samples_do_not_depend_on_the_cache(pro_rope_model, ids, how):
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    outs = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        outs.append(
+            pro_rope_model.generate(
+                ids, attention_mask=mask, max_new_tokens=8, use_cache=use_cache, **{"do_sample": False, **how}
+            )
+        )
+    assert torch.equal(*outs)
+
+
+def test_assisted_generation_takes_back_rejected_tokens(pro_rope_model, ids):
+    prompt = ids[:1].repeat(1, 2)  # repetition gives the look-up something to propose
+    want = greedy_by_full_passes(pro_rope_model, prompt, 12)
+    out = pro_rope_model.generate(prompt, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
+    assert torch.equal(out, want)
+
+
+def test_generation_from_embeddings(pro_rope_model, ids):
+    embeds = pro_rope_model.get_input_embeddings()(ids)
+    out = pro_rope_model.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False)
+    assert torch.equal(out, greedy_by_full_passes(pro_rope_model, ids, 6)[:, 12:])
+
+
+def test_generation_goes_on_from_a_returned_cache(pro_rope_model, ids):
+    first = pro_rope_model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    out = pro_rope_model.generate(
+        first.sequences, past_key_values=first.past_key_values, max_new_tokens=6, do_sample=False
+    )
+    assert torch.equal(out, greedy_by_full_passes(pro_rope_model, ids, 10))
+
+
+def test_reordering_moves_gates_and_shift_states_too(pro_rope_model, ids):
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    order = torch.tensor([1, 1, 0])
+    full = pro_rope_model(input_ids=ids, attention_mask=mask).logits[:, 9:]
+    for method in ("reorder_cache", "batch_select_indices"):
+        cache = pro_rope_model(input_ids=ids[:, :9], attention_mask=mask[:, :9]).past_key_values
+        getattr(cache, method)(order)
+        assert_close(pro_rope_model(input_ids=ids[order, 9:], past_key_values=cache).logits, full[order])
+    cache = pro_rope_model(input_ids=ids[:, :9], attention_mask=mask[:, :9]).past_key_values
+    cache.batch_repeat_interleave(2)
+    twice = torch.tensor([0, 0, 1, 1])
+    assert_close(pro_rope_model(input_ids=ids[twice, 9:], past_key_values=cache).logits, full[twice])
+
+
+def test_cropping_takes_tokens_back(pro_rope_model, ids):
+    full = pro_rope_model(input_ids=ids).logits
+    cache = pro_rope_model(input_ids=ids[:, :8]).past_key_values
+    pro_rope_model(input_ids=ids[:, :3], past_key_values=cache)
+    cache.crop(-5)
+    assert cache.get_seq_length() == 6
+    assert_close(pro_rope_model(input_ids=ids[:, 6:], past_key_values=cache).logits, full[:, 6:])
+    cache.crop(0)
+    assert cache.get_seq_length() == 12
+    cache.crop(-12)
+    assert cache.get_seq_length() == 0
+    assert_close(pro_rope_model(input_ids=ids, past_key_values=cache).logits, full)
+
+
+def test_cropping_beyond_the_shift_history_is_refused():
+    model = small_model(**PRO)
+    length = ForgettingAttentionCache.SHIFT_HISTORY + 10
+    cache = model(input_ids=torch.zeros(1, length, dtype=torch.long)).past_key_values
+    assert cache.layers[0].shift_states["key"].shape[1] == ForgettingAttentionCache.SHIFT_HISTORY
+    with pytest.raises(ValueError, match="token shift remembers"):
+        cache.crop(-ForgettingAttentionCache.SHIFT_HISTORY)
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(3)
+
+
+def test_reset_empties_the_cache(pro_rope_model, ids):
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    cache = pro_rope_model(input_ids=ids, attention_mask=mask).past_key_values
+    cache.reset()
+    assert_close(pro_rope_model(input_ids=ids, past_key_values=cache).logits, pro_rope_model(input_ids=ids).logits)
+
+
+def test_gates_are_cached_in_float32(ids):
+    model = small_model(**PRO).bfloat16()
+    layer = model(input_ids=ids).past_key_values.layers[0]
+    assert layer.log_fgate.dtype == torch.float32 and layer.keys.dtype == torch.bfloat16
+
+
+def test_generation_under_autocast(pro_rope_model, ids):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = pro_rope_model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert out.shape == (2, 17)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        ({"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}, ValueError, "only left padding .* Pad on the left"),
+        ({"attention_mask": torch.ones(2, 4)}, ValueError, r"attention_mask has shape \(2, 4\)"),
+        ({"inputs_embeds": torch.zeros(2, 3, 32)}, ValueError, "exactly one of input_ids and inputs_embeds"),
+        ({"past_key_values": DynamicCache()}, TypeError, "past_key_values is a DynamicCache"),
+    ],
+)
+def test_calls_that_cannot_be_right_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        small_model()(input_ids=torch.zeros(2, 3, dtype=torch.long), **call)
+
+
+def test_other_cache_implementations_are_refused(ids):
+    with pytest.raises(ValueError, match="cache_implementation is 'static'"):
+        small_model().generate(ids, max_new_tokens=2, cache_implementation="static")

@@ -1,0 +1,307 @@
+"""Forgetting attention: every backend against the float64 reference, and the reference against its definition.
+
+Axes: B batch, H heads, M queries, N keys, D channels of a head. Tensors are head first unless said otherwise.
+"""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forgetting_transformer import forgetting_attention
+from forgetting_transformer.ops.forgetting_attention import (
+    forgetting_attention_portable,
+    forgetting_attention_reference,
+)
+
+# Small blocks make several of them out of short sequences.
+BACKENDS = {
+    "reference": forgetting_attention_reference,
+    "portable": forgetting_attention_portable,
+    "portable, blocks of 32": functools.partial(forgetting_attention_portable, block_size=32),
+}
+# In float32 the bias is rounded at the size it reaches within a block of queries: 6 nats per token if gates are strong,
+# 256 per hard reset. With strong gates, gradients other than dv are also the small difference of larger terms.
+FLOAT32_TOLERANCE = {"random": 5e-5, "slow": 1e-5, "absent": 1e-5, "resets": 2e-4, "strong": 1e-2}
+
+
+def make_gates(kind: str, *shape: int) -> Tensor:
+    """Log forget gates in float64."""
+    logit = torch.randn(shape, dtype=torch.float64)
+    if kind == "absent":
+        return torch.zeros_like(logit)
+    log_fgate = F.logsigmoid(logit + {"random": 0, "slow": 5, "strong": -6, "resets": 3}[kind])
+    if kind == "resets":
+        log_fgate[torch.rand(shape) < 0.1] = -torch.inf
+    return log_fgate
+
+
+def make_inputs(m: int, n: int, d: int, gates: str = "random", seed: int = 0) -> list[Tensor]:
+    """q, k, v, log_fgate in float64 for 2 sequences of 3 heads."""
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(2, 3, length, d, dtype=torch.float64) for length in (m, n, n))
+    return [q, k, v, make_gates(gates, 2, 3, n)]
+
+
+def run(attend, inputs: list[Tensor], seq_start: Tensor | None = None) -> dict[str, Tensor]:
+    """Output and the four gradients for a fixed random output gradient."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = attend(*leaves, seq_start, 1 / math.sqrt(inputs[0].shape[-1]))
+    # Rounded to bfloat16, so that it is the same number in every dtype.
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    out.backward(grad_out.to(out.dtype))
+    names = ("dq", "dk", "dv", "dlog_fgate")
+    return {"out": out.detach(), **{name: x.grad for name, x in zip(names, leaves, strict=True)}}
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    """||got - want|| ≤ tolerance · ||want||, with a floor for gradients that are zero but for rounding."""
+    for name in want:
+        assert got[name].isfinite().all(), name
+        error, size = (got[name].double() - want[name]).norm().item(), want[name].norm().item()
+        assert error <= tolerance * (size + 0.1), f"{name}: relative error {error / max(size, 1e-30):.1e}"
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, scale: float) -> Tensor:
+    """The definition with Python loops, one head."""
+    rows = []
+    first_query = len(k) - len(q)
+    for m in range(len(q)):
+        i = first_query + m
+        scores = torch.stack([scale * q[m] @ k[j] + log_fgate[j + 1 : i + 1].sum() for j in range(i + 1)])
+        rows.append(scores.softmax(0) @ v[: i + 1])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("m, n", [(7, 7), (3, 7), (1, 7)])
+@pytest.mark.parametrize("gates", ["random", "resets"])
+def test_reference_is_the_definition(m, n, gates):
+    q, k, v, log_fgate = make_inputs(m, n, 4, gates)
+    out = forgetting_attention_reference(q, k, v, log_fgate, None, 0.7)
+    for b in range(2):
+        for h in range(3):
+            want = written_out(q[b, h], k[b, h], v[b, h], log_fgate[b, h], 0.7)
+            torch.testing.assert_close(out[b, h], want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seq_start", [None, torch.tensor([0, 3])])
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_gradients_are_derivatives(backend, seq_start):
+    inputs = [x.requires_grad_() for x in make_inputs(4, 6, 4)]
+    assert torch.autograd.gradcheck(lambda *x: backend(*x, seq_start, 0.5), inputs)
+
+
+@pytest.mark.parametrize("gates", FLOAT32_TOLERANCE)
+@pytest.mark.parametrize(
+    "m, n, d", [(1, 1, 16), (1, 63, 60), (63, 63, 64), (100, 100, 16), (40, 100, 64), (33, 65, 128)]
+)
+@pytest.mark.parametrize("backend", list(BACKENDS)[1:])
+def test_portable_equals_reference(backend, m, n, d, gates):
+    inputs = make_inputs(m, n, d, gates)
+    want = run(forgetting_attention_reference, inputs)
+    assert_close(run(BACKENDS[backend], inputs), want, 1e-11)
+    single = [x.float() for x in inputs]
+    want = run(forgetting_attention_reference, [x.double() for x in single])
+    assert_close(run(BACKENDS[backend], single), want, FLOAT32_TOLERANCE[gates])
+
+
+@pytest.mark.parametrize("m", [1100, 60])
+def test_portable_equals_reference_over_several_default_blocks(m):
+    inputs = [x.float() for x in make_inputs(m, 1100, 16)]
+    want = run(forgetting_attention_reference, [x.double() for x in inputs])
+    assert_close(run(forgetting_attention_portable, inputs), want, 5e-5)
+
+
+def test_the_comparison_notices_a_gate_shifted_by_one():
+    inputs = make_inputs(40, 40, 16)
+    want = run(forgetting_attention_reference, inputs)
+    inputs[3] = inputs[3].roll(1, dims=-1)
+    with pytest.raises(AssertionError):
+        assert_close(run(forgetting_attention_portable, inputs), want, 1e-2)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+def test_half_precision_costs_no_more_than_rounding_inputs_and_outputs(dtype, tolerance):
+    inputs = make_inputs(150, 150, 64)
+    inputs = [*(x.to(dtype) for x in inputs[:3]), inputs[3].float()]
+    want = run(forgetting_attention_reference, [x.double() for x in inputs])
+    got = run(forgetting_attention_portable, inputs)
+    assert got["out"].dtype == got["dq"].dtype == dtype and got["dlog_fgate"].dtype == torch.float32
+    assert_close(got, want, tolerance)
+    assert_close({"dlog_fgate": got["dlog_fgate"]}, {"dlog_fgate": want["dlog_fgate"]}, 5e-5)
+
+
+@pytest.mark.parametrize("gates", ["random", "slow", "absent"])
+def test_three_bfloat16_channels_carry_the_bias(gates):
+    inputs = make_inputs(200, 200, 64, gates)
+    inputs = [*(x.bfloat16() for x in inputs[:3]), inputs[3].float()]
+    want = run(forgetting_attention_reference, [x.double() for x in inputs])
+    got = run(functools.partial(forgetting_attention_portable, compute_dtype=torch.bfloat16), inputs)
+    assert_close({"out": got["out"]}, {"out": want["out"]}, 4e-3)
+    gradients = ("dq", "dk", "dv")
+    assert_close({name: got[name] for name in gradients}, {name: want[name] for name in gradients}, 1e-2)
+
+
+def test_near_pairs_are_exact_however_long_the_sequence():
+    """Two keys 16 apart at the end of 20,000 strongly forgetting positions: the ratio of their weights is their decay."""
+    n, head_dim = 20_000, 2
+    torch.manual_seed(0)
+    log_fgate = F.logsigmoid(torch.randn(1, 1, n, dtype=torch.float64) - 0.5)
+    positions = torch.arange(n - 40, n)
+    near, far = positions[-1].item(), positions[-17].item()
+    # Scores of the two keys are equalised, all others are pushed out of sight, values tell the two apart.
+    k = torch.zeros(1, 1, n, head_dim, dtype=torch.float64)
+    k[..., 0] = -200.0
+    k[0, 0, near, 0] = 0.0
+    k[0, 0, far, 0] = -log_fgate[0, 0, far + 1 : near + 1].sum()
+    v = torch.zeros(1, 1, n, head_dim, dtype=torch.float64)
+    v[0, 0, near, 0] = v[0, 0, far, 1] = 1.0
+    q = torch.zeros(1, 1, 1500, head_dim, dtype=torch.float64)
+    q[..., 0] = 1.0
+    inputs = [x.float() for x in (q, k, v, log_fgate)]
+    out = forgetting_attention_portable(*inputs, None, 1.0)[0, 0, -1]
+    assert abs(math.log(out[0] / out[1])) < 1e-4
+    whole_cumsum_error = (inputs[3].cumsum(-1).double() - inputs[3].double().cumsum(-1)).abs().max()
+    assert whole_cumsum_error > 1e-4, "the case is too easy: one float32 running sum would do"
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_nothing_is_seen_across_a_hard_reset(backend):
+    inputs = [x.float() for x in make_inputs(80, 80, 16)]
+    inputs[3][..., 50] = -torch.inf
+    got = run(backend, inputs)
+    tail = [x[:, :, 50:] for x in inputs]
+    tail[3] = tail[3].clone()
+    tail[3][..., 0] = 0
+    assert_close({"out": got["out"][:, :, 50:]}, {"out": run(backend, tail)["out"].double()}, 1e-4)
+    assert all(x.isfinite().all() for x in got.values())
+    assert (got["dlog_fgate"][..., 50] == 0).all()
+
+
+def test_without_forgetting_it_is_ordinary_attention():
+    q, k, v, log_fgate = (x.float() for x in make_inputs(70, 70, 16, "absent"))
+    out = forgetting_attention(q, k, v, log_fgate, head_first=True)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("m", [60, 90])
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
+def test_left_padding_equals_no_padding_whatever_it_holds(backend, m):
+    n = 90
+    seq_start = torch.tensor([0, 37])
+    inputs = [x.float() for x in make_inputs(m, n, 16)]
+    for x, first in zip(inputs, (n - m, 0, 0, 0), strict=True):
+        x[1, :, : max(0, 37 - first)] = torch.nan
+    got = run(backend, inputs, seq_start)
+    assert all(x.isfinite().all() for x in got.values())
+    hidden_queries = max(0, 37 - (n - m))
+    for name, num_hidden in zip(got, (hidden_queries, hidden_queries, 37, 37, 38), strict=True):
+        assert (got[name][1, :, :num_hidden] == 0).all(), name
+    want = run(functools.partial(short_alone, backend, hidden_queries), inputs)
+    assert_close(got, want, 5e-5)
+
+
+def short_alone(backend, hidden_queries, q, k, v, log_fgate, _, sm_scale) -> Tensor:
+    """Attend in the first sequence as it is, and in the second without its 37 tokens of padding."""
+    first = backend(q[:1], k[:1], v[:1], log_fgate[:1], None, sm_scale)
+    second = backend(q[1:, :, hidden_queries:], k[1:, :, 37:], v[1:, :, 37:], log_fgate[1:, :, 37:], None, sm_scale)
+    return torch.cat((first, F.pad(second, (0, 0, hidden_queries, 0))))
+
+
+def test_a_sequence_of_padding_only_gives_zeros():
+    q, k, v, log_fgate = (x.float() for x in make_inputs(5, 5, 8))
+    out = forgetting_attention(q, k, v, log_fgate, head_first=True, seq_start=torch.tensor([5, 0]))
+    assert (out[0] == 0).all() and (out[1] != 0).any()
+
+
+def test_head_first_only_moves_the_axis():
+    inputs = [x.float() for x in make_inputs(9, 12, 8)]
+    out = forgetting_attention(*inputs, head_first=True)
+    head_last = forgetting_attention(*(x.transpose(1, 2) for x in inputs))
+    torch.testing.assert_close(head_last, out.transpose(1, 2))
+
+
+def test_autocast_does_not_round_inside():
+    inputs = [x.float() for x in make_inputs(70, 70, 16)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_autocast = forgetting_attention(*inputs, head_first=True)
+    assert torch.equal(under_autocast, forgetting_attention(*inputs, head_first=True))
+
+
+def test_sm_scale_defaults_to_one_over_root_d():
+    inputs = [x.float() for x in make_inputs(9, 9, 16)]
+    assert torch.equal(forgetting_attention(*inputs), forgetting_attention(*inputs, sm_scale=0.25))
+    assert not torch.equal(forgetting_attention(*inputs), forgetting_attention(*inputs, sm_scale=0.5))
+
+
+@pytest.mark.parametrize("threshold", ["auto", -10.0, -5, torch.tensor(-3.0), torch.full((2, 1), -3.0), torch.zeros(9)])
+def test_exact_backends_skip_nothing(threshold):
+    inputs = [x.float() for x in make_inputs(9, 9, 16)]  # read as (B, T, H, D): 3 positions of 9 heads
+    out = forgetting_attention(*inputs, adaptive_threshold=threshold)
+    assert torch.equal(out, forgetting_attention(*inputs))
+
+
+def test_memory_for_the_backward_pass_grows_with_length_not_its_square():
+    def saved_bytes(n: int) -> int:
+        storages = {}
+
+        def note(x: Tensor) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        inputs = [x.float().requires_grad_() for x in make_inputs(n, n, 8)]
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            out = forgetting_attention_portable(*inputs, None, 1.0, block_size=64)
+        assert out.requires_grad
+        return sum(storages.values())
+
+    assert saved_bytes(512) < 2.5 * saved_bytes(256)
+
+
+GOOD = {
+    "q": torch.zeros(2, 5, 3, 8),
+    "k": torch.zeros(2, 6, 3, 8),
+    "v": torch.zeros(2, 6, 3, 8),
+    "log_fgate": torch.zeros(2, 6, 3),
+}
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"q": torch.zeros(2, 7, 3, 8)}, ValueError, "q has 7 positions and k only 6"),
+        ({"q": torch.zeros(2, 5, 24)}, ValueError, "q has shape .* 4 axes"),
+        ({"q": torch.zeros(2, 0, 3, 8)}, ValueError, "q has shape .* at least one element"),
+        ({"q": torch.zeros(2, 5, 3, 8, dtype=torch.long)}, TypeError, "q has dtype torch.int64"),
+        ({"q": [1.0]}, TypeError, "q is a list"),
+        ({"k": torch.zeros(2, 6, 3, 8).half()}, ValueError, "k is torch.float16 and q torch.float32"),
+        ({"k": torch.zeros(2, 6, 3, 8, device="meta")}, ValueError, "k is on meta and q on cpu"),
+        ({"v": torch.zeros(2, 5, 3, 8)}, ValueError, "v has shape"),
+        ({"k": torch.zeros(4, 6, 3, 8), "v": torch.zeros(4, 6, 3, 8)}, ValueError, "k has batch size 4"),
+        ({"k": torch.zeros(2, 6, 3, 4), "v": torch.zeros(2, 6, 3, 4)}, ValueError, "k has head dimension 4"),
+        ({"k": torch.zeros(2, 6, 1, 8), "v": torch.zeros(2, 6, 1, 8)}, ValueError, "Grouped-query .* repeat"),
+        ({"log_fgate": torch.zeros(2, 5, 3)}, ValueError, "log_fgate has shape .* one entry per key and head"),
+        ({"log_fgate": torch.zeros(2, 3, 6)}, ValueError, "log_fgate has shape"),
+        ({"seq_start": torch.tensor([0, 7])}, ValueError, r"seq_start is \[0, 7\].* \[0, 6\]"),
+        ({"seq_start": torch.tensor([-1, 0])}, ValueError, "seq_start is"),
+        ({"seq_start": torch.tensor([0])}, ValueError, "seq_start has shape"),
+        ({"seq_start": torch.tensor([0.0, 1.0])}, TypeError, "seq_start has dtype torch.float32"),
+        ({"seq_start": [0, 0]}, TypeError, "seq_start is a list"),
+        ({"sm_scale": 0.0}, ValueError, "sm_scale is 0.0"),
+        ({"sm_scale": math.nan}, ValueError, "sm_scale is nan"),
+        ({"adaptive_threshold": "fast"}, ValueError, "'auto'"),
+        ({"adaptive_threshold": 1.0}, ValueError, "adaptive_threshold is 1.0"),
+        ({"adaptive_threshold": math.nan}, ValueError, "adaptive_threshold is nan"),
+        ({"adaptive_threshold": True}, TypeError, "adaptive_threshold is a bool"),
+        ({"adaptive_threshold": torch.zeros(6)}, ValueError, r"broadcast to \(B, H\) = \(2, 3\)"),
+        ({"adaptive_threshold": torch.ones(3)}, ValueError, "positive or NaN"),
+        ({"adaptive_threshold": torch.zeros(3, dtype=torch.long)}, TypeError, "floating"),
+    ],
+)
+def test_refused_inputs_name_the_argument(change, error, message):
+    forgetting_attention(**GOOD)
+    with pytest.raises(error, match=message):
+        forgetting_attention(**{**GOOD, **change})

@@ -1,0 +1,124 @@
+"""Token shift, rotary embedding, norms and cross-entropy against their definitions."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
+from forgetting_transformer.ops.norm import rms_norm
+from forgetting_transformer.ops.rotary import rotate
+from forgetting_transformer.ops.token_shift import token_shift
+
+
+def test_token_shift_weighs_the_previous_token_by_the_current_alpha():
+    torch.manual_seed(0)
+    y, alpha, previous = torch.randn(2, 5, 3, 4), torch.rand(2, 5, 3), torch.randn(2, 3, 4)
+    for first in (None, previous):
+        out = token_shift(y, alpha, first)
+        before = torch.zeros(2, 3, 4) if first is None else first
+        for t in range(5):
+            a = alpha[:, t, :, None]
+            torch.testing.assert_close(out[:, t], a * before + (1 - a) * y[:, t])
+            before = y[:, t]
+
+
+def test_token_shift_goes_on_where_it_stopped():
+    torch.manual_seed(0)
+    y, alpha = torch.randn(2, 9, 3, 4), torch.rand(2, 9, 3)
+    whole = token_shift(y, alpha)
+    assert torch.equal(token_shift(y[:, 4:], alpha[:, 4:], y[:, 3]), whole[:, 4:])
+    assert torch.equal(token_shift(y[:, :1], alpha[:, :1]), whole[:, :1])
+
+
+def test_token_shift_refuses_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match="alpha has shape"):
+        token_shift(torch.zeros(2, 5, 3, 4), torch.zeros(2, 5, 4))
+    with pytest.raises(ValueError, match="previous has shape"):
+        token_shift(torch.zeros(2, 5, 3, 4), torch.zeros(2, 5, 3), torch.zeros(2, 12))
+
+
+def test_rotary_turns_halves_of_a_head_against_each_other():
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 2, 6, dtype=torch.float64)
+    out = rotate(x, first_position=3, base=100.0)
+    for t in range(4):
+        for d in range(3):
+            angle = (3 + t) * 100.0 ** (-2 * d / 6)
+            a, b = x[0, t, :, d], x[0, t, :, d + 3]
+            torch.testing.assert_close(out[0, t, :, d], a * math.cos(angle) - b * math.sin(angle))
+            torch.testing.assert_close(out[0, t, :, d + 3], a * math.sin(angle) + b * math.cos(angle))
+
+
+def test_rotary_products_depend_on_distance_only():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 8, 1, 16)
+    near, far = (rotate(q, p)[0, 5, 0] @ rotate(k, p)[0, 2, 0] for p in (0, 700))
+    torch.testing.assert_close(near, far, rtol=1e-3, atol=1e-4)
+
+
+def test_rotary_angles_are_float32_for_bfloat16_inputs():
+    x = torch.ones(1, 1, 1, 64, dtype=torch.bfloat16)
+    torch.testing.assert_close(rotate(x, 16_383), rotate(x.float(), 16_383).bfloat16())
+
+
+def test_rotary_refuses_odd_heads():
+    with pytest.raises(ValueError, match="head_dim is 3"):
+        rotate(torch.zeros(1, 1, 1, 3))
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_rms_norm_normalises_each_group(num_groups):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 5, 12), torch.randn(12)
+    want = F.rms_norm(x.unflatten(-1, (num_groups, -1)), (12 // num_groups,), eps=1e-5).flatten(-2) * weight
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5, num_groups), want)
+
+
+def test_rms_norm_statistics_are_float32_for_half_inputs():
+    x = torch.full((1, 8), 300.0, dtype=torch.float16)  # 300² overflows float16
+    torch.testing.assert_close(rms_norm(x, torch.ones(8), 1e-6), torch.ones(1, 8, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("max_logits", [2**27, 50, 1], ids=["one slice", "slices of 5 tokens", "token by token"])
+def test_cross_entropy_in_slices_is_cross_entropy(max_logits):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 7, 6, requires_grad=True), torch.randn(10, 6, requires_grad=True)
+    labels = torch.randint(0, 10, (2, 7))
+    labels[0, 3] = -100
+    loss = linear_cross_entropy(hidden, weight, labels, max_logits=max_logits)
+    want = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="none").view(2, 7)
+    torch.testing.assert_close(loss, want)
+    assert loss.dtype == torch.float32 and loss[0, 3] == 0
+    grad_loss = torch.randn(2, 7)
+    got_grads = torch.autograd.grad(loss, (hidden, weight), grad_loss)
+    for got, expected in zip(got_grads, torch.autograd.grad(want, (hidden, weight), grad_loss), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert (got_grads[0][0, 3] == 0).all()
+
+
+def test_cross_entropy_never_saves_all_logits():
+    hidden, weight = torch.randn(1, 64, 4, requires_grad=True), torch.randn(100, 4, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        linear_cross_entropy(hidden, weight, torch.zeros(1, 64, dtype=torch.long), max_logits=800)
+    assert max(saved, default=0) <= 800
+
+
+def test_cross_entropy_is_float32_for_bfloat16():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 7, 6).bfloat16(), torch.randn(10, 6).bfloat16()
+    assert linear_cross_entropy(hidden, weight, torch.zeros(1, 7, dtype=torch.long)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("label", [10, -1])
+def test_cross_entropy_names_a_label_out_of_range(label):
+    labels = torch.tensor([[0, label]])
+    with pytest.raises(ValueError, match=rf"label {label} is out of range.*\[0, 10\).*-100"):
+        linear_cross_entropy(torch.zeros(1, 2, 4), torch.zeros(10, 4), labels)
+
+
+def test_cross_entropy_refuses_labels_of_another_shape():
+    with pytest.raises(ValueError, match="labels have shape"):
+        linear_cross_entropy(torch.zeros(1, 2, 4), torch.zeros(10, 4), torch.zeros(2, dtype=torch.long))
