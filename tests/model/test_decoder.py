@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers import initialization as init
 
 from forgetting_transformer.model import DecoderConfig, DecoderForCausalLM
 from tests.model.small_models import PRO, small_model
@@ -127,7 +128,7 @@ class RunningSum(nn.Module):
         self.in_proj = nn.Linear(width, width, bias=False)
 
     def init_own_weights(self) -> None:
-        nn.init.eye_(self.in_proj.weight)
+        init.eye_(self.in_proj.weight)
 
     def forward(self, hidden, seq_start=None, cache=None):
         return self.in_proj(hidden).cumsum(1), cache
@@ -159,7 +160,7 @@ class RunningSumForCausalLM(DecoderForCausalLM):
     base_model_prefix = "backbone"
 
 
-def test_another_architecture_is_a_mixer_and_a_config(ids):
+def test_another_architecture_is_a_mixer_and_a_config(ids, tmp_path):
     config = RunningSumConfig(vocab_size=61, hidden_size=8, num_hidden_layers=2)
     model = RunningSumForCausalLM(config)
     layers = [f"backbone.layers.{i}.{name}" for i in range(2) for name in ("norm.weight", "mixer.in_proj.weight")]
@@ -170,5 +171,10 @@ def test_another_architecture_is_a_mixer_and_a_config(ids):
         "lm_head.weight",
     }
     assert torch.equal(model.backbone.layers[1].mixer.in_proj.weight, torch.eye(8))
+    with torch.no_grad():
+        model.backbone.layers[1].mixer.in_proj.weight.add_(1)
     gradients(model, ids)
+    model.save_pretrained(tmp_path)
+    loaded = RunningSumForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
     assert config.flops_per_token(100) == 3 * (2 * 2 * 64 + 2 * 8 * 61)

@@ -93,20 +93,23 @@ def test_strategies_agree_from_the_first_step(tiny, tmp_path):
 def test_killed_at_random_moments_it_ends_in_the_same_weights(tiny, tmp_path, strategy, world_size, kills):
     """SIGKILL again and again, also while checkpoints are being written: one is due at every step."""
     config = changed(tiny, strategy__name=strategy, checkpoint_interval=STEP)
-    config = changed(config, train__max_tokens=60 * STEP, schedule__total_tokens=60 * STEP)
+    config = changed(config, train__max_tokens=60 * STEP, schedule__total_tokens=60 * STEP, datamodule__repeat=True)
     straight = changed(config, output_dir=str(tmp_path / "straight"))
-    started = time.monotonic()
     train(straight, world_size)
-    duration = time.monotonic() - started
     generator = random.Random(strategy)
-    killed_in_flight = 0
+    log = Path(config["output_dir"]) / "metrics/jsonlines/train.jsonl"
     for _ in range(kills):
+        done = log.read_bytes().count(b"\n") if log.exists() else 0
         job = Job(config, world_size)
-        time.sleep(generator.uniform(0.3, 0.8) * duration)
-        killed_in_flight += all(process.is_alive() for process in job.processes)
+        # A few steps further than the last life, at whatever that process happens to be doing then.
+        goal, deadline = done + generator.randint(0, 3), time.monotonic() + 60
+        while not log.exists() or log.read_bytes().count(b"\n") <= goal:
+            assert all(p.is_alive() for p in job.processes) and time.monotonic() < deadline, job.errors()
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0, 0.1))
         job.kill()
+    assert len(losses(config["output_dir"])) < 60, "the kills came too late to prove anything"
     train(config, world_size)
-    assert killed_in_flight >= 2, "the kills came too late to prove anything"
     assert_same_run(straight["output_dir"], config["output_dir"], 60 * STEP)
 
 

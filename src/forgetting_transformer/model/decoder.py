@@ -5,7 +5,8 @@ An architecture is a mixer and a configuration. The configuration builds the mix
 
     forward(hidden_BTE, seq_start_B=None, cache=None) -> (out_BTE, cache)
     new_cache() -> CacheLayerMixin, an empty layer cache
-    init_own_weights(), optional: called after its submodules got the default initialisation, to change it
+    init_own_weights(), optional: called after its submodules got the default initialisation, to change it. It must
+        write through `transformers.initialization`, whose functions leave weights alone that came from a checkpoint
 
 and registers itself with `model.registry`.
 
@@ -148,6 +149,11 @@ class DecoderPreTrainedModel(PreTrainedModel):
         super()._init_weights(module)
         if hasattr(module, "init_own_weights"):
             module.init_own_weights()
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # For classes from outside its package transformers skips modules without parameters of their own, as a guard
+        # against initialisers that overwrite loaded weights. Ours do not, and a mixer's own initialisation must run.
+        super()._initialize_weights(module, is_custom_code=False)
 
 
 class DecoderModel(DecoderPreTrainedModel):

@@ -37,14 +37,15 @@ def linear_cross_entropy(
         dtype, softmax and loss in float32.
 
     Raises:
-        ValueError: shapes do not agree, or (checked on the CPU only, a GPU would stall) a label is out of range.
+        ValueError: shapes do not agree, or a label is out of range. The range is checked on the CPU only, and not under
+            torch.compile: a GPU would stall, a compiled graph break.
     """
     vocab_size = weight_Vd.shape[0]
     if labels_BT.shape != hidden_BTd.shape[:-1]:
         raise ValueError(
             f"labels have shape {tuple(labels_BT.shape)}; they must be {tuple(hidden_BTd.shape[:-1])}, one per token"
         )
-    if labels_BT.device.type == "cpu":
+    if labels_BT.device.type == "cpu" and not torch.compiler.is_compiling():
         bad = (labels_BT != ignore_index) & ((labels_BT < 0) | (labels_BT >= vocab_size))
         if bad.any():
             raise ValueError(
