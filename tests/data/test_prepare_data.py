@@ -340,6 +340,21 @@ def test_unfinished_corpus_keeps_its_tokens_when_the_layout_changes(
     assert all_files(tmp_path / "out") == all_files(tmp_path / "fresh")
 
 
+def test_a_first_try_that_failed_early_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": numbered_text(i, 9)}) + "\n" for i in range(9)))
+    with pytest.raises(CorpusError, match="--text_field"):
+        prepare(tmp_path / "out", tmp_path / "a.jsonl")
+    assert prepare(tmp_path / "out", tmp_path / "a.jsonl", text_field="body")["texts"] == 9
+
+
+def test_an_unfinished_corpus_of_other_texts_is_refused(tmp_path: Path) -> None:
+    tree = package_tree(tmp_path / "in")
+    with pytest.raises(CorpusError, match="too few"):
+        prepare(tmp_path / "out", tree, doc_len=65536)
+    with pytest.raises(CorpusError, match=r"(?s)exclude: \[\] there, \['package1'\] here.*--force"):
+        prepare(tmp_path / "out", tree, exclude=("package1",))
+
+
 def test_full_disk_names_the_file_and_the_same_command_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

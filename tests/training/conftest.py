@@ -37,7 +37,9 @@ def corpus(tmp_path_factory) -> Path:
         for position in range(DOC_LEN):
             tokens[:, position] = state
             state = table[state, generator.integers(0, 4, size=DOCUMENTS)]
-        array = zarr.create_array(folder / "tiny" / f"{split}.zarr", shape=tokens.shape, dtype="uint16", chunks=(16, 32))
+        array = zarr.create_array(
+            folder / "tiny" / f"{split}.zarr", shape=tokens.shape, dtype="uint16", chunks=(16, 32)
+        )
         array[:] = tokens
     return folder
 

@@ -7,7 +7,14 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.training.config import ConfigError, changes_that_alter_the_run, check, flatten, known_keys, parse
+from forgetting_transformer.training.config import (
+    ConfigError,
+    changes_that_alter_the_run,
+    check,
+    flatten,
+    known_keys,
+    parse,
+)
 from forgetting_transformer.training.schedule import build_schedule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -42,7 +49,9 @@ def test_every_group_file_has_only_known_keys(group_file):
     if str(group) == "recipe":
         pytest.skip("recipes are part of experiments, which the test above composes")
     extra = ["schedule.decay_tokens=1"] if name == "warmup_stable_decay" else []
-    extra += ["datamodule.dataset=x", "datamodule.train_batch_len=64", "datamodule.train_batch_size=8"] * (name == "corpus")
+    extra += ["datamodule.dataset=x", "datamodule.train_batch_len=64", "datamodule.train_batch_size=8"] * (
+        name == "corpus"
+    )
     extra += ["optimizer.lr=1", "train.max_tokens=1", "train.grad_acc_tokens=1"] * (name == "custom")
     experiment("experiment/longcrawl64/forgetting_transformer/pro_125m_2b", f"{group}={name}", *extra)
 
@@ -102,7 +111,11 @@ def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
     ("override", "world_size", "message"),
     [
         ("datamodule.train_batch_size=6", 4, r"train_batch_size=6 .* 4 processes; use a multiple of 4.*\[1, 2, 3, 6\]"),
-        ("train.grad_acc_tokens=1000", 1, r"grad_acc_tokens=1,000 does not split .* choose one of \[512, 1024, 2048, 4096\]"),
+        (
+            "train.grad_acc_tokens=1000",
+            1,
+            r"grad_acc_tokens=1,000 does not split .* choose one of \[512, 1024, 2048, 4096\]",
+        ),
         ("train.grad_acc_tokens=1536", 1, r"grad_acc_tokens=1,536"),
         ("log_interval=0", 1, "log_interval=0 must be positive"),
         ("fork_step=100", 1, "fork_dir=None and fork_step=100 belong together"),

@@ -121,7 +121,10 @@ trainer.Trainer.step = step
     [
         ({"data_dir": "/nonexistent"}, "no token array at /nonexistent/tiny/train.zarr. Set data_dir"),
         ({"train__max_tokens": 10**6}, "train.max_tokens=1,000,000 is more than the 6,144 tokens"),
-        ({"datamodule__train_batch_len": 48, "train__grad_acc_tokens": 48}, "datamodule.train_batch_len=48 must divide"),
+        (
+            {"datamodule__train_batch_len": 48, "train__grad_acc_tokens": 48},
+            "datamodule.train_batch_len=48 must divide",
+        ),
         ({"model__config__hidden_sizes": 3}, "hidden_sizes"),
         ({"model__name": "fox"}, "forgetting_transformer"),
         ({"model__config__vocab_size": 7}, "vocab_size=7 is not the corpus's 64"),
@@ -255,7 +258,15 @@ def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
     def run(*command: str) -> subprocess.CompletedProcess:
         return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=180)
 
-    fabric = [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--accelerator", "cpu", "--devices", "2"]
+    fabric = [
+        str(Path(sys.executable).with_name("fabric")),
+        "run",
+        "train.py",
+        "--accelerator",
+        "cpu",
+        "--devices",
+        "2",
+    ]
     done = run(*fabric, "--main-port", "29533", *flat, f"train.max_tokens={6 * STEP}", "schedule.total_tokens=1280")
     assert done.returncode == 0, done.stderr
     done = run(sys.executable, "train.py", *flat, f"train.max_tokens={10 * STEP}", "schedule.total_tokens=1280")

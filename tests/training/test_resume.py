@@ -16,7 +16,9 @@ STRATEGIES = [("auto", 1), ("ddp", 2), ("fsdp", 2)]
 
 
 def lines(output_dir: str, kind: str) -> list[dict]:
-    return [json.loads(line) for line in (Path(output_dir) / f"metrics/jsonlines/{kind}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (Path(output_dir) / f"metrics/jsonlines/{kind}.jsonl").read_text().splitlines()
+    ]
 
 
 def losses(output_dir: str) -> dict[int, float]:
@@ -34,7 +36,9 @@ def assert_same_run(a: str, b: str, step: int = 20 * STEP) -> None:
     assert losses(a) == losses(b)
     for kind in ("train", "norm", "train_eval", "val"):
         for x, y in zip(lines(a, kind), lines(b, kind), strict=True):
-            untimed = [{k: v for k, v in entry.items() if "time" not in k and "per_second" not in k} for entry in (x, y)]
+            untimed = [
+                {k: v for k, v in entry.items() if "time" not in k and "per_second" not in k} for entry in (x, y)
+            ]
             assert untimed[0] == untimed[1]
     files = sorted(p.relative_to(a) for p in Path(a).glob("metrics/npz/*/*.npz"))
     assert files == sorted(p.relative_to(b) for p in Path(b).glob("metrics/npz/*/*.npz")) and len(files) >= 5

@@ -9,9 +9,9 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     CheckpointError,
-    inspect,
     load_weights,
-    step_of,
+    newest_valid,
+    steps_in,
 )
 from forgetting_transformer.training.run_directory import RunDirectory
 

@@ -7,12 +7,10 @@ manifest is a whole corpus, one without is not.
 
 import dataclasses
 import json
-import math
 import os
 import platform
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
@@ -28,6 +26,7 @@ from forgetting_transformer.data.corpus.errors import CorpusError, writing_under
 from forgetting_transformer.data.corpus.pool import open_pool
 from forgetting_transformer.data.corpus.progress import Progress
 from forgetting_transformer.data.corpus.settings import LAYOUT_SETTINGS, CorpusSettings
+from forgetting_transformer.data.corpus.summary import summary_lines
 
 FORMAT_VERSION = 1
 ARRAYS = ("train", "heldout")
@@ -131,14 +130,16 @@ def _begin_or_continue(settings: CorpusSettings, out: Path, work: Path, say: Say
     if begun.exists():
         written = json.loads(begun.read_text())
         different = settings.different_from(written)
-        if set(different) - set(LAYOUT_SETTINGS) or (work / "manifest.json").exists():
-            settings.refuse_if_different(written, out)
-        if different:
-            _delete_arrays(work)
-            _write_json(begun, settings.as_json())
-        changed = f", with another {', '.join(different)}" if different else ""
-        say(f"continuing the unfinished corpus in {out}{changed}")
-        return
+        layout_only = set(different) <= set(LAYOUT_SETTINGS)
+        if layout_only or _has_tokens(work):  # else a first try failed early, and nothing of it is worth keeping
+            if not layout_only or (work / "manifest.json").exists():
+                settings.refuse_if_different(written, out)
+            if different:
+                _delete_arrays(work)
+                _write_json(begun, settings.as_json())
+            changed = f", with another {', '.join(different)}" if different else ""
+            say(f"continuing the unfinished corpus in {out}{changed}")
+            return
     strangers = [name for name in PARTS if (out / name).exists()]
     if strangers:
         raise CorpusError(
@@ -149,6 +150,11 @@ def _begin_or_continue(settings: CorpusSettings, out: Path, work: Path, say: Say
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     _write_json(begun, settings.as_json())
+
+
+def _has_tokens(work: Path) -> bool:
+    tokens = work / "stream" / "tokens.bin"
+    return tokens.exists() and tokens.stat().st_size > 0
 
 
 def _delete_arrays(work: Path) -> None:
@@ -351,38 +357,3 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
-
-
-# The summary --------------------------------------------------------------------------------------------------
-
-
-def summary_lines(manifest: dict[str, Any]) -> list[str]:
-    """What was made and what was left out, for people."""
-    train, heldout = manifest["arrays"]["train"], manifest["arrays"]["heldout"]
-    entropy, roundtrip = manifest["unigram_entropy_nats"], manifest["tokenizer"]["roundtrip"]
-    lines = [
-        f"{manifest['texts']:,} texts, {manifest['bytes']:,} bytes in {manifest['seconds']:.0f} s",
-        f"train.zarr    {train['documents']:,} documents × {manifest['doc_len']:,} = {train['tokens']:,} tokens",
-        f"heldout.zarr  {heldout['documents']:,} documents × {manifest['doc_len']:,} = {heldout['tokens']:,} tokens, "
-        f"{manifest['split']['groups_heldout']:,} of {manifest['split']['groups']:,} source groups",
-        f"tokenizer     {manifest['tokenizer']['name']}: {manifest['vocab_size']:,} ids, "
-        f"{manifest['bytes_per_token']:.2f} bytes per token, unigram entropy {entropy:.3f} nats per token "
-        f"(perplexity {math.exp(entropy):,.0f})",
-    ]
-    dropped = Counter(manifest["dropped"])
-    for name, count in manifest["dropped_tokens"].items():
-        dropped[f"tokens at the end of {name} that fill no row"] = count
-    lines += [f"dropped       {count:,} × {reason}" for reason, count in dropped.items() if count]
-    if manifest["stopped_early"]:
-        lines.append(f"stopped at --max_bytes {manifest['settings']['max_bytes']:,}; the rest was not read")
-    if roundtrip["lossy"]:
-        lines.append(
-            f"WARNING: the tokenizer is lossy: {roundtrip['lossy']:,} of {roundtrip['checked']:,} samples decode to "
-            "another text"
-        )
-    if manifest["split"]["a_text_is_on_both_sides"]:
-        lines.append(
-            "WARNING: the texts are too large to hold out whole: the end of one text is in heldout.zarr, "
-            "its beginning in train.zarr"
-        )
-    return lines
