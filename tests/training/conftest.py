@@ -105,7 +105,9 @@ def changed(config: dict, **changes) -> dict:
 class Job:
     """Training processes that run `config`; rank k's error, if any, is in `errors()`."""
 
-    def __init__(self, config: dict, world_size: int = 1, patch: str | None = None) -> None:
+    def __init__(
+        self, config: dict, world_size: int = 1, patch: str | None = None, accelerator: str = "cpu"
+    ) -> None:
         self.folder = Path(config["output_dir"]).with_name(Path(config["output_dir"]).name + ".errors")
         self.folder.mkdir(exist_ok=True)
         environment = {}
@@ -116,7 +118,7 @@ class Job:
             environment = {
                 "LT_CLI_USED": "1",
                 "LT_DEVICES": str(world_size),
-                "LT_ACCELERATOR": "cpu",
+                "LT_ACCELERATOR": accelerator,
                 "LT_NUM_NODES": "1",
                 "TORCHELASTIC_RUN_ID": "test",
                 "WORLD_SIZE": str(world_size),
@@ -164,9 +166,9 @@ def _train(config: dict, environment: dict, error_file: Path, patch: str | None)
         os._exit(1)
 
 
-def train(config: dict, world_size: int = 1) -> None:
+def train(config: dict, world_size: int = 1, accelerator: str = "cpu") -> None:
     """Trains to the end and expects that to work."""
-    job = Job(config, world_size)
+    job = Job(config, world_size, accelerator=accelerator)
     assert job.wait() == [0] * world_size, job.errors()
 
 

@@ -56,12 +56,17 @@ def linear_cross_entropy(
     hidden_Ld, labels_L = hidden_BTd.flatten(0, -2), labels_BT.flatten()
     slice_length = max(1, max_logits // vocab_size)
     if hidden_Ld.shape[0] <= slice_length:
-        return _slice_loss(hidden_Ld, weight_Vd, labels_L, ignore_index).view(labels_BT.shape)
-    losses = [
-        checkpoint(_slice_loss, hidden, weight_Vd, labels, ignore_index, use_reentrant=False, preserve_rng_state=False)
-        for hidden, labels in zip(hidden_Ld.split(slice_length), labels_L.split(slice_length), strict=True)
-    ]
-    return torch.cat(losses).view(labels_BT.shape)
+        loss_L = _slice_loss(hidden_Ld, weight_Vd, labels_L, ignore_index)
+    else:
+        losses = [
+            checkpoint(
+                _slice_loss, hidden, weight_Vd, labels, ignore_index, use_reentrant=False, preserve_rng_state=False
+            )
+            for hidden, labels in zip(hidden_Ld.split(slice_length), labels_L.split(slice_length), strict=True)
+        ]
+        loss_L = torch.cat(losses)
+    # A copy, not a view: FSDP2 hangs its backward hooks on a module's outputs, and warns if those are views.
+    return loss_L.view(labels_BT.shape).clone()
 
 
 def _slice_loss(hidden_Ld: Tensor, weight_Vd: Tensor, labels_L: Tensor, ignore_index: int) -> Tensor:

@@ -122,7 +122,7 @@ class Trainer:
             loss, grad_norm, lr = self.step(self.fabric.to_device(batch))
             counters.token_count += tokens_per_batch
             counters.batch_count += 1
-            counters.flop_count += tokens_per_batch * self.flops_per_token
+            counters.flop_count += round(tokens_per_batch * self.flops_per_token)
             counters.update_time += time.perf_counter() - started
             counters.total_time = time.perf_counter() - clock
             self.progress.advance(tokens_per_batch)

@@ -1,0 +1,131 @@
+"""On CUDA: the op against its float64 reference, the models against the official ones, training on one and two GPUs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forgetting_transformer import forgetting_attention
+from forgetting_transformer.model import (
+    ForgettingAttentionLayer,
+    ForgettingTransformerConfig,
+    ForgettingTransformerForCausalLM,
+)
+from forgetting_transformer.ops.forgetting_attention import forgetting_attention_reference
+from tests.training.conftest import STEP, changed, train
+from tests.training.test_resume import assert_same_run, losses
+
+GOLDEN = Path(__file__).parents[1] / "data/golden/fox_pro_sharedqk.pt"
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("gates", ["half", "slow", "resets"])
+@pytest.mark.parametrize(("queries", "keys"), [(700, 700), (2100, 2100), (5, 300), (1, 129)])
+def test_the_op_and_its_gradients_agree_with_float64(dtype, tolerance, gates, queries, keys):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    q, k, v = normal(2, queries, 3, 64), normal(2, keys, 3, 64), normal(2, keys, 3, 64)
+    log_fgate = F.logsigmoid(normal(2, keys, 3) + {"half": 0.0, "slow": 6.0, "resets": 2.0}[gates])
+    if gates == "resets":
+        log_fgate[:, ::37] = -torch.inf
+    seq_start = torch.tensor([0, min(3, keys - 1)], device="cuda")
+    out_gradient = normal(2, queries, 3, 64)
+
+    def run(op, cast, **options):
+        leaves = [x.to(cast).detach().requires_grad_() for x in (q.to(dtype), k.to(dtype), v.to(dtype))]
+        leaves.append((log_fgate.double() if cast == torch.float64 else log_fgate).detach().requires_grad_())
+        out = op(*leaves, **options)
+        out.backward(out_gradient.to(dtype).to(out.dtype))
+        return [out, *(x.grad for x in leaves)]
+
+    def reference(q, k, v, g, seq_start):
+        out = forgetting_attention_reference(*(x.transpose(1, 2) for x in (q, k, v, g)), seq_start, 64**-0.5)
+        return out.transpose(1, 2)
+
+    actual = run(forgetting_attention, dtype, seq_start=seq_start)
+    expected = run(reference, torch.float64, seq_start=seq_start)
+    for name, a, e in zip(("out", "dq", "dk", "dv", "dlog_f"), actual, expected, strict=True):
+        finite = torch.isfinite(e)
+        assert torch.isfinite(a).all(), name
+        error = relative_error(a[finite], e[finite]) if e[finite].norm() > 1e-6 else a[finite].abs().max().item()
+        assert error < tolerance, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layer_and_model_run_in_every_precision(dtype, autocast):
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        layer = ForgettingAttentionLayer(
+            hidden_size=256, num_heads=4, use_output_gate=True, use_output_norm=True, qk_norm=True, use_k_shift=True,
+            use_v_shift=True,
+        ).to("cuda", dtype)  # fmt: skip
+        x = torch.randn(2, 512, 256, device="cuda", dtype=dtype, requires_grad=True)
+        out, *_ = layer(x)
+        assert out.shape == x.shape
+        out.sum().backward()
+        assert torch.isfinite(x.grad).all()
+        model = ForgettingTransformerForCausalLM(
+            ForgettingTransformerConfig(vocab_size=512, hidden_size=256, num_hidden_layers=2, num_heads=4, qk_norm=True)
+        ).to("cuda", dtype)
+        labels = torch.randint(0, 512, (2, 300), device="cuda")
+        output = model(input_ids=labels.roll(1, 1), labels=labels)
+        assert output.loss.shape == (2, 300) and output.loss.dtype == torch.float32 and output.logits is None
+        output.loss.mean().backward()
+        generated = model.eval().generate(labels[:, :10], max_new_tokens=5, do_sample=False)
+        assert generated.shape[1] <= 15
+
+
+@pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-4), (True, 2e-2)])
+def test_the_official_outputs_are_reproduced(autocast, tolerance):
+    golden = torch.load(GOLDEN, weights_only=True)
+    model = ForgettingTransformerForCausalLM(ForgettingTransformerConfig(**golden["config"])).cuda().eval()
+    model.load_state_dict(golden["state_dict"])
+    input_ids, labels = golden["input_ids"].cuda(), golden["labels"].cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        logits = model(input_ids=input_ids).logits
+        loss = model(input_ids=input_ids, labels=labels).loss
+    loss.mean().backward()
+    assert relative_error(logits, golden["logits"].cuda()) < tolerance
+    assert relative_error(loss, golden["loss"].cuda()) < tolerance
+    for name, parameter in model.named_parameters():
+        error = relative_error(parameter.grad, golden["grads"][name].cuda())
+        assert error < (tolerance if not autocast else 5e-2), f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_straight_run_equals_interrupted_run_bitwise_on_gpus(tiny, tmp_path, strategy, world_size, precision):
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
+    tiny = changed(tiny, fabric={"precision": precision, "accelerator": "cuda", "devices": world_size})
+    straight = changed(tiny, strategy__name=strategy, output_dir=str(tmp_path / "straight"))
+    train(straight, world_size, accelerator="cuda")
+    stopped = changed(straight, output_dir=str(tmp_path / "stopped"))
+    train(changed(stopped, train__max_tokens=12 * STEP), world_size, accelerator="cuda")
+    train(stopped, world_size, accelerator="cuda")
+    # The stop itself adds a held-out evaluation at step 12.
+    log = tmp_path / "stopped/metrics/jsonlines/val.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if f'"step": {12 * STEP},' not in line))
+    (tmp_path / f"stopped/metrics/npz/val/step-{12 * STEP:015d}.npz").unlink()
+    assert_same_run(straight["output_dir"], stopped["output_dir"])
+
+
+def test_two_gpus_continue_on_one_with_the_same_losses(tiny, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    tiny = changed(tiny, fabric={"precision": "32-true", "accelerator": "cuda", "devices": 1})
+    straight, moved = (changed(tiny, output_dir=str(tmp_path / name)) for name in ("straight", "moved"))
+    train(straight, accelerator="cuda")
+    for steps, strategy, world_size in [(7, "fsdp", 2), (13, "auto", 1), (20, "ddp", 2)]:
+        part = changed(moved, strategy__name=strategy, fabric__devices=world_size, train__max_tokens=steps * STEP)
+        train(part, world_size, accelerator="cuda")
+    ours, theirs = losses(straight["output_dir"]), losses(moved["output_dir"])
+    assert len(ours) == 20 and max(abs(ours[s] - theirs[s]) for s in ours) < 1e-6
