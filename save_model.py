@@ -30,9 +30,12 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
+    import transformers
+
     from forgetting_transformer.training.checkpoint import CheckpointError
     from forgetting_transformer.training.export import ExportError, export
 
+    transformers.utils.logging.disable_progress_bar()
     try:
         summary = export(arguments.hf_load_dir, arguments.hf_save_dir, arguments.hf_load_step, arguments.tokenizer)
     except (CheckpointError, ExportError) as error:

@@ -1,6 +1,6 @@
 """Continue a prompt with an exported model.
 
-    python scripts/generate.py output/hf/demo --prompt "import os" --max_new_tokens 64 --temperature 0.8
+python scripts/generate.py output/hf/demo --prompt "import os" --max_new_tokens 64 --temperature 0.8
 """
 
 import argparse
@@ -18,6 +18,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import forgetting_transformer.model
@@ -25,6 +26,7 @@ def main() -> None:
 
     if Path(arguments.model).exists() and not (Path(arguments.model) / "config.json").is_file():
         sys.exit(f"{arguments.model} holds no config.json; export a run with save_model.py first")
+    transformers.utils.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(arguments.model).to(device)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)

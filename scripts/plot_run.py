@@ -22,6 +22,7 @@ from forgetting_transformer.evaluation.runs import (
     PositionLoss,
     read_loss_history,
     read_position_loss,
+    read_unigram_entropy,
     run_names,
 )
 
@@ -42,7 +43,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         metavar="NATS",
         help="entropy of the corpus's token frequencies, drawn as a horizontal line: the loss of a model that "
-        "ignores context",
+        "ignores context. Default: what the corpus's manifest said when the run started, if the runs agree",
     )
     args = parser.parse_args(argv)
     if len(args.run_dirs) > 1 and args.out is None:
@@ -63,7 +64,7 @@ def read_all(run_dirs: Sequence[Path], names: Sequence[str], read: Callable[[Pat
 
 def position_label(curve: PositionLoss) -> str:
     data = "held-out" if curve.source == "val" else "training batches"
-    return f"{curve.name} ({data}, after {format_tokens(curve.train_tokens)} tokens)"
+    return f"{curve.name} ({data}, after {format_tokens(float(f'{curve.train_tokens:.3g}'))} tokens)"
 
 
 def plot(args: argparse.Namespace) -> list[Path]:
@@ -75,7 +76,9 @@ def plot(args: argparse.Namespace) -> list[Path]:
     written = []
     if histories:
         written.append(out / "loss_tokens.png")
-        loss_against_tokens(histories, written[-1], args.entropy)
+        recorded = {read_unigram_entropy(run_dir) for run_dir in args.run_dirs}
+        entropy = recorded.pop() if args.entropy is None and len(recorded) == 1 else args.entropy
+        loss_against_tokens(histories, written[-1], entropy)
     if positions:
         written.append(out / "loss_position.png")
         loss_against_position({position_label(curve): curve.loss for curve in positions}, written[-1])

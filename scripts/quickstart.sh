@@ -16,7 +16,7 @@ step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 
 step "1/4  Corpus: Python sources of the interpreter and of the installed packages -> $folder/data/python_code"
 mapfile -t sources < <(python -c 'import sysconfig; p = sysconfig.get_paths(); print(p["stdlib"], p["purelib"], sep="\n")')
-python scripts/prepare_data.py "${sources[@]}" --glob "*.py" --max_bytes 40000000 \
+python scripts/prepare_data.py "${sources[@]}" --glob "*.py" --max_bytes 24000000 \
     --tokenizer train:4096 --doc_len 4096 --out "$folder/data/python_code"
 
 step "2/4  Training: python train.py +experiment/demo=fox_pro"
@@ -27,4 +27,4 @@ python scripts/plot_run.py "$folder/run"
 
 step "4/4  Export to $folder/hf and generation"
 python save_model.py --hf_load_dir "$folder/run" --hf_save_dir "$folder/hf"
-python scripts/generate.py "$folder/hf" --prompt $'import os\n\n\ndef read_lines(path):\n    ' --max_new_tokens 64
+python scripts/generate.py "$folder/hf" --prompt $'import os\n\n\ndef read_lines(path):\n    ' --max_new_tokens 96 --temperature 0.7

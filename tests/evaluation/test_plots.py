@@ -18,6 +18,7 @@ from forgetting_transformer.evaluation.runs import (
     read_loss_history,
     read_metrics,
     read_position_loss,
+    read_unigram_entropy,
     run_names,
 )
 
@@ -322,3 +323,11 @@ class TestScript:
         write_jsonl(tmp_path, "train", [{"step": 1, "train/loss": math.nan}])
         assert plot_run.main([str(tmp_path)]) == 1
         assert "no finite loss" in capsys.readouterr().err
+
+
+def test_the_entropy_line_comes_from_the_run_when_it_is_not_given(tmp_path):
+    folder = tmp_path / "metrics/jsonlines"
+    folder.mkdir(parents=True)
+    assert read_unigram_entropy(tmp_path) is None
+    (folder / "train_data_info.jsonl").write_text('{"step": 0, "unigram_entropy_nats": 6.5}\n')
+    assert read_unigram_entropy(tmp_path) == 6.5

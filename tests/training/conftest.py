@@ -105,9 +105,7 @@ def changed(config: dict, **changes) -> dict:
 class Job:
     """Training processes that run `config`; rank k's error, if any, is in `errors()`."""
 
-    def __init__(
-        self, config: dict, world_size: int = 1, patch: str | None = None, accelerator: str = "cpu"
-    ) -> None:
+    def __init__(self, config: dict, world_size: int = 1, patch: str | None = None, accelerator: str = "cpu") -> None:
         self.folder = Path(config["output_dir"]).with_name(Path(config["output_dir"]).name + ".errors")
         self.folder.mkdir(exist_ok=True)
         environment = {}

@@ -37,6 +37,8 @@ class DataInfo:
     total_batches: int
     total_tokens: int
     fingerprint: str
+    #: Entropy of the token frequencies of the training split in nats: the loss of a model that knows no context.
+    unigram_entropy_nats: float | None
 
 
 class LongCrawl64DataModule:
@@ -82,8 +84,7 @@ class LongCrawl64DataModule:
         self.bos_token_id = (
             bos_token_id if bos_token_id is not None else manifest.get("bos_token_id", GPT2_BOS_TOKEN_ID)
         )
-        #: Entropy of the token frequencies of the training split in nats, the loss of a model that knows no context.
-        self.unigram_entropy: float | None = manifest.get("unigram_entropy_nats")
+        self.unigram_entropy_nats: float | None = manifest.get("unigram_entropy_nats")
         if not 0 <= self.bos_token_id < self.vocab_size:
             raise DataError(f"datamodule.bos_token_id={self.bos_token_id} is not in [0, vocab_size={self.vocab_size})")
         self.train_batch_len, self.train_batch_size = train_batch_len, train_batch_size
@@ -165,6 +166,7 @@ class LongCrawl64DataModule:
             total_batches=batches,
             total_tokens=batches * batch_size * seq_len,
             fingerprint=array.fingerprint,
+            unigram_entropy_nats=self.unigram_entropy_nats,
         )
 
 

@@ -138,3 +138,10 @@ def _column(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
     pairs = [(record["step"], record[key]) for record in read_metrics(path) if key in record]
     steps, values = zip(*pairs, strict=True) if pairs else ((), ())
     return np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
+
+
+def read_unigram_entropy(run_dir: Path) -> float | None:
+    """Entropy of the training corpus's token frequencies in nats, if the corpus stated it when the run started."""
+    file = Path(run_dir) / "metrics" / "jsonlines" / "train_data_info.jsonl"
+    entries = read_metrics(file) if file.is_file() else []
+    return entries[0].get("unigram_entropy_nats") if entries else None

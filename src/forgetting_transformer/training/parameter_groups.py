@@ -1,39 +1,35 @@
 """Which parameters AdamW decays."""
 
-from dataclasses import dataclass
-
 from torch import nn
 
 from forgetting_transformer.training.config import TrainConfig
 
 
-@dataclass(frozen=True)
-class ParameterGroups:
-    """Names and parameters with and without weight decay; every trainable parameter is in exactly one list."""
-
-    decay: list[tuple[str, nn.Parameter]]
-    no_decay: list[tuple[str, nn.Parameter]]
-
-    def for_optimizer(self, weight_decay: float) -> list[dict]:
-        groups = [(self.decay, weight_decay), (self.no_decay, 0.0)]
-        return [{"params": [p for _, p in named], "weight_decay": decay} for named, decay in groups if named]
-
-
-def group_parameters(model: nn.Module, config: TrainConfig) -> ParameterGroups:
-    """Splits a model's parameters as the paper's runs did.
+def undecayed_parameters(model: nn.Module, config: TrainConfig) -> set[str]:
+    """Names of the parameters without weight decay, as in the paper's runs; all others are decayed.
 
     Not decayed, unless the config says so: norm weights, biases (of convolutions too), and whatever a module marks with
     `parameter._no_weight_decay = True`, such as a learned forget-gate bias. Decayed: weights of linear layers,
     embeddings and, unless the config says otherwise, convolution kernels.
+
+    Names and not parameters, because sharding replaces parameters and loses their marks: ask before it.
     """
-    decay, no_decay = [], []
-    for module_name, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            full_name = f"{module_name}.{name}" if module_name else name
-            wanted = _decays(module, name, config) and not getattr(parameter, "_no_weight_decay", False)
-            if parameter.requires_grad:
-                (decay if wanted else no_decay).append((full_name, parameter))
-    return ParameterGroups(decay, no_decay)
+    return {
+        f"{module_name}.{name}" if module_name else name
+        for module_name, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if getattr(parameter, "_no_weight_decay", False) or not _decays(module, name, config)
+    }
+
+
+def group_parameters(model: nn.Module, undecayed: set[str], weight_decay: float) -> list[dict]:
+    """AdamW's parameter groups: with weight decay, and without. Every trainable parameter is in exactly one."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for name, p in named if name not in undecayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in named if name in undecayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def _decays(module: nn.Module, name: str, config: TrainConfig) -> bool:

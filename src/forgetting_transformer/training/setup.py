@@ -5,6 +5,7 @@ import logging
 import random
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from forgetting_transformer.data import DataInfo, LongCrawl64DataModule
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
 from forgetting_transformer.training.metrics import TerminalHandler
-from forgetting_transformer.training.parameter_groups import ParameterGroups
+from forgetting_transformer.training.parameter_groups import group_parameters
 from forgetting_transformer.training.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ def start_logging(directory: RunDirectory, rank: int) -> None:
         handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s", "%m-%d %H:%M:%S"))
         root.addHandler(handler)
     logging.captureWarnings(True)
+    # Said by torch at every checkpoint of a run on one process, where it is meant.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     sys.excepthook = _log_uncaught
 
 
@@ -94,9 +97,9 @@ def build_model(config: Config, data: DataInfo) -> nn.Module:
     return model
 
 
-def build_optimizer(groups: ParameterGroups, config: OptimizerConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        groups.for_optimizer(config.weight_decay),
+        group_parameters(model, undecayed, config.weight_decay),
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,

@@ -31,7 +31,7 @@ from forgetting_transformer.training.config import Config, ConfigError, changes_
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.metrics import MetricsLog, Progress, Throughput
 from forgetting_transformer.training.norms import parameter_norms
-from forgetting_transformer.training.parameter_groups import group_parameters
+from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.provenance import describe
 from forgetting_transformer.training.run_directory import RunDirectory
 from forgetting_transformer.training.schedule import build_schedule
@@ -78,10 +78,11 @@ class Trainer:
         self._check_budget()
         model = setup.build_model(config, self.data_info)
         self.flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
+        self.undecayed = undecayed_parameters(model, config.train)
         # Order matters: the optimizer must see the parameters that the strategy leaves behind.
         self.model = self.fabric.setup_module(model)
-        self.groups = group_parameters(self.model.module, config.train)
-        self.optimizer = self.fabric.setup_optimizers(setup.build_optimizer(self.groups, config.optimizer))
+        optimizer = setup.build_optimizer(self.model.module, self.undecayed, config.optimizer)
+        self.optimizer = self.fabric.setup_optimizers(optimizer)
         setup.check_optimizer_owns(self.model, self.optimizer)
 
         self.counters = Counters()
@@ -212,7 +213,7 @@ class Trainer:
             },
         )
         self.metrics.report_arrays("val", self.counters.token_count, {"val/loss_per_token": mean_T})
-        unigram = self.data.unigram_entropy
+        unigram = self.data_info.unigram_entropy_nats
         known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""
         tokens = f"{self.counters.token_count:,}"
         log.info("held-out loss %.4f nats per token%s after %s tokens", mean_T.mean(), known, tokens)
@@ -309,8 +310,10 @@ class Trainer:
         root = self.directory.root
         write_atomically(self.directory.config, yaml.safe_dump(self.resolved, sort_keys=False))
         write_atomically(root / "model.txt", f"{self.model.module}\n{json.dumps(self._model_info(), indent=1)}\n")
-        for name, named in (("decay", self.groups.decay), ("no_decay", self.groups.no_decay)):
-            write_atomically(root / f"{name}_params.txt", "".join(f"{n} {tuple(p.shape)}\n" for n, p in named))
+        shapes = {n: f"{n} {tuple(p.shape)}\n" for n, p in self.model.module.named_parameters()}
+        decayed = [line for name, line in shapes.items() if name not in self.undecayed]
+        write_atomically(root / "decay_params.txt", "".join(decayed))
+        write_atomically(root / "no_decay_params.txt", "".join(shapes[n] for n in shapes if n in self.undecayed))
         start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": self.counters.token_count}
         start |= {"world_size": self.fabric.world_size, **describe(self.fabric.device)}
         with (root / "starts.jsonl").open("a", encoding="utf-8") as file:

@@ -83,7 +83,8 @@ def _choose_compute_dtype(q: Tensor) -> torch.dtype:
     """Return bfloat16 for bfloat16 inference on a GPU (tensor cores), float64 for float64, float32 for all else.
 
     Against float64, bfloat16 gives the output to 2e-3 and dq, dk, dv to 5e-3 at usual gates, but the gradient of
-    log f only to 1e-2 to 7e-2, as it sums many rounded terms that nearly cancel. float32 gives all of them to 1e-5.
+    log f only to 1e-2 to 7e-2, as it sums many rounded terms that nearly cancel. float32 gives the output to 1e-5 and
+    every gradient to 2e-4.
     """
     if q.dtype == torch.bfloat16 and q.is_cuda and not torch.is_grad_enabled():
         return torch.bfloat16

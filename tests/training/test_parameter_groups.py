@@ -1,0 +1,53 @@
+"""Weight decay falls on the parameters it fell on in the paper's runs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.training.config import TrainConfig
+from forgetting_transformer.training.parameter_groups import group_parameters, undecayed_parameters
+from tests.training.conftest import STEP, changed, train
+
+CONFIG = TrainConfig(max_tokens=1, grad_acc_tokens=1)
+PRO = {"qk_norm": True, "use_output_gate": True, "use_output_norm": True, "use_k_shift": True, "use_v_shift": True}
+
+
+@pytest.mark.parametrize(("fields", "undecayed"), [(PRO | {"hidden_ratio": 3.5}, 186_432), ({}, 75_840)])
+def test_undecayed_totals_at_760m_are_the_papers(fields, undecayed):
+    architecture = registry.get("forgetting_transformer")
+    config = architecture.config_class(
+        vocab_size=50257, hidden_size=1536, num_hidden_layers=24, num_heads=24, pad_token_id=None, **fields
+    )
+    with torch.device("meta"):
+        model = architecture.lm_class(config)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert sum(sizes[name] for name in undecayed_parameters(model, CONFIG)) == undecayed
+
+
+def test_what_is_decayed_and_what_is_not():
+    model = nn.ModuleDict({"linear": nn.Linear(2, 2), "norm": nn.RMSNorm(2), "conv": nn.Conv1d(2, 2, 3)})
+    model["gate"] = nn.ParameterDict({"bias_of_gate": nn.Parameter(torch.zeros(2))})
+    model["gate"]["bias_of_gate"]._no_weight_decay = True
+    names = undecayed_parameters(model, CONFIG)
+    assert names == {"linear.bias", "norm.weight", "conv.bias", "gate.bias_of_gate"}
+    everything = replace(CONFIG, bias_weight_decay=True, normalization_weight_decay=True, conv_weight_decay=False)
+    assert undecayed_parameters(model, everything) == {"conv.weight", "gate.bias_of_gate"}
+    decayed, not_decayed = group_parameters(model, names, 0.1)
+    assert (decayed["weight_decay"], not_decayed["weight_decay"]) == (0.1, 0.0)
+    assert len(decayed["params"]) == 2 and len(not_decayed["params"]) == 4
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("fsdp", 2)])
+def test_a_learned_gate_bias_is_not_decayed_under_any_strategy(tiny, strategy, world_size):
+    """Sharding replaces parameters, and the mark on them is gone."""
+    model = {"fgate_type": "bias_only"}
+    config = changed(tiny, strategy__name=strategy, train__max_tokens=4 * STEP)
+    config["model"]["config"] |= model
+    train(config, world_size)
+    names = (Path(tiny["output_dir"]) / "no_decay_params.txt").read_text()
+    assert names.count("fgate_bias (2,)") == 2
+    assert "fgate_bias" not in (Path(tiny["output_dir"]) / "decay_params.txt").read_text()
