@@ -1,5 +1,6 @@
 """Reading order, token arrays and loaders: the same tokens at the same step, and never an invented one."""
 
+import itertools
 import shutil
 
 import numpy as np
@@ -73,7 +74,7 @@ def test_ranks_together_read_the_global_batch_in_order(world_size):
     whole = order.locate(17)
     parts = [order.locate(17, rank, world_size) for rank in range(world_size)]
     assert parts[0].first_document == whole.first_document and parts[-1].last_document == whole.last_document
-    assert all(a.last_document == b.first_document for a, b in zip(parts, parts[1:], strict=False))
+    assert all(a.last_document == b.first_document for a, b in itertools.pairwise(parts))
 
 
 def test_past_the_end_is_an_error_unless_repeating():
