@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from tests.training.conftest import corpus, tiny  # noqa: F401  (fixtures)
+
 
 def pytest_collection_modifyitems(items):
     """Everything in this folder needs a CUDA device and is skipped without one."""

@@ -1,6 +1,7 @@
 """From a configuration to processes: the Fabric object, its strategy, and guards against silent mis-launches."""
 
 import os
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -65,7 +66,12 @@ def _strategy(config: Config, world_size: int) -> Strategy | str:
             parallelize_fn=shard, data_parallel_size=world_size, tensor_parallel_size=1, timeout=timeout
         )
     if config.strategy.name == "ddp" or world_size > 1:
-        return DDPStrategy(timeout=timeout, gradient_as_bucket_view=True)
+        # DDP would regroup its buckets after the first step, and with them the order in which gradients are added and
+        # the alignment of what norms are taken of: the first step after a resume would not be bitwise the step it
+        # repeats. Looking for unused parameters keeps the first grouping (and allows such parameters); gradients that
+        # are no views into buckets keep their alignment.
+        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+        return DDPStrategy(timeout=timeout, find_unused_parameters=True, gradient_as_bucket_view=False)
     return "auto"
 
 
