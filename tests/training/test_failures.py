@@ -230,14 +230,16 @@ class Run:
     assert len(losses(failing["output_dir"])) == 20
 
 
-@pytest.mark.slow
-def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
-    """The commands users type, with two processes through `fabric run`."""
-    root = Path(__file__).parents[2]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
-    flat = [
+ROOT = Path(__file__).parents[2]
+FABRIC = [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--accelerator", "cpu", "--devices", "2"]
+
+
+def command_line(tiny: dict, output_dir: Path) -> list[str]:
+    """The tiny configuration as overrides of an experiment."""
+    return [
+        "+experiment/demo=fox_pro",
         f"data_dir={tiny['data_dir']}",
-        f"output_dir={tmp_path / 'cli'}",
+        f"output_dir={output_dir}",
         "datamodule.dataset=tiny",
         "datamodule.vocab_size=64",
         "datamodule.bos_token_id=0",
@@ -249,30 +251,77 @@ def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
         "scale.num_hidden_layers=1",
         "train.grad_acc_tokens=64",
         "schedule.warmup_tokens=128",
+        "schedule.total_tokens=1280",
         f"log_interval={STEP}",
         f"checkpoint_interval={4 * STEP}",
         "wandb.mode=disabled",
-        "+experiment/demo=fox_pro",
     ]
 
-    def run(*command: str) -> subprocess.CompletedProcess:
-        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=180)
 
-    fabric = [
-        str(Path(sys.executable).with_name("fabric")),
-        "run",
-        "train.py",
-        "--accelerator",
-        "cpu",
-        "--devices",
-        "2",
-    ]
-    done = run(*fabric, "--main-port", "29533", *flat, f"train.max_tokens={6 * STEP}", "schedule.total_tokens=1280")
+def shell_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
+    environment = shell_environment() | variables
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
+    """The commands users type, with two processes through `fabric run`."""
+    overrides = command_line(tiny, tmp_path / "cli")
+    done = run(*FABRIC, "--main-port", "29533", *overrides, f"train.max_tokens={6 * STEP}")
     assert done.returncode == 0, done.stderr
-    done = run(sys.executable, "train.py", *flat, f"train.max_tokens={10 * STEP}", "schedule.total_tokens=1280")
+    done = run(sys.executable, "train.py", *overrides, f"train.max_tokens={10 * STEP}")
     assert done.returncode == 0, done.stderr
     assert "continuing from" in done.stderr and "training finished" in done.stderr
     assert sorted(losses(str(tmp_path / "cli"))) == [n * STEP for n in range(1, 11)]
-    done = run(sys.executable, "train.py", *flat, "train.max_tokens=999999999", "schedule.total_tokens=1280")
+    done = run(sys.executable, "train.py", *overrides, "train.max_tokens=999999999")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "train.max_tokens=999,999,999 is more than" in done.stderr
+    done = run(sys.executable, "train.py", "-m", *overrides, "seed=0,1", LT_CLI_USED="1")
+    assert done.returncode != 0 and "-m under `fabric run` is not possible" in done.stderr
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_their_launcher(tiny, tmp_path):
+    """`fabric run` dies of SIGUSR1 without a word to the ranks it started."""
+    endless = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
+    command = [*FABRIC, "--main-port", "29534", *command_line(tiny, tmp_path / "cli"), *endless]
+    launcher = subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "cli/metrics/jsonlines/train.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists():
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+    rank_zero = json.loads((tmp_path / "cli/run.lock").read_text())["pid"]
+    launcher.send_signal(signal.SIGUSR1)
+    launcher.wait(30)
+    while Path(f"/proc/{rank_zero}").exists():
+        assert time.monotonic() < deadline, "a rank lives on without its launcher"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_a_terminal_gets_a_live_bar_and_a_file_gets_plain_lines(tiny, tmp_path):
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    command = [sys.executable, "train.py", *command_line(tiny, tmp_path / "bar"), f"train.max_tokens={4 * STEP}"]
+    process = subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stdout=slave, stderr=slave)
+    os.close(slave)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(master, 4096)
+        except OSError:  # the other end is closed
+            break
+    assert process.wait(60) == 0, shown.decode()
+    assert b"tok/s" in shown and b"loss=" in shown and b"512/512" in shown, shown.decode()
+    log = (tmp_path / "bar/logs/rank-0.log").read_text()
+    assert "tok/s" not in log and "held-out loss" in log

@@ -1,6 +1,9 @@
 """From a configuration to processes: the Fabric object, its strategy, and guards against silent mis-launches."""
 
+import ctypes
 import os
+import signal
+import sys
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -24,7 +27,9 @@ def launch(config: Config) -> Fabric:
         ConfigError: the processes that were started are not the processes that were asked for.
     """
     under_cli = os.environ.get("LT_CLI_USED") == "1"
-    if not under_cli:
+    if under_cli:
+        _die_with_launcher()
+    else:
         stray = sorted(name for name in os.environ if name.startswith("LT_"))
         if stray:
             # Fabric would let these override the config without a word.
@@ -46,6 +51,14 @@ def launch(config: Config) -> Fabric:
             "start with `fabric run train.py --devices N …`, or set fabric.devices to the processes per node"
         )
     return fabric
+
+
+def _die_with_launcher() -> None:
+    """Asks Linux to end this rank when `fabric run` ends, however it ends: a signal it does not handle, such as
+    SIGUSR1, would otherwise leave ranks behind that hold the GPUs and the run's folder."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _expected_world_size(config: Config, under_cli: bool) -> int:

@@ -1,0 +1,104 @@
+"""What a run writes down: official names, loss at every position, and enough to know where a run came from."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.training.conftest import STEP, changed, train
+from tests.training.test_resume import lines
+
+COUNTERS = {"token_count", "batch_count", "flop_count", "total_time", "update_time"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, corpus):
+    """One run, read by all tests here."""
+    from tests.training import conftest
+
+    tiny = conftest.tiny.__wrapped__(corpus, tmp_path_factory.mktemp("logs"))
+    train(tiny)
+    return Path(tiny["output_dir"])
+
+
+def test_train_lines_have_the_official_names(finished):
+    entries = lines(str(finished), "train")
+    assert [e["step"] for e in entries] == [n * STEP for n in range(1, 21)]
+    names = {f"train/{name}" for name in (*COUNTERS, "lr", "loss", "global_grad_norm")}
+    assert all(set(e) == names | {"step"} for e in entries)
+    last = entries[-1]
+    assert (last["train/token_count"], last["train/batch_count"]) == (20 * STEP, 20)
+    assert 0 < last["train/update_time"] <= last["train/total_time"]
+    info = lines(str(finished), "model_info")[0]
+    assert last["train/flop_count"] == pytest.approx(20 * STEP * info["flops_per_token"])
+    assert info["total_params"] == info["embedding_params"] + info["non_embedding_params"]
+
+
+def test_throughput_starts_with_the_second_sample(finished):
+    entries = lines(str(finished), "throughput")
+    assert [e["step"] for e in entries] == [n * STEP for n in range(2, 21)]
+    for count in ("token_count", "batch_count", "flop_count"):
+        for clock in ("total", "update"):
+            for span in ("recent", "cum"):
+                assert entries[-1][f"throughput/{count}_per_second_{clock}_{span}"] > 0
+
+
+def test_norms_cover_every_parameter(finished):
+    entry = lines(str(finished), "norm")[-1]
+    assert entry["pnorm/model.embeddings.weight"] > 0
+    named = {k.split("/", 1)[1] for k in entry if k.startswith("pnorm/")}
+    assert named == {k.split("/", 1)[1] for k in entry if k.startswith("gnorm/")} and len(named) > 20
+    squares = sum(v**2 for k, v in entry.items() if k.startswith("gnorm/"))
+    clipped = min(1.0, lines(str(finished), "train")[-1]["train/global_grad_norm"])
+    assert math.sqrt(squares) == pytest.approx(clipped, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["train_eval", "val"])
+def test_position_losses_and_their_prefixes_agree(finished, kind):
+    for entry in lines(str(finished), kind):
+        arrays = np.load(finished / f"metrics/npz/{kind}/step-{entry['step']:015d}.npz")
+        loss_T = arrays[f"{kind}/loss_per_token"]
+        assert loss_T.shape == (32,) and int(arrays["step"]) == entry["step"]
+        for length in (32, 16, 8):
+            assert entry[f"{kind}/loss_avg_len_{length}"] == pytest.approx(loss_T[:length].mean())
+            assert entry[f"{kind}/perplexity_len_{length}"] == pytest.approx(math.exp(loss_T[:length].mean()))
+        assert {f"{kind}/train_{name}" for name in COUNTERS} <= set(entry)
+
+
+def test_the_training_window_averages_exactly_the_steps_since_the_last_report(finished):
+    losses = {e["step"]: e["train/loss"] for e in lines(str(finished), "train")}
+    reports = lines(str(finished), "train_eval")
+    assert [e["step"] for e in reports] == [n * STEP for n in (6, 12, 18, 20)]
+    first = [losses[n * STEP] for n in range(1, 7)]
+    assert reports[0]["train_eval/loss_avg_len_32"] == pytest.approx(sum(first) / 6)
+    assert reports[-1]["train_eval/window_seq_count"] == 2 * 4
+
+
+def test_val_counts_what_it_saw(finished):
+    for entry in lines(str(finished), "val"):
+        assert entry["val/val_token_count"] == 640 and entry["val/val_seq_count"] == 20
+        assert entry["val/loss"] == pytest.approx(entry["val/loss_avg_len_32"])
+
+
+def test_the_run_says_where_it_came_from(finished):
+    config = yaml.safe_load((finished / "config.yaml").read_text())
+    assert config["train"]["max_tokens"] == 20 * STEP and config["optimizer"]["betas"] == [0.9, 0.95]
+    start = json.loads((finished / "starts.jsonl").read_text().splitlines()[0])
+    assert start["versions"]["torch"] and start["machine"]["host"] and start["world_size"] == 1
+    assert "ForgettingAttentionLayer" in (finished / "model.txt").read_text()
+    decay = (finished / "decay_params.txt").read_text().splitlines()
+    no_decay = (finished / "no_decay_params.txt").read_text().splitlines()
+    assert any(line.startswith("model.embeddings.weight") for line in decay)
+    assert any(line.startswith("model.norm.weight") for line in no_decay) and not set(decay) & set(no_decay)
+    info = lines(str(finished), "train_data_info")[0]
+    assert info["documents"] == 96 and info["total_tokens"] == 96 * 64 and len(info["fingerprint"]) == 16
+
+
+def test_a_resume_leaves_a_line_that_says_so(tiny):
+    train(changed(tiny, train__max_tokens=8 * STEP))
+    train(tiny)
+    assert [e["resume/resume_step"] for e in lines(tiny["output_dir"], "resume")] == [8 * STEP]
+    assert len(Path(tiny["output_dir"], "starts.jsonl").read_text().splitlines()) == 2
