@@ -26,6 +26,9 @@ class FabricConfig:
     accelerator: str = "auto"
     #: "bf16-mixed" (fp32 weights and optimizer, bf16 matrix products) or "32-true".
     precision: str = "bf16-mixed"
+    #: Most FLOP/s that one device can do at this precision (dense), the denominator of MFU. null: what
+    #: training/hardware.py knows; a device it does not know has no MFU.
+    peak_flops: float | None = None
 
 
 @dataclass
@@ -127,6 +130,11 @@ class ScaleConfig:
     #: Attention heads when each has 64 or 128 dimensions.
     heads_of_64: int | None = None
     heads_of_128: int | None = None
+    #: Heads of a Transformer with rotary embeddings: the paper gives them 64 dimensions up to 360M, 128 at 760M.
+    transformer_heads: int | None = None
+    #: Blocks of Mamba-2, which have no MLP and so are twice as many; heads of 64 in its inner width, 2 x hidden_size.
+    mamba2_layers: int | None = None
+    mamba2_heads: int | None = None
 
 
 @dataclass
@@ -234,9 +242,10 @@ def check(config: Config, world_size: int) -> None:
         "checkpoint_keep_last": config.checkpoint_keep_last,
         "eval.min_val_length": config.eval.min_val_length,
         "strategy.timeout_seconds": config.strategy.timeout_seconds,
+        "fabric.peak_flops": config.fabric.peak_flops,
         "train.max_grad_norm": train.max_grad_norm,
     }.items():
-        if value <= 0:
+        if value is not None and value <= 0:
             raise ConfigError(f"{key}={value} must be positive")
     if data.train_batch_size % world_size:
         near = [n for n in range(1, data.train_batch_size + 1) if data.train_batch_size % n == 0]
@@ -282,7 +291,7 @@ def check(config: Config, world_size: int) -> None:
 #: reported. Everything else decides what the weights become, so a change of it is refused on resume.
 FREE_KEYS = (
     "output_dir", "data_dir", "resume", "fork_dir", "fork_step", "exp", "tag", "wandb", "fabric.devices",
-    "fabric.accelerator", "strategy", "scale", "train.max_tokens", "train.grad_acc_tokens",
+    "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens", "train.grad_acc_tokens",
     "train.gradient_checkpointing", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
     "checkpoint_interval", "checkpoint_keep_interval", "checkpoint_keep_last", "eval", "datamodule.train_num_workers",
     "datamodule.eval_tokens", "datamodule.eval_batch_len", "datamodule.eval_local_batch_size",

@@ -8,6 +8,7 @@ the same steps are then written again, so no step is missing or doubled.
 import json
 import logging
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,21 +35,19 @@ class MetricsLog:
     def __init__(self, directory: RunDirectory, config: Config, resolved: dict[str, Any], resume_step: int) -> None:
         self.directory = directory
         directory.jsonlines.mkdir(parents=True, exist_ok=True)
-        # By kind, the step up to which wandb has everything: a rerun of those steps is bitwise the same and not sent.
-        sent = {file.stem: last_step(file) for file in directory.jsonlines.glob("*.jsonl")}
         for file in directory.jsonlines.glob("*.jsonl"):
             truncate(file, resume_step)
         for file in directory.npz.glob("*/step-*.npz"):
             if int(file.stem.removeprefix("step-")) > resume_step:
                 file.unlink()
-        self._wandb = _Wandb(directory, config, resolved, sent)
+        self._wandb = _Wandb(directory, config, resolved)
 
     def report(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends one object to `jsonlines/<kind>.jsonl` and sends it to wandb."""
         line = json.dumps({"step": step, **values}) + "\n"
         with (self.directory.jsonlines / f"{kind}.jsonl").open("a", encoding="utf-8") as file:
             file.write(line)
-        self._wandb.log(kind, step, values)
+        self._wandb.log(step, values)
 
     def report_arrays(self, kind: str, step: int, arrays: dict[str, np.ndarray]) -> None:
         """Writes `npz/<kind>/step-<step>.npz`; the step is in the file too."""
@@ -79,11 +78,6 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def last_step(file: Path) -> int:
-    entries = read_lines(file)
-    return entries[-1]["step"] if entries else -1
-
-
 def truncate(file: Path, step: int) -> None:
     """Drops the lines past `step`, all at once."""
     kept = [entry for entry in read_lines(file) if entry["step"] <= step]
@@ -91,41 +85,57 @@ def truncate(file: Path, step: int) -> None:
 
 
 class _Wandb:
-    """wandb if it is there and willing; a run never stops for its sake."""
+    """wandb if it is there and willing; a run never stops for its sake.
 
-    def __init__(self, directory: RunDirectory, config: Config, resolved: dict[str, Any], sent: dict[str, int]) -> None:
-        self._run, self._sent = None, sent
+    wandb keeps rows in memory for a while, so a killed process loses some. On every start it therefore gets the rows it
+    lacks from the JSON-lines files: online those past the last step on the server, offline all of them, in a new folder
+    that supersedes the older ones of the run. Either way every step is there once.
+    """
+
+    def __init__(self, directory: RunDirectory, config: Config, resolved: dict[str, Any]) -> None:
+        self._run = None
         if config.wandb.mode == "disabled":
             return
         try:
             import wandb
-
+        except ImportError:
+            log.info("wandb is not installed; metrics are in %s", directory.jsonlines)
+            return
+        try:
             directory.wandb_run_id.parent.mkdir(parents=True, exist_ok=True)
             if not directory.wandb_run_id.is_file():
-                write_atomically(directory.wandb_run_id, wandb.util.generate_id())
+                write_atomically(directory.wandb_run_id, secrets.token_hex(4))
+            run_id = directory.wandb_run_id.read_text(encoding="utf-8").strip()
             log_dir = Path(config.wandb.log_dir or directory.root)
             log_dir.mkdir(parents=True, exist_ok=True)
+            if config.wandb.mode == "offline":
+                for folder in log_dir.glob(f"wandb/offline-run-*-{run_id}"):
+                    folder.rename(folder.with_name(f"superseded-{folder.name}"))
             self._run = wandb.init(
                 project=config.wandb.project,
                 name=config.tag,
                 group=config.exp,
-                id=directory.wandb_run_id.read_text(encoding="utf-8").strip(),
+                id=run_id,
                 dir=str(log_dir),
                 mode=config.wandb.mode,
                 resume="allow",
                 config=resolved,
                 settings=wandb.Settings(silent=True, init_timeout=60),
             )
-        except ImportError:
-            log.info("wandb is not installed; metrics are in %s", directory.jsonlines)
         except Exception as error:  # no network, no login, a full quota: none of these may stop a run
             log.warning("wandb is not available (%s); metrics are in %s", error, directory.jsonlines)
-
-    def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        if self._run is None or step <= self._sent.get(kind, -1):
             return
+        rows: dict[int, dict[str, Any]] = {}
+        for file in sorted(directory.jsonlines.glob("*.jsonl")):
+            for entry in read_lines(file):
+                rows.setdefault(entry["step"], {}).update((k, v) for k, v in entry.items() if k != "step")
+        for step in sorted(rows):
+            self.log(step, rows[step])
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
         try:
-            self._run.log(values, step=step)
+            if self._run is not None and step >= self._run.step:
+                self._run.log(values, step=step)
         except Exception as error:
             log.warning("wandb stopped taking metrics (%s); they are in the JSON-lines files", error)
             self._run = None
@@ -188,15 +198,31 @@ def duration(seconds: float) -> str:
 
 
 class Throughput:
-    """Rates over the whole run and over the last `window` samples, under the names the paper's runs used.
+    """Rates and MFU, over all of a run and over the last `window` samples, under the names the paper's runs used.
+
+        throughput/{token,batch,flop}_count_per_second_{total,update}_{recent,cum}
+        throughput/mfu_{total,update}_{recent,cum}
 
     "total" counts wall time of the training loop, evaluations and checkpoints included; "update" only the steps.
+    "recent" is the window, "cum" the whole run with its restarts; MFU's "cum" begins at the last start, because a
+    restart may have other GPUs.
+
+    MFU is model FLOPs per second over the peak of all GPUs. Convention: model FLOPs are those of
+    `DecoderConfig.flops_per_token`. Causal attention counts the pairs it needs, recomputation is not counted, and
+    pruned attention counts as if full. So MFU says how fast a model trains, whatever tricks it trains with, and with
+    pruning it may exceed what the hardware computes. FLOPs "as run", less the tiles that pruning skips, would need
+    the kernel to count those tiles; they are not reported. There is no MFU where the peak is unknown.
+
+    Args:
+        peak_flops: FLOP/s of all devices of the job together; None if unknown.
+        start: the counters when this process began to train.
+        window: samples that "recent" looks back.
     """
 
     KEYS = ("token_count", "batch_count", "flop_count")
 
-    def __init__(self, window: int = 100) -> None:
-        self._window = window
+    def __init__(self, peak_flops: float | None, start: dict[str, float], window: int = 100) -> None:
+        self._peak_flops, self._start, self._window = peak_flops, start, window
         self._samples: list[dict[str, float]] = []
 
     def add(self, counters: dict[str, float]) -> dict[str, float]:
@@ -206,10 +232,20 @@ class Throughput:
         if len(self._samples) < 2:
             return {}
         first = self._samples[0]
-        for clock in ("total", "update"):
-            recent_seconds = counters[f"{clock}_time"] - first[f"{clock}_time"]
+        beginning = dict.fromkeys(counters, 0.0)
+        for clock in ("total_time", "update_time"):
+            name = clock.removesuffix("_time")
             for key in self.KEYS:
-                name = f"throughput/{key}_per_second_{clock}"
-                metrics[f"{name}_recent"] = (counters[key] - first[key]) / max(recent_seconds, 1e-9)
-                metrics[f"{name}_cum"] = counters[key] / max(counters[f"{clock}_time"], 1e-9)
+                metrics[f"throughput/{key}_per_second_{name}_recent"] = _rate(key, clock, first, counters)
+                metrics[f"throughput/{key}_per_second_{name}_cum"] = _rate(key, clock, beginning, counters)
+            if self._peak_flops is not None:
+                recent = _rate("flop_count", clock, first, counters)
+                metrics[f"throughput/mfu_{name}_recent"] = recent / self._peak_flops
+                since_start = _rate("flop_count", clock, self._start, counters)
+                metrics[f"throughput/mfu_{name}_cum"] = since_start / self._peak_flops
         return metrics
+
+
+def _rate(key: str, clock: str, before: dict[str, float], now: dict[str, float]) -> float:
+    """What `key` gained per second of `clock` between two states of the counters."""
+    return (now[key] - before[key]) / max(now[clock] - before[clock], 1e-9)

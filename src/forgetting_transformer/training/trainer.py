@@ -28,6 +28,7 @@ from forgetting_transformer.training.checkpoint import (
     write_atomically,
 )
 from forgetting_transformer.training.config import Config, ConfigError, changes_that_alter_the_run, check
+from forgetting_transformer.training.hardware import peak_flops
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.metrics import MetricsLog, Progress, Throughput
 from forgetting_transformer.training.norms import parameter_norms
@@ -52,6 +53,9 @@ class Counters:
     flop_count: int = 0
     total_time: float = 0.0
     update_time: float = 0.0
+
+    def as_floats(self) -> dict[str, float]:
+        return {name: float(value) for name, value in vars(self).items()}
 
 
 def run(config: Config) -> None:
@@ -100,7 +104,8 @@ class Trainer:
         )
         self.saved_step = self._restore()
         self.metrics = self._open_metrics() if self.fabric.is_global_zero else None
-        self.throughput = Throughput()
+        peak = config.fabric.peak_flops or peak_flops(self.fabric.device, config.fabric.precision)
+        self.throughput = Throughput(peak and peak * self.fabric.world_size, self.counters.as_floats())
         self.progress = Progress(config.train.max_tokens, self.counters.token_count, self.fabric.is_global_zero)
 
     def run(self) -> None:
@@ -339,7 +344,7 @@ class Trainer:
         """The only place in the loop, besides evaluations and checkpoints, that waits for the device."""
         self._require_finite()
         norms = parameter_norms(self.model.module)
-        rates = self.throughput.add({key: float(value) for key, value in vars(self.counters).items()})
+        rates = self.throughput.add(self.counters.as_floats())
         if self.metrics is None:
             return
         step, value = self.counters.token_count, loss.item()
@@ -419,7 +424,13 @@ class Trainer:
             self.metrics.report("checkpoint", self.saved_step, {"checkpoint/checkpoint_time": seconds})
 
     def _require_finite(self) -> None:
-        if not self.finite.item():
+        # Here the host waits until the device has done the steps it was given: that time is the steps' time.
+        started = time.perf_counter()
+        finite = self.finite.item()
+        waited = time.perf_counter() - started
+        self.counters.update_time += waited
+        self.counters.total_time += waited
+        if not finite:
             kept = f"the checkpoint at {self.saved_step:,} tokens" if self.saved_step else "the start"
             raise TrainingError(
                 f"loss or gradients became infinite or NaN in the {self.config.log_interval:,} tokens before "
