@@ -1,8 +1,10 @@
 """Configs: every experiment composes, unknown keys and impossible arithmetic are refused with the fix."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -56,37 +58,101 @@ def test_every_group_file_has_only_known_keys(group_file):
     experiment("experiment/longcrawl64/forgetting_transformer/pro_125m_2b", f"{group}={name}", *extra)
 
 
-PAPER = {  # name: (hidden, layers, heads, learning rate, tokens, tokens of a micro-batch)
-    "forgetting_transformer/pro_125m_2b": (768, 12, 12, 2e-3, 2_684_354_560, 32768),
-    "forgetting_transformer/pro_360m_7b": (1024, 24, 16, 2e-3, 7_516_192_768, 16384),
-    "forgetting_transformer/pro_760m_16b": (1536, 24, 24, 1e-3, 16_106_127_360, 16384),
-    "forgetting_transformer/pro_760m_48b": (1536, 24, 24, 2e-3, 48_318_382_080, 16384),
-    "forgetting_transformer/llama_125m_2b": (768, 12, 12, 2e-3, 2_684_354_560, 32768),
-    "forgetting_transformer/llama_360m_7b": (1024, 24, 16, 2e-3, 7_516_192_768, 16384),
-    "forgetting_transformer/llama_760m_16b": (1536, 24, 24, 1e-3, 16_106_127_360, 16384),
-    "forgetting_transformer/llama_760m_48b": (1536, 24, 24, 1e-3, 48_318_382_080, 16384),
-    "transformer/pro_125m_2b": (768, 12, 12, 2e-3, 2_684_354_560, 32768),
-    "transformer/pro_360m_7b": (1024, 24, 16, 2e-3, 7_516_192_768, 16384),
-    "transformer/pro_760m_16b": (1536, 24, 12, 1e-3, 16_106_127_360, 16384),
-    "transformer/pro_760m_48b": (1536, 24, 12, 1e-3, 48_318_382_080, 16384),
+class Row(NamedTuple):
+    """One published experiment."""
+
+    hidden: int
+    layers: int
+    heads: int
+    lr: float
+    tokens: int
+    micro_tokens: int  # of one micro-batch
+    parameters: int  # without the input embedding
+    body: int  # without input embedding and output layer
+
+
+# fmt: off
+PAPER = {
+    "forgetting_transformer/llama_125m_2b": Row(768, 12, 12, 2e-3, 2_684_354_560, 32768, 123_661_968, 85_064_592),
+    "forgetting_transformer/llama_360m_7b": Row(1024, 24, 16, 2e-3, 7_516_192_768, 16384, 360_188_288, 308_725_120),
+    "forgetting_transformer/llama_760m_16b": Row(1536, 24, 24, 1e-3, 16_106_127_360, 16384, 757_632_576, 680_437_824),
+    "forgetting_transformer/llama_760m_48b": Row(1536, 24, 24, 1e-3, 48_318_382_080, 16384, 757_632_576, 680_437_824),
+    "forgetting_transformer/pro_125m_2b": Row(768, 12, 12, 2e-3, 2_684_354_560, 32768, 123_910_800, 85_313_424),
+    "forgetting_transformer/pro_360m_7b": Row(1024, 24, 16, 2e-3, 7_516_192_768, 16384, 367_339_904, 315_876_736),
+    "forgetting_transformer/pro_760m_16b": Row(1536, 24, 24, 1e-3, 16_106_127_360, 16384, 759_512_640, 682_317_888),
+    "forgetting_transformer/pro_760m_48b": Row(1536, 24, 24, 2e-3, 48_318_382_080, 16384, 759_512_640, 682_317_888),
+    "transformer/llama_125m_2b": Row(768, 12, 12, 2e-3, 2_684_354_560, 32768, 123_551_232, 84_953_856),
+    "transformer/llama_360m_7b": Row(1024, 24, 16, 2e-3, 7_516_192_768, 16384, 359_794_688, 308_331_520),
+    "transformer/llama_760m_16b": Row(1536, 24, 12, 1e-3, 16_106_127_360, 16384, 756_747_264, 679_552_512),
+    "transformer/llama_760m_48b": Row(1536, 24, 12, 5e-4, 48_318_382_080, 16384, 756_747_264, 679_552_512),
+    "transformer/pro_125m_2b": Row(768, 12, 12, 2e-3, 2_684_354_560, 32768, 123_800_064, 85_202_688),
+    "transformer/pro_360m_7b": Row(1024, 24, 16, 2e-3, 7_516_192_768, 16384, 366_946_304, 315_483_136),
+    "transformer/pro_760m_16b": Row(1536, 24, 12, 1e-3, 16_106_127_360, 16384, 757_742_592, 680_547_840),
+    "transformer/pro_760m_48b": Row(1536, 24, 12, 1e-3, 48_318_382_080, 16384, 757_742_592, 680_547_840),
+    "transformer_swa/760m_16b": Row(1536, 24, 12, 1e-3, 16_106_127_360, 16384, 756_747_264, 679_552_512),
+    "mamba2/125m_2b": Row(768, 24, 24, 2e-3, 2_684_354_560, 32768, 128_965_824, 90_368_448),
+    "mamba2/360m_7b": Row(1024, 48, 32, 2e-3, 7_516_192_768, 16384, 368_314_880, 316_851_712),
+    "mamba2/760m_16b": Row(1536, 48, 48, 1e-3, 16_106_127_360, 16384, 780_113_664, 702_918_912),
+    "mamba2/760m_48b": Row(1536, 48, 48, 2e-3, 48_318_382_080, 16384, 780_113_664, 702_918_912),
+    "hgrn2/125m_2b": Row(768, 12, 6, 2e-3, 2_684_354_560, 32768, 123_569_664, 84_972_288),
+    "hgrn2/360m_7b": Row(1024, 24, 8, 2e-3, 7_516_192_768, 16384, 359_843_840, 308_380_672),
+    "hgrn2/760m_16b": Row(1536, 24, 12, 1e-3, 16_106_127_360, 16384, 756_820_992, 679_626_240),
+    "hgrn2/760m_48b": Row(1536, 24, 12, 2e-3, 48_318_382_080, 16384, 756_820_992, 679_626_240),
+    "delta_net/125m_2b": Row(768, 12, 6, 2e-3, 2_684_354_560, 16384, 123_718_656, 85_121_280),
+    "delta_net/360m_7b": Row(1024, 24, 8, 2e-3, 7_516_192_768, 16384, 360_289_280, 308_826_112),
+    "delta_net/760m_16b": Row(1536, 24, 12, 1e-3, 16_106_127_360, 16384, 757_635_072, 680_440_320),
+    "delta_net/760m_48b": Row(1536, 24, 12, 1e-3, 48_318_382_080, 16384, 757_635_072, 680_440_320),
+    "samba/760m_16b": Row(1536, 24, 12, 1e-3, 16_106_127_360, 16384, 765_852_672, 688_657_920),
 }
+# fmt: on
+
+
+def test_the_papers_experiments_are_all_there_and_no_others():
+    assert {f"experiment/longcrawl64/{name}" for name in PAPER} == {p for p in EXPERIMENTS if "/longcrawl64/" in p}
+
+
+def heads(model: dict) -> int:
+    """Where an architecture says how many heads it has."""
+    if "attn" in model:
+        return model["attn"]["num_heads"]
+    return model["num_heads"] if "num_heads" in model else model["hidden_size"] // model["expand_ratio"]
 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_papers_recipes_say_what_the_paper_says(name):
     config = experiment(f"experiment/longcrawl64/{name}")
-    hidden, layers, heads, lr, tokens, micro = PAPER[name]
-    model = config.model.config
-    assert (model["hidden_size"], model["num_hidden_layers"], model["num_heads"]) == (hidden, layers, heads)
-    assert (config.optimizer.lr, config.train.max_tokens, config.train.grad_acc_tokens) == (lr, tokens, micro)
+    row, model, data = PAPER[name], config.model.config, config.datamodule
+    assert (model["hidden_size"], model["num_hidden_layers"], heads(model)) == (row.hidden, row.layers, row.heads)
+    assert (config.optimizer.lr, config.train.max_tokens) == (row.lr, row.tokens)
+    assert config.train.grad_acc_tokens == row.micro_tokens
     assert config.optimizer.betas == [0.9, 0.95] and config.optimizer.weight_decay == 0.1
     assert config.train.max_grad_norm == 1.0
     assert (config.schedule.name, config.schedule.warmup_tokens) == ("warmup_cosine", 268_435_456)
-    assert config.schedule.total_tokens == tokens
-    data = config.datamodule
+    assert config.schedule.total_tokens == row.tokens
     assert (data.train_batch_len, data.train_batch_size, data.eval_tokens) == (16384, 32, 2**31)
     assert config.train.gradient_checkpointing == ("760m" in name)
     assert config.fabric.precision == "bf16-mixed" and config.strategy.name == "fsdp"
+    assert model.get("log_pruning_tolerance") == (-10.0 if name.startswith("forgetting_transformer/") else None)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_models_have_the_papers_parameter_counts(name):
+    model = experiment(f"experiment/longcrawl64/{name}").model
+    architecture = registry.get(model.name)
+    with torch.device("meta"):
+        lm = architecture.lm_class(registry.build_config(model.name, vocab_size=50257, **model.config))
+    total = sum(parameter.numel() for parameter in lm.parameters())
+    embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
+    assert total - embedding.numel() == PAPER[name].parameters
+    assert total - embedding.numel() - head.numel() == PAPER[name].body
+
+
+def test_every_architecture_has_a_demo():
+    """What a newcomer can run on a laptop covers every architecture there is."""
+    ours = {
+        name for name, entry in registry.MODELS.items() if entry.lm_class.__module__.startswith("forgetting_transf")
+    }
+    assert ours == {experiment(path).model.name for path in EXPERIMENTS if "/demo/" in path}
 
 
 def demo(*overrides: str):
@@ -117,6 +183,7 @@ def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
             r"grad_acc_tokens=1,000 does not split .* choose one of \[512, 1024, 2048, 4096\]",
         ),
         ("train.grad_acc_tokens=1536", 1, r"grad_acc_tokens=1,536"),
+        ("fabric.peak_flops=0", 1, "fabric.peak_flops=0.0 must be positive"),
         ("log_interval=0", 1, "log_interval=0 must be positive"),
         ("fork_step=100", 1, "fork_dir=None and fork_step=100 belong together"),
         ("fabric.precision=bf16-true", 1, "precision='bf16-true' is not supported; use 'bf16-mixed'"),

@@ -4,17 +4,24 @@ Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gat
 
 Axes in this folder: B batch, H heads, M queries, N keys, D channels of a head.
 
-Files: `reference.py` is the yardstick every backend is held to, `portable.py` runs on any device.
+Files: `reference.py` is the yardstick every backend is held to, `portable.py` runs on any device, `triton.py` is the kernel
+for training on CUDA.
 """
 
+import functools
+import importlib
 import math
-from collections.abc import Callable
+import warnings
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from forgetting_transformer.ops.forgetting_attention.portable import forgetting_attention_portable
 from forgetting_transformer.ops.forgetting_attention.reference import forgetting_attention_reference
+
+#: ln ε of adaptive_threshold="auto": the weights left out of a row add up to less than ε.
+AUTO_LOG_TOLERANCE = -10.0
 
 __all__ = ["forgetting_attention", "forgetting_attention_portable", "forgetting_attention_reference"]
 
@@ -52,8 +59,8 @@ def forgetting_attention(
         adaptive_threshold: adaptive computation pruning. A backend may skip blocks of pairs whose whole decay bias
             is below this value (nats, ≤ 0): a number, a tensor that broadcasts to `(B, H)`, or "auto" for
             a bound taken from the norms of q and k that keeps the skipped weights below e⁻¹⁰ per row. None skips
-            nothing. Pruning only ever saves work; the portable and the reference backend are exact and compute
-            every pair.
+            nothing. Pruning only ever saves work: the Triton kernel does it, the portable and the reference backend
+            compute every pair.
 
     Returns:
         Tensor with q's shape and dtype. Differentiable once in q, k, v and log_fgate.
@@ -72,16 +79,58 @@ def forgetting_attention(
 
     if not head_first:
         q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
-    backend = _select_backend(q)
     # The op chooses its own precision: autocast would round the decay bias to 16 bits inside it.
     with torch.autocast(q.device.type, enabled=False):
-        out_BHMD = backend(q, k, v, log_fgate, seq_start, sm_scale)
+        out_BHMD = _attend(q, k, v, log_fgate, seq_start, sm_scale, adaptive_threshold)
     return out_BHMD if head_first else out_BHMD.transpose(1, 2)
 
 
-def _select_backend(q_BHMD: Tensor) -> Callable[..., Tensor]:
-    """Return the fastest backend for q's device and dtype. All take head-first tensors and are exact."""
-    return forgetting_attention_portable
+def _attend(
+    q_BHMD: Tensor,
+    k_BHND: Tensor,
+    v_BHND: Tensor,
+    log_fgate_BHN: Tensor,
+    seq_start_B: Tensor | None,
+    sm_scale: float,
+    adaptive_threshold: str | float | Tensor | None,
+) -> Tensor:
+    """Run the fastest backend for the call; head-first tensors."""
+    kernel = _load_kernel() if q_BHMD.is_cuda else None
+    if kernel is not None and kernel.is_supported(q_BHMD, k_BHND, seq_start_B):
+        threshold_BH = _as_tensor(adaptive_threshold, q_BHMD, k_BHND, sm_scale)
+        return kernel.forgetting_attention_triton(q_BHMD, k_BHND, v_BHND, log_fgate_BHN, sm_scale, threshold_BH)
+    return forgetting_attention_portable(q_BHMD, k_BHND, v_BHND, log_fgate_BHN, seq_start_B, sm_scale)
+
+
+@functools.cache
+def _load_kernel() -> ModuleType | None:
+    """The Triton backend, imported when the first CUDA tensor comes; None, with a warning, where there is no Triton."""
+    try:
+        return importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
+    except ImportError as error:
+        warnings.warn(
+            f"forgetting attention runs without its GPU kernel, many times slower ({error}): pip install triton",
+            stacklevel=2,
+        )
+        return None
+
+
+@torch.no_grad()
+def _as_tensor(
+    threshold: str | float | Tensor | None, q_BHMD: Tensor, k_BHND: Tensor, sm_scale: float
+) -> Tensor | None:
+    """The threshold as float32 `(B, H)`; None stays None."""
+    if threshold is None:
+        return None
+    shape = q_BHMD.shape[:2]
+    if isinstance(threshold, str):  # "auto"
+        q_norm_BH, k_norm_BH = (
+            torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(-1) for x in (q_BHMD, k_BHND)
+        )
+        return AUTO_LOG_TOLERANCE - (2 * sm_scale * q_norm_BH * k_norm_BH + math.log(k_BHND.shape[2]))
+    if not isinstance(threshold, Tensor):
+        return torch.full(shape, threshold, dtype=torch.float32, device=q_BHMD.device)
+    return threshold.float().expand(shape)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, head_first: bool) -> None:

@@ -1,0 +1,54 @@
+"""Peak FLOP/s: known by exact device name, dense, and absent rather than guessed."""
+
+import logging
+
+import pytest
+import torch
+
+from forgetting_transformer.training.hardware import peak_flops
+
+CUDA = torch.device("cuda", 0)
+
+
+def on(monkeypatch, name: str) -> None:
+    """As if device 0 were a GPU that PyTorch calls `name`."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp32"),
+    [
+        ("NVIDIA H200", 989.4e12, 67e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12, 67e12),
+        ("NVIDIA H100 PCIe", 756e12, 51e12),
+        ("NVIDIA H100 NVL", 835.5e12, 60e12),
+        ("NVIDIA GH200 480GB", 989.4e12, 67e12),
+        ("NVIDIA B200", 2250e12, 75e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
+        ("NVIDIA L40S", 362.05e12, 91.6e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+    ],
+)
+def test_the_peak_depends_on_the_gpu_and_the_precision(monkeypatch, name, bf16, fp32):
+    on(monkeypatch, name)
+    assert peak_flops(CUDA, "bf16-mixed") == bf16
+    assert peak_flops(CUDA, "32-true") == fp32
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA A100", "NVIDIA GeForce RTX 4090 Laptop GPU"]
+)
+def test_a_gpu_that_is_not_listed_has_no_peak_and_the_log_says_so(monkeypatch, caplog, name):
+    """Names that begin like a listed one belong to slices, cut-down and laptop chips."""
+    on(monkeypatch, name)
+    with caplog.at_level(logging.INFO):
+        assert peak_flops(CUDA, "bf16-mixed") is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no MFU: the peak FLOP/s of {name!r} is not known; set fabric.peak_flops to have it"
+    ]
+
+
+def test_a_cpu_has_no_peak_and_nothing_to_say(caplog):
+    with caplog.at_level(logging.INFO):
+        assert peak_flops(torch.device("cpu"), "32-true") is None
+    assert not caplog.records

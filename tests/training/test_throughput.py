@@ -1,0 +1,110 @@
+"""Throughput: rates and MFU by hand, under the official names, and no MFU where the peak is unknown."""
+
+import pytest
+
+from forgetting_transformer.training.metrics import Throughput
+from tests.training.conftest import STEP, Job, changed, train
+from tests.training.test_resume import lines
+
+COUNTERS = ("token_count", "batch_count", "flop_count", "total_time", "update_time")
+RATES = {
+    f"throughput/{count}_per_second_{clock}_{span}"
+    for count in ("token_count", "batch_count", "flop_count")
+    for clock in ("total", "update")
+    for span in ("recent", "cum")
+}
+MFU = {f"throughput/mfu_{clock}_{span}" for clock in ("total", "update") for span in ("recent", "cum")}
+
+
+def counters(*values: float) -> dict[str, float]:
+    return dict(zip(COUNTERS, map(float, values), strict=True))
+
+
+ZERO = counters(0, 0, 0, 0, 0)
+
+
+def test_rates_and_mfu_are_what_one_computes_by_hand():
+    throughput = Throughput(peak_flops=2000, start=ZERO)
+    throughput.add(counters(100, 1, 5_000, 10, 5))
+    metrics = throughput.add(counters(300, 3, 15_000, 20, 15))
+    # 200 tokens, 2 batches and 10,000 FLOPs in 10 s of either clock since the first sample
+    for clock in ("total", "update"):
+        assert metrics[f"throughput/token_count_per_second_{clock}_recent"] == 20
+        assert metrics[f"throughput/batch_count_per_second_{clock}_recent"] == 0.2
+        assert metrics[f"throughput/flop_count_per_second_{clock}_recent"] == 1000
+        assert metrics[f"throughput/mfu_{clock}_recent"] == 0.5
+    # 300 tokens and 15,000 FLOPs in 20 s of wall time, 15 s of it steps
+    assert metrics["throughput/token_count_per_second_total_cum"] == 15
+    assert metrics["throughput/token_count_per_second_update_cum"] == 20
+    assert metrics["throughput/mfu_total_cum"] == 0.375
+    assert metrics["throughput/mfu_update_cum"] == 0.5
+
+
+def test_names_are_the_official_ones():
+    throughput = Throughput(peak_flops=1, start=ZERO)
+    assert throughput.add(counters(1, 1, 1, 1, 1)) == {}
+    assert set(throughput.add(counters(2, 2, 2, 2, 2))) == {f"throughput/{name}" for name in COUNTERS} | RATES | MFU
+
+
+def test_an_unknown_peak_gives_no_mfu():
+    throughput = Throughput(peak_flops=None, start=ZERO)
+    throughput.add(counters(1, 1, 1, 1, 1))
+    assert set(throughput.add(counters(2, 2, 2, 2, 2))) == {f"throughput/{name}" for name in COUNTERS} | RATES
+
+
+def test_recent_looks_back_over_the_window_and_no_further():
+    throughput = Throughput(peak_flops=None, start=ZERO, window=2)
+    # 1 token in each of the first 10 s, then 5 a second.
+    tokens = [*range(1, 11), 15, 20, 25]
+    for second, count in enumerate(tokens, start=1):
+        metrics = throughput.add(counters(count, 0, 0, second, second))
+    assert metrics["throughput/token_count_per_second_total_recent"] == 5
+    assert metrics["throughput/token_count_per_second_total_cum"] == pytest.approx(25 / 13)
+
+
+def test_cumulative_mfu_counts_from_this_start_on():
+    """The FLOPs before it were done by other GPUs perhaps; the rates, which need no peak, count them."""
+    throughput = Throughput(peak_flops=100, start=counters(0, 0, 1_000_000, 1000, 1000))
+    throughput.add(counters(0, 0, 1_000_500, 1010, 1010))
+    metrics = throughput.add(counters(0, 0, 1_001_000, 1020, 1020))
+    assert metrics["throughput/mfu_total_cum"] == metrics["throughput/mfu_update_cum"] == 0.5
+    assert metrics["throughput/flop_count_per_second_total_cum"] == pytest.approx(1_001_000 / 1020)
+
+
+def test_a_run_divides_by_the_peak_of_all_its_devices(tiny):
+    tiny = changed(tiny, train__max_tokens=4 * STEP, skip_eval=True, fabric__peak_flops=1e9)
+    train(tiny, world_size=2)
+    for entry in lines(tiny["output_dir"], "throughput"):
+        for clock in ("total", "update"):
+            rate = entry[f"throughput/flop_count_per_second_{clock}_recent"]
+            assert entry[f"throughput/mfu_{clock}_recent"] == pytest.approx(rate / 2e9)
+
+
+def test_a_run_on_a_cpu_has_no_mfu_and_its_peak_may_be_set_on_a_resume(tiny):
+    tiny = changed(tiny, skip_eval=True, schedule__total_tokens=8 * STEP)
+    train(changed(tiny, train__max_tokens=4 * STEP))
+    assert not MFU & set(lines(tiny["output_dir"], "throughput")[-1])
+    train(changed(tiny, train__max_tokens=8 * STEP, fabric__peak_flops=1e9))
+    assert set(lines(tiny["output_dir"], "throughput")[-1]) >= MFU
+
+
+#: Looking at a flag takes 0.2 s, as it does where a GPU is that far behind.
+SLOW = """
+import time, torch
+item = torch.Tensor.item
+def slow_item(tensor):
+    if tensor.dtype == torch.bool:
+        time.sleep(0.2)
+    return item(tensor)
+torch.Tensor.item = slow_item
+"""
+
+
+def test_waiting_for_the_device_counts_as_update_time(tiny):
+    """A GPU works behind the host's back: a step returns at once, and its time shows where the host waits for it."""
+    tiny = changed(tiny, train__max_tokens=4 * STEP, skip_eval=True)
+    job = Job(tiny, patch=SLOW)
+    assert job.wait() == [0], job.errors()
+    first, *_, last = lines(tiny["output_dir"], "train")
+    assert last["train/update_time"] - first["train/update_time"] >= 3 * 0.2
+    assert last["train/update_time"] <= last["train/total_time"]
