@@ -25,19 +25,24 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("gates", ["half", "slow", "resets"])
-@pytest.mark.parametrize(("queries", "keys"), [(700, 700), (2100, 2100), (5, 300), (1, 129)])
-def test_the_op_and_its_gradients_agree_with_float64(dtype, tolerance, gates, queries, keys):
+@pytest.mark.parametrize(
+    ("queries", "keys", "padded"),
+    [(700, 700, True), (700, 700, False), (2100, 2100, True), (2100, 2100, False), (5, 300, True), (1, 129, False)],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_op_and_its_gradients_agree_with_float64(dtype, tolerance, gates, queries, keys, padded, head_dim):
+    """Padded calls take the portable backend, 16-bit self-attention without padding the Triton kernel."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, device="cuda")
 
-    q, k, v = normal(2, queries, 3, 64), normal(2, keys, 3, 64), normal(2, keys, 3, 64)
+    q, k, v = normal(2, queries, 3, head_dim), normal(2, keys, 3, head_dim), normal(2, keys, 3, head_dim)
     log_fgate = F.logsigmoid(normal(2, keys, 3) + {"half": 0.0, "slow": 6.0, "resets": 2.0}[gates])
     if gates == "resets":
         log_fgate[:, ::37] = -torch.inf
-    seq_start = torch.tensor([0, min(3, keys - 1)], device="cuda")
-    out_gradient = normal(2, queries, 3, 64)
+    seq_start = torch.tensor([0, min(3, keys - 1)], device="cuda") if padded else None
+    out_gradient = normal(2, queries, 3, head_dim)
 
     def run(op, cast, **options):
         leaves = [x.to(cast).detach().requires_grad_() for x in (q.to(dtype), k.to(dtype), v.to(dtype))]
@@ -47,7 +52,7 @@ def test_the_op_and_its_gradients_agree_with_float64(dtype, tolerance, gates, qu
         return [out, *(x.grad for x in leaves)]
 
     def reference(q, k, v, g, seq_start):
-        out = forgetting_attention_reference(*(x.transpose(1, 2) for x in (q, k, v, g)), seq_start, 64**-0.5)
+        out = forgetting_attention_reference(*(x.transpose(1, 2) for x in (q, k, v, g)), seq_start, head_dim**-0.5)
         return out.transpose(1, 2)
 
     actual = run(forgetting_attention, dtype, seq_start=seq_start)
@@ -61,6 +66,28 @@ def test_the_op_and_its_gradients_agree_with_float64(dtype, tolerance, gates, qu
         allowed = max(tolerance, 3e-4) if gates == "resets" else tolerance
         allowed *= 10 if name == "dlog_f" and dtype == torch.float32 else 1
         assert error < allowed, f"{name}: {error:.2e}"
+
+
+def test_two_runs_of_the_kernel_give_the_same_bits_and_pruning_stays_within_its_bound():
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, k, v, d_out = (
+        F.normalize(torch.randn(1, 4096, 8, 64, generator=generator, device="cuda"), dim=-1).bfloat16()
+        for _ in range(4)
+    )
+    log_fgate = F.logsigmoid(torch.randn(1, 4096, 8, generator=generator, device="cuda"))
+
+    def run(**options):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v, log_fgate)]
+        out = forgetting_attention(*leaves, **options)
+        out.backward(d_out)
+        return [out.detach(), *(x.grad for x in leaves)]
+
+    first, second = run(), run()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for threshold in ("auto", -10 - 2 / 8 - 8.4):
+        pruned = run(adaptive_threshold=threshold)
+        for a, b in zip(first, pruned, strict=True):
+            assert relative_error(b, a) < 2e-3  # e^-10 and bf16's rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,9 +131,7 @@ def test_the_official_outputs_are_reproduced(autocast, tolerance):
         assert error < (tolerance if not autocast else 5e-2), f"{name}: {error:.2e}"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "world_size"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 4), ("fsdp", 4)]
-)
+@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("ddp", 2), ("fsdp", 2), ("ddp", 4), ("fsdp", 4)])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_straight_run_equals_interrupted_run_bitwise_on_gpus(tiny, tmp_path, strategy, world_size, precision):
     if torch.cuda.device_count() < world_size:

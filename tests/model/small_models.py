@@ -4,8 +4,9 @@ import itertools
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from forgetting_transformer.model import ForgettingTransformerConfig, ForgettingTransformerForCausalLM
+from forgetting_transformer.model import DecoderForCausalLM, ForgettingTransformerForCausalLM, registry
 
 PRO = {
     "use_output_gate": True,
@@ -16,21 +17,57 @@ PRO = {
     "hidden_ratio": 3.5,
 }
 
+# Where weights start from N(0, initializer_range²), large ones make predictions depend on everything that is read.
+SMALL_FIELDS = {
+    "delta_net": {"num_heads": 2, "initializer_range": 0.4},
+    "forgetting_transformer": {"num_heads": 2, "initializer_range": 0.4},
+    "gated_delta_net": {"num_heads": 2, "initializer_range": 0.4},
+    "hgrn2": {"expand_ratio": 16, "initializer_range": 0.4},
+    "mamba2": {
+        "num_heads": 4,
+        "head_dim": 16,
+        "state_size": 8,
+        "initializer_range": 1.0,
+        "time_step_min": 0.1,
+        "time_step_max": 1.0,
+        "pad_token_id": None,
+    },
+    "samba": {
+        "num_hidden_layers": 4,
+        "state_size": 4,
+        "pad_token_id": None,
+        "attn": {"num_heads": 2, "num_kv_heads": 2, "window_size": 4, "layers": None},
+    },
+    "transformer": {"num_heads": 2, "initializer_range": 0.4},
+}
 
-def small_model(seed: int = 0, **fields: Any) -> ForgettingTransformerForCausalLM:
-    """A two-layer FoX in evaluation mode; large weights make its predictions depend on everything it reads."""
+
+def small(name: str, seed: int = 0, **fields: Any) -> DecoderForCausalLM:
+    """A small model of architecture `name` in evaluation mode."""
     config = {
         "vocab_size": 61,
         "hidden_size": 32,
         "num_hidden_layers": 2,
-        "num_heads": 2,
-        "initializer_range": 0.4,
         "bos_token_id": None,
         "eos_token_id": None,
+        **SMALL_FIELDS[name],
         **fields,
     }
     torch.manual_seed(seed)
-    return ForgettingTransformerForCausalLM(ForgettingTransformerConfig(**config)).eval()
+    return registry.get(name).lm_class(registry.build_config(name, **config)).eval()
+
+
+def small_model(seed: int = 0, **fields: Any) -> ForgettingTransformerForCausalLM:
+    """A two-layer FoX in evaluation mode."""
+    return small("forgetting_transformer", seed, **fields)
+
+
+def counted_flops_per_token(model: DecoderForCausalLM, seq_len: int = 256) -> float:
+    """FLOPs of a forward pass as PyTorch counts them: matrix products and convolutions it knows."""
+    ids = torch.zeros(2, seq_len, dtype=torch.long)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False)
+    return counter.get_total_flops() / ids.numel()
 
 
 OPTION_COMBINATIONS = [

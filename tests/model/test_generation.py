@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from forgetting_transformer.model import ForgettingTransformerForCausalLM
-from forgetting_transformer.model.cache import ForgettingAttentionCache
-from tests.model.small_models import PRO, small_model
+from forgetting_transformer.model import DecoderForCausalLM
+from forgetting_transformer.model.cache import AttentionCache, ForgettingAttentionCache
+from tests.model.small_models import PRO, small, small_model
 
 
 @pytest.fixture(autouse=True)
@@ -16,10 +16,38 @@ def no_grad():
         yield
 
 
-@pytest.fixture
-def pro_rope_model() -> ForgettingTransformerForCausalLM:
-    """Everything that keeps state between tokens at once: gates, shifts and positions."""
-    return small_model(**PRO, use_rope=True)
+@pytest.fixture(autouse=True)
+def short_history(monkeypatch):
+    """Caches of sliding windows that drop keys within a dozen tokens."""
+    monkeypatch.setattr(AttentionCache, "CROP_HISTORY", 6)
+
+
+# One model per kind of state that is kept between tokens.
+MODELS = {
+    "fox pro rope": ("forgetting_transformer", {**PRO, "use_rope": True}),
+    "transformer": ("transformer", {}),
+    "transformer gqa window": ("transformer", {"num_heads": 4, "num_kv_heads": 2, "window_size": 4}),
+    "samba": ("samba", {}),
+    "mamba2": ("mamba2", {"n_groups": 2}),
+    "hgrn2": ("hgrn2", {}),
+    "hgrn2 with lower bounds": ("hgrn2", {"apply_lower_bounds": True}),
+    "delta_net": ("delta_net", {}),
+    "gated_delta_net": ("gated_delta_net", {}),
+}
+CROPPABLE = ("fox pro rope", "transformer", "transformer gqa window")
+
+
+@pytest.fixture(params=MODELS)
+def model(request) -> DecoderForCausalLM:
+    name, fields = MODELS[request.param]
+    return small(name, **fields)
+
+
+@pytest.fixture(params=CROPPABLE)
+def croppable_model(request) -> DecoderForCausalLM:
+    """A model whose cache can forget its last tokens: one without a recurrent state."""
+    name, fields = MODELS[request.param]
+    return small(name, **fields)
 
 
 @pytest.fixture
@@ -45,37 +73,49 @@ def logits_in_pieces(model, ids: Tensor, lengths: list[int], mask: Tensor | None
 
 
 PIECES = [[1] * 12, [5, 1, 1, 1, 1, 1, 1, 1], [5, 7], [4, 4, 4], [11, 1]]
-VARIANTS = [
-    {},
-    PRO,
-    {"use_rope": True},
-    {**PRO, "qk_norm_share_param_across_head": True, "use_rope": True},
-    {"use_k_shift": True},
-]
+VARIANTS = {
+    **MODELS,
+    "fox llama": ("forgetting_transformer", {}),
+    "fox pro": ("forgetting_transformer", PRO),
+    "fox rope": ("forgetting_transformer", {"use_rope": True}),
+    "fox pro shared qk-norm": (
+        "forgetting_transformer",
+        {**PRO, "qk_norm_share_param_across_head": True, "use_rope": True},
+    ),
+    "fox k shift": ("forgetting_transformer", {"use_k_shift": True}),
+    "transformer pro": ("forgetting_transformer", {**PRO, "fgate_type": "none", "use_rope": True}),
+    "transformer without rope": ("transformer", {"use_rope": False}),
+    "transformer window 1": ("transformer", {"window_size": 1}),
+    "samba without attention": ("samba", {"attn": None}),
+    "mamba2 without convolution bias": ("mamba2", {"use_conv_bias": False}),
+    "delta_net without convolutions": ("delta_net", {"use_short_conv": False}),
+    "delta_net wide, gated": ("delta_net", {"expand_k": 0.5, "expand_v": 2, "use_gate": True}),
+    "delta_net elu, sum": ("delta_net", {"qk_activation": "elu", "qk_norm": "sum", "use_beta": False}),
+}
 
 
 @pytest.mark.parametrize("lengths", PIECES, ids=str)
-@pytest.mark.parametrize("options", VARIANTS, ids=["llama", "pro", "rope", "pro rope", "k shift"])
-def test_pieces_equal_the_whole(options, lengths, ids):
-    model = small_model(**options)
+@pytest.mark.parametrize("name, fields", VARIANTS.values(), ids=VARIANTS)
+def test_pieces_equal_the_whole(name, fields, lengths, ids):
+    model = small(name, **fields)
     assert_close(logits_in_pieces(model, ids, lengths), model(input_ids=ids, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("lengths", [[12], *PIECES], ids=str)
-def test_left_padding_changes_nothing(pro_rope_model, ids, lengths):
+def test_left_padding_changes_nothing(model, ids, lengths):
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
-    logits = logits_in_pieces(pro_rope_model, ids, lengths, mask)
-    assert_close(logits[:1, 6:], pro_rope_model(input_ids=ids[:1, 6:]).logits)
-    assert_close(logits[1:], pro_rope_model(input_ids=ids[1:]).logits)
+    logits = logits_in_pieces(model, ids, lengths, mask)
+    assert_close(logits[:1, 6:], model(input_ids=ids[:1, 6:]).logits)
+    assert_close(logits[1:], model(input_ids=ids[1:]).logits)
 
 
-def test_the_cache_remembers_padding_without_a_mask(pro_rope_model, ids):
+def test_the_cache_remembers_padding_without_a_mask(model, ids):
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
-    cache = pro_rope_model(input_ids=ids[:, :8], attention_mask=mask[:, :8]).past_key_values
-    logits = pro_rope_model(input_ids=ids[:, 8:], past_key_values=cache).logits
-    assert_close(logits[:1], pro_rope_model(input_ids=ids[:1, 6:]).logits[:, 2:])
+    cache = model(input_ids=ids[:, :8], attention_mask=mask[:, :8]).past_key_values
+    logits = model(input_ids=ids[:, 8:], past_key_values=cache).logits
+    assert_close(logits[:1], model(input_ids=ids[:1, 6:]).logits[:, 2:])
 
 
 def greedy_by_full_passes(model, ids: Tensor, steps: int) -> Tensor:
@@ -89,85 +129,97 @@ def greedy_by_full_passes(model, ids: Tensor, steps: int) -> Tensor:
     [{}, {"use_cache": False}, {"attention_mask": torch.ones(2, 12, dtype=torch.long)}, {"prefill_chunk_size": 5}],
     ids=["cache", "no cache", "mask of ones", "chunked prefill"],
 )
-def test_greedy_generation(pro_rope_model, ids, how):
-    want = greedy_by_full_passes(pro_rope_model, ids, 10)
-    assert torch.equal(pro_rope_model.generate(ids, max_new_tokens=10, do_sample=False, **how), want)
+def test_greedy_generation(model, ids, how):
+    want = greedy_by_full_passes(model, ids, 10)
+    assert torch.equal(model.generate(ids, max_new_tokens=10, do_sample=False, **how), want)
 
 
 @pytest.mark.parametrize("how", [{}, {"use_cache": False}, {"prefill_chunk_size": 3}], ids=str)
-def test_greedy_generation_with_left_padding(pro_rope_model, ids, how):
+def test_greedy_generation_with_left_padding(model, ids, how):
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    out = pro_rope_model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, **how)
-    assert torch.equal(out[:1, 5:], greedy_by_full_passes(pro_rope_model, ids[:1, 5:], 10))
-    assert torch.equal(out[1:], greedy_by_full_passes(pro_rope_model, ids[1:], 10))
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, **how)
+    assert torch.equal(out[:1, 5:], greedy_by_full_passes(model, ids[:1, 5:], 10))
+    assert torch.equal(out[1:], greedy_by_full_passes(model, ids[1:], 10))
 
 
 @pytest.mark.parametrize(
     "how", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}, {"do_sample": True}], ids=str
 )
-def test_beams_and_samples_do_not_depend_on_the_cache(pro_rope_model, ids, how):
+def test_beams_and_samples_do_not_depend_on_the_cache(model, ids, how):
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     outs = []
     for use_cache in (True, False):
         torch.manual_seed(3)
         outs.append(
-            pro_rope_model.generate(
+            model.generate(
                 ids, attention_mask=mask, max_new_tokens=8, use_cache=use_cache, **{"do_sample": False, **how}
             )
         )
     assert torch.equal(*outs)
 
 
-def test_assisted_generation_takes_back_rejected_tokens(pro_rope_model, ids):
+def test_assisted_generation_takes_back_rejected_tokens(croppable_model, ids):
     prompt = ids[:1].repeat(1, 2)  # repetition gives the look-up something to propose
-    want = greedy_by_full_passes(pro_rope_model, prompt, 12)
-    out = pro_rope_model.generate(prompt, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
+    want = greedy_by_full_passes(croppable_model, prompt, 12)
+    out = croppable_model.generate(prompt, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
     assert torch.equal(out, want)
 
 
-def test_generation_from_embeddings(pro_rope_model, ids):
-    embeds = pro_rope_model.get_input_embeddings()(ids)
-    out = pro_rope_model.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False)
-    assert torch.equal(out, greedy_by_full_passes(pro_rope_model, ids, 6)[:, 12:])
+def test_generation_from_embeddings(model, ids):
+    embeds = model.get_input_embeddings()(ids)
+    out = model.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False)
+    assert torch.equal(out, greedy_by_full_passes(model, ids, 6)[:, 12:])
 
 
-def test_generation_goes_on_from_a_returned_cache(pro_rope_model, ids):
-    first = pro_rope_model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    out = pro_rope_model.generate(
-        first.sequences, past_key_values=first.past_key_values, max_new_tokens=6, do_sample=False
-    )
-    assert torch.equal(out, greedy_by_full_passes(pro_rope_model, ids, 10))
+def test_generation_goes_on_from_a_returned_cache(model, ids):
+    first = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    out = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=6, do_sample=False)
+    assert torch.equal(out, greedy_by_full_passes(model, ids, 10))
 
 
-def test_reordering_moves_gates_and_shift_states_too(pro_rope_model, ids):
+def test_reordering_moves_every_state(model, ids):
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     order = torch.tensor([1, 1, 0])
-    full = pro_rope_model(input_ids=ids, attention_mask=mask).logits[:, 9:]
+    full = model(input_ids=ids, attention_mask=mask).logits[:, 9:]
     for method in ("reorder_cache", "batch_select_indices"):
-        cache = pro_rope_model(input_ids=ids[:, :9], attention_mask=mask[:, :9]).past_key_values
+        cache = model(input_ids=ids[:, :9], attention_mask=mask[:, :9]).past_key_values
         getattr(cache, method)(order)
-        assert_close(pro_rope_model(input_ids=ids[order, 9:], past_key_values=cache).logits, full[order])
-    cache = pro_rope_model(input_ids=ids[:, :9], attention_mask=mask[:, :9]).past_key_values
+        assert_close(model(input_ids=ids[order, 9:], past_key_values=cache).logits, full[order])
+    cache = model(input_ids=ids[:, :9], attention_mask=mask[:, :9]).past_key_values
     cache.batch_repeat_interleave(2)
     twice = torch.tensor([0, 0, 1, 1])
-    assert_close(pro_rope_model(input_ids=ids[twice, 9:], past_key_values=cache).logits, full[twice])
+    assert_close(model(input_ids=ids[twice, 9:], past_key_values=cache).logits, full[twice])
 
 
-def test_cropping_takes_tokens_back(pro_rope_model, ids):
-    full = pro_rope_model(input_ids=ids).logits
-    cache = pro_rope_model(input_ids=ids[:, :8]).past_key_values
-    pro_rope_model(input_ids=ids[:, :3], past_key_values=cache)
+def test_cropping_takes_tokens_back(croppable_model, ids):
+    full = croppable_model(input_ids=ids).logits
+    cache = croppable_model(input_ids=ids[:, :8]).past_key_values
+    croppable_model(input_ids=ids[:, :3], past_key_values=cache)
     cache.crop(-5)
     assert cache.get_seq_length() == 6
-    assert_close(pro_rope_model(input_ids=ids[:, 6:], past_key_values=cache).logits, full[:, 6:])
+    assert_close(croppable_model(input_ids=ids[:, 6:], past_key_values=cache).logits, full[:, 6:])
     cache.crop(0)
     assert cache.get_seq_length() == 12
     cache.crop(-12)
     assert cache.get_seq_length() == 0
-    assert_close(pro_rope_model(input_ids=ids, past_key_values=cache).logits, full)
+    assert_close(croppable_model(input_ids=ids, past_key_values=cache).logits, full)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in CROPPABLE])
+def test_taking_tokens_back_from_a_recurrent_state_is_refused(name, ids):
+    model = small(MODELS[name][0], **MODELS[name][1])
+    cache = model(input_ids=ids).past_key_values
+    assert not cache.is_croppable
+    with pytest.raises(ValueError, match=r"cannot remove 3 tokens .* recurrent state"):
+        cache.crop(-3)
+    cache.crop(-12)
+    assert cache.get_seq_length() == 0
+    assert_close(model(input_ids=ids, past_key_values=cache).logits, model(input_ids=ids).logits)
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        model.generate(ids[:1], max_new_tokens=4, prompt_lookup_num_tokens=2)
 
 
 def test_cropping_beyond_the_shift_history_is_refused():
@@ -181,12 +233,24 @@ def test_cropping_beyond_the_shift_history_is_refused():
         cache.crop(3)
 
 
-def test_reset_empties_the_cache(pro_rope_model, ids):
+def test_a_sliding_window_keeps_only_the_keys_it_needs(ids):
+    model = small("transformer", window_size=4)
+    num_kept = 3 + AttentionCache.CROP_HISTORY
+    cache = model(input_ids=ids).past_key_values
+    assert cache.layers[0].keys.shape[2] == num_kept and cache.get_seq_length() == 12
+    assert cache.layers[0].keys.untyped_storage().nbytes() == cache.layers[0].keys.nbytes
+    with pytest.raises(ValueError, match=r"cannot remove 7 tokens .* sliding window of 4 keeps 6 more"):
+        cache.crop(-7)
+    cache.crop(-6)
+    assert_close(model(input_ids=ids[:, 6:], past_key_values=cache).logits, model(input_ids=ids).logits[:, 6:])
+
+
+def test_reset_empties_the_cache(model, ids):
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
-    cache = pro_rope_model(input_ids=ids, attention_mask=mask).past_key_values
+    cache = model(input_ids=ids, attention_mask=mask).past_key_values
     cache.reset()
-    assert_close(pro_rope_model(input_ids=ids, past_key_values=cache).logits, pro_rope_model(input_ids=ids).logits)
+    assert_close(model(input_ids=ids, past_key_values=cache).logits, model(input_ids=ids).logits)
 
 
 def test_gates_are_cached_in_float32(ids):
@@ -195,9 +259,9 @@ def test_gates_are_cached_in_float32(ids):
     assert layer.log_fgate.dtype == torch.float32 and layer.keys.dtype == torch.bfloat16
 
 
-def test_generation_under_autocast(pro_rope_model, ids):
+def test_generation_under_autocast(model, ids):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = pro_rope_model.generate(ids, max_new_tokens=5, do_sample=False)
+        out = model.generate(ids, max_new_tokens=5, do_sample=False)
     assert out.shape == (2, 17)
 
 

@@ -138,3 +138,17 @@ pruned = run(kernel.forgetting_attention_triton, q, k, v, log_fgate, d_out, 0.25
 assert (exact[0] - pruned[0]).abs().max() > 1e-2
 """
     )
+
+
+def test_any_memory_layout_is_taken_and_the_operator_is_registered_right():
+    """Callers hand over transposed views; `opcheck` holds schema, fake kernel and autograd registration to the real ones."""
+    interpret(
+        """
+q, k, v, log_fgate, d_out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(130, 16, torch.float32))
+check(q, k, v, log_fgate, d_out, 2e-5)
+leaves = [x.detach().requires_grad_() for x in (q, k, v, log_fgate)]
+torch.library.opcheck(
+    kernel._forward, (*leaves, None, 0.25), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+)
+"""
+    )

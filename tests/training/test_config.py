@@ -8,15 +8,17 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from forgetting_transformer.model import registry
+from forgetting_transformer.model import DecoderForCausalLM, registry
 from forgetting_transformer.training.config import (
     ConfigError,
+    ModelConfig,
     changes_that_alter_the_run,
     check,
     flatten,
     known_keys,
     parse,
 )
+from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.schedule import build_schedule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -39,7 +41,9 @@ def test_every_experiment_composes_and_can_run(path, world_size):
     config = experiment(path)
     check(config, world_size)
     build_schedule(config.schedule, config.optimizer.lr)(0)
-    registry.build_config(config.model.name, **config.model.config)
+    model_config = registry.build_config(config.model.name, **config.model.config)
+    # A padding token's embedding is not trained, and the data may use every token.
+    assert model_config.pad_token_id is None
 
 
 @pytest.mark.parametrize(
@@ -135,16 +139,38 @@ def test_the_papers_recipes_say_what_the_paper_says(name):
     assert model.get("log_pruning_tolerance") == (-10.0 if name.startswith("forgetting_transformer/") else None)
 
 
+def on_meta(model: ModelConfig) -> DecoderForCausalLM:
+    """The model with LongCrawl64's vocabulary and without storage."""
+    with torch.device("meta"):
+        return registry.get(model.name).lm_class(registry.build_config(model.name, vocab_size=50257, **model.config))
+
+
 @pytest.mark.parametrize("name", PAPER)
 def test_the_papers_models_have_the_papers_parameter_counts(name):
-    model = experiment(f"experiment/longcrawl64/{name}").model
-    architecture = registry.get(model.name)
-    with torch.device("meta"):
-        lm = architecture.lm_class(registry.build_config(model.name, vocab_size=50257, **model.config))
+    lm = on_meta(experiment(f"experiment/longcrawl64/{name}").model)
     total = sum(parameter.numel() for parameter in lm.parameters())
     embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
     assert total - embedding.numel() == PAPER[name].parameters
     assert total - embedding.numel() - head.numel() == PAPER[name].body
+
+
+@pytest.mark.parametrize(
+    ("name", "undecayed"),
+    [
+        ("forgetting_transformer/pro_760m_16b", 186_432),
+        ("forgetting_transformer/llama_760m_16b", 75_840),
+        ("transformer/llama_760m_16b", 75_264),
+        ("mamba2/760m_16b", 389_376),
+        ("hgrn2/760m_16b", 148_992),
+        ("delta_net/760m_16b", 78_336),
+        ("samba/760m_16b", 775_680),
+    ],
+)
+def test_the_papers_models_decay_what_the_papers_runs_decayed(name, undecayed):
+    config = experiment(f"experiment/longcrawl64/{name}")
+    lm = on_meta(config.model)
+    sizes = {name: parameter.numel() for name, parameter in lm.named_parameters()}
+    assert sum(sizes[name] for name in undecayed_parameters(lm, config.train)) == undecayed
 
 
 def test_every_architecture_has_a_demo():

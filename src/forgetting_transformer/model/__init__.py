@@ -2,12 +2,22 @@
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.delta_net import DeltaNetConfig, DeltaNetForCausalLM, DeltaNetModel
 from forgetting_transformer.model.forgetting_transformer import (
     ForgettingAttentionLayer,
     ForgettingTransformerConfig,
     ForgettingTransformerForCausalLM,
     ForgettingTransformerModel,
 )
+from forgetting_transformer.model.gated_delta_net import (
+    GatedDeltaNetConfig,
+    GatedDeltaNetForCausalLM,
+    GatedDeltaNetModel,
+)
+from forgetting_transformer.model.hgrn2 import HGRN2Config, HGRN2ForCausalLM, HGRN2Model
+from forgetting_transformer.model.mamba2 import Mamba2Config, Mamba2ForCausalLM, Mamba2Model
+from forgetting_transformer.model.samba import SambaConfig, SambaForCausalLM, SambaModel
+from forgetting_transformer.model.transformer import TransformerConfig, TransformerForCausalLM, TransformerModel
 
 registry.register(
     "forgetting_transformer",
@@ -15,14 +25,38 @@ registry.register(
     ForgettingTransformerModel,
     ForgettingTransformerForCausalLM,
 )
+registry.register("samba", SambaConfig, SambaModel, SambaForCausalLM)
+registry.register("transformer", TransformerConfig, TransformerModel, TransformerForCausalLM)
+registry.register("mamba2", Mamba2Config, Mamba2Model, Mamba2ForCausalLM)
+registry.register("hgrn2", HGRN2Config, HGRN2Model, HGRN2ForCausalLM)
+registry.register("delta_net", DeltaNetConfig, DeltaNetModel, DeltaNetForCausalLM)
+registry.register("gated_delta_net", GatedDeltaNetConfig, GatedDeltaNetModel, GatedDeltaNetForCausalLM)
 
 __all__ = [
     "DecoderConfig",
     "DecoderForCausalLM",
     "DecoderModel",
+    "DeltaNetConfig",
+    "DeltaNetForCausalLM",
+    "DeltaNetModel",
     "ForgettingAttentionLayer",
     "ForgettingTransformerConfig",
     "ForgettingTransformerForCausalLM",
     "ForgettingTransformerModel",
+    "GatedDeltaNetConfig",
+    "GatedDeltaNetForCausalLM",
+    "GatedDeltaNetModel",
+    "HGRN2Config",
+    "HGRN2ForCausalLM",
+    "HGRN2Model",
+    "Mamba2Config",
+    "Mamba2ForCausalLM",
+    "Mamba2Model",
+    "SambaConfig",
+    "SambaForCausalLM",
+    "SambaModel",
+    "TransformerConfig",
+    "TransformerForCausalLM",
+    "TransformerModel",
     "registry",
 ]

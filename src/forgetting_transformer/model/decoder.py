@@ -3,7 +3,8 @@
 An architecture is a mixer and a configuration. The configuration builds the mixers (`build_mixer`) and the MLPs
 (`build_mlp`), names the submodules as its published checkpoints do, and counts FLOPs. A mixer is an `nn.Module` with
 
-    forward(hidden_BTE, seq_start_B=None, cache=None) -> (out_BTE, cache)
+    forward(hidden_BTE, seq_start_B=None, cache=None) -> (out_BTE, cache); after these three it gets what the model's
+        `mixer_inputs` returns for its block, by default nothing
     new_cache() -> CacheLayerMixin, an empty layer cache
     init_own_weights(), optional: called after its submodules got the default initialisation, to change it. It must
         write through `transformers.initialization`, whose functions leave weights alone that came from a checkpoint
@@ -14,6 +15,8 @@ Axes: B batch, T new positions, N past and new positions, E model width (hidden_
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -26,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from forgetting_transformer.model.cache import DecoderCache
-from forgetting_transformer.model.layers import RMSNorm
+from forgetting_transformer.model.layers import RMSNorm, SwiGLU, swiglu_width
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
 
 
@@ -48,6 +51,8 @@ class DecoderConfig(PreTrainedConfig):
     mixer_norm_name: ClassVar[str] = "attn_norm"
     mixer_name: ClassVar[str] = "attn"
     final_norm_name: ClassVar[str] = "norm"
+    # Whether the embedding of the padding token is zero, and stays so.
+    zero_padding_embedding: ClassVar[bool] = True
 
     vocab_size: int = 32000
     hidden_size: int = 2048
@@ -90,6 +95,45 @@ class DecoderConfig(PreTrainedConfig):
         return 3 * forward if training else forward
 
 
+class SwiGLUDecoderConfig(DecoderConfig):
+    """A configuration whose blocks all have the same SwiGLU MLP.
+
+    Fields:
+        hidden_ratio: MLP width relative to hidden_size, as if the MLP had two matrices (`swiglu_width`).
+        intermediate_size: MLP width itself; overrides hidden_ratio.
+        hidden_act: "swish" (SiLU) is the one choice.
+        norm_eps: epsilon of the RMSNorms.
+        max_position_embeddings: no effect on the model; other tools read it as the training context length.
+    """
+
+    # Start down_proj at initializer_range / sqrt(2 · layers), so that the residual stream does not grow with depth.
+    rescale_down_proj: ClassVar[bool] = False
+
+    hidden_ratio: float | None = 4
+    intermediate_size: int | None = None
+    hidden_act: str = "swish"
+    norm_eps: float = 1e-6
+    max_position_embeddings: int | None = 2048
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.hidden_act not in ("swish", "silu"):
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; it must be 'swish' (the same as 'silu')")
+        if self.hidden_ratio is None and self.intermediate_size is None:
+            raise ValueError("hidden_ratio and intermediate_size are both None; set one of them")
+        super().__post_init__(**kwargs)
+
+    @property
+    def mlp_width(self) -> int:
+        return self.intermediate_size or swiglu_width(self.hidden_size, self.hidden_ratio)
+
+    def build_mlp(self, layer_idx: int) -> SwiGLU:
+        std = self.initializer_range / math.sqrt(2 * self.num_hidden_layers) if self.rescale_down_proj else None
+        return SwiGLU(self.hidden_size, self.mlp_width, std)
+
+    def mlp_flops_per_token(self, layer_idx: int) -> float:
+        return SwiGLU.flops_per_token(self.hidden_size, self.mlp_width)
+
+
 class DecoderBlock(GradientCheckpointingLayer):
     """`x + mixer(norm(x))`, then `x + mlp(norm(x))` if there is an MLP."""
 
@@ -116,21 +160,25 @@ class DecoderBlock(GradientCheckpointingLayer):
         return getattr(self, self.mixer_name)
 
     def forward(
-        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: CacheLayerMixin | None = None
+        self,
+        hidden_BTE: Tensor,
+        seq_start_B: Tensor | None = None,
+        cache: CacheLayerMixin | None = None,
+        *mixer_inputs: Tensor,
     ) -> Tensor:
         if self.gradient_checkpointing and self.training:
             if cache is not None:
                 raise ValueError(
                     "gradient checkpointing runs the block twice, so it cannot fill a cache: use_cache=False"
                 )
-            return self._gradient_checkpointing_func(self._transform, hidden_BTE, seq_start_B)
-        return self._transform(hidden_BTE, seq_start_B, cache)
+            return self._gradient_checkpointing_func(self._transform, hidden_BTE, seq_start_B, None, *mixer_inputs)
+        return self._transform(hidden_BTE, seq_start_B, cache, *mixer_inputs)
 
     def _transform(
-        self, hidden_BTE: Tensor, seq_start_B: Tensor | None, cache: CacheLayerMixin | None = None
+        self, hidden_BTE: Tensor, seq_start_B: Tensor | None, cache: CacheLayerMixin | None, *mixer_inputs: Tensor
     ) -> Tensor:
         mixer_norm = getattr(self, self.mixer_norm_name)
-        hidden_BTE = hidden_BTE + self.sequence_mixer(mixer_norm(hidden_BTE), seq_start_B, cache)[0]
+        hidden_BTE = hidden_BTE + self.sequence_mixer(mixer_norm(hidden_BTE), seq_start_B, cache, *mixer_inputs)[0]
         if self.has_mlp:
             hidden_BTE = hidden_BTE + self.mlp(self.mlp_norm(hidden_BTE))
         return hidden_BTE
@@ -164,9 +212,11 @@ class DecoderModel(DecoderPreTrainedModel):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        padding_idx = config.pad_token_id if config.zero_padding_embedding else None
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=padding_idx)
         self.layers = nn.ModuleList(DecoderBlock(config, i) for i in range(config.num_hidden_layers))
         self.add_module(config.final_norm_name, RMSNorm(config.hidden_size, config.norm_eps))
+        self.add_shared_parameters()
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -178,6 +228,13 @@ class DecoderModel(DecoderPreTrainedModel):
     def new_cache(self) -> DecoderCache:
         """Make an empty cache for this model."""
         return DecoderCache([block.sequence_mixer.new_cache() for block in self.layers])
+
+    def add_shared_parameters(self) -> None:
+        """Make the parameters that mixers of several blocks share. Called once; by default there are none."""
+
+    def mixer_inputs(self) -> Sequence[tuple[Tensor, ...]]:
+        """Further arguments of every block's mixer: what is computed from the shared parameters."""
+        return [()] * len(self.layers)
 
     def forward(
         self,
@@ -219,10 +276,10 @@ class DecoderModel(DecoderPreTrainedModel):
             past_key_values.seq_start_B = seq_start_B
 
         all_hidden: list[Tensor] = []
-        for i, block in enumerate(self.layers):
+        for i, (block, mixer_inputs) in enumerate(zip(self.layers, self.mixer_inputs(), strict=True)):
             all_hidden.append(hidden_BTE)
             cache = None if past_key_values is None else past_key_values.layers[i]
-            hidden_BTE = block(hidden_BTE, seq_start_B, cache)
+            hidden_BTE = block(hidden_BTE, seq_start_B, cache, *mixer_inputs)
         hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE)
         all_hidden.append(hidden_BTE)
 

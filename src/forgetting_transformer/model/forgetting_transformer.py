@@ -18,6 +18,7 @@ from transformers import initialization as init
 from forgetting_transformer.model.cache import ForgettingAttentionCache
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.layers import GroupRMSNorm, RMSNorm, ShiftLinear, SwiGLU, swiglu_width
+from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention
 from forgetting_transformer.ops.rotary import rotate
 
@@ -163,16 +164,20 @@ class ForgettingAttentionLayer(nn.Module):
         if cache is not None:
             k_BHND, v_BHND, log_fgate_BHN = cache.update(k_BHND, v_BHND, log_fgate_BHN)
 
-        out_BHTD = forgetting_attention(
-            q_BHTD,
-            k_BHND,
-            v_BHND,
-            log_fgate_BHN,
-            head_first=True,
-            seq_start=seq_start_B,
-            adaptive_threshold=self._adaptive_threshold(q_BHTD, k_BHND),
-        )
-        out_BTE = out_BHTD.transpose(1, 2).flatten(-2)
+        if self.fgate_type == "none":
+            k_BNHD, v_BNHD = k_BHND.transpose(1, 2), v_BHND.transpose(1, 2)
+            out_BTHD = causal_attention(q_BTHD, k_BNHD, v_BNHD, seq_start_B=seq_start_B)
+        else:
+            out_BTHD = forgetting_attention(
+                q_BHTD,
+                k_BHND,
+                v_BHND,
+                log_fgate_BHN,
+                head_first=True,
+                seq_start=seq_start_B,
+                adaptive_threshold=self._adaptive_threshold(q_BHTD, k_BHND),
+            ).transpose(1, 2)
+        out_BTE = out_BTHD.flatten(-2)
         if self.output_norm is not None:
             out_BTE = self.output_norm(out_BTE)
         if self.ogate_proj is not None:

@@ -1,12 +1,17 @@
 """Layers that several architectures share.
 
-Axes: B batch, T positions, H heads, D channels of a head, E model width (hidden_size), F MLP width.
+Axes: B batch, T positions, H heads, D channels of a head, E model width (hidden_size), F MLP width, C channels of a
+convolution, W its taps (of past inputs W - 1).
 """
+
+import math
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from forgetting_transformer.ops.norm import rms_norm
+from forgetting_transformer.ops.short_convolution import short_convolution
 from forgetting_transformer.ops.token_shift import token_shift
 
 
@@ -88,14 +93,77 @@ def swiglu_width(hidden_size: int, hidden_ratio: float) -> int:
     return 256 * -(-int(hidden_size * hidden_ratio * 2 / 3) // 256)
 
 
-class SwiGLU(nn.Module):
-    """`down(silu(gate) · up)` (Shazeer 2020), no biases. `gate_proj` holds gate and up, stacked in this order."""
+class ShortConvolution(nn.Conv1d):
+    """Causal convolution of every channel by itself over the last few tokens; no activation.
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    Weight `(C, 1, W)`. Weight and bias start as PyTorch starts them, U(±1/√W), whatever the architecture's
+    initializer_range.
+    """
+
+    def __init__(self, channels: int, width: int, *, bias: bool) -> None:
+        super().__init__(channels, channels, width, groups=channels, bias=bias)
+
+    def init_own_weights(self) -> None:
+        bound = 1 / math.sqrt(self.weight.shape[-1])
+        init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x_BTC: Tensor, previous_BCW: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the output `(B, T, C)` and the last W - 1 inputs `(B, C, W - 1)`, to go on from.
+
+        Args:
+            x_BTC: the sequence.
+            previous_BCW: what a former call returned for the tokens before it. Default 0.
+        """
+        return short_convolution(x_BTC, self.weight, self.bias, previous_BCW=previous_BCW)
+
+
+def zero_padding(x_BTC: Tensor, seq_start_B: Tensor | None, num_past: int) -> Tensor:
+    """Set left-padded positions to 0.
+
+    A recurrence whose state starts at 0 and whose inputs there are 0 meets its first real token as if nothing came before.
+
+    Args:
+        x_BTC: new positions.
+        seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
+        num_past: number of cached positions.
+    """
+    if seq_start_B is None:
+        return x_BTC
+    position_T = torch.arange(num_past, num_past + x_BTC.shape[1], device=x_BTC.device)
+    return x_BTC.masked_fill((position_T < seq_start_B[:, None])[..., None], 0)
+
+
+def initial_dt_bias(size: int, dt_min: float, dt_max: float, dt_floor: float) -> Tensor:
+    """Biases `(size,)` whose softplus, the step size of a state space model, is log-uniform in [dt_min, dt_max].
+
+    Step sizes below dt_floor are raised to it. The inverse of softplus is x + log(1 - exp(-x)).
+    """
+    log_dt = torch.empty(size).uniform_(math.log(dt_min), math.log(dt_max))
+    dt = log_dt.exp().clamp(min=dt_floor)
+    return dt + torch.log(-torch.expm1(-dt))
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate) · up)` (Shazeer 2020), no biases. `gate_proj` holds gate and up, stacked in this order.
+
+    Args:
+        hidden_size: E.
+        intermediate_size: F.
+        down_proj_std: standard deviation of `down_proj` at the start. Default: the architecture's initializer_range.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, down_proj_std: float | None = None) -> None:
         super().__init__()
+        self.down_proj_std = down_proj_std
         self.gate_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
         self.act_fn = nn.SiLU()
+
+    def init_own_weights(self) -> None:
+        if self.down_proj_std is not None:
+            init.normal_(self.down_proj.weight, std=self.down_proj_std)
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         gate_BTF, up_BTF = self.gate_proj(x_BTE).chunk(2, dim=-1)

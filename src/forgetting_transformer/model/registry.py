@@ -36,8 +36,9 @@ def register(
         raise ValueError(f"an architecture called {name!r} is registered already")
     MODELS[name] = Architecture(config_class, model_class, lm_class)
     AutoConfig.register(config_class.model_type, config_class)
-    AutoModel.register(config_class, model_class)
-    AutoModelForCausalLM.register(config_class, lm_class)
+    # transformers compares class names and has a Mamba2Config too. It stores by class, so both stay usable.
+    AutoModel.register(config_class, model_class, exist_ok=True)
+    AutoModelForCausalLM.register(config_class, lm_class, exist_ok=True)
 
 
 def model_names() -> list[str]:

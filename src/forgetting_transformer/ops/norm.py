@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich 2019), over the whole width or per group of channels."""
+"""Root-mean-square normalisation (Zhang and Sennrich 2019), over the whole width or per group of channels; L2."""
 
 import torch
 from torch import Tensor
@@ -20,3 +20,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tens
     grouped = x.to(dtype).unflatten(-1, (num_groups, -1))
     normalised = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
     return (normalised.flatten(-2) * weight.to(dtype)).to(x.dtype)
+
+
+def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Return `x / sqrt(Σ x² + eps)` over the last axis, in x's shape and dtype, computed in float32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)

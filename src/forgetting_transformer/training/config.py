@@ -41,6 +41,8 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
+    #: torch.compile each decoder block: fuses what lies between matrix products; the first step takes longer.
+    compile: bool = False
     #: Whether biases, norm weights and convolution kernels are decayed.
     bias_weight_decay: bool = False
     normalization_weight_decay: bool = False
@@ -188,9 +190,10 @@ def parse(composed: Any) -> Config:
         merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
         missing = sorted(key for key in known_keys() if _is_missing(merged, key))
         if missing:
+            folders = set(missing) <= {"output_dir", "data_dir"}
             raise ConfigError(
-                f"no value for {', '.join(missing)}: give it on the command line, as in {missing[0]}=…, or choose an "
-                "experiment that sets it (+experiment/demo=fox_pro)"
+                f"no value for {', '.join(missing)}: give it on the command line, as in {missing[0]}=…"
+                + ("" if folders else ", or choose an experiment that sets it (+experiment/demo=fox_pro)")
             )
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -292,7 +295,7 @@ def check(config: Config, world_size: int) -> None:
 FREE_KEYS = (
     "output_dir", "data_dir", "resume", "fork_dir", "fork_step", "exp", "tag", "wandb", "fabric.devices",
     "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens", "train.grad_acc_tokens",
-    "train.gradient_checkpointing", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
+    "train.gradient_checkpointing", "train.compile", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
     "checkpoint_interval", "checkpoint_keep_interval", "checkpoint_keep_last", "eval", "datamodule.train_num_workers",
     "datamodule.eval_tokens", "datamodule.eval_batch_len", "datamodule.eval_local_batch_size",
     "datamodule.eval_num_workers", "datamodule.dataset", "datamodule.repeat",

@@ -17,6 +17,7 @@ from torch import nn
 
 from forgetting_transformer.data import DataInfo, LongCrawl64DataModule
 from forgetting_transformer.model import registry
+from forgetting_transformer.model.decoder import DecoderBlock
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
 from forgetting_transformer.training.metrics import TerminalHandler
 from forgetting_transformer.training.parameter_groups import group_parameters
@@ -94,6 +95,11 @@ def build_model(config: Config, data: DataInfo) -> nn.Module:
     model = architecture.lm_class(model_config)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    if config.train.compile:
+        # Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights on its own.
+        for module in model.modules():
+            if isinstance(module, DecoderBlock):
+                module.compile(dynamic=False)
     return model
 
 

@@ -37,57 +37,6 @@ _MIN_LOG_FGATE = -256.0
 SUPPORTED_HEAD_DIMS = (16, 32, 64, 128)
 
 
-class ForgettingAttention(torch.autograd.Function):
-    """Self-attention of T queries over the same T keys; all tensors head first and contiguous."""
-
-    @staticmethod
-    def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, sm_scale: float, threshold: Tensor | None
-    ) -> Tensor:
-        batch, heads, length, head_dim = q.shape
-        q, k, v = (x.contiguous() for x in (q, k, v))
-        suffix, running = _decay_sums(log_fgate)
-        first_keys, _ = _kept_stretches(running, threshold)
-        out = torch.empty_like(q)
-        log_normaliser = torch.empty(batch * heads, length, dtype=torch.float32, device=q.device)
-        tiles = _forward_tiles(head_dim, q.device)
-        grid = (triton.cdiv(length, tiles["BLOCK_M"]), batch * heads)
-        _forward_kernel[grid](
-            q, k, v, suffix, running, first_keys, out, log_normaliser, length, first_keys.shape[1], sm_scale * _LOG2_E,
-            HEAD_DIM=head_dim, STRETCH_=STRETCH, **tiles,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, v, log_fgate, out, log_normaliser, threshold)
-        ctx.sm_scale = sm_scale
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, log_fgate, out, log_normaliser, threshold = ctx.saved_tensors
-        batch, heads, length, head_dim = q.shape
-        d_out = d_out.contiguous()
-        suffix, running = _decay_sums(log_fgate)
-        first_keys, end_queries = _kept_stretches(running, threshold)
-        delta = (out.float() * d_out.float()).sum(-1).view(batch * heads, length)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        row_sum = torch.empty_like(log_normaliser)
-        column_sum = torch.empty_like(log_normaliser)
-        shared = (d_out, log_normaliser, delta, suffix, running)
-        sizes = (length, first_keys.shape[1], ctx.sm_scale * _LOG2_E, ctx.sm_scale)
-        tiles = _key_gradient_tiles(head_dim)
-        _key_gradient_kernel[(triton.cdiv(length, tiles["BLOCK_N"]), batch * heads)](
-            q, k, v, *shared, end_queries, dk, dv, column_sum, *sizes, HEAD_DIM=head_dim, STRETCH_=STRETCH, **tiles
-        )
-        tiles = _query_gradient_tiles(head_dim)
-        _query_gradient_kernel[(triton.cdiv(length, tiles["BLOCK_M"]), batch * heads)](
-            q, k, v, *shared, first_keys, dq, row_sum, *sizes, HEAD_DIM=head_dim, STRETCH_=STRETCH, **tiles
-        )
-        # Exclusive running sums in float64: their terms nearly cancel.
-        difference = (column_sum - row_sum).double()
-        d_log_fgate = (difference.cumsum(-1) - difference).view(batch, heads, length)
-        return dq, dk, dv, d_log_fgate.to(log_fgate.dtype), None, None
-
-
 def forgetting_attention_triton(
     q_BHTD: Tensor,
     k_BHTD: Tensor,
@@ -101,7 +50,88 @@ def forgetting_attention_triton(
     Args:
         threshold_BH: pairs whose decay bias (nats) is below it may be left out; None leaves out nothing.
     """
-    return ForgettingAttention.apply(q_BHTD, k_BHTD, v_BHTD, log_fgate_BHT, sm_scale, threshold_BH)
+    return _forward(q_BHTD, k_BHTD, v_BHTD, log_fgate_BHT, threshold_BH, sm_scale)[0]
+
+
+# Custom operators are opaque to torch.compile and activation checkpointing: a graph goes through them unbroken.
+@torch.library.custom_op("forgetting_transformer::forgetting_attention_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, threshold: Tensor | None, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Self-attention of T queries over the same T keys, head first: output, and log-normalisers `(Z, T)` in base 2."""
+    batch, heads, length, head_dim = q.shape
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    suffix, running = _decay_sums(log_fgate)
+    first_keys, _ = _kept_stretches(running, threshold)
+    out = torch.empty_like(q)
+    log_normaliser = torch.empty(batch * heads, length, dtype=torch.float32, device=q.device)
+    tiles = _forward_tiles(head_dim, q.device)
+    _forward_kernel[(triton.cdiv(length, tiles["BLOCK_M"]), batch * heads)](
+        q, k, v, suffix, running, first_keys, out, log_normaliser, length, first_keys.shape[1], sm_scale * _LOG2_E,
+        HEAD_DIM=head_dim, STRETCH_=STRETCH, **tiles,
+    )  # fmt: skip
+    return out, log_normaliser
+
+
+@_forward.register_fake
+def _(q, k, v, log_fgate, threshold, sm_scale):
+    batch, heads, length, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return out, torch.empty(batch * heads, length, dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("forgetting_transformer::forgetting_attention_backward", mutates_args=())
+def _backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_fgate: Tensor,
+    threshold: Tensor | None,
+    out: Tensor,
+    log_normaliser: Tensor,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and log f."""
+    batch, heads, length, head_dim = q.shape
+    d_out, q, k, v = (x.contiguous() for x in (d_out, q, k, v))
+    suffix, running = _decay_sums(log_fgate)
+    first_keys, end_queries = _kept_stretches(running, threshold)
+    delta = (out.float() * d_out.float()).sum(-1).view(batch * heads, length)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    row_sum, column_sum = torch.empty_like(log_normaliser), torch.empty_like(log_normaliser)
+    shared = (d_out, log_normaliser, delta, suffix, running)
+    sizes = (length, first_keys.shape[1], sm_scale * _LOG2_E, sm_scale)
+    tiles = _key_gradient_tiles(head_dim)
+    _key_gradient_kernel[(triton.cdiv(length, tiles["BLOCK_N"]), batch * heads)](
+        q, k, v, *shared, end_queries, dk, dv, column_sum, *sizes, HEAD_DIM=head_dim, STRETCH_=STRETCH, **tiles
+    )
+    tiles = _query_gradient_tiles(head_dim)
+    _query_gradient_kernel[(triton.cdiv(length, tiles["BLOCK_M"]), batch * heads)](
+        q, k, v, *shared, first_keys, dq, row_sum, *sizes, HEAD_DIM=head_dim, STRETCH_=STRETCH, **tiles
+    )
+    # Exclusive running sums in float64: their terms nearly cancel.
+    difference = (column_sum - row_sum).double()
+    d_log_fgate = (difference.cumsum(-1) - difference).view(batch, heads, length)
+    return dq, dk, dv, d_log_fgate.to(log_fgate.dtype)
+
+
+@_backward.register_fake
+def _(d_out, q, k, v, log_fgate, threshold, out, log_normaliser, sm_scale):
+    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, log_fgate))
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    q, k, v, log_fgate, threshold, ctx.sm_scale = inputs
+    out, log_normaliser = output
+    ctx.save_for_backward(q, k, v, log_fgate, threshold, out, log_normaliser)
+
+
+def _autograd(ctx, d_out: Tensor, _d_log_normaliser: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_backward(d_out, *ctx.saved_tensors, ctx.sm_scale), None, None)
+
+
+_forward.register_autograd(_autograd, setup_context=_save_for_backward)
 
 
 def is_supported(q_BHMD: Tensor, k_BHND: Tensor, seq_start_B: Tensor | None) -> bool:
@@ -120,7 +150,7 @@ def _decay_sums(log_fgate_BHT: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of log2 f after each position to the end of its stretch `(Z, S·128)`, float32, and over the stretches before
     each one `(Z, S + 1)`, float64."""
     batch, heads, length = log_fgate_BHT.shape
-    log2_fgate = log_fgate_BHT.float().clamp(min=_MIN_LOG_FGATE).view(batch * heads, length) * _LOG2_E
+    log2_fgate = log_fgate_BHT.float().clamp(min=_MIN_LOG_FGATE).reshape(batch * heads, length) * _LOG2_E
     log2_fgate = torch.nn.functional.pad(log2_fgate, (0, -length % STRETCH)).unflatten(1, (-1, STRETCH))
     from_here = log2_fgate.flip(-1).cumsum(-1).flip(-1)
     suffix = torch.nn.functional.pad(from_here[..., 1:], (0, 1))

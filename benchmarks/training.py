@@ -1,0 +1,323 @@
+#!/usr/bin/env python
+"""Measures training speed and memory of whole models: the configs of configs/experiment, the code that trains them.
+
+    python benchmarks/training.py                                    # one model per architecture, defaults below
+    python benchmarks/training.py --experiments mamba2/760m_16b transformer/llama_760m_16b --out results.json
+    python benchmarks/training.py --experiments forgetting_transformer/pro_760m_16b \\
+        --overrides model.config.log_pruning_tolerance=null          # FoX with its pruning off
+
+A step is forward and backward of one micro-batch of random tokens on one device, with --optimizer_step also gradient
+clipping and AdamW. Each experiment runs in a process of its own, first with activation checkpointing, then without.
+Prints a Markdown table and writes all there is to know as JSON. Running out of memory or of time is a result, not an
+error; anything else that goes wrong is in the table too, and the exit code is 1.
+
+Defaults on a GPU: the 760M models, 16,384 tokens, bf16 autocast. On a CPU, so that it can be tried: the demo models,
+512 tokens, fp32.
+
+tokens/s     tokens of a step / median seconds of --steps steps, after --warmup_steps more
+MFU          model FLOPs per second / peak dense FLOP/s of the GPU at this precision. Model FLOPs count what the model
+             needs: causal attention T(T+1)/2 pairs, backward twice forward, recomputation not counted, and attention
+             that is pruned as if it were full. Left out where the peak is unknown; --peak_flops gives it
+memory       most that PyTorch's allocator held at once during the measured steps: weights, gradients, activations,
+             with --optimizer_step AdamW's moments
+first step   seconds of the first step of a process, which compiles and tunes kernels
+cold start   seconds from the start of the process to the end of its first step: imports, building the model, and that
+             step. Kernels that earlier runs left in the disk caches are found there; --empty_kernel_cache hides them
+
+Weights are those of initialisation, where forget gates are near 1/2 and pruning skips most: its gain later in training
+is smaller.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+STARTED = time.perf_counter()
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+ON_GPU = {
+    "experiments": [
+        "forgetting_transformer/pro_760m_16b",
+        "forgetting_transformer/llama_760m_16b",
+        "transformer/pro_760m_16b",
+        "transformer/llama_760m_16b",
+        "transformer_swa/760m_16b",
+        "mamba2/760m_16b",
+        "hgrn2/760m_16b",
+        "delta_net/760m_16b",
+        "samba/760m_16b",
+    ],
+    "seq_len": 16384,
+    "vocab_size": 50257,
+    "precision": "bf16-mixed",
+}
+ON_CPU = {
+    "experiments": ["demo/fox_pro", "demo/transformer_llama"],
+    "seq_len": 512,
+    "vocab_size": 4096,
+    "precision": "32-true",
+}
+CHECKPOINTING = {"both": (True, False), "on": (True,), "off": (False,)}
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--experiments", nargs="+", metavar="NAME", help="files of configs/experiment/longcrawl64, or demo/NAME"
+    )
+    parser.add_argument("--seq_len", type=int, help="tokens of a sequence")
+    parser.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch (default 1)")
+    parser.add_argument("--vocab_size", type=int, help="tokens of the vocabulary; GPT-2's 50,257 on a GPU")
+    parser.add_argument("--checkpointing", choices=CHECKPOINTING, default="both", help="activation checkpointing")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps (default 5)")
+    parser.add_argument("--warmup_steps", type=int, default=2, help="steps before them, the first included (default 2)")
+    parser.add_argument("--optimizer_step", action="store_true", help="a step includes clipping and AdamW")
+    parser.add_argument("--precision", choices=("bf16-mixed", "32-true"))
+    parser.add_argument("--peak_flops", type=float, help="peak FLOP/s of the device, for MFU")
+    parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
+    parser.add_argument("--empty_kernel_cache", action="store_true", help="start without compiled and tuned kernels")
+    parser.add_argument(
+        "--time_limit",
+        type=float,
+        default=900,
+        help="seconds an experiment may take before it is stopped (default 900)",
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--worker", nargs=2, metavar=("EXPERIMENT", "FILE"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if min(args.steps, args.warmup_steps, args.batch_size) < 1:
+        parser.error("--steps, --warmup_steps and --batch_size must be at least 1")
+    if args.device is None:
+        import torch
+
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    for key, value in (ON_GPU if args.device == "cuda" else ON_CPU).items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+    for name in args.experiments:
+        if not experiment_file(name).is_file():
+            folder = CONFIGS / "experiment"
+            known = sorted(str(f.relative_to(folder).with_suffix("")) for f in folder.glob("**/*.yaml"))
+            parser.error(f"there is no experiment {name!r}; choose from {', '.join(known)}")
+    return args
+
+
+def experiment_file(name: str) -> Path:
+    """`mamba2/760m_16b` is short for `longcrawl64/mamba2/760m_16b`."""
+    file = CONFIGS / "experiment" / f"{name}.yaml"
+    return file if file.is_file() else CONFIGS / "experiment" / "longcrawl64" / f"{name}.yaml"
+
+
+# The parent: one process per experiment.
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.worker:
+        experiment, file = args.worker
+        work(args, experiment, Path(file))
+        return 0
+    rows = []
+    for experiment in args.experiments:
+        rows += run_in_process(args, experiment, list(sys.argv[1:] if argv is None else argv))
+        print(f"{experiment}: {rows[-1]['status']}", file=sys.stderr)
+    result = {"environment": environment(args), "settings": settings(args), "rows": rows}
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(table(result))
+    return 1 if any(row["status"].startswith("failed") for row in rows) else 0
+
+
+def run_in_process(args: argparse.Namespace, experiment: str, argv: list[str]) -> list[dict[str, Any]]:
+    """Rows of one experiment, one per checkpointing setting; what did not finish says why."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        file.touch()
+        environ = dict(os.environ)
+        if args.empty_kernel_cache:
+            environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        command = [sys.executable, __file__, *argv, "--device", args.device, "--worker", experiment, str(file)]
+        try:
+            done = subprocess.run(command, env=environ, timeout=args.time_limit)
+            problem = f"failed: the process ended with code {done.returncode}"
+        except subprocess.TimeoutExpired:
+            problem = f"stopped after {args.time_limit:g} s"
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for checkpointing in CHECKPOINTING[args.checkpointing][len(rows) :]:
+        rows.append({"experiment": experiment, "checkpointing": checkpointing, "status": problem})
+    return rows
+
+
+def environment(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from forgetting_transformer.training.provenance import describe
+
+    found = describe(torch.device(args.device))
+    return {"versions": found["versions"], "commit": found["git"].get("commit"), "machine": found["machine"]}
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {key: value for key, value in vars(args).items() if key not in ("worker", "out")}
+
+
+# The worker: measures one experiment and appends a line of JSON per checkpointing setting.
+
+
+def work(args: argparse.Namespace, experiment: str, file: Path) -> None:
+    for i, checkpointing in enumerate(CHECKPOINTING[args.checkpointing]):
+        row = {"experiment": experiment, "checkpointing": checkpointing}
+        row |= attempt(functools.partial(measure, args, experiment, checkpointing, cold=i == 0))
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+
+def attempt(measurement: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The measurement with `status` "ok", or the status that says why there is none."""
+    import torch
+
+    try:
+        return {"status": "ok", **measurement()}
+    except torch.OutOfMemoryError as error:
+        # The traceback holds the frames, and the frames hold the tensors that the next measurement needs room for.
+        error.__traceback__ = None
+        return {"status": "out of memory"}
+    except Exception as error:
+        error.__traceback__ = None
+        return {"status": f"failed: {type(error).__name__}: {' '.join(str(error).split())}"}
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold: bool) -> dict[str, Any]:
+    """Builds the model as a training run would, and times its steps. `cold`: the first measurement of a process."""
+    import torch
+
+    from forgetting_transformer.training import hardware, setup
+    from forgetting_transformer.training.parameter_groups import undecayed_parameters
+
+    device = torch.device(args.device)
+    config = compose(experiment, args.overrides)
+    config.train.gradient_checkpointing = checkpointing
+    model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0))
+    undecayed = undecayed_parameters(model, config.train)
+    model = model.to(device).train()
+    optimizer = setup.build_optimizer(model, undecayed, config.optimizer)
+    tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1)).to(device)
+    inputs_BT, labels_BT = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16-mixed")
+
+    def step() -> float:
+        started = time.perf_counter()
+        with autocast:
+            loss = model(input_ids=inputs_BT, labels=labels_BT).loss.mean()
+        loss.backward()
+        # Without an optimizer step gradients add up, as they do over the micro-batches of a training step.
+        if args.optimizer_step:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if not math.isfinite(loss.item()):
+            raise ArithmeticError(f"the loss is {loss.item()}")
+        return time.perf_counter() - started
+
+    first_step = step()
+    cold_start = time.perf_counter() - STARTED
+    for _ in range(args.warmup_steps - 1):
+        step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = [step() for _ in range(args.steps)]
+
+    tokens = inputs_BT.numel()
+    flops_per_token = model.config.flops_per_token(args.seq_len)
+    rate = tokens / statistics.median(seconds)
+    peak = args.peak_flops or hardware.peak_flops(device, args.precision)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "parameters": total,
+        "tokens_per_step": tokens,
+        "flops_per_token": flops_per_token,
+        "step_seconds": seconds,
+        "tokens_per_second": rate,
+        "mfu": rate * flops_per_token / peak if peak else None,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "first_step_seconds": first_step if cold else None,
+        "cold_start_seconds": cold_start if cold else None,
+    }
+
+
+def compose(experiment: str, overrides: list[str]) -> Any:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    from forgetting_transformer.training.config import parse
+
+    group, name = str(experiment_file(experiment).relative_to(CONFIGS).with_suffix("")).rsplit("/", 1)
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return parse(
+            hydra_compose("config", overrides=[f"+{group}={name}", *overrides, "output_dir=unused", "data_dir=unused"])
+        )
+
+
+# The table.
+
+HEADER = (
+    "| experiment | checkpointing | ms per step | tokens/s | MFU | memory GB | first step s | cold start s |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown: a line per row, and below them what they mean."""
+    chosen, machine = result["settings"], result["environment"]["machine"]
+    step = "forward, backward, clipping, AdamW" if chosen["optimizer_step"] else "forward and backward"
+    return "\n".join(
+        [
+            HEADER,
+            *map(describe_row, result["rows"]),
+            "",
+            f"{machine['device']}, {chosen['precision']}, {chosen['batch_size']} x {chosen['seq_len']:,} tokens a step; "
+            f"a step is {step}. MFU: causal-exact model FLOPs, recomputation not counted, pruned attention as if full, "
+            "over dense peak.",
+        ]
+    )
+
+
+def describe_row(row: dict[str, Any]) -> str:
+    name, checkpointing = row["experiment"], "yes" if row["checkpointing"] else "no"
+    if row["status"] != "ok":
+        reason = row["status"].replace("|", "/")
+        return f"| {name} | {checkpointing} | {reason} | | | | | |"
+    cells = [
+        name,
+        checkpointing,
+        f"{statistics.median(row['step_seconds']) * 1000:,.1f}",
+        f"{row['tokens_per_second']:,.0f}",
+        "–" if row["mfu"] is None else f"{row['mfu']:.1%}",
+        "–" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.1f}",
+        "–" if row["first_step_seconds"] is None else f"{row['first_step_seconds']:.1f}",
+        "–" if row["cold_start_seconds"] is None else f"{row['cold_start_seconds']:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""DeltaNet: linear attention that corrects what its state returns for a key instead of adding to it.
+
+Source: Schlag et al., "Linear Transformers Are Secretly Fast Weight Programmers", ICML 2021, as parametrised by Yang
+et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", NeurIPS 2024. Parameter names,
+config keys and `model_type` are those of the released checkpoints.
+
+Axes: B batch, T new positions, E model width, H heads, K, V key and value channels of a head,
+C = H·K or H·V channels of all heads, W taps of a convolution (of past inputs W - 1).
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from forgetting_transformer.model.cache import RecurrentCache
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
+from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, zero_padding
+from forgetting_transformer.ops.norm import l2_norm
+from forgetting_transformer.ops.recurrence import delta_rule, delta_rule_flops_per_token
+
+QK_ACTIVATIONS = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "elu": lambda x: F.elu(x) + 1,
+    "identity": lambda x: x,
+}
+QK_NORMS = {
+    "l2": l2_norm,
+    "sum": lambda x: x / x.sum(-1, keepdim=True),
+}
+# Gain of the projections' Xavier initialisation, as in the paper's runs.
+PROJECTION_GAIN = 2**-2.5
+
+
+class DeltaNetAttention(nn.Module):
+    """The delta rule between projections.
+
+        q, k, v = act(conv(W x))                 causal convolution of every channel by itself; silu for v
+        q, k    = q / |q|, k / |k|               per head
+        β       = sigmoid(W_b x)                 per head and token: how much of the old value is replaced
+        S_t     = S_{t-1} + β_t k_t (v_t - S_{t-1}ᵀ k_t)ᵀ                K × V per head
+        out     = W_o RMSNorm(S_tᵀ q_t / √K)     per head, one weight vector for all; then · silu(W_g x), optional
+
+    Args:
+        hidden_size: E.
+        num_heads: H.
+        key_size: H·K.
+        value_size: H·V.
+        use_short_conv: the convolutions.
+        conv_size: their taps.
+        use_beta: False sets β = 1.
+        use_gate: multiply the normalised output by `silu(W_g x)`.
+        qk_activation: "silu", "relu", "elu" (elu(x) + 1), "identity".
+        qk_norm: "l2"; "sum", divide by the sum of the channels.
+        norm_eps: epsilon of the RMSNorm.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        key_size: int,
+        value_size: int,
+        *,
+        use_short_conv: bool = True,
+        conv_size: int = 4,
+        use_beta: bool = True,
+        use_gate: bool = False,
+        qk_activation: str = "silu",
+        qk_norm: str = "l2",
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.key_dim = num_heads, key_size // num_heads
+        self.use_short_conv, self.qk_activation, self.qk_norm = use_short_conv, qk_activation, qk_norm
+        self.q_proj = nn.Linear(hidden_size, key_size, bias=False)
+        self.k_proj = nn.Linear(hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(hidden_size, value_size, bias=False)
+        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if use_beta else None
+        self.g_proj = nn.Linear(hidden_size, value_size, bias=False) if use_gate else None
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(key_size, conv_size, bias=False)
+            self.k_conv1d = ShortConvolution(key_size, conv_size, bias=False)
+            self.v_conv1d = ShortConvolution(value_size, conv_size, bias=False)
+        self.o_norm = RMSNorm(value_size // num_heads, norm_eps)
+        self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
+
+    def init_own_weights(self) -> None:
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.g_proj, self.o_proj):
+            if projection is not None:
+                init.xavier_uniform_(projection.weight, gain=PROJECTION_GAIN)
+
+    def new_cache(self) -> RecurrentCache:
+        return RecurrentCache()
+
+    def forward(
+        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: RecurrentCache | None = None
+    ) -> tuple[Tensor, RecurrentCache | None]:
+        """Return the output `(B, T, E)` and the cache.
+
+        Args:
+            hidden_BTE: T new tokens.
+            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
+            cache: what `new_cache` returned, holding the tokens before these. Updated in place.
+        """
+        num_past = 0 if cache is None else cache.get_seq_length()
+        states = {} if cache is None else cache.states
+        new_states: dict[str, Tensor] = {}
+        hidden_BTE = zero_padding(hidden_BTE, seq_start_B, num_past)
+
+        q_BTC, k_BTC, v_BTC = self.q_proj(hidden_BTE), self.k_proj(hidden_BTE), self.v_proj(hidden_BTE)
+        if self.use_short_conv:
+            q_BTC, new_states["q_conv"] = self.q_conv1d(q_BTC, states.get("q_conv"))
+            k_BTC, new_states["k_conv"] = self.k_conv1d(k_BTC, states.get("k_conv"))
+            v_BTC, new_states["v_conv"] = self.v_conv1d(v_BTC, states.get("v_conv"))
+        activation, norm = QK_ACTIVATIONS[self.qk_activation], QK_NORMS[self.qk_norm]
+        q_BTHK, k_BTHK = norm(activation(self._split_heads(q_BTC))), norm(activation(self._split_heads(k_BTC)))
+        v_BTHV = self._split_heads(F.silu(v_BTC))
+
+        out_BTHV, new_states["recurrent"] = delta_rule(
+            q_BTHK,
+            k_BTHK,
+            v_BTHV,
+            self._beta(hidden_BTE),
+            scale=self.key_dim**-0.5,
+            initial_state_BHKV=states.get("recurrent"),
+            output_final_state=cache is not None,
+        )
+        if cache is not None:
+            cache.update(hidden_BTE.shape[1], **new_states)
+        out_BTHV = self.o_norm(out_BTHV)
+        if self.g_proj is not None:
+            out_BTHV = out_BTHV * F.silu(self._split_heads(self.g_proj(hidden_BTE)))
+        return self.o_proj(out_BTHV.flatten(-2)), cache
+
+    def _beta(self, hidden_BTE: Tensor) -> Tensor:
+        """How much of the old value is replaced, `(B, T, H)`, float32."""
+        if self.b_proj is None:
+            return torch.ones(*hidden_BTE.shape[:2], self.num_heads, device=hidden_BTE.device)
+        return self.b_proj(hidden_BTE).float().sigmoid()
+
+    def _split_heads(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC.unflatten(-1, (self.num_heads, -1))
+
+
+class DeltaNetConfig(SwiGLUDecoderConfig):
+    """Configuration of DeltaNet. Fields of the mixer: see `DeltaNetAttention`; of the MLP: see `SwiGLUDecoderConfig`.
+
+    Fields:
+        expand_k, expand_v: width of all keys and of all values, relative to hidden_size.
+
+    Accepted so that published config.json files load, without effect: attn_mode, use_output_norm (the output is always
+    normalised), fuse_cross_entropy.
+    """
+
+    model_type = "delta_net-project_fox"
+    rescale_down_proj: ClassVar[bool] = True
+
+    attn_mode: str = "chunk"
+    expand_k: float = 1
+    expand_v: float = 1
+    num_heads: int = 16
+    use_gate: bool = False
+    use_short_conv: bool = True
+    conv_size: int = 4
+    use_beta: bool = True
+    use_output_norm: bool = True
+    qk_norm: str = "l2"
+    qk_activation: str = "silu"
+    norm_first: bool = False
+    fuse_cross_entropy: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for key, size in (("expand_k", self.key_size), ("expand_v", self.value_size)):
+            if size % self.num_heads:
+                raise ValueError(
+                    f"{key} · hidden_size is {getattr(self, key)} · {self.hidden_size} = {size}; it must be a multiple of "
+                    f"num_heads = {self.num_heads}"
+                )
+        if self.qk_activation not in QK_ACTIVATIONS:
+            raise ValueError(f"qk_activation is {self.qk_activation!r}; it must be one of {', '.join(QK_ACTIVATIONS)}")
+        if self.qk_norm not in QK_NORMS:
+            raise ValueError(f"qk_norm is {self.qk_norm!r}; it must be one of {', '.join(QK_NORMS)}")
+        if self.qk_norm == "sum" and self.qk_activation != "elu":
+            raise ValueError(
+                f"qk_norm 'sum' divides by a sum that can be 0 after qk_activation {self.qk_activation!r}; use 'elu'"
+            )
+        if self.norm_first:
+            raise ValueError("norm_first is True; the block normalises its input, set it to False")
+        super().__post_init__(**kwargs)
+
+    @property
+    def key_size(self) -> int:
+        return int(self.hidden_size * self.expand_k)
+
+    @property
+    def value_size(self) -> int:
+        return int(self.hidden_size * self.expand_v)
+
+    def build_mixer(self, layer_idx: int) -> DeltaNetAttention:
+        return DeltaNetAttention(
+            self.hidden_size,
+            self.num_heads,
+            self.key_size,
+            self.value_size,
+            use_short_conv=self.use_short_conv,
+            conv_size=self.conv_size,
+            use_beta=self.use_beta,
+            use_gate=self.use_gate,
+            qk_activation=self.qk_activation,
+            qk_norm=self.qk_norm,
+            norm_eps=self.norm_eps,
+        )
+
+    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
+        """Linear layers: 2 · weights. Convolutions: 2 · taps of all channels. The recurrence in chunks."""
+        weights = self.hidden_size * (2 * self.key_size + 2 * self.value_size)  # q, k, v, o
+        weights += self.hidden_size * (self.num_heads * self.use_beta + self.value_size * self.use_gate)
+        weights += (2 * self.key_size + self.value_size) * self.conv_size * self.use_short_conv
+        key_dim, value_dim = self.key_size // self.num_heads, self.value_size // self.num_heads
+        return 2 * weights + delta_rule_flops_per_token(self.num_heads, key_dim, value_dim)
+
+
+class DeltaNetModel(DecoderModel):
+    """DeltaNet without its output layer."""
+
+    config_class: ClassVar = DeltaNetConfig
+
+
+class DeltaNetForCausalLM(DecoderForCausalLM):
+    """DeltaNet as a language model."""
+
+    config_class: ClassVar = DeltaNetConfig
+    model_class: ClassVar = DeltaNetModel
+    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back

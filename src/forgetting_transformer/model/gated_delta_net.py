@@ -1,0 +1,185 @@
+"""Gated DeltaNet: the delta rule with a forget gate. The worked example of docs/add_an_architecture.md.
+
+Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", ICLR 2025.
+
+Axes: B batch, T new positions, E model width, H heads, K, V key and value channels of a head,
+C = H·K or H·V channels of all heads, W taps of a convolution (of past inputs W - 1).
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from forgetting_transformer.model.cache import RecurrentCache
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
+from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, initial_dt_bias, zero_padding
+from forgetting_transformer.ops.norm import l2_norm
+from forgetting_transformer.ops.recurrence import delta_rule_flops_per_token, gated_delta_rule
+
+
+class GatedDeltaNetAttention(nn.Module):
+    """The gated delta rule between projections.
+
+        q, k, v = silu(conv(W x))                causal convolution of every channel by itself
+        q, k    = q / |q|, k / |k|               per head
+        β       = sigmoid(W_b x)                 per head and token: how much of the old value is replaced
+        log a   = -exp(A_log) · softplus(W_a x + dt_bias)        per head and token: the forget gate, as in Mamba-2
+        S_t     = a_t S_{t-1} + β_t k_t (v_t - a_t S_{t-1}ᵀ k_t)ᵀ        K × V per head
+        out     = W_o (RMSNorm(S_tᵀ q_t / √K) · silu(W_g x))     norm per head, one weight vector for all
+
+    Args:
+        hidden_size: E.
+        num_heads: H.
+        key_size: H·K.
+        value_size: H·V.
+        conv_size: taps of the convolutions.
+        norm_eps: epsilon of the RMSNorm.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        key_size: int,
+        value_size: int,
+        *,
+        conv_size: int = 4,
+        norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.key_dim = num_heads, key_size // num_heads
+        self.q_proj = nn.Linear(hidden_size, key_size, bias=False)
+        self.k_proj = nn.Linear(hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(hidden_size, value_size, bias=False)
+        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.a_proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.g_proj = nn.Linear(hidden_size, value_size, bias=False)
+        self.q_conv1d = ShortConvolution(key_size, conv_size, bias=False)
+        self.k_conv1d = ShortConvolution(key_size, conv_size, bias=False)
+        self.v_conv1d = ShortConvolution(value_size, conv_size, bias=False)
+        self.A_log = nn.Parameter(self._initial_A_log())
+        self.dt_bias = nn.Parameter(self._initial_dt_bias())
+        self.A_log._no_weight_decay = self.dt_bias._no_weight_decay = True
+        self.o_norm = RMSNorm(value_size // num_heads, norm_eps)
+        self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
+
+    def init_own_weights(self) -> None:
+        init.copy_(self.A_log, self._initial_A_log())
+        init.copy_(self.dt_bias, self._initial_dt_bias())
+
+    def _initial_A_log(self) -> Tensor:
+        return torch.empty(self.num_heads).uniform_(1, 16).log()
+
+    def _initial_dt_bias(self) -> Tensor:
+        return initial_dt_bias(self.num_heads, dt_min=1e-3, dt_max=0.1, dt_floor=1e-4)
+
+    def new_cache(self) -> RecurrentCache:
+        return RecurrentCache()
+
+    def forward(
+        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: RecurrentCache | None = None
+    ) -> tuple[Tensor, RecurrentCache | None]:
+        """Return the output `(B, T, E)` and the cache.
+
+        Args:
+            hidden_BTE: T new tokens.
+            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
+            cache: what `new_cache` returned, holding the tokens before these. Updated in place.
+        """
+        num_past = 0 if cache is None else cache.get_seq_length()
+        states = {} if cache is None else cache.states
+        hidden_BTE = zero_padding(hidden_BTE, seq_start_B, num_past)
+
+        q_BTC, q_conv_BCW = self.q_conv1d(self.q_proj(hidden_BTE), states.get("q_conv"))
+        k_BTC, k_conv_BCW = self.k_conv1d(self.k_proj(hidden_BTE), states.get("k_conv"))
+        v_BTC, v_conv_BCW = self.v_conv1d(self.v_proj(hidden_BTE), states.get("v_conv"))
+        step_BTH = F.softplus(self.a_proj(hidden_BTE).float() + self.dt_bias.float())
+
+        out_BTHV, state_BHKV = gated_delta_rule(
+            l2_norm(self._split_heads(F.silu(q_BTC))),
+            l2_norm(self._split_heads(F.silu(k_BTC))),
+            self._split_heads(F.silu(v_BTC)),
+            self.b_proj(hidden_BTE).float().sigmoid(),
+            -self.A_log.float().exp() * step_BTH,
+            scale=self.key_dim**-0.5,
+            initial_state_BHKV=states.get("recurrent"),
+            output_final_state=cache is not None,
+        )
+        if cache is not None:
+            cache.update(
+                hidden_BTE.shape[1], recurrent=state_BHKV, q_conv=q_conv_BCW, k_conv=k_conv_BCW, v_conv=v_conv_BCW
+            )
+        gate_BTHV = F.silu(self._split_heads(self.g_proj(hidden_BTE)))
+        return self.o_proj((self.o_norm(out_BTHV) * gate_BTHV).flatten(-2)), cache
+
+    def _split_heads(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC.unflatten(-1, (self.num_heads, -1))
+
+
+class GatedDeltaNetConfig(SwiGLUDecoderConfig):
+    """Configuration of Gated DeltaNet. Fields of the MLP: see `SwiGLUDecoderConfig`.
+
+    Fields:
+        num_heads: heads of the mixer.
+        expand_k, expand_v: width of all keys and of all values, relative to hidden_size.
+        conv_size: taps of the short convolutions.
+    """
+
+    model_type = "gated_delta_net-project_fox"
+
+    num_heads: int = 6
+    expand_k: float = 0.75
+    expand_v: float = 1.5
+    conv_size: int = 4
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for key, size in (("expand_k", self.key_size), ("expand_v", self.value_size)):
+            if size % self.num_heads:
+                raise ValueError(
+                    f"{key} · hidden_size is {getattr(self, key)} · {self.hidden_size} = {size}; it must be a multiple of "
+                    f"num_heads = {self.num_heads}"
+                )
+        super().__post_init__(**kwargs)
+
+    @property
+    def key_size(self) -> int:
+        return int(self.hidden_size * self.expand_k)
+
+    @property
+    def value_size(self) -> int:
+        return int(self.hidden_size * self.expand_v)
+
+    def build_mixer(self, layer_idx: int) -> GatedDeltaNetAttention:
+        return GatedDeltaNetAttention(
+            self.hidden_size,
+            self.num_heads,
+            self.key_size,
+            self.value_size,
+            conv_size=self.conv_size,
+            norm_eps=self.norm_eps,
+        )
+
+    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
+        """Linear layers: 2 · weights. Convolutions: 2 · taps of all channels. The recurrence in chunks."""
+        weights = self.hidden_size * (2 * self.key_size + 3 * self.value_size)  # q and k; v, gate and o
+        weights += self.hidden_size * 2 * self.num_heads
+        weights += (2 * self.key_size + self.value_size) * self.conv_size
+        key_dim, value_dim = self.key_size // self.num_heads, self.value_size // self.num_heads
+        return 2 * weights + delta_rule_flops_per_token(self.num_heads, key_dim, value_dim)
+
+
+class GatedDeltaNetModel(DecoderModel):
+    """Gated DeltaNet without its output layer."""
+
+    config_class: ClassVar = GatedDeltaNetConfig
+
+
+class GatedDeltaNetForCausalLM(DecoderForCausalLM):
+    """Gated DeltaNet as a language model."""
+
+    config_class: ClassVar = GatedDeltaNetConfig
+    model_class: ClassVar = GatedDeltaNetModel
+    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back

@@ -1,0 +1,191 @@
+"""HGRN2: gated linear attention whose key is one minus its forget gate.
+
+Source: Qin et al., "HGRN2: Gated Linear RNNs with State Expansion", COLM 2024. Parameter names, config keys and
+`model_type` are those of the released checkpoints. These were trained without the lower bounds that are part of the
+published architecture: their code computes the bounds and does not use them. `apply_lower_bounds=True` gives the
+architecture as published.
+
+Axes: B batch, T new positions, E model width, H heads, K = expand_ratio gates of a head, V = E/H values of a head,
+L layers.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from forgetting_transformer.model.cache import RecurrentCache
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
+from forgetting_transformer.model.layers import RMSNorm, zero_padding
+from forgetting_transformer.ops.recurrence import gla, gla_flops_per_token
+
+# Gain of the projections' Xavier initialisation, as in the paper's runs.
+PROJECTION_GAIN = 2**-2.5
+
+
+class HGRN2Attention(nn.Module):
+    """The HGRN2 recurrence with an outer-product state.
+
+        q = silu(W_q x),   v = W_i x,   f = b + (1 - b) · sigmoid(W_f x)      b a lower bound, 0 if there is none
+        S_t = diag(f_t) S_{t-1} + (1 - f_t) v_tᵀ                              K × V per head
+        out = W_o RMSNorm(S_tᵀ q_t / √K)                                     normalised over the whole width
+
+    Args:
+        hidden_size: E = H·K.
+        num_heads: H.
+        norm_eps: epsilon of the RMSNorm.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, norm_eps: float = 1e-6) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, hidden_size // num_heads
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.f_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.i_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.g_norm = RMSNorm(hidden_size, norm_eps)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def init_own_weights(self) -> None:
+        for projection in (self.q_proj, self.f_proj, self.i_proj, self.o_proj):
+            init.xavier_uniform_(projection.weight, gain=PROJECTION_GAIN)
+
+    def new_cache(self) -> RecurrentCache:
+        return RecurrentCache()
+
+    def forward(
+        self,
+        hidden_BTE: Tensor,
+        seq_start_B: Tensor | None = None,
+        cache: RecurrentCache | None = None,
+        lower_bound_E: Tensor | None = None,
+    ) -> tuple[Tensor, RecurrentCache | None]:
+        """Return the output `(B, T, E)` and the cache.
+
+        Args:
+            hidden_BTE: T new tokens.
+            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
+            cache: what `new_cache` returned, holding the tokens before these. Updated in place.
+            lower_bound_E: what the forget gates stay above, in (0, 1). Default: nothing but 0.
+        """
+        num_past = 0 if cache is None else cache.get_seq_length()
+        hidden_BTE = zero_padding(hidden_BTE, seq_start_B, num_past)
+        logit_BTE = self.f_proj(hidden_BTE).float()
+        # 1 - f from the sigmoid of the negated logit, and log f from logsigmoid, keep their relative precision where
+        # f approaches 1 and 0.
+        k_BTE, log_fgate_BTE = torch.sigmoid(-logit_BTE), F.logsigmoid(logit_BTE)
+        if lower_bound_E is not None:
+            k_BTE = (1 - lower_bound_E) * k_BTE
+            log_fgate_BTE = torch.logaddexp(lower_bound_E.log(), torch.log1p(-lower_bound_E) + log_fgate_BTE)
+        v_BTE = self.i_proj(hidden_BTE)
+        out_BTHV, state_BHKV = gla(
+            self._split_heads(F.silu(self.q_proj(hidden_BTE))),
+            self._split_heads(k_BTE.to(v_BTE.dtype)),
+            self._split_heads(v_BTE),
+            self._split_heads(log_fgate_BTE),
+            scale=self.head_dim**-0.5,
+            initial_state_BHKV=None if cache is None else cache.states.get("recurrent"),
+            output_final_state=cache is not None,
+        )
+        if cache is not None:
+            cache.update(hidden_BTE.shape[1], recurrent=state_BHKV)
+        return self.o_proj(self.g_norm(out_BTHV.flatten(-2))), cache
+
+    def _split_heads(self, x_BTE: Tensor) -> Tensor:
+        return x_BTE.unflatten(-1, (self.num_heads, self.head_dim))
+
+
+class HGRN2Config(SwiGLUDecoderConfig):
+    """Configuration of HGRN2. Fields of the MLP: see `SwiGLUDecoderConfig`.
+
+    Fields:
+        expand_ratio: size of a head, from which the number of heads follows; or
+        num_heads: the other way round, with expand_ratio None.
+        use_lower_bound: the model has a parameter `lower_bounds`, as the released checkpoints do.
+        apply_lower_bounds: use it. False agrees with the released checkpoints, which ignore it; True gives HGRN2 as
+            published, whose forget gates in higher layers stay closer to 1.
+
+    Accepted so that published config.json files load, without effect: attn_mode, conv_size, elementwise_affine (norms
+    always have weights), fuse_cross_entropy.
+    """
+
+    model_type = "hgrn2-project_fox"
+    rescale_down_proj: ClassVar[bool] = True
+
+    attn_mode: str = "chunk"
+    num_heads: int | None = None
+    expand_ratio: int | None = 128
+    use_short_conv: bool = False
+    conv_size: int = 4
+    use_lower_bound: bool = True
+    apply_lower_bounds: bool = False
+    elementwise_affine: bool | None = True
+    fuse_cross_entropy: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.expand_ratio is None and self.num_heads is None:
+            raise ValueError("expand_ratio and num_heads are both None; set one of them")
+        if self.hidden_size % self.heads or self.heads * self.head_dim != self.hidden_size:
+            raise ValueError(
+                f"hidden_size is {self.hidden_size}, expand_ratio {self.expand_ratio}, num_heads {self.num_heads}; "
+                "hidden_size must be expand_ratio · num_heads: set one of the two to a divisor and the other to None"
+            )
+        if self.use_short_conv:
+            raise ValueError(
+                "use_short_conv is True; HGRN2 without short convolutions is the one choice, set it to False"
+            )
+        if self.apply_lower_bounds and not self.use_lower_bound:
+            raise ValueError("apply_lower_bounds needs the parameter that use_lower_bound=False leaves out; set both")
+        super().__post_init__(**kwargs)
+
+    @property
+    def heads(self) -> int:
+        return self.num_heads or max(1, self.hidden_size // self.expand_ratio)
+
+    @property
+    def head_dim(self) -> int:
+        return self.expand_ratio or self.hidden_size // self.heads
+
+    def build_mixer(self, layer_idx: int) -> HGRN2Attention:
+        return HGRN2Attention(self.hidden_size, self.heads, self.norm_eps)
+
+    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
+        """Linear layers: 2 · weights. The recurrence in chunks."""
+        return 2 * 4 * self.hidden_size**2 + gla_flops_per_token(self.heads, self.head_dim, self.head_dim)
+
+
+class HGRN2Model(DecoderModel):
+    """HGRN2 without its output layer."""
+
+    config_class: ClassVar = HGRN2Config
+
+    def add_shared_parameters(self) -> None:
+        if self.config.use_lower_bound:
+            # Frozen while unused, so that no strategy or optimizer waits for a gradient that never comes.
+            shape = (self.config.num_hidden_layers, self.config.hidden_size)
+            self.lower_bounds = nn.Parameter(torch.zeros(shape), requires_grad=self.config.apply_lower_bounds)
+            self.lower_bounds._no_weight_decay = True
+
+    def init_own_weights(self) -> None:
+        if self.config.use_lower_bound:
+            init.zeros_(self.lower_bounds)
+
+    def mixer_inputs(self) -> list[tuple[Tensor, ...]]:
+        """Lower bounds of the forget gates, per channel: 0 in the first layer, growing with depth to less than 1.
+
+        A softmax over the layers says how much each one adds to the bound of those above it:
+        bound_l = Σ_{1 ≤ m ≤ l} softmax(lower_bounds)_m.
+        """
+        if not self.config.apply_lower_bounds:
+            return super().mixer_inputs()
+        step_LE = self.lower_bounds.float().softmax(0)
+        return [(), *((bound_E,) for bound_E in step_LE[1:].cumsum(0))]
+
+
+class HGRN2ForCausalLM(DecoderForCausalLM):
+    """HGRN2 as a language model."""
+
+    config_class: ClassVar = HGRN2Config
+    model_class: ClassVar = HGRN2Model
+    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back

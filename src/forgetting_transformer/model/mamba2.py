@@ -1,0 +1,262 @@
+"""Mamba-2: a selective state space model whose state is a matrix per head, decayed by one number per head and token.
+
+Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
+Duality", ICML 2024. Parameter names, config keys and `model_type` are those of the released checkpoints.
+
+Axes: B batch, T new positions, E model width, I = expand·E inner width, H heads, D channels of a head (H·D = I),
+G groups of heads that share B and C, N state size, C channels of the convolution (I + 2·G·N, of which B and C have G·N
+each), W its taps (of past inputs W - 1).
+"""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from forgetting_transformer.model.cache import RecurrentCache
+from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.layers import GroupRMSNorm, ShortConvolution, initial_dt_bias, zero_padding
+from forgetting_transformer.ops.recurrence import simple_gla, simple_gla_flops_per_token
+
+
+class Mamba2Mixer(nn.Module):
+    """The state space duality layer.
+
+        z, (x, B, C), dt = W_in hidden
+        x, B, C = silu(conv(x, B, C))                 causal, every channel by itself
+        dt      = softplus(dt + dt_bias)              step size, one per head and token
+        S_t     = exp(-exp(A_log) dt_t) S_{t-1} + B_t (dt_t x_t)ᵀ         N × D per head
+        y_t     = S_tᵀ C_t + D x_t
+        out     = W_out RMSNorm(y · silu(z))          normalised per group, after the gate
+
+    Args:
+        hidden_size: E.
+        num_heads: H.
+        head_dim: D.
+        state_size: N.
+        n_groups: G, a divisor of num_heads. Heads g·H/G … (g+1)·H/G - 1 read B and C of group g.
+        conv_kernel: taps of the convolution.
+        norm_eps: epsilon of the RMSNorm.
+        use_bias: biases of the two projections.
+        use_conv_bias: bias of the convolution.
+        time_step_min, time_step_max, time_step_floor: step sizes at the start (`initial_dt_bias`).
+        time_step_limit: bounds that step sizes are clamped to.
+        out_proj_scale: factor of `out_proj`'s initial weights.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        state_size: int,
+        *,
+        n_groups: int = 1,
+        conv_kernel: int = 4,
+        norm_eps: float = 1e-5,
+        use_bias: bool = False,
+        use_conv_bias: bool = True,
+        time_step_min: float = 1e-3,
+        time_step_max: float = 0.1,
+        time_step_floor: float = 1e-4,
+        time_step_limit: tuple[float, float] = (0.0, math.inf),
+        out_proj_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.state_size, self.n_groups = num_heads, head_dim, state_size, n_groups
+        self.time_step_min, self.time_step_max = time_step_min, time_step_max
+        self.time_step_floor, self.time_step_limit = time_step_floor, tuple(time_step_limit)
+        self.out_proj_scale = out_proj_scale
+        self.inner_size = num_heads * head_dim
+        conv_channels = self.inner_size + 2 * n_groups * state_size
+        self.projected_sizes = [self.inner_size, conv_channels, num_heads]
+        self.conv_sizes = [self.inner_size, n_groups * state_size, n_groups * state_size]
+
+        self.in_proj = nn.Linear(hidden_size, sum(self.projected_sizes), bias=use_bias)
+        self.conv1d = ShortConvolution(conv_channels, conv_kernel, bias=use_conv_bias)
+        self.dt_bias = nn.Parameter(self._initial_dt_bias())
+        self.A_log = nn.Parameter(self._initial_A_log())
+        self.D = nn.Parameter(torch.ones(num_heads))
+        for parameter in (self.dt_bias, self.A_log, self.D):
+            parameter._no_weight_decay = True
+        self.norm = GroupRMSNorm(n_groups, self.inner_size, norm_eps)
+        self.out_proj = nn.Linear(self.inner_size, hidden_size, bias=use_bias)
+
+    def init_own_weights(self) -> None:
+        """PyTorch's uniform law for the projections, as in the paper's runs; decay rates 1, 2, …, H; D = 1."""
+        init.kaiming_uniform_(self.in_proj.weight, a=math.sqrt(5))
+        bound = self.out_proj_scale / math.sqrt(self.inner_size)
+        init.uniform_(self.out_proj.weight, -bound, bound)
+        init.copy_(self.dt_bias, self._initial_dt_bias())
+        init.copy_(self.A_log, self._initial_A_log())
+        init.ones_(self.D)
+
+    def _initial_dt_bias(self) -> Tensor:
+        return initial_dt_bias(self.num_heads, self.time_step_min, self.time_step_max, self.time_step_floor)
+
+    def _initial_A_log(self) -> Tensor:
+        return torch.arange(1, self.num_heads + 1, dtype=torch.float32).log()
+
+    def new_cache(self) -> RecurrentCache:
+        return RecurrentCache()
+
+    def forward(
+        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: RecurrentCache | None = None
+    ) -> tuple[Tensor, RecurrentCache | None]:
+        """Return the output `(B, T, E)` and the cache.
+
+        Args:
+            hidden_BTE: T new tokens.
+            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
+            cache: what `new_cache` returned, holding the tokens before these. Updated in place.
+        """
+        num_past = 0 if cache is None else cache.get_seq_length()
+        states = {} if cache is None else cache.states
+
+        z_BTI, xBC_BTC, dt_BTH = self.in_proj(hidden_BTE).split(self.projected_sizes, dim=-1)
+        xBC_BTC, conv_BCW = self.conv1d(zero_padding(xBC_BTC, seq_start_B, num_past), states.get("conv"))
+        # Once more: the convolution's bias makes something of nothing.
+        xBC_BTC = zero_padding(F.silu(xBC_BTC), seq_start_B, num_past)
+        x_BTI, B_BTC, C_BTC = xBC_BTC.split(self.conv_sizes, dim=-1)
+        x_BTHD = x_BTI.unflatten(-1, (self.num_heads, self.head_dim))
+        dt_BTH = F.softplus(dt_BTH.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
+
+        y_BTHD, state_BHND = simple_gla(
+            self._expand_groups(C_BTC),
+            self._expand_groups(B_BTC),
+            (x_BTHD * dt_BTH[..., None]).to(x_BTHD.dtype),
+            -self.A_log.float().exp() * dt_BTH,
+            scale=1.0,
+            initial_state_BHKV=states.get("ssm"),
+            output_final_state=cache is not None,
+        )
+        if cache is not None:
+            cache.update(hidden_BTE.shape[1], conv=conv_BCW, ssm=state_BHND)
+        y_BTHD = (y_BTHD + self.D[:, None] * x_BTHD).to(x_BTHD.dtype)
+        return self.out_proj(self.norm(y_BTHD.flatten(-2) * F.silu(z_BTI))), cache
+
+    def _expand_groups(self, x_BTC: Tensor) -> Tensor:
+        """`(B, T, G·N)` to `(B, T, H, N)`: every head gets its group's vector. With one group, a view."""
+        x_BTGN = x_BTC.unflatten(-1, (self.n_groups, self.state_size))
+        return x_BTGN[:, :, :, None].expand(-1, -1, -1, self.num_heads // self.n_groups, -1).flatten(2, 3)
+
+
+class Mamba2Config(DecoderConfig):
+    """Configuration of Mamba-2. Further fields: see `Mamba2Mixer`.
+
+    Fields:
+        expand: inner width relative to hidden_size; num_heads · head_dim must equal expand · hidden_size.
+        layer_norm_epsilon: epsilon of all RMSNorms.
+        initializer_range: standard deviation of the embedding at the start. All linear layers, the output layer too,
+            start as PyTorch starts them.
+        rescale_prenorm_residual: start `out_proj` smaller by sqrt(num_hidden_layers).
+
+    Accepted so that published config.json files load, without effect: time_step_rank, residual_in_fp32 (the residual
+    stream has the dtype of the embedding's weights, float32 in training), chunk_size, fuse_cross_entropy.
+    """
+
+    model_type = "mamba2-project_fox"
+    mixer_norm_name: ClassVar[str] = "norm"
+    mixer_name: ClassVar[str] = "mixer"
+    final_norm_name: ClassVar[str] = "norm_f"
+    zero_padding_embedding: ClassVar[bool] = False
+
+    num_heads: int = 64
+    head_dim: int = 64
+    state_size: int = 64
+    num_hidden_layers: int = 48
+    layer_norm_epsilon: float = 1e-5
+    pad_token_id: int | None = 0
+    expand: float = 2
+    conv_kernel: int = 4
+    n_groups: int = 1
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    hidden_act: str = "silu"
+    initializer_range: float = 0.1
+    residual_in_fp32: bool = True
+    time_step_rank: int | str = "auto"
+    time_step_min: float = 1e-3
+    time_step_max: float = 0.1
+    time_step_floor: float = 1e-4
+    time_step_limit: list[float] | tuple[float, ...] = (0.0, math.inf)
+    rescale_prenorm_residual: bool = True
+    rms_norm: bool = True
+    chunk_size: int = 256
+    fuse_cross_entropy: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_heads * self.head_dim != self.expand * self.hidden_size:
+            raise ValueError(
+                f"num_heads · head_dim is {self.num_heads} · {self.head_dim} = {self.num_heads * self.head_dim}; it must "
+                f"equal expand · hidden_size = {self.expand} · {self.hidden_size} = {self.expand * self.hidden_size}"
+            )
+        if self.num_heads % self.n_groups:
+            raise ValueError(f"num_heads is {self.num_heads}; it must be a multiple of n_groups = {self.n_groups}")
+        if self.hidden_act not in ("silu", "swish"):
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; it must be 'silu' (the same as 'swish')")
+        if not self.rms_norm:
+            raise ValueError("rms_norm is False; Mamba-2 always normalises before out_proj, leave it True")
+        if len(self.time_step_limit) != 2 or not 0 <= self.time_step_limit[0] <= self.time_step_limit[1]:
+            raise ValueError(f"time_step_limit is {self.time_step_limit}; it must be two bounds, 0 <= lower <= upper")
+        super().__post_init__(**kwargs)
+
+    @property
+    def norm_eps(self) -> float:
+        return self.layer_norm_epsilon
+
+    def build_mixer(self, layer_idx: int) -> Mamba2Mixer:
+        return Mamba2Mixer(
+            self.hidden_size,
+            self.num_heads,
+            self.head_dim,
+            self.state_size,
+            n_groups=self.n_groups,
+            conv_kernel=self.conv_kernel,
+            norm_eps=self.layer_norm_epsilon,
+            use_bias=self.use_bias,
+            use_conv_bias=self.use_conv_bias,
+            time_step_min=self.time_step_min,
+            time_step_max=self.time_step_max,
+            time_step_floor=self.time_step_floor,
+            time_step_limit=self.time_step_limit,
+            out_proj_scale=1 / math.sqrt(self.num_hidden_layers) if self.rescale_prenorm_residual else 1.0,
+        )
+
+    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
+        """Linear layers: 2 · weights. Convolution: 2 · taps of all channels. The recurrence in chunks."""
+        inner_size = self.num_heads * self.head_dim
+        conv_channels = inner_size + 2 * self.n_groups * self.state_size
+        weights = (
+            self.hidden_size * (2 * inner_size + conv_channels + self.num_heads) + conv_channels * self.conv_kernel
+        )
+        return 2 * weights + simple_gla_flops_per_token(self.num_heads, self.state_size, self.head_dim)
+
+    def build_mlp(self, layer_idx: int) -> None:
+        return None
+
+    def mlp_flops_per_token(self, layer_idx: int) -> float:
+        return 0
+
+
+class Mamba2Model(DecoderModel):
+    """Mamba-2 without its output layer."""
+
+    config_class: ClassVar = Mamba2Config
+    base_model_prefix = "backbone"
+
+
+class Mamba2ForCausalLM(DecoderForCausalLM):
+    """Mamba-2 as a language model."""
+
+    config_class: ClassVar = Mamba2Config
+    model_class: ClassVar = Mamba2Model
+    base_model_prefix = "backbone"
+    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back
+
+    def init_own_weights(self) -> None:
+        if not self.config.tie_word_embeddings:
+            init.kaiming_uniform_(self.lm_head.weight, a=math.sqrt(5))

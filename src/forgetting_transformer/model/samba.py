@@ -1,0 +1,361 @@
+"""Samba: Mamba and sliding-window attention in turns, an MLP after each.
+
+Source: Ren et al., "Samba: Simple Hybrid State Space Models for Efficient Unlimited Context Language Modeling", ICLR 2025;
+Mamba: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023. Parameter names, config keys
+and `model_type` are those of the FoX paper's code.
+
+Axes: B batch, T new positions, E model width, I = expand·E inner width of Mamba, N states per inner channel, R rank of
+the step sizes, W taps of the convolution.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from forgetting_transformer.model.cache import RecurrentCache
+from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.layers import (
+    ShortConvolution,
+    SwiGLU,
+    initial_dt_bias,
+    swiglu_width,
+    zero_padding,
+)
+from forgetting_transformer.model.transformer import AttentionLayer, check_attention_options
+from forgetting_transformer.ops.recurrence import selective_scan
+
+ATTN_KEYS = ("num_heads", "num_kv_heads", "window_size", "layers")
+
+
+class MambaMixer(nn.Module):
+    """The selective state space layer of Mamba.
+
+        x, z    = W_in hidden
+        x       = silu(conv(x))                       causal, every channel by itself
+        dt,B,C  = W_x x                               dt of rank R
+        dt      = softplus(W_dt dt + b_dt)            step size, one per channel and token
+        s_t     = exp(-exp(A_log) dt_t) ⊙ s_{t-1} + (dt_t x_t) B_tᵀ       N states per channel
+        y_t     = s_t C_t + D x_t
+        out     = W_out (y · silu(z))
+
+    Args:
+        hidden_size: E.
+        inner_size: I.
+        state_size: N.
+        time_step_rank: R.
+        conv_kernel: W.
+        use_bias: biases of `in_proj` and `out_proj`.
+        use_conv_bias: bias of the convolution.
+        time_step_scale: factor on the initial weights of `dt_proj`, U(±1/√R) or constant.
+        time_step_init_scheme: "random" or "constant".
+        time_step_min, time_step_max, time_step_floor: step sizes at the start (`initial_dt_bias`).
+        out_proj_scale: factor on the initial weights of `out_proj`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        state_size: int,
+        time_step_rank: int,
+        *,
+        conv_kernel: int = 4,
+        use_bias: bool = False,
+        use_conv_bias: bool = True,
+        time_step_scale: float = 1.0,
+        time_step_init_scheme: str = "random",
+        time_step_min: float = 1e-3,
+        time_step_max: float = 0.1,
+        time_step_floor: float = 1e-4,
+        out_proj_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.inner_size, self.state_size, self.time_step_rank = inner_size, state_size, time_step_rank
+        self.time_step_scale, self.time_step_init_scheme = time_step_scale, time_step_init_scheme
+        self.time_step_min, self.time_step_max = time_step_min, time_step_max
+        self.time_step_floor = time_step_floor
+        self.out_proj_scale = out_proj_scale
+
+        self.in_proj = nn.Linear(hidden_size, 2 * inner_size, bias=use_bias)
+        self.conv1d = ShortConvolution(inner_size, conv_kernel, bias=use_conv_bias)
+        self.x_proj = nn.Linear(inner_size, time_step_rank + 2 * state_size, bias=False)
+        self.dt_proj = nn.Linear(time_step_rank, inner_size)
+        self.A_log = nn.Parameter(self._initial_A_log())
+        self.D = nn.Parameter(torch.ones(inner_size))
+        self.A_log._no_weight_decay = self.D._no_weight_decay = True
+        self.out_proj = nn.Linear(inner_size, hidden_size, bias=use_bias)
+
+    def init_own_weights(self) -> None:
+        """PyTorch's uniform law for the projections, decay rates 1, 2, …, N in every channel, D = 1."""
+        _init_uniform(self.in_proj)
+        _init_uniform(self.x_proj)
+        _init_uniform(self.out_proj, self.out_proj_scale)
+        bound = self.time_step_scale / math.sqrt(self.time_step_rank)
+        init.uniform_(self.dt_proj.weight, bound if self.time_step_init_scheme == "constant" else -bound, bound)
+        dt_bias_I = initial_dt_bias(self.inner_size, self.time_step_min, self.time_step_max, self.time_step_floor)
+        init.copy_(self.dt_proj.bias, dt_bias_I)
+        init.copy_(self.A_log, self._initial_A_log())
+        init.ones_(self.D)
+
+    def _initial_A_log(self) -> Tensor:
+        return torch.arange(1, self.state_size + 1, dtype=torch.float32).log().repeat(self.inner_size, 1)
+
+    def new_cache(self) -> RecurrentCache:
+        return RecurrentCache()
+
+    def forward(
+        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: RecurrentCache | None = None
+    ) -> tuple[Tensor, RecurrentCache | None]:
+        """Return the output `(B, T, E)` and the cache.
+
+        Args:
+            hidden_BTE: T new tokens.
+            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
+            cache: what `new_cache` returned, holding the tokens before these. Updated in place.
+        """
+        num_past = 0 if cache is None else cache.get_seq_length()
+        states = {} if cache is None else cache.states
+
+        x_BTI, z_BTI = self.in_proj(hidden_BTE).chunk(2, dim=-1)
+        x_BTI, conv_BIW = self.conv1d(zero_padding(x_BTI, seq_start_B, num_past), states.get("conv"))
+        # Once more: the convolution's bias makes something of nothing.
+        x_BTI = zero_padding(F.silu(x_BTI), seq_start_B, num_past)
+        dt_BTR, B_BTN, C_BTN = self.x_proj(x_BTI).split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
+        # The bias is added in float32: it holds step sizes as small as 1e-3.
+        dt_BTI = F.softplus(F.linear(dt_BTR, self.dt_proj.weight).float() + self.dt_proj.bias.float())
+
+        y_BTI, state_BIN = selective_scan(
+            x_BTI,
+            dt_BTI,
+            -self.A_log.float().exp(),
+            B_BTN,
+            C_BTN,
+            initial_state_BEN=states.get("ssm"),
+            output_final_state=cache is not None,
+        )
+        if cache is not None:
+            cache.update(hidden_BTE.shape[1], conv=conv_BIW, ssm=state_BIN)
+        y_BTI = (y_BTI + self.D * x_BTI).to(x_BTI.dtype)
+        return self.out_proj(y_BTI * F.silu(z_BTI)), cache
+
+    @staticmethod
+    def flops_per_token(
+        hidden_size: int, inner_size: int, state_size: int, time_step_rank: int, conv_kernel: int
+    ) -> int:
+        """Forward FLOPs: two per weight of the projections and taps of the convolution, six per state.
+
+        Those six: `dt·A`, `(dt x)·B`, the decay and the sum of the update, and a multiply-add with C.
+        """
+        weights = 3 * hidden_size * inner_size  # in_proj, out_proj
+        weights += inner_size * (2 * time_step_rank + 2 * state_size)  # x_proj, dt_proj
+        weights += inner_size * conv_kernel
+        return 2 * weights + 6 * inner_size * state_size
+
+
+class SambaAttention(AttentionLayer):
+    """Sliding-window attention that starts from PyTorch's uniform law, `o_proj` scaled by `o_proj_scale`."""
+
+    def __init__(self, *args: Any, o_proj_scale: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.o_proj_scale = o_proj_scale
+
+    def init_own_weights(self) -> None:
+        for projection in (self.q_proj, self.k_proj, self.v_proj):
+            _init_uniform(projection)
+        _init_uniform(self.o_proj, self.o_proj_scale)
+
+
+class SambaMLP(SwiGLU):
+    """A SwiGLU that starts from PyTorch's uniform law, `down_proj` scaled by `down_proj_scale`."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, down_proj_scale: float) -> None:
+        super().__init__(hidden_size, intermediate_size)
+        self.down_proj_scale = down_proj_scale
+
+    def init_own_weights(self) -> None:
+        _init_uniform(self.gate_proj)
+        _init_uniform(self.down_proj, self.down_proj_scale)
+
+
+def _init_uniform(linear: nn.Linear, scale: float = 1.0) -> None:
+    """Start a linear layer's weight from U(±scale/√fan_in); with scale 1, PyTorch's own law."""
+    bound = scale / math.sqrt(linear.in_features)
+    init.uniform_(linear.weight, -bound, bound)
+
+
+class SambaConfig(DecoderConfig):
+    """Configuration of Samba. Further fields: see `MambaMixer`.
+
+    Fields:
+        expand: inner width of Mamba relative to hidden_size.
+        time_step_rank: rank of the step sizes, "auto" for hidden_size / 16, rounded up.
+        attn: attention blocks, None for none (all blocks Mamba). A dictionary with
+            num_heads: heads of queries;
+            num_kv_heads: heads of keys and values, a divisor of num_heads. Default num_heads;
+            window_size: number of keys a query sees, itself included. Default None, all;
+            layers: indices of the attention blocks. Default None, every second block (1, 3, 5, …).
+        attn_hidden_ratio, mamba_hidden_ratio: MLP width in attention blocks and Mamba blocks relative to hidden_size, as
+            if the MLP had two matrices (`swiglu_width`).
+        rope_base: base of attention's rotary position embedding.
+        initializer_range: standard deviation of the embedding at the start. All linear layers, the output layer too,
+            start as PyTorch starts them.
+        rescale_prenorm_residual: start the layers that write to the residual stream (`out_proj`, `o_proj`, `down_proj`)
+            smaller by sqrt(2 · num_hidden_layers), as the paper's runs do.
+        max_position_embeddings: no effect on the model; other tools read it as the training context length.
+
+    Accepted so that published config.json files load, without effect: residual_in_fp32 (the residual stream has the dtype
+    of the embedding's weights, float32 in training), fuse_norm, fuse_cross_entropy.
+    """
+
+    model_type = "samba-project_fox"
+    mixer_norm_name: ClassVar[str] = "mixer_norm"
+    mixer_name: ClassVar[str] = "mixer"
+    final_norm_name: ClassVar[str] = "norm_f"
+    zero_padding_embedding: ClassVar[bool] = False
+
+    hidden_size: int = 2304
+    state_size: int = 16
+    num_hidden_layers: int = 18
+    norm_eps: float = 1e-5
+    pad_token_id: int | None = 0
+    expand: float = 2
+    conv_kernel: int = 4
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    hidden_act: str = "silu"
+    residual_in_fp32: bool = False
+    time_step_rank: int | str = "auto"
+    time_step_scale: float = 1.0
+    time_step_min: float = 1e-3
+    time_step_max: float = 0.1
+    time_step_init_scheme: str = "random"
+    time_step_floor: float = 1e-4
+    max_position_embeddings: int | None = 2048
+    attn: dict | None = None
+    attn_hidden_ratio: float = 4
+    mamba_hidden_ratio: float = 3
+    rescale_prenorm_residual: bool = False
+    fuse_norm: bool = True
+    fuse_cross_entropy: bool = True
+    rope_base: float = 500_000.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.hidden_act not in ("silu", "swish"):
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; it must be 'silu' (the same as 'swish')")
+        if self.time_step_init_scheme not in ("random", "constant"):
+            raise ValueError(
+                f"time_step_init_scheme is {self.time_step_init_scheme!r}; it must be 'random' or 'constant'"
+            )
+        if self.time_step_rank == "auto":
+            self.time_step_rank = math.ceil(self.hidden_size / 16)
+        if not isinstance(self.time_step_rank, int) or self.time_step_rank < 1:
+            raise ValueError(f"time_step_rank is {self.time_step_rank!r}; it must be a positive integer or 'auto'")
+        if self.attn is not None:
+            self._check_attn(self.attn)
+        super().__post_init__(**kwargs)
+
+    def _check_attn(self, attn: dict) -> None:
+        for key in attn:
+            if key not in ATTN_KEYS:
+                raise ValueError(f"attn has the key {key!r}; it may have {', '.join(ATTN_KEYS)}")
+        if attn.get("num_heads") is None:
+            raise ValueError("attn has no num_heads; set it, or attn: null for Mamba blocks only")
+        check_attention_options(
+            hidden_size=self.hidden_size,
+            num_heads=attn["num_heads"],
+            num_kv_heads=attn.get("num_kv_heads"),
+            window_size=attn.get("window_size"),
+            use_rope=True,
+        )
+        for layer_idx in attn.get("layers") or ():
+            if not 0 <= layer_idx < self.num_hidden_layers:
+                raise ValueError(f"attn.layers has {layer_idx}; blocks are 0 to {self.num_hidden_layers - 1}")
+
+    @property
+    def inner_size(self) -> int:
+        return int(self.expand * self.hidden_size)
+
+    @property
+    def residual_scale(self) -> float:
+        """Factor on the initial weights of layers that write to the residual stream, two per block."""
+        return 1 / math.sqrt(2 * self.num_hidden_layers) if self.rescale_prenorm_residual else 1.0
+
+    def has_attention(self, layer_idx: int) -> bool:
+        """Whether block `layer_idx` has attention; otherwise it has Mamba."""
+        if self.attn is None:
+            return False
+        layers = self.attn.get("layers")
+        return layer_idx % 2 == 1 if layers is None else layer_idx in layers
+
+    def mlp_width(self, layer_idx: int) -> int:
+        ratio = self.attn_hidden_ratio if self.has_attention(layer_idx) else self.mamba_hidden_ratio
+        return swiglu_width(self.hidden_size, ratio)
+
+    def build_mixer(self, layer_idx: int) -> SambaAttention | MambaMixer:
+        if self.has_attention(layer_idx):
+            return SambaAttention(
+                self.hidden_size,
+                self.attn["num_heads"],
+                num_kv_heads=self.attn.get("num_kv_heads"),
+                window_size=self.attn.get("window_size"),
+                rope_base=self.rope_base,
+                o_proj_scale=self.residual_scale,
+            )
+        return MambaMixer(
+            self.hidden_size,
+            self.inner_size,
+            self.state_size,
+            self.time_step_rank,
+            conv_kernel=self.conv_kernel,
+            use_bias=self.use_bias,
+            use_conv_bias=self.use_conv_bias,
+            time_step_scale=self.time_step_scale,
+            time_step_init_scheme=self.time_step_init_scheme,
+            time_step_min=self.time_step_min,
+            time_step_max=self.time_step_max,
+            time_step_floor=self.time_step_floor,
+            out_proj_scale=self.residual_scale,
+        )
+
+    def build_mlp(self, layer_idx: int) -> SambaMLP:
+        return SambaMLP(self.hidden_size, self.mlp_width(layer_idx), down_proj_scale=self.residual_scale)
+
+    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
+        if self.has_attention(layer_idx):
+            return AttentionLayer.flops_per_token(
+                self.hidden_size,
+                self.attn["num_heads"],
+                self.attn.get("num_kv_heads"),
+                self.attn.get("window_size"),
+                seq_len,
+            )
+        return MambaMixer.flops_per_token(
+            self.hidden_size, self.inner_size, self.state_size, self.time_step_rank, self.conv_kernel
+        )
+
+    def mlp_flops_per_token(self, layer_idx: int) -> float:
+        return SwiGLU.flops_per_token(self.hidden_size, self.mlp_width(layer_idx))
+
+
+class SambaModel(DecoderModel):
+    """Samba without its output layer."""
+
+    config_class: ClassVar = SambaConfig
+    base_model_prefix = "backbone"
+
+
+class SambaForCausalLM(DecoderForCausalLM):
+    """Samba as a language model."""
+
+    config_class: ClassVar = SambaConfig
+    model_class: ClassVar = SambaModel
+    base_model_prefix = "backbone"
+    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back
+
+    def init_own_weights(self) -> None:
+        if not self.config.tie_word_embeddings:
+            _init_uniform(self.lm_head)

@@ -1,0 +1,184 @@
+"""The Transformer baseline in its LLaMA form: softmax attention, rotary positions, RMSNorm, SwiGLU.
+
+Sources: Vaswani et al., "Attention is all you need", NeurIPS 2017; Touvron et al., "LLaMA", 2023; grouped key and value
+heads: Ainslie et al., "GQA", EMNLP 2023; sliding window: Beltagy et al., "Longformer", 2020. Parameter names, config keys
+and `model_type` are those of the released checkpoints. The sliding-window Transformer is this class with `window_size`.
+
+Axes: B batch, T new positions, N past and new positions, H query heads, G key and value heads, D channels of a head,
+E = H·D model width.
+"""
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from forgetting_transformer.model.cache import AttentionCache
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
+from forgetting_transformer.ops.attention import causal_attention
+from forgetting_transformer.ops.rotary import rotate
+
+
+class AttentionLayer(nn.Module):
+    """Multi-head causal attention with rotary position embedding.
+
+        q, k, v = W x             H heads of queries, G of keys and values
+        q, k    = RoPE(q), RoPE(k)
+        out     = W_o causal_attention(q, k, v)
+
+    Args:
+        hidden_size: E, a multiple of num_heads.
+        num_heads: H.
+        num_kv_heads: G, a divisor of H: grouped-query attention. Default H.
+        window_size: number of keys a query sees, itself included. None is all of them.
+        use_rope: rotary position embedding.
+        rope_base: its base.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        num_heads: int = 32,
+        *,
+        num_kv_heads: int | None = None,
+        window_size: int | None = None,
+        use_rope: bool = True,
+        rope_base: float = 500_000.0,
+    ) -> None:
+        super().__init__()
+        check_attention_options(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            window_size=window_size,
+            use_rope=use_rope,
+        )
+        self.num_heads, self.head_dim = num_heads, hidden_size // num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.window_size, self.use_rope, self.rope_base = window_size, use_rope, rope_base
+        kv_width = self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.k_proj = nn.Linear(hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def new_cache(self) -> AttentionCache:
+        return AttentionCache(self.window_size)
+
+    def forward(
+        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: AttentionCache | None = None
+    ) -> tuple[Tensor, AttentionCache | None]:
+        """Return the output `(B, T, E)` and the cache.
+
+        Args:
+            hidden_BTE: T new tokens.
+            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
+            cache: what `new_cache` returned, holding the tokens before these. Extended in place.
+        """
+        num_past = 0 if cache is None else cache.get_seq_length()
+        q_BTHD = self.q_proj(hidden_BTE).unflatten(-1, (self.num_heads, self.head_dim))
+        k_BTGD = self.k_proj(hidden_BTE).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v_BTGD = self.v_proj(hidden_BTE).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.use_rope:
+            q_BTHD = rotate(q_BTHD, num_past, self.rope_base)
+            k_BTGD = rotate(k_BTGD, num_past, self.rope_base)
+
+        k_BNGD, v_BNGD = k_BTGD, v_BTGD
+        if cache is not None:
+            k_BGND, v_BGND = cache.update(k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2))
+            k_BNGD, v_BNGD = k_BGND.transpose(1, 2), v_BGND.transpose(1, 2)
+            if seq_start_B is not None:
+                # The window's cache has dropped the oldest keys: count from the first that is left.
+                seq_start_B = (seq_start_B - (cache.get_seq_length() - k_BNGD.shape[1])).clamp(min=0)
+        out_BTHD = causal_attention(q_BTHD, k_BNGD, v_BNGD, window=self.window_size, seq_start_B=seq_start_B)
+        return self.o_proj(out_BTHD.flatten(-2)), cache
+
+    @staticmethod
+    def flops_per_token(
+        hidden_size: int, num_heads: int, num_kv_heads: int | None, window_size: int | None, seq_len: int
+    ) -> float:
+        """Forward FLOPs: two per weight, and for every key that a query sees 2·E for q·k and 2·E for the weighted sum."""
+        kv_width = hidden_size // num_heads * (num_kv_heads or num_heads)
+        weights = 2 * hidden_size * (hidden_size + kv_width)  # q and o, k and v
+        return 2 * weights + 4 * hidden_size * mean_visible_keys(seq_len, window_size)
+
+
+def mean_visible_keys(seq_len: int, window_size: int | None) -> float:
+    """Keys that a query sees on average: `Σ_{t=1..T} min(t, window) / T`."""
+    window = min(window_size or seq_len, seq_len)
+    return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+
+
+def check_attention_options(
+    *, hidden_size: int, num_heads: int, num_kv_heads: int | None, window_size: int | None, use_rope: bool
+) -> None:
+    """Refuse options that do not fit together, naming the key and what to do."""
+    if hidden_size % num_heads:
+        raise ValueError(f"hidden_size is {hidden_size}; it must be a multiple of num_heads = {num_heads}")
+    if num_kv_heads is not None and (num_kv_heads < 1 or num_heads % num_kv_heads):
+        raise ValueError(
+            f"num_kv_heads is {num_kv_heads}; it must divide num_heads = {num_heads}, or be None for as many as num_heads"
+        )
+    if window_size is not None and window_size < 1:
+        raise ValueError(f"window_size is {window_size}; a token sees itself, so at least 1, or None for no window")
+    if use_rope and (hidden_size // num_heads) % 2:
+        raise ValueError(
+            f"use_rope needs an even head dimension; hidden_size / num_heads is {hidden_size // num_heads}"
+        )
+
+
+class TransformerConfig(SwiGLUDecoderConfig):
+    """Configuration of the Transformer. Fields of attention: see `AttentionLayer`; of the MLP: `SwiGLUDecoderConfig`.
+
+    Accepted so that published config.json files load, without effect: elementwise_affine (norms always have weights),
+    attention_bias (projections never have one), fuse_norm, fuse_cross_entropy.
+    """
+
+    model_type = "transformer-project_fox"
+
+    num_heads: int = 32
+    num_kv_heads: int | None = None
+    window_size: int | None = None
+    elementwise_affine: bool | None = True
+    attention_bias: bool = False
+    fuse_norm: bool = True
+    fuse_cross_entropy: bool = True
+    rope_base: float = 500_000.0
+    use_rope: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        check_attention_options(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            window_size=self.window_size,
+            use_rope=self.use_rope,
+        )
+        super().__post_init__(**kwargs)
+
+    def build_mixer(self, layer_idx: int) -> AttentionLayer:
+        return AttentionLayer(
+            self.hidden_size,
+            self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            window_size=self.window_size,
+            use_rope=self.use_rope,
+            rope_base=self.rope_base,
+        )
+
+    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
+        return AttentionLayer.flops_per_token(
+            self.hidden_size, self.num_heads, self.num_kv_heads, self.window_size, seq_len
+        )
+
+
+class TransformerModel(DecoderModel):
+    """The Transformer without its output layer."""
+
+    config_class: ClassVar = TransformerConfig
+
+
+class TransformerForCausalLM(DecoderForCausalLM):
+    """The Transformer as a language model."""
+
+    config_class: ClassVar = TransformerConfig
+    model_class: ClassVar = TransformerModel

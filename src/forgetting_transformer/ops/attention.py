@@ -1,0 +1,196 @@
+"""Causal softmax attention (Vaswani et al. 2017) with an optional sliding window and grouped key and value heads.
+
+Everything runs in PyTorch's `scaled_dot_product_attention`, in the dtype of the inputs, so that its fused kernels apply.
+Where the visible keys are not the plain causal triangle it needs an explicit mask. Queries then go through in
+blocks, each with the keys that some query of the block sees: memory stays O(T + N), and a window of w costs O(T·w).
+
+Axes: B batch, T queries, N keys, H query heads, G key and value heads, D channels of a head. Lower case t, n: the
+queries of one block and the keys that it is given.
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# Queries per block: as many as the window is long, so that half of the pairs in a block's mask are used or more, but
+# neither tiny kernels nor large masks.
+_MIN_BLOCK_SIZE, _MAX_BLOCK_SIZE = 128, 1024
+# Fused kernels read rows of a mask in steps of this many elements, and copy a mask whose rows do not fit.
+_MASK_ALIGNMENT = 16
+
+
+def causal_attention(
+    q_BTHD: Tensor,
+    k_BNGD: Tensor,
+    v_BNGD: Tensor,
+    *,
+    window: int | None = None,
+    seq_start_B: Tensor | None = None,
+    sm_scale: float | None = None,
+) -> Tensor:
+    """Attend with weights `softmax_j(sm_scale · q_i·k_j)` over the keys i - window < j ≤ i.
+
+    When there are fewer queries than keys (T < N, decoding), the queries are the last T positions.
+
+    Args:
+        q_BTHD: queries. float16, bfloat16, float32 or float64.
+        k_BNGD: keys, N ≥ T, in q's dtype. H must be a multiple of G: query head h reads key head h // (H / G)
+            (grouped-query attention, Ainslie et al. 2023).
+        v_BNGD: values, like k.
+        window: number of keys a query sees, itself included. None is all of them.
+        seq_start_B: index of the first real token of each sequence, int64, in [0, N]: left padding. Keys before it are
+            invisible whatever they hold (NaN included), queries before it give 0, and all their gradients
+            are exactly 0.
+        sm_scale: factor on q·k. Default 1/√D.
+
+    Returns:
+        `(B, T, H, D)` in q's dtype. Differentiable in q, k and v.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit together. The message names the argument.
+    """
+    _check(q_BTHD, k_BNGD, v_BNGD, window, seq_start_B, sm_scale)
+    scale = 1 / math.sqrt(q_BTHD.shape[-1]) if sm_scale is None else sm_scale
+    num_queries, num_keys = q_BTHD.shape[1], k_BNGD.shape[1]
+    first_query = num_keys - num_queries
+    if window is not None:
+        # Keys that the first query cannot see, no other can.
+        num_unseen = max(0, first_query - window + 1)
+        k_BNGD, v_BNGD = k_BNGD[:, num_unseen:], v_BNGD[:, num_unseen:]
+        num_keys, first_query = num_keys - num_unseen, first_query - num_unseen
+        if seq_start_B is not None:
+            seq_start_B = (seq_start_B - num_unseen).clamp(min=0)
+        if window >= num_keys:
+            window = None
+    if seq_start_B is not None:
+        # A query in padding is left to see padding, and the zeros there make its output and all gradients exactly 0.
+        padding_BN11 = (torch.arange(num_keys, device=q_BTHD.device) < seq_start_B[:, None])[..., None, None]
+        q_BTHD = q_BTHD.masked_fill(padding_BN11[:, first_query:], 0)
+        k_BNGD, v_BNGD = k_BNGD.masked_fill(padding_BN11, 0), v_BNGD.masked_fill(padding_BN11, 0)
+
+    q_BHTD, k_BGND, v_BGND = (x.transpose(1, 2) for x in (q_BTHD, k_BNGD, v_BNGD))
+    # Autocast would change the dtype, which is the caller's choice here.
+    with torch.autocast(q_BTHD.device.type, enabled=False):
+        out_BHTD = _attend(q_BHTD, k_BGND, v_BGND, window, seq_start_B, scale)
+    return out_BHTD.transpose(1, 2)
+
+
+def _attend(
+    q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, window: int | None, seq_start_B: Tensor | None, scale: float
+) -> Tensor:
+    num_queries, num_keys = q_BHTD.shape[2], k_BGND.shape[2]
+    heads_per_group = q_BHTD.shape[1] // k_BGND.shape[1]
+    if num_queries == 1:
+        # Decoding reads each key once for its whole group of queries.
+        mask = None if seq_start_B is None else _mask(q_BHTD, k_BGND, 0, num_keys - 1, window, seq_start_B)
+        return F.scaled_dot_product_attention(
+            q_BHTD, k_BGND, v_BGND, attn_mask=mask, scale=scale, enable_gqa=heads_per_group > 1
+        )
+    # Not every fused kernel knows grouped heads, and where none does, all T·N scores would be stored.
+    k_BHND, v_BHND = k_BGND, v_BGND
+    if heads_per_group > 1:
+        k_BHND, v_BHND = (x.repeat_interleave(heads_per_group, dim=1) for x in (k_BGND, v_BGND))
+    if num_queries == num_keys and window is None and seq_start_B is None:
+        return F.scaled_dot_product_attention(q_BHTD, k_BHND, v_BHND, is_causal=True, scale=scale)
+    return _attend_in_blocks(q_BHTD, k_BHND, v_BHND, window, seq_start_B, scale)
+
+
+def _attend_in_blocks(
+    q_BHTD: Tensor, k_BHND: Tensor, v_BHND: Tensor, window: int | None, seq_start_B: Tensor | None, scale: float
+) -> Tensor:
+    num_queries, num_keys = q_BHTD.shape[2], k_BHND.shape[2]
+    first_query = num_keys - num_queries
+    block_size = _MAX_BLOCK_SIZE if window is None else min(max(window, _MIN_BLOCK_SIZE), _MAX_BLOCK_SIZE)
+    attend = functools.partial(F.scaled_dot_product_attention, scale=scale)
+    # With a window and no padding nearly all blocks share one mask. Otherwise each has its own, and together they would
+    # fill O(T·N) memory until the backward pass, so every block is computed again there.
+    is_mask_shared = window is not None and seq_start_B is None
+    if not is_mask_shared and num_queries > block_size and torch.is_grad_enabled():
+        attend = functools.partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
+
+    mask, mask_layout, out_blocks = None, None, []
+    for start in range(0, num_queries, block_size):
+        q_BHtD = q_BHTD[:, :, start : start + block_size]
+        position = first_query + start
+        first_key = 0 if window is None else max(0, (position - window + 1) // _MASK_ALIGNMENT * _MASK_ALIGNMENT)
+        keys = slice(first_key, position + q_BHtD.shape[2])
+        k_BHnD, v_BHnD = k_BHND[:, :, keys], v_BHND[:, :, keys]
+        layout = (q_BHtD.shape[2], position - first_key)
+        if not is_mask_shared or layout != mask_layout:
+            mask, mask_layout = _mask(q_BHtD, k_BHnD, first_key, position, window, seq_start_B), layout
+        out_blocks.append(attend(q_BHtD, k_BHnD, v_BHnD, attn_mask=mask))
+    return out_blocks[0] if len(out_blocks) == 1 else torch.cat(out_blocks, dim=2)
+
+
+def _mask(
+    q_BHtD: Tensor, k_BHnD: Tensor, first_key: int, first_query: int, window: int | None, seq_start_B: Tensor | None
+) -> Tensor:
+    """Return what to add to the scores of queries at `first_query`, ... and keys at `first_key`, ...: 0 or -inf.
+
+    Shape `(t, n)`, or `(B, 1, t, n)` with padding, in q's dtype.
+    """
+    num_queries, num_keys = q_BHtD.shape[2], k_BHnD.shape[2]
+    diagonal = first_query - first_key
+    is_visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHtD.device).tril(diagonal)
+    if window is not None:
+        is_visible = is_visible.triu(diagonal - window + 1)
+    if seq_start_B is not None:
+        query_t1 = torch.arange(first_query, first_query + num_queries, device=q_BHtD.device)[:, None]
+        key_n = torch.arange(first_key, first_key + num_keys, device=q_BHtD.device)
+        seq_start_B111 = seq_start_B[:, None, None, None]
+        is_visible = is_visible & ((key_n >= seq_start_B111) | (query_t1 < seq_start_B111))
+    return torch.zeros_like(is_visible, dtype=q_BHtD.dtype).masked_fill(~is_visible, -torch.inf)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, seq_start: Tensor | None, sm_scale: float | None
+) -> None:
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be a floating dtype")
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 axes, (B, length, heads, D)")
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype} and q {q.dtype}; cast q, k and v to one dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}; move them to one device")
+    if 0 in q.shape:
+        raise ValueError(f"q has shape {tuple(q.shape)}; every axis must have at least one element")
+    if k.shape != v.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}; they must agree")
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"k has shape {tuple(k.shape)} and q {tuple(q.shape)}; batch size and head dimension must agree"
+        )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"k has {k.shape[2]} heads and q {q.shape[2]}; q's must be a multiple of k's")
+    if q.shape[1] > k.shape[1]:
+        raise ValueError(
+            f"q has {q.shape[1]} positions and k only {k.shape[1]}; the queries are the last positions of the keys, so "
+            "there cannot be more of them"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; a query sees itself, so it must be at least 1, or None for no window")
+    if sm_scale is not None and not (math.isfinite(sm_scale) and sm_scale > 0):
+        raise ValueError(f"sm_scale is {sm_scale}; it must be a positive finite number, or None for 1/√D")
+    if seq_start is None:
+        return
+    batch, num_keys = k.shape[:2]
+    if not isinstance(seq_start, Tensor) or seq_start.dtype not in (torch.int32, torch.int64):
+        kind = seq_start.dtype if isinstance(seq_start, Tensor) else type(seq_start).__name__
+        raise TypeError(f"seq_start_B is a {kind}; it must be an int64 tensor of shape ({batch},)")
+    if seq_start.shape != (batch,):
+        raise ValueError(
+            f"seq_start_B has shape {tuple(seq_start.shape)}; it must be ({batch},), one entry per sequence"
+        )
+    if seq_start.device != q.device:
+        raise ValueError(f"seq_start_B is on {seq_start.device} and q on {q.device}; move them to one device")
+    # Looking at the values of a tensor on an accelerator would stall it, so the range is only checked on the CPU.
+    if seq_start.device.type == "cpu" and not bool(((seq_start >= 0) & (seq_start <= num_keys)).all()):
+        raise ValueError(f"seq_start_B is {seq_start.tolist()}; its entries must lie in [0, {num_keys}]")

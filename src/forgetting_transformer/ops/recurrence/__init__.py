@@ -1,0 +1,232 @@
+"""Linear recurrences: the sequence mixing of Mamba-2, HGRN2, DeltaNet, Gated DeltaNet and Mamba.
+
+Each head keeps a K×V matrix S that maps keys to values. Every token decays it, adds to it, and reads it with its query:
+
+    op                  S_t =                                                        out_t =
+    simple_gla          a_t S_{t-1} + k_t v_tᵀ                  a_t: scalar          scale · S_tᵀ q_t
+    gla                 diag(a_t) S_{t-1} + k_t v_tᵀ            a_t: (K,)            scale · S_tᵀ q_t
+    delta_rule          S_{t-1} + β_t k_t (v_t - S_{t-1}ᵀ k_t)ᵀ                      scale · S_tᵀ q_t
+    gated_delta_rule    a_t S_{t-1} + β_t k_t (v_t - a_t S_{t-1}ᵀ k_t)ᵀ              scale · S_tᵀ q_t
+    selective_scan      exp(dt_t A) ⊙ S_{t-1} + (dt_t x_t) B_tᵀ                      S_t C_t
+
+Decays are passed as natural logarithms, finite and ≤ 0, however strong. A token with k = 0 (or β = 0, or dt = 0) and log
+decay 0 leaves the state as it was. All ops are differentiable once in every tensor argument, the initial state included, and
+need O(T) memory.
+
+Axes in this folder: B batch, T positions, H heads, K key channels of a head, V value channels; for selective_scan
+E channels, N states per channel.
+
+Files: `reference.py` is the definition; `chunked.py` and, for selective_scan, `scan.py` run on any device; `fla.py` calls the
+Triton kernels of flash-linear-attention. FLOPs of each op stand beside its chunked form.
+"""
+
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from forgetting_transformer.ops.recurrence import chunked, fla, reference, scan
+from forgetting_transformer.ops.recurrence.chunked import (
+    delta_rule_flops_per_token,
+    gla_flops_per_token,
+    simple_gla_flops_per_token,
+)
+from forgetting_transformer.ops.recurrence.scan import selective_scan_flops_per_token
+
+__all__ = [
+    "delta_rule",
+    "delta_rule_flops_per_token",
+    "gated_delta_rule",
+    "gla",
+    "gla_flops_per_token",
+    "selective_scan",
+    "selective_scan_flops_per_token",
+    "simple_gla",
+    "simple_gla_flops_per_token",
+]
+
+
+def simple_gla(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    log_decay_BTH: Tensor,
+    *,
+    scale: float,
+    initial_state_BHKV: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention with one decay per head and token; Mamba-2's state space with q = C, k = B, v = x·dt, log a = A·dt.
+
+    Args:
+        q_BTHK: queries; float16, bfloat16, float32 or float64.
+        k_BTHK: keys, in q's dtype.
+        v_BTHV: values, in q's dtype.
+        log_decay_BTH: natural logarithms of the decays, finite, ≤ 0, any floating dtype; float32 is recommended.
+        scale: factor on the output.
+        initial_state_BHKV: the state before the first token. Default 0.
+        output_final_state: whether to return the state after the last token.
+
+    Returns:
+        Outputs `(B, T, H, V)` in v's dtype, and the final state `(B, H, K, V)` or None. States and sums are float32
+        (float64 for float64 inputs), under autocast too.
+
+    Raises:
+        TypeError: an argument is not a tensor, or of an unsupported dtype.
+        ValueError: shapes, dtypes or devices do not fit together, or scale is not positive. The message names the argument.
+    """
+    _check_heads(q_BTHK, k_BTHK, v_BTHV, initial_state_BHKV, scale, log_decay=(log_decay_BTH, "BTH"))
+    backend = _select_backend("simple_gla", q_BTHK, v_BTHV)
+    with torch.autocast(q_BTHK.device.type, enabled=False):
+        out, state = backend.simple_gla(q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, float(scale), initial_state_BHKV)
+    return out, state if output_final_state else None
+
+
+def gla(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    log_decay_BTHK: Tensor,
+    *,
+    scale: float,
+    initial_state_BHKV: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Linear attention with one decay per key channel and token (HGRN2). Arguments and results: see `simple_gla`."""
+    _check_heads(q_BTHK, k_BTHK, v_BTHV, initial_state_BHKV, scale, log_decay=(log_decay_BTHK, "BTHK"))
+    backend = _select_backend("gla", q_BTHK, v_BTHV)
+    with torch.autocast(q_BTHK.device.type, enabled=False):
+        out, state = backend.gla(q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, float(scale), initial_state_BHKV)
+    return out, state if output_final_state else None
+
+
+def delta_rule(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    beta_BTH: Tensor,
+    *,
+    scale: float,
+    initial_state_BHKV: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Replace, by a fraction β, what the state holds for k_t by v_t (DeltaNet).
+
+    The state stays bounded for `β |k|² ≤ 2`: pass keys of length 1 and β in [0, 2]. β is any floating dtype. Other arguments
+    and results: see `simple_gla`.
+    """
+    _check_heads(q_BTHK, k_BTHK, v_BTHV, initial_state_BHKV, scale, beta=(beta_BTH, "BTH"))
+    backend = _select_backend("delta_rule", q_BTHK, v_BTHV)
+    with torch.autocast(q_BTHK.device.type, enabled=False):
+        out, state = backend.delta_rule(q_BTHK, k_BTHK, v_BTHV, beta_BTH, float(scale), initial_state_BHKV)
+    return out, state if output_final_state else None
+
+
+def gated_delta_rule(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    beta_BTH: Tensor,
+    log_decay_BTH: Tensor,
+    *,
+    scale: float,
+    initial_state_BHKV: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule with one decay per head and token (Gated DeltaNet). Arguments and results: see `delta_rule`."""
+    gates = {"beta": (beta_BTH, "BTH"), "log_decay": (log_decay_BTH, "BTH")}
+    _check_heads(q_BTHK, k_BTHK, v_BTHV, initial_state_BHKV, scale, **gates)
+    backend = _select_backend("gated_delta_rule", q_BTHK, v_BTHV)
+    with torch.autocast(q_BTHK.device.type, enabled=False):
+        out, state = backend.gated_delta_rule(
+            q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, float(scale), initial_state_BHKV
+        )
+    return out, state if output_final_state else None
+
+
+def selective_scan(
+    x_BTE: Tensor,
+    dt_BTE: Tensor,
+    A_EN: Tensor,
+    B_BTN: Tensor,
+    C_BTN: Tensor,
+    *,
+    initial_state_BEN: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Mamba's state space: N numbers per channel, each with its own decay. `D·x` is left to the caller.
+
+    Args:
+        x_BTE: inputs; float16, bfloat16, float32 or float64. The other arguments may be of any floating dtype.
+        dt_BTE: step sizes, ≥ 0; float32 is recommended.
+        A_EN: decay rates, ≤ 0.
+        B_BTN: how the input enters the states of a channel.
+        C_BTN: how the states of a channel make its output.
+        initial_state_BEN: the state before the first token. Default 0.
+        output_final_state: whether to return the state after the last token.
+
+    Returns:
+        Outputs `(B, T, E)` in x's dtype, and the final state `(B, E, N)` or None, float32 (float64 for float64 inputs).
+
+    Raises:
+        TypeError, ValueError: as `simple_gla`.
+    """
+    inputs = {"x": (x_BTE, "BTE"), "dt": (dt_BTE, "BTE"), "A": (A_EN, "EN"), "B": (B_BTN, "BTN"), "C": (C_BTN, "BTN")}
+    _check(inputs | {"initial_state": (initial_state_BEN, "BEN")})
+    backend = reference if x_BTE.shape[1] == 1 else scan
+    with torch.autocast(x_BTE.device.type, enabled=False):
+        out, state = backend.selective_scan(x_BTE, dt_BTE, A_EN, B_BTN, C_BTN, initial_state_BEN)
+    return out, state if output_final_state else None
+
+
+def _select_backend(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> ModuleType:
+    """The fastest backend for these inputs. A single token (decoding) is one step of the definition on any device."""
+    if q_BTHK.shape[1] == 1:
+        return reference
+    if q_BTHK.is_cuda and fla.supports(op, q_BTHK, v_BTHV):
+        return fla
+    return chunked
+
+
+def _check_heads(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    initial_state_BHKV: Tensor | None,
+    scale: float,
+    **gates: tuple[Tensor, str],
+) -> None:
+    """Refuse arguments of the ops with queries, keys and values that do not fit together; each gate comes with its axes."""
+    sequences = {"q": (q_BTHK, "BTHK"), "k": (k_BTHK, "BTHK"), "v": (v_BTHV, "BTHV")}
+    _check(sequences | gates | {"initial_state": (initial_state_BHKV, "BHKV")})
+    for name in ("k", "v"):
+        dtype = sequences[name][0].dtype
+        if dtype != q_BTHK.dtype:
+            raise ValueError(f"{name} is {dtype} and q {q_BTHK.dtype}; cast q, k and v to one dtype")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale is {scale}; it must be a positive finite number, such as 1/√K")
+
+
+def _check(arguments: dict[str, tuple[Tensor | None, str]]) -> None:
+    """Refuse tensors that do not fit together. An axis has the size of its first appearance; the initial state may be None."""
+    first_name, (first, _) = next(iter(arguments.items()))
+    sizes: dict[str, int] = {}
+    for name, (x, axes) in arguments.items():
+        if x is None and name == "initial_state":
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be a floating dtype")
+        if x.device != first.device:
+            raise ValueError(f"{name} is on {x.device} and {first_name} on {first.device}; move them to one device")
+        if x.ndim != len(axes):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {len(axes)} axes, ({', '.join(axes)})")
+        if 0 in x.shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; every axis must have at least one element")
+        for axis, size in zip(axes, x.shape, strict=True):
+            sizes.setdefault(axis, size)
+        expected = tuple(sizes[axis] for axis in axes)
+        if tuple(x.shape) != expected:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be ({', '.join(axes)}) = {expected}")

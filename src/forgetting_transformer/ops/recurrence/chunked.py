@@ -1,0 +1,244 @@
+"""The recurrences in chunks of 64 tokens, on any device: matrix products within a chunk, a step per chunk between them.
+
+With the decay from the start of a chunk up to and including token i written `p_i`, from after token j to the end of the chunk
+`s_j`, and from after j up to and including i `d_ij` (all products of at most 64 decays), a chunk of linear attention is
+
+    out_i = scale · (p_i q_i)ᵀ S + scale · Σ_{j ≤ i} d_ij (q_i·k_j) v_j       S: the state before the chunk
+    S'    = p_last S + Σ_j (s_j k_j) v_jᵀ
+
+p, s and d are exponentials of sums of log decays, never quotients of cumulative products: every exponent is ≤ 0, so
+nothing overflows, and every sum starts anew next to the tokens it concerns, so nothing cancels. Log decays of -1e4 or
+-inf are exact.
+
+Memory: a segment of 16 chunks is computed at once; with more than one segment each is computed again in the backward
+pass, and only its inputs and the state before it are kept.
+
+Axes: see `__init__.py`. Within a segment also: n chunks, C tokens of a chunk; i, j pairs of them.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from forgetting_transformer.ops.recurrence.reference import start_state
+
+CHUNK_LENGTH = 64
+_SEGMENT_LENGTH = 1024
+
+
+def simple_gla(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    log_decay_BTH: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One decay per head and token (Dao and Gu 2024, "state space duality", section 6)."""
+    state = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
+    segment = functools.partial(_simple_gla_segment, scale=scale)
+    return _over_segments(segment, state, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH)
+
+
+def simple_gla_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
+    """Forward FLOPs per token with chunks of C = 64: scores and their sum over whole C×C squares, `2C(K + V)` per head, and
+    reading and updating the state, `2KV` each.
+    """
+    return heads * (2 * CHUNK_LENGTH * (key_dim + value_dim) + 4 * key_dim * value_dim)
+
+
+def gla(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    log_decay_BTHK: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One decay per key channel and token (Yang et al. 2024, "Gated linear attention")."""
+    state = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
+    segment = functools.partial(_gla_segment, scale=scale)
+    return _over_segments(segment, state, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK)
+
+
+def gla_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
+    """Forward FLOPs per token with chunks of C = 64: a token meets (C - 1)/2 earlier ones of its chunk, `(C - 1)(K + V)` per
+    head; itself, `2(K + V)`; and reading and updating the state, `2KV` each. The exponentials are not counted.
+    """
+    return heads * ((CHUNK_LENGTH + 1) * (key_dim + value_dim) + 4 * key_dim * value_dim)
+
+
+def delta_rule(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    beta_BTH: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Yang et al. 2024, "Parallelizing linear transformers with the delta rule"."""
+    no_decay_BTH = torch.zeros_like(beta_BTH)
+    return gated_delta_rule(q_BTHK, k_BTHK, v_BTHV, beta_BTH, no_decay_BTH, scale, initial_state_BHKV)
+
+
+def gated_delta_rule(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    beta_BTH: Tensor,
+    log_decay_BTH: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Yang et al. 2025, "Gated delta networks"."""
+    state = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
+    segment = functools.partial(_gated_delta_rule_segment, scale=scale)
+    return _over_segments(segment, state, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH)
+
+
+def delta_rule_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
+    """Forward FLOPs per token of either delta rule with chunks of C = 64, per head: products of keys with keys and with queries,
+    `2CK` each; the triangular system with K + V right sides, `C(K + V)`; the sum of values, `2CV`; and three products
+    with the state, `2KV` each (what it holds, reading, updating).
+    """
+    return heads * (CHUNK_LENGTH * (5 * key_dim + 3 * value_dim) + 6 * key_dim * value_dim)
+
+
+def _over_segments(
+    segment: Callable[..., tuple[Tensor, Tensor]], state: Tensor, *sequences: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply `out, state = segment(state, *slices)` along axis 1 of the sequences, and join the outputs."""
+    if sequences[0].shape[1] > _SEGMENT_LENGTH and torch.is_grad_enabled():
+        segment = functools.partial(checkpoint, segment, use_reentrant=False, preserve_rng_state=False)
+    outs = []
+    for slices in zip(*(x.split(_SEGMENT_LENGTH, dim=1) for x in sequences), strict=True):
+        out, state = segment(state, *slices)
+        outs.append(out)
+    return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)), state
+
+
+def _simple_gla_segment(
+    state_BHKV: Tensor, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, log_decay_BTH: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    q, k, v, log_decay = _into_chunks(state_BHKV.dtype, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH)
+    before, after, between = _decays(log_decay)
+    summaries = (k * after[..., None]).transpose(-1, -2) @ v
+    states, state_BHKV = _carry(state_BHKV, before[..., -1, None, None], summaries)
+    out = (q * before[..., None]) @ states + (between * (q @ k.transpose(-1, -2))) @ v
+    return _from_chunks(scale * out, v_BTHV), state_BHKV
+
+
+def _gla_segment(
+    state_BHKV: Tensor, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, log_decay_BTHK: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The decay d_ij depends on the key channel, so pairs are taken in groups whose d_ij factors safely.
+
+    Take two neighbouring blocks of tokens. For i in the right and j in the left one, `d_ij = p_i s_j` with p counted
+    from the start of the right block and s to the end of the left one. Blocks of 1, 2, 4, ... C/2 tokens cover every pair.
+    """
+    q, k, v, log_decay = _into_chunks(state_BHKV.dtype, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK)
+    # Sums of log decays within blocks of `size` tokens: from the start of the block to i, and from after j to its end.
+    log_before, log_after = log_decay, torch.zeros_like(log_decay)
+    out = (q * k).sum(-1, keepdim=True) * v
+    size = 1
+    while size < q.shape[-2]:
+
+        def left_and_right(x: Tensor, size: int = size) -> tuple[Tensor, Tensor]:
+            return x.unflatten(-2, (-1, 2, size)).unbind(-3)
+
+        def join(left: Tensor, right: Tensor) -> Tensor:
+            return torch.stack((left, right), dim=-3).flatten(-4, -2)
+
+        (_, q_right), (k_left, _), (v_left, _) = map(left_and_right, (q, k, v))
+        (before_left, before_right), (after_left, after_right) = map(left_and_right, (log_before, log_after))
+        out_left, out_right = left_and_right(out)
+        scores = (q_right * before_right.exp()) @ (k_left * after_left.exp()).transpose(-1, -2)
+        out = join(out_left, out_right + scores @ v_left)
+        log_before = join(before_left, before_left[..., -1:, :] + before_right)
+        log_after = join(after_left + before_right[..., -1:, :], after_right)
+        size *= 2
+    before, after = log_before.exp(), log_after.exp()
+    summaries = (k * after).transpose(-1, -2) @ v
+    states, state_BHKV = _carry(state_BHKV, before[..., -1, :, None], summaries)
+    return _from_chunks(scale * (out + (q * before) @ states), v_BTHV), state_BHKV
+
+
+def _gated_delta_rule_segment(
+    state_BHKV: Tensor,
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    beta_BTH: Tensor,
+    log_decay_BTH: Tensor,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Within a chunk the delta rule is linear attention of k with values `u_i = β_i (v_i - what S_{i-1} holds for k_i)`.
+
+    What S_{i-1} holds came from the state before the chunk and from earlier u's, so the u's solve a unit triangular system:
+
+        u_i + Σ_{j < i} β_i d_ij (k_i·k_j) u_j = β_i v_i - (β_i p_i k_i)ᵀ S
+
+    It is solved for both terms on the right at once, before S is known: `u = u_v - w S` (WY representation).
+    """
+    q, k, v, beta, log_decay = _into_chunks(state_BHKV.dtype, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH)
+    before, after, between = _decays(log_decay)
+    beta, k_transposed = beta[..., None], k.transpose(-1, -2)
+    system = (beta * between * (k @ k_transposed)).tril(-1)
+    right_sides = torch.cat((beta * v, beta * before[..., None] * k), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
+    u_v, w = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    k_after = (k * after[..., None]).transpose(-1, -2)
+    decay = before[..., -1, None, None]
+
+    states, us = [], []
+    for u_v_n, w_n, k_after_n, decay_n in zip(*(x.unbind(2) for x in (u_v, w, k_after, decay)), strict=True):
+        states.append(state_BHKV)
+        us.append(u_v_n - w_n @ state_BHKV)
+        state_BHKV = decay_n * state_BHKV + k_after_n @ us[-1]
+    states, u = torch.stack(states, dim=2), torch.stack(us, dim=2)
+    out = (q * before[..., None]) @ states + (between * (q @ k_transposed)) @ u
+    return _from_chunks(scale * out, v_BTHV), state_BHKV
+
+
+def _decays(log_decay_BHnC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """p, s and d of the module's docstring: `(B, H, n, C)` twice and `(B, H, n, C, C)`, d_ij = 0 for i < j."""
+    length = log_decay_BHnC.shape[-1]
+    # Row j holds the log decays after j only, so that its running sum never contains what must cancel.
+    is_after = torch.ones(length, length, dtype=torch.bool, device=log_decay_BHnC.device).triu(1)
+    log_between_ji = log_decay_BHnC[..., None, :].masked_fill(~is_after, 0).cumsum(-1)
+    log_between_ji = log_between_ji.masked_fill(is_after.transpose(0, 1), -torch.inf)
+    between_ji = log_between_ji.exp()
+    return log_decay_BHnC.cumsum(-1).exp(), between_ji[..., -1], between_ji.transpose(-1, -2)
+
+
+def _carry(state_BHKV: Tensor, decay_BHnK1: Tensor, summary_BHnKV: Tensor) -> tuple[Tensor, Tensor]:
+    """The states before each chunk, `(B, H, n, K, V)`, and the one after the last: `S' = decay · S + summary`."""
+    states = []
+    for decay_BHK1, summary_BHKV in zip(decay_BHnK1.unbind(2), summary_BHnKV.unbind(2), strict=True):
+        states.append(state_BHKV)
+        state_BHKV = decay_BHK1 * state_BHKV + summary_BHKV
+    return torch.stack(states, dim=2), state_BHKV
+
+
+def _into_chunks(dtype: torch.dtype, *sequences: Tensor) -> list[Tensor]:
+    """`(B, T, H, ...)` to `(B, H, n, C, ...)`, with zeros behind the end: they change no state (log decay 0 is decay 1)."""
+    length = sequences[0].shape[1]
+    chunk_length = min(CHUNK_LENGTH, 1 << (length - 1).bit_length())
+    return [
+        _pad(x, chunk_length).to(dtype).transpose(1, 2).unflatten(2, (-1, chunk_length)).contiguous() for x in sequences
+    ]
+
+
+def _from_chunks(out_BHnCV: Tensor, like_BTHV: Tensor) -> Tensor:
+    return out_BHnCV.flatten(2, 3).transpose(1, 2)[:, : like_BTHV.shape[1]].to(like_BTHV.dtype)
+
+
+def _pad(x: Tensor, multiple: int) -> Tensor:
+    """Append zeros to axis 1."""
+    missing = -x.shape[1] % multiple
+    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing)) if missing else x

@@ -1,0 +1,152 @@
+"""The recurrences on NVIDIA and AMD GPUs through the Triton kernels of flash-linear-attention (FLA, `fla.ops`).
+
+FLA is imported when an op first runs on a GPU, never before; `fla-core`, which holds the kernels without models, is enough.
+Written for FLA 0.6. Gates are passed in float32. The kernels sum log decays from the start of a chunk of 64 tokens, so after a
+decay of e^-10,000 the others of its chunk keep three digits, as many as the 16-bit inputs have. Axes: see `__init__.py`.
+"""
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+# op: module and function of FLA.
+_KERNELS = {
+    "simple_gla": ("fla.ops.simple_gla", "chunk_simple_gla"),
+    "gla": ("fla.ops.gla", "chunk_gla"),
+    "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule"),
+    "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+}
+# The kernels of the delta rules hold all key channels of a state at once.
+_MAX_DELTA_KEY_DIM = 256
+
+
+def supports(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> bool:
+    """Whether FLA has a kernel for these inputs that gives the right numbers. Warns, once, if FLA is what is missing.
+
+    Only 16-bit inputs: products of float32 inputs would be TF32 (three digits), and the delta rules refuse them.
+    Only head dimensions that are multiples of 16, the shape of a tensor core's tile.
+    """
+    key_dim, value_dim = q_BTHK.shape[-1], v_BTHV.shape[-1]
+    if q_BTHK.dtype not in (torch.float16, torch.bfloat16) or key_dim % 16 or value_dim % 16:
+        return False
+    if op in ("delta_rule", "gated_delta_rule") and key_dim > _MAX_DELTA_KEY_DIM:
+        return False
+    if not _is_installed():
+        return False
+    return not (op == "gated_delta_rule" and _gated_backward_is_miscompiled(q_BTHK.device))
+
+
+def simple_gla(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    log_decay_BTH: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if _gated_backward_is_miscompiled(q_BTHK.device):
+        # Other kernels, whose backward pass computes its products in the other order.
+        kernel = _load("fla.ops.simple_gla", "fused_chunk_simple_gla")
+    else:
+        kernel = _load(*_KERNELS["simple_gla"])
+    return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, g=log_decay_BTH.float())
+
+
+def gla(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    log_decay_BTHK: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    kernel = _load(*_KERNELS["gla"])
+    return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, g=log_decay_BTHK.float())
+
+
+def delta_rule(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    beta_BTH: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    kernel = _load(*_KERNELS["delta_rule"])
+    return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, beta=beta_BTH.float())
+
+
+def gated_delta_rule(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    beta_BTH: Tensor,
+    log_decay_BTH: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    kernel = _load(*_KERNELS["gated_delta_rule"])
+    gates = {"beta": beta_BTH.float(), "g": log_decay_BTH.float()}
+    return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, **gates)
+
+
+def _call(
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+    **gates: Tensor,
+) -> tuple[Tensor, Tensor]:
+    if initial_state_BHKV is not None:
+        initial_state_BHKV = initial_state_BHKV.float()
+    # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned, not two.
+    # scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.
+    out_BTHV, state_BHKV = kernel(
+        q=q_BTHK,
+        k=k_BTHK,
+        v=v_BTHV,
+        scale=scale,
+        initial_state=initial_state_BHKV,
+        output_final_state=True,
+        **gates,
+    )
+    return out_BTHV.to(v_BTHV.dtype), state_BHKV
+
+
+@functools.cache
+def _load(module: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def _is_installed() -> bool:
+    try:
+        for module, name in _KERNELS.values():
+            _load(module, name)
+    except ImportError as error:
+        warnings.warn(
+            f"flash-linear-attention cannot be imported ({error}): Mamba-2, HGRN2 and DeltaNet run on PyTorch's own kernels, "
+            'several times slower. Install it with: pip install "forgetting-transformer[cuda]"',
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@functools.cache
+def _gated_backward_is_miscompiled(device: torch.device) -> bool:
+    """Triton 3.4.0 to 3.7.0 gives wrong gradients on Hopper for the kernel behind chunk_simple_gla and chunk_gated_delta_rule.
+
+    FLA refuses to run it there (its issue 640).
+    """
+    import triton
+
+    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+    return is_hopper and Version("3.4.0") <= Version(triton.__version__) < Version("3.7.1")

@@ -1,0 +1,117 @@
+"""The recurrences written as they are defined, one step per token: what every other implementation is compared with.
+
+Also the fastest way to take a single step, so decoding uses it. Axes: see `__init__.py`.
+"""
+
+import torch
+from torch import Tensor
+
+
+def simple_gla(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    log_decay_BTH: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`S_t = a_t S_{t-1} + k_t v_tᵀ`."""
+    return gla(q_BTHK, k_BTHK, v_BTHV, log_decay_BTH[..., None], scale, initial_state_BHKV)
+
+
+def gla(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    log_decay_BTHK: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`S_t = diag(a_t) S_{t-1} + k_t v_tᵀ`."""
+    dtype = compute_dtype(q_BTHK)
+    state_BHKV = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
+    outs = []
+    for q_BHK, k_BHK, v_BHV, log_decay_BHK in _steps(dtype, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK):
+        state_BHKV = log_decay_BHK.exp()[..., None] * state_BHKV + k_BHK[..., :, None] * v_BHV[..., None, :]
+        outs.append(_read(state_BHKV, q_BHK))
+    return (scale * torch.stack(outs, dim=1)).to(v_BTHV.dtype), state_BHKV
+
+
+def delta_rule(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    beta_BTH: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`S_t = S_{t-1} + β_t k_t (v_t - S_{t-1}ᵀ k_t)ᵀ`."""
+    no_decay_BTH = torch.zeros_like(beta_BTH)
+    return gated_delta_rule(q_BTHK, k_BTHK, v_BTHV, beta_BTH, no_decay_BTH, scale, initial_state_BHKV)
+
+
+def gated_delta_rule(
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    beta_BTH: Tensor,
+    log_decay_BTH: Tensor,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`S_t = a_t S_{t-1} + β_t k_t (v_t - a_t S_{t-1}ᵀ k_t)ᵀ`."""
+    dtype = compute_dtype(q_BTHK)
+    state_BHKV = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
+    outs = []
+    for q_BHK, k_BHK, v_BHV, beta_BH, log_decay_BH in _steps(dtype, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH):
+        state_BHKV = log_decay_BH.exp()[..., None, None] * state_BHKV
+        error_BHV = v_BHV - _read(state_BHKV, k_BHK)
+        state_BHKV = state_BHKV + (beta_BH[..., None] * k_BHK)[..., :, None] * error_BHV[..., None, :]
+        outs.append(_read(state_BHKV, q_BHK))
+    return (scale * torch.stack(outs, dim=1)).to(v_BTHV.dtype), state_BHKV
+
+
+def selective_scan(
+    x_BTE: Tensor,
+    dt_BTE: Tensor,
+    A_EN: Tensor,
+    B_BTN: Tensor,
+    C_BTN: Tensor,
+    initial_state_BEN: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`s_t = exp(dt_t A) ⊙ s_{t-1} + (dt_t x_t) B_tᵀ`, `y_t = s_t C_t`."""
+    dtype = compute_dtype(x_BTE)
+    A_EN = A_EN.to(dtype)
+    if initial_state_BEN is None:
+        state_BEN = A_EN.new_zeros(x_BTE.shape[0], *A_EN.shape)
+    else:
+        state_BEN = initial_state_BEN.to(dtype)
+    outs = []
+    for x_BE, dt_BE, B_BN, C_BN in _steps(dtype, x_BTE, dt_BTE, B_BTN, C_BTN):
+        decay_BEN = (dt_BE[..., None] * A_EN).exp()
+        state_BEN = decay_BEN * state_BEN + (dt_BE * x_BE)[..., None] * B_BN[:, None]
+        outs.append((state_BEN * C_BN[:, None]).sum(-1))
+    return torch.stack(outs, dim=1).to(x_BTE.dtype), state_BEN
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """States and sums are float32, or float64 for float64 inputs."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def start_state(q_BTHK: Tensor, v_BTHV: Tensor, initial_state_BHKV: Tensor | None) -> Tensor:
+    """The initial state in the dtype of the computation, zeros if there is none."""
+    if initial_state_BHKV is not None:
+        return initial_state_BHKV.to(compute_dtype(q_BTHK))
+    batch, _, heads, key_dim = q_BTHK.shape
+    return q_BTHK.new_zeros(batch, heads, key_dim, v_BTHV.shape[-1], dtype=compute_dtype(q_BTHK))
+
+
+def _steps(dtype: torch.dtype, *sequences: Tensor) -> zip:
+    """One tuple of slices per position."""
+    return zip(*(x.to(dtype).unbind(1) for x in sequences), strict=True)
+
+
+def _read(state_BHKV: Tensor, query_BHK: Tensor) -> Tensor:
+    """`Sᵀ q`."""
+    return (query_BHK[..., None, :] @ state_BHKV).squeeze(-2)

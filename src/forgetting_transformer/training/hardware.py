@@ -1,0 +1,66 @@
+"""Peak matrix-product rates of GPUs, the denominator of model FLOPs utilisation (MFU).
+
+MFU is model FLOPs per second divided by what the GPUs could do at most. A wrong peak gives a wrong MFU that looks right,
+so GPUs are matched by the exact name PyTorch reports and an unknown one has no peak: vendors sell chips of the same
+family at half the rate, and a slice of a GPU (MIG) has a name of its own.
+
+All rates are dense. Datasheets often print the rate with 2:4 structured sparsity, which is twice as high and which
+training does not use.
+"""
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class Peak(NamedTuple):
+    """FLOP/s of one GPU, by the precision of `fabric.precision`."""
+
+    #: bf16 inputs, fp32 accumulation on tensor cores.
+    bf16_mixed: float
+    #: fp32 outside tensor cores: PyTorch leaves TF32 off for matrix products.
+    fp32: float
+
+
+# NVIDIA H100 datasheet: bf16 1,979 (SXM), 1,513 (PCIe), 1,671 (NVL) TFLOPS with sparsity; the H100 architecture
+# whitepaper prints the dense 989.4 and 756. fp32: 67, 51 and 60.
+_H100_SXM = Peak(989.4e12, 67e12)
+_H100_PCIE = Peak(756e12, 51e12)
+_H100_NVL = Peak(835.5e12, 60e12)
+# NVIDIA A100 datasheet: bf16 312 dense, fp32 19.5, the same for SXM and PCIe, 40 and 80 GB.
+_A100 = Peak(312e12, 19.5e12)
+
+PEAKS: dict[str, Peak] = {
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA H100 80GB HBM3": _H100_SXM,
+    "NVIDIA H100 PCIe": _H100_PCIE,
+    "NVIDIA H100 NVL": _H100_NVL,
+    # H200 and GH200 datasheets: the compute of the H100, 1,979 TFLOPS bf16 with sparsity (NVL card: 1,671).
+    "NVIDIA H200": _H100_SXM,
+    "NVIDIA H200 NVL": _H100_NVL,
+    "NVIDIA GH200 480GB": _H100_SXM,
+    # HGX B200 and GB200 NVL72 datasheets, per GPU: bf16 4.5 and 5 PFLOPS with sparsity, fp32 75 and 80 TFLOPS.
+    "NVIDIA B200": Peak(2250e12, 75e12),
+    "NVIDIA GB200": Peak(2500e12, 80e12),
+    # L40S datasheet: bf16 362.05 dense, fp32 91.6.
+    "NVIDIA L40S": Peak(362.05e12, 91.6e12),
+    # Ada architecture whitepaper, RTX 4090: bf16 with fp32 accumulation 165.2 dense, fp32 82.6.
+    "NVIDIA GeForce RTX 4090": Peak(165.2e12, 82.6e12),
+}
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Peak FLOP/s of `device` at `precision` ("bf16-mixed" or "32-true"); None for a CPU and for an unlisted GPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    if name not in PEAKS:
+        log.info("no MFU: the peak FLOP/s of %r is not known; set fabric.peak_flops to have it", name)
+        return None
+    return PEAKS[name].bf16_mixed if precision == "bf16-mixed" else PEAKS[name].fp32

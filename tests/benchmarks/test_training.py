@@ -1,0 +1,97 @@
+"""benchmarks/training.py: a table and a JSON file of what it measured, and of what could not be measured."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "training.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("benchmarks_training", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SMALL = ["--device", "cpu", "--seq_len", "32", "--steps", "3", "--warmup_steps", "1", "--vocab_size", "64"]
+
+
+def test_measures_a_demo_model_with_and_without_checkpointing(benchmark, tmp_path, capsys):
+    out = tmp_path / "new" / "results.json"
+    arguments = [*SMALL, "--experiments", "demo/fox_pro", "--optimizer_step", "--peak_flops", "1e12", "--out", str(out)]
+    assert benchmark.main(arguments) == 0
+    result = json.loads(out.read_text())
+    assert result["settings"]["seq_len"] == 32 and result["environment"]["versions"]["torch"] == torch.__version__
+    with_checkpointing, without = result["rows"]
+    assert (with_checkpointing["checkpointing"], without["checkpointing"]) == (True, False)
+    for row in result["rows"]:
+        assert row["status"] == "ok" and len(row["step_seconds"]) == 3
+        assert row["tokens_per_second"] == pytest.approx(32 / sorted(row["step_seconds"])[1])
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * row["flops_per_token"] / 1e12)
+    # Only the first measurement of a process is a cold one.
+    assert 0 < with_checkpointing["first_step_seconds"] < with_checkpointing["cold_start_seconds"]
+    assert without["first_step_seconds"] is without["cold_start_seconds"] is None
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1:3] for line in printed[2:4]] == [[" demo/fox_pro ", " yes "], [" demo/fox_pro ", " no "]]
+    assert {line.count("|") for line in printed[:4]} == {9}
+    assert "forward, backward, clipping, AdamW" in printed[-1] and "MFU: causal-exact" in printed[-1]
+
+
+def test_overrides_reach_the_model(benchmark):
+    args = benchmark.parse_args([*SMALL, "--experiments", "demo/fox_pro", "--overrides", "scale.num_hidden_layers=1"])
+    shallow = benchmark.measure(args, "demo/fox_pro", checkpointing=False, cold=True)
+    args.overrides = []
+    assert shallow["parameters"] < benchmark.measure(args, "demo/fox_pro", checkpointing=False, cold=True)["parameters"]
+
+
+def test_an_unknown_gpu_has_no_mfu(benchmark):
+    args = benchmark.parse_args([*SMALL, "--experiments", "demo/fox_pro"])
+    row = benchmark.measure(args, "demo/fox_pro", checkpointing=False, cold=True)
+    assert row["mfu"] is None and row["peak_memory_bytes"] is None
+    line = benchmark.describe_row({"experiment": "demo/fox_pro", "checkpointing": False, "status": "ok", **row})
+    assert line.split("|")[5:7] == [" – ", " – "]
+
+
+def raising(error: Exception):
+    def measurement() -> dict:
+        raise error
+
+    return measurement
+
+
+def test_out_of_memory_is_a_row_and_another_error_says_what_it_was(benchmark):
+    assert benchmark.attempt(raising(torch.OutOfMemoryError("too much"))) == {"status": "out of memory"}
+    failed = benchmark.attempt(raising(ValueError("no such\nkernel")))
+    assert failed == {"status": "failed: ValueError: no such kernel"}
+    row = {"experiment": "mamba2/760m_16b", "checkpointing": False, "status": "out of memory"}
+    assert benchmark.describe_row(row) == "| mamba2/760m_16b | no | out of memory | | | | | |"
+
+
+def test_an_experiment_that_takes_too_long_is_stopped_and_the_next_one_runs(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "environment", lambda args: {"machine": {"device": "none"}})
+    arguments = [*SMALL, "--experiments", "demo/fox_pro", "demo/fox_llama", "--time_limit", "0.05"]
+    assert benchmark.main(arguments) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1:4] for line in printed[2:6]] == [
+        [f" demo/{name} ", checkpointing, " stopped after 0.05 s "]
+        for name in ("fox_pro", "fox_llama")
+        for checkpointing in (" yes ", " no ")
+    ]
+
+
+def test_an_unknown_experiment_is_refused_with_what_there_is(benchmark, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.parse_args([*SMALL, "--experiments", "mamba3/760m_16b"])
+    message = capsys.readouterr().err
+    assert "no experiment 'mamba3/760m_16b'" in message and "longcrawl64/mamba2/760m_16b" in message
+
+
+@pytest.mark.parametrize("defaults", ["ON_GPU", "ON_CPU"])
+def test_the_default_experiments_exist(benchmark, defaults):
+    for name in getattr(benchmark, defaults)["experiments"]:
+        assert benchmark.experiment_file(name).is_file(), name

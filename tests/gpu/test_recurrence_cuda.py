@@ -1,0 +1,189 @@
+"""Recurrences on CUDA against the float64 reference: FLA's kernels, and PyTorch's own where FLA cannot serve or is missing.
+
+FLA tunes its kernels on first use, which takes minutes in a fresh process without Triton's cache.
+Axes: B batch, T positions, H heads, K key channels, V value channels; selective_scan: E channels, N states.
+"""
+
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forgetting_transformer.ops import recurrence
+from forgetting_transformer.ops.recurrence import chunked, fla, reference
+from forgetting_transformer.ops.short_convolution import short_convolution
+
+# K and V of the published models.
+HEAD_DIMS = {"simple_gla": (128, 64), "gla": (128, 128), "delta_rule": (128, 128), "gated_delta_rule": (128, 128)}
+OPS_AND_DECAYS = [
+    (op, decay) for op in HEAD_DIMS for decay in (["none"] if op == "delta_rule" else ["random", "none", "strong"])
+]
+HEADS = 3
+
+
+def make_inputs(op: str, length: int, decay: str = "random", dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Arguments by name: sequences in `dtype`, gates and initial state in float32."""
+    generator = torch.Generator("cuda").manual_seed(length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    if op == "selective_scan":
+        x, B, C = normal(2, length, 96).to(dtype), normal(2, length, 16).to(dtype), normal(2, length, 16).to(dtype)
+        dt = F.softplus(normal(2, length, 96) - 2)
+        A = -torch.arange(1, 17, device="cuda").float().expand(96, 16).clone()
+        return {"x": x, "dt": dt, "A": A, "B": B, "C": C, "initial_state": normal(2, 96, 16)}
+    key_dim, value_dim = HEAD_DIMS[op]
+    q, k = normal(2, length, HEADS, key_dim), normal(2, length, HEADS, key_dim)
+    inputs = {
+        "q": q.to(dtype),
+        "k": F.normalize(k, dim=-1).to(dtype),
+        "v": normal(2, length, HEADS, value_dim).to(dtype),
+    }
+    if "delta_rule" in op:
+        inputs["beta"] = normal(2, length, HEADS).sigmoid()
+    if op != "delta_rule":
+        logit = normal(2, length, HEADS, *((key_dim,) if op == "gla" else ()))
+        inputs["log_decay"] = {"random": F.logsigmoid(logit + 2), "none": 0 * logit, "strong": -30 * logit.sigmoid()}[
+            decay
+        ]
+    return {**inputs, "initial_state": normal(2, HEADS, key_dim, value_dim)}
+
+
+def run(function, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Output, final state and gradients, for fixed random gradients of output and final state."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    out, state = function(leaves)
+    generator = torch.Generator("cuda").manual_seed(1)
+    # Rounded to bfloat16, so that they are the same numbers in every dtype.
+    grads = [torch.randn(x.shape, generator=generator, device="cuda").bfloat16().to(x.dtype) for x in (out, state)]
+    torch.autograd.backward((out, state), grads)
+    return {"out": out.detach(), "state": state.detach(), **{f"d{name}": x.grad for name, x in leaves.items()}}
+
+
+def public(op: str):
+    """The public function as a function of a dictionary."""
+
+    def function(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        *arguments, state = inputs.values()
+        options = (
+            {"initial_state_BEN": state} if op == "selective_scan" else {"initial_state_BHKV": state, "scale": 0.1}
+        )
+        return getattr(recurrence, op)(*arguments, **options, output_final_state=True)
+
+    return function
+
+
+def expected(op: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    scale = () if op == "selective_scan" else (0.1,)
+    wide = {name: x.double() for name, x in inputs.items()}
+    return run(lambda x: getattr(reference, op)(*list(x.values())[:-1], *scale, x["initial_state"]), wide)
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float, **floors: float) -> None:
+    """||got - want|| ≤ tolerance · ||want||, or the floor of that name where the right number is nearly 0."""
+    for name in want:
+        assert got[name].isfinite().all(), name
+        error, size = (got[name].double() - want[name]).norm().item(), want[name].norm().item()
+        assert error <= max(tolerance * (size + 1e-6), floors.get(name, 0.0)), (
+            f"{name}: error {error:.1e}, relative {error / max(size, 1e-30):.1e}"
+        )
+
+
+def rounding_of_gate_gradients(want: dict[str, Tensor], inputs: dict[str, Tensor]) -> float:
+    """FLA takes a gate's gradient as a running sum of `q·dq - k·dk`, whose terms are 16-bit products that all but cancel if
+    decays are strong: they are rounded by up to 2⁻⁸ each, and so is their sum relative to the terms, not to itself.
+    """
+    terms = inputs["q"].double() * want["dq"]
+    return 0.05 * (terms if terms.shape == want["dlog_decay"].shape else terms.sum(-1)).norm().item()
+
+
+@pytest.mark.parametrize("length", [63, 64, 130, 300])
+@pytest.mark.parametrize("op, decay", OPS_AND_DECAYS)
+def test_fla_and_its_gradients_agree_with_float64(op, decay, length):
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    inputs = make_inputs(op, length, decay)
+    runs_on_fla = recurrence._select_backend(op, inputs["q"], inputs["v"]) is fla
+    assert runs_on_fla or (op == "gated_delta_rule" and fla._gated_backward_is_miscompiled(inputs["q"].device))
+    want = expected(op, inputs)
+    floors = {"dlog_decay": rounding_of_gate_gradients(want, inputs)} if decay == "strong" else {}
+    got = run(public(op), inputs)
+    assert got["out"].dtype == torch.bfloat16 and got["state"].dtype == torch.float32
+    assert_close(got, want, 1.5e-2, **floors)
+
+
+@pytest.mark.parametrize("op", HEAD_DIMS)
+def test_fla_goes_on_from_a_state(op):
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    inputs = make_inputs(op, 200)
+    want_out, want_state = public(op)(inputs)
+    state, outs = inputs["initial_state"], []
+    for start, stop in [(0, 130), (130, 131), (131, 200)]:
+        part = {name: x[:, start:stop] for name, x in inputs.items()} | {"initial_state": state}
+        out, state = public(op)(part)
+        outs.append(out)
+    got = {"out": torch.cat(outs, dim=1), "state": state}
+    assert_close(got, {"out": want_out.double(), "state": want_state.double()}, 1.5e-2)
+
+
+@pytest.mark.parametrize("op", HEAD_DIMS)
+def test_an_expanded_view_is_a_fine_argument(op):
+    """Mamba-2 has one query and key for all heads."""
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    inputs = make_inputs(op, 130)
+    expanded = inputs | {name: inputs[name][:, :, :1].expand(-1, -1, HEADS, -1) for name in "qk"}
+    copied = {name: x.contiguous() for name, x in expanded.items()}
+    for got, want in zip(public(op)(expanded), public(op)(copied), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("length", [1, 63, 130, 1100])
+@pytest.mark.parametrize("op", [*HEAD_DIMS, "selective_scan"])
+def test_float32_is_float32(op, length):
+    """Float32 inputs never run in TF32, with FLA or without."""
+    inputs = make_inputs(op, length, dtype=torch.float32)
+    assert_close(run(public(op), inputs), expected(op, inputs), 2e-5)
+
+
+@pytest.mark.parametrize("op", [*HEAD_DIMS, "selective_scan"])
+def test_pytorch_serves_16_bits_too(op, monkeypatch):
+    monkeypatch.setattr(fla, "supports", lambda *_: False)
+    inputs = make_inputs(op, 300)
+    assert_close(run(public(op), inputs), expected(op, inputs), 1e-2)
+
+
+def test_without_fla_it_trains_and_warns_once(monkeypatch):
+    caches = (fla._load, fla._is_installed)
+    for cached in caches:
+        cached.cache_clear()
+    monkeypatch.setitem(sys.modules, "fla", None)
+    for module, _ in fla._KERNELS.values():
+        monkeypatch.setitem(sys.modules, module, None)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for op in HEAD_DIMS:
+                inputs = make_inputs(op, 130)
+                assert recurrence._select_backend(op, inputs["q"], inputs["v"]) is chunked
+                assert_close(run(public(op), inputs), expected(op, inputs), 1e-2)
+        messages = [str(w.message) for w in caught if "flash-linear-attention" in str(w.message)]
+        assert len(messages) == 1 and 'pip install "forgetting-transformer[cuda]"' in messages[0]
+    finally:
+        for cached in caches:
+            cached.cache_clear()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_short_convolution(dtype, tolerance):
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = {"x": (2, 300, 96), "weight": (96, 1, 4), "bias": (96,), "previous": (2, 96, 3)}
+    inputs = {name: torch.randn(s, generator=generator, device="cuda").to(dtype) for name, s in shapes.items()}
+
+    def convolve(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return short_convolution(x["x"], x["weight"], x["bias"], previous_BCW=x["previous"])
+
+    want = run(convolve, {name: x.double() for name, x in inputs.items()})
+    assert_close(run(convolve, inputs), want, tolerance)

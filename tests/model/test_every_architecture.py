@@ -1,0 +1,154 @@
+"""What holds for every registered architecture: training, sharding, compiling, saving. A new one is tested by its entry in
+`small_models.SMALL_FIELDS`; what holds for its cache is in test_generation.py."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from forgetting_transformer.model import DecoderForCausalLM, registry
+from tests.model.small_models import small
+
+CASES = {name: {} for name in registry.model_names()}
+CASES["hgrn2 with lower bounds"] = {"apply_lower_bounds": True}
+
+
+@pytest.fixture(params=CASES)
+def case(request) -> tuple[str, dict]:
+    return request.param.split()[0], CASES[request.param]
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(0, 61, (2, 80), generator=torch.Generator().manual_seed(0))
+
+
+def gradients(model: DecoderForCausalLM, ids: Tensor, **forward) -> dict[str, Tensor]:
+    """Gradients of the summed loss of all tokens that the mask, if there is one, leaves."""
+    model.zero_grad()
+    labels = ids.clone()
+    if "attention_mask" in forward:
+        labels[forward["attention_mask"] == 0] = -100
+    model(input_ids=ids, labels=labels, **forward).loss.sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(
+            got[name], want[name], rtol=1e-3, atol=1e-3 * want[name].abs().max().item(), msg=name
+        )
+
+
+def test_every_trainable_parameter_gets_a_gradient(case, ids):
+    name, fields = case
+    model = small(name, **fields).train()
+    got = gradients(model, ids)
+    assert got.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all(grad.isfinite().all() and grad.abs().max() > 0 for grad in got.values())
+
+
+def test_training_learns_a_batch_by_heart(case, ids):
+    name, fields = case
+    model = small(name, **{"initializer_range": 0.1, **fields}).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        loss = model(input_ids=ids[:, :-1], labels=ids[:, 1:]).loss.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    # The loss of a guess by token frequency is about 3.7.
+    assert losses[0] > 4 and losses[-1] < 1
+
+
+def test_no_token_sees_the_future(case, ids):
+    name, fields = case
+    model = small(name, **fields)
+    changed = ids.clone()
+    changed[:, 70:] = (changed[:, 70:] + 1) % 61
+    before, after = (model(input_ids=x, use_cache=False).logits for x in (ids, changed))
+    torch.testing.assert_close(after[:, :70], before[:, :70])
+    assert (after[:, 70:] - before[:, 70:]).abs().amax(dim=-1).min() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+def test_gradient_checkpointing_changes_no_gradient(case, ids):
+    name, fields = case
+    model = small(name, **fields).train()
+    want = gradients(model, ids)
+    model.gradient_checkpointing_enable()
+    assert_close(gradients(model, ids), want)
+
+
+def test_left_padding_contributes_no_gradient(case, ids):
+    name, fields = case
+    model = small(name, **fields).train()
+    mask = torch.ones_like(ids)
+    mask[:, :11] = 0
+    assert_close(gradients(model, ids, attention_mask=mask), gradients(model, ids[:, 11:]))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_blocks_can_be_sharded_by_fsdp2(case, ids, tmp_path):
+    """As training does it: every block and the root, checkpointed."""
+    name, fields = case
+    want = gradients(small(name, **fields).train(), ids)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = small(name, **fields).train()
+        model.gradient_checkpointing_enable()
+        for block in model.decoder.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        got = {name: grad.full_tensor() for name, grad in gradients(model, ids).items()}
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_close(got, want)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """PyTorch compiles a function anew for only so many models before it gives up."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def test_a_training_step_compiles_into_one_graph(case, ids, fresh_compiler):
+    name, fields = case
+    model = small(name, **fields).train()
+    want = gradients(model, ids)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    assert_close(gradients(model, ids), want)
+
+
+def test_bfloat16_autocast_keeps_the_residual_stream_in_float32(case, ids):
+    name, fields = case
+    model = small(name, **fields)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    assert all(hidden.dtype == torch.float32 for hidden in out.hidden_states)
+    want = model(input_ids=ids, use_cache=False).logits
+    assert (out.logits - want).norm() < 0.1 * want.norm()
+
+
+def test_saving_and_loading_by_model_type_gives_the_same_model(case, ids, tmp_path):
+    name, fields = case
+    model = small(name, **fields)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.rand_like(parameter))
+    model.save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is registry.get(name).config_class
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(loaded) is registry.get(name).lm_class
+    assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    decoder = AutoModel.from_pretrained(tmp_path).eval()
+    want = model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
+    assert torch.equal(decoder(input_ids=ids).last_hidden_state, want)

@@ -1,0 +1,221 @@
+"""Causal attention against its definition in float64: windows, grouped heads, decoding, left padding.
+
+Axes: B batch, T queries, N keys, H query heads, G key and value heads, D channels of a head.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from forgetting_transformer.ops import attention
+from forgetting_transformer.ops.attention import causal_attention
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Several blocks of queries out of short sequences."""
+    monkeypatch.setattr(attention, "_MIN_BLOCK_SIZE", 16)
+    monkeypatch.setattr(attention, "_MAX_BLOCK_SIZE", 32)
+
+
+def make_inputs(
+    t: int, n: int, g: int = 2, h: int = 4, d: int = 16, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    """q, k, v of 2 sequences."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, t, h, d), (2, n, g, d), (2, n, g, d)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, seq_start_B=None, sm_scale: float | None = None
+) -> Tensor:
+    """The definition: every pair's score, the invisible ones -inf. Rows of padding are 0."""
+    t, n = q.shape[1], k.shape[1]
+    heads_per_group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(heads_per_group, dim=2), v.repeat_interleave(heads_per_group, dim=2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (sm_scale or 1 / math.sqrt(q.shape[-1]))
+    i, j = torch.arange(n - t, n)[:, None], torch.arange(n)
+    visible = (j <= i) & (j > i - (window or n))
+    start = torch.zeros(len(q), dtype=torch.long) if seq_start_B is None else seq_start_B
+    visible = visible & (j >= start[:, None, None, None])
+    weights = scores.masked_fill(~visible, -1e300).softmax(-1).masked_fill(~visible, 0)
+    return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+
+def run(attend, inputs: list[Tensor], **options) -> dict[str, Tensor]:
+    """Output and the three gradients for a fixed random output gradient."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = attend(*leaves, **options)
+    # Rounded to bfloat16, so that it is the same number in every dtype.
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    out.backward(grad_out.to(out.dtype))
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), (x.grad for x in leaves), strict=True))}
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    """||got - want|| ≤ tolerance · ||want||, with a floor for gradients that are zero but for rounding."""
+    floor = 0.1 * want["out"].norm().item()
+    for name in want:
+        assert got[name].isfinite().all(), name
+        error, size = (got[name].double() - want[name]).norm().item(), want[name].norm().item()
+        assert error <= tolerance * (size + floor), f"{name}: relative error {error / max(size, 1e-30):.1e}"
+
+
+SHAPES = [(1, 1), (1, 90), (90, 90), (100, 100), (33, 90), (64, 65)]
+WINDOWS = [None, 1, 7, 64, 1000]
+SEQ_STARTS = {"no padding": None, "padding": torch.tensor([0, 41]), "one all padding": torch.tensor([90, 5])}
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("t, n", SHAPES)
+def test_equals_the_definition(t, n, window, groups):
+    inputs = make_inputs(t, n, groups)
+    want = run(reference, inputs, window=window)
+    assert_close(run(causal_attention, inputs, window=window), want, 1e-12)
+    single = [x.float() for x in inputs]
+    want = run(reference, [x.double() for x in single], window=window)
+    assert_close(run(causal_attention, single, window=window), want, 3e-6)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("t, n", [(1, 90), (90, 90), (33, 90)])
+@pytest.mark.parametrize("seq_start", SEQ_STARTS.values(), ids=SEQ_STARTS.keys())
+def test_left_padding_equals_the_definition(seq_start, t, n, window):
+    inputs = make_inputs(t, n)
+    want = run(reference, inputs, window=window, seq_start_B=seq_start)
+    got = run(causal_attention, inputs, window=window, seq_start_B=seq_start)
+    assert_close(got, want, 1e-12)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("window", WINDOWS)
+def test_padding_gives_exact_zeros_whatever_it_holds(window):
+    start = torch.tensor([7, 80])
+    inputs = make_inputs(90, 90)
+    clean = run(causal_attention, inputs, window=window, seq_start_B=start)
+    is_padding = torch.arange(90) < start[:, None]
+    for x in inputs:
+        x[is_padding] = torch.nan
+    got = run(causal_attention, inputs, window=window, seq_start_B=start)
+    for name, x in got.items():
+        assert (x[is_padding] == 0).all(), name
+        assert torch.equal(x, clean[name]), name
+
+
+@pytest.mark.parametrize("window", [None, 300, 2000])
+@pytest.mark.parametrize("t", [1500, 1100])
+def test_several_default_blocks_equal_the_definition(t, window):
+    inputs = make_inputs(t, 1500, dtype=torch.float32)
+    want = run(reference, [x.double() for x in inputs], window=window)
+    assert_close(run(causal_attention, inputs, window=window), want, 5e-6)
+
+
+def test_gradients_are_derivatives():
+    inputs = [x.requires_grad_() for x in make_inputs(5, 7, d=4)]
+    start = torch.tensor([0, 3])
+    assert torch.autograd.gradcheck(lambda *x: causal_attention(*x, window=4, seq_start_B=start), inputs)
+
+
+@pytest.mark.parametrize("window", [6, 8])
+def test_the_comparison_notices_a_window_off_by_one(window):
+    inputs = make_inputs(90, 90)
+    with pytest.raises(AssertionError):
+        assert_close(run(causal_attention, inputs, window=window), run(reference, inputs, window=7), 1e-2)
+
+
+def test_scale_multiplies_the_scores():
+    inputs = make_inputs(20, 20)
+    want = run(reference, inputs, sm_scale=0.9)
+    assert_close(run(causal_attention, inputs, sm_scale=0.9), want, 1e-12)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 6e-3), (torch.float16, 8e-4)])
+@pytest.mark.parametrize("window", [None, 40])
+def test_half_precision_runs_in_its_own_dtype_under_autocast_too(dtype, tolerance, window):
+    inputs = make_inputs(150, 150, d=64, dtype=dtype)
+    want = run(reference, [x.double() for x in inputs], window=window)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run(causal_attention, inputs, window=window)
+    assert all(x.dtype == dtype for x in got.values())
+    assert_close(got, want, tolerance)
+
+
+def test_autocast_does_not_change_the_dtype():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = causal_attention(*make_inputs(8, 8, dtype=torch.float32), window=3)
+    assert out.dtype == torch.float32
+
+
+def saved_elements(**options) -> int:
+    """Elements of all tensors kept for the backward pass of 4,096 tokens, those that share memory counted once."""
+    saved = {}
+    inputs = [x.requires_grad_() for x in make_inputs(4096, 4096, g=1, h=1, dtype=torch.float32)]
+
+    def pack(x: Tensor) -> Tensor:
+        saved[x.untyped_storage().data_ptr()] = x  # held, so that its address is not given to another
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = causal_attention(*inputs, **options)
+    assert out.requires_grad
+    return sum(x.untyped_storage().nbytes() // x.element_size() for x in saved.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 256}, {"seq_start_B": torch.tensor([0, 9])}, {"window": 256, "seq_start_B": torch.tensor([0, 9])}],
+    ids=["triangle", "window", "padding", "window and padding"],
+)
+def test_memory_is_linear_in_the_sequence(options):
+    assert saved_elements(**options) < 4096 * 4096 / 8
+
+
+def attention_flops(n: int, window: int | None) -> int:
+    inputs = make_inputs(n, n, g=1, h=1, dtype=torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        causal_attention(*inputs, window=window)
+    return counter.get_total_flops()
+
+
+def test_a_window_costs_its_length_per_token():
+    assert attention_flops(8192, 512) == pytest.approx(2 * attention_flops(4096, 512), rel=0.1)
+    assert attention_flops(8192, 512) <= 2 * (2 * 2 * 2 * 16 * 8192 * 512)  # at most twice the pairs it needs
+
+
+Q = torch.zeros(2, 5, 4, 8)
+K = torch.zeros(2, 9, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"q": None}, TypeError, "q is a NoneType"),
+        ({"q": Q.long()}, TypeError, "q has dtype torch.int64"),
+        ({"q": Q[0]}, ValueError, "q has shape .* 4 axes"),
+        ({"q": Q[:, :0]}, ValueError, "at least one element"),
+        ({"q": Q.double()}, ValueError, "cast q, k and v to one dtype"),
+        ({"q": Q[..., :4]}, ValueError, "head dimension must agree"),
+        ({"q": Q[:1]}, ValueError, "batch size"),
+        ({"q": Q[:, :, :3]}, ValueError, "k has 2 heads and q 3"),
+        ({"q": Q.repeat(1, 2, 1, 1)}, ValueError, "q has 10 positions and k only 9"),
+        ({"v": K[:, :8]}, ValueError, "v has shape"),
+        ({"k": K.to("meta"), "v": K.to("meta")}, ValueError, "k is on meta and q on cpu"),
+        ({"window": 0}, ValueError, "window is 0"),
+        ({"sm_scale": 0.0}, ValueError, "sm_scale is 0.0"),
+        ({"seq_start_B": 3}, TypeError, "seq_start_B is a int"),
+        ({"seq_start_B": torch.zeros(2)}, TypeError, "seq_start_B is a torch.float32"),
+        ({"seq_start_B": torch.tensor([1])}, ValueError, r"must be \(2,\)"),
+        ({"seq_start_B": torch.tensor([0, 10])}, ValueError, r"must lie in \[0, 9\]"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_by_name(arguments, error, message):
+    arguments = {"q": Q, "k": K, "v": K, **arguments}
+    with pytest.raises(error, match=message):
+        causal_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)

@@ -1,0 +1,516 @@
+"""Recurrences: the forms for any device against the step-by-step reference, and the reference against its definition.
+
+Axes: B batch, T positions, H heads, K key channels, V value channels; selective_scan: E channels, N states.
+"""
+
+import functools
+import math
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from forgetting_transformer.ops import recurrence
+from forgetting_transformer.ops.recurrence import chunked, fla, reference, scan
+
+OPS = ["simple_gla", "gla", "delta_rule", "gated_delta_rule", "selective_scan"]
+PORTABLE = {op: getattr(scan if op == "selective_scan" else chunked, op) for op in OPS}
+REFERENCE = {op: getattr(reference, op) for op in OPS}
+# "resets": a tenth of the tokens erase the state, the others keep most of it.
+DECAYS = ["random", "none", "strong", "resets"]
+OPS_AND_DECAYS = [(op, decay) for op in OPS for decay in (["none"] if op == "delta_rule" else DECAYS)]
+LENGTHS = [1, 5, 63, 64, 65, 130, 200]
+
+
+def make_log_decay(kind: str, *shape: int) -> Tensor:
+    logit = torch.randn(shape, dtype=torch.float64)
+    if kind == "none":
+        return torch.zeros_like(logit)
+    if kind == "strong":
+        return -30 * torch.rand_like(logit)
+    log_decay = F.logsigmoid(logit + {"random": 0, "resets": 4}[kind])
+    if kind == "resets":
+        log_decay[torch.rand(shape) < 0.1] = -1e4
+    return log_decay
+
+
+def make_inputs(op: str, length: int, decay: str = "random", key_dim: int = 6, value_dim: int = 9) -> dict[str, Tensor]:
+    """Float64 arguments by name, for 2 sequences (of 3 heads), with an initial state."""
+    torch.manual_seed(length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64)
+
+    if op == "selective_scan":
+        # The decay of state n of channel e is exp(dt_te A_en).
+        dt = -make_log_decay(decay, 2, length, key_dim)
+        A = -torch.rand(key_dim, value_dim, dtype=torch.float64) - 0.1
+        B, C = normal(2, length, value_dim), normal(2, length, value_dim)
+        # Large steps make large inputs too: what is left of x is what the state can hold.
+        x = normal(2, length, key_dim) / (1 + dt)
+        return {"x": x, "dt": dt, "A": A, "B": B, "C": C, "initial_state": normal(2, key_dim, value_dim)}
+    inputs = {"q": normal(2, length, 3, key_dim), "k": normal(2, length, 3, key_dim)}
+    inputs["v"] = normal(2, length, 3, value_dim)
+    if "delta_rule" in op:
+        inputs["k"] = F.normalize(inputs["k"], dim=-1)
+        inputs["beta"] = torch.rand(2, length, 3, dtype=torch.float64)
+    if op != "delta_rule":
+        log_decay = make_log_decay(decay, 2, length, 3, *((key_dim,) if op == "gla" else ()))
+        inputs["log_decay"] = log_decay
+    return {**inputs, "initial_state": normal(2, 3, key_dim, value_dim)}
+
+
+def call(function, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Backends take their arguments by position, with the scale before the initial state."""
+    *arguments, initial_state = inputs.values()
+    scale = () if "x" in inputs else (0.7,)
+    return function(*arguments, *scale, initial_state)
+
+
+def run(function, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Output, final state and the gradients of both, for fixed random gradients of output and final state."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    out, state = call(function, leaves)
+    generator = torch.Generator().manual_seed(1)
+    # Rounded to bfloat16, so that they are the same numbers in every dtype.
+    grads = [torch.randn(x.shape, generator=generator).bfloat16().to(x.dtype) for x in (out, state)]
+    torch.autograd.backward((out, state), grads)
+    gradients = {f"d{name}": x.grad for name, x in leaves.items()}
+    return {"out": out.detach(), "state": state.detach(), **gradients}
+
+
+def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float) -> None:
+    """||got - want|| ≤ tolerance · ||want||, with a floor for gradients that are zero but for rounding."""
+    for name in want:
+        assert got[name].isfinite().all(), name
+        error, size = (got[name].double() - want[name].double()).norm().item(), want[name].double().norm().item()
+        assert error <= tolerance * (size + 0.1), f"{name}: relative error {error / max(size, 1e-30):.1e}"
+
+
+def rounded(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Sequences in `dtype`; gates and states in float32 as layers pass them."""
+    wide = torch.promote_types(dtype, torch.float32)
+    names = ("q", "k", "v", "x", "B", "C")
+    return {name: x.to(dtype if name in names else wide) for name, x in inputs.items()}
+
+
+def test_the_reference_is_the_definition():
+    """One head, with Python loops over matrices."""
+    for op in ("simple_gla", "gla", "delta_rule", "gated_delta_rule"):
+        inputs = make_inputs(op, 7)
+        out, final_state = call(REFERENCE[op], inputs)
+        for b in range(2):
+            for h in range(3):
+                state = inputs["initial_state"][b, h]
+                for t in range(7):
+                    q, k, v = (inputs[name][b, t, h] for name in "qkv")
+                    decay = inputs["log_decay"][b, t, h].exp() if "log_decay" in inputs else torch.tensor(1.0)
+                    state = torch.diag(decay.expand(6).double()) @ state
+                    value = inputs["beta"][b, t, h] * (v - state.T @ k) if "beta" in inputs else v
+                    state = state + torch.outer(k, value)
+                    torch.testing.assert_close(out[b, t, h], 0.7 * state.T @ q, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(final_state[b, h], state, rtol=1e-12, atol=1e-12)
+
+
+def test_the_reference_of_the_scan_is_the_definition():
+    inputs = make_inputs("selective_scan", 7)
+    x, dt, A, B, C, state = inputs.values()
+    out, final_state = call(reference.selective_scan, inputs)
+    for b in range(2):
+        for e in range(6):
+            for n in range(9):
+                h = state[b, e, n]
+                contributions = []
+                for t in range(7):
+                    h = math.exp(dt[b, t, e] * A[e, n]) * h + dt[b, t, e] * x[b, t, e] * B[b, t, n]
+                    contributions.append(h * C[b, t, n])
+                torch.testing.assert_close(final_state[b, e, n], h)
+                if n == 0:
+                    total = torch.zeros(7, dtype=torch.float64)
+                total += torch.stack(contributions)
+            torch.testing.assert_close(out[b, :, e], total)
+
+
+@pytest.mark.parametrize("length", [1, 6])
+@pytest.mark.parametrize("backend", [REFERENCE, PORTABLE], ids=["reference", "portable"])
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_are_derivatives(op, backend, length):
+    inputs = make_inputs(op, length, key_dim=2, value_dim=3)
+    leaves = [x.requires_grad_() for x in inputs.values()]
+    assert torch.autograd.gradcheck(lambda *x: call(backend[op], dict(zip(inputs, x, strict=True))), leaves)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("op, decay", OPS_AND_DECAYS)
+def test_portable_equals_reference(op, decay, length):
+    inputs = make_inputs(op, length, decay)
+    assert_close(run(PORTABLE[op], inputs), run(REFERENCE[op], inputs), 1e-11)
+    single = rounded(inputs, torch.float32)
+    want = run(REFERENCE[op], {name: x.double() for name, x in single.items()})
+    assert_close(run(PORTABLE[op], single), want, 1e-5)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_portable_equals_reference_over_several_segments(op, monkeypatch):
+    monkeypatch.setattr(chunked, "_SEGMENT_LENGTH", 128)
+    monkeypatch.setattr(scan, "_CPU_STATES", 1)
+    inputs = make_inputs(op, 300)
+    assert_close(run(PORTABLE[op], inputs), run(REFERENCE[op], inputs), 1e-11)
+    with torch.no_grad():
+        out, state = call(PORTABLE[op], inputs)
+    want_out, want_state = call(REFERENCE[op], inputs)
+    assert_close({"out": out, "state": state}, {"out": want_out, "state": want_state}, 1e-11)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_comparison_notices_an_input_shifted_by_one_token(op):
+    inputs = make_inputs(op, 130)
+    want = run(REFERENCE[op], inputs)
+    for name in inputs.keys() - {"initial_state", "A"}:
+        with pytest.raises(AssertionError):
+            assert_close(run(PORTABLE[op], inputs | {name: inputs[name].roll(1, dims=1)}), want, 1e-2)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_bfloat16_costs_no_more_than_rounding_inputs_and_outputs(op):
+    inputs = rounded(make_inputs(op, 130, key_dim=32, value_dim=16), torch.bfloat16)
+    want = run(REFERENCE[op], {name: x.double() for name, x in inputs.items()})
+    got = run(PORTABLE[op], inputs)
+    first = next(iter(inputs))
+    assert got["out"].dtype == got[f"d{first}"].dtype == torch.bfloat16
+    assert got["state"].dtype == got["dinitial_state"].dtype == torch.float32
+    assert_close(got, want, 1e-2)
+    gates = {f"d{name}" for name in ("log_decay", "beta", "dt", "A", "initial_state")} & want.keys()
+    # The output's gradient is the same number in both, so what is float32 stays float32.
+    assert_close(
+        {name: got[name] for name in gates | {"state"}}, {name: want[name] for name in gates | {"state"}}, 1e-5
+    )
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("op", ["delta_rule", "gated_delta_rule"])
+def test_the_delta_rules_at_the_ends_of_beta(op, beta):
+    inputs = make_inputs(op, 130)
+    inputs["beta"] = torch.full_like(inputs["beta"], beta)
+    assert_close(run(PORTABLE[op], inputs), run(REFERENCE[op], inputs), 1e-9)
+    if beta == 0.0 and op == "delta_rule":
+        _, state = call(PORTABLE[op], inputs)
+        assert torch.equal(state, inputs["initial_state"])
+
+
+@pytest.mark.parametrize("op", ["delta_rule", "gated_delta_rule"])
+def test_the_delta_rules_with_one_key_repeated(op):
+    """The worst case of the triangular system: every key is in the way of every other."""
+    inputs = make_inputs(op, 130, "none")
+    inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
+    inputs = rounded(inputs, torch.float32)
+    want = run(REFERENCE[op], {name: x.double() for name, x in inputs.items()})
+    assert_close(run(PORTABLE[op], inputs), want, 1e-5)
+
+
+def test_a_key_stored_with_beta_one_is_read_back():
+    torch.manual_seed(0)
+    k, v = F.normalize(torch.randn(1, 100, 1, 32), dim=-1), torch.randn(1, 100, 1, 8)
+    out, _ = recurrence.delta_rule(k, k, v, torch.ones(1, 100, 1), scale=1.0)
+    torch.testing.assert_close(out, v, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "gla", "gated_delta_rule"])
+def test_nothing_passes_a_decay_of_minus_infinity(op):
+    inputs = make_inputs(op, 130)
+    inputs["log_decay"][:, 70] = -torch.inf
+
+    def late_part(*arguments):
+        out, state = PORTABLE[op](*arguments)
+        return out[:, 70:], state
+
+    got = run(late_part, inputs)
+    assert all(x.isfinite().all() for x in got.values())
+    for name in inputs.keys() - {"initial_state"}:
+        assert (got[f"d{name}"][:, :70] == 0).all() and (got[f"d{name}"][:, 71:] != 0).any(), name
+    assert (got["dlog_decay"][:, 70] == 0).all() and (got["dinitial_state"] == 0).all()
+    tail = {name: x if name == "initial_state" else x[:, 70:] for name, x in inputs.items()}
+    out, state = call(PORTABLE[op], tail)
+    torch.testing.assert_close(got["out"], out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got["state"], state, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "gla", "gated_delta_rule"])
+def test_a_gate_next_to_a_strong_decay_keeps_its_digits(op):
+    """Float32: what one running sum over the chunk would lose at -1e4 is 5e-4 of every later pair."""
+    inputs = rounded(make_inputs(op, 64), torch.float32)
+    inputs["log_decay"][:, 3] = -1e4
+    want = run(REFERENCE[op], {name: x.double() for name, x in inputs.items()})
+    assert_close(run(PORTABLE[op], inputs), want, 2e-6)
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "gla"])
+def test_a_decay_given_per_head_equals_the_same_decay_in_every_key_channel(op):
+    inputs = make_inputs("simple_gla", 130)
+    want = run(REFERENCE["simple_gla"], inputs)
+    if op == "gla":
+        inputs["log_decay"] = inputs["log_decay"][..., None].expand(-1, -1, -1, 6)
+    got = run(PORTABLE[op], inputs)
+    got["dlog_decay"] = got["dlog_decay"].reshape(2, 130, 3, -1).sum(-1)
+    assert_close(got, want, 1e-11)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (64,), (100,), (129,), (1, 2, 3, 70)])
+@pytest.mark.parametrize("op", OPS)
+def test_a_sequence_may_be_cut_anywhere(op, cuts):
+    inputs = make_inputs(op, 130)
+    whole = run(PORTABLE[op], inputs)
+
+    def in_parts(*arguments):
+        *sequences, state = arguments
+        outs = []
+        for start, stop in zip((0, *cuts), (*cuts, 130), strict=True):
+            parts = [x[:, start:stop] if isinstance(x, Tensor) and x.ndim > 2 else x for x in sequences]
+            scale = {} if op == "selective_scan" else {"scale": parts.pop()}
+            name = "initial_state_BEN" if op == "selective_scan" else "initial_state_BHKV"
+            out, state = getattr(recurrence, op)(*parts, **scale, **{name: state}, output_final_state=True)
+            outs.append(out)
+        return torch.cat(outs, dim=1), state
+
+    assert_close(run(in_parts, inputs), whole, 1e-11)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tokens_without_key_and_decay_leave_the_state_untouched(op):
+    inputs = make_inputs(op, 70)
+    for name in inputs.keys() & {"k", "v", "beta", "log_decay", "dt", "x"}:
+        inputs[name][:, :20] = 0
+    got, state = call(PORTABLE[op], inputs)
+    rest = {name: x if name in ("initial_state", "A") else x[:, 20:] for name, x in inputs.items()}
+    want, want_state = call(PORTABLE[op], rest)
+    torch.testing.assert_close(got[:, 20:], want, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(state, want_state, rtol=1e-11, atol=1e-12)
+
+
+def public(op: str, inputs: dict[str, Tensor], **options):
+    """Call the public function without an initial state."""
+    arguments = [x for name, x in inputs.items() if name != "initial_state"]
+    return getattr(recurrence, op)(*arguments, **({} if op == "selective_scan" else {"scale": 0.7}), **options)
+
+
+@pytest.mark.parametrize("length", [1, 70])
+@pytest.mark.parametrize("op", OPS)
+def test_without_an_initial_state_it_is_zero(op, length):
+    inputs = make_inputs(op, length)
+    out, state = public(op, inputs)
+    assert state is None
+    inputs["initial_state"].zero_()
+    want, want_state = call(REFERENCE[op], inputs)
+    torch.testing.assert_close(out, want)
+    _, state = public(op, inputs, output_final_state=True)
+    torch.testing.assert_close(state, want_state)
+
+
+@pytest.mark.parametrize("length", [1, 70])
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_does_not_round_inside(op, length):
+    inputs = rounded(make_inputs(op, length), torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out, state = public(op, inputs, output_final_state=True)
+    want, want_state = public(op, inputs, output_final_state=True)
+    assert torch.equal(out, want) and torch.equal(state, want_state)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_memory_kept_for_the_backward_pass(op, monkeypatch):
+    """With several segments: the inputs, the outputs and a state per segment; nothing of K·V or C per token."""
+    monkeypatch.setattr(chunked, "_SEGMENT_LENGTH", 256)
+    monkeypatch.setattr(scan, "_CPU_STATES", 2 * 256 * 32 * 16)
+    inputs = rounded(make_inputs(op, 1024, key_dim=32, value_dim=16), torch.float32)
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    storages = {}
+
+    def note(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        out, state = call(PORTABLE[op], leaves)
+    assert out.requires_grad
+    states = 1024 // 256 * state.numel() * 4
+    assert sum(storages.values()) <= 1.5 * (sum(x.numel() * 4 for x in leaves.values()) + out.numel() * 4 + states)
+
+
+@pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (128, 64), (32, 96)])
+@pytest.mark.parametrize("op", OPS[:4])
+def test_flops_per_token_are_those_of_the_chunked_products(op, key_dim, value_dim):
+    inputs = make_inputs(op, 256, key_dim=key_dim, value_dim=value_dim)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        call(PORTABLE[op], inputs)
+    counted = counter.get_total_flops() / (2 * 256)
+    # PyTorch's counter knows matrix products only. Not among them:
+    if op == "gla":
+        counted += 3 * 2 * (key_dim + value_dim)  # a token with itself
+    if "delta_rule" in op:
+        counted += 3 * chunked.CHUNK_LENGTH * (key_dim + value_dim)  # the triangular system
+    formula = getattr(recurrence, f"{op.removeprefix('gated_')}_flops_per_token")
+    assert formula(3, key_dim, value_dim) == pytest.approx(counted, rel=1e-12)
+
+
+def test_flops_per_token_of_the_scan_are_those_of_its_definition():
+    class CountElements(TorchDispatchMode):
+        total = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            name = func.overloadpacket.__name__
+            if name in ("mul", "add", "exp"):
+                self.total += out.numel()
+            elif name == "sum":
+                self.total += args[0].numel()
+            return out
+
+    inputs = make_inputs("selective_scan", 5)
+    with CountElements() as counter:
+        call(reference.selective_scan, inputs)
+    assert recurrence.selective_scan_flops_per_token(6, 9) == counter.total / (2 * 5)
+
+
+GOOD = {"q": (2, 5, 3, 8), "k": (2, 5, 3, 8), "v": (2, 5, 3, 4), "beta": (2, 5, 3), "log_decay": (2, 5, 3)}
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"q": torch.zeros(2, 5, 24)}, ValueError, r"q has shape \(2, 5, 24\); it must have 4 axes, \(B, T, H, K\)"),
+        ({"q": torch.zeros(2, 0, 3, 8)}, ValueError, "q has shape .* at least one element"),
+        ({"q": torch.zeros(2, 5, 3, 8).long()}, TypeError, "q has dtype torch.int64"),
+        ({"k": None}, TypeError, "k is a NoneType"),
+        ({"k": torch.zeros(2, 6, 3, 8)}, ValueError, r"k has shape .*\(B, T, H, K\) = \(2, 5, 3, 8\)"),
+        ({"k": torch.zeros(2, 5, 1, 8)}, ValueError, r"k has shape .*\(B, T, H, K\) = \(2, 5, 3, 8\)"),
+        ({"k": torch.zeros(2, 5, 3, 8).half()}, ValueError, "k is torch.float16 and q torch.float32; cast"),
+        ({"v": torch.zeros(2, 5, 3, 4).bfloat16()}, ValueError, "v is torch.bfloat16 and q torch.float32; cast"),
+        ({"v": torch.zeros(2, 5, 3, 4, device="meta")}, ValueError, "v is on meta and q on cpu"),
+        ({"beta": torch.zeros(2, 3, 5)}, ValueError, r"beta has shape .*\(B, T, H\) = \(2, 5, 3\)"),
+        ({"log_decay": torch.zeros(2, 5, 3, 8)}, ValueError, r"log_decay has shape .* 3 axes, \(B, T, H\)"),
+        ({"initial_state": torch.zeros(2, 3, 4, 8)}, ValueError, r"initial_state .*\(B, H, K, V\) = \(2, 3, 8, 4\)"),
+        ({"scale": 0.0}, ValueError, "scale is 0.0; it must be a positive finite number"),
+        ({"scale": math.nan}, ValueError, "scale is nan"),
+    ],
+)
+def test_refused_inputs_are_named(change, error, message):
+    arguments = {name: torch.zeros(shape) for name, shape in GOOD.items()} | change
+    scale, state = arguments.pop("scale", 1.0), arguments.pop("initial_state", None)
+    with pytest.raises(error, match=message):
+        recurrence.gated_delta_rule(*arguments.values(), scale=scale, initial_state_BHKV=state)
+
+
+def test_every_op_checks_its_own_arguments():
+    q, v, gate = torch.zeros(2, 5, 3, 8), torch.zeros(2, 5, 3, 4), torch.zeros(2, 5, 3)
+    with pytest.raises(ValueError, match="log_decay has shape"):
+        recurrence.simple_gla(q, q, v, gate[:, :4], scale=1.0)
+    with pytest.raises(ValueError, match=r"log_decay has shape .* 4 axes, \(B, T, H, K\)"):
+        recurrence.gla(q, q, v, gate, scale=1.0)
+    with pytest.raises(ValueError, match="beta has shape"):
+        recurrence.delta_rule(q, q, v, gate[:1], scale=1.0)
+    x, A, B = torch.zeros(2, 5, 6), torch.zeros(6, 4), torch.zeros(2, 5, 4)
+    with pytest.raises(ValueError, match=r"dt has shape .*\(B, T, E\) = \(2, 5, 6\)"):
+        recurrence.selective_scan(x, x[..., :1], A, B, B)
+    with pytest.raises(ValueError, match=r"A has shape .*\(E, N\) = \(6, 6\)|A has shape .* 2 axes"):
+        recurrence.selective_scan(x, x, A[None], B, B)
+    with pytest.raises(ValueError, match=r"C has shape .*\(B, T, N\) = \(2, 5, 4\)"):
+        recurrence.selective_scan(x, x, A, B, B[..., :3])
+
+
+# Modules, functions and arguments of flash-linear-attention 0.6.
+FLA_KERNELS = {
+    "simple_gla": ("fla.ops.simple_gla", "chunk_simple_gla", ["q", "k", "v", "g"]),
+    "gla": ("fla.ops.gla", "chunk_gla", ["q", "k", "v", "g"]),
+    "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule", ["q", "k", "v", "beta"]),
+    "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", ["q", "k", "v", "beta", "g"]),
+}
+
+
+@pytest.fixture
+def fresh_fla():
+    """The backend module as before its first use, now and afterwards."""
+
+    def forget() -> None:
+        for cached in (fla._load, fla._is_installed, fla._gated_backward_is_miscompiled):
+            cached.cache_clear()
+
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture
+def stand_in_fla(fresh_fla, monkeypatch):
+    """Modules named as in FLA, whose kernels are the reference; what they were called with, by name of the kernel."""
+    calls = {}
+    for op, (module_name, kernel_name, order) in FLA_KERNELS.items():
+
+        def kernel(op=op, order=order, kernel_name=kernel_name, **arguments):
+            calls[kernel_name] = dict(arguments)
+            assert arguments.pop("output_final_state") is True
+            scale, state = arguments.pop("scale"), arguments.pop("initial_state")
+            assert sorted(arguments) == sorted(order)
+            return REFERENCE[op](*(arguments[name] for name in order), scale, state)
+
+        module = types.ModuleType(module_name)
+        setattr(module, kernel_name, kernel)
+        if op == "simple_gla":
+            module.fused_chunk_simple_gla = functools.partial(kernel, kernel_name="fused_chunk_simple_gla")
+        monkeypatch.setitem(sys.modules, module_name, module)
+    for package in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    return calls
+
+
+@pytest.mark.parametrize("miscompiled", [False, True])
+@pytest.mark.parametrize("op", FLA_KERNELS)
+def test_fla_gets_every_argument_under_its_name(op, miscompiled, stand_in_fla, monkeypatch):
+    monkeypatch.setattr(fla, "_gated_backward_is_miscompiled", lambda device: miscompiled)
+    inputs = rounded(make_inputs(op, 9, key_dim=16, value_dim=32), torch.bfloat16)
+    assert fla.supports(op, inputs["q"], inputs["v"]) == (not (miscompiled and op == "gated_delta_rule"))
+    assert_close(run(getattr(fla, op), inputs), run(REFERENCE[op], inputs), 1e-6)
+    [(name, arguments)] = stand_in_fla.items()
+    assert name == ("fused_chunk_simple_gla" if miscompiled and op == "simple_gla" else FLA_KERNELS[op][1])
+    assert type(arguments["scale"]) is float
+    assert all(arguments[gate].dtype == torch.float32 for gate in ("g", "beta") if gate in arguments)
+
+
+def test_fla_is_for_16_bits_and_whole_tiles(stand_in_fla, monkeypatch):
+    monkeypatch.setattr(fla, "_gated_backward_is_miscompiled", lambda device: False)
+
+    def supported(op: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+        return fla.supports(
+            op, torch.zeros(1, 9, 1, key_dim, dtype=dtype), torch.zeros(1, 9, 1, value_dim, dtype=dtype)
+        )
+
+    for op in FLA_KERNELS:
+        assert supported(op, 64, 128, torch.bfloat16) and supported(op, 64, 128, torch.float16)
+        assert not supported(op, 64, 128, torch.float32) and not supported(op, 64, 128, torch.float64)
+        assert not supported(op, 60, 128, torch.bfloat16) and not supported(op, 64, 33, torch.bfloat16)
+        assert supported(op, 512, 512, torch.bfloat16) == ("delta" not in op)
+
+
+def test_one_warning_says_what_to_install(fresh_fla, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla", None)
+    q = torch.zeros(1, 9, 1, 16, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=r'pip install "forgetting-transformer\[cuda\]"') as caught:
+        assert not any(fla.supports(op, q, q) for op in FLA_KERNELS for _ in range(3))
+    assert len(caught) == 1
+
+
+def test_nothing_is_imported_from_fla_or_triton_on_the_cpu():
+    code = """
+import sys, torch
+from forgetting_transformer.ops import recurrence
+q = torch.zeros(1, 70, 1, 16, dtype=torch.bfloat16)
+recurrence.simple_gla(q, q, q, torch.zeros(1, 70, 1), scale=1.0)
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"fla", "triton"}, loaded & {"fla", "triton"}
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

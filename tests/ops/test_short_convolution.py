@@ -1,0 +1,86 @@
+"""Short convolution against its definition, and across calls."""
+
+import pytest
+import torch
+
+from forgetting_transformer.ops.short_convolution import short_convolution
+
+
+def written_out(x, weight, bias, previous):
+    """The definition with Python loops: B, T, C; weight C, 1, W; previous B, C, W - 1."""
+    inputs = torch.cat((previous.transpose(1, 2), x), dim=1)
+    taps = weight.shape[-1]
+    y = torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        for w in range(taps):
+            y[:, t] += weight[:, 0, w] * inputs[:, t + w]
+    return y if bias is None else y + bias
+
+
+def make_inputs(length: int, taps: int = 4):
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, length, 6), torch.randn(6, 1, taps), torch.randn(6)
+    return (*(tensor.double() for tensor in (x, weight, bias)), torch.randn(2, 6, taps - 1).double())
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 9])
+@pytest.mark.parametrize("taps", [1, 2, 4])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_it_is_a_causal_filter_per_channel(length, taps, with_bias):
+    x, weight, bias, previous = make_inputs(length, taps)
+    bias = bias if with_bias else None
+    y, last = short_convolution(x, weight, bias, previous_BCW=previous)
+    torch.testing.assert_close(y, written_out(x, weight, bias, previous), rtol=1e-12, atol=1e-12)
+    history = torch.cat((previous, x.transpose(1, 2)), dim=-1)
+    assert torch.equal(last, history[..., history.shape[-1] - (taps - 1) :])
+
+
+def test_without_previous_inputs_there_are_zeros():
+    x, weight, bias, previous = make_inputs(2)
+    y, last = short_convolution(x, weight, bias)
+    zeros = torch.zeros_like(previous)
+    torch.testing.assert_close(y, written_out(x, weight, bias, zeros), rtol=1e-12, atol=1e-12)
+    assert torch.equal(last, torch.cat((zeros[..., :1], x.transpose(1, 2)), dim=-1))
+
+
+def test_it_is_what_a_depthwise_conv1d_layer_computes():
+    x, weight, bias, _ = make_inputs(9)
+    layer = torch.nn.Conv1d(6, 6, 4, groups=6, padding=3).double()
+    layer.load_state_dict({"weight": weight, "bias": bias})
+    y, _ = short_convolution(x, layer.weight, layer.bias)
+    torch.testing.assert_close(y, layer(x.transpose(1, 2))[..., :9].transpose(1, 2))
+
+
+def test_a_sequence_may_be_cut_anywhere():
+    x, weight, bias, previous = make_inputs(9)
+    whole, whole_last = short_convolution(x, weight, bias, previous_BCW=previous)
+    for cut in range(1, 9):
+        first, last = short_convolution(x[:, :cut], weight, bias, previous_BCW=previous)
+        second, last = short_convolution(x[:, cut:], weight, bias, previous_BCW=last)
+        torch.testing.assert_close(torch.cat((first, second), dim=1), whole)
+        assert torch.equal(last, whole_last)
+
+
+def test_gradients_are_derivatives_through_the_kept_inputs_too():
+    inputs = [tensor.requires_grad_() for tensor in make_inputs(5)]
+    assert torch.autograd.gradcheck(lambda x, w, b, p: short_convolution(x, w, b, previous_BCW=p), inputs)
+
+
+def test_what_is_kept_does_not_hold_the_sequence_in_memory():
+    x, weight, bias, _ = make_inputs(500)
+    _, last = short_convolution(x, weight, bias)
+    assert last.untyped_storage().nbytes() == last.numel() * last.element_size()
+
+
+def test_it_refuses_shapes_that_do_not_fit():
+    x, weight, bias, _ = make_inputs(5)
+    with pytest.raises(ValueError, match=r"weight has shape \(6, 4\); it must be \(6, 1, W\)"):
+        short_convolution(x, weight[:, 0])
+    with pytest.raises(ValueError, match=r"weight has shape \(5, 1, 4\); it must be \(6, 1, W\)"):
+        short_convolution(x, weight[:5])
+    with pytest.raises(ValueError, match=r"bias has shape \(5,\); it must be \(6,\)"):
+        short_convolution(x, weight, bias[:5])
+    with pytest.raises(ValueError, match=r"previous has shape \(2, 6, 4\); it must be \(2, 6, 3\)"):
+        short_convolution(x, weight, bias, previous_BCW=torch.zeros(2, 6, 4))
+    with pytest.raises(ValueError, match="at least one position"):
+        short_convolution(x[:, :0], weight)

@@ -1,0 +1,52 @@
+"""Every architecture trains, resumes bitwise and exports through the same code."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.training.checkpoint import newest_valid
+from forgetting_transformer.training.export import ExportError, build_from_checkpoint, export
+from tests.model.small_models import SMALL_FIELDS
+from tests.training.conftest import STEP, VOCAB, changed, checkpoint_tensors, train
+
+CASES = [(name, {}, "auto", 1) for name in registry.model_names() if name != "forgetting_transformer"]
+# A parameter without a gradient, and one that all blocks share.
+CASES += [
+    ("hgrn2", {"apply_lower_bounds": apply}, strategy, 2) for strategy in ("ddp", "fsdp") for apply in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "strategy", "world_size"), CASES)
+def test_it_trains_resumes_bitwise_and_exports(tiny, tmp_path, name, fields, strategy, world_size):
+    tiny["model"] = {
+        "name": name,
+        "config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            **SMALL_FIELDS[name],
+            "initializer_range": 0.02,
+            **fields,
+        },
+    }
+    straight = changed(tiny, strategy__name=strategy, train__max_tokens=8 * STEP, output_dir=str(tmp_path / "straight"))
+    stopped = changed(straight, output_dir=str(tmp_path / "stopped"))
+    train(straight, world_size)
+    train(changed(stopped, train__max_tokens=4 * STEP), world_size)
+    train(stopped, world_size)
+    first, second = (checkpoint_tensors(str(tmp_path / run), 8 * STEP) for run in ("straight", "stopped"))
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        assert torch.equal(tensor, second[key]), key
+
+    with pytest.raises(ExportError, match="the model is in"):  # this run has no tokenizer
+        export(tmp_path / "stopped", tmp_path / "hf")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert type(exported) is registry.get(name).lm_class
+    checkpoint = newest_valid(Path(tmp_path / "stopped/checkpoints"))
+    trained = build_from_checkpoint(checkpoint, checkpoint.trainer_state())
+    ids = torch.arange(60).reshape(2, 30) % VOCAB
+    with torch.no_grad():
+        assert torch.equal(exported(input_ids=ids).logits, trained(input_ids=ids).logits)
