@@ -90,6 +90,25 @@ def test_two_runs_of_the_kernel_give_the_same_bits_and_pruning_stays_within_its_
             assert relative_error(b, a) < 2e-3  # e^-10 and bf16's rounding
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_block_compiles_into_one_graph_with_the_kernel_inside(checkpointing):
+    torch.manual_seed(0)
+    config = ForgettingTransformerConfig(
+        vocab_size=64, hidden_size=128, num_hidden_layers=1, num_heads=2, qk_norm=True, use_k_shift=True,
+        log_pruning_tolerance=-10.0,
+    )  # fmt: skip
+    model = ForgettingTransformerForCausalLM(config).cuda().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    block, x = model.model.layers[0], torch.randn(2, 256, 128, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        expected = block(x)
+        actual = torch.compile(block, fullgraph=True, dynamic=False)(x)
+    assert relative_error(actual, expected) < 1e-2
+    actual.float().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in block.parameters())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_layer_and_model_run_in_every_precision(dtype, autocast):

@@ -23,6 +23,9 @@ for name in ("empty_like", "empty"):
     setattr(torch, name, lambda *a, _original=original, **k: _original(*a, **k).fill_(float("nan")))
 torch.manual_seed(0)
 
+def attend(q, k, v, log_fgate, scale, threshold=None):
+    return torch.ops.forgetting_transformer.forgetting_attention_forward(q, k, v, log_fgate, threshold, scale)[0]
+
 def inputs(length, head_dim, dtype, shift=1.0, heads=2):
     q, k, v, d_out = (torch.randn(1, heads, length, head_dim).to(dtype) for _ in range(4))
     return q, k, v, F.logsigmoid(torch.randn(1, heads, length) + shift), d_out
@@ -35,7 +38,7 @@ def run(op, q, k, v, log_fgate, d_out, *rest):
 
 def check(q, k, v, log_fgate, d_out, tolerance):
     scale = q.shape[-1] ** -0.5
-    actual = run(kernel.forgetting_attention_triton, q, k, v, log_fgate, d_out, scale)
+    actual = run(attend, q, k, v, log_fgate, d_out, scale)
     doubles = [x.double() for x in (q, k, v, log_fgate, d_out)]
     expected = run(forgetting_attention_reference, *doubles, None, scale)
     for name, a, e in zip(("out", "dq", "dk", "dv", "dlog_f"), actual, expected):
@@ -110,8 +113,8 @@ v = v / v.norm(dim=-1, keepdim=True)
 scale = 0.25
 bound = scale * q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)
 threshold = {log_tolerance} - 2 * bound - math.log(900)
-exact = run(kernel.forgetting_attention_triton, q, k, v, log_fgate, d_out, scale)
-pruned = run(kernel.forgetting_attention_triton, q, k, v, log_fgate, d_out, scale, threshold)
+exact = run(attend, q, k, v, log_fgate, d_out, scale)
+pruned = run(attend, q, k, v, log_fgate, d_out, scale, threshold)
 first_keys, end_queries = kernel._kept_stretches(kernel._decay_sums(log_fgate)[1], threshold)
 assert first_keys[0].max() >= 2 and first_keys[1].max() == 0
 kept = torch.zeros(8, 8, dtype=torch.bool)
@@ -133,8 +136,8 @@ def test_a_threshold_that_prunes_too_much_is_seen():
     interpret(
         """
 q, k, v, log_fgate, d_out = inputs(900, 16, torch.float32, shift=6.0)
-exact = run(kernel.forgetting_attention_triton, q, k, v, log_fgate, d_out, 0.25)
-pruned = run(kernel.forgetting_attention_triton, q, k, v, log_fgate, d_out, 0.25, torch.full((1, 2), -0.01))
+exact = run(attend, q, k, v, log_fgate, d_out, 0.25)
+pruned = run(attend, q, k, v, log_fgate, d_out, 0.25, torch.full((1, 2), -0.01))
 assert (exact[0] - pruned[0]).abs().max() > 1e-2
 """
     )

@@ -12,7 +12,6 @@ import functools
 import importlib
 import math
 import warnings
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -20,6 +19,8 @@ from torch import Tensor
 from forgetting_transformer.ops.forgetting_attention.portable import forgetting_attention_portable
 from forgetting_transformer.ops.forgetting_attention.reference import forgetting_attention_reference
 
+#: Head dimensions that the Triton kernel is written for.
+KERNEL_HEAD_DIMS = (16, 32, 64, 128)
 #: ln ε of adaptive_threshold="auto": the weights left out of a row add up to less than ε.
 AUTO_LOG_TOLERANCE = -10.0
 
@@ -95,24 +96,40 @@ def _attend(
     adaptive_threshold: str | float | Tensor | None,
 ) -> Tensor:
     """Run the fastest backend for the call; head-first tensors."""
-    kernel = _load_kernel() if q_BHMD.is_cuda else None
-    if kernel is not None and kernel.is_supported(q_BHMD, k_BHND, seq_start_B):
+    if _takes_kernel(q_BHMD, k_BHND, seq_start_B) and _has_kernel(q_BHMD.device.index):
         threshold_BH = _as_tensor(adaptive_threshold, q_BHMD, k_BHND, sm_scale)
-        return kernel.forgetting_attention_triton(q_BHMD, k_BHND, v_BHND, log_fgate_BHN, sm_scale, threshold_BH)
+        kernel = torch.ops.forgetting_transformer.forgetting_attention_forward
+        return kernel(q_BHMD, k_BHND, v_BHND, log_fgate_BHN, threshold_BH, sm_scale)[0]
     return forgetting_attention_portable(q_BHMD, k_BHND, v_BHND, log_fgate_BHN, seq_start_B, sm_scale)
 
 
+def _takes_kernel(q_BHMD: Tensor, k_BHND: Tensor, seq_start_B: Tensor | None) -> bool:
+    """Whether the Triton kernel is for this call: 16-bit self-attention on CUDA, without padding."""
+    return (
+        q_BHMD.is_cuda
+        and q_BHMD.dtype in (torch.bfloat16, torch.float16)
+        and q_BHMD.shape == k_BHND.shape
+        and q_BHMD.shape[3] in KERNEL_HEAD_DIMS
+        and seq_start_B is None
+    )
+
+
+@torch.compiler.assume_constant_result
 @functools.cache
-def _load_kernel() -> ModuleType | None:
-    """The Triton backend, imported when the first CUDA tensor comes; None, with a warning, where there is no Triton."""
+def _has_kernel(device_index: int) -> bool:
+    """Import the Triton backend, which registers its operators, when a GPU first needs it; False, with a warning, where
+    that fails."""
+    if torch.cuda.get_device_capability(device_index) < (8, 0):
+        return False
     try:
-        return importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
+        importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
     except ImportError as error:
         warnings.warn(
             f"forgetting attention runs without its GPU kernel, many times slower ({error}): pip install triton",
             stacklevel=2,
         )
-        return None
+        return False
+    return True
 
 
 @torch.no_grad()

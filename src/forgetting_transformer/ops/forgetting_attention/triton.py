@@ -34,23 +34,6 @@ STRETCH = 128
 _LOG2_E = math.log2(math.e)
 # exp(-256) is 0 in float32; -inf itself would give -inf - (-inf) = NaN, and a larger number costs digits after a reset.
 _MIN_LOG_FGATE = -256.0
-SUPPORTED_HEAD_DIMS = (16, 32, 64, 128)
-
-
-def forgetting_attention_triton(
-    q_BHTD: Tensor,
-    k_BHTD: Tensor,
-    v_BHTD: Tensor,
-    log_fgate_BHT: Tensor,
-    sm_scale: float,
-    threshold_BH: Tensor | None = None,
-) -> Tensor:
-    """Forgetting attention `(B, H, T, D)` where `is_supported`; arguments as in `forgetting_attention`, head first.
-
-    Args:
-        threshold_BH: pairs whose decay bias (nats) is below it may be left out; None leaves out nothing.
-    """
-    return _forward(q_BHTD, k_BHTD, v_BHTD, log_fgate_BHT, threshold_BH, sm_scale)[0]
 
 
 # Custom operators are opaque to torch.compile and activation checkpointing: a graph goes through them unbroken.
@@ -58,7 +41,13 @@ def forgetting_attention_triton(
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, threshold: Tensor | None, sm_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Self-attention of T queries over the same T keys, head first: output, and log-normalisers `(Z, T)` in base 2."""
+    """Self-attention of T queries over the same T keys: the output, and log-normalisers `(Z, T)` in base 2.
+
+    Args:
+        q, k, v: `(B, H, T, D)`, one dtype, D a power of two from 16 to 128.
+        log_fgate: `(B, H, T)`.
+        threshold: `(B, H)`, pairs whose decay bias (nats) is below it may be left out; None leaves out nothing.
+    """
     batch, heads, length, head_dim = q.shape
     q, k, v = (x.contiguous() for x in (q, k, v))
     suffix, running = _decay_sums(log_fgate)
@@ -132,18 +121,6 @@ def _autograd(ctx, d_out: Tensor, _d_log_normaliser: Tensor) -> tuple[Tensor | N
 
 
 _forward.register_autograd(_autograd, setup_context=_save_for_backward)
-
-
-def is_supported(q_BHMD: Tensor, k_BHND: Tensor, seq_start_B: Tensor | None) -> bool:
-    """Whether this backend takes the call: self-attention without padding, 16-bit, on a GPU with tensor cores for bf16."""
-    return (
-        q_BHMD.is_cuda
-        and q_BHMD.dtype in (torch.bfloat16, torch.float16)
-        and q_BHMD.shape == k_BHND.shape
-        and q_BHMD.shape[3] in SUPPORTED_HEAD_DIMS
-        and seq_start_B is None
-        and torch.cuda.get_device_capability(q_BHMD.device) >= (8, 0)
-    )
 
 
 def _decay_sums(log_fgate_BHT: Tensor) -> tuple[Tensor, Tensor]:
