@@ -8,6 +8,7 @@ The same command again continues an interrupted run. `python train.py --help` li
 `--cfg job` prints the composed config without training.
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -16,9 +17,6 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
-
-# Read by PyTorch when it is imported: cores are shared by the ranks of a node instead of taken by each.
-os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))))
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
@@ -36,8 +34,9 @@ def main(composed: DictConfig) -> None:
             raise training.ConfigError("-m under `fabric run` is not possible; start one `fabric run` per job")
         training.run(training.parse(composed))
     except (training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError) as error:
-        # These say what to do; a traceback would bury it.
-        sys.exit(f"\n{type(error).__name__}: {error}\n")
+        # These say what to do; a traceback would bury it. The run's log gets them too, if there is one yet.
+        logging.getLogger(__name__).critical("%s: %s", type(error).__name__, error)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit("\nstopped; the same command continues from the last checkpoint\n")
 

@@ -7,10 +7,10 @@
 # 1 installs into .venv  2 turns the Python sources on this machine into a corpus  3 trains a small FoX (Pro)  4 draws
 # its loss  5 exports it to Hugging Face format, loads that and lets it write. Run again, it continues where it stopped.
 set -euo pipefail
+mkdir -p "${1:-quickstart}"
+folder="$(cd "${1:-quickstart}" && pwd)"
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
-folder="${1:-quickstart}"
-mkdir -p "$folder"
 export HF_HUB_OFFLINE=1
 step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 

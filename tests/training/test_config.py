@@ -215,6 +215,10 @@ def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
         ("fabric.precision=bf16-true", 1, "precision='bf16-true' is not supported; use 'bf16-mixed'"),
         ("strategy.name=deepspeed", 1, "strategy.name='deepspeed' is unknown; use 'auto', 'ddp' or 'fsdp'"),
         ("wandb.mode=on", 1, "wandb.mode='on' is unknown|wandb.mode='True' is unknown"),
+        ("optimizer.betas=[0.9]", 1, r"optimizer.betas=\[0.9\] must be two numbers"),
+        ("optimizer.lr=-1", 1, "optimizer.lr=-1.0"),
+        ("datamodule.train_num_workers=-1", 1, "datamodule.train_num_workers=-1 must be 0"),
+        ("fabric.accelerator=cdua", 1, "fabric.accelerator='cdua' is unknown"),
         ("optimizer.name=muon", 1, "optimizer.name='muon' is unknown"),
     ],
 )

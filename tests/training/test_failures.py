@@ -82,6 +82,45 @@ def dies(*a, **k):
     assert job.wait() == [-signal.SIGKILL]
     train(tiny)
     assert_same_run(str(tmp_path / "straight"), tiny["output_dir"])
+    folders = list((Path(tiny["output_dir"]) / "checkpoints").iterdir())
+    assert all((folder / "manifest.json").is_file() for folder in folders), "wreckage is cleared away"
+
+
+def test_metrics_that_cannot_be_written_stop_the_run_with_a_message(tiny):
+    patch = """
+import errno
+from forgetting_transformer.training import metrics
+original = metrics.MetricsLog.report
+def report(self, kind, step, values):
+    if step == 1280:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return original(self, kind, step, values)
+metrics.MetricsLog.report = report
+"""
+    job = Job(tiny, patch=patch)
+    assert job.wait() == [1]
+    assert f"No space left on device; the last good checkpoint is at {8 * STEP:,} tokens" in job.errors()
+    train(tiny)
+    assert sorted(losses(tiny["output_dir"])) == [n * STEP for n in range(1, 21)]
+
+
+def test_a_step_waits_for_no_barrier(tiny):
+    patch = """
+import torch.distributed as dist
+from forgetting_transformer.training import trainer
+original, barrier = trainer.Trainer.step, dist.barrier
+def refuse(*arguments, **options):
+    raise AssertionError("a barrier in a training step")
+def step(self, batch):
+    dist.barrier = refuse
+    try:
+        return original(self, batch)
+    finally:
+        dist.barrier = barrier
+trainer.Trainer.step = step
+"""
+    job = Job(changed(tiny, train__max_tokens=4 * STEP), 2, patch=patch)
+    assert job.wait() == [0, 0], job.errors()
 
 
 def test_a_second_run_in_the_same_folder_is_refused_with_the_name_of_the_first(tiny):
@@ -233,12 +272,13 @@ def test_wandb_absent_or_failing_never_stops_a_run(tiny, tmp_path):
     job = Job(absent, patch="import sys; sys.modules['wandb'] = None")
     assert job.wait() == [0], job.errors()
     assert "wandb is not installed" in (tmp_path / "absent/logs/rank-0.log").read_text()
-    for fault in ("init", "log"):
+    for fault in ("init", "log", "finish"):
         patch = f"""
 import sys, types
 def fails(*arguments, **options):
     raise OSError("no network")
-run = types.SimpleNamespace(step=0, log=fails, finish=lambda: None)
+works = lambda *arguments, **options: None
+run = types.SimpleNamespace(step=0, log=fails if {fault == "log"} else works, finish=fails)
 init = fails if {fault == "init"} else lambda **options: run
 sys.modules["wandb"] = types.SimpleNamespace(init=init, Settings=dict)
 """
@@ -298,8 +338,33 @@ def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
     done = run(sys.executable, "train.py", *overrides, "train.max_tokens=999999999")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "train.max_tokens=999,999,999 is more than" in done.stderr
+    assert "train.max_tokens=999,999,999 is more than" in (tmp_path / "cli/logs/rank-0.log").read_text()
     done = run(sys.executable, "train.py", "-m", *overrides, "seed=0,1", LT_CLI_USED="1")
     assert done.returncode != 0 and "-m under `fabric run` is not possible" in done.stderr
+
+
+@pytest.mark.slow
+def test_after_a_kill_the_folder_is_free_at_once_although_workers_live_on(tiny, tmp_path):
+    """Data workers notice the death of their process only after seconds."""
+    from forgetting_transformer.training.run_directory import RunDirectory
+
+    endless = [
+        "train.max_tokens=99999999",
+        "datamodule.repeat=true",
+        "skip_eval=true",
+        "datamodule.train_num_workers=2",
+    ]
+    command = [sys.executable, "train.py", *command_line(tiny, tmp_path / "cli"), *endless]
+    process = subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "cli/metrics/jsonlines/train.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.kill()
+    process.wait()
+    directory = RunDirectory(tmp_path / "cli")
+    directory.acquire()
+    directory.release()
 
 
 @pytest.mark.slow

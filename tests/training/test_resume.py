@@ -133,7 +133,9 @@ def test_a_longer_budget_continues_a_finished_run(tiny):
     assert sorted(losses(tiny["output_dir"])) == [n * STEP for n in range(1, 7)]
 
 
-@pytest.mark.parametrize("fault", ["truncated", "bit-flipped", "half-written", "missing shard", "empty manifest"])
+@pytest.mark.parametrize(
+    "fault", ["truncated", "bit-flipped", "half-written", "missing shard", "empty manifest", "damaged manifest"]
+)
 def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tiny, tmp_path, fault):
     train(changed(tiny, output_dir=str(tmp_path / "straight")))
     interrupted_at(tiny, 12)
@@ -153,14 +155,69 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tiny, tmp_path, fau
     elif fault == "missing shard":
         shard.unlink()
         reason = f"state/{shard.name} is missing"
-    else:
+    elif fault == "empty manifest":
         (newest / "manifest.json").write_text("")
-        reason = "its manifest.json cannot be read"
+        reason = "its manifest.json is damaged"
+    else:
+        manifest = newest / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"bytes"', '"bytez"', 1))
+        reason = "its manifest.json is damaged (KeyError: 'bytes')"
     train(tiny)
     log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
     assert f"passing over checkpoint {newest}: {reason}" in log
     assert f"continuing from {newest.with_name(f'step-{8 * STEP:015d}')}" in log
+    assert all((path / "manifest.json").is_file() for path in newest.parent.iterdir()), "wreckage is cleared away"
     assert_same_run(str(tmp_path / "straight"), tiny["output_dir"])
+
+
+def test_when_no_checkpoint_is_valid_the_run_is_refused_and_nothing_is_lost(tiny):
+    """Starting over would overwrite checkpoints that somebody may still repair, and cut the metrics to nothing."""
+    interrupted_at(tiny, 8)
+    for manifest in Path(tiny["output_dir"]).glob("checkpoints/step-*/manifest.json"):
+        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    before = lines(tiny["output_dir"], "train")
+    for world_size in (1, 2):
+        message = refused(tiny, world_size)
+        assert message.count("none of the checkpoints in") == world_size and "resume=false" in message
+    assert lines(tiny["output_dir"], "train") == before
+
+
+def test_a_damaged_older_checkpoint_does_not_stop_training(tiny):
+    interrupted_at(tiny, 8)
+    (Path(tiny["output_dir"]) / f"checkpoints/step-{4 * STEP:015d}/manifest.json").write_text("")
+    train(tiny)
+    assert "could not tidy up" in (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+
+
+def test_every_kind_of_line_has_every_step_once_after_several_deaths(tiny):
+    for dies_at in (2, 6, 7, 11):  # before the first checkpoint, and between others
+        patch = f"""
+import os
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == {dies_at}:
+        os._exit(9)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+        assert Job(tiny, patch=patch).wait() == [9]
+    train(tiny)
+    for file in Path(tiny["output_dir"]).glob("metrics/jsonlines/*.jsonl"):
+        steps = [entry["step"] for entry in lines(tiny["output_dir"], file.stem)]
+        assert steps == sorted(set(steps)), file.stem
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 2), ("fsdp", 2)])
+def test_checkpointed_activations_and_bf16_resume_bitwise_too(tiny, tmp_path, strategy, world_size):
+    tiny = changed(tiny, strategy__name=strategy, train__gradient_checkpointing=True, fabric__precision="bf16-mixed")
+    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
+    train(straight, world_size)
+    interrupted_at(tiny, 12, world_size)
+    # The stop adds an evaluation of its own at step 12; going back to step 8 removes it.
+    shutil.rmtree(Path(tiny["output_dir"]) / f"checkpoints/step-{12 * STEP:015d}")
+    train(tiny, world_size)
+    assert_same_run(straight["output_dir"], tiny["output_dir"])
 
 
 @pytest.mark.parametrize(
@@ -193,6 +250,8 @@ def test_resume_false_starts_clean_and_moves_the_old_run_aside(tiny, tmp_path):
     interrupted_at(tiny, 8)
     train(changed(tiny, resume=False))
     assert_same_run(str(tmp_path / "straight"), tiny["output_dir"])
+    # A refused command leaves everything where it is.
+    refused(changed(tiny, resume=False, data_dir="/nonexistent"))
     (kept,) = (Path(tiny["output_dir"]) / "previous").iterdir()
     assert (kept / f"checkpoints/step-{8 * STEP:015d}/manifest.json").is_file()
     assert len(lines(str(kept), "train")) == 8
@@ -206,7 +265,9 @@ def test_a_fork_continues_another_run_with_other_settings(tiny, tmp_path):
     assert min(ours) == 9 * STEP, "counters continue"
     assert ours[9 * STEP] == source[9 * STEP], "the first loss comes from the source's weights"
     assert ours[10 * STEP] != source[10 * STEP], "then its own learning rate acts"
+    assert lines(fork["output_dir"], "model_info") and lines(fork["output_dir"], "train_data_info")
     train(fork)  # started again, it continues itself and does not fork anew
+    assert "fork_dir, fork_step:" in refused(changed(fork, fork_step=16 * STEP))
 
 
 def test_a_fork_of_nothing_or_of_another_shape_is_refused(tiny, tmp_path):

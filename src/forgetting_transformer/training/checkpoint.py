@@ -20,6 +20,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,14 @@ class Checkpointer:
         folder: `output_dir/checkpoints`.
         keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
         rank, world_size: of this process. Collective calls go over a gloo group of their own, which needs no GPU.
+        timeout: how long a rank waits for the others in one.
     """
 
-    def __init__(self, folder: Path, keep_last: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self, folder: Path, keep_last: int, rank: int, world_size: int, timeout: timedelta | None = None
+    ) -> None:
         self.folder, self.keep_last, self.rank, self.world_size = folder, keep_last, rank, world_size
-        self._group = dist.new_group(backend="gloo") if world_size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
 
     def save(
         self,
@@ -115,11 +119,25 @@ class Checkpointer:
         self._on_rank_zero(lambda: self._prune(step))
 
     def newest(self, step: int | None = None) -> Checkpoint | None:
-        """The newest valid checkpoint (or the one at `step`), the same on every rank; None if there is none."""
-        found = [newest_valid(self.folder, step)] if self.rank == 0 else [None]
+        """The newest valid checkpoint (or the one at `step`), the same on every rank; None if none was ever finished.
+
+        Raises:
+            CheckpointError: there are finished checkpoints and none is valid. Starting over would overwrite them.
+        """
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            answer[0] = newest_valid(self.folder, step)
+            finished = [path.name for path in self.folder.glob("step-*") if (path / MANIFEST).exists()]
+            if answer[0] is None and finished and step is None:
+                answer[1] = (
+                    f"none of the checkpoints in {self.folder} can be used ({', '.join(sorted(finished))}; the log says "
+                    "why). Bring back a copy of one, or start anew with resume=false, which moves them aside"
+                )
         if self._group is not None:
-            dist.broadcast_object_list(found, src=0, group=self._group)
-        return found[0]
+            dist.broadcast_object_list(answer, src=0, group=self._group)
+        if answer[1] is not None:
+            raise CheckpointError(answer[1])
+        return answer[0]
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fills model and optimizer. Learning rate, decay and betas stay as the config set them.
@@ -146,10 +164,11 @@ class Checkpointer:
             group.update(setting)
 
     def clean(self) -> None:
-        """Removes what an interrupted save left behind; rank 0, at start-up."""
-        for leftover in self.folder.glob(".tmp-step-*"):
-            log.warning("removing %s, left by a save that was interrupted", leftover)
-            shutil.rmtree(leftover)
+        """Removes what an interrupted save or deletion left behind; rank 0, at start-up."""
+        unfinished = [path for path in self.folder.glob("step-*") if not (path / MANIFEST).exists()]
+        for leftover in [*self.folder.glob(".tmp-step-*"), *unfinished]:
+            log.warning("removing %s, which was never finished", leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def _prepare(self, temporary: Path, state: dict[str, Any]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -201,7 +220,11 @@ class Checkpointer:
             "permanent": permanent,
             "files": checksums,
         }
-        write_atomically(final / MANIFEST, json.dumps(manifest, indent=1))
+        try:
+            write_atomically(final / MANIFEST, json.dumps(manifest, indent=1))
+        except OSError:
+            shutil.rmtree(final, ignore_errors=True)
+            raise
 
     def _prune(self, step: int) -> None:
         """Keeps the newest `keep_last` checkpoints up to `step` and the permanent ones."""
@@ -211,8 +234,12 @@ class Checkpointer:
             if _NAME.fullmatch(path.name) and step_of(path) <= step and (path / MANIFEST).is_file()
         ]
         for path in older[self.keep_last :]:
-            if not json.loads((path / MANIFEST).read_text(encoding="utf-8"))["permanent"]:
-                remove(path)
+            try:
+                if not json.loads((path / MANIFEST).read_text(encoding="utf-8"))["permanent"]:
+                    remove(path)
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                # Housekeeping: what cannot be read or deleted stays, and training goes on.
+                log.warning("could not tidy up %s: %s", path, error)
 
     def _agree(self, action: Callable[[], None], what: str) -> None:
         """Rank 0 acts; if it fails, every rank raises."""
@@ -220,8 +247,8 @@ class Checkpointer:
         if self.rank == 0:
             try:
                 action()
-            except OSError as error:
-                problem = [error.strerror or str(error)]
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                problem = [_reason(error)]
                 for leftover in self.folder.glob(".tmp-step-*"):
                     shutil.rmtree(leftover, ignore_errors=True)
         if self._group is not None:
@@ -254,24 +281,25 @@ def inspect(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: what is wrong with it.
     """
-    manifest_file = path / MANIFEST
-    if not manifest_file.is_file():
+    if not (path / MANIFEST).is_file():
         raise CheckpointError("it has no manifest.json, so it was never finished")
     try:
-        manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"its manifest.json cannot be read ({error})") from error
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"its format is {manifest.get('format')}, this version reads {FORMAT}")
-    for name, recorded in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{name} is missing")
-        if file.stat().st_size != recorded["bytes"]:
-            raise CheckpointError(f"{name} has {file.stat().st_size} bytes instead of {recorded['bytes']}")
-        if _checksum(file) != recorded:
-            raise CheckpointError(f"the contents of {name} do not match its checksum")
-    return Checkpoint(path, step_of(path), manifest["permanent"])
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"its format is {manifest['format']}, this version reads {FORMAT}")
+        for name, recorded in manifest["files"].items():
+            if not (path / name).is_file():
+                raise CheckpointError(f"{name} is missing")
+            size = (path / name).stat().st_size
+            if size != recorded["bytes"]:
+                raise CheckpointError(f"{name} has {size} bytes instead of {recorded['bytes']}")
+            if _checksum(path / name) != recorded:
+                raise CheckpointError(f"the contents of {name} do not match its checksum")
+        return Checkpoint(path, step_of(path), manifest["permanent"])
+    except OSError as error:
+        raise CheckpointError(f"it cannot be read ({error})") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"its manifest.json is damaged ({type(error).__name__}: {error})") from error
 
 
 def step_of(path: Path) -> int:

@@ -250,6 +250,17 @@ def check(config: Config, world_size: int) -> None:
     }.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{key}={value} must be positive")
+    optimizer = config.optimizer
+    if optimizer.lr < 0 or optimizer.weight_decay < 0 or optimizer.eps <= 0:
+        raise ConfigError(
+            f"optimizer.lr={optimizer.lr}, weight_decay={optimizer.weight_decay} and eps={optimizer.eps} must not be "
+            "negative (eps not zero)"
+        )
+    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+        raise ConfigError(f"optimizer.betas={optimizer.betas} must be two numbers in [0, 1), such as [0.9, 0.95]")
+    for key in ("train_num_workers", "eval_num_workers"):
+        if getattr(data, key) < 0:
+            raise ConfigError(f"datamodule.{key}={getattr(data, key)} must be 0 (no worker processes) or more")
     if data.train_batch_size % world_size:
         near = [n for n in range(1, data.train_batch_size + 1) if data.train_batch_size % n == 0]
         raise ConfigError(
@@ -275,11 +286,22 @@ def check(config: Config, world_size: int) -> None:
         )
     if config.fork_dir and not config.resume:
         raise ConfigError("fork_dir starts from a checkpoint, resume=false starts from nothing: choose one")
+    check_choices(config)
+
+
+def check_choices(config: Config) -> None:
+    """The part of `check` that needs no processes: names out of a list.
+
+    Raises:
+        ConfigError: naming the key, the value and the choices.
+    """
     if config.fabric.precision not in ("bf16-mixed", "32-true"):
         raise ConfigError(
             f"fabric.precision={config.fabric.precision!r} is not supported; use 'bf16-mixed' or '32-true'. "
             "bf16-true would keep weights and AdamW's moments in bf16, too coarse for pretraining"
         )
+    if config.fabric.accelerator not in ("auto", "cpu", "cuda", "gpu"):
+        raise ConfigError(f"fabric.accelerator={config.fabric.accelerator!r} is unknown; use 'auto', 'cpu' or 'cuda'")
     if config.strategy.name not in ("auto", "ddp", "fsdp"):
         raise ConfigError(f"strategy.name={config.strategy.name!r} is unknown; use 'auto', 'ddp' or 'fsdp'")
     if config.wandb.mode not in ("online", "offline", "disabled"):
@@ -303,8 +325,12 @@ FREE_KEYS = (
 
 
 def changes_that_alter_the_run(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Lines "key: old -> new" for every key outside FREE_KEYS that differs between two resolved configs."""
-    old, new = flatten(before), flatten(now)
+    """Lines "key: old -> new" for every key outside FREE_KEYS that differs between two resolved configs.
+
+    A key that is younger than the old config counts as its default there.
+    """
+    defaults = flatten(dataclasses.asdict(Config()))
+    old, new = defaults | flatten(before), defaults | flatten(now)
     return [
         f"{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
         for key in sorted(old.keys() | new.keys())

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
@@ -43,13 +44,17 @@ def launch(config: Config) -> Fabric:
     )
     if not under_cli:
         fabric.launch()
-    expected = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or fabric.world_size)
+    tasks = os.environ.get("SLURM_NTASKS") if SLURMEnvironment.detect() else None
+    expected = int(os.environ.get("WORLD_SIZE") or tasks or fabric.world_size)
     if fabric.world_size != expected:
         # torchrun or srun with devices=1 gives N independent runs that all believe to be rank 0.
         raise ConfigError(
             f"{expected} processes were started but each trains alone (world size {fabric.world_size}); "
             "start with `fabric run train.py --devices N …`, or set fabric.devices to the processes per node"
         )
+    # `fabric run` tells every rank to use all cores; on a CPU the ranks of a node would then fight for them.
+    ranks_per_node = max(1, fabric.world_size // int(os.environ.get("LT_NUM_NODES", 1)))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // ranks_per_node)))
     return fabric
 
 

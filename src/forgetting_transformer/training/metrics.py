@@ -36,7 +36,8 @@ class MetricsLog:
         self.directory = directory
         directory.jsonlines.mkdir(parents=True, exist_ok=True)
         for file in directory.jsonlines.glob("*.jsonl"):
-            truncate(file, resume_step)
+            # An earlier continuation from this very checkpoint has left its line too.
+            truncate(file, resume_step - 1 if file.stem == "resume" else resume_step)
         for file in directory.npz.glob("*/step-*.npz"):
             if int(file.stem.removeprefix("step-")) > resume_step:
                 file.unlink()
@@ -48,6 +49,12 @@ class MetricsLog:
         with (self.directory.jsonlines / f"{kind}.jsonl").open("a", encoding="utf-8") as file:
             file.write(line)
         self._wandb.log(step, values)
+
+    def report_once(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Reports what holds for the whole run, if an earlier start has not."""
+        file = self.directory.jsonlines / f"{kind}.jsonl"
+        if not file.is_file() or not read_lines(file):
+            self.report(kind, step, values)
 
     def report_arrays(self, kind: str, step: int, arrays: dict[str, np.ndarray]) -> None:
         """Writes `npz/<kind>/step-<step>.npz`; the step is in the file too."""
@@ -141,8 +148,11 @@ class _Wandb:
             self._run = None
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        try:
+            if self._run is not None:
+                self._run.finish()
+        except Exception as error:
+            log.warning("wandb did not finish (%s); all metrics are in the JSON-lines files", error)
 
 
 class Progress:

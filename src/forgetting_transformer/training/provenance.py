@@ -26,14 +26,16 @@ def versions() -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Commit of the repository that holds `folder`, and the uncommitted changes as a patch; {} outside a repository."""
+    """Commit of the repository that holds `folder`, the uncommitted changes as a patch, and the names of files that git
+    does not know; {} outside a repository."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
         return done.stdout
 
     try:
-        return {"commit": git("rev-parse", "HEAD").strip(), "patch": git("diff", "HEAD")}
+        untracked = git("ls-files", "--others", "--exclude-standard", "--full-name", ":/").splitlines()
+        return {"commit": git("rev-parse", "HEAD").strip(), "patch": git("diff", "HEAD"), "untracked": untracked}
     except (OSError, subprocess.SubprocessError):
         return {}
 

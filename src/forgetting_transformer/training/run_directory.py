@@ -40,6 +40,8 @@ class RunDirectory:
             descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise RunDirectoryError(f"cannot write to output_dir={self.root}: {error.strerror}") from error
+        # Data workers are forked and would hold the lock for seconds after this process was killed.
+        os.register_at_fork(after_in_child=self.release)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -48,6 +50,12 @@ class RunDirectory:
             raise RunDirectoryError(
                 f"another run is writing to output_dir={self.root} ({holder}). Wait for it, stop it, or choose "
                 "another output_dir"
+            ) from error
+        except OSError as error:
+            os.close(descriptor)
+            raise RunDirectoryError(
+                f"the file system of output_dir={self.root} does not support locks ({error.strerror}), which keep two runs "
+                "out of one folder; choose an output_dir on another one"
             ) from error
         os.ftruncate(descriptor, 0)
         owner = {

@@ -10,10 +10,12 @@ import json
 import logging
 import math
 import time
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import yaml
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -27,7 +29,7 @@ from forgetting_transformer.training.checkpoint import (
     steps_in,
     write_atomically,
 )
-from forgetting_transformer.training.config import Config, ConfigError, changes_that_alter_the_run, check
+from forgetting_transformer.training.config import Config, ConfigError, changes_that_alter_the_run, check, check_choices
 from forgetting_transformer.training.hardware import peak_flops
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.metrics import MetricsLog, Progress, Throughput
@@ -63,6 +65,14 @@ def run(config: Config) -> None:
     trainer = Trainer(config)
     try:
         trainer.run()
+    except OSError as error:
+        # A full disk, a file system that went away. Where a checkpoint could be skipped it has been.
+        kept = (
+            f"the last good checkpoint is at {trainer.saved_step:,} tokens"
+            if trainer.saved_step
+            else "nothing was saved"
+        )
+        raise TrainingError(f"{error}; {kept}. Mend this and start the same command again") from error
     finally:
         trainer.close()
 
@@ -70,12 +80,14 @@ def run(config: Config) -> None:
 class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
+        check_choices(config)
         self.fabric = launch(config)
         check(config, self.fabric.world_size)
         self.directory = RunDirectory(config.output_dir)
         self.schedule = build_schedule(config.schedule, config.optimizer.lr)
-        setup.on_rank_zero(self.fabric, self._take_directory)
-        setup.start_logging(self.directory, self.fabric.global_rank)
+        setup.on_rank_zero(self.fabric, self.directory.acquire)
+        if config.resume:
+            setup.start_logging(self.directory, self.fabric.global_rank)
 
         self.data = setup.build_data(config.data_dir, config.datamodule)
         self.data_info = self.data.train_info()
@@ -88,7 +100,13 @@ class Trainer:
         optimizer = setup.build_optimizer(self.model.module, self.undecayed, config.optimizer)
         self.optimizer = self.fabric.setup_optimizers(optimizer)
         setup.check_optimizer_owns(self.model, self.optimizer)
+        if not config.resume:
+            # Only now: a command that is refused must leave the old run where it was.
+            setup.on_rank_zero(self.fabric, self._move_aside)
+            setup.start_logging(self.directory, self.fabric.global_rank)
 
+        #: Where this process comes from, told once: the code on disk may change while it runs.
+        self.environment = describe(self.fabric.device)
         self.counters = Counters()
         #: Loss at every position, summed over the sequences since the last report of it.
         self.position_loss_T = torch.zeros(
@@ -101,6 +119,7 @@ class Trainer:
             config.checkpoint_keep_last,
             self.fabric.global_rank,
             self.fabric.world_size,
+            timedelta(seconds=config.strategy.timeout_seconds),
         )
         self.saved_step = self._restore()
         self.metrics = self._open_metrics() if self.fabric.is_global_zero else None
@@ -177,7 +196,7 @@ class Trainer:
         self.optimizer.step()
 
         # One small sum over ranks gives both the loss of the global batch and its share at every position.
-        loss_T = self.fabric.all_reduce(loss_T, reduce_op="sum")
+        self._sum_over_ranks(loss_T)
         self.position_loss_T += loss_T
         self.position_sequences += config.datamodule.train_batch_size
         self.finite &= torch.isfinite(grad_norm) & torch.isfinite(loss_T).all()
@@ -198,8 +217,8 @@ class Trainer:
             loss_T += batch["weight"] @ loss_BT.double()
             sequences += batch["weight"].sum()
         self.model.train()
-        loss_T = self.fabric.all_reduce(loss_T, reduce_op="sum")
-        sequences = self.fabric.all_reduce(sequences, reduce_op="sum")
+        self._sum_over_ranks(loss_T)
+        self._sum_over_ranks(sequences)
         if self.metrics is None:
             return
         mean_T, count = (loss_T / sequences).cpu().numpy(), int(sequences.item())
@@ -228,12 +247,14 @@ class Trainer:
             self.metrics.close()
         self.directory.release()
 
-    def _take_directory(self) -> None:
-        self.directory.acquire()
-        if not self.config.resume and (moved := self.directory.move_aside()):
+    def _move_aside(self) -> None:
+        if moved := self.directory.move_aside():
             log.warning("resume=false: what %s held is now in %s", self.directory.root, moved)
-        for folder in (self.directory.checkpoints, self.directory.logs, self.directory.jsonlines):
-            folder.mkdir(parents=True, exist_ok=True)
+
+    def _sum_over_ranks(self, tensor: Tensor) -> None:
+        """In place. Fabric's own all_reduce would put a barrier before it, for which the host waits."""
+        if self.fabric.world_size > 1:
+            dist.all_reduce(tensor)
 
     def _check_budget(self) -> None:
         """Held-out data and the token budget are looked at now, not after hours of training."""
@@ -249,8 +270,9 @@ class Trainer:
     def _restore(self) -> int | None:
         """Continues from the newest valid checkpoint, or from the fork; returns the step saved last, if any."""
         config = self.config
-        setup.on_rank_zero(self.fabric, self.checkpointer.clean)
+        self.directory.checkpoints.mkdir(parents=True, exist_ok=True)
         checkpoint = self.checkpointer.newest()
+        setup.on_rank_zero(self.fabric, self.checkpointer.clean)
         if checkpoint is None and config.fork_dir:
             folder = RunDirectory(config.fork_dir).checkpoints
             source = Checkpointer(folder, 1, self.fabric.global_rank, self.fabric.world_size)
@@ -283,6 +305,9 @@ class Trainer:
         if forked:
             shape = ("datamodule.train_batch_len", "datamodule.train_batch_size", "model.")
             changes = [change for change in changes if change.startswith(shape)]
+        before = (state["config"]["fork_dir"], state["config"]["fork_step"])
+        if not forked and self.config.fork_dir and (self.config.fork_dir, self.config.fork_step) != before:
+            changes.append(f"fork_dir, fork_step: {before} -> {(self.config.fork_dir, self.config.fork_step)}")
         if state["data_fingerprint"] != self.data_info.fingerprint:
             changes.append(
                 f"the corpus (fingerprint {state['data_fingerprint']} -> {self.data_info.fingerprint}): {self.data_info.path}"
@@ -304,11 +329,10 @@ class Trainer:
         metrics = MetricsLog(self.directory, self.config, self.resolved, step)
         if self.counters.batch_count:
             metrics.report("resume", step, {"resume/resume_step": step})
-        else:
-            metrics.report("train_data_info", step, vars(self.data_info))
-            if not self.config.skip_eval:
-                metrics.report("val_data_info", step, vars(self.data.eval_info()))
-            metrics.report("model_info", step, self._model_info())
+        metrics.report_once("train_data_info", step, vars(self.data_info))
+        if not self.config.skip_eval:
+            metrics.report_once("val_data_info", step, vars(self.data.eval_info()))
+        metrics.report_once("model_info", step, self._model_info())
         return metrics
 
     def _write_descriptions(self) -> None:
@@ -320,7 +344,7 @@ class Trainer:
         write_atomically(root / "decay_params.txt", "".join(decayed))
         write_atomically(root / "no_decay_params.txt", "".join(shapes[n] for n in shapes if n in self.undecayed))
         start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": self.counters.token_count}
-        start |= {"world_size": self.fabric.world_size, **describe(self.fabric.device)}
+        start |= {"world_size": self.fabric.world_size, **self.environment}
         with (root / "starts.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(start) + "\n")
         setup.copy_tokenizer(self.data.folder, self.directory)
@@ -392,10 +416,10 @@ class Trainer:
         state = {
             **vars(self.counters),
             "config": self.resolved,
-            "model_config": self.model.module.config.to_diff_dict(),
+            "model_config": self.model.module.config.to_dict(),
             "data_fingerprint": self.data_info.fingerprint,
             "world_size": self.fabric.world_size,
-            "environment": describe(self.fabric.device),
+            "environment": self.environment,
         }
         windows = {
             "position_loss": self.position_loss_T.cpu().numpy(),
@@ -433,7 +457,7 @@ class Trainer:
         if not finite:
             kept = f"the checkpoint at {self.saved_step:,} tokens" if self.saved_step else "the start"
             raise TrainingError(
-                f"loss or gradients became infinite or NaN in the {self.config.log_interval:,} tokens before "
-                f"{self.counters.token_count:,}; nothing was saved since {kept}. Lower optimizer.lr or "
+                f"loss or gradients became infinite or NaN at or before {self.counters.token_count:,} tokens, after the last "
+                f"line of the log; nothing was saved since {kept}. Lower optimizer.lr or "
                 "train.max_grad_norm, or look at the data of these steps"
             )
