@@ -4,13 +4,34 @@ The interpreter is chosen when Triton is imported, so every case runs in a proce
 NaN before the kernels write them.
 """
 
+import functools
+import importlib
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+
+
+def test_compiled_graphs_see_a_constant_where_the_kernel_is_looked_for(monkeypatch):
+    """Importing a module cannot be traced; one graph would become three."""
+    from forgetting_transformer.ops import forgetting_attention as package
+
+    calls = []
+
+    @functools.cache
+    def load(device_index):
+        importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
+        calls.append(device_index)
+        return True
+
+    monkeypatch.setattr(package, "_load_kernel", load)
+    compiled = torch.compile(lambda x: x + 1 if package._has_kernel(0) else x - 1, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(2)).tolist() == [1.0, 1.0] and calls == [0]
+
 
 PRELUDE = """
 import math, torch

@@ -115,10 +115,14 @@ def _takes_kernel(q_BHMD: Tensor, k_BHND: Tensor, seq_start_B: Tensor | None) ->
 
 
 @torch.compiler.assume_constant_result
-@functools.cache
 def _has_kernel(device_index: int) -> bool:
-    """Import the Triton backend, which registers its operators, when a GPU first needs it; False, with a warning, where
-    that fails."""
+    """Whether the Triton backend can be used on this GPU; a constant to compiled graphs."""
+    return _load_kernel(device_index)
+
+
+@functools.cache
+def _load_kernel(device_index: int) -> bool:
+    """Import the Triton backend, which registers its operators; False, with a warning, where that fails."""
     if torch.cuda.get_device_capability(device_index) < (8, 0):
         return False
     try:
