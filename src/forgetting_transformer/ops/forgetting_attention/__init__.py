@@ -114,10 +114,14 @@ def _takes_kernel(q_BHMD: Tensor, k_BHND: Tensor, seq_start_B: Tensor | None) ->
     )
 
 
-@torch.compiler.assume_constant_result
 def _has_kernel(device_index: int) -> bool:
     """Whether the Triton backend can be used on this GPU; a constant to compiled graphs."""
     return _load_kernel(device_index)
+
+
+# What `torch.compiler.assume_constant_result` sets. The decorator itself would import the compiler, and with it Triton,
+# seconds of start-up for everyone who does not compile.
+_has_kernel._dynamo_marked_constant = True
 
 
 @functools.cache
