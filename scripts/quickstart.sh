@@ -17,7 +17,7 @@ step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
 step "1/4  Corpus: Python sources of the interpreter and of the installed packages -> $folder/data/python_code"
 mapfile -t sources < <(python -c 'import sysconfig; p = sysconfig.get_paths(); print(p["stdlib"], p["purelib"], sep="\n")')
 python scripts/prepare_data.py "${sources[@]}" --glob "*.py" --max_bytes 24000000 \
-    --tokenizer train:4096 --doc_len 4096 --out "$folder/data/python_code"
+    --tokenizer train:4096 --doc_len 4096 --heldout_docs 32 --out "$folder/data/python_code"
 
 step "2/4  Training: python train.py +experiment/demo=fox_pro"
 python train.py +experiment/demo=fox_pro output_dir="$folder/run" data_dir="$folder/data"
