@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from forgetting_transformer.ops import recurrence
-from forgetting_transformer.ops.recurrence import chunked, fla, reference, scan
+from forgetting_transformer.ops.recurrence import chunked, fla, fla_on_hopper, reference, scan
 
 OPS = ["simple_gla", "gla", "delta_rule", "gated_delta_rule", "selective_scan"]
 PORTABLE = {op: getattr(scan if op == "selective_scan" else chunked, op) for op in OPS}
@@ -437,7 +437,7 @@ def fresh_fla():
     """The backend module as before its first use, now and afterwards."""
 
     def forget() -> None:
-        for cached in (fla._load, fla._is_installed, fla._gated_backward_is_miscompiled):
+        for cached in (fla._load, fla._is_installed):
             cached.cache_clear()
 
     forget()
@@ -468,10 +468,23 @@ def stand_in_fla(fresh_fla, monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("miscompiled", [False, True])
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """A setter of what GPU and Triton are like: whether FLA refuses the gated backward pass, and whether that is right."""
+
+    def pretend(refuses: bool, is_right: bool = False) -> None:
+        monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: False)
+        monkeypatch.setattr(fla_on_hopper, "refuses_gated_backward", lambda device_index: refuses)
+        monkeypatch.setattr(fla_on_hopper, "gated_backward_is_right", lambda *_: is_right)
+
+    return pretend
+
+
+@pytest.mark.parametrize("refuses, is_right", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("op", FLA_KERNELS)
-def test_fla_gets_every_argument_under_its_name(op, miscompiled, stand_in_fla, monkeypatch):
-    monkeypatch.setattr(fla, "_gated_backward_is_miscompiled", lambda device: miscompiled)
+def test_fla_gets_every_argument_under_its_name(op, refuses, is_right, stand_in_fla, on_hopper):
+    on_hopper(refuses, is_right)
+    miscompiled = refuses and not is_right
     inputs = rounded(make_inputs(op, 9, key_dim=16, value_dim=32), torch.bfloat16)
     assert fla.supports(op, inputs["q"], inputs["v"]) == (not (miscompiled and op == "gated_delta_rule"))
     assert_close(run(getattr(fla, op), inputs), run(REFERENCE[op], inputs), 1e-6)
@@ -481,8 +494,8 @@ def test_fla_gets_every_argument_under_its_name(op, miscompiled, stand_in_fla, m
     assert all(arguments[gate].dtype == torch.float32 for gate in ("g", "beta") if gate in arguments)
 
 
-def test_fla_is_for_16_bits_and_whole_tiles(stand_in_fla, monkeypatch):
-    monkeypatch.setattr(fla, "_gated_backward_is_miscompiled", lambda device: False)
+def test_fla_is_for_16_bits_and_whole_tiles(stand_in_fla, on_hopper):
+    on_hopper(refuses=False)
 
     def supported(op: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
         return fla.supports(
@@ -494,6 +507,19 @@ def test_fla_is_for_16_bits_and_whole_tiles(stand_in_fla, monkeypatch):
         assert not supported(op, 64, 128, torch.float32) and not supported(op, 64, 128, torch.float64)
         assert not supported(op, 60, 128, torch.bfloat16) and not supported(op, 64, 33, torch.bfloat16)
         assert supported(op, 512, 512, torch.bfloat16) == ("delta" not in op)
+
+
+def test_a_gated_backward_pass_that_is_wrong_stays_forbidden(monkeypatch):
+    """The guard in FLA is lifted only for kernels that give PyTorch's gradients."""
+    chunk_o = types.SimpleNamespace(TRITON_ABOVE_3_7_1=False)
+    monkeypatch.setitem(sys.modules, "fla.ops.common.chunk_o", chunk_o)
+    for answer in (True, False):
+        fla_on_hopper.gated_backward_is_right.cache_clear()
+        chunk_o.TRITON_ABOVE_3_7_1 = False
+        monkeypatch.setattr(fla_on_hopper, "_agrees", lambda *_, answer=answer: answer and chunk_o.TRITON_ABOVE_3_7_1)
+        assert fla_on_hopper.gated_backward_is_right("simple_gla", 64, 64, torch.bfloat16, 0) is answer
+        assert chunk_o.TRITON_ABOVE_3_7_1 is answer
+    fla_on_hopper.gated_backward_is_right.cache_clear()
 
 
 def test_one_warning_says_what_to_install(fresh_fla, monkeypatch):

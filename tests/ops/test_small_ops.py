@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from forgetting_transformer.ops import cross_entropy
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
 from forgetting_transformer.ops.norm import rms_norm
 from forgetting_transformer.ops.rotary import rotate
@@ -81,8 +82,10 @@ def test_rms_norm_statistics_are_float32_for_half_inputs():
     torch.testing.assert_close(rms_norm(x, torch.ones(8), 1e-6), torch.ones(1, 8, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("vocab_multiple", [1, 4])
 @pytest.mark.parametrize("max_logits", [2**27, 50, 1], ids=["one slice", "slices of 5 tokens", "token by token"])
-def test_cross_entropy_in_slices_is_cross_entropy(max_logits):
+def test_cross_entropy_in_slices_is_cross_entropy(max_logits, vocab_multiple, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "_vocab_multiple", lambda _: vocab_multiple)
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 7, 6, requires_grad=True), torch.randn(10, 6, requires_grad=True)
     labels = torch.randint(0, 10, (2, 7))
@@ -104,6 +107,16 @@ def test_cross_entropy_never_saves_all_logits():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         linear_cross_entropy(hidden, weight, torch.zeros(1, 64, dtype=torch.long), max_logits=800)
     assert max(saved, default=0) <= 800
+
+
+def test_cross_entropy_has_slices_of_one_length_where_it_can(monkeypatch):
+    lengths = []
+    original = cross_entropy._slice_loss
+    monkeypatch.setattr(cross_entropy, "_slice_loss", lambda *x: lengths.append(len(x[0])) or original(*x))
+    linear_cross_entropy(
+        torch.randn(1, 64, 4), torch.randn(10, 4), torch.zeros(1, 64, dtype=torch.long), max_logits=100
+    )
+    assert lengths == [8] * 8  # and not six of 10 and a rest
 
 
 def test_cross_entropy_is_float32_for_bfloat16():

@@ -306,7 +306,19 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         self._tied_weights_keys = {"lm_head.weight": f"{self.base_model_prefix}.embeddings.weight"}
         self.add_module(self.base_model_prefix, self.model_class(config))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._is_compiled = False
         self.post_init()
+
+    def compile_parts(self) -> None:
+        """Run blocks and loss through torch.compile from now on.
+
+        Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights on its own. Lengths and
+        batch sizes are compiled in; each new one takes a while.
+        """
+        for module in self.modules():
+            if isinstance(module, DecoderBlock):
+                module.compile(dynamic=False)
+        self._is_compiled = True
 
     @property
     def decoder(self) -> DecoderModel:
@@ -366,7 +378,9 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(output.last_hidden_state[:, kept])
         else:
-            loss = linear_cross_entropy(output.last_hidden_state, self.lm_head.weight, labels)
+            loss = linear_cross_entropy(
+                output.last_hidden_state, self.lm_head.weight, labels, compiled=self._is_compiled
+            )
         result = CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
         )

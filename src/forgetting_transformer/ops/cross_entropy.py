@@ -3,6 +3,9 @@
 Axes: B batch, T positions, V vocabulary, d hidden width, L = B·T tokens.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +21,7 @@ def linear_cross_entropy(
     labels_BT: Tensor,
     ignore_index: int = -100,
     max_logits: int = _MAX_LOGITS,
+    compiled: bool = False,
 ) -> Tensor:
     """Return `-log softmax(hidden @ weightᵀ)[label]` for every token.
 
@@ -31,6 +35,7 @@ def linear_cross_entropy(
             no gradient.
         ignore_index: label of positions that do not count.
         max_logits: largest number of logits held at once.
+        compiled: fuse casts, softmax and loss with torch.compile. The first call of a shape takes seconds.
 
     Returns:
         Loss in nats `(B, T)`, float32 (float64 for float64 inputs). Under autocast the product runs in the autocast
@@ -53,23 +58,60 @@ def linear_cross_entropy(
                 f"{ignore_index} (ignored)"
             )
 
+    slice_loss = _compiled_slice_loss() if compiled else _slice_loss
     hidden_Ld, labels_L = hidden_BTd.flatten(0, -2), labels_BT.flatten()
-    slice_length = max(1, max_logits // vocab_size)
-    if hidden_Ld.shape[0] <= slice_length:
-        loss_L = _slice_loss(hidden_Ld, weight_Vd, labels_L, ignore_index)
+    weight_Vd, bias_V = _pad_vocabulary(weight_Vd)
+    num_slices = _count_slices(len(labels_L), max_logits // vocab_size)
+    if num_slices == 1:
+        loss_L = slice_loss(hidden_Ld, weight_Vd, bias_V, labels_L, ignore_index)
     else:
         losses = [
             checkpoint(
-                _slice_loss, hidden, weight_Vd, labels, ignore_index, use_reentrant=False, preserve_rng_state=False
+                slice_loss,
+                hidden,
+                weight_Vd,
+                bias_V,
+                labels,
+                ignore_index,
+                use_reentrant=False,
+                preserve_rng_state=False,
             )
-            for hidden, labels in zip(hidden_Ld.split(slice_length), labels_L.split(slice_length), strict=True)
+            for hidden, labels in zip(hidden_Ld.chunk(num_slices), labels_L.chunk(num_slices), strict=True)
         ]
         loss_L = torch.cat(losses)
     # A copy, not a view: FSDP2 hangs its backward hooks on a module's outputs, and warns if those are views.
     return loss_L.view(labels_BT.shape).clone()
 
 
-def _slice_loss(hidden_Ld: Tensor, weight_Vd: Tensor, labels_L: Tensor, ignore_index: int) -> Tensor:
-    logits_LV = F.linear(hidden_Ld, weight_Vd)
+def _count_slices(length: int, max_slice: int) -> int:
+    """The fewest slices that are short enough; a few more if that makes all of one length, which is compiled once."""
+    fewest = -(-length // max(1, max_slice))
+    return next((n for n in range(fewest, 2 * fewest) if length % n == 0), fewest) if length else 1
+
+
+def _vocab_multiple(device: torch.device) -> int:
+    """Tensor cores are fed in blocks: matrices whose rows are not multiples of 16 bytes, such as logits of GPT-2's 50,257
+    words, fall back to products several times slower."""
+    return 64 if device.type == "cuda" else 1
+
+
+def _pad_vocabulary(weight_Vd: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The weight with rows for words that do not exist, if the device wants them, and biases that make those impossible."""
+    missing = -weight_Vd.shape[0] % _vocab_multiple(weight_Vd.device)
+    if missing == 0:
+        return weight_Vd, None
+    bias_V = F.pad(weight_Vd.new_zeros(weight_Vd.shape[0]), (0, missing), value=float("-inf"))
+    return F.pad(weight_Vd, (0, 0, 0, missing)), bias_V
+
+
+def _slice_loss(
+    hidden_Ld: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, labels_L: Tensor, ignore_index: int
+) -> Tensor:
+    logits_LV = F.linear(hidden_Ld, weight_Vd, bias_V)
     logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
     return F.cross_entropy(logits_LV, labels_L, reduction="none", ignore_index=ignore_index)
+
+
+@functools.cache
+def _compiled_slice_loss() -> Callable[..., Tensor]:
+    return torch.compile(_slice_loss, dynamic=False)

@@ -41,7 +41,7 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
-    #: torch.compile each decoder block: fuses what lies between matrix products; the first step takes longer.
+    #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer.
     compile: bool = False
     #: Whether biases, norm weights and convolution kernels are decayed.
     bias_weight_decay: bool = False

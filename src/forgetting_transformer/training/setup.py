@@ -17,7 +17,6 @@ from torch import nn
 
 from forgetting_transformer.data import DataInfo, LongCrawl64DataModule
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.decoder import DecoderBlock
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
 from forgetting_transformer.training.metrics import TerminalHandler
 from forgetting_transformer.training.parameter_groups import group_parameters
@@ -96,10 +95,7 @@ def build_model(config: Config, data: DataInfo) -> nn.Module:
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     if config.train.compile:
-        # Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights on its own.
-        for module in model.modules():
-            if isinstance(module, DecoderBlock):
-                module.compile(dynamic=False)
+        model.compile_parts()
     return model
 
 

@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from packaging.version import Version
 from torch import Tensor
+
+from forgetting_transformer.ops.recurrence import fla_on_hopper
 
 # op: module and function of FLA.
 _KERNELS = {
@@ -31,14 +32,31 @@ def supports(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> bool:
     Only 16-bit inputs: products of float32 inputs would be TF32 (three digits), and the delta rules refuse them.
     Only head dimensions that are multiples of 16, the shape of a tensor core's tile.
     """
-    key_dim, value_dim = q_BTHK.shape[-1], v_BTHV.shape[-1]
-    if q_BTHK.dtype not in (torch.float16, torch.bfloat16) or key_dim % 16 or value_dim % 16:
+    return _supports(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index)
+
+
+def _supports(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
+    """`supports` of plain values, so that compiled graphs can take the answer as a constant."""
+    if dtype not in (torch.float16, torch.bfloat16) or key_dim % 16 or value_dim % 16:
         return False
     if op in ("delta_rule", "gated_delta_rule") and key_dim > _MAX_DELTA_KEY_DIM:
         return False
     if not _is_installed():
         return False
-    return not (op == "gated_delta_rule" and _gated_backward_is_miscompiled(q_BTHK.device))
+    if fla_on_hopper.is_hopper(device_index):
+        fla_on_hopper.choose_configurations()
+    return op != "gated_delta_rule" or _has_gated_backward(op, key_dim, value_dim, dtype, device_index)
+
+
+def _has_gated_backward(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
+    return not fla_on_hopper.refuses_gated_backward(device_index) or fla_on_hopper.gated_backward_is_right(
+        op, key_dim, value_dim, dtype, device_index
+    )
+
+
+# What `torch.compiler.assume_constant_result` sets, without importing the compiler.
+_supports._dynamo_marked_constant = True
+_has_gated_backward._dynamo_marked_constant = True
 
 
 def simple_gla(
@@ -49,11 +67,11 @@ def simple_gla(
     scale: float,
     initial_state_BHKV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    if _gated_backward_is_miscompiled(q_BTHK.device):
-        # Other kernels, whose backward pass computes its products in the other order.
-        kernel = _load("fla.ops.simple_gla", "fused_chunk_simple_gla")
-    else:
+    if _has_gated_backward("simple_gla", q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index):
         kernel = _load(*_KERNELS["simple_gla"])
+    else:
+        # Slower kernels, whose backward pass computes its products in the other order.
+        kernel = _load("fla.ops.simple_gla", "fused_chunk_simple_gla")
     return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, g=log_decay_BTH.float())
 
 
@@ -138,15 +156,3 @@ def _is_installed() -> bool:
         )
         return False
     return True
-
-
-@functools.cache
-def _gated_backward_is_miscompiled(device: torch.device) -> bool:
-    """Triton 3.4.0 to 3.7.0 gives wrong gradients on Hopper for the kernel behind chunk_simple_gla and chunk_gated_delta_rule.
-
-    FLA refuses to run it there (its issue 640).
-    """
-    import triton
-
-    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-    return is_hopper and Version("3.4.0") <= Version(triton.__version__) < Version("3.7.1")

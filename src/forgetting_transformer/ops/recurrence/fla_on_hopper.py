@@ -1,0 +1,145 @@
+"""What FLA's kernels need on Hopper GPUs (H100, H200): chosen launch configurations, and a check of the gated backward.
+
+**Configurations.** FLA lets Triton time up to 48 configurations of each kernel in every new process without a warm cache:
+372 kernels to compile for the four ops here, minutes before the first step. And what is fastest is settled by a race, so
+that two starts of one run may sum in different orders and differ in the last bits. The configurations below won on an H200 at
+the published head dimensions (docs/performance.md). With one configuration left, Triton times nothing.
+
+**Gated backward.** With Triton 3.4.0 to 3.7.0, FLA refuses the backward pass of chunk_simple_gla and chunk_gated_delta_rule on
+Hopper, because Triton miscompiled one of its kernels (FLA's issue 640). Not every version and shape is affected: in Triton
+3.6.0 with the configurations here all gradients are right. So the kernels are compared with PyTorch's once per op, shape and
+process, and used if they agree.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from packaging.version import Version
+from torch import Tensor
+
+from forgetting_transformer.ops.recurrence import chunked
+
+# kernel: (options of its own, warps, pipeline stages). `module.kernel` where several modules have one of that name.
+_CONFIGURATIONS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "chunk_bwd_kernel_dh": ({"BK": 32, "BV": 64}, 8, 3),
+    "chunk_bwd_kernel_dqkwg": ({}, 4, 2),
+    "chunk_bwd_kernel_dv": ({}, 4, 3),
+    "chunk_bwd_kernel_dv_local": ({}, 4, 4),
+    "chunk_fwd_kernel_h": ({"BK": 64, "BV": 32}, 2, 4),
+    "chunk_fwd_kernel_o": ({"BK": 64, "BV": 64}, 4, 3),
+    "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": ({"BV": 32}, 4, 3),
+    "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": ({"BV": 32}, 4, 4),
+    "chunk_gated_delta_rule_fwd_kkt_solve_kernel": ({"BK": 64}, 1, 3),
+    "chunk_gla_bwd_kernel_dA": ({}, 4, 4),
+    "chunk_gla_bwd_kernel_dv": ({"BK": 32, "BV": 64}, 8, 3),
+    "chunk_gla_bwd_kernel_inter": ({"BK": 64, "BV": 64}, 4, 2),
+    "chunk_gla_bwd_kernel_intra": ({}, 1, 2),
+    "chunk_gla_fwd_A_kernel_intra_sub_inter": ({"BK": 32}, 1, 3),
+    "chunk_gla_fwd_A_kernel_intra_sub_intra": ({}, 1, 2),
+    "chunk_gla_fwd_kernel_o": ({"BK": 64, "BV": 128}, 4, 3),
+    "chunk_local_cumsum_scalar_kernel": ({}, 1, 3),
+    "chunk_local_cumsum_vector_kernel": ({"BS": 64}, 4, 3),
+    "chunk_scaled_dot_kkt_fwd_kernel": ({"BK": 128}, 4, 2),
+    "merge_16x16_to_64x64_inverse_kernel": ({"DOT_PRECISION": "ieee"}, 2, 3),
+    "fla.ops.delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": ({}, 2, 2),
+    "fla.ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": ({}, 4, 3),
+    "recompute_w_u_fwd_kernel": ({}, 4, 3),
+}
+# FLA stores inputs and states in 16 bits; a miscompiled kernel is wrong by far more than their rounding.
+_TOLERANCE = 2e-2
+
+
+def is_hopper(device_index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device_index)[0] == 9
+
+
+@functools.cache
+def choose_configurations() -> None:
+    """Leave each of FLA's kernels that are listed above the one configuration that is listed."""
+    from triton import Config
+    from triton.runtime.autotuner import Autotuner
+
+    modules = [module for name, module in sorted(sys.modules.items()) if name.startswith("fla.ops.")]
+    for module in modules:
+        for kernel in vars(module).values():
+            while hasattr(kernel, "fn") and not isinstance(kernel, Autotuner):
+                kernel = kernel.fn
+            if not isinstance(kernel, Autotuner):
+                continue
+            name = kernel.base_fn.__name__
+            chosen = _CONFIGURATIONS.get(f"{kernel.base_fn.__module__}.{name}", _CONFIGURATIONS.get(name))
+            if chosen is not None:
+                options, warps, stages = chosen
+                kernel.configs = [Config(options, num_warps=warps, num_stages=stages)]
+
+
+def refuses_gated_backward(device_index: int) -> bool:
+    """Whether FLA itself, as installed, refuses the gated backward pass on this GPU."""
+    import triton
+
+    return is_hopper(device_index) and Version("3.4.0") <= Version(triton.__version__) < Version("3.7.1")
+
+
+@functools.cache
+def gated_backward_is_right(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
+    """Let FLA run the gated backward pass, and compare it with PyTorch's; if it is wrong, forbid it again.
+
+    Args:
+        op: "simple_gla" or "gated_delta_rule".
+        key_dim, value_dim, dtype: of the inputs it is wanted for.
+    """
+    chunk_o = importlib.import_module("fla.ops.common.chunk_o")
+    if not hasattr(chunk_o, "TRITON_ABOVE_3_7_1"):
+        return False
+    before = chunk_o.TRITON_ABOVE_3_7_1
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+    try:
+        # In a thread of its own, which knows nothing of the caller's autocast, checkpointing, gradient mode or tracing.
+        with ThreadPoolExecutor(1) as executor:
+            is_right = executor.submit(_agrees, op, key_dim, value_dim, dtype, device_index).result()
+    except Exception:  # a compiler that fails is as good as one that is wrong
+        is_right = False
+    if not is_right:
+        chunk_o.TRITON_ABOVE_3_7_1 = before
+    return is_right
+
+
+def _agrees(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
+    """Compare output and gradients of FLA's kernel with those of PyTorch's chunks in float32."""
+    kernel = getattr(importlib.import_module(f"fla.ops.{op}"), f"chunk_{op}")
+    generator = torch.Generator().manual_seed(0)
+    device = torch.device("cuda", device_index)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    length, heads = 300, 2
+    inputs = {
+        "q": normal(1, length, heads, key_dim).to(dtype),
+        "k": F.normalize(normal(1, length, heads, key_dim), dim=-1).to(dtype),
+        "v": normal(1, length, heads, value_dim).to(dtype),
+    }
+    if op == "gated_delta_rule":
+        inputs["beta"] = normal(1, length, heads).sigmoid()
+    inputs["g"] = F.logsigmoid(normal(1, length, heads) + 2)
+    inputs = {name: x.to(device) for name, x in inputs.items()}
+    d_out = normal(1, length, heads, value_dim).to(device)
+
+    def results(function: Callable[..., tuple[Tensor, Tensor]], arguments: dict[str, Tensor]) -> list[Tensor]:
+        leaves = {name: x.clone().requires_grad_() for name, x in arguments.items()}
+        out, _ = function(**leaves)
+        return [out, *torch.autograd.grad(out, list(leaves.values()), d_out.to(out.dtype))]
+
+    with torch.cuda.device(device):
+        got = results(functools.partial(kernel, scale=1.0, initial_state=None, output_final_state=True), inputs)
+        wide = {name: x.float() for name, x in inputs.items()}
+        want = results(lambda **x: getattr(chunked, op)(*x.values(), 1.0, None), wide)
+        return all(
+            (a.float() - b).norm().item() <= _TOLERANCE * b.norm().item() for a, b in zip(got, want, strict=True)
+        )
