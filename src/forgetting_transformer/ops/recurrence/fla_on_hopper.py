@@ -7,8 +7,9 @@ the published head dimensions (docs/performance.md). With one configuration left
 
 **Gated backward.** With Triton 3.4.0 to 3.7.0, FLA refuses the backward pass of chunk_simple_gla and chunk_gated_delta_rule on
 Hopper, because Triton miscompiled one of its kernels (FLA's issue 640). Not every version and shape is affected: in Triton
-3.6.0 with the configurations here all gradients are right. So the kernels are compared with PyTorch's once per op, shape and
-process, and used if they agree.
+3.6.0, with the configurations here and the head dimensions below, all gradients are right. There the kernels are compared
+with PyTorch's once per process, and used if they agree. At other head dimensions they have accessed memory out of bounds,
+which no comparison survives, so those are not tried.
 """
 
 import functools
@@ -51,6 +52,8 @@ _CONFIGURATIONS: dict[str, tuple[dict[str, Any], int, int]] = {
     "fla.ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": ({}, 4, 3),
     "recompute_w_u_fwd_kernel": ({}, 4, 3),
 }
+# Key and value channels of a head with which the gated backward pass was right on an H200.
+_GATED_HEAD_DIMS = {(64, 64), (128, 64), (128, 128)}
 # FLA stores inputs and states in 16 bits; a miscompiled kernel is wrong by far more than their rounding.
 _TOLERANCE = 2e-2
 
@@ -95,7 +98,7 @@ def gated_backward_is_right(op: str, key_dim: int, value_dim: int, dtype: torch.
         key_dim, value_dim, dtype: of the inputs it is wanted for.
     """
     chunk_o = importlib.import_module("fla.ops.common.chunk_o")
-    if not hasattr(chunk_o, "TRITON_ABOVE_3_7_1"):
+    if (key_dim, value_dim) not in _GATED_HEAD_DIMS or not hasattr(chunk_o, "TRITON_ABOVE_3_7_1"):
         return False
     before = chunk_o.TRITON_ABOVE_3_7_1
     chunk_o.TRITON_ABOVE_3_7_1 = True
