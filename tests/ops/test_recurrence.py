@@ -437,8 +437,8 @@ def fresh_fla():
     """The backend module as before its first use, now and afterwards."""
 
     def forget() -> None:
-        for cached in (fla._load, fla._is_installed):
-            cached.cache_clear()
+        fla._is_installed.cache_clear()
+        fla._loaded.clear()
 
     forget()
     yield

@@ -213,8 +213,12 @@ def _check_seq_start(seq_start: Tensor | None, k: Tensor, head_first: bool) -> N
         raise ValueError(f"seq_start has shape {tuple(seq_start.shape)}; it must be ({batch},), one entry per sequence")
     if seq_start.device != k.device:
         raise ValueError(f"seq_start is on {seq_start.device} and k on {k.device}; move them to one device")
-    # Looking at the values of a tensor on an accelerator would stall it, so the range is only checked on the CPU.
-    if seq_start.device.type == "cpu" and not bool(((seq_start >= 0) & (seq_start <= num_keys)).all()):
+    # Looking at values would stall an accelerator and break a compiled graph, so the range is checked on the CPU only.
+    if (
+        seq_start.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not bool(((seq_start >= 0) & (seq_start <= num_keys)).all())
+    ):
         raise ValueError(f"seq_start is {seq_start.tolist()}; its entries must lie in [0, {num_keys}]")
 
 
@@ -241,7 +245,8 @@ def _check_adaptive_threshold(threshold: str | float | Tensor | None, q: Tensor,
             raise ValueError(
                 f"adaptive_threshold has shape {tuple(threshold.shape)}; it must broadcast to (B, H) = {batch_and_heads}"
             )
-        if threshold.device.type == "cpu" and not bool((threshold <= 0).all()):
+        looks_at_values = threshold.device.type == "cpu" and not torch.compiler.is_compiling()
+        if looks_at_values and not bool((threshold <= 0).all()):
             raise ValueError("adaptive_threshold has entries that are positive or NaN; a decay bias is never positive")
         return
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
