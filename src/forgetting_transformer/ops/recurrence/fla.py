@@ -26,15 +26,16 @@ _KERNELS = {
 }
 # The functions themselves, once `_is_installed` has found them.
 _loaded: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
-# The kernels of the delta rules hold all key channels of a state at once.
-_MAX_DELTA_KEY_DIM = 256
+# The kernels of the delta rules walk channels in blocks of 64, read out of bounds where blocks are not full, and hold all key
+# channels of a state at once.
+_DELTA_BLOCK, _MAX_DELTA_KEY_DIM = 64, 256
 
 
 def supports(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> bool:
     """Whether FLA has a kernel for these inputs that gives the right numbers. Warns, once, if FLA is what is missing.
 
     Only 16-bit inputs: products of float32 inputs would be TF32 (three digits), and the delta rules refuse them.
-    Only head dimensions that are multiples of 16, the shape of a tensor core's tile.
+    Only head dimensions that are multiples of 16, the shape of a tensor core's tile; of 64 for the delta rules.
     """
     return _supports(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index)
 
@@ -43,7 +44,8 @@ def _supports(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_
     """`supports` of plain values, so that compiled graphs can take the answer as a constant."""
     if dtype not in (torch.float16, torch.bfloat16) or key_dim % 16 or value_dim % 16:
         return False
-    if op in ("delta_rule", "gated_delta_rule") and key_dim > _MAX_DELTA_KEY_DIM:
+    is_delta = op in ("delta_rule", "gated_delta_rule")
+    if is_delta and (key_dim > _MAX_DELTA_KEY_DIM or key_dim % _DELTA_BLOCK or value_dim % _DELTA_BLOCK):
         return False
     if not _is_installed():
         return False
