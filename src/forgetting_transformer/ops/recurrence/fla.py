@@ -27,15 +27,16 @@ _KERNELS = {
 # The functions themselves, once `_is_installed` has found them.
 _loaded: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
 # The kernels of the delta rules walk channels in blocks of 64, read out of bounds where blocks are not full, and hold all key
-# channels of a state at once.
-_DELTA_BLOCK, _MAX_DELTA_KEY_DIM = 64, 256
+# channels of a state at once: 256 of them, with the launch configurations chosen here, take more shared memory than there is.
+_DELTA_BLOCK, _MAX_DELTA_KEY_DIM = 64, 128
 
 
 def supports(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> bool:
     """Whether FLA has a kernel for these inputs that gives the right numbers. Warns, once, if FLA is what is missing.
 
     Only 16-bit inputs: products of float32 inputs would be TF32 (three digits), and the delta rules refuse them.
-    Only head dimensions that are multiples of 16, the shape of a tensor core's tile; of 64 for the delta rules.
+    Only head dimensions that are multiples of 16, the shape of a tensor core's tile; of 64 for the delta rules, up to
+    128 key channels.
     """
     return _supports(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index)
 
