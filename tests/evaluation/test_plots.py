@@ -265,7 +265,7 @@ class TestLossAgainstPosition:
         assert set(training.get_xdata()) == {16_384}
         assert [t.get_text() for t in drawn[0].legends[0].get_texts()][2] == "training length (16,384 tokens)"
 
-    @pytest.mark.parametrize("loss", [np.ones((2, 3)), np.ones(1), np.array([1.0, math.nan])])
+    @pytest.mark.parametrize("loss", [np.ones((2, 3, 4)), np.ones((2, 1)), np.ones(1), np.array([1.0, math.nan])])
     def test_what_is_no_curve_is_an_error(self, tmp_path: Path, loss: np.ndarray) -> None:
         with pytest.raises(ValueError, match="'fox': expected a vector"):
             plots.loss_against_position({"fox": loss}, tmp_path / "position.png")
