@@ -10,18 +10,25 @@ Axes: B batch, H heads, T positions (queries), N positions (keys), D channels of
 stretches of 128 positions.
 """
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from forgetting_transformer.evaluation.models import EvaluationError
+from forgetting_transformer.evaluation.models import EvaluationError, load_model, precision_context, run_steps
 from forgetting_transformer.model.forgetting_transformer import ForgettingAttentionLayer
 from forgetting_transformer.model.layers import GroupRMSNorm
 from forgetting_transformer.ops.rotary import rotate
+
+log = logging.getLogger(__name__)
 
 #: Positions that the attention kernel keeps or skips together.
 STRETCH = 128
@@ -71,8 +78,10 @@ def attention_layers(model: nn.Module) -> dict[int, ForgettingAttentionLayer]:
     return found
 
 
-def record(model: nn.Module, input_ids_T: Tensor, layers: Sequence[int]) -> Iterator[AttentionInputs]:
-    """Runs the model on one text and yields the inputs of attention in the chosen layers, a layer at a time.
+def visit(model: nn.Module, input_ids_T: Tensor, layers: Sequence[int], use: Callable[[AttentionInputs], None]) -> None:
+    """Runs the model on one text and hands `use` the inputs of attention in each of the chosen layers.
+
+    It is called while the model runs, after each layer, so that only one layer's inputs are held at a time.
 
     Raises:
         EvaluationError: a layer that the model does not have.
@@ -80,28 +89,29 @@ def record(model: nn.Module, input_ids_T: Tensor, layers: Sequence[int]) -> Iter
     available = attention_layers(model)
     for layer in layers:
         if layer not in available:
-            raise EvaluationError(f"--layers={layer}: the model's forgetting-attention layers are {_listed(available)}")
-    recorded: dict[int, dict[str, Tensor]] = {layer: {} for layer in layers}
+            known = ", ".join(map(str, available))
+            raise EvaluationError(f"--layers={layer}: the model's forgetting-attention layers are {known}")
+    held: dict[str, Tensor] = {}
     handles = []
 
-    def keep(layer: int, name: str) -> Callable:
+    def keep(name: str) -> Callable:
         def hook(_module: nn.Module, _args: tuple, out: Tensor | tuple[Tensor, ...]) -> None:
-            recorded[layer][name] = out[0] if isinstance(out, tuple) else out
+            held[name] = out[0] if isinstance(out, tuple) else out  # a shifted projection also gives what it shifted
 
         return hook
 
-    def keep_input(layer: int) -> Callable:
-        def hook(_module: nn.Module, args: tuple) -> None:
-            recorded[layer]["hidden"] = args[0]
+    def hand_over(layer: int) -> Callable:
+        def hook(mixer: ForgettingAttentionLayer, args: tuple, _out: tuple) -> None:
+            use(_attention_inputs(layer, mixer, args[0], held.pop("q"), held.pop("k")))
 
         return hook
 
     for layer in layers:
         mixer = available[layer]
         handles += [
-            mixer.register_forward_pre_hook(keep_input(layer)),
-            (mixer.q_norm or mixer.q_proj).register_forward_hook(keep(layer, "q")),
-            (mixer.k_norm or mixer.k_proj).register_forward_hook(keep(layer, "k")),
+            (mixer.q_norm or mixer.q_proj).register_forward_hook(keep("q")),
+            (mixer.k_norm or mixer.k_proj).register_forward_hook(keep("k")),
+            mixer.register_forward_hook(hand_over(layer)),
         ]
     try:
         # The blocks alone: this evaluation needs no logits.
@@ -109,17 +119,17 @@ def record(model: nn.Module, input_ids_T: Tensor, layers: Sequence[int]) -> Iter
     finally:
         for handle in handles:
             handle.remove()
-    for layer in layers:
-        yield _attention_inputs(layer, available[layer], recorded.pop(layer))
 
 
-def _attention_inputs(layer: int, mixer: ForgettingAttentionLayer, recorded: dict[str, Tensor]) -> AttentionInputs:
+def _attention_inputs(
+    layer: int, mixer: ForgettingAttentionLayer, hidden_BTE: Tensor, q: Tensor, k: Tensor
+) -> AttentionInputs:
     heads = (mixer.num_heads, mixer.head_dim)
-    q_BTHD, k_BTHD = (recorded[name].float().reshape(1, -1, *heads) for name in ("q", "k"))
+    q_BTHD, k_BTHD = (x.float().reshape(1, -1, *heads) for x in (q, k))
     if mixer.use_rope:
         q_BTHD, k_BTHD = (rotate(x, 0, mixer.rope_base) for x in (q_BTHD, k_BTHD))
     q_HTD, k_HTD = q_BTHD[0].transpose(0, 1), k_BTHD[0].transpose(0, 1)
-    log_fgate_HT = mixer.log_forget_gate(recorded["hidden"])[0].T.double()
+    log_fgate_HT = mixer.log_forget_gate(hidden_BTE)[0].T.double()
     bound_H = score_bound(mixer, q_HTD, k_HTD)
     return AttentionInputs(layer, q_HTD, k_HTD, log_fgate_HT, bound_H, mixer.log_pruning_tolerance)
 
@@ -137,19 +147,20 @@ def score_bound(mixer: ForgettingAttentionLayer, q_HTD: Tensor, k_HTD: Tensor) -
     return q_max_H * k_max_H / math.sqrt(mixer.head_dim)
 
 
-def memory_lengths(log_fgate_HT: Tensor) -> Tensor:
+def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
     """How many tokens back the gates let a head see, `(H,)` float64: the median over queries of the distance at which the
-    decay reaches 1/e.
+    decay reaches 1/e. And whether that is a lower bound, `(H,)` bool.
 
-    The median runs over the second half of the text, whose queries have T/2 or more tokens before them. A head that has
-    not forgotten by then has a memory of *at least* the number given: it is what that query could see.
+    The median runs over the second half of the text, whose queries have T/2 or more tokens before them. It is a lower
+    bound for a head that at half of them has not yet forgotten the beginning of the text.
     """
     c_HT = log_fgate_HT.double().cumsum(-1)
     length = c_HT.shape[-1]
     query_M = torch.arange(length // 2, length, device=c_HT.device)
-    # F_ij ≥ 1/e  ⇔  -c_j ≥ -c_i - 1... c never rises, so -c is sorted: the first such j.
+    # F_ij ≥ 1/e where -c_j ≥ -c_i - 1, and -c never falls.
     first_HM = torch.searchsorted((-c_HT).contiguous(), (-c_HT[:, query_M] - 1).contiguous())
-    return (query_M - first_HM).double().median(-1).values
+    is_bound_H = (first_HM == 0).double().mean(-1) >= 0.5
+    return (query_M - first_HM).double().median(-1).values, is_bound_H
 
 
 def pruned_share(log_fgate_HT: Tensor, score_bound_H: Tensor, tolerance: float) -> Tensor:
@@ -217,5 +228,61 @@ def _pixel_edges(length: int, pixels: int, device: torch.device) -> Tensor:
     return torch.linspace(0, length, min(pixels, length) + 1, dtype=torch.float64, device=device).round().long()
 
 
-def _listed(layers: dict[int, nn.Module]) -> str:
-    return ", ".join(map(str, layers))
+@dataclass(frozen=True)
+class HeadReport:
+    """One head on one text.
+
+    Attributes:
+        memory: tokens, see `memory_lengths`.
+        memory_is_bound: the true value is at least that.
+        pruned: share of tiles that pruning skips.
+    """
+
+    layer: int
+    head: int
+    memory: float
+    memory_is_bound: bool
+    pruned: float
+
+
+@torch.no_grad()
+def report_heads(inputs: AttentionInputs, tolerance: float) -> list[HeadReport]:
+    """Memory length and pruned share of every head of a layer, at `tolerance` = ln ε where the model has none."""
+    memory_H, is_bound_H = memory_lengths(inputs.log_fgate_HT)
+    tolerance = tolerance if inputs.tolerance is None else inputs.tolerance
+    pruned_H = pruned_share(inputs.log_fgate_HT, inputs.score_bound_H, tolerance)
+    rows = zip(memory_H.tolist(), is_bound_H.tolist(), pruned_H.tolist(), strict=True)
+    return [HeadReport(inputs.layer, head, *row) for head, row in enumerate(rows)]
+
+
+def memory_over_training(run_folder: str, input_ids_T: Tensor, precision: str = "auto") -> list[dict[str, Any]]:
+    """The memory length of every head at every valid checkpoint of a run, oldest first.
+
+    Returns:
+        A dict per checkpoint: `train_tokens`, and `heads`, a list of {layer, head, memory, memory_is_bound}.
+
+    Raises:
+        EvaluationError: the folder is not a run's, or none of its checkpoints is valid.
+    """
+    if not (Path(run_folder) / "checkpoints").is_dir():
+        raise EvaluationError(f"--over_training reads the checkpoints of a training run, and {run_folder} is not one")
+    history = []
+    for step in tqdm(run_steps(run_folder), desc="checkpoints", disable=not sys.stderr.isatty()):
+        try:
+            model = load_model(run_folder, step=step, device=input_ids_T.device)
+        except EvaluationError as error:
+            log.warning("left out: %s", error)
+            continue
+        heads: list[dict[str, Any]] = []
+
+        def use(inputs: AttentionInputs, heads: list[dict[str, Any]] = heads) -> None:
+            memory_H, is_bound_H = memory_lengths(inputs.log_fgate_HT)
+            for head, (memory, is_bound) in enumerate(zip(memory_H.tolist(), is_bound_H.tolist(), strict=True)):
+                heads.append({"layer": inputs.layer, "head": head, "memory": memory, "memory_is_bound": is_bound})
+
+        with precision_context(precision, input_ids_T.device):
+            visit(model.model, input_ids_T, list(attention_layers(model.model)), use)
+        history.append({"train_tokens": step, "heads": heads})
+    if not history:
+        raise EvaluationError(f"none of the checkpoints in {run_folder} can be read; the warnings above say why")
+    return history
