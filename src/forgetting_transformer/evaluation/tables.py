@@ -2,7 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+from forgetting_transformer.evaluation.generation import read_json
+from forgetting_transformer.evaluation.models import EvaluationError
 
 _LATEX_SPECIAL = {
     "&": r"\&",
@@ -102,3 +106,29 @@ def _cells(rows, columns, best, second, missing) -> list[list[str]]:
 
 def _escape(text: str) -> str:
     return "".join(_LATEX_SPECIAL.get(character, character) for character in text)
+
+
+def read_results(named: Sequence[str]) -> dict[str, Any]:
+    """Reads the `results.json` of every `[NAME=]FOLDER`, as on a command line; by name, in that order.
+
+    Raises:
+        EvaluationError: one is not there, is damaged, or a name occurs twice.
+    """
+    results: dict[str, Any] = {}
+    for text in named:
+        name, separator, path = text.partition("=")
+        folder = Path(path) if separator and not Path(text).exists() else Path(text)
+        name = name if separator and not Path(text).exists() else folder.resolve().name
+        if name in results:
+            raise EvaluationError(f"two results are called {name!r}: give them names, NAME=FOLDER")
+        results[name] = read_json(folder / "results.json")
+    return results
+
+
+def write_tables(in_markdown: str, in_latex: str, folder: Path | None) -> None:
+    """Prints both tables, and writes `folder/table.md` and `folder/table.tex` if there is a folder."""
+    print(f"{in_markdown}\n{in_latex}", end="")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "table.md").write_text(in_markdown, encoding="utf-8")
+        (folder / "table.tex").write_text(in_latex, encoding="utf-8")
