@@ -42,6 +42,7 @@ def main() -> None:
 
     import transformers
 
+    from forgetting_transformer.evaluation import harness_tables
     from forgetting_transformer.evaluation.models import EvaluationError, load_model
     from forgetting_transformer.evaluation.workers import start_workers
 
@@ -62,7 +63,7 @@ def main() -> None:
             model,
             folder,
             workers,
-            tasks=args.tasks.split(",") if args.tasks else [task.name for task in harness.TASKS],
+            tasks=args.tasks.split(",") if args.tasks else [task.name for task in harness_tables.TASKS],
             max_length=args.max_len or model.train_length,
             batch_size=args.batch_size,
             precision=args.precision,
@@ -70,7 +71,7 @@ def main() -> None:
             include_path=args.include_path,
         )
         if workers.is_first:
-            print(f"{folder}/results.json\n\n{harness.tables({model.name: results})[0]}", end="")
+            print(f"{folder}/results.json\n\n{harness_tables.tables({model.name: results})[0]}", end="")
         workers.close()
     except EvaluationError as error:
         sys.exit(f"error: {error}")

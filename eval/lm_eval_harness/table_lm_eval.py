@@ -17,15 +17,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to; made if needed")
     args = parser.parse_args()
 
+    from forgetting_transformer.evaluation import harness_tables
     from forgetting_transformer.evaluation.models import EvaluationError
     from forgetting_transformer.evaluation.tables import read_results, write_tables
 
     try:
-        from forgetting_transformer.evaluation import harness
-    except ImportError as error:
-        sys.exit(f"error: {error}. lm-evaluation-harness is an extra: pip install -e '.[eval]'")
-    try:
-        write_tables(*harness.tables(read_results(args.results)), args.out)
+        write_tables(*harness_tables.tables(read_results(args.results)), args.out)
     except EvaluationError as error:
         sys.exit(f"error: {error}")
 

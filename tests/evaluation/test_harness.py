@@ -10,7 +10,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not install
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from forgetting_transformer.evaluation import harness, tables  # noqa: E402
+from forgetting_transformer.evaluation import harness, harness_tables, tables  # noqa: E402
 from forgetting_transformer.evaluation.models import EvaluationError, load_model  # noqa: E402
 from forgetting_transformer.evaluation.workers import Workers  # noqa: E402
 from tests.evaluation.scripts import run_script  # noqa: E402
@@ -157,9 +157,9 @@ def test_the_papers_eleven_tasks_fill_its_table(quickstart, hub, tmp_path):
     done = run_script(SCRIPT, "--model_path", quickstart.hf, "--save_dir", tmp_path, "--batch_size", 4)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "hf/results.json").read_text())
-    assert list(results) == [task.name for task in harness.TASKS] and len(results) == 11
-    row = harness.table_row(results)
-    assert len(row) == 13 and all(0 <= row[task.name] <= 100 for task in harness.TASKS[1:])
+    assert list(results) == [task.name for task in harness_tables.TASKS] and len(results) == 11
+    row = harness_tables.table_row(results)
+    assert len(row) == 13 and all(0 <= row[task.name] <= 100 for task in harness_tables.TASKS[1:])
     accuracies = [value for key, value in row.items() if key not in ("wikitext", "lambada_openai_ppl", "average")]
     assert len(accuracies) == 10 and row["average"] == pytest.approx(sum(accuracies) / 10)
     assert done.stdout.count("|") > 2 * 14
@@ -182,7 +182,7 @@ def test_data_that_cannot_be_loaded_says_what_to_download_and_where_to_put_it(qu
 
 def test_the_table_marks_the_best_and_the_second_best(tmp_path):
     def results(ppl: float, accuracy: float) -> dict:
-        found = {task.name: {metric: accuracy for metric in task.columns} for task in harness.TASKS}
+        found = {task.name: {metric: accuracy for metric in task.columns} for task in harness_tables.TASKS}
         found["wikitext"]["word_perplexity,none"] = ppl
         return found
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: an adapter for the models of this project, and the table of the paper.
+"""lm-evaluation-harness: an adapter for the models of this project.
 
 The harness asks for log-likelihoods; the adapter answers without ever holding the logits of a whole text. Every sequence
 begins with the beginning-of-sequence token, as in training. Needs `pip install lm_eval` (the extra `eval`).
@@ -8,8 +8,7 @@ Axes: B batch, T positions, K last positions, V vocabulary.
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tqdm import tqdm
 
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
+from forgetting_transformer.evaluation.harness_tables import TASKS
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
@@ -33,57 +33,7 @@ from forgetting_transformer.evaluation.models import (
     resolve,
     token_losses,
 )
-from forgetting_transformer.evaluation.tables import Column, latex, markdown
 from forgetting_transformer.evaluation.workers import Workers
-
-
-@dataclass(frozen=True)
-class Task:
-    """One task of the paper's Table 1.
-
-    Attributes:
-        name: in lm_eval.
-        dataset: on the Hugging Face hub.
-        columns: lm_eval's metric -> the column it fills.
-    """
-
-    name: str
-    dataset: str
-    columns: Mapping[str, Column]
-
-
-def _accuracy(name: str, title: str, dataset: str, normalised: bool = False) -> Task:
-    metric = "acc_norm" if normalised else "acc"
-    column = Column(name, f"{title} {'acc-n' if normalised else 'acc'}", "higher")
-    return Task(name, dataset, {f"{metric},none": column})
-
-
-#: The eleven tasks, in the order of the table. All zero-shot.
-TASKS = (
-    Task(
-        "wikitext",
-        "EleutherAI/wikitext_document_level",
-        {"word_perplexity,none": Column("wikitext", "Wiki. ppl", "lower")},
-    ),
-    Task(
-        "lambada_openai",
-        "EleutherAI/lambada_openai",
-        {
-            "perplexity,none": Column("lambada_openai_ppl", "LMB. ppl", "lower"),
-            "acc,none": Column("lambada_openai", "LMB. acc", "higher"),
-        },
-    ),
-    _accuracy("piqa", "PIQA", "baber/piqa"),
-    _accuracy("hellaswag", "Hella.", "Rowan/hellaswag", normalised=True),
-    _accuracy("winogrande", "Wino.", "allenai/winogrande"),
-    _accuracy("arc_easy", "ARC-e", "allenai/ai2_arc"),
-    _accuracy("arc_challenge", "ARC-c", "allenai/ai2_arc", normalised=True),
-    _accuracy("copa", "COPA", "aps/super_glue"),
-    _accuracy("openbookqa", "OBQA", "allenai/openbookqa", normalised=True),
-    _accuracy("sciq", "SciQ", "allenai/sciq"),
-    _accuracy("boolq", "BoolQ", "aps/super_glue"),
-)
-AVERAGE = Column("average", "Avg", "higher")
 
 
 class HarnessModel(TemplateLM):
@@ -281,24 +231,3 @@ def _check_data(task: str, manager: TaskManager) -> None:
             f"run `hf download --repo-type dataset {dataset}` and copy its ~/.cache/huggingface here; elsewhere than at "
             "that path, set HF_HOME to it. With the copy in place set HF_HUB_OFFLINE=1"
         ) from error
-
-
-def table_row(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The numbers of one model's row: perplexities as they are, accuracies and their mean in percent."""
-    row: dict[str, float] = {}
-    for task in TASKS:
-        for metric, column in task.columns.items():
-            value = results.get(task.name, {}).get(metric)
-            if value is not None:
-                row[column.key] = 100 * value if column.better == "higher" else value
-    accuracies = [column.key for task in TASKS for column in task.columns.values() if column.better == "higher"]
-    if all(key in row for key in accuracies):
-        row[AVERAGE.key] = sum(row[key] for key in accuracies) / len(accuracies)
-    return row
-
-
-def tables(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[str, str]:
-    """Markdown and LaTeX of the paper's Table 1 for models by name; the mean is there when all ten accuracies are."""
-    rows = {name: table_row(tasks) for name, tasks in results.items()}
-    columns = [column for task in TASKS for column in task.columns.values()] + [AVERAGE]
-    return markdown(rows, columns), latex(rows, columns)

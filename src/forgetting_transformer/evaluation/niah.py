@@ -273,6 +273,11 @@ def draw(folder: Path, score: str) -> float:
         score: "words" or "exact" (0 to 1), or "judge" (1 to 10).
     """
     results = read_json(folder / ("judge.json" if score == "judge" else "scores.json"))
+    return draw_grid(results, score, folder / f"{score}.png")
+
+
+def draw_grid(results: dict[str, Any], score: str, path: Path) -> float:
+    """As `draw`, for the content of scores.json or judge.json and any file."""
     matrix = as_matrix(results["records"], results["lengths"], results["depths"], score)
     label, limits = {
         "words": ("share of the answer's words", (0.0, 1.0)),
@@ -283,7 +288,7 @@ def draw(folder: Path, score: str) -> float:
         matrix,
         results["lengths"],
         results["depths"],
-        folder / f"{score}.png",
+        path,
         title=f"{results['model']}, needle in a haystack, {results['mode']} mode",
         label=label,
         limits=limits,
