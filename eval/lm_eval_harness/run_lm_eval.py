@@ -71,7 +71,9 @@ def main() -> None:
             include_path=args.include_path,
         )
         if workers.is_first:
-            print(f"{folder}/results.json\n\n{harness_tables.tables({model.name: results})[0]}", end="")
+            of_the_paper = any(task.name in results for task in harness_tables.TASKS)
+            table = harness_tables.tables({model.name: results})[0] if of_the_paper else ""
+            print(f"{folder}/results.json\n\n{table}{harness_tables.listing(results)}", end="")
         workers.close()
     except EvaluationError as error:
         sys.exit(f"error: {error}")

@@ -5,7 +5,8 @@
 
 RESULT is [NAME=]FOLDER. Results with the same NAME are seeds of one model: their mean is drawn and their range shaded.
 Writes OUT/per_token_loss.png (and .pdf): L(i) smoothed, left, and perplexity by context length, right, with the training
-length marked; and OUT/slopes.md, what the loss falls by with every doubling of the context.
+length marked; OUT/slopes.md, by how much the loss changes with every doubling of the context; and OUT/comparison.md, every
+model against the first on the same documents, which is much more precise than either model's own slope.
 """
 
 import argparse
@@ -34,10 +35,14 @@ def main() -> None:
             loss_against_position(curves, path, train_length, args.first)
             print(path)
         table = per_token_loss.slope_table(per_token_loss.unique_names(results))
+        comparison = per_token_loss.comparison_table(results)
     except (EvaluationError, ValueError) as error:
         sys.exit(f"error: {error}")
     (args.out / "slopes.md").write_text(table, encoding="utf-8")
     print(f"{args.out / 'slopes.md'}\n\n{table}", end="")
+    if comparison:
+        (args.out / "comparison.md").write_text(comparison, encoding="utf-8")
+        print(f"\n{args.out / 'comparison.md'}\n\n{comparison}", end="")
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_a_stopped_evaluation_continues_with_another_number_of_processes(quickst
         with pytest.raises(Stopped):
             per_token_loss.evaluate(model, data, tmp_path / "hf", ALONE, batch_size=3, save_interval=4)
     with np.load(tmp_path / "hf/state.npz", allow_pickle=False) as state:
-        assert state["sequences"] == 16 * 3
+        assert len(state["octaves_NO"]) == 16 * 3
     arguments = ["--model_path", quickstart.hf, "--data_path", quickstart.data / "words", "--save_dir", tmp_path]
     done = run_script(SCRIPT, *arguments, "--eval_len", 64, "--local_batch_size", 5, "--device", "cpu", processes=2)
     assert done.returncode == 0, done.stderr
@@ -149,10 +149,8 @@ def test_slopes_and_their_errors_are_those_of_the_octave_means(quickstart, model
 
 def test_the_slope_of_a_logarithm_is_found():
     """L(i) = 5 - 0.1 log2 i falls by 0.1 with every doubling."""
-    sums = per_token_loss.Sums.empty(65536)
     loss = 5 - 0.1 * np.log2(np.arange(1, 65537))
-    sums.loss_T, sums.sequences = loss, 1
-    sums.octave_O = loss @ per_token_loss._octave_means(65536).numpy()
+    sums = per_token_loss.Sums(loss, loss[None] @ per_token_loss._octave_means(65536).numpy())
     found = [slope for slope in per_token_loss.slopes(sums) if slope.position >= 128]
     assert [slope.position for slope in found] == [128 * 2**k for k in range(9)]
     for slope in found:
@@ -222,6 +220,23 @@ def test_plots_any_number_of_models_and_seeds(quickstart, model, tmp_path):
     assert "| A | 128 |" in table and "| B (2) | 128 |" in table
     done = run_script("eval/per_token_loss/plot_per_token_loss.py", tmp_path, "--out", tmp_path / "out")
     assert done.returncode == 1 and "expected one results.npz" in done.stderr
+
+
+def test_models_are_compared_sequence_by_sequence(quickstart, model, tmp_path):
+    """Documents of very different difficulty hide nothing: the error is that of the differences."""
+    data = heldout(quickstart)
+    early = load_model(str(quickstart.run), step=4 * 4 * TRAIN_LENGTH)
+    for name, evaluated in (("late", model), ("early", early)):
+        per_token_loss.evaluate(evaluated, data, tmp_path / name, ALONE, batch_size=8)
+    results = [per_token_loss.read_named(f"{name}={tmp_path / name}") for name in ("late", "early")]
+    difference = (expected_losses(early, data) - expected_losses(model, data))[:, 64:128].mean(1)
+    error = difference.std(ddof=1) / np.sqrt(DOCUMENTS)
+    table = per_token_loss.comparison_table(results)
+    assert f"| early | late | 64 to 128 | {difference.mean():+.4f} ± {error:.4f} |" in table
+    shorter = per_token_loss.Result("short", np.ones(64), {}, np.ones((DOCUMENTS, 3)))
+    assert per_token_loss.comparison_table([results[0], shorter]) == "", "other sequences cannot be compared"
+    foreign = per_token_loss.Result("official", np.ones(DOC_LEN), {})
+    assert per_token_loss.comparison_table([results[0], foreign]) == ""
 
 
 def test_seeds_of_different_lengths_are_refused(tmp_path):

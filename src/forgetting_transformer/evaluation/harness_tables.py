@@ -79,3 +79,16 @@ def tables(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[str,
     rows = {name: table_row(tasks) for name, tasks in results.items()}
     columns = [column for task in TASKS for column in task.columns.values()] + [AVERAGE]
     return markdown(rows, columns), latex(rows, columns)
+
+
+def listing(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown: every metric of the tasks that are not in the paper's table; empty if there is none."""
+    known = {task.name for task in TASKS}
+    rows = [
+        f"| {task} | {metric.removesuffix(',none')} | {value:.4f} |"
+        for task, metrics in results.items()
+        if task not in known
+        for metric, value in metrics.items()
+        if isinstance(value, float) and "_stderr" not in metric
+    ]
+    return "\n".join(["| Task | Metric | Value |", "|---|---|---:|", *rows]) + "\n" if rows else ""

@@ -9,7 +9,7 @@ which keeps falling long after L has become flat.
 The sums are additive over sequences, so an evaluation that was stopped continues at the next sequence, with any number of
 processes. Source: Lin et al., "Forgetting Transformer", ICLR 2025, section 4.
 
-Axes: B sequences of a batch, T positions, O octaves of positions.
+Axes: N sequences, B those of a batch, T positions, O octaves of positions.
 """
 
 import itertools
@@ -105,24 +105,24 @@ def open_heldout(folder: Path, length: int | None = None, tokens: int | None = N
 
 @dataclass
 class Sums:
-    """Additive statistics of the sequences so far.
+    """Statistics of the first sequences.
 
     Attributes:
-        sequences: how many.
         loss_T: sum of the loss at each position.
-        octave_O: sum of each octave's mean loss; octaves are `octave_edges`.
-        products_OO: sum of the outer products of those means, for standard errors of their differences.
+        octaves_NO: mean loss of each sequence in each octave of positions (`octave_edges`): what standard errors, and
+            comparisons of models sequence by sequence, are computed from.
     """
 
-    sequences: int
     loss_T: np.ndarray
-    octave_O: np.ndarray
-    products_OO: np.ndarray
+    octaves_NO: np.ndarray
+
+    @property
+    def sequences(self) -> int:
+        return len(self.octaves_NO)
 
     @classmethod
     def empty(cls, length: int) -> "Sums":
-        octaves = len(octave_edges(length)) - 1
-        return cls(0, np.zeros(length), np.zeros(octaves), np.zeros((octaves, octaves)))
+        return cls(np.zeros(length), np.zeros((0, len(octave_edges(length)) - 1)))
 
 
 def octave_edges(length: int) -> list[int]:
@@ -176,10 +176,11 @@ def evaluate(
     state_file = folder / "state.npz"
     sums = workers.broadcast(_read_state(state_file, identity) if resume and workers.is_first else None)
     sums = sums or Sums.empty(data.length)
+    begun = sums.sequences
     octaves = _octave_means(data.length).to(workers.device)
-    # One tensor for all sums, so that the processes meet once per save.
-    part = _Part.zeros(data.length, octaves.shape[1], workers.device)
     per_round = workers.world_size * batch_size
+    # One tensor for all sums, so that the processes meet once per save.
+    part = _Part.zeros(data.length, save_interval * per_round, octaves.shape[1], workers.device)
     rounds = math.ceil((data.sequences - sums.sequences) / per_round)
     first = sums.sequences + workers.rank * batch_size
     batches = [
@@ -193,20 +194,21 @@ def evaluate(
     bar = tqdm(
         total=data.sequences, initial=sums.sequences, unit="seq", desc=model.name, disable=not workers.shows_progress
     )
-    for number, batch in enumerate(loader, start=1):
+    for number, (mine, batch) in enumerate(zip(batches, loader, strict=True), start=1):
         if batch is not None:
             input_ids, labels = (batch[key].to(workers.device, non_blocking=True) for key in ("input_ids", "labels"))
             with precision_context(precision, workers.device):
-                part.add(token_losses(model.model, input_ids, labels), octaves)
+                part.add(token_losses(model.model, input_ids, labels), octaves, mine.start - sums.sequences)
         bar.update(min(per_round, data.sequences - bar.n))
         if number % save_interval == 0 or number == rounds:
             workers.sum(part.flat)
+            done = min(number * per_round + begun, data.sequences) - sums.sequences
             if not bool(torch.isfinite(part.flat).all()):
                 raise EvaluationError(
-                    f"{model.source}: a loss among sequences {sums.sequences:,} to {sums.sequences + part.count:,} is not "
+                    f"{model.source}: a loss among sequences {sums.sequences:,} to {sums.sequences + done:,} is not "
                     "finite. The model has diverged, or --precision=bf16 is too coarse for it: try --precision=fp32"
                 )
-            part.move_to(sums)
+            part.move_to(sums, done)
             if workers.is_first:
                 _write_state(state_file, sums, identity)
     bar.close()
@@ -263,30 +265,29 @@ class Slope:
 
 def slopes(sums: Sums) -> list[Slope]:
     """The slope of L between every two neighbouring octaves. Sequences count as independent."""
-    edges, n = octave_edges(sums.loss_T.size), sums.sequences
-    mean_O = sums.octave_O / n
-    covariance_OO = (sums.products_OO / n - np.outer(mean_O, mean_O)) * (n / (n - 1)) if n > 1 else None
+    edges, mean_O = octave_edges(sums.loss_T.size), sums.octaves_NO.mean(0)
     found = []
     for o in range(len(mean_O) - 1):
-        difference = float(mean_O[o + 1] - mean_O[o])
-        error = None
-        if covariance_OO is not None:
-            variance = covariance_OO[o, o] + covariance_OO[o + 1, o + 1] - 2 * covariance_OO[o, o + 1]
-            error = math.sqrt(max(float(variance), 0.0) / n)
+        change, error = _mean_and_error(sums.octaves_NO[:, o + 1] - sums.octaves_NO[:, o])
         distance = (edges[o + 2] - edges[o]) / 2
-        found.append(
-            Slope(edges[o + 1], float(mean_O[o]), float(mean_O[o + 1]), difference, error, difference / distance)
-        )
+        found.append(Slope(edges[o + 1], float(mean_O[o]), float(mean_O[o + 1]), change, error, change / distance))
     return found
+
+
+def _mean_and_error(values_N: np.ndarray) -> tuple[float, float | None]:
+    """The mean and its standard error, None for a single value."""
+    n = len(values_N)
+    return float(values_N.mean()), float(values_N.std(ddof=1) / math.sqrt(n)) if n > 1 else None
 
 
 @dataclass(frozen=True)
 class Result:
-    """One evaluation as read back from its folder."""
+    """One evaluation as read back from its folder; `octaves_NO` as in `Sums`, None in files of other programs."""
 
     name: str
     loss_T: np.ndarray
     summary: dict[str, Any]
+    octaves_NO: np.ndarray | None = None
 
 
 def read_result(path: Path, name: str | None = None) -> Result:
@@ -305,11 +306,12 @@ def read_result(path: Path, name: str | None = None) -> Result:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             loss_T = np.asarray(arrays["val/loss_per_token"], dtype=np.float64)
+            octaves_NO = arrays.get("val/loss_per_octave")
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise EvaluationError(f"{file}: cannot read the array 'val/loss_per_token' ({error})") from error
     summary_file = file.with_suffix(".json")
     summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
-    return Result(name or summary.get("model") or file.parent.name, loss_T, summary)
+    return Result(name or summary.get("model") or file.parent.name, loss_T, summary, octaves_NO)
 
 
 def read_named(text: str) -> Result:
@@ -361,6 +363,37 @@ def slope_table(results: Mapping[str, Mapping[str, Any]]) -> str:
                 f"{1000 * entry['per_token']:+.4f} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def comparison_table(results: Sequence[Result]) -> str:
+    """Markdown: every model against the first, sequence by sequence; "" where none was evaluated on the same sequences.
+
+    Documents differ much more than models do. On the same documents that cancels, so a difference of two models is known
+    much better than either model's slope. Results of one name are seeds, and are averaged first.
+    """
+    by_name: dict[str, list[Result]] = {}
+    for result in results:
+        by_name.setdefault(result.name, []).append(result)
+    first, *others = by_name
+    lines = [
+        "| Model | against | positions | difference in loss (nats) | difference in change per doubling (nats) |",
+        "|---|---|---|---:|---:|",
+    ]
+    for name in others:
+        group = by_name[first] + by_name[name]
+        same = {
+            (r.summary.get("data"), r.loss_T.size, None if r.octaves_NO is None else len(r.octaves_NO)) for r in group
+        }
+        if len(same) > 1 or None in next(iter(same)):
+            continue
+        edges = octave_edges(group[0].loss_T.size)
+        one, two = (np.mean([r.octaves_NO for r in by_name[key]], axis=0) for key in (first, name))
+        difference_NO = two - one
+        for o in range(1, difference_NO.shape[1]):
+            loss = _with_error(*_mean_and_error(difference_NO[:, o]))
+            change = _with_error(*_mean_and_error(difference_NO[:, o] - difference_NO[:, o - 1]))
+            lines.append(f"| {name} | {first} | {edges[o]:,} to {edges[o + 1]:,} | {loss} | {change} |")
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
 def check_extrapolates(model: EvaluatedModel, data: HeldOut) -> None:
@@ -425,35 +458,27 @@ class _Batches(Dataset):
 
 
 class _Part:
-    """Sums of this process since the last save, views into one float64 vector on the device."""
+    """What this process adds between two saves, as views into one float64 vector on the device."""
 
     def __init__(self, flat: Tensor, length: int, octaves: int) -> None:
         self.flat = flat
-        self._count, self._loss, self._octave, products = flat.split([1, length, octaves, octaves * octaves])
-        self._products = products.view(octaves, octaves)
+        self._loss_T, rows = flat.split([length, flat.numel() - length])
+        self._octaves_NO = rows.view(-1, octaves)
 
     @classmethod
-    def zeros(cls, length: int, octaves: int, device: torch.device) -> "_Part":
-        size = 1 + length + octaves + octaves * octaves
-        return cls(torch.zeros(size, dtype=torch.float64, device=device), length, octaves)
+    def zeros(cls, length: int, sequences: int, octaves: int, device: torch.device) -> "_Part":
+        flat = torch.zeros(length + sequences * octaves, dtype=torch.float64, device=device)
+        return cls(flat, length, octaves)
 
-    @property
-    def count(self) -> int:
-        return round(self._count.item())
-
-    def add(self, loss_BT: Tensor, octaves_TO: Tensor) -> None:
+    def add(self, loss_BT: Tensor, octaves_TO: Tensor, first: int) -> None:
+        """Adds sequences, the first of which is number `first` since the last save."""
         loss_BT = loss_BT.double()
-        means_BO = loss_BT @ octaves_TO
-        self._count += len(loss_BT)
-        self._loss += loss_BT.sum(0)
-        self._octave += means_BO.sum(0)
-        self._products += means_BO.T @ means_BO
+        self._loss_T += loss_BT.sum(0)
+        self._octaves_NO[first : first + len(loss_BT)] = loss_BT @ octaves_TO
 
-    def move_to(self, sums: Sums) -> None:
-        sums.sequences += self.count
-        sums.loss_T += self._loss.cpu().numpy()
-        sums.octave_O += self._octave.cpu().numpy()
-        sums.products_OO += self._products.cpu().numpy()
+    def move_to(self, sums: Sums, sequences: int) -> None:
+        sums.loss_T += self._loss_T.cpu().numpy()
+        sums.octaves_NO = np.concatenate([sums.octaves_NO, self._octaves_NO[:sequences].cpu().numpy()])
         self.flat.zero_()
 
 
@@ -472,9 +497,7 @@ def _read_state(file: Path, identity: dict[str, Any]) -> Sums | None:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             stored = json.loads(str(arrays["identity"]))
-            sums = Sums(
-                int(arrays["sequences"]), *(arrays[key].copy() for key in ("loss_T", "octave_O", "products_OO"))
-            )
+            sums = Sums(arrays["loss_T"].copy(), arrays["octaves_NO"].copy())
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise EvaluationError(f"{file} is damaged ({error}); delete it to start this evaluation again") from error
     for key, value in identity.items():
@@ -500,7 +523,8 @@ def _write_state(file: Path, sums: Sums, identity: dict[str, Any]) -> None:
 def _write_results(folder: Path, results: dict[str, Any], sums: Sums) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
-    _savez(folder / "results.npz", **numbers, **{"val/loss_per_token": sums.loss_T / sums.sequences})
+    arrays = {"val/loss_per_token": sums.loss_T / sums.sequences, "val/loss_per_octave": sums.octaves_NO}
+    _savez(folder / "results.npz", **numbers, **arrays)
     temporary = folder / f".results.json.{os.getpid()}"
     temporary.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     temporary.replace(folder / "results.json")

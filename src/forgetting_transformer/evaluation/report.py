@@ -173,12 +173,15 @@ def _evaluations(folders: Sequence[Path]) -> list[tuple[str, str]]:
             kind[_free_name(file.parent.name, kind)] = content
     sections = []
     if losses:
-        curves = per_token_loss.group_seeds(_one_length_a_name(losses))
+        losses = _one_length_a_name(losses)
+        curves = per_token_loss.group_seeds(losses)
         lengths = {loss.summary.get("train_length") for loss in losses} - {None}
         train_length = lengths.pop() if len(lengths) == 1 else None
         picture = _picture(lambda path: loss_against_position(curves, path, train_length), "loss at every position")
         table = per_token_loss.slope_table(per_token_loss.unique_names(losses))
-        sections.append(("Loss at every position, evaluated", picture + _from_markdown(table)))
+        comparison = per_token_loss.comparison_table(losses)
+        compared = _from_markdown(comparison) if comparison else ""
+        sections.append(("Loss at every position, evaluated", picture + compared + _from_markdown(table)))
     if needles:
         sections.append(("Needle in a haystack", "".join(_needle(folder) for folder in needles)))
     if gates:
