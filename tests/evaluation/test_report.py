@@ -122,6 +122,14 @@ def test_the_page_needs_nothing_from_outside_and_texts_stay_texts(runs, tmp_path
     assert any("<script>alert(1)" in cell for row in page.rows for cell in row)
 
 
+def test_a_file_of_another_program_is_left_out_and_named(tmp_path):
+    for name, content in (("list", "[1, 2]"), ("other", '{"accuracy": 0.5}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(content)
+    done = run_script(SCRIPT, "--results", tmp_path, "--out", tmp_path / "page.html")
+    assert done.returncode == 0 and done.stderr.count("holds no results of lm_eval_harness or longbench") == 2
+
+
 def test_differences_between_configurations_are_marked(runs, tmp_path):
     write_report(runs, [], tmp_path / "page.html")
     page = Page((tmp_path / "page.html").read_text())

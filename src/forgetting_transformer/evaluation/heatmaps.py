@@ -133,7 +133,7 @@ def score_grid(
         figure = Figure(figsize=(1.9 + 0.48 * len(lengths), 1.5 + 0.26 * len(depths)))
         axes = figure.add_subplot()
         axes.set_facecolor("#bbbbbb")
-        image = axes.imshow(np.ma.masked_invalid(scores), cmap="RdYlGn", vmin=limits[0], vmax=limits[1], aspect="auto")
+        image = axes.imshow(np.ma.masked_invalid(scores), cmap="viridis", vmin=limits[0], vmax=limits[1], aspect="auto")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
         axes.set(xlabel="context length (tokens)", ylabel="depth of the needle")

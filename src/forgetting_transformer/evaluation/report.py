@@ -69,7 +69,7 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
             ("Runs", _overview(runs)),
             ("Loss against training tokens", _training_curves(runs, left_out)),
             ("Loss at every position, in training", _position_curves(runs, left_out)),
-            *_evaluations(results),
+            *_evaluations(results, left_out),
             ("Configurations", _configurations(runs)),
         ]
     except (ValueError, OSError, yaml.YAMLError) as error:
@@ -157,7 +157,7 @@ def _position_curves(runs: Mapping[str, Path], left_out: list[str]) -> str:
     return _picture(lambda path: loss_against_position(curves, path), "loss at every position")
 
 
-def _evaluations(folders: Sequence[Path]) -> list[tuple[str, str]]:
+def _evaluations(folders: Sequence[Path], left_out: list[str]) -> list[tuple[str, str]]:
     """A section per kind of evaluation found in the folders."""
     losses, harness_rows, longbench_rows, needles, gates = [], {}, {}, [], []
     for file in sorted(file for folder in folders for file in folder.rglob("*") if file.is_file()):
@@ -169,8 +169,11 @@ def _evaluations(folders: Sequence[Path]) -> list[tuple[str, str]]:
             gates.append(file)
         elif file.name == "results.json" and not file.with_suffix(".npz").is_file():
             content = read_json(file)
-            kind = longbench_rows if content.keys() <= longbench.SETS.keys() else harness_rows
-            kind[_free_name(file.parent.name, kind)] = content
+            kind = _kind_of_results(content, harness_rows, longbench_rows)
+            if kind is None:
+                left_out.append(f"{file} holds no results of lm_eval_harness or longbench")
+            else:
+                kind[_free_name(file.parent.name, kind)] = content
     sections = []
     if losses:
         losses = _one_length_a_name(losses)
@@ -191,6 +194,15 @@ def _evaluations(folders: Sequence[Path]) -> list[tuple[str, str]]:
     if longbench_rows:
         sections.append(("LongBench", _from_markdown(longbench.tables(longbench_rows)[0])))
     return sections
+
+
+def _kind_of_results(content: Any, harness_rows: dict, longbench_rows: dict) -> dict | None:
+    """Which table the content of a results.json belongs to."""
+    if not isinstance(content, dict) or not content:
+        return None
+    if content.keys() <= longbench.SETS.keys():
+        return longbench_rows
+    return harness_rows if all(isinstance(metrics, dict) for metrics in content.values()) else None
 
 
 def _one_length_a_name(losses: Sequence[per_token_loss.Result]) -> list[per_token_loss.Result]:
