@@ -1,5 +1,6 @@
 """lm-evaluation-harness: the adapter's log-likelihoods are the model's, and the paper's eleven tasks run through it."""
 
+import dataclasses
 import json
 
 import datasets
@@ -115,6 +116,24 @@ def test_log_likelihoods_are_those_of_the_models_logits_in_any_batch(model, batc
         assert greedy == bool((rows.argmax(-1) == target).all())
 
 
+def test_a_foreign_model_that_only_gives_all_logits_is_asked_for_those(quickstart, model):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class AllLogits(GPT2LMHeadModel):
+        def forward(self, input_ids=None, use_cache=None):
+            return super().forward(input_ids=input_ids, use_cache=use_cache)
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(model.tokenizer), n_embd=8, n_layer=1, n_head=1, bos_token_id=0)
+    foreign = dataclasses.replace(model, model=AllLogits(config).eval())
+    requests = [instance("loglikelihood", "the cat", " sat on"), instance("loglikelihood", "a", " dog")]
+    adapter = harness.HarnessModel(foreign, 32, 2, "fp32", ALONE)
+    (value, _), _ = adapter.loglikelihood(requests, disable_tqdm=True)
+    ids = [0, *model.tokenizer("the cat sat on").input_ids]
+    rows = log_probs(foreign, ids[:-1])[-2:]
+    assert value == pytest.approx(rows.gather(-1, torch.tensor(ids[-2:])[:, None]).sum().item(), rel=1e-5)
+
+
 def test_the_likeliest_continuation_is_greedy(model, adapter):
     best = log_probs(model, [0, *model.tokenizer("the cat").input_ids])[-1].argmax().item()
     word = model.tokenizer.decode([best])
@@ -153,6 +172,7 @@ def test_generation_ends_at_a_stop_string(model, adapter):
     assert adapter.generate_until([instance("generate_until", *request)], disable_tqdm=True) == [""]
 
 
+@pytest.mark.slow
 def test_the_papers_eleven_tasks_fill_its_table(quickstart, hub, tmp_path):
     done = run_script(SCRIPT, "--model_path", quickstart.hf, "--save_dir", tmp_path, "--batch_size", 4)
     assert done.returncode == 0, done.stderr

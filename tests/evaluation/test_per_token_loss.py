@@ -86,6 +86,7 @@ def stopped_after(monkeypatch, batches: int) -> None:
     monkeypatch.setattr(per_token_loss, "token_losses", losses)
 
 
+@pytest.mark.slow
 def test_a_stopped_evaluation_continues_with_another_number_of_processes(quickstart, model, tmp_path, monkeypatch):
     data = heldout(quickstart, length=64)
     straight = per_token_loss.evaluate(model, data, tmp_path / "straight", ALONE)

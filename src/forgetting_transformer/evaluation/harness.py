@@ -7,6 +7,7 @@ Axes: B batch, T positions, K last positions, V vocabulary.
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,9 +149,10 @@ class HarnessModel(TemplateLM):
     def _log_probs(self, input_ids_BT: Tensor, needed: int) -> Tensor:
         """`(B, K, V)` float32 of the last `needed` positions; right padding cannot change what comes before it."""
         model = self.evaluated.model
+        keep = {"logits_to_keep": needed} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         with precision_context(self.precision, self.evaluated.device):
-            logits = model(input_ids=input_ids_BT.to(self.device), logits_to_keep=needed, use_cache=False).logits
-        return logits.float().log_softmax(-1)
+            logits = model(input_ids=input_ids_BT.to(self.device), use_cache=False, **keep).logits
+        return logits[:, -needed:].float().log_softmax(-1)
 
 
 def _pad(sequences: Sequence[list[int]], width: int, token: int) -> Tensor:
