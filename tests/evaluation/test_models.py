@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from forgetting_transformer.evaluation.models import EvaluationError, fingerprint, load_model, token_losses
+from forgetting_transformer.evaluation.workers import start_workers
 from tests.evaluation.conftest import TRAIN_LENGTH, VOCABULARY
 
 
@@ -81,3 +82,9 @@ def test_a_model_whose_logits_are_changed_after_the_output_layer_still_gets_its_
     with caplog.at_level(logging.WARNING):
         torch.testing.assert_close(token_losses(model, input_ids, labels), expected)
     assert "all logits are computed at once" in caplog.text
+
+
+def test_an_option_that_fabric_run_has_taken_is_not_lost_silently(monkeypatch):
+    monkeypatch.setenv("LT_PRECISION", "bf16")
+    with pytest.raises(EvaluationError, match=r"`fabric run` takes --precision=bf16 for itself .*torchrun"):
+        start_workers("cpu")

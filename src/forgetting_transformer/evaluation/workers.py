@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forgetting_transformer.evaluation.models import pick_device
+from forgetting_transformer.evaluation.models import EvaluationError, pick_device
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,15 @@ def start_workers(device: str | None = None) -> Workers:
 
     Args:
         device: "cpu", "cuda" or one GPU ("cuda:1"); default a GPU if there is one.
+
+    Raises:
+        EvaluationError: `fabric run` has taken an option that was meant for the evaluation.
     """
+    if "LT_PRECISION" in os.environ:
+        raise EvaluationError(
+            f"`fabric run` takes --precision={os.environ['LT_PRECISION']} for itself and the evaluation never sees it: start with "
+            "torchrun --nproc-per-node N SCRIPT --precision … instead"
+        )
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     chosen = pick_device("cpu" if os.environ.get("LT_ACCELERATOR") == "cpu" else device)
     if world_size == 1:
