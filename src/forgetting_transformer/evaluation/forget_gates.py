@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -164,10 +163,10 @@ def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pruned_share(log_fgate_HT: Tensor, score_bound_H: Tensor, tolerance: float) -> Tensor:
-    """Share of causal tiles (128 × 128 positions) that pruning skips, `(H,)`.
+    """Share of causal tiles (128 × 128 positions) that pruning skips, `(H,)` float64.
 
-    A tile is skipped where every bias in it is below  ln ε - (2U + ln T), that is, where the log gates between its last
-    key and its first query, whole stretches only, sum to less. The same rule as the attention kernel's.
+    A tile is skipped where its largest decay bias, that of its first query and its last key, is below
+    ln ε - (2U + ln T). The same rule as the attention kernel's, which this is tested against.
 
     Args:
         log_fgate_HT: logarithms of the gates.
@@ -176,13 +175,13 @@ def pruned_share(log_fgate_HT: Tensor, score_bound_H: Tensor, tolerance: float) 
     """
     heads, length = log_fgate_HT.shape
     threshold_H = tolerance - (2 * score_bound_H.double() + math.log(length))
-    log_fgate_HSL = F.pad(log_fgate_HT.double(), (0, -length % STRETCH)).view(heads, -1, STRETCH)
-    before_HS = F.pad(log_fgate_HSL.sum(-1).cumsum(-1), (1, 0))  # sums over the stretches before each, and over all
-    stretches = log_fgate_HSL.shape[1]
+    c_HT = log_fgate_HT.double().cumsum(-1)
+    first_query_HS, last_key_HS = c_HT[:, ::STRETCH], c_HT[:, STRETCH - 1 :: STRETCH]
+    stretches = first_query_HS.shape[1]
     pruned_H = torch.zeros(heads, dtype=torch.int64, device=log_fgate_HT.device)
     for query in range(stretches):
-        between_HS = before_HS[:, query : query + 1] - before_HS[:, 1 : query + 1]
-        pruned_H += (between_HS < threshold_H[:, None]).sum(-1)
+        bias_HS = first_query_HS[:, query : query + 1] - last_key_HS[:, :query]
+        pruned_H += (bias_HS < threshold_H[:, None]).sum(-1)
     return pruned_H.double() / (stretches * (stretches + 1) / 2)
 
 
