@@ -39,6 +39,11 @@ class TrainConfig:
     grad_acc_tokens: int = MISSING
     #: Gradients are scaled down to this global L2 norm.
     max_grad_norm: float = 1.0
+    #: An update whose loss or gradient is not finite is left out; after this many in a row the run stops, saved.
+    max_bad_steps: int = 10
+    #: Also leave out updates whose gradient norm, before clipping, is more than this many times the median of the last
+    #: 128. null: never.
+    spike_factor: float | None = None
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
     #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer.
@@ -178,6 +183,11 @@ class Config:
     checkpoint_interval: int = MISSING
     checkpoint_keep_interval: int = MISSING
     checkpoint_keep_last: int = 2
+    #: true: write checkpoints while training goes on, from a copy in the host's memory (12 bytes per parameter over all
+    #: ranks of the job). false: training waits, and needs no such memory.
+    checkpoint_background: bool = True
+    #: true: check data, disk, memory and links, time a few steps, say what the run will cost, and train nothing.
+    preflight: bool = False
 
 
 def parse(composed: Any) -> Config:
@@ -247,9 +257,14 @@ def check(config: Config, world_size: int) -> None:
         "strategy.timeout_seconds": config.strategy.timeout_seconds,
         "fabric.peak_flops": config.fabric.peak_flops,
         "train.max_grad_norm": train.max_grad_norm,
+        "train.max_bad_steps": train.max_bad_steps,
     }.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{key}={value} must be positive")
+    if train.spike_factor is not None and train.spike_factor <= 1:
+        raise ConfigError(
+            f"train.spike_factor={train.spike_factor} would leave out ordinary steps; use more than 1, such as 10, or null"
+        )
     optimizer = config.optimizer
     if optimizer.lr < 0 or optimizer.weight_decay < 0 or optimizer.eps <= 0:
         raise ConfigError(
@@ -317,7 +332,8 @@ def check_choices(config: Config) -> None:
 FREE_KEYS = (
     "output_dir", "data_dir", "resume", "fork_dir", "fork_step", "exp", "tag", "wandb", "fabric.devices",
     "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens", "train.grad_acc_tokens",
-    "train.gradient_checkpointing", "train.compile", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
+    "train.gradient_checkpointing", "train.compile",
+    "train.max_bad_steps", "checkpoint_background", "preflight", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
     "checkpoint_interval", "checkpoint_keep_interval", "checkpoint_keep_last", "eval", "datamodule.train_num_workers",
     "datamodule.eval_tokens", "datamodule.eval_batch_len", "datamodule.eval_local_batch_size",
     "datamodule.eval_num_workers", "datamodule.dataset", "datamodule.repeat",

@@ -50,6 +50,11 @@ class MetricsLog:
             file.write(line)
         self._wandb.log(step, values)
 
+    def has(self, kind: str, step: int) -> bool:
+        """Whether `jsonlines/<kind>.jsonl` has a line of `step`."""
+        file = self.directory.jsonlines / f"{kind}.jsonl"
+        return file.is_file() and any(entry["step"] == step for entry in read_lines(file))
+
     def report_once(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Reports what holds for the whole run, if an earlier start has not."""
         file = self.directory.jsonlines / f"{kind}.jsonl"
