@@ -160,7 +160,7 @@ def step(self, batch):
     return original(self, batch)
 trainer.Trainer.step = step
 """
-    job = Job(changed(tiny, datamodule__train_num_workers=2), patch=patch)
+    job = Job(changed(tiny, datamodule__train_num_workers=1), patch=patch)
     assert job.wait() == [0], job.errors()
     assert "Readers are started anew" in rank_log(tiny, 0)
     assert_same_run(straight["output_dir"], tiny["output_dir"])
@@ -181,7 +181,7 @@ def step(self, batch):
     return original(self, batch)
 trainer.Trainer.step = step
 """
-    job = Job(changed(tiny, datamodule__train_num_workers=2), patch=patch)
+    job = Job(changed(tiny, datamodule__train_num_workers=1), patch=patch)
     assert job.wait() == [0], job.errors()
     assert status(tiny)["status"] == "preempted"
     assert "Readers are started anew" not in rank_log(tiny, 0)
@@ -199,8 +199,8 @@ def test_a_clock_that_is_set_back_changes_nothing(tiny, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_the_launcher_passes_signals_on_and_two_share_a_machine(tiny, tmp_path, name):
+def test_the_launcher_passes_signals_on_and_two_share_a_machine(tiny, tmp_path):
+    """SIGUSR1, which `fabric run` by itself would die of without a word to its ranks."""
     endless = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
     launchers = []
     for run in ("one", "two"):
@@ -213,10 +213,10 @@ def test_the_launcher_passes_signals_on_and_two_share_a_machine(tiny, tmp_path, 
             assert launcher.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
     for run, launcher in zip(("one", "two"), launchers, strict=True):
-        launcher.send_signal(getattr(signal, name))
+        launcher.send_signal(signal.SIGUSR1)
         launcher.wait(60)
         found = json.loads((tmp_path / run / "status.json").read_text())
-        assert found["status"] == "preempted" and found["reason"] == name
+        assert found["status"] == "preempted" and found["reason"] == "SIGUSR1"
         assert (tmp_path / run / f"checkpoints/step-{found['step']:015d}/manifest.json").is_file()
 
 

@@ -422,6 +422,16 @@ def inspect(path: Path) -> Checkpoint:
         raise CheckpointError(f"its manifest.json is damaged ({type(error).__name__}: {error})") from error
 
 
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint folder, without looking at the files; None if there is none that can be read."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        sum(entry["bytes"] for entry in manifest["files"].values())
+        return manifest if isinstance(manifest["permanent"], bool) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
 def step_of(path: Path) -> int:
     """Training tokens of a checkpoint folder, from its name."""
     return int(path.name.removeprefix("step-"))

@@ -85,15 +85,15 @@ class HostCopy:
 
 
 def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """What `rank` has to write: its shards, and of tensors that every rank holds whole a share of equal size.
+    """What `rank` has to write: its shards, and of tensors that every rank holds whole about an equal share of bytes.
 
     Every rank computes the same division.
     """
-    mine, load = {}, [0] * world_size
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            mine[name] = tensor
-            continue
+    mine = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    whole = {name: tensor for name, tensor in tensors.items() if name not in mine}
+    load = [0] * world_size
+    # The largest first, each to the rank with the least so far.
+    for name, tensor in sorted(whole.items(), key=lambda item: (-item[1].nbytes, item[0])):
         writer = load.index(min(load))
         load[writer] += tensor.nbytes
         if writer == rank:
