@@ -5,11 +5,12 @@ from pathlib import Path
 from tests.training.conftest import Job, changed, refused
 
 
-def test_it_measures_and_leaves_the_run_alone(tiny, capfd):
-    job = Job(changed(tiny, preflight=True), 2)
+def test_it_measures_and_leaves_the_run_alone(tiny, tmp_path):
+    said = tmp_path / "said"
+    job = Job(changed(tiny, preflight=True), 2, patch=f"import sys; sys.stdout = open({str(said)!r}, 'a')")
     assert job.wait() == [0, 0], job.errors()
     assert not Path(tiny["output_dir"]).exists()
-    said = capfd.readouterr().out
+    said = said.read_text()
     for row in (
         "tokens per second",
         "training takes",
