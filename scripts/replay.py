@@ -95,7 +95,7 @@ def show(found: "Replay", tokenizer: "PreTrainedTokenizerBase | None", settings:
         ]
 
     gated = any("fgate_mean" in layer for layer in found.layers)
-    lines += ["", f"{'layer':<12} {'weights':>10} {'gradient':>10}" + (f"{GATES}" if gated else "")]
+    lines += ["", f"{'layer':<12} {'weights':>10} {'gradient':>10}" + (GATES if gated else "")]
     for layer in found.layers:
         line = f"{layer['layer']:<12} {layer['weight_norm']:10.4g} {layer['grad_norm']:10.4g}"
         if "fgate_mean" in layer:
@@ -111,7 +111,8 @@ def show(found: "Replay", tokenizer: "PreTrainedTokenizerBase | None", settings:
     return "\n".join(lines)
 
 
-GATES = "  forget gates: mean, median, smallest, share below 0.5, share above 0.99"
+#: Forget gates f: their mean, median and minimum, and the shares of them below 0.5 and above 0.99.
+GATES = "".join(f" {name:>8}" for name in ("f mean", "median", "min", "< 0.5", "> 0.99"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,7 +39,17 @@ def test_loss_and_norm_are_the_logged_ones(finished, tmp_path, capsys):
         assert np.array_equal(arrays["labels_BT"], tokens[first : first + 4, :32])
         assert "older than" not in said
     assert "weights: the checkpoint at 2,048 tokens" in said
-    for part in ("0–0", "16–31", "layer 0", "layer 1", "embeddings", "forget gates: mean", "document 64, tokens 0–31"):
+    for part in (
+        "0–0",
+        "16–31",
+        "layer 0",
+        "layer 1",
+        "embeddings",
+        "norm",
+        "lm_head",
+        "f mean",
+        "document 64, tokens 0–31",
+    ):
         assert part in said, said
 
 

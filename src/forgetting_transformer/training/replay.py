@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from forgetting_transformer.data.longcrawl64 import shifted
 from forgetting_transformer.data.order import Location
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import CheckpointError, load_weights, newest_valid, steps_in
@@ -38,7 +39,7 @@ class Replay:
     labels_BT: np.ndarray
     loss_BT: np.ndarray
     grad_norm: float
-    #: By layer ("embeddings", "layer 0", …, "head"), in the order of the model.
+    #: By layer ("embeddings", "layer 0", …, "norm", "lm_head"), in the order of the model.
     layers: list[dict[str, Any]]
 
 
@@ -78,8 +79,6 @@ def replay(
     array, order = data.open_train()
     where = order.locate(batch)
     labels = array.read(where.first_document, where.last_document, where.begin_token, where.end_token)
-    from forgetting_transformer.data.longcrawl64 import shifted
-
     item = shifted(labels, data.bos_token_id)
     setup.seed_step(config.seed, batch, 0)
     mixed = config.fabric.precision == "bf16-mixed"
@@ -166,7 +165,7 @@ def _layer_of(parameter: str) -> str:
     found = re.search(r"(?:^|\.)layers\.(\d+)\.", parameter)
     if found:
         return f"layer {found[1]}"
-    return next((part for part in ("embeddings", "lm_head") if part in parameter), "other")
+    return parameter.rpartition(".")[0].rpartition(".")[2]  # embeddings, norm, lm_head
 
 
 def _tokenizer(directory: RunDirectory) -> PreTrainedTokenizerBase | None:

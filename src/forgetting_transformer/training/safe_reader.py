@@ -7,9 +7,11 @@ library reads with `weights_only=True`), and shards lie in the checkpoint's own 
 
 import io
 import pickle
+import warnings
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -80,11 +82,12 @@ class TensorPlanner(DefaultLoadPlanner):
 
 def read_tensors(folder: Any, names: list[str] | None = None) -> dict[str, torch.Tensor]:
     """Tensors of a sharded checkpoint, whole and on the CPU, on one process; all of them without `names`."""
-    import torch.distributed.checkpoint as dcp
-
     reader = TensorReader(folder)
     stored = reader.tensors()
     wanted = {name: stored[name] for name in (stored if names is None else names)}
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in wanted.items()}
-    dcp.load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
+    with warnings.catch_warnings():
+        # That it reads on one process, which is meant.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        dcp.load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=True)
     return state
