@@ -23,6 +23,8 @@ from omegaconf import DictConfig
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
 def main(composed: DictConfig) -> None:
+    import torch.distributed as dist
+
     from forgetting_transformer import training
     from forgetting_transformer.data import DataError
     from forgetting_transformer.training.checkpoint import CheckpointError
@@ -36,7 +38,9 @@ def main(composed: DictConfig) -> None:
         if HydraConfig.get().mode == RunMode.MULTIRUN and os.environ.get("LT_CLI_USED") == "1":
             # All jobs would share one process group and mix their gradients.
             raise training.ConfigError("-m under `fabric run` is not possible; start one `fabric run` per job")
-        if training.run(training.parse(composed)) == "preempted":
+        outcome = training.run(training.parse(composed))
+        # The other ranks end with 0: launchers take anything else for a failure, and kill whoever is not done yet.
+        if outcome == "preempted" and not (dist.is_initialized() and dist.get_rank() > 0):
             sys.exit(PREEMPTED_EXIT_CODE)
     except (
         training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError, PreflightError

@@ -124,6 +124,24 @@ trainer.Trainer.step = step
     train(tiny, 2)
 
 
+def test_a_rank_that_is_asked_to_stop_and_cannot_does_not_stay(tiny):
+    """Its peer is gone, say: it need not wait as long as a run that nobody wants to stop."""
+    patch = """
+import os, signal, time
+from forgetting_transformer.training import sentinel, trainer
+sentinel.LEAST_PATIENCE_SECONDS = 1
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 5:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    assert Job(tiny, patch=patch).wait(60) == [1]
+    assert status(tiny)["status"] == "failed" and "after SIGTERM" in status(tiny)["reason"]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_later(tiny, tmp_path, strategy):
     tiny = changed(tiny, strategy__name=strategy)

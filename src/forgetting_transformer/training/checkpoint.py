@@ -123,6 +123,11 @@ class Checkpointer:
         if self.background:
             self._copy.reserve(share(_tensors(model, optimizer)[0], self.rank, self.world_size))
 
+    @property
+    def reserving(self) -> bool:
+        """Whether that is still under way."""
+        return self._copy.reserving
+
     def save(
         self,
         step: int,

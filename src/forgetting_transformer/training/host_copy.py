@@ -56,6 +56,10 @@ class HostCopy:
         return {name: self._copies[name] for name in tensors}, event
 
     @property
+    def reserving(self) -> bool:
+        return self._reserving is not None and self._reserving.is_alive()
+
+    @property
     def bytes(self) -> int:
         return sum(_local(copy).nbytes for copy in self._copies.values())
 

@@ -85,7 +85,10 @@ def run(config: Config) -> str:
     with Sentinel(config.strategy.timeout_seconds) as sentinel:
         trainer = Trainer(config, sentinel)
         try:
-            return trainer.run()
+            outcome = trainer.run()
+            trainer.close()
+            trainer.vote.together()  # so that no launcher takes an early rank's end for a reason to end the others
+            return outcome
         except (OSError, DataWorkerError) as error:
             # A full disk, a file system that went away, readers that die. Checkpoints that could be skipped have been.
             trainer.settle()
@@ -314,6 +317,7 @@ class Trainer:
         self.checkpointer.close()
         if self.metrics is not None:
             self.metrics.close()
+            self.metrics = None
         self.directory.release()
 
     @property
@@ -338,7 +342,6 @@ class Trainer:
         status = "preempted" if stop else "done"
         self._write_status(status, self.sentinel.request or "")
         log.info("%s: %s", "training finished" if status == "done" else "stopped and saved", done)
-        self.vote.together()  # so that no launcher takes an early rank's end for a reason to end the others
         return status
 
     def _batches(self, count: int) -> Iterator[dict[str, Tensor]]:
