@@ -103,7 +103,7 @@ def test_killed_at_random_moments_it_ends_in_the_same_weights(request, tiny, tmp
         config, train__max_tokens=steps * STEP, schedule__total_tokens=steps * STEP, datamodule__repeat=True
     )
     straight = changed(config, output_dir=str(tmp_path / "straight"))
-    train(straight, world_size)
+    assert Job(straight, world_size).wait(1200) == [0] * world_size
     generator = random.Random(strategy)
     log = Path(config["output_dir"]) / "metrics/jsonlines/train.jsonl"
     for _ in range(kills):
@@ -117,7 +117,7 @@ def test_killed_at_random_moments_it_ends_in_the_same_weights(request, tiny, tmp
         time.sleep(generator.uniform(0, 0.1))
         job.kill()
     assert len(losses(config["output_dir"])) < steps, "the kills came too late to prove anything"
-    train(config, world_size)
+    assert Job(config, world_size).wait(1200) == [0] * world_size
     assert_same_run(straight["output_dir"], config["output_dir"], steps * STEP)
 
 

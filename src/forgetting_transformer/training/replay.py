@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from forgetting_transformer.data.longcrawl64 import shifted
 from forgetting_transformer.data.order import Location
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import CheckpointError, load_weights, newest_valid, steps_in
@@ -57,6 +56,7 @@ def replay(
         raise CheckpointError(f"no valid checkpoint in {directory.checkpoints}; output_dir must be that of a run")
     config = parse(OmegaConf.create(known.trainer_state()["config"]))
     shape = config.datamodule
+    shape.train_num_workers = 0  # it is one batch
     tokens = shape.train_batch_size * shape.train_batch_len
     if step < tokens or step % tokens:
         below = max(tokens, step // tokens * tokens)
@@ -75,11 +75,8 @@ def replay(
         load_weights(checkpoint, model)
     model = model.to(chosen).train()
     batch = step // tokens - 1
-    # Read here and not in worker processes: it is one batch.
-    array, order = data.open_train()
-    where = order.locate(batch)
-    labels = array.read(where.first_document, where.last_document, where.begin_token, where.end_token)
-    item = shifted(labels, data.bos_token_id)
+    where = data.open_train()[1].locate(batch)
+    item = next(iter(data.train_loader(batch, batch + 1, 0, 1)))
     setup.seed_step(config.seed, batch, 0)
     mixed = config.fabric.precision == "bf16-mixed"
     autocast = torch.autocast(chosen.type, torch.bfloat16) if mixed else nullcontext()
