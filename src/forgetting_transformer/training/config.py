@@ -13,6 +13,8 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from forgetting_transformer.data import DataInfo
+
 
 class ConfigError(ValueError):
     """The configuration cannot be run; the message names the key, the value and the fix."""
@@ -353,6 +355,35 @@ def changes_that_alter_the_run(before: dict[str, Any], now: dict[str, Any]) -> l
         if old.get(key, None) != new.get(key, None)
         and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
     ]
+
+
+def check_continues(
+    checkpoint: str, state: dict[str, Any], config: Config, data: DataInfo, forked: bool = False
+) -> None:
+    """A changed key that would change the run is refused; a fork may change all but what its position means.
+
+    Args:
+        checkpoint: its name, for messages. state: what its trainer.json holds. data: the corpus as it is now.
+
+    Raises:
+        ConfigError: naming every such key, its old and its new value.
+    """
+    before = state["config"]
+    changes = changes_that_alter_the_run(before, dataclasses.asdict(config))
+    if forked:
+        shape = ("datamodule.train_batch_len", "datamodule.train_batch_size", "model.")
+        changes = [change for change in changes if change.startswith(shape)]
+    fork, now = (before["fork_dir"], before["fork_step"]), (config.fork_dir, config.fork_step)
+    if not forked and config.fork_dir and fork != now:
+        changes.append(f"fork_dir, fork_step: {fork} -> {now}")
+    if state["data_fingerprint"] != data.fingerprint:
+        changes.append(f"the corpus (fingerprint {state['data_fingerprint']} -> {data.fingerprint}): {data.path}")
+    if changes:
+        raise ConfigError(
+            f"{checkpoint} was trained with other settings:\n  " + "\n  ".join(changes) + "\n"
+            "Undo these changes to continue it, or choose another output_dir"
+            + ("" if forked else " (with fork_dir and fork_step to start from its weights), or resume=false")
+        )
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

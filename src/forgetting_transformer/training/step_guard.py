@@ -6,10 +6,14 @@ learns of it when the device gets there, a step or two later.
 """
 
 import collections
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from forgetting_transformer.data.order import Location
 
 #: Steps whose gradient norms the spike rule looks back at.
 WINDOW = 128
@@ -25,6 +29,24 @@ class BadStep:
     grad_norm: float
     #: Mean loss of every sequence of the global batch, in its order.
     sequence_losses: list[float]
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g} ({self.in_a_row} in a row)"
+
+    def describe(self, where: Location) -> dict[str, Any]:
+        """For bad_step.jsonl: with the documents and tokens of its batch."""
+        not_finite = [row for row, loss in enumerate(self.sequence_losses) if not math.isfinite(loss)]
+        return {
+            "batch": self.batch,
+            "in_a_row": self.in_a_row,
+            "loss": self.loss,
+            "global_grad_norm": self.grad_norm,
+            "first_document": where.first_document,
+            "begin_token": where.begin_token,
+            "end_token": where.end_token,
+            "sequence_losses": self.sequence_losses,
+            "documents_not_finite": [where.first_document + row for row in not_finite],
+        }
 
 
 class StepGuard:

@@ -11,7 +11,6 @@ goodput.py (how it ended, where the time went). docs/reliability.md says what ha
 
 import dataclasses
 import itertools
-import json
 import logging
 import math
 import time
@@ -19,10 +18,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
@@ -33,13 +30,13 @@ from forgetting_transformer.training.checkpoint import (
     Checkpointer,
     CheckpointError,
     steps_in,
-    write_atomically,
 )
-from forgetting_transformer.training.config import Config, ConfigError, changes_that_alter_the_run, check, check_choices
+from forgetting_transformer.training.config import Config, ConfigError, check, check_choices, check_continues
+from forgetting_transformer.training.descriptions import model_info, write_descriptions
 from forgetting_transformer.training.feed import DataWorkerError, feed
 from forgetting_transformer.training.hardware import peak_flops
 from forgetting_transformer.training.launch import launch
-from forgetting_transformer.training.metrics import MetricsLog, Progress, Throughput
+from forgetting_transformer.training.metrics import MetricsLog, Progress, Throughput, by_length
 from forgetting_transformer.training.norms import all_finite, parameter_norms
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.provenance import describe
@@ -47,7 +44,7 @@ from forgetting_transformer.training.run_directory import RunDirectory
 from forgetting_transformer.training.schedule import build_schedule
 from forgetting_transformer.training.sentinel import Sentinel
 from forgetting_transformer.training.status import write_status
-from forgetting_transformer.training.step_guard import BadStep, StepGuard
+from forgetting_transformer.training.step_guard import StepGuard
 from forgetting_transformer.training.stop import Stop, Vote
 
 log = logging.getLogger(__name__)
@@ -171,7 +168,7 @@ class Trainer:
             log.info("nothing left to train: %s tokens are done", f"{counters.token_count:,}")
         clock = time.perf_counter() - counters.total_time
         category = "first step"
-        for batch in self._batches(remaining) if not stop else ():
+        for batch in self._batches(remaining) if remaining > 0 and not stop else ():
             started = time.perf_counter()
             self.goodput.switch(category)
             before = counters.token_count
@@ -291,7 +288,7 @@ class Trainer:
                 "val/val_seq_count": count,
                 "val/val_time": seconds,
                 "val/val_tokens_per_second": count * length / seconds,
-                **self._by_length("val", mean_T),
+                **by_length("val", mean_T, self.config.eval.min_val_length),
                 **{f"val/train_{name}": value for name, value in vars(self.counters).items()},
             },
         )
@@ -348,7 +345,7 @@ class Trainer:
         """This rank's shares of the next `count` global batches."""
         first = self.counters.batch_count
         rank, world_size = self.fabric.global_rank, self.fabric.world_size
-        return feed(lambda done: self.data.train_loader(first + done, first + max(count, 0), rank, world_size))
+        return feed(lambda done: self.data.train_loader(first + done, first + count, rank, world_size))
 
     def _agree_to_stop(self) -> Stop:
         """Once a step, or batch of an evaluation: whether all ranks stop here, and what became of steps before."""
@@ -421,7 +418,7 @@ class Trainer:
 
     def _load(self, checkpoint: Checkpoint, forked: bool) -> None:
         state = checkpoint.trainer_state()
-        self._check_compatible(checkpoint, state, forked)
+        check_continues(str(checkpoint.path), state, self.config, self.data_info, forked)
         self.checkpointer.load(checkpoint, self.model.module, self.optimizer.optimizer)
         self.counters = Counters(**{f.name: state[f.name] for f in dataclasses.fields(Counters)})
         windows = checkpoint.windows()
@@ -430,66 +427,24 @@ class Trainer:
         self.guard.load({name: torch.from_numpy(array) for name, array in windows.items()})
         log.info("%s %s", "forked from" if forked else "continuing from", checkpoint.path)
 
-    def _check_compatible(self, checkpoint: Checkpoint, state: dict[str, Any], forked: bool) -> None:
-        """A changed key that would change the run is refused; a fork may change all but what its position means."""
-        changes = changes_that_alter_the_run(state["config"], self.resolved)
-        if forked:
-            shape = ("datamodule.train_batch_len", "datamodule.train_batch_size", "model.")
-            changes = [change for change in changes if change.startswith(shape)]
-        before = (state["config"]["fork_dir"], state["config"]["fork_step"])
-        if not forked and self.config.fork_dir and (self.config.fork_dir, self.config.fork_step) != before:
-            changes.append(f"fork_dir, fork_step: {before} -> {(self.config.fork_dir, self.config.fork_step)}")
-        if state["data_fingerprint"] != self.data_info.fingerprint:
-            changes.append(
-                f"the corpus (fingerprint {state['data_fingerprint']} -> {self.data_info.fingerprint}): {self.data_info.path}"
-            )
-        if changes:
-            raise ConfigError(
-                f"{checkpoint.path} was trained with other settings:\n  " + "\n  ".join(changes) + "\n"
-                "Undo these changes to continue it, or choose another output_dir"
-                + ("" if forked else " (with fork_dir and fork_step to start from its weights), or resume=false")
-            )
-
     @property
     def resolved(self) -> dict[str, Any]:
         return dataclasses.asdict(self.config)
 
     def _open_metrics(self) -> MetricsLog:
         step = self.counters.token_count
-        self._write_descriptions()
+        info = model_info(self.model.module, self.flops_per_token)
+        start = {"step": step, "world_size": self.fabric.world_size, **self.environment}
+        write_descriptions(self.directory, self.config, self.model.module, self.undecayed, info, start)
+        setup.copy_tokenizer(self.data.folder, self.directory)
         metrics = MetricsLog(self.directory, self.config, self.resolved, step)
         if self.counters.batch_count:
             metrics.report("resume", step, {"resume/resume_step": step})
         metrics.report_once("train_data_info", step, vars(self.data_info))
         if not self.config.skip_eval:
             metrics.report_once("val_data_info", step, vars(self.data.eval_info()))
-        metrics.report_once("model_info", step, self._model_info())
+        metrics.report_once("model_info", step, info)
         return metrics
-
-    def _write_descriptions(self) -> None:
-        root = self.directory.root
-        write_atomically(self.directory.config, yaml.safe_dump(self.resolved, sort_keys=False))
-        write_atomically(root / "model.txt", f"{self.model.module}\n{json.dumps(self._model_info(), indent=1)}\n")
-        shapes = {n: f"{n} {tuple(p.shape)}\n" for n, p in self.model.module.named_parameters()}
-        decayed = [line for name, line in shapes.items() if name not in self.undecayed]
-        write_atomically(root / "decay_params.txt", "".join(decayed))
-        write_atomically(root / "no_decay_params.txt", "".join(shapes[n] for n in shapes if n in self.undecayed))
-        start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": self.counters.token_count}
-        start |= {"world_size": self.fabric.world_size, **self.environment}
-        with (root / "starts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(start) + "\n")
-        setup.copy_tokenizer(self.data.folder, self.directory)
-
-    def _model_info(self) -> dict[str, int]:
-        total = sum(p.numel() for p in self.model.module.parameters())
-        embedding = self.model.module.get_input_embeddings().weight.numel()
-        return {
-            "total_params": total,
-            "trainable_params": sum(p.numel() for p in self.model.module.parameters() if p.requires_grad),
-            "embedding_params": embedding,
-            "non_embedding_params": total - embedding,
-            "flops_per_token": self.flops_per_token,
-        }
 
     def _due(self, interval: int, before: int) -> bool:
         """Whether the step that began after `before` tokens crossed a multiple of `interval`."""
@@ -525,23 +480,13 @@ class Trainer:
             "train_eval",
             step,
             {
-                **self._by_length("train_eval", mean_T),
+                **by_length("train_eval", mean_T, self.config.eval.min_val_length),
                 "train_eval/window_seq_count": sequences,
                 "train_eval/window_token_count": sequences * mean_T.size,
                 **{f"train_eval/train_{name}": value for name, value in vars(self.counters).items()},
             },
         )
         self.metrics.report_arrays("train_eval", step, {"train_eval/loss_per_token": mean_T})
-
-    def _by_length(self, kind: str, mean_T: np.ndarray) -> dict[str, float]:
-        """Mean loss over the first L positions, for L the full length, half of it, …, down to eval.min_val_length."""
-        values, length = {}, mean_T.size
-        while length >= min(self.config.eval.min_val_length, mean_T.size):
-            loss = float(mean_T[:length].mean())
-            values[f"{kind}/loss_avg_len_{length}"] = loss
-            values[f"{kind}/perplexity_len_{length}"] = math.exp(min(loss, 700.0))
-            length //= 2
-        return values
 
     def _save(self, permanent: bool, must_succeed: bool) -> None:
         self._wait_for_device()
@@ -596,33 +541,13 @@ class Trainer:
             log.error("%s; %s. Training goes on", saved.error, self.kept)
 
     def _report_bad_steps(self, wait: bool = False) -> None:
+        data = self.config.datamodule
         for bad in self.guard.bad_steps(wait):
             where = self.order.locate(bad.batch)
-            log.warning(
-                "the update of batch %d was left out: loss %.4g, gradient norm %.4g (%d in a row); %s",
-                bad.batch, bad.loss, bad.grad_norm, bad.in_a_row, where,
-            )  # fmt: skip
+            log.warning("the update of batch %d was left out: %s; %s", bad.batch, bad, where)
             if self.metrics is not None:
-                self.metrics.report("bad_step", *self._describe_bad_step(bad))
-
-    def _describe_bad_step(self, bad: BadStep) -> tuple[int, dict[str, Any]]:
-        """The step in tokens, and what is known: which documents, which tokens of them, and what they gave."""
-        data, where = self.config.datamodule, self.order.locate(bad.batch)
-        values = {
-            "batch": bad.batch,
-            "in_a_row": bad.in_a_row,
-            "loss": bad.loss,
-            "global_grad_norm": bad.grad_norm,
-            "first_document": where.first_document,
-            "begin_token": where.begin_token,
-            "end_token": where.end_token,
-            "sequence_losses": bad.sequence_losses,
-            "documents_not_finite": [
-                where.first_document + row for row, loss in enumerate(bad.sequence_losses) if not math.isfinite(loss)
-            ],
-        }
-        step = (bad.batch + 1) * data.train_batch_size * data.train_batch_len
-        return step, {f"bad_step/{name}": value for name, value in values.items()}
+                step = (bad.batch + 1) * data.train_batch_size * data.train_batch_len
+                self.metrics.report("bad_step", step, {f"bad_step/{k}": v for k, v in bad.describe(where).items()})
 
     def _wait_for_device(self) -> None:
         # Here the host waits until the device has done the steps it was given: that time is the steps' time.
