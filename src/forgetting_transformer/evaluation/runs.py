@@ -9,7 +9,6 @@ Files of a run that are read here (``step`` is the number of training tokens):
 """
 
 import json
-import math
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -135,8 +134,8 @@ def _metrics_dir(run_dir: Path) -> Path:
 
 
 def _column(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of the records that have ``key``; a step that was left out may have a loss that is not finite."""
-    pairs = [(record["step"], record[key]) for record in read_metrics(path) if math.isfinite(record.get(key, math.nan))]
+    """Steps and values of the records that have ``key``."""
+    pairs = [(record["step"], record[key]) for record in read_metrics(path) if key in record]
     steps, values = zip(*pairs, strict=True) if pairs else ((), ())
     return np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
 
