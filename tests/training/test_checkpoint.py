@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from forgetting_transformer.training.checkpoint import Checkpointer, CheckpointError, newest_valid
-from forgetting_transformer.training.host_copy import HostCopy, share
+from forgetting_transformer.training.host_copy import HostCopy, own_pages, share
 from forgetting_transformer.training.safe_reader import UnsafeCheckpointError, read_tensors
 from tests.training.conftest import STEP, changed, refused, train
 
@@ -138,6 +138,17 @@ def test_the_copy_is_reused_and_as_big_as_what_it_copies():
     assert first["a"].tolist() == list(range(6)) and copy.bytes == 48
     second, _ = copy.take(tensors)
     assert second["a"].data_ptr() == first["a"].data_ptr() and not second["a"].any() and copy.bytes == 48
+
+
+def test_memory_to_lock_has_pages_of_its_own_and_no_more_bytes_than_it_holds():
+    """What lets it be locked tensor by tensor, and written without another copy."""
+    import mmap
+
+    for like in (torch.zeros(()), torch.zeros(3, 5), torch.zeros(5000, dtype=torch.float64)):
+        copy = own_pages(like)
+        assert copy.shape == like.shape and copy.dtype == like.dtype and copy.data_ptr() % mmap.PAGESIZE == 0
+        assert copy.untyped_storage().nbytes() == like.nbytes
+        assert torch.equal(copy.copy_(like + 1), like + 1)
 
 
 def test_ranks_share_the_writing_of_what_all_of_them_hold():

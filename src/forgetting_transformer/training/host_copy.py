@@ -6,7 +6,9 @@ of the link, in the order of the stream: kernels launched later cannot change wh
 not wait.
 """
 
+import contextlib
 import logging
+import mmap
 import threading
 
 import torch
@@ -70,15 +72,21 @@ class HostCopy:
                 # Of a sharded tensor: this rank's shard, still marked as a shard of the whole.
                 copy = torch.empty_like(tensor, device="cpu")
                 if _local(tensor).is_cuda and _local(copy).nbytes:
-                    self._lock_pages(_local(copy))
+                    _local(copy).data = self._locked_like(_local(copy))
                 self._copies[name] = copy
 
-    def _lock_pages(self, copy: Tensor) -> None:
-        # Not `pin_memory=True`, whose allocator rounds every tensor up to a power of two.
-        if int(torch.cuda.cudart().cudaHostRegister(copy.data_ptr(), copy.nbytes, 0)) == 0:
-            self._locked.append(copy)
-        elif not self._locked:
-            log.warning("the system does not lock memory for checkpoints (ulimit -l): copying to it will be slower")
+    def _locked_like(self, local: Tensor) -> Tensor:
+        # Not `pin_memory=True`, whose allocator rounds every tensor up to a power of two. Pages of their own, because a
+        # page can be locked once; and shared with forked data workers, because locked pages must not move when one writes.
+        pages = own_pages(local)
+        if int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0)) == 0:
+            self._locked.append(pages)
+            return pages
+        if not self._locked:
+            log.warning("the system does not lock memory for checkpoints: copying to it will be slower")
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._device)  # takes the error away, which the next kernel would report
+        return pages
 
     def close(self) -> None:
         if self._reserving is not None:
@@ -103,6 +111,12 @@ def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, T
         if writer == rank:
             mine[name] = tensor
     return mine
+
+
+def own_pages(like: Tensor) -> Tensor:
+    """An empty tensor of the same shape and type, in memory pages that it shares with no other."""
+    memory = mmap.mmap(-1, like.nbytes)
+    return torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(like.shape)
 
 
 def _local(tensor: Tensor) -> Tensor:
