@@ -6,7 +6,6 @@ by one, with the beginning-of-sequence token in front, as inputs (also for slice
 the paper's runs).
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from forgetting_transformer.data.order import ReadingOrder
 from forgetting_transformer.data.token_array import DataError, TokenArray, read_manifest
+from forgetting_transformer.data.worker import start_worker
 
 #: LongCrawl64 is tokenised with GPT-2's BPE: 50,257 ids, of which the last begins and ends a text.
 GPT2_VOCAB_SIZE = 50257
@@ -260,11 +260,5 @@ def _loader(dataset: Dataset, indices: range, num_workers: int) -> DataLoader:
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if num_workers else None,
         generator=torch.Generator(),
-        worker_init_fn=_one_thread,
+        worker_init_fn=start_worker,
     )
-
-
-def _one_thread(_worker: int) -> None:
-    """Readers copy and decompress; more threads than one would only take cores from the ranks."""
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
