@@ -7,7 +7,6 @@ decoded ones here, and the first to need a chunk decodes it for all.
 """
 
 import ctypes
-import multiprocessing
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,20 +27,21 @@ class DecodedChunks:
     Args:
         chunk_shape: documents and tokens of a chunk.
         slots: chunks kept; the memory is `slots` × documents × tokens × 2 bytes, taken when the object is made.
-        shared: whether worker processes, started later, are to see the same chunks. Threads always do.
+        context: multiprocessing context of the worker processes, started later, that are to see the same chunks;
+            None: only threads of this process do.
 
     The memory belongs to no name that could outlive its processes: it is gone when the last of them is, however it
     ends.
     """
 
-    def __init__(self, chunk_shape: tuple[int, int], slots: int, shared: bool) -> None:
-        self.chunk_shape, self.slots, self.shared = chunk_shape, slots, shared
+    def __init__(self, chunk_shape: tuple[int, int], slots: int, context: Any | None) -> None:
+        self.chunk_shape, self.slots = chunk_shape, slots
         n_tokens = slots * chunk_shape[0] * chunk_shape[1]
-        if shared:
-            self._raw_tokens: Any = multiprocessing.RawArray(ctypes.c_uint16, n_tokens)
-            self._raw_table: Any = multiprocessing.RawArray(ctypes.c_int64, 4 * slots)
-            self._raw_counts: Any = multiprocessing.RawArray(ctypes.c_int64, 2)
-            self._changed: Any = multiprocessing.Condition()
+        if context is not None:
+            self._raw_tokens: Any = context.RawArray(ctypes.c_uint16, n_tokens)
+            self._raw_table: Any = context.RawArray(ctypes.c_int64, 4 * slots)
+            self._raw_counts: Any = context.RawArray(ctypes.c_int64, 2)
+            self._changed: Any = context.Condition()
         else:
             self._raw_tokens = np.empty(n_tokens, dtype=np.uint16)
             self._raw_table = np.zeros(4 * slots, dtype=np.int64)

@@ -6,6 +6,7 @@ by one, with the beginning-of-sequence token in front, as inputs (also for slice
 the paper's runs).
 """
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -181,7 +182,7 @@ class LongCrawl64DataModule:
         slots = slots_for(
             array.chunk_shape, batches * global_batch_size, seq_len, array.doc_len, array.stored_documents
         )
-        kept = DecodedChunks(array.chunk_shape, slots, shared=num_workers > 0)
+        kept = DecodedChunks(array.chunk_shape, slots, multiprocessing.get_context() if num_workers else None)
         if is_url(array.path) and self.cache.limit_bytes < kept.nbytes:
             raise DataError(
                 f"datamodule.cache_gb={self.cache.limit_bytes / 1e9:g} is less than the {kept.nbytes / 1e9:.3g} GB that "

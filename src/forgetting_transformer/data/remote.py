@@ -10,6 +10,7 @@ import hashlib
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,11 +86,14 @@ class RemoteFolder:
 
     def __init__(self, url: str, attempts: int = ATTEMPTS, first_wait: float = FIRST_WAIT) -> None:
         self.url, self.attempts, self.first_wait = url.rstrip("/"), attempts, first_wait
-        self._owner = -1
-        self._connection: Any = None
+        self._connections: dict[int, Any] = {}
+        self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_owner": -1, "_connection": None}
+        return {name: value for name, value in vars(self).items() if name not in ("_connections", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _connections={}, _lock=threading.Lock())
 
     def files(self, folder: str) -> dict[str, RemoteFile] | None:
         """All files below `folder` by their path in it; None where the source cannot list (plain HTTP).
@@ -124,9 +128,12 @@ class RemoteFolder:
 
     def connection(self) -> Any:
         """The client of this process: one inherited through fork shares sockets with the parent, which ends badly."""
-        if self._owner != os.getpid():
-            self._connection, self._owner = self._connect(), os.getpid()
-        return self._connection
+        process = os.getpid()
+        if process not in self._connections:
+            with self._lock:
+                if process not in self._connections:
+                    self._connections[process] = self._connect()
+        return self._connections[process]
 
     def _persist(self, name: str, action: Callable[[], T]) -> T:
         for attempt in range(1, self.attempts + 1):
