@@ -10,7 +10,7 @@ import threading
 import numpy as np
 import pytest
 
-from forgetting_transformer.data import DataError, LongCrawl64DataModule, TokenArray
+from forgetting_transformer.data import LongCrawl64DataModule, TokenArray
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from tests.data.mirror import tokens_of_corpus, write_layout
 
@@ -171,16 +171,24 @@ def test_batches_that_straddle_chunks_decode_them_once_as_well(corpus):
     assert (loader.dataset.kept.slots, loader.dataset.kept.decoded) == (6, 3 * 2 * 5)
 
 
+def in_own_process(program: str) -> subprocess.CompletedProcess:
+    """Runs a program that leaves workers behind, which would disturb the tests that follow."""
+    start = "import multiprocessing, os\nfrom tests.data.test_decoded_chunks import module\n"
+    return subprocess.run([sys.executable, "-c", start + program], capture_output=True, text=True, timeout=60)
+
+
 def test_a_missing_chunk_is_an_error_in_a_worker_too(corpus):
-    loader = module(corpus, train_num_workers=2, train_batch_len=24).train_loader(0, 44, 0, 1)
-    (corpus / "longcrawl64/train.zarr/2.1").unlink()  # later than the look at some rows that opening an array takes
-    message, batches = "", iter(loader)
-    try:  # not pytest.raises, whose traceback would keep the workers
-        for _ in batches:
-            pass
-    except DataError as error:
-        message = str(error)
-    assert re.search(r"missing chunk .*train\.zarr/2\.1: it holds documents 16 and on", message)
+    program = f"""
+loader = module({str(corpus)!r}, train_num_workers=2, train_batch_len=24).train_loader(0, 44, 0, 1)
+os.unlink({str(corpus / "longcrawl64/train.zarr/2.1")!r})  # later than the look at some rows that opening takes
+try:
+    list(loader)
+except ValueError as error:
+    print(error, flush=True)
+    os._exit(0)
+"""
+    said = in_own_process(program).stdout
+    assert re.search(r"missing chunk .*train\.zarr/2\.1: it holds documents 16 and on", said)
 
 
 def test_a_chunk_that_goes_while_it_is_read_is_an_error_never_zeros(corpus, monkeypatch):
@@ -200,13 +208,11 @@ def test_a_chunk_that_goes_while_it_is_read_is_an_error_never_zeros(corpus, monk
 def test_a_killed_worker_ends_the_reading_and_nothing_waits_for_ever(corpus):
     """Also when it dies with the lock in its hands, or a chunk half decoded."""
     program = f"""
-import multiprocessing
-from tests.data.test_decoded_chunks import module
 loader = iter(module({str(corpus)!r}, train_num_workers=2, repeat=True).train_loader(0, 10**6, 0, 1))
 next(loader)
 multiprocessing.active_children()[0].kill()
 for batch in loader:
     pass
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = in_own_process(program)
     assert done.returncode == 1 and "DataLoader worker" in done.stderr and "Killed" in done.stderr
