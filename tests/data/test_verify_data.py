@@ -72,7 +72,8 @@ def test_missing_chunks_are_named_unless_the_array_is_sparse_on_purpose(verify, 
 
 
 def test_what_cannot_be_decoded_is_named(verify, array):
-    (array / "3.1").write_bytes((array / "3.1").read_bytes()[:-9])
+    # numcodecs decodes most of a file that was cut short, and the rest to what it finds in memory, without a word.
+    (array / "3.1").write_bytes((array / "3.1").read_bytes()[:-4])
     (array / "5.0").write_bytes(b"")
     code, said = verify(array)
     assert code == 1 and f"! decodable: {array}/3.1: " in said and f"! decodable: {array}/5.0: " in said

@@ -84,8 +84,9 @@ class RemoteFolder:
     Objects may be used from several threads and handed to worker processes; connections are made in each process.
     """
 
-    def __init__(self, url: str, attempts: int = ATTEMPTS, first_wait: float = FIRST_WAIT) -> None:
-        self.url, self.attempts, self.first_wait = url.rstrip("/"), attempts, first_wait
+    def __init__(self, url: str, attempts: int | None = None, first_wait: float | None = None) -> None:
+        self.url, self.attempts = url.rstrip("/"), attempts or ATTEMPTS
+        self.first_wait = FIRST_WAIT if first_wait is None else first_wait
         self._connections: dict[int, Any] = {}
         self._lock = threading.Lock()
 
