@@ -17,7 +17,7 @@ def test_a_run_begun_on_a_url_continues_on_a_local_copy_and_is_the_same_run(tiny
     train(changed(tiny, output_dir=str(tmp_path / "straight")))
     with serve(Path(tiny["data_dir"])) as mirror:
         elsewhere = {"data_dir": mirror.url, "datamodule__cache_dir": str(tmp_path / "cache")}
-        interrupted_at(changed(tiny, **elsewhere, datamodule__train_num_workers=1), 4)
+        interrupted_at(changed(tiny, **elsewhere), 4)
     train(tiny)
     first, second = (
         checkpoint_tensors(folder, 8 * STEP) for folder in (str(tmp_path / "straight"), tiny["output_dir"])

@@ -7,6 +7,7 @@ breaks and a server that is busy are tried again; a file that is not there is no
 
 import base64
 import hashlib
+import logging
 import os
 import random
 import re
@@ -173,6 +174,7 @@ class HttpFolder(RemoteFolder):
     def _connect(self) -> Any:
         import httpx
 
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line in the run's log for every file
         return httpx.Client(
             # Compressed transfer would hide the file's size, and chunks are compressed already.
             headers={"accept-encoding": "identity", **self.headers},
