@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forgetting_transformer.data import DataError, LongCrawl64DataModule, TokenArray
-from forgetting_transformer.data.remote import RemoteError, is_url, join, open_remote
+from forgetting_transformer.data.remote import RemoteError, _asked_wait, is_url, join, open_remote
 from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache, fetch_tokenizer
 from tests.data.corpus_helpers import package_tree, prepare
 from tests.data.mirror import REPOSITORY, REVISION, serve, tokens_of_corpus, write_layout
@@ -159,6 +159,19 @@ def test_a_server_that_goes_silent_is_given_up_and_asked_again(mirror, monkeypat
     expected = (mirror.root / "longcrawl64/train.zarr/0.0").read_bytes()
     assert remote.read("longcrawl64/train.zarr/0.0", 10**6) == expected
     assert mirror.requests["GET", "longcrawl64/train.zarr/0.0"] == 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry-after": "7"}, 7),
+        ({"ratelimit": '"resolvers";r=0;t=42'}, 42),
+        ({}, None),
+        ({"retry-after": "soon"}, None),
+    ],
+)
+def test_a_server_that_says_how_long_to_wait_is_heeded(headers, seconds):
+    assert _asked_wait(headers) == seconds
 
 
 def test_an_answer_larger_than_a_chunk_can_be_is_refused(mirror):

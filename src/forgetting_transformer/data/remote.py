@@ -28,6 +28,8 @@ ATTEMPTS = 6
 #: Seconds before the second attempt; each further one waits twice as long, up to LONGEST_WAIT.
 FIRST_WAIT = 1.0
 LONGEST_WAIT = 60.0
+#: Longest wait that a server may ask for; the hub counts requests over five minutes.
+LONGEST_ASKED_WAIT = 330.0
 #: HTTP answers that mean "later".
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 
@@ -148,7 +150,7 @@ class RemoteFolder:
                         "Check the network and start the same command again"
                     ) from error
                 wait = min(LONGEST_WAIT, self.first_wait * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
-                time.sleep(wait if error.after is None else min(error.after, LONGEST_WAIT))
+                time.sleep(wait if error.after is None else min(error.after, LONGEST_ASKED_WAIT))
         raise AssertionError("unreachable")
 
     def _connect(self) -> Any:
@@ -234,14 +236,21 @@ class _Answer:
         if status not in (200, 404):
             self.stream.__exit__(None, None, None)
             if status in PASSING:
-                wait = response.headers.get("retry-after", "")
-                raise _TryAgain(f"the server answered {status}", float(wait) if wait.isdigit() else None)
+                raise _TryAgain(f"the server answered {status}", _asked_wait(response.headers))
             hint = "; it needs a login (`hf auth login`, or HF_TOKEN)" if status in (401, 403) else ""
             raise RemoteError(f"{self.url}: the server answered {status} {response.reason_phrase}{hint}")
         return response
 
     def __exit__(self, *raised: Any) -> None:
         self.stream.__exit__(*raised)
+
+
+def _asked_wait(headers: Any) -> float | None:
+    """Seconds that the server wants to be left alone: `Retry-After: 30`, or the hub's `RateLimit: "…";r=0;t=30`."""
+    asked = re.fullmatch(r"\d+", headers.get("retry-after", "")) or re.search(
+        r"(?<=;t=)\d+", headers.get("ratelimit", "")
+    )
+    return float(asked[0]) if asked else None
 
 
 class HubFolder(HttpFolder):
