@@ -16,6 +16,7 @@ from zarr.storage import LocalStore, WrapperStore
 
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import join, open_remote
+from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +87,7 @@ class ArrayFiles:
 class RemoteArrayFiles(ArrayFiles):
     """The files of an array at a URL, kept in a cache on disk; `folder` is the array's place in the cache."""
 
-    def __init__(self, url: str, settings: Any) -> None:
-        from forgetting_transformer.data.remote_cache import RemoteCache
-
+    def __init__(self, url: str, settings: CacheSettings) -> None:
         self.url = url
         self.cache = RemoteCache(open_remote(url), settings)
         self.largest_file = LARGEST_METADATA

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from forgetting_transformer.data.errors import DataError
@@ -41,8 +41,8 @@ class CacheSettings:
         limit_bytes: of all files in it, whichever array they are of.
     """
 
-    folder: Path
-    limit_bytes: int
+    folder: Path = field(default_factory=default_folder)
+    limit_bytes: int = 20 * 10**9
 
 
 class RemoteCache:

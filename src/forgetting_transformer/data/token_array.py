@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,9 +24,7 @@ from forgetting_transformer.data.array_files import (
 from forgetting_transformer.data.decoded_chunks import Chunk, DecodedChunks
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import is_url, open_remote
-
-if TYPE_CHECKING:
-    from forgetting_transformer.data.remote_cache import CacheSettings
+from forgetting_transformer.data.remote_cache import CacheSettings
 
 __all__ = ["DataError", "MissingChunkError", "TokenArray", "read_manifest"]
 
@@ -45,7 +42,7 @@ class TokenArray:
         vocab_size: ids must lie in [0, vocab_size).
         missing_chunks: "error", or "skip": documents of which a chunk is missing do not count, and the others are
             numbered anew, in order.
-        cache: where the files of a URL are kept; needed for a URL.
+        cache: where the files of a URL are kept, and how many; None is the default of CacheSettings.
 
     Attributes:
         documents, doc_len: the shape of what can be read.
@@ -62,13 +59,16 @@ class TokenArray:
         path: str | Path,
         vocab_size: int,
         missing_chunks: str = "error",
-        cache: "CacheSettings | None" = None,
+        cache: CacheSettings | None = None,
     ) -> None:
         if missing_chunks not in MISSING_CHUNKS:
             raise DataError(f"missing_chunks={missing_chunks!r} is unknown; use 'error' or 'skip'")
         self.path: str | Path = str(path).rstrip("/") if is_url(path) else Path(path)
         self.vocab_size = vocab_size
-        self.files = RemoteArrayFiles(self.path, cache) if isinstance(self.path, str) else ArrayFiles(self.path)
+        if isinstance(self.path, str):
+            self.files: ArrayFiles = RemoteArrayFiles(self.path, cache or CacheSettings())
+        else:
+            self.files = ArrayFiles(self.path)
         if not self.files.has_array():
             dataset, name = Path(self.path).parts[-2:] if len(Path(self.path).parts) > 1 else ("<dataset>", self.path)
             raise DataError(

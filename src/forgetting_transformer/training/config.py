@@ -313,7 +313,9 @@ def check_choices(config: Config) -> None:
     if config.optimizer.name != "adamw":
         raise ConfigError(f"optimizer.name={config.optimizer.name!r} is unknown; use 'adamw'")
     if config.datamodule.missing_chunks not in ("error", "skip"):
-        raise ConfigError(f"datamodule.missing_chunks={config.datamodule.missing_chunks!r} is unknown; use 'error' or 'skip'")
+        raise ConfigError(
+            f"datamodule.missing_chunks={config.datamodule.missing_chunks!r} is unknown; use 'error' or 'skip'"
+        )
     if config.datamodule.name != "longcrawl64":
         raise ConfigError(f"datamodule.name={config.datamodule.name!r} is unknown; use 'longcrawl64'")
 
