@@ -119,6 +119,9 @@ class DataModuleConfig:
     vocab_size: int | None = None
     bos_token_id: int | None = None
     repeat: bool = False
+    missing_chunks: str = "error"
+    cache_dir: str | None = None
+    cache_gb: float = 20.0
 
 
 @dataclass
@@ -249,6 +252,7 @@ def check(config: Config, world_size: int) -> None:
         "datamodule.train_batch_size": data.train_batch_size,
         "datamodule.eval_batch_len": data.eval_batch_len,
         "datamodule.eval_local_batch_size": data.eval_local_batch_size,
+        "datamodule.cache_gb": data.cache_gb,
         "log_interval": config.log_interval,
         "train_eval_interval": config.train_eval_interval,
         "eval_interval": config.eval_interval,
@@ -325,6 +329,10 @@ def check_choices(config: Config) -> None:
         raise ConfigError(f"wandb.mode={config.wandb.mode!r} is unknown; use 'online', 'offline' or 'disabled'")
     if config.optimizer.name != "adamw":
         raise ConfigError(f"optimizer.name={config.optimizer.name!r} is unknown; use 'adamw'")
+    if config.datamodule.missing_chunks not in ("error", "skip"):
+        raise ConfigError(
+            f"datamodule.missing_chunks={config.datamodule.missing_chunks!r} is unknown; use 'error' or 'skip'"
+        )
     if config.datamodule.name != "longcrawl64":
         raise ConfigError(f"datamodule.name={config.datamodule.name!r} is unknown; use 'longcrawl64'")
 
@@ -338,7 +346,8 @@ FREE_KEYS = (
     "train.max_bad_steps", "checkpoint_background", "preflight", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
     "checkpoint_interval", "checkpoint_keep_interval", "checkpoint_keep_last", "eval", "datamodule.train_num_workers",
     "datamodule.eval_tokens", "datamodule.eval_batch_len", "datamodule.eval_local_batch_size",
-    "datamodule.eval_num_workers", "datamodule.dataset", "datamodule.repeat",
+    "datamodule.eval_num_workers", "datamodule.dataset", "datamodule.repeat", "datamodule.missing_chunks",
+    "datamodule.cache_dir", "datamodule.cache_gb",
 )  # fmt: skip
 
 
