@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from forgetting_transformer.data.longcrawl64 import GPT2_BOS_TOKEN_ID, GPT2_VOCAB_SIZE, check_length, shifted
 from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.longcrawl64 import GPT2_BOS_TOKEN_ID, GPT2_VOCAB_SIZE, check_length, shifted
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
