@@ -15,7 +15,7 @@ from tqdm import tqdm
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.jobs import Job, State, file_name
 from forgetting_transformer.sweep.machines import Process
-from forgetting_transformer.sweep.results import RunRecord, read_config, read_run
+from forgetting_transformer.sweep.results import RunRecord, read_run
 from forgetting_transformer.sweep.tables import markdown_table
 from forgetting_transformer.training.config import changes_that_alter_the_run
 from forgetting_transformer.training.metrics import duration
@@ -74,7 +74,7 @@ def run_jobs(jobs: Sequence[Job], machine: Machine, log_dir: Path, hopeless: Hop
     results = {job.name: done for job in jobs if (done := finished_already(job)) is not None}
     waiting = [job for job in jobs if job.name not in results]
     running: list[_Running] = []
-    _say(f"{len(jobs)} jobs, {len(results)} of them finished before; logs in {log_dir}")
+    _say(f"{len(jobs)} job{'s' * (len(jobs) != 1)}, {len(results)} finished before; logs in {log_dir}")
     with _Bar(jobs) as bar, _Interrupts() as interrupts:
         while (waiting or running) and not interrupts.count:
             while waiting and (one := _start(waiting[0], machine, log_dir)) is not None:
