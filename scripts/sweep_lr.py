@@ -3,7 +3,7 @@
 
     python scripts/sweep_lr.py +experiment/demo=fox_pro output_dir=output/sweep data_dir=quickstart/data
     python scripts/sweep_lr.py +experiment/longcrawl64/forgetting_transformer=pro_125m_2b fabric.devices=1 \\
-        output_dir=output/sweep data_dir=data --seeds 0 1 2 --head_dims 64 128
+        output_dir=output/sweep data_dir=data --seeds 0,1,2 --head_dims 64,128
     python scripts/sweep_lr.py … hydra/launcher=slurm hydra.launcher.time=4:00:00 fabric.devices=4
 
 Trains at {1, 2, 5} x 10^i around the guess, extends the grid until the best rate has a worse one on either side, and
@@ -23,6 +23,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def numbers(text: str) -> list[int]:
+    """ "0,1,2" -> [0, 1, 2]."""
+    return [int(number) for number in text.split(",")]
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -33,18 +38,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--seeds",
-        type=int,
-        nargs="+",
-        metavar="N",
+        type=numbers,
+        metavar="N,…",
         help="the first is used everywhere, the others at the best rate and its neighbours; default: the config's seed",
     )
     parser.add_argument(
-        "--head_dims",
-        type=int,
-        nargs="+",
-        default=[],
-        metavar="D",
-        help="head dimensions to search around, as in 64 128",
+        "--head_dims", type=numbers, default=[], metavar="D,…", help="head dimensions to search around, as in 64,128"
     )
     parser.add_argument(
         "--hopeless",

@@ -1,11 +1,13 @@
 """Sweeps whose jobs are a stand-in for train.py that takes a tenth of a second (fake_train.py)."""
 
 import dataclasses
+import importlib.util
 import json
 import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,9 +20,9 @@ DEMO = ["+experiment/demo=fox_pro", "data_dir=data"]
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | float]:
     """Jobs are played by fake_train.py, with the faults that a test puts in here."""
-    kinds: dict[str, str] = {}
+    kinds: dict[str, str | float] = {}
 
     def command(job, devices, extra=()):
         return [sys.executable, str(FAKE), json.dumps(dataclasses.asdict(job.config)), json.dumps(kinds)]
@@ -46,6 +48,14 @@ def train_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
         return None
 
     return run
+
+
+def load_script(name: str) -> ModuleType:
+    """A file of scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def starts(output_dir: Path) -> list[str]:

@@ -2,8 +2,8 @@
 
     python fake_train.py CONFIG_JSON FAULTS_JSON
 
-The loss is a parabola of log(lr) around 2e-3, plus 0.05 for every head above two and a little that the seed decides.
-FAULTS_JSON maps "fail", "diverge" or "hang" to a part of the output_dir that is hit.
+The loss is a parabola of log(lr) around 2e-3, plus 0.05 for every head above two and, in thousandths, what the seed
+decides. FAULTS_JSON maps "fail", "diverge", "bad" or "hang" to a part of the output_dir that is hit, "noise" to a factor.
 """
 
 import json
@@ -19,10 +19,10 @@ STEPS = 10
 FLOPS_PER_TOKEN = 1e6
 
 
-def loss_of(config: dict) -> float:
+def loss_of(config: dict, noise: float) -> float:
     lr, seed = config["optimizer"]["lr"], config["seed"]
     heads = config["model"]["config"].get("num_heads", 2)
-    return 3 + 0.1 * math.log(lr / 2e-3) ** 2 + 0.001 * ((seed * 7919) % 5 - 2) + 0.05 * (heads - 2)
+    return 3 + 0.1 * math.log(lr / 2e-3) ** 2 + 0.001 * noise * ((seed * 7919) % 5 - 2) + 0.05 * (heads - 2)
 
 
 def append(file: Path, **entry: float) -> None:
@@ -33,6 +33,7 @@ def append(file: Path, **entry: float) -> None:
 def main() -> None:
     config, faults = json.loads(sys.argv[1]), json.loads(sys.argv[2])
     output_dir = Path(config["output_dir"])
+    final_loss = loss_of(config, faults.pop("noise", 1))
     hit = {fault for fault, part in faults.items() if part in str(output_dir)}
     lines = output_dir / "metrics" / "jsonlines"
     lines.mkdir(parents=True, exist_ok=True)
@@ -47,15 +48,17 @@ def main() -> None:
     done = len(log.read_text().splitlines()) if log.exists() else 0
     max_tokens = config["train"]["max_tokens"]
     for step in range(done + 1, STEPS + 1):
-        loss = loss_of(config) + 4 * (1 - step / STEPS)
+        loss = final_loss + 4 * (1 - step / STEPS) + ("bad" in hit)
         append(log, **{"step": max_tokens * step // STEPS, "train/loss": loss})
         if "diverge" in hit:
             line = "11-21 10:00:00 rank 0 CRITICAL TrainingError: loss or gradients became infinite or NaN"
             (output_dir / "logs" / "rank-0.log").write_text(line + "\n")
             sys.exit(1)
+        if "bad" in hit:
+            time.sleep(0.3)  # long enough to be looked at
         if "hang" in hit and step >= STEPS // 2:
             time.sleep(600)
-    append(lines / "val.jsonl", **{"step": max_tokens, "val/loss": loss_of(config)})
+    append(lines / "val.jsonl", **{"step": max_tokens, "val/loss": final_loss})
     append(lines / "checkpoint.jsonl", **{"step": max_tokens, "checkpoint/checkpoint_time": 0.0})
 
 

@@ -148,7 +148,7 @@ class LearningRateSweep:
                 "resume=false: a sweep continues the runs it finds; choose another output_dir for a new one"
             )
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
-            raise SweepError(f"--seeds {' '.join(map(str, self.seeds))}: each seed once, and at least one")
+            raise SweepError(f"--seeds {','.join(map(str, self.seeds))}: each seed once, and at least one")
         if hopeless is not None and hopeless <= 0:
             raise SweepError(f"--hopeless {hopeless} must be positive: nats above the best run at the same tokens")
         for head_dim in head_dims:
@@ -227,7 +227,7 @@ class LearningRateSweep:
             if other != head_dim and s.losses
         }
         if len(best) < 2:
-            return ["one seed: how much of these differences is noise is unknown; --seeds 0 1 2 would tell"]
+            return ["one seed: how much of these differences is noise is unknown; --seeds 0,1,2 would tell"]
         close = [
             f"{grid_text(index)} is within seed noise of {name}: it is better by {apart.value:.4f} ± {apart.half_width:.4f} nats"
             for name, losses in rivals.items()
