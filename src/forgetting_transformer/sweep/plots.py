@@ -1,5 +1,6 @@
 """Figures of sweeps: loss against learning rate; loss of several models against tokens and against FLOPs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -7,9 +8,19 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from forgetting_transformer.evaluation.plots import _STYLE, _add_legend, _line, _look, _save
+from forgetting_transformer.evaluation.plots import (
+    _STYLE,
+    _add_legend,
+    _line,
+    _look,
+    _save,
+    format_tokens,
+    smooth,
+)
+from forgetting_transformer.sweep.compare import Model
 
 
 def loss_against_learning_rate(
@@ -62,6 +73,89 @@ def loss_against_learning_rate(
             handles.append(_mark("x", "diverged or ended early"))
         _add_legend(figure, handles)
         _save(figure, path)
+
+
+def loss_against_tokens_and_flops(
+    models: Sequence[Model], path: Path, tokens: float | None = None, flops: float | None = None
+) -> None:
+    """Draws each model's loss against training tokens (left) and training FLOPs (right): lines are training loss,
+    smoothed and averaged over seeds, the shade from the lowest seed to the highest, markers held-out loss.
+
+    The loss axis leaves out what lies above the losses after a tenth of the tokens, so that differences can be seen.
+
+    Args:
+        path: where to write; the suffix chooses the format.
+        tokens, flops: where the models are compared, drawn as vertical lines.
+    """
+    with_flops = all(np.isfinite(model.flops_per_token) for model in models)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(8.4, 3.9) if with_flops else (5.2, 3.9))
+        panels = figure.subplots(1, 2 if with_flops else 1, sharey=True, squeeze=False)[0]
+        low, high = [], []
+        for number, model in enumerate(models):
+            colour, line, marker = _look(number)
+            steps, losses = _smoothed(model)
+            late = losses[:, steps >= 0.1 * steps[-1]]
+            low.append(late.min())
+            high.append(late.max())
+            heldout_steps, heldout = _heldout(model)
+            low += list(heldout)
+            for axes, scale in zip(panels, (1.0, model.flops_per_token), strict=False):
+                axes.plot(steps * scale, losses.mean(0), color=colour, linestyle=line, zorder=3)
+                if len(model.runs) > 1:
+                    axes.fill_between(
+                        steps * scale, losses.min(0), losses.max(0), color=colour, alpha=0.2, linewidth=0, zorder=2
+                    )
+                look = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
+                axes.plot(heldout_steps * scale, heldout, marker, color=colour, zorder=20, **look)
+        for axes, point in zip(panels, (tokens, flops), strict=False):
+            if point is not None:
+                axes.axvline(point, color="#555555", linestyle=(0, (6, 3)), linewidth=1.1, zorder=1)
+            axes.set_xlim(left=0)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+        margin = 0.04 * max(max(high) - min(low), 1e-3)
+        panels[0].set_ylim(min(low) - margin, max(high) + margin)
+        panels[0].set(xlabel="training tokens", ylabel="loss (nats per token)")
+        panels[0].xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tokens(value)))
+        if with_flops:
+            panels[1].set_xlabel("training FLOPs")
+            panels[1].xaxis.set_major_formatter(FuncFormatter(_format_flops))
+        has_heldout = any(_heldout(model)[1].size for model in models)
+        handles = [_line(number, model.name, has_heldout) for number, model in enumerate(models)]
+        handles.append(Line2D([], [], color="#555555", label="line: training loss, smoothed, mean of seeds"))
+        if any(len(model.runs) > 1 for model in models):
+            handles.append(Patch(color="#555555", alpha=0.2, linewidth=0, label="shade: lowest to highest seed"))
+        if has_heldout:
+            handles.append(_mark("o", "marker: held-out loss, mean of seeds", markersize=5))
+        _add_legend(figure, handles)
+        _save(figure, path)
+
+
+def _smoothed(model: Model) -> tuple[np.ndarray, np.ndarray]:
+    """Training tokens (n,) and smoothed training loss of each seed at them (seeds, n)."""
+    steps = model.runs[0].train_tokens
+    steps = steps[steps <= model.tokens]
+    # Seeds may have been logged at other intervals.
+    losses = [np.interp(steps, run.train_tokens, _smooth(run.train_loss)) for run in model.runs]
+    return steps, np.array(losses)
+
+
+def _smooth(loss: np.ndarray) -> np.ndarray:
+    return smooth(loss, 0.25, most=math.ceil(loss.size / 40))
+
+
+def _heldout(model: Model) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens at which all seeds were evaluated, (m,), and their mean held-out loss, (m,)."""
+    steps = model.runs[0].heldout_tokens
+    for run in model.runs[1:]:
+        steps = np.intersect1d(steps, run.heldout_tokens)
+    losses = [[run.heldout_loss_at(step) for step in steps] for run in model.runs]
+    return steps, np.mean(losses, axis=0)
+
+
+def _format_flops(flops: float, _: int) -> str:
+    """2.5e17 -> 2.5e17, without the sign and the zeros that Python prints."""
+    return f"{flops:.3g}".replace("e+", "e")
 
 
 def _mark(marker: str, label: str, **look: object) -> Line2D:
