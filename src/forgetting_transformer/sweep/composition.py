@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.utils import get_class
 from omegaconf import OmegaConf
@@ -56,3 +58,43 @@ class Composer:
         if not settings.get("wait", True):
             raise SweepError("hydra.launcher.wait=false: a search needs the results of its jobs; leave it at true")
         return getattr(machines, name)(**settings)
+
+
+def search_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, str]]:
+    """Splits overrides into those with a value and those with a range, in Hydra's sweep syntax.
+
+    Returns:
+        the overrides with a value; config key -> Optuna distribution; config key -> the range as it was written.
+
+    Raises:
+        SweepError: a range that cannot be searched.
+    """
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    fixed, space, text = [], {}, {}
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise SweepError(str(error)) from error
+    for override, written in zip(parsed, overrides, strict=True):
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            fixed.append(written)
+            continue
+        values = override.value()
+        text[key] = written.partition("=")[2]
+        if override.is_choice_sweep():
+            space[key] = CategoricalDistribution(list(override.sweep_iterator()))
+        elif override.is_interval_sweep():
+            integers = isinstance(values.start, int) and isinstance(values.end, int)  # int(interval(…))
+            kind = IntDistribution if integers else FloatDistribution
+            space[key] = kind(values.start, values.end, log="log" in values.tags)
+        elif override.is_range_sweep() and all(isinstance(x, int) for x in (values.start, values.stop, values.step)):
+            # Hydra leaves the end out, Optuna wants the last value.
+            last = values.start + (values.stop - 1 - values.start) // values.step * values.step
+            space[key] = IntDistribution(values.start, last, step=values.step)
+        else:
+            raise SweepError(
+                f"{written}: give choices (a,b), interval(low, high), tag(log, interval(low, high)) or range(a, b)"
+            )
+    return fixed, space, text

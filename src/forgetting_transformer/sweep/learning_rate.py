@@ -2,23 +2,19 @@
 best rate has a worse one on either side, then do the same for every head dimension asked for.
 """
 
-import copy
-import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from forgetting_transformer.sweep import SweepError, runner, statistics
 from forgetting_transformer.sweep.jobs import Job, State
 from forgetting_transformer.sweep.plots import loss_against_learning_rate
 from forgetting_transformer.sweep.results import TRAIN_WINDOW, RunRecord, read_run
+from forgetting_transformer.sweep.state import SweepState
 from forgetting_transformer.sweep.tables import markdown_table
 from forgetting_transformer.training import Config
 from forgetting_transformer.training.checkpoint import write_atomically
-from forgetting_transformer.training.config import changes_that_alter_the_run, flatten
 
 #: Grid points from the guess at which the search gives up: a factor of 10,000.
 FARTHEST = 12
@@ -26,11 +22,6 @@ FARTHEST = 12
 HOPELESS_FROM = 0.25
 
 _MANTISSAS = (1, 2, 5)
-#: May change when one run is continued, but not within a sweep, whose runs are compared with each other.
-_SAME_IN_ALL_RUNS = (
-    "train.max_tokens", "skip_eval", "final_eval", "datamodule.dataset", "datamodule.eval_tokens",
-    "datamodule.eval_batch_len",
-)  # fmt: skip
 
 
 def grid_text(index: int) -> str:
@@ -141,12 +132,8 @@ class LearningRateSweep:
         self.heldout = not self.base.skip_eval and self.base.final_eval
         self.head_dims: tuple[int | None, ...] = tuple(head_dims) or (None,)
         self.searches: dict[int | None, GridSearch] = {}
-        self._state_file = self.folder / "sweep.json"
-        self._state: dict[str, Any] = {"base": self._comparable(), "ended_early": {}}
-        if not self.base.resume:
-            raise SweepError(
-                "resume=false: a sweep continues the runs it finds; choose another output_dir for a new one"
-            )
+        own_keys = ["optimizer.lr", "seed", *(["model.config.num_heads"] if head_dims else [])]
+        self._state = SweepState(self.folder, "learning rate", self.base, own_keys)
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise SweepError(f"--seeds {','.join(map(str, self.seeds))}: each seed once, and at least one")
         if hopeless is not None and hopeless <= 0:
@@ -163,7 +150,7 @@ class LearningRateSweep:
         Raises:
             SweepError: the folder holds a sweep with other settings, or the search cannot go on.
         """
-        self._continue_state()
+        self._state.open()
         start = self.start
         for head_dim in self.head_dims:
             search = self.searches[head_dim] = GridSearch(start, self.seeds)
@@ -257,7 +244,7 @@ class LearningRateSweep:
         for index, seed in todo:
             job = self.job(head_dim, index, seed)
             # Both would happen again: a run is a function of its settings.
-            if job.name in self._state["ended_early"] or read_run(job.output_dir).diverged:
+            if job.name in self._state.notes or read_run(job.output_dir).diverged:
                 search.losses[index, seed] = math.inf
             else:
                 to_run.append(((index, seed), job))
@@ -274,8 +261,8 @@ class LearningRateSweep:
             elif result.state in (State.DIVERGED, State.HOPELESS):
                 search.losses[key] = math.inf
             if result.state == State.HOPELESS:
-                self._state["ended_early"][job.name] = result.note
-        self._save_state()
+                self._state.notes[job.name] = result.note
+        self._state.save()
         if any(s.losses for s in self.searches.values()):
             self.write()
         unsettled = [
@@ -302,7 +289,7 @@ class LearningRateSweep:
         notes = []
         for seed in search.seeds:
             if math.isinf(search.losses.get((index, seed), 0.0)):
-                early = self._state["ended_early"].get(run_name(head_dim, index, seed))
+                early = self._state.notes.get(run_name(head_dim, index, seed))
                 notes.append(f"seed {seed} {'ended early: ' + early if early else 'diverged'}")
         return "; ".join(notes)
 
@@ -322,46 +309,6 @@ class LearningRateSweep:
         if head_dim < 1 or width % head_dim:
             raise SweepError(f"--head_dims {head_dim} does not divide model.config.hidden_size={width}")
         return width // head_dim
-
-    def _comparable(self) -> dict[str, Any]:
-        """The settings that all runs share, without what the sweep sets itself."""
-        base = copy.deepcopy(dataclasses.asdict(self.base))
-        base["optimizer"]["lr"] = base["seed"] = None
-        if self.head_dims != (None,):
-            base["model"]["config"]["num_heads"] = None
-        return base
-
-    def _continue_state(self) -> None:
-        """
-        Raises:
-            SweepError: the folder holds the runs of a sweep with other settings, or something that is no sweep.
-        """
-        if not self._state_file.is_file():
-            if self.folder.is_dir() and any(self.folder.iterdir()):
-                raise SweepError(f"output_dir={self.folder} is not empty and holds no sweep; choose another folder")
-            self._save_state()
-            return
-        state = json.loads(self._state_file.read_text(encoding="utf-8"))
-        before, now = state["base"], self._state["base"]
-        if None in (before["model"]["config"].get("num_heads"), now["model"]["config"].get("num_heads")):
-            # --head_dims was added or left out: other runs, beside those that are there.
-            for base in (before, now):
-                base["model"]["config"]["num_heads"] = None
-        changes = changes_that_alter_the_run(before, now)
-        old, new = flatten(before), flatten(now)
-        changes += [
-            f"{key}: {old[key]} -> {new[key]}" for key in _SAME_IN_ALL_RUNS if key in old and old[key] != new[key]
-        ]
-        if changes:
-            raise SweepError(
-                f"{self.folder} holds a sweep with other settings:\n  " + "\n  ".join(sorted(set(changes))) + "\n"
-                "Undo these changes to go on with it, or choose another output_dir"
-            )
-        self._state["ended_early"] = state["ended_early"]
-
-    def _save_state(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._state_file, json.dumps(self._state, indent=1) + "\n")
 
 
 def _nats(value: float, sign: str = "") -> str:

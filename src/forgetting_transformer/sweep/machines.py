@@ -125,9 +125,7 @@ class LocalMachine:
 
     def start(self, job: Job, log: Path) -> Process | None:
         """Starts the job, or returns None if it must wait for others to end."""
-        devices = self._devices(job)
-        needed = devices if self.gpus and job.uses_cuda else 0
-        limit = self.jobs_at_once or (len(self.gpus) if needed else 1)
+        devices, needed, limit = self._devices(job), self._gpus_of(job), self._limit(job)
         if self._running >= limit or needed > len(self._free):
             return None
         mine, self._free = self._free[:needed], self._free[needed:]
@@ -147,8 +145,19 @@ class LocalMachine:
         self._running += 1
         return Process(training_command(job, devices), environment, log, at_end)
 
+    def room(self, job: Job) -> int:
+        """How many jobs like this one run at a time."""
+        needed = self._gpus_of(job)
+        return min(self._limit(job), len(self.gpus) // needed) if needed else self._limit(job)
+
     def _devices(self, job: Job) -> int:
         return job.devices(len(self.gpus) if self.gpus and job.uses_cuda else 1)
+
+    def _gpus_of(self, job: Job) -> int:
+        return self._devices(job) if self.gpus and job.uses_cuda else 0
+
+    def _limit(self, job: Job) -> int:
+        return self.jobs_at_once or (len(self.gpus) if self._gpus_of(job) else 1)
 
 
 class Slurm:
@@ -226,6 +235,10 @@ class Slurm:
         submission = log.with_suffix(".submit")
         submission.unlink(missing_ok=True)
         return _SlurmProcess(command, job_environment(), submission, at_end, waits=self.wait)
+
+    def room(self, job: Job) -> int:
+        """How many jobs to have in the queue at a time."""
+        return self.jobs_at_once or 1
 
     def batch_script(self, job: Job, log: Path) -> str:
         """What is submitted for this job."""

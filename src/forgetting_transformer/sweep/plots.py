@@ -1,8 +1,9 @@
 """Figures of sweeps: loss against learning rate; loss of several models against tokens and against FLOPs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -12,6 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from forgetting_transformer.evaluation.plots import (
+    _COLOURS,
     _STYLE,
     _add_legend,
     _line,
@@ -72,6 +74,43 @@ def loss_against_learning_rate(
         if any(not np.isfinite(losses).all() for curve in curves.values() for losses in curve.values()):
             handles.append(_mark("x", "diverged or ended early"))
         _add_legend(figure, handles)
+        _save(figure, path)
+
+
+def loss_against_parameters(
+    parameters: Mapping[str, Sequence[Any]], losses: Sequence[float], log: Collection[str], loss_name: str, path: Path
+) -> None:
+    """Draws a free search: the loss of every finished run against each parameter, the later the darker, the best ringed.
+
+    Args:
+        parameters: name -> the value of each run; values that are no numbers become categories.
+        losses: of each run, nats per token.
+        log: the parameters that get a logarithmic axis.
+        path: where to write; the suffix chooses the format.
+    """
+    columns = min(3, len(parameters))
+    lines = math.ceil(len(parameters) / columns)
+    best = int(np.argmin(losses))
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(max(4.2, 3.1 * columns), 2.9 * lines))
+        panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
+        for axes, (name, values) in zip(panels, parameters.items(), strict=False):
+            if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+                values = [str(value) for value in values]
+            age = np.linspace(0.25, 1, len(losses))
+            axes.scatter(values, losses, c=_COLOURS[0], alpha=age, s=24, linewidths=0, zorder=3)
+            axes.plot([values[best]], [losses[best]], "o", mfc="none", mec="#000000", markersize=11, zorder=4)
+            if name in log:
+                axes.set_xscale("log")
+            axes.set_xlabel(name)
+        for axes in panels[len(parameters) :]:
+            axes.set_axis_off()
+        for axes in panels[::columns]:
+            axes.set_ylabel(f"{loss_name}\n(nats per token)")
+        _add_legend(
+            figure,
+            [_mark(".", "a run, later ones darker", markersize=9), _mark("o", "best", mfc="none", markersize=10)],
+        )
         _save(figure, path)
 
 
