@@ -3,9 +3,10 @@
     python train.py +experiment/demo=fox_pro output_dir=output/demo data_dir=data
     fabric run train.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b \
         output_dir=… data_dir=… wandb.log_dir=…
+    python train.py -m +experiment/demo=fox_pro seed=0,1 optimizer.lr=1e-3,2e-3 output_dir=output/sweep data_dir=data
 
-The same command again continues an interrupted run. `python train.py --help` lists the choices of every config group,
-`--cfg job` prints the composed config without training.
+The same command again continues an interrupted run; -m makes a run of every combination (docs/sweep.md). `python train.py
+--help` lists the choices of every config group, `--cfg job` prints the composed config without training.
 """
 
 import logging

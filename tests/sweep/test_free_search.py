@@ -51,7 +51,7 @@ def test_ranges_are_hydras():
         search_space(["x=range(0.1,1)"])
 
 
-def test_it_finds_a_better_rate_than_chance_and_continues_where_it_was(search, tmp_path):
+def test_its_table_has_the_best_run_first_and_it_continues_where_it_was(search, tmp_path):
     code, out, _ = search(RATE, "train.max_grad_norm=0.5,1.0", "--trials", "4", "hydra.launcher.jobs_at_once=2")
     assert code == 0 and runs(tmp_path) == [f"trial{n:04d}" for n in range(4)]
     assert losses(out) == sorted(losses(out)) and "train.max_grad_norm" in out

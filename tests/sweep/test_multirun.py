@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -58,6 +59,19 @@ def test_a_failed_job_is_reported_and_the_rest_still_run(faults, train_main, tmp
     assert "failed" in rows["seed=1"] and "RuntimeError: the GPU fell off the bus" in rows["seed=1"]
     assert "diverged" in rows["seed=2"]
     assert "2 of 4 jobs did not finish: seed=1, seed=2" in printed.err and "Traceback" not in printed.err
+
+
+def test_the_value_of_a_job_for_hydras_sweepers_is_its_final_loss(faults, train_main, monkeypatch):
+    returned = []
+    launch = launchers.FabricLauncher.launch
+
+    def keep(self, *arguments):
+        returned.extend(launch(self, *arguments))
+        return returned
+
+    monkeypatch.setattr(launchers.FabricLauncher, "launch", keep)
+    assert train_main("-m", *DEMO, "output_dir=out", "seed=0", "optimizer.lr=2e-3,4e-3") is None
+    assert [job.return_value for job in returned] == pytest.approx([2.998, 2.998 + 0.1 * math.log(2) ** 2])
 
 
 def test_the_same_command_again_starts_only_what_is_not_finished(faults, train_main, tmp_path, capsys):
@@ -209,6 +223,25 @@ def test_slurm_without_waiting_ends_when_all_are_submitted(faults, train_main, t
     assert capsys.readouterr().out.count("SLURM job 815") == 2
     assert train_main("-m", *DEMO, "output_dir=out", "seed=0,1", *slurm, "hydra.launcher.jobs_at_once=1") == 1
     assert "needs wait=true" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_slurm_jobs_in_the_queue_and_a_hopeless_one_is_cancelled(tmp_path, sbatch, monkeypatch):
+    (sbatch / "sbatch").write_text("#!/usr/bin/env bash\necho Submitted batch job 99\nexec sleep 600\n")
+    (sbatch / "scancel").write_text(f"#!/usr/bin/env bash\necho $1 >> {tmp_path}/cancelled\n")
+    (sbatch / "scancel").chmod(0o755)
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.02)
+    job, machine = make_job(tmp_path, "a", "fabric.devices=1"), machines.Slurm()
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    (result,) = runner.run_jobs([job], machine, tmp_path / "logs")
+    assert result.state == State.INTERRUPTED and result.note == "SLURM job 99 goes on"
+    assert not (tmp_path / "cancelled").exists()
+    process = machine.start(job, tmp_path / "logs/a.log")
+    while not process.description:
+        time.sleep(0.01)
+    process.stop()
+    assert (tmp_path / "cancelled").read_text() == "99\n"
+    process.kill()
 
 
 def test_slurm_says_what_it_lacks(faults, train_main, tmp_path, sbatch, capsys, monkeypatch):

@@ -120,7 +120,7 @@ def loss_against_tokens_and_flops(
     """Draws each model's loss against training tokens (left) and training FLOPs (right): lines are training loss,
     smoothed and averaged over seeds, the shade from the lowest seed to the highest, markers held-out loss.
 
-    The loss axis leaves out what lies above the losses after a tenth of the tokens, so that differences can be seen.
+    The loss axis leaves out losses above those after a quarter of the tokens, so that differences can be seen.
 
     Args:
         path: where to write; the suffix chooses the format.
@@ -134,7 +134,7 @@ def loss_against_tokens_and_flops(
         for number, model in enumerate(models):
             colour, line, marker = _look(number)
             steps, losses = _smoothed(model)
-            late = losses[:, steps >= 0.1 * steps[-1]]
+            late = losses[:, steps >= 0.25 * steps[-1]]
             low.append(late.min())
             high.append(late.max())
             heldout_steps, heldout = _heldout(model)
