@@ -65,8 +65,8 @@ def test_the_value_of_a_job_for_hydras_sweepers_is_its_final_loss(faults, train_
     returned = []
     launch = launchers.FabricLauncher.launch
 
-    def keep(self, *arguments):
-        returned.extend(launch(self, *arguments))
+    def keep(self, *overrides, **options):
+        returned.extend(launch(self, *overrides, **options))
         return returned
 
     monkeypatch.setattr(launchers.FabricLauncher, "launch", keep)
