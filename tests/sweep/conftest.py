@@ -28,7 +28,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | float]:
         return [sys.executable, str(FAKE), json.dumps(dataclasses.asdict(job.config)), json.dumps(kinds)]
 
     monkeypatch.setattr(machines, "training_command", command)
-    monkeypatch.setattr(runner, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.05)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return kinds

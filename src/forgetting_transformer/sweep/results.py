@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,36 @@ class RunRecord:
 
     Attributes:
         output_dir: the run's folder.
-        config: the resolved config of its newest start, {} before the first.
         train_tokens, train_loss: (n,), training tokens and loss of the batch in nats per token, as logged.
         heldout_tokens, heldout_loss: (m,), the same for held-out documents.
         flops_per_token: training FLOPs for one token, by the formula of the architecture; None if not logged.
         saved_tokens: training tokens of the last checkpoint that was written.
-        diverged: whether its last start ended because loss or gradients were not finite.
     """
 
     output_dir: Path
-    config: dict[str, Any]
     train_tokens: np.ndarray
     train_loss: np.ndarray
     heldout_tokens: np.ndarray
     heldout_loss: np.ndarray
     flops_per_token: float | None
     saved_tokens: int
-    diverged: bool
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved config of its newest start; {} before the first."""
+        file = self.output_dir / "config.yaml"
+        return yaml.safe_load(file.read_text(encoding="utf-8")) or {} if file.is_file() else {}
+
+    @cached_property
+    def diverged(self) -> bool:
+        """Whether the last thing it said was that its numbers are not finite any more."""
+        log = self.output_dir / "logs" / "rank-0.log"
+        if not log.is_file():
+            return False
+        for line in reversed(log.read_text(encoding="utf-8", errors="replace").splitlines()):
+            if found := _LOG_LEVEL.search(line):
+                return found[1] == "CRITICAL" and _NOT_FINITE.search(line) is not None
+        return False
 
     @property
     def tokens(self) -> int:
@@ -87,28 +101,10 @@ def read_run(output_dir: Path) -> RunRecord:
     info = read_metrics(jsonlines / "model_info.jsonl")
     return RunRecord(
         output_dir=output_dir,
-        config=read_config(output_dir),
         train_tokens=np.array([line["step"] for line in train], dtype=np.int64),
         train_loss=np.array([line["train/loss"] for line in train], dtype=np.float64),
         heldout_tokens=np.array([line["step"] for line in heldout], dtype=np.int64),
         heldout_loss=np.array([line["val/loss"] for line in heldout], dtype=np.float64),
         flops_per_token=info[0].get("flops_per_token") if info else None,
         saved_tokens=saved[-1]["step"] if saved else 0,
-        diverged=_diverged(output_dir / "logs" / "rank-0.log"),
     )
-
-
-def read_config(output_dir: Path) -> dict[str, Any]:
-    """The resolved config of the run's newest start; {} if it never started."""
-    file = output_dir / "config.yaml"
-    return yaml.safe_load(file.read_text(encoding="utf-8")) or {} if file.is_file() else {}
-
-
-def _diverged(log: Path) -> bool:
-    """Whether the last thing a run said was that its numbers are not finite any more."""
-    if not log.is_file():
-        return False
-    for line in reversed(log.read_text(encoding="utf-8", errors="replace").splitlines()):
-        if found := _LOG_LEVEL.search(line):
-            return found[1] == "CRITICAL" and _NOT_FINITE.search(line) is not None
-    return False

@@ -20,7 +20,7 @@ from forgetting_transformer.sweep.tables import markdown_table
 from forgetting_transformer.training.config import changes_that_alter_the_run
 from forgetting_transformer.training.metrics import duration
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 1.0
 
 #: Says why a running job is hopeless, None while it is not.
 Hopeless = Callable[[Job, RunRecord], str | None]
