@@ -38,7 +38,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("comparison"),
+        default=Path("output/comparison"),
         metavar="DIR",
         help="for compare.md and compare.png; default: %(default)s",
     )

@@ -58,7 +58,7 @@ class FabricLauncher(Launcher):
     """Runs the jobs of a sweep on this machine.
 
     A job's output_dir is `output_dir/<what is swept>`, such as `output/sweep/optimizer.lr=0.001,seed=0`, unless
-    output_dir itself is swept or contains `${…}`: then it is taken as it is.
+    output_dir itself is swept, or is another one for every job by what `${…}` in it stands for: then it is taken as it is.
     """
 
     machine = "LocalMachine"
@@ -94,7 +94,7 @@ class FabricLauncher(Launcher):
         setup_globals()
         folder = Path(self.config.hydra.sweep.dir).absolute()
         try:
-            jobs = [self._job(list(overrides)) for overrides in job_overrides]
+            jobs = self._jobs(job_overrides)
             machine = getattr(machines, self.machine)(**self.settings)
             results = runner.run_jobs(jobs, machine, folder)
         except (SweepError, ConfigError) as error:
@@ -118,27 +118,36 @@ class FabricLauncher(Launcher):
             for overrides, result in zip(job_overrides, results, strict=True)
         ]
 
-    def _job(self, overrides: list[str]) -> Any:
+    def _jobs(self, job_overrides: Sequence[Sequence[str]]) -> list[Any]:
         from forgetting_transformer.sweep.jobs import Job, file_name
         from forgetting_transformer.training import parse
 
-        composed = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
-        own_folder = OmegaConf.is_interpolation(composed, "output_dir")
-        source = [
-            f"--config-dir={s.path}" for s in composed.hydra.runtime.config_sources if s.provider == "command-line"
+        fixed = self._fixed_overrides()
+        swept = [[override for override in overrides if override not in fixed] for overrides in job_overrides]
+        names = [",".join(override.lstrip("+") for override in mine) for mine in swept]
+        composed = [
+            self.hydra_context.config_loader.load_sweep_config(self.config, list(mine)) for mine in job_overrides
         ]
-        config_name = composed.hydra.job.config_name
-        source += [] if config_name == "config" else [f"--config-name={config_name}"]
-        with open_dict(composed):
-            del composed["hydra"]
-        config = parse(composed)
-        swept = [override for override in overrides if override not in self._fixed_overrides()]
-        own_folder |= any(override.startswith("output_dir=") for override in swept)
-        name = ",".join(override.lstrip("+") for override in swept)
-        if name and not own_folder:
-            config.output_dir = str(Path(config.output_dir) / file_name(name))
-        passed_on = [o for o in overrides if not o.startswith(("output_dir=", "hydra.", "hydra/"))]
-        return Job(name or config.tag, self.script, tuple(source + passed_on), config)
+        interpolated = all(OmegaConf.is_interpolation(one, "output_dir") for one in composed)
+        sources = self.config.hydra.runtime.config_sources
+        options = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
+        if self.config.hydra.job.config_name != "config":
+            options.append(f"--config-name={self.config.hydra.job.config_name}")
+        configs = []
+        for one in composed:
+            with open_dict(one):
+                del one["hydra"]
+            configs.append(parse(one))
+        # An output_dir with ${…} in it may tell jobs apart, or be something like ${oc.env:SCRATCH}.
+        tells_apart = interpolated and len({config.output_dir for config in configs}) == len(configs)
+        jobs = []
+        for overrides, mine, name, config in zip(job_overrides, swept, names, configs, strict=True):
+            is_swept = any(override.startswith("output_dir=") for override in mine)
+            if name and not tells_apart and not is_swept:
+                config.output_dir = str(Path(config.output_dir) / file_name(name))
+            passed_on = [o for o in overrides if not o.startswith(("output_dir=", "hydra.", "hydra/"))]
+            jobs.append(Job(name or config.tag, self.script, (*options, *passed_on), config))
+        return jobs
 
     def _fixed_overrides(self) -> set[str]:
         """What the command line gives every job, as sweepers write it."""

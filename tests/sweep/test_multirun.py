@@ -43,9 +43,12 @@ def test_each_job_has_a_folder_named_after_what_is_swept_and_a_row_in_the_table(
     assert summary.read_text().strip() == table.strip()
 
 
-def test_an_output_dir_that_contains_what_differs_is_taken_as_it_is(faults, train_main, tmp_path):
+def test_an_output_dir_that_contains_what_differs_is_taken_as_it_is(faults, train_main, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert train_main("-m", *DEMO, "output_dir=out/lr-${optimizer.lr}", "optimizer.lr=0.001,0.002") is None
     assert train_main("-m", *DEMO, "output_dir=a,b") is None
+    assert train_main("-m", *DEMO, "output_dir=${oc.env:HOME}/c", "seed=0,1") is None
+    assert starts(tmp_path / "c/seed=0") and starts(tmp_path / "c/seed=1"), "the same for both: not what differs"
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lr-0.001", "lr-0.002"]
     assert starts(tmp_path / "a") and starts(tmp_path / "b")
 
@@ -59,6 +62,18 @@ def test_a_failed_job_is_reported_and_the_rest_still_run(faults, train_main, tmp
     assert "failed" in rows["seed=1"] and "RuntimeError: the GPU fell off the bus" in rows["seed=1"]
     assert "diverged" in rows["seed=2"]
     assert "2 of 4 jobs did not finish: seed=1, seed=2" in printed.err and "Traceback" not in printed.err
+
+
+def test_jobs_get_the_config_dir_and_name_of_the_command(faults, train_main, tmp_path, monkeypatch):
+    (tmp_path / "mine/experiment").mkdir(parents=True)
+    experiment = "# @package _global_\ndefaults: [/recipe/demo, {override /datamodule: corpus}, _self_]\ntag: mine\n"
+    (tmp_path / "mine/experiment/my.yaml").write_text(experiment)
+    seen = []
+    monkeypatch.setattr(runner, "run_jobs", lambda jobs, *_: seen.extend(jobs) or [])
+    options = ["--config-dir", str(tmp_path / "mine")]
+    train_main(*options, "-m", "+experiment=my", "data_dir=data", "output_dir=out", "seed=0,1")
+    assert [job.config.tag for job in seen] == ["mine", "mine"]
+    assert seen[1].overrides == (f"--config-dir={tmp_path}/mine", "+experiment=my", "data_dir=data", "seed=1")
 
 
 def test_the_value_of_a_job_for_hydras_sweepers_is_its_final_loss(faults, train_main, monkeypatch):
@@ -91,8 +106,8 @@ def test_the_same_command_again_starts_only_what_is_not_finished(faults, train_m
 def test_what_cannot_work_is_refused_before_anything_starts(faults, train_main, tmp_path, capsys, monkeypatch):
     assert train_main("-m", *DEMO, "seed=0,1") == 1
     assert "no value for output_dir" in capsys.readouterr().err
-    assert train_main("-m", *DEMO, "output_dir=out/${optimizer.lr}", "seed=0,1") == 1
-    assert "jobs 'seed=0' and 'seed=1' would both write to output_dir=" in capsys.readouterr().err
+    assert train_main("-m", *DEMO, "output_dir=out,./out") == 1
+    assert "jobs 'output_dir=out' and 'output_dir=./out' would both write to output_dir=" in capsys.readouterr().err
     assert train_main("-m", *DEMO, "output_dir=out", "seed=0,1", "fabric.accelerator=cuda") == 1
     assert "no GPU is visible" in capsys.readouterr().err
     assert train_main("-m", *DEMO, "output_dir=out", "seed=0,1", "fabric.devices=[0,1]") == 1

@@ -244,6 +244,8 @@ class _Bar:
         # A job that has ended is done, however it ended: nothing of its budget is still to come.
         done = sum(self._budgets[name] for name in results) + sum(run.tokens for run in running.values())
         losses = [f"{run.train_loss[-1]:.3f}" for run in running.values() if run.train_loss.size]
+        if self._bar.n == 0:
+            self._bar.initial = done  # what earlier starts have done says nothing about the speed of this one
         self._bar.n = done
         self._bar.set_postfix_str(
             f"{len(results)}/{len(self._budgets)} jobs, running at loss {' '.join(losses) or '-'}"
