@@ -146,6 +146,8 @@ class FreeSearch:
                 continue  # Optuna knows it as running, and so it is continued at the next start
             trial.set_user_attr("state", str(result.state))
             if result.state == State.FINISHED:
+                if self.prune:
+                    self._report(trial, result.job, result.run)  # what came after the last look at it
                 self.study.tell(trial, result.run.final_loss(self.heldout))
             elif result.state == State.FAILED:
                 self.study.tell(trial, state=TrialState.FAIL)
