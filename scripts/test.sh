@@ -4,6 +4,7 @@
 #   bash scripts/test.sh                       everything
 #   bash scripts/test.sh tests/ops -k padding  some of it
 #   bash scripts/test.sh -m "not slow"         the quick part
+#   bash scripts/test.sh --long -k killed      fifty rounds of the kill loop instead of a few
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh

@@ -265,7 +265,7 @@ class TestLossAgainstPosition:
         assert set(training.get_xdata()) == {16_384}
         assert [t.get_text() for t in drawn[0].legends[0].get_texts()][2] == "training length (16,384 tokens)"
 
-    @pytest.mark.parametrize("loss", [np.ones((2, 3)), np.ones(1), np.array([1.0, math.nan])])
+    @pytest.mark.parametrize("loss", [np.ones((2, 3, 4)), np.ones((2, 1)), np.ones(1), np.array([1.0, math.nan])])
     def test_what_is_no_curve_is_an_error(self, tmp_path: Path, loss: np.ndarray) -> None:
         with pytest.raises(ValueError, match="'fox': expected a vector"):
             plots.loss_against_position({"fox": loss}, tmp_path / "position.png")
@@ -331,3 +331,20 @@ def test_the_entropy_line_comes_from_the_run_when_it_is_not_given(tmp_path):
     assert read_unigram_entropy(tmp_path) is None
     (folder / "train_data_info.jsonl").write_text('{"step": 0, "unigram_entropy_nats": 6.5}\n')
     assert read_unigram_entropy(tmp_path) == 6.5
+
+
+def test_seeds_of_one_model_are_drawn_as_their_mean_and_a_shaded_range(tmp_path, drawn):
+    seeds = np.stack([np.full(1024, 3.0), np.full(1024, 5.0)])
+    plots.loss_against_position({"fox": seeds, "llama": np.full(512, 6.0)}, tmp_path / "seeds.png", 256)
+    left, right = drawn[0].axes
+    for axes in (left, right):
+        assert len(axes.collections) == 1, "one shaded range"
+    (shade,) = left.collections
+    bounds = shade.get_paths()[0].vertices[:, 1]
+    assert (bounds.min(), bounds.max()) == (3.0, 5.0)
+    assert np.allclose(left.lines[0].get_ydata(), 4.0) and np.allclose(left.lines[1].get_ydata(), 6.0)
+    assert {text.get_text() for legend in drawn[0].legends for text in legend.get_texts()} == {
+        "fox (2 seeds: mean and range)",
+        "llama",
+        "training length (256 tokens)",
+    }

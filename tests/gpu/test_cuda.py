@@ -1,5 +1,6 @@
 """On CUDA: the op against its float64 reference, the models against the official ones, training on one and two GPUs."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from forgetting_transformer.model import (
     ForgettingTransformerConfig,
     ForgettingTransformerForCausalLM,
 )
-from forgetting_transformer.ops.forgetting_attention import forgetting_attention_reference
+from forgetting_transformer.ops.forgetting_attention import _first_key, forgetting_attention_reference
 from tests.training.conftest import STEP, changed, train
 from tests.training.test_resume import assert_same_run, losses
 
@@ -23,49 +24,122 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("gates", ["half", "slow", "resets"])
-@pytest.mark.parametrize(
-    ("queries", "keys", "padded"),
-    [(700, 700, True), (700, 700, False), (2100, 2100, True), (2100, 2100, False), (5, 300, True), (1, 129, False)],
-)
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_op_and_its_gradients_agree_with_float64(dtype, tolerance, gates, queries, keys, padded, head_dim):
-    """Padded calls take the portable backend, 16-bit self-attention without padding the Triton kernel."""
+def run_op(op, inputs, out_gradient, **options):
+    """Outputs, log-normalisers and gradients, the latter for gradients of both."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out, log_normaliser = op(*leaves, **options)
+    sees = log_normaliser.isfinite()
+    weight = torch.linspace(-1, 1, sees.numel(), device="cuda", dtype=log_normaliser.dtype).view_as(log_normaliser)
+    torch.autograd.backward((out, log_normaliser), (out_gradient.to(out.dtype), weight * sees))
+    return [out.detach(), log_normaliser.detach(), *(x.grad for x in leaves)]
+
+
+def reference_op(q, k, v, log_fgate, seq_start=None, **options):
+    q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
+    first_key = _first_key(q, k, options.get("cu_seqlens"), options.get("window_size"))
+    results = forgetting_attention_reference(q, k, v, log_fgate, seq_start, q.shape[-1] ** -0.5, first_key_BM=first_key)
+    return tuple(x.transpose(1, 2) for x in results)
+
+
+def assert_like_reference(
+    queries, keys, head_dim, dtype, tolerance, gates="slow", batch=2, heads=3, groups=3, **options
+):
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, device="cuda")
 
-    q, k, v = normal(2, queries, 3, head_dim), normal(2, keys, 3, head_dim), normal(2, keys, 3, head_dim)
-    log_fgate = F.logsigmoid(normal(2, keys, 3) + {"half": 0.0, "slow": 6.0, "resets": 2.0}[gates])
+    q, d_out = normal(batch, queries, heads, head_dim).to(dtype), normal(batch, queries, heads, head_dim).to(dtype)
+    k, v = normal(batch, keys, groups, head_dim).to(dtype), normal(batch, keys, groups, head_dim).to(dtype)
+    log_fgate = F.logsigmoid(normal(batch, keys, heads) + {"half": 0.0, "slow": 6.0, "resets": 2.0}[gates])
     if gates == "resets":
         log_fgate[:, ::37] = -torch.inf
-    seq_start = torch.tensor([0, min(3, keys - 1)], device="cuda") if padded else None
-    out_gradient = normal(2, queries, 3, head_dim)
-
-    def run(op, cast, **options):
-        leaves = [x.to(cast).detach().requires_grad_() for x in (q.to(dtype), k.to(dtype), v.to(dtype))]
-        leaves.append((log_fgate.double() if cast == torch.float64 else log_fgate).detach().requires_grad_())
-        out = op(*leaves, **options)
-        out.backward(out_gradient.to(dtype).to(out.dtype))
-        return [out, *(x.grad for x in leaves)]
-
-    def reference(q, k, v, g, seq_start):
-        out = forgetting_attention_reference(*(x.transpose(1, 2) for x in (q, k, v, g)), seq_start, head_dim**-0.5)
-        return out.transpose(1, 2)
-
-    actual = run(forgetting_attention, dtype, seq_start=seq_start)
-    expected = run(reference, torch.float64, seq_start=seq_start)
-    for name, a, e in zip(("out", "dq", "dk", "dv", "dlog_f"), actual, expected, strict=True):
+    attend = functools.partial(forgetting_attention, return_log_normaliser=True)
+    actual = run_op(attend, (q, k, v, log_fgate), d_out, **options)
+    expected = run_op(reference_op, [x.double() for x in (q, k, v, log_fgate)], d_out, **options)
+    for name, a, e in zip(("out", "log_normaliser", "dq", "dk", "dv", "dlog_f"), actual, expected, strict=True):
         finite = torch.isfinite(e)
-        assert torch.isfinite(a).all(), name
+        assert torch.isfinite(a[finite]).all(), name
         error = relative_error(a[finite], e[finite]) if e[finite].norm() > 1e-6 else a[finite].abs().max().item()
         # In float32: every reset adds 256 to the running sum inside a block, which leaves fewer digits for the rest, and
         # the gradient of the gates sums many terms that nearly cancel.
         allowed = max(tolerance, 3e-4) if gates == "resets" else tolerance
         allowed *= 10 if name == "dlog_f" and dtype == torch.float32 else 1
         assert error < allowed, f"{name}: {error:.2e}"
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory on the GPU that is handed out unwritten holds NaN, or a large negative index."""
+
+    def poison(make):
+        def make_poisoned(*args, **options):
+            x = make(*args, **options)
+            return x.fill_(torch.nan if x.is_floating_point() else -(2**30)) if x.is_cuda else x
+
+        return make_poisoned
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+
+
+PRECISIONS = [(torch.float32, 1e-5), (torch.bfloat16, 8e-3), (torch.float16, 2e-3)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("gates", ["half", "slow", "resets"])
+@pytest.mark.parametrize("queries, keys", [(700, 700), (2048, 2048), (5, 300), (1, 129)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_op_and_its_gradients_agree_with_float64(dtype, tolerance, gates, queries, keys, head_dim, poisoned):
+    assert_like_reference(queries, keys, head_dim, dtype, tolerance, gates)
+    seq_start = torch.tensor([0, min(333, keys - 1)], device="cuda")
+    assert_like_reference(queries, keys, head_dim, dtype, tolerance, gates, seq_start=seq_start)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("head_dim", [8, 16, 32, 48, 80, 96, 160, 192, 256])
+def test_every_head_dimension_agrees_with_float64(dtype, tolerance, head_dim, poisoned):
+    for length in (384, 500):  # through descriptors, and not
+        assert_like_reference(length, length, head_dim, dtype, tolerance, heads=2, groups=2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_shared_keys_windows_and_packed_documents_agree_with_float64(head_dim, poisoned):
+    for options in (
+        {"heads": 6, "groups": 2},
+        {"heads": 8, "groups": 1},
+        {"window_size": 200},
+        {"window_size": 129, "heads": 4, "groups": 2},
+        {"cu_seqlens": torch.tensor([0, 100, 101, 700, 1280, 1500], device="cuda"), "batch": 1},
+        {"cu_seqlens": torch.tensor([0, 700, 1500], device="cuda"), "batch": 1, "window_size": 300},
+    ):
+        assert_like_reference(1500, 1500, head_dim, torch.bfloat16, 8e-3, "half", **options)
+        if "cu_seqlens" not in options:
+            assert_like_reference(300, 1500, head_dim, torch.bfloat16, 8e-3, "half", **options)
+
+
+def test_a_step_can_be_captured_in_a_cuda_graph():
+    q, k, v = (torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    log_fgate = F.logsigmoid(torch.randn(1, 512, 2, device="cuda")).requires_grad_()
+    leaves = (q, k, v, log_fgate)
+
+    def step():
+        out = forgetting_attention(*leaves, adaptive_threshold=-40.0)
+        return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            want = step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for x in got:
+        x.detach().fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_two_runs_of_the_kernel_give_the_same_bits_and_pruning_stays_within_its_bound():

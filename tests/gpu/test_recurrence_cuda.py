@@ -178,9 +178,7 @@ def test_pytorch_serves_16_bits_too(op, monkeypatch):
 
 
 def test_without_fla_it_trains_and_warns_once(monkeypatch):
-    caches = (fla._load, fla._is_installed)
-    for cached in caches:
-        cached.cache_clear()
+    fla._is_installed.cache_clear()
     monkeypatch.setitem(sys.modules, "fla", None)
     for module, _ in fla._KERNELS.values():
         monkeypatch.setitem(sys.modules, module, None)
@@ -194,8 +192,7 @@ def test_without_fla_it_trains_and_warns_once(monkeypatch):
         messages = [str(w.message) for w in caught if "flash-linear-attention" in str(w.message)]
         assert len(messages) == 1 and 'pip install "forgetting-transformer[cuda]"' in messages[0]
     finally:
-        for cached in caches:
-            cached.cache_clear()
+        fla._is_installed.cache_clear()
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

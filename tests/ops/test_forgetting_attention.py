@@ -4,6 +4,7 @@ Axes: B batch, H heads, M queries, N keys, D channels of a head. Tensors are hea
 """
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer import forgetting_attention
+from forgetting_transformer.ops import forgetting_attention as package
 from forgetting_transformer.ops.forgetting_attention import (
     forgetting_attention_portable,
     forgetting_attention_reference,
@@ -49,7 +51,7 @@ def make_inputs(m: int, n: int, d: int, gates: str = "random", seed: int = 0) ->
 def run(attend, inputs: list[Tensor], seq_start: Tensor | None = None) -> dict[str, Tensor]:
     """Output and the four gradients for a fixed random output gradient."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    out = attend(*leaves, seq_start, 1 / math.sqrt(inputs[0].shape[-1]))
+    out, _ = attend(*leaves, seq_start, 1 / math.sqrt(inputs[0].shape[-1]))
     # Rounded to bfloat16, so that it is the same number in every dtype.
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     out.backward(grad_out.to(out.dtype))
@@ -80,7 +82,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, scale: float
 @pytest.mark.parametrize("gates", ["random", "resets"])
 def test_reference_is_the_definition(m, n, gates):
     q, k, v, log_fgate = make_inputs(m, n, 4, gates)
-    out = forgetting_attention_reference(q, k, v, log_fgate, None, 0.7)
+    out, _ = forgetting_attention_reference(q, k, v, log_fgate, None, 0.7)
     for b in range(2):
         for h in range(3):
             want = written_out(q[b, h], k[b, h], v[b, h], log_fgate[b, h], 0.7)
@@ -91,7 +93,7 @@ def test_reference_is_the_definition(m, n, gates):
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS.keys())
 def test_gradients_are_derivatives(backend, seq_start):
     inputs = [x.requires_grad_() for x in make_inputs(4, 6, 4)]
-    assert torch.autograd.gradcheck(lambda *x: backend(*x, seq_start, 0.5), inputs)
+    assert torch.autograd.gradcheck(lambda *x: backend(*x, seq_start, 0.5)[0], inputs)
 
 
 @pytest.mark.parametrize("gates", FLOAT32_TOLERANCE)
@@ -162,7 +164,7 @@ def test_near_pairs_are_exact_however_long_the_sequence():
     q = torch.zeros(1, 1, 1500, head_dim, dtype=torch.float64)
     q[..., 0] = 1.0
     inputs = [x.float() for x in (q, k, v, log_fgate)]
-    out = forgetting_attention_portable(*inputs, None, 1.0)[0, 0, -1]
+    out = forgetting_attention_portable(*inputs, None, 1.0)[0][0, 0, -1]
     assert abs(math.log(out[0] / out[1])) < 1e-4
     whole_cumsum_error = (inputs[3].cumsum(-1).double() - inputs[3].double().cumsum(-1)).abs().max()
     assert whole_cumsum_error > 1e-4, "the case is too easy: one float32 running sum would do"
@@ -204,11 +206,11 @@ def test_left_padding_equals_no_padding_whatever_it_holds(backend, m):
     assert_close(got, want, 5e-5)
 
 
-def short_alone(backend, hidden_queries, q, k, v, log_fgate, _, sm_scale) -> Tensor:
+def short_alone(backend, hidden_queries, q, k, v, log_fgate, _, sm_scale) -> tuple[Tensor, None]:
     """Attend in the first sequence as it is, and in the second without its 37 tokens of padding."""
-    first = backend(q[:1], k[:1], v[:1], log_fgate[:1], None, sm_scale)
-    second = backend(q[1:, :, hidden_queries:], k[1:, :, 37:], v[1:, :, 37:], log_fgate[1:, :, 37:], None, sm_scale)
-    return torch.cat((first, F.pad(second, (0, 0, hidden_queries, 0))))
+    first, _ = backend(q[:1], k[:1], v[:1], log_fgate[:1], None, sm_scale)
+    second, _ = backend(q[1:, :, hidden_queries:], k[1:, :, 37:], v[1:, :, 37:], log_fgate[1:, :, 37:], None, sm_scale)
+    return torch.cat((first, F.pad(second, (0, 0, hidden_queries, 0)))), None
 
 
 def test_a_sequence_of_padding_only_gives_zeros():
@@ -254,11 +256,117 @@ def test_memory_for_the_backward_pass_grows_with_length_not_its_square():
 
         inputs = [x.float().requires_grad_() for x in make_inputs(n, n, 8)]
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            out = forgetting_attention_portable(*inputs, None, 1.0, block_size=64)
+            out, _ = forgetting_attention_portable(*inputs, None, 1.0, block_size=64)
         assert out.requires_grad
         return sum(storages.values())
 
     assert saved_bytes(512) < 2.5 * saved_bytes(256)
+
+
+def repeated(k: Tensor, group: int) -> Tensor:
+    return k.repeat_interleave(group, dim=2)
+
+
+@pytest.mark.parametrize("block", [1024, 32])
+@pytest.mark.parametrize("m, n", [(70, 70), (9, 70), (1, 70)])
+def test_query_heads_share_keys_in_order(m, n, block, monkeypatch):
+    monkeypatch.setattr(
+        package, "forgetting_attention_portable", functools.partial(forgetting_attention_portable, block_size=block)
+    )
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, m, 6, 8), torch.randn(2, n, 2, 8), torch.randn(2, n, 2, 8)
+    log_fgate = make_gates("random", 2, n, 6)
+    got = forgetting_attention(q, k, v, log_fgate)
+    want = forgetting_attention(q, repeated(k, 3), repeated(v, 3), log_fgate)
+    torch.testing.assert_close(got, want)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, visible_mn: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition with a mask, head last; outputs and log-normalisers."""
+    c = log_fgate.cumsum(1)
+    scores = torch.einsum("bmhd,bnhd->bhmn", q, k) / q.shape[-1] ** 0.5
+    scores = scores + (c[:, -q.shape[1] :, None] - c[:, None]).permute(0, 3, 1, 2)
+    scores = scores.masked_fill(~visible_mn, -torch.inf)
+    return torch.einsum("bhmn,bnhd->bmhd", scores.softmax(-1), v), scores.logsumexp(-1).transpose(1, 2)
+
+
+@pytest.mark.parametrize("block", [1024, 32])
+@pytest.mark.parametrize("m, window", [(70, 1), (70, 7), (70, 64), (70, 70), (70, 1000), (9, 20), (1, 20)])
+def test_a_window_hides_what_lies_before_it(m, window, block, monkeypatch):
+    monkeypatch.setattr(
+        package, "forgetting_attention_portable", functools.partial(forgetting_attention_portable, block_size=block)
+    )
+    q, k, v, log_fgate = (x.transpose(1, 2) for x in make_inputs(m, 70, 8))
+    distance = torch.arange(70)[-m:, None] - torch.arange(70)
+    want, want_normaliser = dense(q, k, v, log_fgate, (distance >= 0) & (distance < window))
+    got = forgetting_attention(q, k, v, log_fgate, window_size=window)
+    torch.testing.assert_close(got, want)
+    got, normaliser = forgetting_attention(q, k, v, log_fgate, window_size=window, return_log_normaliser=True)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(normaliser, want_normaliser)
+
+
+@pytest.mark.parametrize("bounds", [[0, 70], [0, 1, 2, 40, 70], [0, 33, 33, 70]])
+@pytest.mark.parametrize("window", [None, 10])
+def test_packed_documents_do_not_see_each_other(bounds, window):
+    inputs = [x[:1].transpose(1, 2) for x in make_inputs(70, 70, 8)]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    got = forgetting_attention(*leaves, cu_seqlens=torch.tensor(bounds), window_size=window)
+    apart = [x.clone().requires_grad_() for x in inputs]
+    parts = [
+        forgetting_attention(*(x[:, start:stop] for x in apart), window_size=window)
+        for start, stop in itertools.pairwise(bounds)
+        if start < stop
+    ]
+    want = torch.cat(parts, dim=1)
+    torch.testing.assert_close(got, want)
+    d_out = torch.randn_like(got)
+    got.backward(d_out)
+    want.backward(d_out)
+    for a, b in zip(leaves, apart, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_packed_documents_need_bounds_that_rise_to_the_end():
+    q = torch.zeros(1, 6, 1, 8)
+    for bounds in ([0, 5], [1, 6], [0, 4, 3, 6]):
+        with pytest.raises(ValueError, match=r"cu_seqlens is .* rise from 0 to the 6 keys"):
+            forgetting_attention(q, q, q, torch.zeros(1, 6, 1), cu_seqlens=torch.tensor(bounds))
+    with pytest.raises(ValueError, match=r"has shape \(1,\)"):
+        forgetting_attention(q, q, q, torch.zeros(1, 6, 1), cu_seqlens=torch.tensor([0]))
+
+
+def test_log_normalisers_merge_attention_over_parts_of_the_keys():
+    """Attention over the first and over the last keys, weighted with their normalisers, is attention over all."""
+    q, k, v, log_fgate = make_inputs(1, 40, 8)
+    whole, normaliser = forgetting_attention(q, k, v, log_fgate, head_first=True, return_log_normaliser=True)
+    late, late_normaliser = forgetting_attention(
+        q, k[:, :, 25:], v[:, :, 25:], log_fgate[:, :, 25:], head_first=True, return_log_normaliser=True
+    )
+    # To the first part the gates after it are one more factor on every weight.
+    early_query = torch.cat((log_fgate[:, :, :25], log_fgate[:, :, 25:].sum(-1, keepdim=True)), dim=-1)
+    hidden = torch.cat((k[:, :, :25], torch.full_like(q, 0.0)), dim=2)
+    early, early_normaliser = forgetting_attention(
+        q, hidden, torch.cat((v[:, :, :25], torch.zeros_like(q)), dim=2), early_query, head_first=True,
+        return_log_normaliser=True,
+    )  # fmt: skip
+    # The query's own key, of score 0 and value 0, is taken out of the early part's normaliser.
+    share = 1 - (-early_normaliser).exp()
+    early, early_normaliser = early / share[..., None], early_normaliser + share.log()
+    total = torch.logaddexp(early_normaliser, late_normaliser)
+    torch.testing.assert_close(total, normaliser)
+    merged = (early_normaliser - total).exp()[..., None] * early + (late_normaliser - total).exp()[..., None] * late
+    torch.testing.assert_close(merged, whole)
+
+
+def test_log_normalisers_of_padding_are_minus_infinity_and_others_have_gradients():
+    inputs = [x.transpose(1, 2).requires_grad_() for x in make_inputs(9, 9, 8)]
+    seq_start = torch.tensor([0, 4])
+    _, normaliser = forgetting_attention(*inputs, seq_start=seq_start, return_log_normaliser=True)
+    assert (normaliser[1, :4] == -torch.inf).all() and normaliser[1, 4:].isfinite().all()
+    assert torch.autograd.gradcheck(
+        lambda *x: forgetting_attention(*x, seq_start=seq_start, return_log_normaliser=True)[1][:, 4:], inputs
+    )
 
 
 GOOD = {
@@ -282,8 +390,17 @@ GOOD = {
         ({"v": torch.zeros(2, 5, 3, 8)}, ValueError, "v has shape"),
         ({"k": torch.zeros(4, 6, 3, 8), "v": torch.zeros(4, 6, 3, 8)}, ValueError, "k has batch size 4"),
         ({"k": torch.zeros(2, 6, 3, 4), "v": torch.zeros(2, 6, 3, 4)}, ValueError, "k has head dimension 4"),
-        ({"k": torch.zeros(2, 6, 1, 8), "v": torch.zeros(2, 6, 1, 8)}, ValueError, "Grouped-query .* repeat"),
-        ({"log_fgate": torch.zeros(2, 5, 3)}, ValueError, "log_fgate has shape .* one entry per key and head"),
+        (
+            {"k": torch.zeros(2, 6, 2, 8), "v": torch.zeros(2, 6, 2, 8)},
+            ValueError,
+            "k has 2 heads and q 3; .* multiple",
+        ),
+        ({"log_fgate": torch.zeros(2, 5, 3)}, ValueError, "log_fgate has shape .* one entry per key and query head"),
+        ({"window_size": 0}, ValueError, "window_size is 0"),
+        ({"window_size": 2.0}, ValueError, "window_size is 2.0"),
+        ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, "batch size 1 .got 2."),
+        ({"cu_seqlens": torch.tensor([0.0, 6.0])}, TypeError, "cu_seqlens is a torch.float32"),
+        ({"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens is a list"),
         ({"log_fgate": torch.zeros(2, 3, 6)}, ValueError, "log_fgate has shape"),
         ({"seq_start": torch.tensor([0, 7])}, ValueError, r"seq_start is \[0, 7\].* \[0, 6\]"),
         ({"seq_start": torch.tensor([-1, 0])}, ValueError, "seq_start is"),

@@ -437,8 +437,8 @@ def fresh_fla():
     """The backend module as before its first use, now and afterwards."""
 
     def forget() -> None:
-        for cached in (fla._load, fla._is_installed):
-            cached.cache_clear()
+        fla._is_installed.cache_clear()
+        fla._loaded.clear()
 
     forget()
     yield
@@ -485,7 +485,7 @@ def on_hopper(monkeypatch):
 def test_fla_gets_every_argument_under_its_name(op, refuses, is_right, stand_in_fla, on_hopper):
     on_hopper(refuses, is_right)
     miscompiled = refuses and not is_right
-    inputs = rounded(make_inputs(op, 9, key_dim=16, value_dim=32), torch.bfloat16)
+    inputs = rounded(make_inputs(op, 9, key_dim=64, value_dim=128), torch.bfloat16)
     assert fla.supports(op, inputs["q"], inputs["v"]) == (not (miscompiled and op == "gated_delta_rule"))
     assert_close(run(getattr(fla, op), inputs), run(REFERENCE[op], inputs), 1e-6)
     [(name, arguments)] = stand_in_fla.items()
@@ -507,6 +507,7 @@ def test_fla_is_for_16_bits_and_whole_tiles(stand_in_fla, on_hopper):
         assert not supported(op, 64, 128, torch.float32) and not supported(op, 64, 128, torch.float64)
         assert not supported(op, 60, 128, torch.bfloat16) and not supported(op, 64, 33, torch.bfloat16)
         assert supported(op, 512, 512, torch.bfloat16) == ("delta" not in op)
+        assert supported(op, 32, 64, torch.bfloat16) == supported(op, 64, 32, torch.bfloat16) == ("delta" not in op)
 
 
 def test_a_gated_backward_pass_that_is_wrong_stays_forbidden(monkeypatch):

@@ -3,7 +3,7 @@
     python fake_train.py CONFIG_JSON FAULTS_JSON
 
 The loss is a parabola of log(lr) around 2e-3, plus 0.05 for every head above two and, in thousandths, what the seed
-decides. FAULTS_JSON maps "fail", "diverge", "bad" or "hang" to a part of the output_dir that is hit, "noise" to a factor.
+decides. FAULTS_JSON maps "fail", "diverge", "preempt", "die" (at the very end), "bad" or "hang" to a part of the output_dir that is hit, "noise" to a factor.
 """
 
 import json
@@ -30,6 +30,11 @@ def append(file: Path, **entry: float) -> None:
         stream.write(json.dumps(entry) + "\n")
 
 
+def write_status(output_dir: Path, status: str, reason: str) -> None:
+    entry = {"status": status, "reason": reason, "pid": os.getpid()}
+    (output_dir / "status.json").write_text(json.dumps(entry))
+
+
 def main() -> None:
     config, faults = json.loads(sys.argv[1]), json.loads(sys.argv[2])
     output_dir = Path(config["output_dir"])
@@ -37,7 +42,6 @@ def main() -> None:
     hit = {fault for fault, part in faults.items() if part in str(output_dir)}
     lines = output_dir / "metrics" / "jsonlines"
     lines.mkdir(parents=True, exist_ok=True)
-    (output_dir / "logs").mkdir(exist_ok=True)
     with (output_dir / "starts.txt").open("a") as file:
         file.write(f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')} {os.environ['OMP_NUM_THREADS']}\n")
     (output_dir / "config.yaml").write_text(yaml.safe_dump(config))
@@ -51,15 +55,20 @@ def main() -> None:
         loss = final_loss + 4 * (1 - step / STEPS) + ("bad" in hit)
         append(log, **{"step": max_tokens * step // STEPS, "train/loss": loss})
         if "diverge" in hit:
-            line = "11-21 10:00:00 rank 0 CRITICAL TrainingError: loss or gradients became infinite or NaN"
-            (output_dir / "logs" / "rank-0.log").write_text(line + "\n")
+            write_status(output_dir, "failed", "10 updates in a row were left out, because a loss was not finite")
             sys.exit(1)
+        if "preempt" in hit and step >= STEPS // 2:
+            write_status(output_dir, "preempted", "SIGTERM")
+            sys.exit(1)  # what a launcher makes of train.py's 75
         if "bad" in hit:
             time.sleep(0.3)  # long enough to be looked at
         if "hang" in hit and step >= STEPS // 2:
             time.sleep(600)
     append(lines / "val.jsonl", **{"step": max_tokens, "val/loss": final_loss})
     append(lines / "checkpoint.jsonl", **{"step": max_tokens, "checkpoint/checkpoint_time": 0.0})
+    if "die" in hit:
+        os._exit(1)
+    write_status(output_dir, "done", "")
 
 
 if __name__ == "__main__":

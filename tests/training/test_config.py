@@ -218,6 +218,8 @@ def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
         ("optimizer.betas=[0.9]", 1, r"optimizer.betas=\[0.9\] must be two numbers"),
         ("optimizer.lr=-1", 1, "optimizer.lr=-1.0"),
         ("datamodule.train_num_workers=-1", 1, "datamodule.train_num_workers=-1 must be 0"),
+        ("datamodule.missing_chunks=ignore", 1, "missing_chunks='ignore' is unknown; use 'error' or 'skip'"),
+        ("datamodule.cache_gb=0", 1, "datamodule.cache_gb=0.0 must be positive"),
         ("fabric.accelerator=cdua", 1, "fabric.accelerator='cdua' is unknown"),
         ("optimizer.name=muon", 1, "optimizer.name='muon' is unknown"),
     ],

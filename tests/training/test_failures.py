@@ -1,5 +1,6 @@
 """When something goes wrong the message says what, and nothing that was good is lost."""
 
+import errno
 import json
 import os
 import signal
@@ -15,32 +16,37 @@ import torch
 from tests.training.conftest import STEP, Job, changed, refused, train
 from tests.training.test_resume import assert_same_run, lines, losses
 
-#: The disk fills up while checkpoints are written for the first time at step 8, and has room again at step 12.
-FULL_DISK = """
-import errno, torch.distributed.checkpoint.filesystem as filesystem
-from forgetting_transformer.training import trainer
-original, save = filesystem._write_item, trainer.Trainer._save
-full = False
+#: While the checkpoint of step 8 is written, writing fails; at step 12 it works again.
+FAILING_WRITES = """
+import errno, os, torch.distributed.checkpoint.filesystem as filesystem
+from forgetting_transformer.training import checkpoint
+original, save = filesystem._write_item, checkpoint.Checkpointer._write
+fails = False
 def write(*arguments, **options):
-    if full:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    if fails:
+        raise OSError(errno.{code}, os.strerror(errno.{code}))
     return original(*arguments, **options)
-def count(self, **options):
-    global full
-    full = self.counters.batch_count == 8
-    return save(self, **options)
-filesystem._write_item, trainer.Trainer._save = write, count
+def count(self, step, *arguments):
+    global fails
+    fails = step == 1024
+    return save(self, step, *arguments)
+filesystem._write_item, checkpoint.Checkpointer._write = write, count
 """
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tiny, tmp_path, world_size):
-    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
+@pytest.mark.parametrize(
+    ("code", "world_size", "background"),
+    [("ENOSPC", 1, True), ("ENOSPC", 2, True), ("ENOSPC", 1, False), ("EIO", 1, True), ("EROFS", 1, True)],
+)
+def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tiny, tmp_path, code, world_size, background):
+    straight = changed(tiny, output_dir=str(tmp_path / "straight"), checkpoint_background=not background)
     train(straight, world_size)
-    job = Job(tiny, world_size, patch=FULL_DISK)
+    tiny = changed(tiny, checkpoint_background=background)
+    job = Job(tiny, world_size, patch=FAILING_WRITES.format(code=code))
     assert job.wait() == [0] * world_size, job.errors()
     log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
-    assert f"No space left on device; the last good one is at {4 * STEP:,} tokens. Training goes on" in log
+    reason = os.strerror(getattr(errno, code))
+    assert f"{reason}; the last good checkpoint is at {4 * STEP:,} tokens. Training goes on" in log
     assert not list(Path(tiny["output_dir"]).glob("checkpoints/.tmp-*"))
     assert_same_run(straight["output_dir"], tiny["output_dir"])
 
@@ -51,7 +57,7 @@ def test_a_disk_too_small_for_a_checkpoint_is_noticed_before_writing(tiny):
     assert job.wait() == [1]
     log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
     assert "the disk has 0.00 GB left, a checkpoint needs" in log
-    assert "there is none yet. Training goes on" in log
+    assert "nothing was saved. Training goes on" in log
     assert "TrainingError" in job.errors(), "the last checkpoint is the run's result: without it the run has failed"
 
 
@@ -139,7 +145,7 @@ def test_a_second_run_in_the_same_folder_is_refused_with_the_name_of_the_first(t
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_loss_that_is_not_finite_stops_every_rank_and_is_never_saved(tiny, world_size):
+def test_weights_that_are_not_finite_stop_every_rank_and_are_never_saved(tiny, world_size):
     patch = """
 from forgetting_transformer.training import trainer
 original = trainer.Trainer.step
@@ -151,7 +157,7 @@ trainer.Trainer.step = step
 """
     job = Job(changed(tiny, log_interval=100 * STEP), world_size, patch=patch)
     assert job.wait() == [1] * world_size
-    assert f"nothing was saved since the checkpoint at {8 * STEP:,} tokens" in job.errors()
+    assert f"the last good checkpoint is at {8 * STEP:,} tokens, and nothing was saved since" in job.errors()
     saved = sorted(p.name for p in Path(tiny["output_dir"]).glob("checkpoints/step-*"))
     assert saved[-1] == f"step-{8 * STEP:015d}"
 

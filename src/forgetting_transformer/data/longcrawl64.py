@@ -1,12 +1,12 @@
 """LongCrawl64 and corpora in its format: what the training loop asks data for.
 
-Layout on disk: `data_dir/<dataset>/{train,heldout}.zarr`, and for corpora of scripts/prepare_data.py also
-`manifest.json` and `tokenizer/`. A training example is a slice of S tokens as labels and the same slice shifted right
+Layout: `data_dir/<dataset>/{train,heldout}.zarr`, and for corpora of scripts/prepare_data.py also `manifest.json` and
+`tokenizer/`. `data_dir` is a folder, or a URL of which the chunks that training needs are fetched into a cache. A training example is a slice of S tokens as labels and the same slice shifted right
 by one, with the beginning-of-sequence token in front, as inputs (also for slices from the middle of a document, as in
 the paper's runs).
 """
 
-import os
+import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,19 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
+from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.order import ReadingOrder
-from forgetting_transformer.data.token_array import DataError, TokenArray, read_manifest
+from forgetting_transformer.data.remote import is_url, join
+from forgetting_transformer.data.remote_cache import CacheSettings, default_folder, fetch_tokenizer
+from forgetting_transformer.data.token_array import TokenArray, read_manifest
+from forgetting_transformer.data.worker import start_worker
 
 #: LongCrawl64 is tokenised with GPT-2's BPE: 50,257 ids, of which the last begins and ends a text.
 GPT2_VOCAB_SIZE = 50257
 GPT2_BOS_TOKEN_ID = 50256
+#: Batches that each worker prepares ahead.
+PREFETCHED_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class LongCrawl64DataModule:
     """Loaders over LongCrawl64 or any corpus in its format.
 
     Args:
-        data_dir: folder that holds `<dataset>/train.zarr` and `<dataset>/heldout.zarr`.
+        data_dir: folder or URL (s3://, gs://, hf://, https://, …) with `<dataset>/train.zarr` and `<dataset>/heldout.zarr`.
         dataset: folder name of the corpus.
         train_batch_len: tokens in a training sequence; must divide the documents' length.
         train_batch_size: sequences in a global batch.
@@ -57,6 +64,11 @@ class LongCrawl64DataModule:
         vocab_size, bos_token_id: of the tokenizer that made the corpus; None reads them from the corpus's
             manifest.json, or means GPT-2's (50,257 and 50,256) where there is none.
         repeat: read the data again, in the same order, when it has been read once.
+        missing_chunks: "error", or "skip" to use a partial copy on purpose: the documents of which every chunk is
+            there, in order, as if there were no others.
+        cache_dir: where files of a URL are kept, on a disk of this machine; None is ~/.cache/forgetting_transformer.
+            Ranks and runs may share it.
+        cache_gb: gigabytes (10^9 bytes) that all files in it may take; those used longest ago make room.
 
     Raises:
         DataError: naming the file or key, the value and the fix.
@@ -77,9 +89,14 @@ class LongCrawl64DataModule:
         vocab_size: int | None = None,
         bos_token_id: int | None = None,
         repeat: bool = False,
+        missing_chunks: str = "error",
+        cache_dir: str | None = None,
+        cache_gb: float = 20.0,
     ) -> None:
-        self.folder = Path(data_dir) / dataset
-        manifest = read_manifest(self.folder)
+        self.place: str | Path = join(data_dir, dataset) if is_url(data_dir) else Path(data_dir) / dataset
+        self.missing_chunks = missing_chunks
+        self.cache = CacheSettings(Path(cache_dir) if cache_dir else default_folder(), int(cache_gb * 1e9))
+        manifest = read_manifest(self.place)
         self.vocab_size = vocab_size or manifest.get("vocab_size", GPT2_VOCAB_SIZE)
         self.bos_token_id = (
             bos_token_id if bos_token_id is not None else manifest.get("bos_token_id", GPT2_BOS_TOKEN_ID)
@@ -91,10 +108,18 @@ class LongCrawl64DataModule:
         self.train_num_workers, self.repeat = train_num_workers, repeat
         self.eval_tokens, self.eval_batch_len = eval_tokens, eval_batch_len
         self.eval_local_batch_size, self.eval_num_workers = eval_local_batch_size, eval_num_workers
+        self._arrays: dict[str, TokenArray] = {}
+
+    @property
+    def folder(self) -> Path:
+        """The corpus's folder on this machine; of a URL the copy of its tokenizer and manifest."""
+        if isinstance(self.place, Path):
+            return self.place
+        return fetch_tokenizer(self.place, self.cache)
 
     # A run that only evaluates needs no train.zarr (and the reverse), so each array is opened when first asked for.
     def open_train(self) -> tuple[TokenArray, ReadingOrder]:
-        array = TokenArray(self.folder / "train.zarr", self.vocab_size)
+        array = self._open("train.zarr")
         check_length("datamodule.train_batch_len", self.train_batch_len, array)
         if array.documents < self.train_batch_size:
             raise DataError(
@@ -114,8 +139,9 @@ class LongCrawl64DataModule:
         Each item is a dict of `input_ids` and `labels`, both (train_batch_size // world_size, train_batch_len) int64.
         """
         array, order = self.open_train()
-        dataset = _TrainBatches(array, order, rank, world_size, self.bos_token_id)
-        return _loader(dataset, range(first_batch, last_batch), self.train_num_workers)
+        kept = self._keep(array, order.batch_size, order.seq_len, self.train_num_workers)
+        dataset = _TrainBatches(array, order, rank, world_size, kept)
+        return _Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.bos_token_id)
 
     def eval_info(self) -> DataInfo:
         array = self._open_heldout()
@@ -133,15 +159,36 @@ class LongCrawl64DataModule:
         """
         array = self._open_heldout()
         _, sequences = self._eval_size(array)
-        dataset = _EvalBatches(
-            array, sequences, self.eval_batch_len, self.eval_local_batch_size, rank, world_size, self.bos_token_id
-        )
-        return _loader(dataset, range(len(dataset)), self.eval_num_workers)
+        batch_size, seq_len = self.eval_local_batch_size, self.eval_batch_len
+        kept = self._keep(array, batch_size * world_size, seq_len, self.eval_num_workers)
+        dataset = _EvalBatches(array, sequences, seq_len, batch_size, rank, world_size, kept)
+        return _Loader(dataset, range(len(dataset)), self.eval_num_workers, self.bos_token_id)
+
+    def _open(self, name: str) -> TokenArray:
+        """An array of the corpus, opened (and looked at) once."""
+        if name not in self._arrays:
+            path = join(self.place, name) if isinstance(self.place, str) else self.place / name
+            self._arrays[name] = TokenArray(path, self.vocab_size, self.missing_chunks, self.cache)
+        return self._arrays[name]
 
     def _open_heldout(self) -> TokenArray:
-        array = TokenArray(self.folder / "heldout.zarr", self.vocab_size)
+        array = self._open("heldout.zarr")
         check_length("datamodule.eval_batch_len", self.eval_batch_len, array)
         return array
+
+    def _keep(self, array: TokenArray, global_batch_size: int, seq_len: int, num_workers: int) -> DecodedChunks:
+        """Room for the decoded chunks of all batches that the workers of a rank may have in hand at a time."""
+        batches = num_workers * PREFETCHED_BATCHES + 1
+        slots = slots_for(
+            array.chunk_shape, batches * global_batch_size, seq_len, array.doc_len, array.stored_documents
+        )
+        kept = DecodedChunks(array.chunk_shape, slots, multiprocessing.get_context() if num_workers else None)
+        if is_url(array.path) and self.cache.limit_bytes < kept.nbytes:
+            raise DataError(
+                f"datamodule.cache_gb={self.cache.limit_bytes / 1e9:g} is less than the {kept.nbytes / 1e9:.3g} GB that "
+                f"batches in flight need of {array.path}; raise it"
+            )
+        return kept
 
     def _eval_size(self, array: TokenArray) -> tuple[int, int]:
         available = array.documents * array.doc_len
@@ -184,14 +231,16 @@ def check_length(key: str, seq_len: int, array: TokenArray) -> None:
 class _TrainBatches(Dataset):
     """Map-style: global batch index -> this rank's share of it."""
 
-    def __init__(self, array: TokenArray, order: ReadingOrder, rank: int, world_size: int, bos_token_id: int) -> None:
+    def __init__(self, array: TokenArray, order: ReadingOrder, rank: int, world_size: int, kept: DecodedChunks) -> None:
         self.array, self.order, self.rank, self.world_size = array, order, rank, world_size
-        self.bos_token_id = bos_token_id
+        self.kept = kept
 
-    def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, batch: int) -> dict[str, np.ndarray]:
         where = self.order.locate(batch, self.rank, self.world_size)
-        labels = self.array.read(where.first_document, where.last_document, where.begin_token, where.end_token)
-        return shifted(labels, self.bos_token_id)
+        labels = self.array.read(
+            where.first_document, where.last_document, where.begin_token, where.end_token, self.kept
+        )
+        return {"labels": labels}
 
 
 class _EvalBatches(Dataset):
@@ -205,32 +254,37 @@ class _EvalBatches(Dataset):
         batch_size: int,
         rank: int,
         world_size: int,
-        bos_token_id: int,
+        kept: DecodedChunks,
     ) -> None:
         self.array, self.sequences, self.seq_len, self.batch_size = array, sequences, seq_len, batch_size
-        self.rank, self.world_size, self.bos_token_id = rank, world_size, bos_token_id
+        self.rank, self.world_size, self.kept = rank, world_size, kept
         self.documents = sequences // (array.doc_len // seq_len)
 
     def __len__(self) -> int:
         return -(-self.sequences // (self.batch_size * self.world_size))
 
-    def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, batch: int) -> dict[str, np.ndarray]:
         first = (batch * self.world_size + self.rank) * self.batch_size
         wanted = np.arange(first, first + self.batch_size)
         rows = []
         for sequence in np.minimum(wanted, self.sequences - 1):  # past the end: the last one again, with weight 0
             column, document = divmod(int(sequence), self.documents)
-            rows.append(self.array.read(document, document + 1, column * self.seq_len, (column + 1) * self.seq_len))
-        item = shifted(np.concatenate(rows), self.bos_token_id)
-        item["weight"] = torch.from_numpy((wanted < self.sequences).astype(np.float64))
-        return item
+            begin = column * self.seq_len
+            rows.append(self.array.read(document, document + 1, begin, begin + self.seq_len, self.kept))
+        return {"labels": np.concatenate(rows), "weight": (wanted < self.sequences).astype(np.float64)}
 
 
-def shifted(labels_BT: np.ndarray, bos_token_id: int) -> dict[str, torch.Tensor]:
-    """Labels as int64 and inputs that see the token before each label, `bos_token_id` before the first."""
-    labels = torch.from_numpy(labels_BT.astype(np.int64))
-    input_ids = labels.roll(1, dims=1)
+def shifted(labels_BT: torch.Tensor, bos_token_id: int) -> dict[str, torch.Tensor]:
+    """Labels as int64 and inputs that see the token before each label, `bos_token_id` before the first.
+
+    Both are in pinned memory if there is a GPU to copy them to.
+    """
+    pinned = torch.cuda.is_available()
+    labels = torch.empty(labels_BT.shape, dtype=torch.int64, pin_memory=pinned)
+    input_ids = torch.empty(labels_BT.shape, dtype=torch.int64, pin_memory=pinned)
+    labels.copy_(labels_BT)
     input_ids[:, 0] = bos_token_id
+    input_ids[:, 1:] = labels_BT[:, :-1]
     return {"input_ids": input_ids, "labels": labels}
 
 
@@ -247,24 +301,36 @@ class _Indices:
         return len(self.indices)
 
 
-def _loader(dataset: Dataset, indices: range, num_workers: int) -> DataLoader:
-    """A loader that prefetches whole batches in worker processes and keeps their order.
+class _Loader(DataLoader):
+    """Prefetches whole batches in worker processes, keeps their order, and makes inputs and labels of them.
 
-    The generator is the loader's own, so that making an iterator draws nothing from the global random state.
+    Workers hand over tokens as they are stored, 2 bytes each, as plain arrays. Widened to inputs and labels they would
+    be eight times as much; as tensors each would pass through a shared-memory file of its own, which takes twice the
+    time of a pipe and room in /dev/shm that containers often lack.
     """
-    return DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=_Indices(indices),
-        num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
-        prefetch_factor=4 if num_workers else None,
-        generator=torch.Generator(),
-        worker_init_fn=_one_thread,
-    )
+
+    def __init__(self, dataset: Dataset, indices: range, num_workers: int, bos_token_id: int) -> None:
+        super().__init__(
+            dataset,
+            batch_size=None,
+            sampler=_Indices(indices),
+            num_workers=num_workers,
+            prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
+            collate_fn=_unchanged,
+            # Its own generator, so that making an iterator draws nothing from the global random state.
+            generator=torch.Generator(),
+            worker_init_fn=start_worker,
+        )
+        self.bos_token_id = bos_token_id
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return map(self._widen, super().__iter__())
+
+    def _widen(self, item: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        tensors = {name: torch.from_numpy(array) for name, array in item.items()}
+        return tensors | shifted(tensors["labels"], self.bos_token_id)
 
 
-def _one_thread(_worker: int) -> None:
-    """Readers copy and decompress; more threads than one would only take cores from the ranks."""
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _unchanged(item: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Instead of PyTorch's conversion to tensors."""
+    return item

@@ -1,113 +1,243 @@
 """One Zarr array of token ids, (documents, doc_len) uint16, read without ever inventing data.
 
 Zarr answers a chunk that is not on disk with its fill value, zero, and says nothing. A partial copy of a corpus would
-then train on documents of zeros. `TokenArray.read` looks for every chunk first and refuses to go on without it.
+then train on documents of zeros. Here a chunk is read from its file, or the file is named in an error. An array may
+be sparse on purpose (`missing_chunks="skip"`): then only the documents of which every chunk is there count.
 """
 
 import hashlib
 import json
-from functools import cached_property
+from collections.abc import Iterator
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 
 import numpy as np
-import zarr
+
+from forgetting_transformer.data.array_files import (
+    LARGEST_METADATA,
+    ArrayFiles,
+    MissingChunkError,
+    RemoteArrayFiles,
+    open_array,
+)
+from forgetting_transformer.data.decoded_chunks import Chunk, DecodedChunks
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.remote import is_url, open_remote
+from forgetting_transformer.data.remote_cache import CacheSettings
+
+__all__ = ["DataError", "MissingChunkError", "TokenArray", "read_manifest"]
 
 #: Rows looked at when an array is opened, spread evenly over it: enough to catch a wrong tokenizer or a wrong file.
 SAMPLED_ROWS = 16
 SAMPLED_TOKENS = 1024
-
-
-class DataError(ValueError):
-    """The data on disk cannot be trained on; the message names the file and the fix."""
+MISSING_CHUNKS = ("error", "skip")
 
 
 class TokenArray:
     """A Zarr v2 or v3 array (chunked or sharded) of uint16 token ids, one document per row.
 
     Args:
-        path: the array's folder, such as `data/longcrawl64/train.zarr`.
+        path: the array's folder, such as `data/longcrawl64/train.zarr`, or a URL such as s3://bucket/train.zarr.
         vocab_size: ids must lie in [0, vocab_size).
+        missing_chunks: "error", or "skip": documents of which a chunk is missing do not count, and the others are
+            numbered anew, in order.
+        cache: where the files of a URL are kept, and how many; None is the default of CacheSettings.
+
+    Attributes:
+        documents, doc_len: the shape of what can be read.
+        chunk_shape: documents and tokens that are decoded together.
+        file_shape: documents and tokens in one file: a shard where the array is sharded, else a chunk.
 
     Raises:
         DataError: no array there, or one of another shape or dtype, with ids out of range or with missing chunks
             among the sampled rows.
     """
 
-    def __init__(self, path: str | Path, vocab_size: int) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | Path,
+        vocab_size: int,
+        missing_chunks: str = "error",
+        cache: CacheSettings | None = None,
+    ) -> None:
+        if missing_chunks not in MISSING_CHUNKS:
+            raise DataError(f"missing_chunks={missing_chunks!r} is unknown; use 'error' or 'skip'")
+        self.path: str | Path = str(path).rstrip("/") if is_url(path) else Path(path)
         self.vocab_size = vocab_size
-        if not self.path.is_dir():
+        if isinstance(self.path, str):
+            self.files: ArrayFiles = RemoteArrayFiles(self.path, cache or CacheSettings())
+        else:
+            self.files = ArrayFiles(self.path)
+        if not self.files.has_array():
+            dataset, name = Path(self.path).parts[-2:] if len(Path(self.path).parts) > 1 else ("<dataset>", self.path)
             raise DataError(
-                f"no token array at {self.path}. Set data_dir to the folder that holds "
-                f"{self.path.parent.name}/{self.path.name}, or make one with scripts/prepare_data.py"
+                f"no token array at {self.path}. Set data_dir to the folder that holds {dataset}/{name}, or make one "
+                "with scripts/prepare_data.py, or fetch LongCrawl64 with scripts/download_longcrawl64.py"
             )
-        try:
-            array = zarr.open_array(self.path, mode="r")
-        except Exception as error:  # zarr raises many kinds for a folder that is not an array
-            raise DataError(f"{self.path} is not a readable Zarr array: {error}") from error
+        array = open_array(self.files)
         if array.ndim != 2 or array.dtype != np.uint16:
             raise DataError(
                 f"{self.path} has shape {array.shape} and dtype {array.dtype}; expected (documents, doc_len) of "
                 "uint16. scripts/prepare_data.py writes arrays in this format"
             )
         self._array = array
-        self.documents, self.doc_len = (int(size) for size in array.shape)
-        # Files on disk are shards where the array is sharded, chunks otherwise.
-        self._file_shape = array.shards or array.chunks
+        self.stored_documents, self.doc_len = (int(size) for size in array.shape)
+        self.chunk_shape = (int(array.chunks[0]), int(array.chunks[1]))
+        files = array.shards or array.chunks
+        self.file_shape = (int(files[0]), int(files[1]))
+        #: Rows of files of which every file is there, or None for all.
+        self.present_rows = self._present_rows() if missing_chunks == "skip" else None
+        self.documents = self.stored_documents if self.present_rows is None else int(self._firsts[-1])
         self._check_sample()
 
-    def read(self, first: int, last: int, begin: int, end: int) -> np.ndarray:
+    def read(self, first: int, last: int, begin: int, end: int, kept: DecodedChunks | None = None) -> np.ndarray:
         """Tokens [begin, end) of documents [first, last), shape (last - first, end - begin), dtype uint16.
 
+        Args:
+            kept: decoded chunks to take from and to add to, made for this array's chunk_shape. Without it every
+                chunk that the slice touches is decoded for this call.
+
         Raises:
-            DataError: a chunk is missing on disk, an id is out of range or a document is all zeros.
+            DataError: a chunk is missing or cannot be decoded, an id is out of range or a document is all zeros.
         """
-        self._require_files(first, last, begin, end)
-        tokens = np.asarray(self._array[first:last, begin:end])
+        pieces = list(self._pieces(first, last, begin, end))
+        chunks = [chunk for chunk, _, _ in pieces]
+        self.files.fetch_all(self._file_names(chunks if kept is None else kept.lacking(chunks)))
+        tokens = np.empty((last - first, end - begin), dtype=np.uint16)
+        for chunk, source, target in pieces:
+            if kept is None:
+                tokens[target] = self.decode(chunk)[source]
+            else:
+                kept.copy(chunk, partial(self.decode, chunk), source, tokens[target])
         self._check_tokens(tokens, first, begin)
         return tokens
+
+    def decode(self, chunk: Chunk) -> np.ndarray:
+        """One chunk by its row and column among the chunks of the array on disk; smaller at the array's edges.
+
+        Raises:
+            MissingChunkError: there is no file for it.
+            DataError: it cannot be decoded.
+        """
+        rows, columns = self.chunk_shape
+        window = (
+            slice(chunk[0] * rows, min((chunk[0] + 1) * rows, self.stored_documents)),
+            slice(chunk[1] * columns, min((chunk[1] + 1) * columns, self.doc_len)),
+        )
+        name = self._file_names([chunk])[0]
+        again = False
+        while True:
+            try:
+                return np.asarray(self._array[window])
+            except MissingChunkError as error:
+                raise MissingChunkError(
+                    f"{error}: it holds documents {window[0].start:,} and on, which this run needs. The copy of the corpus "
+                    "is partial: fetch the chunk again, choose a complete array, or train on the documents that are "
+                    "there with datamodule.missing_chunks=skip"
+                ) from error
+            except DataError:
+                raise
+            except Exception as error:  # each codec has its own
+                if again or not self.files.fetch_again(name):
+                    raise DataError(
+                        f"{self.files.place(name)} cannot be decoded ({error}); it is damaged: delete it and fetch or "
+                        "make it again"
+                    ) from error
+                again = True
 
     @cached_property
     def fingerprint(self) -> str:
         """A short hash that identifies the contents: two copies of a corpus agree, another corpus does not.
 
         It covers the shape and, where the corpus was made by scripts/prepare_data.py, the hash of every token that
-        its manifest states; otherwise the sampled rows.
+        its manifest states; otherwise the sampled rows. Of a sparse array it covers which documents are there.
         """
         digest = hashlib.sha256(f"{self.documents}x{self.doc_len}".encode())
-        manifest = read_manifest(self.path.parent)
-        recorded = manifest.get("arrays", {}).get(self.path.stem, {}).get("content_hash")
-        digest.update(str(recorded).encode() if recorded else self._sample().tobytes())
+        if self.present_rows is not None:
+            digest.update(f"present {self.file_shape[0]}-row blocks {self.present_rows.tolist()}".encode())
+        folder = self.path.rpartition("/")[0] if isinstance(self.path, str) else self.path.parent
+        recorded = read_manifest(folder).get("arrays", {}).get(Path(self.path).stem, {}).get("content_hash")
+        digest.update(str(recorded).encode() if recorded else self._sample.tobytes())
         return digest.hexdigest()[:16]
 
+    def stored_row(self, document: int) -> int:
+        """The row on disk of a document: the same number, unless documents before it are missing."""
+        if self.present_rows is None:
+            return document
+        block = int(np.searchsorted(self._firsts, document, side="right")) - 1
+        return int(self.present_rows[block]) * self.file_shape[0] + document - int(self._firsts[block])
+
+    def _file_names(self, chunks: list[Chunk]) -> list[str]:
+        """The files of these chunks, each once."""
+        down, across = (self.file_shape[0] // self.chunk_shape[0], self.file_shape[1] // self.chunk_shape[1])
+        files = dict.fromkeys((row // down, column // across) for row, column in chunks)
+        return [self._array.metadata.encode_chunk_key(file) for file in files]
+
+    def _pieces(
+        self, first: int, last: int, begin: int, end: int
+    ) -> Iterator[tuple[Chunk, tuple[slice, slice], tuple[slice, slice]]]:
+        """The parts of chunks that make up a slice: chunk, place in the chunk, place in the slice."""
+        rows, columns = self.chunk_shape
+        start = first
+        while first < last:
+            row = self.stored_row(first)
+            # As far as documents follow each other on disk within one chunk; files hold whole chunks.
+            n_rows = min(last - first, rows - row % rows, self.stored_documents - row)
+            for column in range(begin // columns, (end - 1) // columns + 1):
+                from_token, to_token = max(begin, column * columns), min(end, (column + 1) * columns)
+                yield (
+                    (row // rows, column),
+                    (
+                        slice(row % rows, row % rows + n_rows),
+                        slice(from_token - column * columns, to_token - column * columns),
+                    ),
+                    (
+                        slice(first - start, first - start + n_rows),
+                        slice(from_token - begin, to_token - begin),
+                    ),
+                )
+            first += n_rows
+
+    def _present_rows(self) -> np.ndarray | None:
+        """Rows of files that are complete, None if all are."""
+        rows = range(-(-self.stored_documents // self.file_shape[0]))
+        columns = range(-(-self.doc_len // self.file_shape[1]))
+        keys = {file: self._array.metadata.encode_chunk_key(file) for file in product(rows, columns)}
+        there = self.files.names(keys.values())
+        present = np.array(
+            [row for row in rows if all(keys[row, column] in there for column in columns)], dtype=np.int64
+        )
+        if not present.size:
+            raise DataError(
+                f"{self.path} has no row of chunks with all {len(columns)} files, so missing_chunks=skip leaves no "
+                "document. scripts/verify_data.py shows what is there"
+            )
+        if present.size == len(rows):
+            return None
+        sizes = np.minimum((present + 1) * self.file_shape[0], self.stored_documents) - present * self.file_shape[0]
+        #: The first document of each present row of files, and the number of all documents at the end.
+        self._firsts = np.concatenate([[0], np.cumsum(sizes)])
+        return present
+
+    @cached_property
     def _sample(self) -> np.ndarray:
-        rows = np.unique(np.linspace(0, self.documents - 1, SAMPLED_ROWS, dtype=np.int64))
+        rows = np.unique(np.linspace(0, self.documents - 1, SAMPLED_ROWS, dtype=np.int64)).tolist()
         end = min(self.doc_len, SAMPLED_TOKENS)
-        return np.concatenate([self.read(int(row), int(row) + 1, 0, end) for row in rows])
+        chunks = [chunk for row in rows for chunk, _, _ in self._pieces(row, row + 1, 0, end)]
+        self.files.fetch_all(self._file_names(chunks))
+        return np.concatenate([self.read(row, row + 1, 0, end) for row in rows])
 
     def _check_sample(self) -> None:
         if self.documents == 0:
             raise DataError(f"{self.path} holds no documents")
-        self._sample()
-
-    def _require_files(self, first: int, last: int, begin: int, end: int) -> None:
-        rows, columns = self._file_shape
-        for coordinates in product(
-            range(first // rows, (last - 1) // rows + 1), range(begin // columns, (end - 1) // columns + 1)
-        ):
-            file = self.path / self._array.metadata.encode_chunk_key(coordinates)
-            if not file.is_file():
-                raise DataError(
-                    f"missing chunk {file}: it holds documents {coordinates[0] * rows:,} and on, which this run "
-                    "needs. The copy of the corpus is partial: fetch the chunk again, or choose a complete array"
-                )
+        _ = self._sample
 
     def _check_tokens(self, tokens: np.ndarray, first: int, begin: int) -> None:
         if int(tokens.max()) >= self.vocab_size:
             row, column = np.argwhere(tokens >= self.vocab_size)[0]
             raise DataError(
-                f"{self.path}: token id {tokens[row, column]} in document {first + row:,} at position "
+                f"{self.path}: token id {tokens[row, column]} in {self._named(first + row)} at position "
                 f"{begin + column:,} is not below vocab_size={self.vocab_size}. Set datamodule.vocab_size to the "
                 "vocabulary of the tokenizer that made the corpus"
             )
@@ -115,17 +245,25 @@ class TokenArray:
         if zero_rows.size:
             # A chunk missing *inside* a shard leaves no missing file, only zeros.
             raise DataError(
-                f"{self.path}: document {first + int(zero_rows[0]):,} is all zeros from position {begin:,}; the "
+                f"{self.path}: {self._named(first + int(zero_rows[0]))} is all zeros from position {begin:,}; the "
                 "array was not filled completely. Make or fetch it again"
             )
+
+    def _named(self, document: int) -> str:
+        row = self.stored_row(document)
+        return f"document {document:,}" + (f" (row {row:,} on disk)" if row != document else "")
 
 
 def read_manifest(folder: str | Path) -> dict:
     """The manifest that scripts/prepare_data.py leaves beside its arrays; {} where there is none (LongCrawl64)."""
-    file = Path(folder) / "manifest.json"
-    if not file.is_file():
+    place = f"{folder}/manifest.json"
+    if isinstance(folder, str) and is_url(folder):
+        text = open_remote(folder).read("manifest.json", LARGEST_METADATA)
+    else:
+        text = Path(place).read_bytes() if Path(place).is_file() else None
+    if text is None:
         return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{file} is not valid JSON ({error}); run scripts/prepare_data.py again") from error
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{place} is not valid JSON ({error}); run scripts/prepare_data.py again") from error

@@ -145,7 +145,9 @@ def loss_against_tokens(runs: Sequence[LossHistory], path: Path, entropy: float 
         _save(figure, path)
 
 
-def loss_against_position(curves: Mapping[str, np.ndarray], path: Path, train_length: int | None = None) -> None:
+def loss_against_position(
+    curves: Mapping[str, np.ndarray], path: Path, train_length: int | None = None, first: int | None = None
+) -> None:
     """Draws, over a logarithmic token position, the loss at each position (left) and the perplexity up to it (right).
 
     The left curve says what a longer context is worth: it falls as long as the model uses the tokens it is given. The
@@ -153,9 +155,11 @@ def loss_against_position(curves: Mapping[str, np.ndarray], path: Path, train_le
     are left out (127 of 65,536), because their losses are far above the rest.
 
     Args:
-        curves: name -> (seq_len,) mean loss in nats at each position. Lengths may differ.
+        curves: name -> (seq_len,) mean loss in nats at each position, or (seeds, seq_len) for several runs that differ in
+            their seed only: their mean is drawn, and the range they span shaded. Lengths may differ.
         path: where to write; the suffix chooses the format (.png, .pdf, .svg).
         train_length: sequence length of training, drawn as a vertical line: right of it the model extrapolates.
+        first: the first position drawn, from 1; default as above.
 
     Raises:
         ValueError: no curve, or one that is not a vector of at least two finite losses.
@@ -163,34 +167,45 @@ def loss_against_position(curves: Mapping[str, np.ndarray], path: Path, train_le
     if not curves:
         raise ValueError("Nothing to plot: no curve of losses at each position was given.")
     for name, loss in curves.items():
-        if loss.ndim != 1 or loss.size < 2 or not np.isfinite(loss).all():
+        if loss.ndim not in (1, 2) or loss.shape[-1] < 2 or not np.isfinite(loss).all():
             raise ValueError(
                 f"'{name}': expected a vector of two or more finite losses, one for each position, but got shape "
                 f"{loss.shape} with {np.count_nonzero(~np.isfinite(loss))} values that are not finite."
             )
-    lengths = [loss.size for loss in curves.values()]
+    lengths = [loss.shape[-1] for loss in curves.values()]
     longest = max(lengths)
-    first = max(1, min(longest // 512, min(lengths) // 2))
+    first = max(1, min(longest // 512 if first is None else first, min(lengths) // 2))
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(7.6, 3.5))
         left, right = figure.subplots(1, 2)
-        for number, loss in enumerate(curves.values()):
+        for number, losses in enumerate(curves.values()):
             colour, line, _ = _look(number)
+            losses = np.atleast_2d(losses)
             # Evenly spaced on the logarithmic axis: a point for each of 65,536 positions would fill the gaps of dashes.
-            position = np.unique(np.geomspace(first, loss.size, 400).round().astype(np.int64))
-            for axes, values in ((left, smooth(loss, 0.1)), (right, prefix_perplexity(loss))):
-                axes.plot(position, values[position - 1], color=colour, linestyle=line)
+            position = np.unique(np.geomspace(first, losses.shape[1], 400).round().astype(np.int64))
+            for axes, curve in ((left, _smooth_position), (right, prefix_perplexity)):
+                values = np.stack([curve(loss)[position - 1] for loss in losses])
+                axes.plot(position, values.mean(axis=0), color=colour, linestyle=line)
+                if len(values) > 1:
+                    axes.fill_between(position, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.2, lw=0)
         left.set(xlabel="token position $i$", ylabel="loss at position $i$ (nats per token)")
         right.set(xlabel="context length (tokens)", ylabel="perplexity over the context")
         for axes in (left, right):
             _set_position_axis(axes, first, longest)
             if train_length is not None:
                 axes.axvline(train_length, color="#555555", linestyle=(0, (6, 3)), linewidth=1.1, zorder=1)
-        handles = [_line(number, name) for number, name in enumerate(curves)]
+        handles = [
+            _line(number, name if losses.ndim == 1 else f"{name} ({len(losses)} seeds: mean and range)")
+            for number, (name, losses) in enumerate(curves.items())
+        ]
         if train_length is not None:
             handles.append(_reference_line(f"training length ({train_length:,} tokens)"))
         _add_legend(figure, handles)
         _save(figure, path)
+
+
+def _smooth_position(loss: np.ndarray) -> np.ndarray:
+    return smooth(loss, 0.1)
 
 
 def format_tokens(tokens: float) -> str:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -312,12 +313,13 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def compile_parts(self) -> None:
         """Run blocks and loss through torch.compile from now on.
 
-        Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights on its own. Lengths and
-        batch sizes are compiled in; each new one takes a while.
+        Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights on its own. Activation
+        checkpointing stays outside of what is compiled: inside, a mixer that breaks the graph (FLA's kernels do) would make
+        PyTorch give up on the whole block, in silence. Lengths and batch sizes are compiled in; each new one takes a while.
         """
         for module in self.modules():
             if isinstance(module, DecoderBlock):
-                module.compile(dynamic=False)
+                module._transform = torch.compile(module._transform, dynamic=False)
         self._is_compiled = True
 
     @property

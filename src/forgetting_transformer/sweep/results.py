@@ -1,5 +1,6 @@
 """What a run's folder tells a sweep: how far it came, whether it is finished or diverged, and its losses."""
 
+import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +15,7 @@ from forgetting_transformer.evaluation.runs import read_metrics
 #: Training loss at some tokens is the mean of what was logged over the last 5 % of the tokens before.
 TRAIN_WINDOW = 0.05
 
-_LOG_LEVEL = re.compile(r" rank \d+ (INFO|WARNING|ERROR|CRITICAL) ")
-_NOT_FINITE = re.compile(r"infinite or NaN|non-finite|not finite")
+_NOT_FINITE = re.compile(r"infinite or NaN|not finite")
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class RunRecord:
         return yaml.safe_load(file.read_text(encoding="utf-8")) or {} if file.is_file() else {}
 
     @cached_property
+    def status(self) -> dict[str, Any]:
+        """How its last start ended (training/status.py); {} before the first."""
+        file = self.output_dir / "status.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    @property
     def diverged(self) -> bool:
-        """Whether the last thing it said was that its numbers are not finite any more."""
-        log = self.output_dir / "logs" / "rank-0.log"
-        if not log.is_file():
-            return False
-        for line in reversed(log.read_text(encoding="utf-8", errors="replace").splitlines()):
-            if found := _LOG_LEVEL.search(line):
-                return found[1] == "CRITICAL" and _NOT_FINITE.search(line) is not None
-        return False
+        """Whether its last start ended because too many updates, or the weights, were not finite."""
+        return self.status.get("status") == "failed" and _NOT_FINITE.search(self.status["reason"]) is not None
 
     @property
     def tokens(self) -> int:
@@ -61,8 +61,8 @@ class RunRecord:
         return int(self.train_tokens[-1]) if self.train_tokens.size else 0
 
     def finished(self, max_tokens: int) -> bool:
-        """Whether the run has done its budget: its last checkpoint is written after everything else."""
-        return self.saved_tokens >= max_tokens
+        """Whether the run has done all of this budget, with its last checkpoint and evaluation."""
+        return self.saved_tokens >= max_tokens and self.status.get("status") == "done"
 
     def train_loss_at(self, tokens: float) -> float:
         """Mean training loss logged in the last TRAIN_WINDOW of `tokens`, nats per token; NaN without a line there."""

@@ -55,6 +55,8 @@ class _Running:
     #: Size of the log before this start.
     log_start: int
     started: float
+    #: The run's status.json before this start, which may end before it writes one.
+    status_before: dict[str, Any]
     hopeless: str | None = None
 
 
@@ -155,9 +157,9 @@ def _result(one: _Running) -> JobResult:
         state = State.FINISHED
     elif code == 0 and not one.process.waits:
         state, note = State.SUBMITTED, one.process.description
-    elif code == 0:
+    elif code == 0 or (run.status != one.status_before and run.status.get("status") == "preempted"):
         state, note = State.INCOMPLETE, "ended before its budget; the same command continues it"
-    elif run.diverged:
+    elif run.diverged and run.status != one.status_before:
         state, note = State.DIVERGED, "loss or gradients were not finite"
     else:
         state, note = State.FAILED, f"exit code {code}: {_reason(one)}"
@@ -184,8 +186,9 @@ def _reason(one: _Running) -> str:
 def _start(job: Job, machine: Machine, log_dir: Path) -> _Running | None:
     log = log_dir / f"{file_name(job.name)}.log"
     before = log.stat().st_size if log.is_file() else 0
+    status = read_run(job.output_dir).status
     process = machine.start(job, log)
-    return None if process is None else _Running(job, process, log, before, time.monotonic())
+    return None if process is None else _Running(job, process, log, before, time.monotonic(), status)
 
 
 def _end(running: Sequence[_Running], interrupts: "_Interrupts") -> None:

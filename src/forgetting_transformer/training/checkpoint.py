@@ -9,6 +9,11 @@
 A save writes everything into a folder with a temporary name, flushes it to disk, renames the folder, and only then
 writes the manifest. A folder without a manifest, or whose files do not match it, is not a checkpoint: loading passes
 over it, says why, and takes the next older one. The format is the same for every strategy and number of processes.
+
+Writing may happen in a thread while training goes on: the loop then waits only until a copy in the host's memory is made
+(host_copy.py). The thread has a gloo group of its own, because collectives of two threads in one group would mix. A
+thread, and not torch.distributed.checkpoint.async_save, because checksums, manifest and pruning belong behind the
+same writing, and because a strategy that holds the whole model on every rank would copy all of it on every rank.
 """
 
 import errno
@@ -17,6 +22,8 @@ import logging
 import os
 import re
 import shutil
+import threading
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -36,6 +43,14 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+)
+
+from forgetting_transformer.training.host_copy import HostCopy, share
+from forgetting_transformer.training.safe_reader import (
+    TensorPlanner,
+    TensorReader,
+    UnsafeCheckpointError,
+    read_tensors,
 )
 
 log = logging.getLogger(__name__)
@@ -66,6 +81,16 @@ class Checkpoint:
             return dict(arrays)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended, on every rank alike. Seconds: that training waited for the copy, and that writing took."""
+
+    step: int
+    copy_seconds: float
+    write_seconds: float
+    error: CheckpointError | None
+
+
 class Checkpointer:
     """Saves, finds and loads the checkpoints of one run.
 
@@ -74,13 +99,34 @@ class Checkpointer:
         keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
         rank, world_size: of this process. Collective calls go over a gloo group of their own, which needs no GPU.
         timeout: how long a rank waits for the others in one.
+        background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
     """
 
     def __init__(
-        self, folder: Path, keep_last: int, rank: int, world_size: int, timeout: timedelta | None = None
+        self,
+        folder: Path,
+        keep_last: int,
+        rank: int,
+        world_size: int,
+        timeout: timedelta | None = None,
+        background: bool = False,
     ) -> None:
         self.folder, self.keep_last, self.rank, self.world_size = folder, keep_last, rank, world_size
+        self.background = background
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+        self._copy = HostCopy()
+        self._thread: threading.Thread | None = None
+        self._saved: Saved | None = None
+
+    def reserve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Makes room for the copies of later saves; worth calling after the first optimizer step."""
+        if self.background:
+            self._copy.reserve(share(_tensors(model, optimizer)[0], self.rank, self.world_size))
+
+    @property
+    def reserving(self) -> bool:
+        """Whether that is still under way."""
+        return self._copy.reserving
 
     def save(
         self,
@@ -88,22 +134,94 @@ class Checkpointer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         trainer_state: dict[str, Any],
-        windows: dict[str, np.ndarray],
+        windows: dict[str, Tensor],
         permanent: bool,
+        before_manifest: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes a checkpoint; called by every rank after the same step.
+        """Saves a checkpoint; called by every rank after the same step. `finished` tells how it ended.
+
+        Args:
+            trainer_state: as JSON. windows: small tensors, the same on every rank.
+            before_manifest: what has to be on disk before the checkpoint counts; called on rank 0.
+
+        Raises:
+            CheckpointError: there is nothing to save yet.
+        """
+        if self._thread is not None or self._saved is not None:
+            raise RuntimeError("take the result of the last save from `finished` first: one is in flight at a time")
+        if not optimizer.state:
+            # Asking FSDP2 for the state of a fresh optimizer makes it take a step.
+            raise CheckpointError("there is nothing to save before the first optimizer step")
+        started = time.perf_counter()
+        tensors, _ = _tensors(model, optimizer)
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        mine = share(tensors, self.rank, self.world_size)
+        mine |= {f"windows.{name}": tensor for name, tensor in windows.items()}
+        copied = None
+        if self.background:
+            mine, copied = self._copy.take(mine)
+        copy_seconds = time.perf_counter() - started
+
+        def write() -> None:
+            began, problem = time.perf_counter(), None
+            try:
+                if copied is not None:
+                    torch.cuda.set_device(copied.device)  # a thread begins on GPU 0
+                    copied.synchronize()
+                self._write(step, mine, needed, trainer_state, permanent, before_manifest)
+            except CheckpointError as error:
+                problem = error
+            except Exception as error:  # a rank that is gone, for one: training will hear of it by itself
+                problem = CheckpointError(f"could not write a checkpoint in {self.folder}: {_reason(error)}")
+            self._saved = Saved(step, copy_seconds, time.perf_counter() - began, problem)
+
+        if self.background:
+            self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            write()
+
+    def finished(self, wait: bool = False, meanwhile: Callable[[], None] = lambda: None) -> Saved | None:
+        """The result of the last save, once; None while it is being written or if there was none.
+
+        Args:
+            wait: until it is written, calling `meanwhile` every second.
+        """
+        if self._thread is not None:
+            while wait and self._thread.is_alive():
+                self._thread.join(timeout=1)
+                meanwhile()
+            if self._thread.is_alive():
+                return None
+            self._thread = None
+        saved, self._saved = self._saved, None
+        return saved
+
+    def close(self) -> None:
+        """Lets a save in flight end, and gives the memory of the copy back."""
+        self.finished(wait=True)
+        self._copy.close()
+
+    def _write(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        needed: int,
+        trainer_state: dict[str, Any],
+        permanent: bool,
+        before_manifest: Callable[[], None],
+    ) -> None:
+        """Writes this rank's `tensors`, of a checkpoint of `needed` bytes.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write (full disk, no permission, …). What was written
                 is removed, older checkpoints are untouched, and training may go on.
         """
-        if not optimizer.state:
-            # Asking FSDP2 for the state of a fresh optimizer makes it take a step.
-            raise CheckpointError("there is nothing to save before the first optimizer step")
         final = self.folder / f"step-{step:015d}"
         temporary = self.folder / f".tmp-{final.name}"
-        state = {"model": get_model_state_dict(model), "optimizer": _flat_optimizer_state(model, optimizer)}
-        self._agree(lambda: self._prepare(temporary, state), "make room for")
+        windows = {name: t for name, t in tensors.items() if name.startswith("windows.")}
+        state = {name: tensor for name, tensor in tensors.items() if name not in windows}
+        self._agree(lambda: self._prepare(temporary, needed), "make room for")
         try:
             dcp.save(
                 state,
@@ -115,7 +233,13 @@ class Checkpointer:
             self._on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
             raise CheckpointError(f"could not write {final}: {_reason(error)}") from error
         checksums = self._gather_checksums(temporary)
-        self._agree(lambda: self._publish(temporary, final, checksums, trainer_state, windows, permanent), "finish")
+        arrays = {name.removeprefix("windows."): tensor.cpu().numpy() for name, tensor in windows.items()}
+
+        def publish() -> None:
+            before_manifest()
+            self._publish(temporary, final, checksums, trainer_state, arrays, permanent)
+
+        self._agree(publish, "finish")
         self._on_rank_zero(lambda: self._prune(step))
 
     def newest(self, step: int | None = None) -> Checkpoint | None:
@@ -146,20 +270,22 @@ class Checkpointer:
             CheckpointError: its tensors are not those of this model.
         """
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        state = {"model": get_model_state_dict(model), "optimizer": _flat_optimizer_state(model, optimizer)}
-        _check_keys(checkpoint, state)
+        tensors, optimizer_state = _tensors(model, optimizer)
+        _check_names(checkpoint, tensors)
         try:
             dcp.load(
-                state,
-                storage_reader=dcp.FileSystemReader(checkpoint.path / "state"),
+                tensors,
+                storage_reader=TensorReader(checkpoint.path / "state"),
+                planner=TensorPlanner(),
                 process_group=self._group,
                 no_dist=self._group is None,
             )
         except (CheckpointException, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{checkpoint.path} does not fit this model: {_reason(error)}") from error
-        set_model_state_dict(model, state["model"])
+        set_model_state_dict(model, _part("model.", tensors))
         options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+        loaded = optimizer_state | _part("optimizer.", tensors)
+        set_optimizer_state_dict(model, optimizer, loaded, options=options)
         for group, setting in zip(optimizer.param_groups, settings, strict=True):
             group.update(setting)
 
@@ -170,11 +296,8 @@ class Checkpointer:
             log.warning("removing %s, which was never finished", leftover)
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _prepare(self, temporary: Path, state: dict[str, Any]) -> None:
+    def _prepare(self, temporary: Path, needed: int) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
-        needed = sum(
-            v.numel() * v.element_size() for part in state.values() for v in part.values() if torch.is_tensor(v)
-        )
         (temporary / "state").mkdir(parents=True)
         free = shutil.disk_usage(temporary).free
         if free < needed:
@@ -288,6 +411,8 @@ def inspect(path: Path) -> Checkpoint:
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"its format is {manifest['format']}, this version reads {FORMAT}")
         for name, recorded in manifest["files"].items():
+            if ".." in Path(name).parts or Path(name).is_absolute():
+                raise CheckpointError(f"its manifest names {name}, a file outside its folder")
             if not (path / name).is_file():
                 raise CheckpointError(f"{name} is missing")
             size = (path / name).stat().st_size
@@ -302,6 +427,16 @@ def inspect(path: Path) -> Checkpoint:
         raise CheckpointError(f"its manifest.json is damaged ({type(error).__name__}: {error})") from error
 
 
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint folder, without looking at the files; None if there is none that can be read."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        sum(entry["bytes"] for entry in manifest["files"].values())
+        return manifest if isinstance(manifest["permanent"], bool) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
 def step_of(path: Path) -> int:
     """Training tokens of a checkpoint folder, from its name."""
     return int(path.name.removeprefix("step-"))
@@ -314,10 +449,13 @@ def steps_in(folder: Path) -> list[int]:
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Fills a plain model on one process with the weights of a checkpoint that any strategy wrote."""
-    state = {"model": model.state_dict()}
-    _check_keys(checkpoint, state)
-    dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint.path / "state"), no_dist=True)
-    model.load_state_dict(state["model"])
+    own = model.state_dict()
+    _check_names(checkpoint, {f"model.{name}": tensor for name, tensor in own.items()})
+    try:
+        tensors = read_tensors(checkpoint.path / "state", [f"model.{name}" for name in own])
+    except UnsafeCheckpointError as error:
+        raise CheckpointError(f"{checkpoint.path} was not loaded: {error}") from error
+    model.load_state_dict(_part("model.", tensors))
 
 
 def remove(path: Path) -> None:
@@ -335,15 +473,28 @@ def write_atomically(path: Path, text: str) -> None:
     _flush(path.parent)
 
 
-def _flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """AdamW's state by parameter name, so that it does not depend on how parameters are grouped or sharded."""
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Everything to save, by name: `model.<parameter>`, `optimizer.state.<parameter>.<moment>`. Names do not depend on
+    how parameters are grouped or sharded. And the optimizer's state as torch flattens it, with the settings, which are not
+    saved: they come from the config."""
+    # The model first: FSDP2 has gathered weights after an evaluation, and this puts the shards back in their place.
+    tensors = {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    return get_optimizer_state_dict(model, optimizer, options=options)
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
+    tensors |= {f"optimizer.{name}": value for name, value in optimizer_state.items() if name.startswith("state.")}
+    return tensors, optimizer_state
 
 
-def _check_keys(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
-    stored = dcp.FileSystemReader(checkpoint.path / "state").read_metadata().state_dict_metadata
-    wanted = {f"model.{name}" for name in state["model"]}
+def _part(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+    try:
+        stored = TensorReader(checkpoint.path / "state").tensors()
+    except UnsafeCheckpointError as error:
+        raise CheckpointError(f"{checkpoint.path} was not loaded: {error}") from error
+    wanted = {name for name in tensors if name.startswith("model.")}
     present = {name for name in stored if name.startswith("model.")}
     if wanted != present:
         raise CheckpointError(
@@ -378,4 +529,4 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         # A BaseException that maps ranks to (exception, traceback).
         error = next(iter(error.failures.values()))[0]
-    return getattr(error, "strerror", None) or str(error).strip().splitlines()[-1]
+    return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[-1]

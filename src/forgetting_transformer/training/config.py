@@ -13,6 +13,8 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from forgetting_transformer.data import DataInfo
+
 
 class ConfigError(ValueError):
     """The configuration cannot be run; the message names the key, the value and the fix."""
@@ -39,6 +41,11 @@ class TrainConfig:
     grad_acc_tokens: int = MISSING
     #: Gradients are scaled down to this global L2 norm.
     max_grad_norm: float = 1.0
+    #: An update whose loss or gradient is not finite is left out; after this many in a row the run stops, saved.
+    max_bad_steps: int = 10
+    #: Also leave out updates whose gradient norm, before clipping, is more than this many times the median of the last
+    #: 128. null: never.
+    spike_factor: float | None = None
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
     #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer.
@@ -112,6 +119,9 @@ class DataModuleConfig:
     vocab_size: int | None = None
     bos_token_id: int | None = None
     repeat: bool = False
+    missing_chunks: str = "error"
+    cache_dir: str | None = None
+    cache_gb: float = 20.0
 
 
 @dataclass
@@ -178,6 +188,11 @@ class Config:
     checkpoint_interval: int = MISSING
     checkpoint_keep_interval: int = MISSING
     checkpoint_keep_last: int = 2
+    #: true: write checkpoints while training goes on, from a copy in the host's memory (12 bytes per parameter over all
+    #: ranks of the job). false: training waits, and needs no such memory.
+    checkpoint_background: bool = True
+    #: true: check data, disk, memory and links, time a few steps, say what the run will cost, and train nothing.
+    preflight: bool = False
 
 
 def parse(composed: Any) -> Config:
@@ -237,6 +252,7 @@ def check(config: Config, world_size: int) -> None:
         "datamodule.train_batch_size": data.train_batch_size,
         "datamodule.eval_batch_len": data.eval_batch_len,
         "datamodule.eval_local_batch_size": data.eval_local_batch_size,
+        "datamodule.cache_gb": data.cache_gb,
         "log_interval": config.log_interval,
         "train_eval_interval": config.train_eval_interval,
         "eval_interval": config.eval_interval,
@@ -247,9 +263,14 @@ def check(config: Config, world_size: int) -> None:
         "strategy.timeout_seconds": config.strategy.timeout_seconds,
         "fabric.peak_flops": config.fabric.peak_flops,
         "train.max_grad_norm": train.max_grad_norm,
+        "train.max_bad_steps": train.max_bad_steps,
     }.items():
         if value is not None and value <= 0:
             raise ConfigError(f"{key}={value} must be positive")
+    if train.spike_factor is not None and train.spike_factor <= 1:
+        raise ConfigError(
+            f"train.spike_factor={train.spike_factor} would leave out ordinary steps; use more than 1, such as 10, or null"
+        )
     optimizer = config.optimizer
     if optimizer.lr < 0 or optimizer.weight_decay < 0 or optimizer.eps <= 0:
         raise ConfigError(
@@ -308,6 +329,10 @@ def check_choices(config: Config) -> None:
         raise ConfigError(f"wandb.mode={config.wandb.mode!r} is unknown; use 'online', 'offline' or 'disabled'")
     if config.optimizer.name != "adamw":
         raise ConfigError(f"optimizer.name={config.optimizer.name!r} is unknown; use 'adamw'")
+    if config.datamodule.missing_chunks not in ("error", "skip"):
+        raise ConfigError(
+            f"datamodule.missing_chunks={config.datamodule.missing_chunks!r} is unknown; use 'error' or 'skip'"
+        )
     if config.datamodule.name != "longcrawl64":
         raise ConfigError(f"datamodule.name={config.datamodule.name!r} is unknown; use 'longcrawl64'")
 
@@ -317,10 +342,12 @@ def check_choices(config: Config) -> None:
 FREE_KEYS = (
     "output_dir", "data_dir", "resume", "fork_dir", "fork_step", "exp", "tag", "wandb", "fabric.devices",
     "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens", "train.grad_acc_tokens",
-    "train.gradient_checkpointing", "train.compile", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
+    "train.gradient_checkpointing", "train.compile",
+    "train.max_bad_steps", "checkpoint_background", "preflight", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
     "checkpoint_interval", "checkpoint_keep_interval", "checkpoint_keep_last", "eval", "datamodule.train_num_workers",
     "datamodule.eval_tokens", "datamodule.eval_batch_len", "datamodule.eval_local_batch_size",
-    "datamodule.eval_num_workers", "datamodule.dataset", "datamodule.repeat",
+    "datamodule.eval_num_workers", "datamodule.dataset", "datamodule.repeat", "datamodule.missing_chunks",
+    "datamodule.cache_dir", "datamodule.cache_gb",
 )  # fmt: skip
 
 
@@ -337,6 +364,35 @@ def changes_that_alter_the_run(before: dict[str, Any], now: dict[str, Any]) -> l
         if old.get(key, None) != new.get(key, None)
         and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
     ]
+
+
+def check_continues(
+    checkpoint: str, state: dict[str, Any], config: Config, data: DataInfo, forked: bool = False
+) -> None:
+    """A changed key that would change the run is refused; a fork may change all but what its position means.
+
+    Args:
+        checkpoint: its name, for messages. state: what its trainer.json holds. data: the corpus as it is now.
+
+    Raises:
+        ConfigError: naming every such key, its old and its new value.
+    """
+    before = state["config"]
+    changes = changes_that_alter_the_run(before, dataclasses.asdict(config))
+    if forked:
+        shape = ("datamodule.train_batch_len", "datamodule.train_batch_size", "model.")
+        changes = [change for change in changes if change.startswith(shape)]
+    fork, now = (before["fork_dir"], before["fork_step"]), (config.fork_dir, config.fork_step)
+    if not forked and config.fork_dir and fork != now:
+        changes.append(f"fork_dir, fork_step: {fork} -> {now}")
+    if state["data_fingerprint"] != data.fingerprint:
+        changes.append(f"the corpus (fingerprint {state['data_fingerprint']} -> {data.fingerprint}): {data.path}")
+    if changes:
+        raise ConfigError(
+            f"{checkpoint} was trained with other settings:\n  " + "\n  ".join(changes) + "\n"
+            "Undo these changes to continue it, or choose another output_dir"
+            + ("" if forked else " (with fork_dir and fork_step to start from its weights), or resume=false")
+        )
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -46,6 +46,9 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
         eos_token_id=model.config.eos_token_id,  # without it generation runs to its length limit
         pad_token_id=model.config.eos_token_id,
     )
+    if hasattr(model.config, "max_position_embeddings"):
+        # No effect on the model; lm_eval and others read it as the context length of training.
+        model.config.max_position_embeddings = state["config"]["datamodule"]["train_batch_len"]
     model.save_pretrained(save_folder)
     _save_tokenizer(directory, save_folder, state["config"], tokenizer)
     return f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
@@ -59,25 +62,36 @@ def build_from_checkpoint(checkpoint: Checkpoint, state: dict[str, Any]) -> PreT
     return model.eval()
 
 
-def _save_tokenizer(directory: RunDirectory, folder: Path, config: dict[str, Any], source: str | None) -> None:
+def tokenizer_of_run(directory: RunDirectory, config: dict[str, Any], source: str | None = None) -> Any:
+    """The tokenizer a run's model was trained with, or the one named by `source`.
+
+    Args:
+        config: the run's resolved configuration.
+        source: folder or hub id; None for the run's own, or, on LongCrawl64, its tokenizer over GPT-2's vocabulary.
+
+    Raises:
+        OSError, ValueError: there is none, or it cannot be read.
+    """
     from transformers import AutoTokenizer
 
-    length = config["datamodule"]["train_batch_len"]
-    try:
-        if source is None and directory.tokenizer.is_dir():
-            tokenizer = AutoTokenizer.from_pretrained(directory.tokenizer)
-        elif config["datamodule"]["dataset"] == "longcrawl64":
-            from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
+    if source is None and directory.tokenizer.is_dir():
+        return AutoTokenizer.from_pretrained(directory.tokenizer)
+    if config["datamodule"]["dataset"] == "longcrawl64":
+        from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
 
-            tokenizer = JSONGPT2Tokenizer.from_pretrained(source or "gpt2", add_bos_token=True)
-        elif source is not None:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        else:
-            raise OSError(f"{directory.root} holds no tokenizer")
+        return JSONGPT2Tokenizer.from_pretrained(source or "gpt2", add_bos_token=True)
+    if source is None:
+        raise OSError(f"{directory.root} holds no tokenizer")
+    return AutoTokenizer.from_pretrained(source)
+
+
+def _save_tokenizer(directory: RunDirectory, folder: Path, config: dict[str, Any], source: str | None) -> None:
+    try:
+        tokenizer = tokenizer_of_run(directory, config, source)
     except (OSError, ValueError) as error:
         raise ExportError(
             f"the model is in {folder}, but without a tokenizer ({str(error).splitlines()[0]}). Name one with "
             "--tokenizer FOLDER_OR_HUB_ID; for LongCrawl64 a folder with GPT-2's vocab.json and merges.txt will do"
         ) from error
-    tokenizer.model_max_length = length
+    tokenizer.model_max_length = config["datamodule"]["train_batch_len"]
     tokenizer.save_pretrained(folder)

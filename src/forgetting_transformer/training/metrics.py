@@ -7,6 +7,7 @@ the same steps are then written again, so no step is missing or doubled.
 
 import json
 import logging
+import math
 import os
 import secrets
 import sys
@@ -50,6 +51,11 @@ class MetricsLog:
             file.write(line)
         self._wandb.log(step, values)
 
+    def has(self, kind: str, step: int) -> bool:
+        """Whether `jsonlines/<kind>.jsonl` has a line of `step`."""
+        file = self.directory.jsonlines / f"{kind}.jsonl"
+        return file.is_file() and any(entry["step"] == step for entry in read_lines(file))
+
     def report_once(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Reports what holds for the whole run, if an earlier start has not."""
         file = self.directory.jsonlines / f"{kind}.jsonl"
@@ -89,6 +95,17 @@ def truncate(file: Path, step: int) -> None:
     """Drops the lines past `step`, all at once."""
     kept = [entry for entry in read_lines(file) if entry["step"] <= step]
     write_atomically(file, "".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def by_length(kind: str, mean_T: np.ndarray, shortest: int) -> dict[str, float]:
+    """Mean loss over the first L positions, for L the full length, half of it, …, down to `shortest`."""
+    values, length = {}, mean_T.size
+    while length >= min(shortest, mean_T.size):
+        loss = float(mean_T[:length].mean())
+        values[f"{kind}/loss_avg_len_{length}"] = loss
+        values[f"{kind}/perplexity_len_{length}"] = math.exp(min(loss, 700.0))
+        length //= 2
+    return values
 
 
 class _Wandb:

@@ -22,3 +22,14 @@ def parameter_norms(model: nn.Module) -> dict[str, float]:
     if sharded:
         dist.all_reduce(squares)
     return dict(zip(tensors, squares.sqrt().tolist(), strict=True))
+
+
+@torch.no_grad()
+def all_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every weight and every moment is finite, on all ranks. Called by all ranks; waits for the device once."""
+    tensors = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if torch.is_tensor(t)]
+    finite = torch.isfinite(torch.stack(torch._foreach_norm([t for t in local if t.numel()]))).all().float()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(finite, dist.ReduceOp.MIN)
+    return bool(finite.item())

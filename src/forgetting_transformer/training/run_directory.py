@@ -26,6 +26,7 @@ class RunDirectory:
         self.npz = self.root / "metrics" / "npz"
         self.wandb_run_id = self.root / "metrics" / "wandb" / "wandb_run_id.txt"
         self.tokenizer = self.root / "tokenizer"
+        self.goodput = self.root / "goodput.json"
         self._lock_file = self.root / "run.lock"
         self._lock_descriptor: int | None = None
 
@@ -65,6 +66,11 @@ class RunDirectory:
         }
         os.write(descriptor, json.dumps(owner).encode())
         self._lock_descriptor = descriptor
+
+    @property
+    def held(self) -> bool:
+        """Whether this process may write here."""
+        return self._lock_descriptor is not None
 
     def release(self) -> None:
         if self._lock_descriptor is not None:

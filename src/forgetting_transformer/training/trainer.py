@@ -3,41 +3,49 @@
 Everything that decides what the weights become is a function of the config and the step: the tokens (data/order.py),
 the learning rate (schedule.py), the random numbers (setup.seed_step). A checkpoint therefore carries only weights,
 moments and counters, and a run that was killed continues as if it had not been.
+
+What can go wrong has its own files: checkpoint.py (whole or not there, written in the background), step_guard.py (losses
+that are not finite), sentinel.py and stop.py (signals, ranks that hang), feed.py (readers that die), status.py and
+goodput.py (how it ended, where the time went). docs/reliability.md says what happens when.
 """
 
 import dataclasses
-import json
+import itertools
 import logging
 import math
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from forgetting_transformer.training import setup
+from forgetting_transformer.training import goodput, setup
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     Checkpointer,
     CheckpointError,
     steps_in,
-    write_atomically,
 )
-from forgetting_transformer.training.config import Config, ConfigError, changes_that_alter_the_run, check, check_choices
+from forgetting_transformer.training.config import Config, ConfigError, check, check_choices, check_continues
+from forgetting_transformer.training.descriptions import model_info, write_descriptions
+from forgetting_transformer.training.feed import DataWorkerError, feed
 from forgetting_transformer.training.hardware import peak_flops
 from forgetting_transformer.training.launch import launch
-from forgetting_transformer.training.metrics import MetricsLog, Progress, Throughput
-from forgetting_transformer.training.norms import parameter_norms
+from forgetting_transformer.training.metrics import MetricsLog, Progress, Throughput, by_length
+from forgetting_transformer.training.norms import all_finite, parameter_norms
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.provenance import describe
 from forgetting_transformer.training.run_directory import RunDirectory
 from forgetting_transformer.training.schedule import build_schedule
+from forgetting_transformer.training.sentinel import Sentinel
+from forgetting_transformer.training.status import write_status
+from forgetting_transformer.training.step_guard import StepGuard
+from forgetting_transformer.training.stop import Stop, Vote
 
 log = logging.getLogger(__name__)
 
@@ -60,30 +68,46 @@ class Counters:
         return {name: float(value) for name, value in vars(self).items()}
 
 
-def run(config: Config) -> None:
-    """Trains one model, from its newest checkpoint or from the start, to `train.max_tokens`."""
-    trainer = Trainer(config)
-    try:
-        trainer.run()
-    except OSError as error:
-        # A full disk, a file system that went away. Where a checkpoint could be skipped it has been.
-        kept = (
-            f"the last good checkpoint is at {trainer.saved_step:,} tokens"
-            if trainer.saved_step
-            else "nothing was saved"
-        )
-        raise TrainingError(f"{error}; {kept}. Mend this and start the same command again") from error
-    finally:
-        trainer.close()
+def run(config: Config) -> str:
+    """Trains one model, from its newest checkpoint or from the start, to `train.max_tokens`.
+
+    Returns:
+        "done", or "preempted" if a signal stopped it; then the same config continues it.
+    """
+    if config.preflight:
+        from forgetting_transformer.training.preflight import preflight
+
+        preflight(config)
+        return "done"
+    with Sentinel(config.strategy.timeout_seconds) as sentinel:
+        trainer = Trainer(config, sentinel)
+        try:
+            outcome = trainer.run()
+            trainer.close()
+            trainer.vote.together()  # so that no launcher takes an early rank's end for a reason to end the others
+            return outcome
+        except (OSError, DataWorkerError) as error:
+            # A full disk, a file system that went away, readers that die. Checkpoints that could be skipped have been.
+            trainer.settle()
+            problem = TrainingError(f"{error}; {trainer.kept}. Mend this and start the same command again")
+            trainer.failed(problem)
+            raise problem from error
+        except Exception as error:
+            trainer.failed(error)
+            raise
+        finally:
+            trainer.close()
 
 
 class Trainer:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, sentinel: Sentinel | None = None) -> None:
         self.config = config
+        self.sentinel = sentinel or Sentinel(config.strategy.timeout_seconds)
         check_choices(config)
         self.fabric = launch(config)
         check(config, self.fabric.world_size)
         self.directory = RunDirectory(config.output_dir)
+        self.goodput = goodput.Goodput(self.directory.goodput if self.fabric.is_global_zero else None)
         self.schedule = build_schedule(config.schedule, config.optimizer.lr)
         setup.on_rank_zero(self.fabric, self.directory.acquire)
         if config.resume:
@@ -91,6 +115,7 @@ class Trainer:
 
         self.data = setup.build_data(config.data_dir, config.datamodule)
         self.data_info = self.data.train_info()
+        self.order = self.data.open_train()[1]
         self._check_budget()
         model = setup.build_model(config, self.data_info)
         self.flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
@@ -112,37 +137,40 @@ class Trainer:
         self.position_loss_T = torch.zeros(
             config.datamodule.train_batch_len, dtype=torch.float64, device=self.fabric.device
         )
-        self.position_sequences = 0
-        self.finite = torch.ones((), dtype=torch.bool, device=self.fabric.device)
+        self.position_sequences = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
+        self.guard = StepGuard(self.fabric.device, config.train.spike_factor)
+        timeout = timedelta(seconds=config.strategy.timeout_seconds)
         self.checkpointer = Checkpointer(
             self.directory.checkpoints,
             config.checkpoint_keep_last,
             self.fabric.global_rank,
             self.fabric.world_size,
-            timedelta(seconds=config.strategy.timeout_seconds),
+            timeout,
+            config.checkpoint_background,
         )
+        self.vote = Vote(self.fabric.world_size, timeout)
         self.saved_step = self._restore()
+        self.goodput.begin(self.counters.token_count)
         self.metrics = self._open_metrics() if self.fabric.is_global_zero else None
         peak = config.fabric.peak_flops or peak_flops(self.fabric.device, config.fabric.precision)
         self.throughput = Throughput(peak and peak * self.fabric.world_size, self.counters.as_floats())
         self.progress = Progress(config.train.max_tokens, self.counters.token_count, self.fabric.is_global_zero)
 
-    def run(self) -> None:
+    def run(self) -> str:
+        """Returns "done" or "preempted"."""
+        self.sentinel.on_end = lambda reason: self._write_status("failed", reason)
+        self._write_status("running")
         config, counters = self.config, self.counters
         tokens_per_batch = config.datamodule.train_batch_size * config.datamodule.train_batch_len
+        stop = self._evaluate_what_was_broken_off(tokens_per_batch)
         remaining = math.ceil((config.train.max_tokens - counters.token_count) / tokens_per_batch)
         if remaining <= 0:
             log.info("nothing left to train: %s tokens are done", f"{counters.token_count:,}")
-            return
-        loader = self.data.train_loader(
-            counters.batch_count,
-            counters.batch_count + remaining,
-            self.fabric.global_rank,
-            self.fabric.world_size,
-        )
         clock = time.perf_counter() - counters.total_time
-        for batch in loader:
+        category = "first step"
+        for batch in self._batches(remaining) if remaining > 0 and not stop else ():
             started = time.perf_counter()
+            self.goodput.switch(category)
             before = counters.token_count
             loss, grad_norm, lr = self.step(self.fabric.to_device(batch))
             counters.token_count += tokens_per_batch
@@ -157,14 +185,20 @@ class Trainer:
                 self._log(loss, grad_norm, lr)
             if last or self._due(config.train_eval_interval, before):
                 self._report_position_loss()
-            if not config.skip_eval and (self._due(config.eval_interval, before) or (last and config.final_eval)):
-                self.evaluate()
+            if category == "first step":
+                self.checkpointer.reserve(self.model.module, self.optimizer.optimizer)
+                category = "steps"
+            stop = self._agree_to_stop()
+            if not stop and self._evaluation_due(before):
+                stop = self.evaluate()
             keep = self._due(config.checkpoint_keep_interval, before)
-            if last or keep or self._due(config.checkpoint_interval, before):
-                self._save(permanent=keep, must_succeed=last)
+            if last or stop or keep or self._due(config.checkpoint_interval, before):
+                self._save(permanent=keep, must_succeed=last or bool(stop))
             counters.total_time = time.perf_counter() - clock
-        self.progress.close()
-        log.info("training finished: %s tokens in %s", f"{counters.token_count:,}", self.directory.root)
+            if stop:
+                break
+            self.goodput.switch("data")
+        return self._finish(stop)
 
     def step(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, float]:
         """One update from one global batch; returns its loss and gradient norm as device tensors, and the rate used.
@@ -181,46 +215,68 @@ class Trainer:
 
         sequences = max(1, config.train.grad_acc_tokens // config.datamodule.train_batch_len)
         inputs, labels = batch["input_ids"].split(sequences), batch["labels"].split(sequences)
-        loss_T = torch.zeros_like(self.position_loss_T)
+        # Summed over ranks in one go: loss at every position, and loss of every sequence of the global batch.
+        length, local = self.position_loss_T.numel(), len(batch["input_ids"])
+        losses = self.position_loss_T.new_zeros(length + config.datamodule.train_batch_size)
+        loss_T, loss_B = losses[:length], losses[length:]
         for i, (inputs_bT, labels_bT) in enumerate(zip(inputs, labels, strict=True)):
             # FSDP2 needs *every* backward pass inside this context, the synchronised last one too.
             with self.fabric.no_backward_sync(self.model, enabled=i < len(inputs) - 1):
                 loss_bT = self.model(input_ids=inputs_bT, labels=labels_bT).loss
                 self.fabric.backward(loss_bT.mean() / len(inputs))
             loss_T += loss_bT.detach().sum(0, dtype=torch.float64)
-        # A non-finite norm must not raise on one rank while others go on: it is noted here and judged where we log.
+            row = self.fabric.global_rank * local + i * sequences
+            loss_B[row : row + len(loss_bT)] = loss_bT.detach().mean(1, dtype=torch.float64)
+        # A non-finite norm must not raise on one rank while others go on: all judge it alike below.
         grad_norm = self.fabric.clip_gradients(
             self.model, self.optimizer, max_norm=config.train.max_grad_norm, error_if_nonfinite=False
         )
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+        self._sum_over_ranks(losses)
+        bad = self.guard.judge(self.counters.batch_count, loss_B, grad_norm)
+        # What torch's gradient scaler uses too: the fused kernel changes neither weights nor moments where this is 1.
+        self.optimizer.optimizer.found_inf = bad
         self.optimizer.step()
 
-        # One small sum over ranks gives both the loss of the global batch and its share at every position.
-        self._sum_over_ranks(loss_T)
-        self.position_loss_T += loss_T
-        self.position_sequences += config.datamodule.train_batch_size
-        self.finite &= torch.isfinite(grad_norm) & torch.isfinite(loss_T).all()
-        return loss_T.sum() / (config.datamodule.train_batch_size * loss_T.numel()), grad_norm, lr
+        self.position_loss_T += torch.where(bad.bool(), 0.0, loss_T)
+        self.position_sequences += (1 - bad) * config.datamodule.train_batch_size
+        return loss_T.sum() / (config.datamodule.train_batch_size * length), grad_norm, lr
 
     @torch.no_grad()
-    def evaluate(self) -> None:
-        """Mean loss at every position over the held-out documents, with the weights as they are."""
+    def evaluate(self) -> Stop:
+        """Mean loss at every position over the held-out documents, with the weights as they are.
+
+        Returns why it was broken off, if it was: then nothing is reported, and the next start does it again.
+        """
+        with self.goodput.during("evaluation"):
+            return self._evaluate()
+
+    def _evaluate(self) -> Stop:
         started = time.perf_counter()
         length = self.config.datamodule.eval_batch_len
         loss_T = torch.zeros(length, dtype=torch.float64, device=self.fabric.device)
         sequences = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         self.model.eval()
-        loader = self.data.eval_loader(self.fabric.global_rank, self.fabric.world_size)
-        for batch in tqdm(loader, desc="held-out", unit="batch", leave=False, disable=not self.progress.live):
+
+        def read(done: int) -> Iterator[dict[str, Tensor]]:
+            return itertools.islice(self.data.eval_loader(self.fabric.global_rank, self.fabric.world_size), done, None)
+
+        stop = Stop.NO
+        for batch in tqdm(feed(read), desc="held-out", unit="batch", leave=False, disable=not self.progress.live):
+            if stop := self._agree_to_stop():
+                break
             batch = self.fabric.to_device(batch)
             loss_BT = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
             loss_T += batch["weight"] @ loss_BT.double()
             sequences += batch["weight"].sum()
         self.model.train()
+        if stop:
+            log.info("the evaluation after %s tokens was broken off", f"{self.counters.token_count:,}")
+            return stop
         self._sum_over_ranks(loss_T)
         self._sum_over_ranks(sequences)
         if self.metrics is None:
-            return
+            return Stop.NO
         mean_T, count = (loss_T / sequences).cpu().numpy(), int(sequences.item())
         seconds = time.perf_counter() - started
         self.metrics.report(
@@ -232,7 +288,7 @@ class Trainer:
                 "val/val_seq_count": count,
                 "val/val_time": seconds,
                 "val/val_tokens_per_second": count * length / seconds,
-                **self._by_length("val", mean_T),
+                **by_length("val", mean_T, self.config.eval.min_val_length),
                 **{f"val/train_{name}": value for name, value in vars(self.counters).items()},
             },
         )
@@ -241,11 +297,82 @@ class Trainer:
         known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""
         tokens = f"{self.counters.token_count:,}"
         log.info("held-out loss %.4f nats per token%s after %s tokens", mean_T.mean(), known, tokens)
+        return Stop.NO
+
+    def settle(self) -> None:
+        """Learns how the save in flight ended, without telling anybody."""
+        saved = self.checkpointer.finished(wait=True)
+        if saved is not None and saved.error is None:
+            self.saved_step = saved.step
+
+    def failed(self, error: Exception) -> None:
+        """Notes how the run ended."""
+        self._write_status("failed", f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
+        self.sentinel.rest()
+        self.checkpointer.close()
         if self.metrics is not None:
             self.metrics.close()
+            self.metrics = None
         self.directory.release()
+
+    @property
+    def kept(self) -> str:
+        """What a later start can go on from, for messages."""
+        return f"the last good checkpoint is at {self.saved_step:,} tokens" if self.saved_step else "nothing was saved"
+
+    def _finish(self, stop: Stop) -> str:
+        """After the last step, on every rank alike."""
+        self.sentinel.rest()
+        self.progress.close()
+        self._report_saved(wait=True, must_succeed=True)
+        done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
+        log.info("%s", goodput.describe(self.goodput.write(self.counters.token_count)))
+        if stop == Stop.BAD_STEPS:
+            raise TrainingError(
+                f"{self.guard.longest_row} updates in a row were left out, because a loss or gradient was not finite or "
+                f"much larger than usual; {self.kept}, without them. metrics/jsonlines/bad_step.jsonl in "
+                f"{self.directory.root} names their documents and tokens, and scripts/replay.py looks into one. Lower "
+                "optimizer.lr (in a fork), mend the data, or raise train.max_bad_steps"
+            )
+        status = "preempted" if stop else "done"
+        self._write_status(status, self.sentinel.request or "")
+        log.info("%s: %s", "training finished" if status == "done" else "stopped and saved", done)
+        return status
+
+    def _batches(self, count: int) -> Iterator[dict[str, Tensor]]:
+        """This rank's shares of the next `count` global batches."""
+        first = self.counters.batch_count
+        rank, world_size = self.fabric.global_rank, self.fabric.world_size
+        return feed(lambda done: self.data.train_loader(first + done, first + count, rank, world_size))
+
+    def _agree_to_stop(self) -> Stop:
+        """Once a step, or batch of an evaluation: whether all ranks stop here, and what became of steps before."""
+        self.sentinel.beat()
+        self._report_saved()
+        self._report_bad_steps()
+        wish = Stop.PREEMPTED if self.sentinel.request else Stop.NO
+        if self.guard.longest_row >= self.config.train.max_bad_steps:
+            wish = Stop.BAD_STEPS
+        return self.vote.cast(wish)
+
+    def _evaluation_due(self, before: int) -> bool:
+        config = self.config
+        last = self.counters.token_count >= config.train.max_tokens
+        return not config.skip_eval and (self._due(config.eval_interval, before) or (last and config.final_eval))
+
+    def _evaluate_what_was_broken_off(self, tokens_per_batch: int) -> Stop:
+        """The evaluation that was due at the checkpoint this start goes on from, if a signal came before its end."""
+        step = self.counters.token_count
+        if not step or step != self.saved_step or not self._evaluation_due(step - tokens_per_batch):
+            return Stop.NO
+        reported = setup.on_rank_zero(self.fabric, lambda: self.metrics.has("val", step))
+        return Stop.NO if self.fabric.broadcast(reported) else self.evaluate()
+
+    def _write_status(self, status: str, reason: str = "") -> None:
+        if self.directory.held:
+            write_status(self.directory.root, status, self.counters.token_count, reason)
 
     def _move_aside(self) -> None:
         if moved := self.directory.move_aside():
@@ -291,33 +418,14 @@ class Trainer:
 
     def _load(self, checkpoint: Checkpoint, forked: bool) -> None:
         state = checkpoint.trainer_state()
-        self._check_compatible(checkpoint, state, forked)
+        check_continues(str(checkpoint.path), state, self.config, self.data_info, forked)
         self.checkpointer.load(checkpoint, self.model.module, self.optimizer.optimizer)
         self.counters = Counters(**{f.name: state[f.name] for f in dataclasses.fields(Counters)})
         windows = checkpoint.windows()
         self.position_loss_T += torch.from_numpy(windows["position_loss"]).to(self.fabric.device)
-        self.position_sequences = int(windows["position_sequences"])
+        self.position_sequences += float(windows["position_sequences"])
+        self.guard.load({name: torch.from_numpy(array) for name, array in windows.items()})
         log.info("%s %s", "forked from" if forked else "continuing from", checkpoint.path)
-
-    def _check_compatible(self, checkpoint: Checkpoint, state: dict[str, Any], forked: bool) -> None:
-        """A changed key that would change the run is refused; a fork may change all but what its position means."""
-        changes = changes_that_alter_the_run(state["config"], self.resolved)
-        if forked:
-            shape = ("datamodule.train_batch_len", "datamodule.train_batch_size", "model.")
-            changes = [change for change in changes if change.startswith(shape)]
-        before = (state["config"]["fork_dir"], state["config"]["fork_step"])
-        if not forked and self.config.fork_dir and (self.config.fork_dir, self.config.fork_step) != before:
-            changes.append(f"fork_dir, fork_step: {before} -> {(self.config.fork_dir, self.config.fork_step)}")
-        if state["data_fingerprint"] != self.data_info.fingerprint:
-            changes.append(
-                f"the corpus (fingerprint {state['data_fingerprint']} -> {self.data_info.fingerprint}): {self.data_info.path}"
-            )
-        if changes:
-            raise ConfigError(
-                f"{checkpoint.path} was trained with other settings:\n  " + "\n  ".join(changes) + "\n"
-                "Undo these changes to continue it, or choose another output_dir"
-                + ("" if forked else " (with fork_dir and fork_step to start from its weights), or resume=false")
-            )
 
     @property
     def resolved(self) -> dict[str, Any]:
@@ -325,40 +433,18 @@ class Trainer:
 
     def _open_metrics(self) -> MetricsLog:
         step = self.counters.token_count
-        self._write_descriptions()
+        info = model_info(self.model.module, self.flops_per_token)
+        start = {"step": step, "world_size": self.fabric.world_size, **self.environment}
+        write_descriptions(self.directory, self.config, self.model.module, self.undecayed, info, start)
+        setup.copy_tokenizer(self.data.folder, self.directory)
         metrics = MetricsLog(self.directory, self.config, self.resolved, step)
         if self.counters.batch_count:
             metrics.report("resume", step, {"resume/resume_step": step})
         metrics.report_once("train_data_info", step, vars(self.data_info))
         if not self.config.skip_eval:
             metrics.report_once("val_data_info", step, vars(self.data.eval_info()))
-        metrics.report_once("model_info", step, self._model_info())
+        metrics.report_once("model_info", step, info)
         return metrics
-
-    def _write_descriptions(self) -> None:
-        root = self.directory.root
-        write_atomically(self.directory.config, yaml.safe_dump(self.resolved, sort_keys=False))
-        write_atomically(root / "model.txt", f"{self.model.module}\n{json.dumps(self._model_info(), indent=1)}\n")
-        shapes = {n: f"{n} {tuple(p.shape)}\n" for n, p in self.model.module.named_parameters()}
-        decayed = [line for name, line in shapes.items() if name not in self.undecayed]
-        write_atomically(root / "decay_params.txt", "".join(decayed))
-        write_atomically(root / "no_decay_params.txt", "".join(shapes[n] for n in shapes if n in self.undecayed))
-        start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": self.counters.token_count}
-        start |= {"world_size": self.fabric.world_size, **self.environment}
-        with (root / "starts.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(start) + "\n")
-        setup.copy_tokenizer(self.data.folder, self.directory)
-
-    def _model_info(self) -> dict[str, int]:
-        total = sum(p.numel() for p in self.model.module.parameters())
-        embedding = self.model.module.get_input_embeddings().weight.numel()
-        return {
-            "total_params": total,
-            "trainable_params": sum(p.numel() for p in self.model.module.parameters() if p.requires_grad),
-            "embedding_params": embedding,
-            "non_embedding_params": total - embedding,
-            "flops_per_token": self.flops_per_token,
-        }
 
     def _due(self, interval: int, before: int) -> bool:
         """Whether the step that began after `before` tokens crossed a multiple of `interval`."""
@@ -366,7 +452,7 @@ class Trainer:
 
     def _log(self, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
         """The only place in the loop, besides evaluations and checkpoints, that waits for the device."""
-        self._require_finite()
+        self._wait_for_device()
         norms = parameter_norms(self.model.module)
         rates = self.throughput.add(self.counters.as_floats())
         if self.metrics is None:
@@ -378,13 +464,15 @@ class Trainer:
         self.metrics.report("norm", step, norms)
         if rates:
             self.metrics.report("throughput", step, rates)
+        self.metrics.report("goodput", step, {f"goodput/{k}": v for k, v in self.goodput.write(step).items()})
         rate = rates.get("throughput/token_count_per_second_total_recent")
         self.progress.show(step, self.config.train.max_tokens, value, lr, rate)
 
     def _report_position_loss(self) -> None:
         mean_T = (self.position_loss_T / self.position_sequences).cpu().numpy()
-        sequences, self.position_sequences = self.position_sequences, 0
+        sequences = int(self.position_sequences.item())
         self.position_loss_T.zero_()
+        self.position_sequences.zero_()
         if self.metrics is None:
             return
         step = self.counters.token_count
@@ -392,7 +480,7 @@ class Trainer:
             "train_eval",
             step,
             {
-                **self._by_length("train_eval", mean_T),
+                **by_length("train_eval", mean_T, self.config.eval.min_val_length),
                 "train_eval/window_seq_count": sequences,
                 "train_eval/window_token_count": sequences * mean_T.size,
                 **{f"train_eval/train_{name}": value for name, value in vars(self.counters).items()},
@@ -400,19 +488,23 @@ class Trainer:
         )
         self.metrics.report_arrays("train_eval", step, {"train_eval/loss_per_token": mean_T})
 
-    def _by_length(self, kind: str, mean_T: np.ndarray) -> dict[str, float]:
-        """Mean loss over the first L positions, for L the full length, half of it, …, down to eval.min_val_length."""
-        values, length = {}, mean_T.size
-        while length >= min(self.config.eval.min_val_length, mean_T.size):
-            loss = float(mean_T[:length].mean())
-            values[f"{kind}/loss_avg_len_{length}"] = loss
-            values[f"{kind}/perplexity_len_{length}"] = math.exp(min(loss, 700.0))
-            length //= 2
-        return values
-
     def _save(self, permanent: bool, must_succeed: bool) -> None:
-        self._require_finite()
-        started = time.perf_counter()
+        self._wait_for_device()
+        with self.goodput.during("checkpoint"):
+            self._report_bad_steps(wait=True)  # their lines must be there before the checkpoint is
+            self._report_saved(wait=True)
+            if self.saved_step != self.counters.token_count:
+                self._start_save(permanent)
+            if must_succeed or not self.config.checkpoint_background:
+                self._report_saved(wait=True, must_succeed=must_succeed)
+
+    def _start_save(self, permanent: bool) -> None:
+        if not all_finite(self.model.module, self.optimizer.optimizer):
+            raise TrainingError(
+                f"weights or moments became infinite or NaN before {self.counters.token_count:,} tokens, though every "
+                f"update that was made had a finite gradient; {self.kept}, and nothing was saved since. Lower optimizer.lr, "
+                "and if that does not help suspect the hardware"
+            )
         state = {
             **vars(self.counters),
             "config": self.resolved,
@@ -421,43 +513,47 @@ class Trainer:
             "world_size": self.fabric.world_size,
             "environment": self.environment,
         }
-        windows = {
-            "position_loss": self.position_loss_T.cpu().numpy(),
-            "position_sequences": np.array(self.position_sequences),
-        }
-        if self.metrics is not None:
-            self.metrics.flush()
-        try:
-            self.checkpointer.save(
-                self.counters.token_count,
-                self.model.module,
-                self.optimizer.optimizer,
-                state,
-                windows,
-                permanent,
-            )
-        except CheckpointError as error:
-            kept = f"the last good one is at {self.saved_step:,} tokens" if self.saved_step else "there is none yet"
-            if must_succeed:
-                raise TrainingError(f"{error}; {kept}. Make room and start the same command again") from error
-            log.error("%s; %s. Training goes on", error, kept)
-            return
-        self.saved_step = self.counters.token_count
-        if self.metrics is not None:
-            seconds = time.perf_counter() - started
-            self.metrics.report("checkpoint", self.saved_step, {"checkpoint/checkpoint_time": seconds})
+        windows = {"position_loss": self.position_loss_T, "position_sequences": self.position_sequences}
+        self.goodput.mark(self.counters.token_count)
+        self.checkpointer.save(
+            self.counters.token_count,
+            self.model.module,
+            self.optimizer.optimizer,
+            state,
+            windows | self.guard.state(),
+            permanent,
+            before_manifest=self.metrics.flush if self.metrics is not None else lambda: None,
+        )
 
-    def _require_finite(self) -> None:
+    def _report_saved(self, wait: bool = False, must_succeed: bool = False) -> None:
+        """What became of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
+        saved = self.checkpointer.finished(wait, self.sentinel.beat)
+        if saved is None:
+            return
+        if saved.error is None:
+            self.saved_step = saved.step
+            if self.metrics is not None:
+                seconds = {"checkpoint_time": saved.copy_seconds, "write_time": saved.write_seconds}
+                self.metrics.report("checkpoint", saved.step, {f"checkpoint/{k}": v for k, v in seconds.items()})
+        elif must_succeed:
+            raise TrainingError(f"{saved.error}; {self.kept}. Make room and start the same command again")
+        else:
+            log.error("%s; %s. Training goes on", saved.error, self.kept)
+
+    def _report_bad_steps(self, wait: bool = False) -> None:
+        data = self.config.datamodule
+        for bad in self.guard.bad_steps(wait):
+            where = self.order.locate(bad.batch)
+            log.warning("the update of batch %d was left out: %s; %s", bad.batch, bad, where)
+            if self.metrics is not None:
+                step = (bad.batch + 1) * data.train_batch_size * data.train_batch_len
+                self.metrics.report("bad_step", step, {f"bad_step/{k}": v for k, v in bad.describe(where).items()})
+
+    def _wait_for_device(self) -> None:
         # Here the host waits until the device has done the steps it was given: that time is the steps' time.
         started = time.perf_counter()
-        finite = self.finite.item()
+        if self.fabric.device.type == "cuda":
+            torch.cuda.synchronize(self.fabric.device)
         waited = time.perf_counter() - started
         self.counters.update_time += waited
         self.counters.total_time += waited
-        if not finite:
-            kept = f"the checkpoint at {self.saved_step:,} tokens" if self.saved_step else "the start"
-            raise TrainingError(
-                f"loss or gradients became infinite or NaN at or before {self.counters.token_count:,} tokens, after the last "
-                f"line of the log; nothing was saved since {kept}. Lower optimizer.lr or "
-                "train.max_grad_norm, or look at the data of these steps"
-            )

@@ -48,6 +48,9 @@ class Progress:
     def _print_line(self) -> None:
         seconds = time.monotonic() - self.started
         total = "" if self.total is None else f" of {self._amount(self.total)}"
+        rate = self.done / seconds if seconds else 0.0
+        if self.total is not None and rate and self.done < self.total:
+            total += f", {self._amount(round(rate))}/s, {tqdm.format_interval((self.total - self.done) / rate)} left"
         print(f"{self.title}: {self._amount(self.done)}{total}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
     def _amount(self, count: int) -> str:

@@ -2,14 +2,15 @@
 
 Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", ICLR 2025, section 3.
 
-Axes in this folder: B batch, H heads, M queries, N keys, D channels of a head.
+Axes in this folder: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head.
 
-Files: `reference.py` is the yardstick every backend is held to, `portable.py` runs on any device, `triton.py` is the kernel
-for training on CUDA.
+Files: `reference.py` is the yardstick every backend is held to, `portable.py` runs on any device, `triton.py` launches the GPU
+kernels (`kernels.py`: attention and its gradients, `decay.py`: what surrounds them).
 """
 
 import functools
 import importlib
+import itertools
 import math
 import warnings
 
@@ -19,8 +20,8 @@ from torch import Tensor
 from forgetting_transformer.ops.forgetting_attention.portable import forgetting_attention_portable
 from forgetting_transformer.ops.forgetting_attention.reference import forgetting_attention_reference
 
-#: Head dimensions that the Triton kernel is written for.
-KERNEL_HEAD_DIMS = (16, 32, 64, 128)
+#: Largest head dimension of the Triton kernels.
+MAX_KERNEL_HEAD_DIM = 256
 #: ln ε of adaptive_threshold="auto": the weights left out of a row add up to less than ε.
 AUTO_LOG_TOLERANCE = -10.0
 
@@ -35,9 +36,12 @@ def forgetting_attention(
     *,
     head_first: bool = False,
     seq_start: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    window_size: int | None = None,
     sm_scale: float | None = None,
     adaptive_threshold: str | float | Tensor | None = None,
-) -> Tensor:
+    return_log_normaliser: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with weights `softmax_j(sm_scale · q_i·k_j + Σ_{l=j+1..i} log f_l)` over the keys j ≤ i.
 
     A gate acts on everything before it: `log f_l` is added to every pair whose key lies before position l and whose
@@ -47,7 +51,8 @@ def forgetting_attention(
 
     Args:
         q: queries `(B, M, H, D)`, or `(B, H, M, D)` with `head_first`. float16, bfloat16, float32 or float64.
-        k: keys `(B, N, H, D)`, N ≥ M, in q's dtype.
+        k: keys `(B, N, G, D)`, N ≥ M, in q's dtype. H must be a multiple of G: query head h reads key head h // (H / G)
+            (grouped-query attention, Ainslie et al. 2023).
         v: values, like k.
         log_fgate: natural logarithm of the forget gates `(B, N, H)`, any floating dtype; float32 is recommended.
             Usually `logsigmoid` of a linear layer's output. 0 is "keep everything"; -inf is a hard reset, after
@@ -56,15 +61,20 @@ def forgetting_attention(
         seq_start: index `(B,)` of the first real token of each sequence, int64, in [0, N]: left padding. Keys before
             it are invisible whatever they hold (NaN included), queries before it give 0, and all their gradients
             are exactly 0.
+        cu_seqlens: packed documents: where each begins, and N, `(documents + 1,)`, int32 or int64, rising from 0 to N. Needs
+            B = 1 and M = N. A query sees its own document only.
+        window_size: number of keys a query sees at most, itself included.
         sm_scale: factor on q·k. Default 1/√D.
         adaptive_threshold: adaptive computation pruning. A backend may skip blocks of pairs whose whole decay bias
             is below this value (nats, ≤ 0): a number, a tensor that broadcasts to `(B, H)`, or "auto" for
             a bound taken from the norms of q and k that keeps the skipped weights below e⁻¹⁰ per row. None skips
             nothing. Pruning only ever saves work: the Triton kernel does it, the portable and the reference backend
             compute every pair.
+        return_log_normaliser: also return ln Σ_j exp(score_ij), to merge attention over parts of the keys.
 
     Returns:
-        Tensor with q's shape and dtype. Differentiable once in q, k, v and log_fgate.
+        Tensor with q's shape and dtype. With `return_log_normaliser` also the log-normalisers `(B, M, H)`, nats, float32 (or
+        float64), -inf for a query that sees nothing. Differentiable once in q, k, v and log_fgate.
 
     Raises:
         TypeError: an argument is not a tensor, or of an unsupported dtype.
@@ -72,7 +82,12 @@ def forgetting_attention(
     """
     _check_tensors(q, k, v, log_fgate, head_first)
     _check_seq_start(seq_start, k, head_first)
+    _check_cu_seqlens(cu_seqlens, q, k, head_first)
     _check_adaptive_threshold(adaptive_threshold, q, head_first)
+    if window_size is not None and (
+        isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1
+    ):
+        raise ValueError(f"window_size is {window_size!r}; it must be an integer of at least 1, or None for no window")
     if sm_scale is None:
         sm_scale = 1 / math.sqrt(q.shape[-1])
     elif not (math.isfinite(sm_scale) and sm_scale > 0):
@@ -82,36 +97,61 @@ def forgetting_attention(
         q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
     # The op chooses its own precision: autocast would round the decay bias to 16 bits inside it.
     with torch.autocast(q.device.type, enabled=False):
-        out_BHMD = _attend(q, k, v, log_fgate, seq_start, sm_scale, adaptive_threshold)
-    return out_BHMD if head_first else out_BHMD.transpose(1, 2)
+        out_BHMD, log_normaliser_BHM = _attend(
+            q, k, v, log_fgate, seq_start, cu_seqlens, window_size, sm_scale, adaptive_threshold, return_log_normaliser
+        )
+    out = out_BHMD if head_first else out_BHMD.transpose(1, 2)
+    if not return_log_normaliser:
+        return out
+    return out, log_normaliser_BHM if head_first else log_normaliser_BHM.transpose(1, 2)
 
 
 def _attend(
     q_BHMD: Tensor,
-    k_BHND: Tensor,
-    v_BHND: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
     log_fgate_BHN: Tensor,
     seq_start_B: Tensor | None,
+    cu_seqlens: Tensor | None,
+    window: int | None,
     sm_scale: float,
     adaptive_threshold: str | float | Tensor | None,
-) -> Tensor:
+    return_log_normaliser: bool,
+) -> tuple[Tensor, Tensor | None]:
     """Run the fastest backend for the call; head-first tensors."""
-    if _takes_kernel(q_BHMD, k_BHND, seq_start_B) and _has_kernel(q_BHMD.device.index):
-        threshold_BH = _as_tensor(adaptive_threshold, q_BHMD, k_BHND, sm_scale)
+    first_key_BM = _first_key(q_BHMD, k_BGND, cu_seqlens, window)
+    if _takes_kernel(q_BHMD) and _has_kernel(q_BHMD.device.index):
+        threshold_BH = _as_tensor(adaptive_threshold, q_BHMD, k_BGND, sm_scale)
+        if seq_start_B is not None:
+            starts_BM = seq_start_B.to(torch.int32)[:, None].expand(-1, q_BHMD.shape[2])
+            first_key_BM = starts_BM if first_key_BM is None else torch.maximum(first_key_BM, starts_BM)
+        if first_key_BM is not None:
+            first_key_BM = first_key_BM.contiguous()
         kernel = torch.ops.forgetting_transformer.forgetting_attention_forward
-        return kernel(q_BHMD, k_BHND, v_BHND, log_fgate_BHN, threshold_BH, sm_scale)[0]
-    return forgetting_attention_portable(q_BHMD, k_BHND, v_BHND, log_fgate_BHN, seq_start_B, sm_scale)
+        return kernel(q_BHMD, k_BGND, v_BGND, log_fgate_BHN, threshold_BH, first_key_BM, sm_scale)
+    return forgetting_attention_portable(
+        q_BHMD, k_BGND, v_BGND, log_fgate_BHN, seq_start_B, sm_scale, first_key_BM=first_key_BM, window=window,
+        return_log_normaliser=return_log_normaliser,
+    )  # fmt: skip
 
 
-def _takes_kernel(q_BHMD: Tensor, k_BHND: Tensor, seq_start_B: Tensor | None) -> bool:
-    """Whether the Triton kernel is for this call: 16-bit self-attention on CUDA, without padding."""
-    return (
-        q_BHMD.is_cuda
-        and q_BHMD.dtype in (torch.bfloat16, torch.float16)
-        and q_BHMD.shape == k_BHND.shape
-        and q_BHMD.shape[3] in KERNEL_HEAD_DIMS
-        and seq_start_B is None
-    )
+def _first_key(q_BHMD: Tensor, k_BGND: Tensor, cu_seqlens: Tensor | None, window: int | None) -> Tensor | None:
+    """The first key that each query sees, `(B, M)` int32, of packed documents and windows; None if all see the first."""
+    num_queries, num_keys = q_BHMD.shape[2], k_BGND.shape[2]
+    first_key_M = None
+    query_M = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int32, device=q_BHMD.device)
+    if cu_seqlens is not None:
+        starts = cu_seqlens.to(torch.int32)
+        first_key_M = starts[torch.searchsorted(starts, query_M, right=True) - 1]
+    if window is not None and window < num_keys:
+        window_start_M = (query_M - (window - 1)).clamp(min=0)
+        first_key_M = window_start_M if first_key_M is None else torch.maximum(first_key_M, window_start_M)
+    return None if first_key_M is None else first_key_M.expand(q_BHMD.shape[0], -1)
+
+
+def _takes_kernel(q_BHMD: Tensor) -> bool:
+    """Whether the Triton kernels are for this call: float64 and very wide heads are not."""
+    return q_BHMD.is_cuda and q_BHMD.dtype != torch.float64 and q_BHMD.shape[3] <= MAX_KERNEL_HEAD_DIM
 
 
 def _has_kernel(device_index: int) -> bool:
@@ -142,17 +182,20 @@ def _load_kernel(device_index: int) -> bool:
 
 @torch.no_grad()
 def _as_tensor(
-    threshold: str | float | Tensor | None, q_BHMD: Tensor, k_BHND: Tensor, sm_scale: float
+    threshold: str | float | Tensor | None, q_BHMD: Tensor, k_BGND: Tensor, sm_scale: float
 ) -> Tensor | None:
     """The threshold as float32 `(B, H)`; None stays None."""
     if threshold is None:
         return None
     shape = q_BHMD.shape[:2]
     if isinstance(threshold, str):  # "auto"
-        q_norm_BH, k_norm_BH = (
-            torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(-1) for x in (q_BHMD, k_BHND)
+        # Padding may hold NaN, and what is real and NaN makes the output NaN anyway.
+        q_norm_BH, k_norm_BG = (
+            torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).nan_to_num(0.0).amax(-1)
+            for x in (q_BHMD, k_BGND)
         )
-        return AUTO_LOG_TOLERANCE - (2 * sm_scale * q_norm_BH * k_norm_BH + math.log(k_BHND.shape[2]))
+        k_norm_BH = k_norm_BG.repeat_interleave(shape[1] // k_BGND.shape[1], dim=1)
+        return AUTO_LOG_TOLERANCE - (2 * sm_scale * q_norm_BH * k_norm_BH + math.log(k_BGND.shape[2]))
     if not isinstance(threshold, Tensor):
         return torch.full(shape, threshold, dtype=torch.float32, device=q_BHMD.device)
     return threshold.float().expand(shape)
@@ -180,10 +223,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, head_firs
     length_axis, head_axis = (2, 1) if head_first else (1, 2)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"k has batch size {k.shape[0]} and q {q.shape[0]}; they must agree")
-    if k.shape[head_axis] != q.shape[head_axis]:
+    if k.shape[head_axis] == 0 or q.shape[head_axis] % k.shape[head_axis]:
         raise ValueError(
-            f"k has {k.shape[head_axis]} heads and q {q.shape[head_axis]}; they must agree (axes {axes}, head_first="
-            f"{head_first}). Grouped-query attention is not supported: repeat the key and value heads"
+            f"k has {k.shape[head_axis]} heads and q {q.shape[head_axis]}; q's must be a multiple of k's (axes {axes}, "
+            f"head_first={head_first})"
         )
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k has head dimension {k.shape[3]} and q {q.shape[3]}; they must agree")
@@ -194,10 +237,10 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, head_firs
         )
     if 0 in q.shape:
         raise ValueError(f"q has shape {tuple(q.shape)}; every axis must have at least one element")
-    if log_fgate.shape != k.shape[:3]:
+    gates = (*k.shape[:head_axis], q.shape[head_axis], *k.shape[head_axis + 1 : 3])
+    if log_fgate.shape != gates:
         raise ValueError(
-            f"log_fgate has shape {tuple(log_fgate.shape)}; it must have one entry per key and head, "
-            f"{tuple(k.shape[:3])}"
+            f"log_fgate has shape {tuple(log_fgate.shape)}; it must have one entry per key and query head, {gates}"
         )
 
 
@@ -213,9 +256,36 @@ def _check_seq_start(seq_start: Tensor | None, k: Tensor, head_first: bool) -> N
         raise ValueError(f"seq_start has shape {tuple(seq_start.shape)}; it must be ({batch},), one entry per sequence")
     if seq_start.device != k.device:
         raise ValueError(f"seq_start is on {seq_start.device} and k on {k.device}; move them to one device")
-    # Looking at the values of a tensor on an accelerator would stall it, so the range is only checked on the CPU.
-    if seq_start.device.type == "cpu" and not bool(((seq_start >= 0) & (seq_start <= num_keys)).all()):
+    # Looking at values would stall an accelerator and break a compiled graph, so the range is checked on the CPU only.
+    if (
+        seq_start.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not bool(((seq_start >= 0) & (seq_start <= num_keys)).all())
+    ):
         raise ValueError(f"seq_start is {seq_start.tolist()}; its entries must lie in [0, {num_keys}]")
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, head_first: bool) -> None:
+    if cu_seqlens is None:
+        return
+    length_axis = 2 if head_first else 1
+    num_queries, num_keys = q.shape[length_axis], k.shape[length_axis]
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens is a {kind}; it must be an int32 or int64 tensor of shape (documents + 1,)")
+    if q.shape[0] != 1 or num_queries != num_keys:
+        raise ValueError(
+            f"cu_seqlens packs documents into one sequence: it needs batch size 1 (got {q.shape[0]}) and as many queries as "
+            f"keys (got {num_queries} and {num_keys})"
+        )
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (documents + 1,)")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and q on {q.device}; move them to one device")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != num_keys or any(a > b for a, b in itertools.pairwise(bounds)):
+            raise ValueError(f"cu_seqlens is {bounds}; it must rise from 0 to the {num_keys} keys")
 
 
 def _check_adaptive_threshold(threshold: str | float | Tensor | None, q: Tensor, head_first: bool) -> None:
@@ -241,7 +311,8 @@ def _check_adaptive_threshold(threshold: str | float | Tensor | None, q: Tensor,
             raise ValueError(
                 f"adaptive_threshold has shape {tuple(threshold.shape)}; it must broadcast to (B, H) = {batch_and_heads}"
             )
-        if threshold.device.type == "cpu" and not bool((threshold <= 0).all()):
+        looks_at_values = threshold.device.type == "cpu" and not torch.compiler.is_compiling()
+        if looks_at_values and not bool((threshold <= 0).all()):
             raise ValueError("adaptive_threshold has entries that are positive or NaN; a decay bias is never positive")
         return
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):

@@ -11,8 +11,11 @@ Floating-point numbers are dense near 0 only, so b is computed anew for every bl
 a reference in the middle of the block: pairs near the diagonal, the ones that carry weight, get small accurate numbers
 however long the sequence is. The forward pass of a block is repeated in the backward pass instead of being stored.
 
-Axes: B batch, H heads, M queries, N keys, D channels of a head, E = D + the bias channels + zeros up to
-a multiple of 8. Lower case m, n: the queries of one block and the keys that it sees.
+Windows and packed documents need an explicit mask, one block at a time. So does the log-normaliser, which
+`scaled_dot_product_attention` does not return: then a block's scores are held in memory.
+
+Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head, E = D + the bias channels +
+zeros up to a multiple of 8. Lower case m, n: the queries of one block and the keys that it sees.
 """
 
 import functools
@@ -31,27 +34,39 @@ _PADDING_BIAS = -1e9
 
 def forgetting_attention_portable(
     q_BHMD: Tensor,
-    k_BHND: Tensor,
-    v_BHND: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
     log_fgate_BHN: Tensor,
     seq_start_B: Tensor | None,
     sm_scale: float,
     *,
+    first_key_BM: Tensor | None = None,
+    window: int | None = None,
+    return_log_normaliser: bool = False,
     block_size: int = 1024,
     compute_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Forgetting attention with arguments as in `forgetting_attention`, head first. Returns `(B, H, M, D)`, q's dtype.
+) -> tuple[Tensor, Tensor | None]:
+    """Forgetting attention with arguments as in `forgetting_attention`, head first.
 
     Args:
+        first_key_BM: the first key that each query sees, for windows and packed documents. Default 0.
+        window: keys that a query sees at most, which must be in `first_key_BM` too: blocks leave out what lies before.
+        return_log_normaliser: also compute the log-normalisers.
         block_size: queries per block.
         compute_dtype: what the attention runs in, see `_choose_compute_dtype`. bfloat16 splits the bias into three
             channels whose sum has float32's precision.
+
+    Returns:
+        The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)`, float32 or more, or None.
     """
     if compute_dtype is None:
         compute_dtype = _choose_compute_dtype(q_BHMD)
-    num_queries, num_keys = q_BHMD.shape[2], k_BHND.shape[2]
+    num_queries, num_keys = q_BHMD.shape[2], k_BGND.shape[2]
     first_query = num_keys - num_queries
-    q, k, v = (x.to(compute_dtype) for x in (q_BHMD, k_BHND, v_BHND))
+    group = q_BHMD.shape[1] // k_BGND.shape[1]
+    q, k, v = (x.to(compute_dtype) for x in (q_BHMD, k_BGND, v_BGND))
+    if group > 1:
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     bias_dtype = torch.promote_types(compute_dtype, torch.float32)
     log_fgate = log_fgate_BHN.to(bias_dtype).clamp(min=_MIN_LOG_FGATE)
 
@@ -66,17 +81,34 @@ def forgetting_attention_portable(
         # The gate of the first real token acts on padding only.
         log_fgate = log_fgate.masked_fill((key_N <= seq_start_B[:, None])[:, None, :], 0)
 
-    attend = functools.partial(_attend_block, sm_scale=sm_scale)
+    attend = functools.partial(_attend_block, sm_scale=sm_scale, return_log_normaliser=return_log_normaliser)
     if num_queries > block_size and torch.is_grad_enabled():
         attend = functools.partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
-    out_blocks = []
+    blocks = []
     for start in range(0, num_queries, block_size):
         stop = min(start + block_size, num_queries)
-        keys = slice(0, first_query + stop)
+        keys = slice(0 if window is None else max(0, first_query + start - window + 1), first_query + stop)
         padding_Bn = None if padding_BN is None else padding_BN[:, keys]
-        out_blocks.append(attend(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], log_fgate[:, :, keys], padding_Bn))
-    out = out_blocks[0] if len(out_blocks) == 1 else torch.cat(out_blocks, dim=2)
-    return out.to(q_BHMD.dtype)
+        visible = None
+        if first_key_BM is not None:
+            visible = _visible(first_key_BM[:, start:stop], first_query + start, keys, padding_Bn)
+        blocks.append(
+            attend(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], log_fgate[:, :, keys], padding_Bn, visible)
+        )
+    outs, log_normalisers = zip(*blocks, strict=True)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+    log_normaliser = torch.cat(log_normalisers, dim=2) if return_log_normaliser else None
+    return out.to(q_BHMD.dtype), log_normaliser
+
+
+def _visible(first_key_Bm: Tensor, first_query: int, keys: slice, padding_Bn: Tensor | None) -> Tensor:
+    """Pairs of a block that count, `(B, 1, m, n)`. A query in padding is left to see itself, which is 0 there."""
+    query_m = torch.arange(first_query, first_query + first_key_Bm.shape[1], device=first_key_Bm.device)
+    key_n = torch.arange(keys.start, keys.stop, device=first_key_Bm.device)
+    visible_Bmn = (key_n <= query_m[:, None]) & (key_n >= first_key_Bm[..., None])
+    if padding_Bn is not None:
+        visible_Bmn = visible_Bmn & ~padding_Bn[:, None] | (key_n == query_m[:, None])
+    return visible_Bmn[:, None]
 
 
 def _choose_compute_dtype(q: Tensor) -> torch.dtype:
@@ -97,11 +129,18 @@ def _attend_block(
     v_BHnD: Tensor,
     log_fgate_BHn: Tensor,
     padding_Bn: Tensor | None,
+    visible_B1mn: Tensor | None,
     sm_scale: float,
-) -> Tensor:
+    return_log_normaliser: bool,
+) -> tuple[Tensor, Tensor | None]:
     """Attend from one block of queries, which are the last m of the n keys."""
     num_queries, num_keys, head_dim = q_BHmD.shape[2], k_BHnD.shape[2], q_BHmD.shape[3]
-    bias_BHn = _key_bias(log_fgate_BHn, reference=num_keys - 1 - num_queries // 2)
+    reference = num_keys - 1 - num_queries // 2
+    bias_BHn = _key_bias(log_fgate_BHn, reference)
+    if return_log_normaliser:
+        # Biases are wanted as measured from each query, whose own bias says how far it is from the reference.
+        to_query_BHm = bias_BHn[..., num_keys - num_queries :]
+        return _attend_with_scores(q_BHmD, k_BHnD, v_BHnD, bias_BHn, to_query_BHm, padding_Bn, visible_B1mn, sm_scale)
     if padding_Bn is not None:
         bias_BHn = bias_BHn.masked_fill(padding_Bn[:, None, :], _PADDING_BIAS)
     bias_BHnX = _split_into_channels(bias_BHn / sm_scale, k_BHnD.dtype)
@@ -113,15 +152,43 @@ def _attend_block(
     # The memory-efficient kernels want v as wide as q and k.
     v_BHnE = F.pad(v_BHnD, (0, num_bias_channels + num_zeros))
 
-    is_square = num_queries == num_keys
-    mask_mn = None
-    if not is_square and num_queries > 1:
-        mask_mn = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHmD.device)
-        mask_mn = mask_mn.tril(num_keys - num_queries)
+    is_plain = num_queries == num_keys and visible_B1mn is None
+    mask = visible_B1mn
+    if not is_plain and mask is None and num_queries > 1:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHmD.device)
+        mask = mask.tril(num_keys - num_queries)
     out_BHmE = F.scaled_dot_product_attention(
-        q_BHmE, k_BHnE, v_BHnE, attn_mask=mask_mn, is_causal=is_square, scale=sm_scale
+        q_BHmE, k_BHnE, v_BHnE, attn_mask=mask, is_causal=is_plain, scale=sm_scale
     )
-    return out_BHmE[..., :head_dim]
+    return out_BHmE[..., :head_dim], None
+
+
+def _attend_with_scores(
+    q_BHmD: Tensor,
+    k_BHnD: Tensor,
+    v_BHnD: Tensor,
+    bias_BHn: Tensor,
+    to_query_BHm: Tensor,
+    padding_Bn: Tensor | None,
+    visible_B1mn: Tensor | None,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-normalisers of one block."""
+    num_queries, num_keys = q_BHmD.shape[2], k_BHnD.shape[2]
+    visible = visible_B1mn
+    if visible is None:
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHmD.device)
+        visible = visible.tril(num_keys - num_queries)[None, None]
+    sees_nothing = torch.zeros((), dtype=torch.bool, device=q_BHmD.device)
+    if padding_Bn is not None:
+        visible = visible & ~padding_Bn[:, None, None, :]
+        sees_nothing = padding_Bn[:, None, num_keys - num_queries :]
+    scores = sm_scale * (q_BHmD @ k_BHnD.transpose(-1, -2)).to(bias_BHn.dtype) + bias_BHn[:, :, None]
+    scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    log_normaliser_BHm = scores.logsumexp(-1)
+    weights = (scores - log_normaliser_BHm[..., None]).exp().masked_fill(~visible, 0)
+    out_BHmD = weights.to(v_BHnD.dtype) @ v_BHnD
+    return out_BHmD, (log_normaliser_BHm - to_query_BHm).masked_fill(sees_nothing, -torch.inf)
 
 
 def _key_bias(log_fgate_BHn: Tensor, reference: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Forgetting attention, written down as it is defined. The yardstick for every backend; O(M·N) memory.
 
-Axes: B batch, H heads, M queries, N keys, D channels of a head.
+Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head.
 """
 
 import torch
@@ -9,31 +9,41 @@ from torch import Tensor
 
 def forgetting_attention_reference(
     q_BHMD: Tensor,
-    k_BHND: Tensor,
-    v_BHND: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
     log_fgate_BHN: Tensor,
     seq_start_B: Tensor | None,
     sm_scale: float,
-) -> Tensor:
+    *,
+    first_key_BM: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute `softmax(sm_scale · q kᵀ + d) v` with every score held in memory, d_ij = Σ_{l=j+1..i} log f_l.
 
     Computed in float64 when q is float64, in float32 otherwise. Arguments as in `forgetting_attention`, head first.
     Hard resets (log f = -inf) are exact: they are counted, and pairs with a reset between them are masked.
 
-    Returns `(B, H, M, D)` in q's dtype.
+    Args:
+        first_key_BM: the first key that each query sees, for windows and packed documents. Default 0.
+
+    Returns:
+        The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)` in the dtype of the computation.
     """
     dtype = torch.promote_types(q_BHMD.dtype, torch.float32)
-    q_BHMD_, k_BHND, v_BHND, log_fgate_BHN = (x.to(dtype) for x in (q_BHMD, k_BHND, v_BHND, log_fgate_BHN))
-    num_queries, num_keys = q_BHMD.shape[2], k_BHND.shape[2]
-    key_N = torch.arange(num_keys, device=q_BHMD.device)
+    group = q_BHMD.shape[1] // k_BGND.shape[1]
+    k_BHND, v_BHND = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k_BGND, v_BGND))
+    q, log_fgate_BHN = q_BHMD.to(dtype), log_fgate_BHN.to(dtype)
+    num_queries, num_keys = q.shape[2], k_BHND.shape[2]
+    key_N = torch.arange(num_keys, device=q.device)
     query_M = key_N[num_keys - num_queries :]
     visible_BHMN = (key_N <= query_M[:, None])[None, None]
+    if first_key_BM is not None:
+        visible_BHMN = visible_BHMN & (key_N >= first_key_BM[:, None, :, None])
 
     if seq_start_B is not None:
         padding_BN = key_N < seq_start_B[:, None]
         visible_BHMN = visible_BHMN & ~padding_BN[:, None, None, :]
         # Zeros, not whatever the padding holds: 0 · NaN would reach the sums below.
-        q_BHMD_ = q_BHMD_.masked_fill(padding_BN[:, None, query_M, None], 0)
+        q = q.masked_fill(padding_BN[:, None, query_M, None], 0)
         k_BHND = k_BHND.masked_fill(padding_BN[:, None, :, None], 0)
         v_BHND = v_BHND.masked_fill(padding_BN[:, None, :, None], 0)
         # The gate of the first real token acts on padding only.
@@ -45,8 +55,10 @@ def forgetting_attention_reference(
 
     c_BHN = log_fgate_BHN.masked_fill(is_reset_BHN, 0).cumsum(-1)
     decay_BHMN = c_BHN[..., query_M, None] - c_BHN[..., None, :]
-    scores_BHMN = sm_scale * (q_BHMD_ @ k_BHND.transpose(-1, -2)) + decay_BHMN
+    scores_BHMN = sm_scale * (q @ k_BHND.transpose(-1, -2)) + decay_BHMN
     # A finite number instead of -inf: rows of padding see nothing, and must give 0 rather than NaN.
-    scores_BHMN = scores_BHMN.masked_fill(~visible_BHMN, torch.finfo(dtype).min)
-    weights_BHMN = scores_BHMN.softmax(-1).masked_fill(~visible_BHMN, 0)
-    return (weights_BHMN @ v_BHND).to(q_BHMD.dtype)
+    masked_BHMN = scores_BHMN.masked_fill(~visible_BHMN, torch.finfo(dtype).min)
+    weights_BHMN = masked_BHMN.softmax(-1).masked_fill(~visible_BHMN, 0)
+    sees_nothing_BHM = ~visible_BHMN.any(-1)
+    log_normaliser_BHM = masked_BHMN.logsumexp(-1).masked_fill(sees_nothing_BHM, -torch.inf)
+    return (weights_BHMN @ v_BHND).to(q_BHMD.dtype), log_normaliser_BHM

@@ -1,34 +1,38 @@
-"""Forgetting attention on CUDA: FlashAttention-2 (Dao 2023) with one addition per score.
+"""Forgetting attention in Triton: FlashAttention-2 (Dao 2023) with one addition per score.
 
 Softmax does not change when a constant is added to a row, so the decay Σ_{l=j+1..i} log f_l may be measured from any
-reference r instead of from i: the bias of a score then depends on the key alone. Here r is the end of the *stretch* of
-128 positions that the query lies in, and with stretches R of the query and S of the key
+reference r instead of from i: the bias of a score then depends on the key alone. Here r is the end of the stretch of 128
+positions in which the last query of the query's block of 128 lies; `decay.py` computes biases from it, `kernels.py` attends.
 
-    bias_j = Σ_{l=j+1..r} log f_l = suffix_j + (C_R - C_S),
+The operators `forgetting_transformer::forgetting_attention_forward` and `…_backward` are opaque to torch.compile and
+activation checkpointing, know their FLOPs, never wait for the GPU, and give the same bits every time.
 
-where suffix_j runs from j to the end of S and C are running sums over whole stretches. Sums over a stretch are small and
-exact in float32; the running sums may be long, so they are kept in float64 and subtracted before they are rounded. Pairs
-near the diagonal, which carry the weight, get accurate biases at any length.
-
-Gradients: with dS the gradient of the scores, d log f_l = Σ_{i ≥ l > j} dS_ij, the exclusive running sum of the column
-sums less the row sums. Row sums are zero in exact arithmetic; with outputs rounded to 16 bits they are not, their errors
-would add up along the sequence, and subtracting the ones that were really computed cancels them.
-
-Pruning: a pair of stretches is left out where the sum of log f over the stretches strictly between them, an upper bound
-of every bias of the pair, is below the threshold. The running sums never rise, so for each query stretch the pairs left
-out are the leftmost ones; a binary search finds them for all stretches at once, and all three kernels leave out the same.
-
-Everything is in base 2 (scores, biases, log-normalisers), which saves a product per exponential.
-
-Axes: B batch, H heads, Z = B·H, T positions, D channels of a head, S stretches. Tiles: M queries × N keys.
+Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head, Z = B·H, S stretches of keys, Q
+blocks of queries.
 """
 
+import functools
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from forgetting_transformer.ops.forgetting_attention.decay import (
+    delta_kernel,
+    gate_gradient_kernel,
+    gate_sum_kernel,
+    running_kernel,
+    stretch_kernel,
+)
+from forgetting_transformer.ops.forgetting_attention.kernels import (
+    forward_kernel,
+    key_gradient_kernel,
+    query_gradient_kernel,
+)
 
 STRETCH = 128
 _LOG2_E = math.log2(math.e)
@@ -36,320 +40,318 @@ _LOG2_E = math.log2(math.e)
 _MIN_LOG_FGATE = -256.0
 
 
-# Custom operators are opaque to torch.compile and activation checkpointing: a graph goes through them unbroken.
 @torch.library.custom_op("forgetting_transformer::forgetting_attention_forward", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, threshold: Tensor | None, sm_scale: float
-) -> tuple[Tensor, Tensor]:
-    """Self-attention of T queries over the same T keys: the output, and log-normalisers `(Z, T)` in base 2.
-
-    Args:
-        q, k, v: `(B, H, T, D)`, one dtype, D a power of two from 16 to 128.
-        log_fgate: `(B, H, T)`.
-        threshold: `(B, H)`, pairs whose decay bias (nats) is below it may be left out; None leaves out nothing.
-    """
-    batch, heads, length, head_dim = q.shape
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    suffix, running = _decay_sums(log_fgate)
-    first_keys, _ = _kept_stretches(running, threshold)
-    out = torch.empty_like(q)
-    log_normaliser = torch.empty(batch * heads, length, dtype=torch.float32, device=q.device)
-    tiles = _forward_tiles(head_dim, q.device)
-    _forward_kernel[(triton.cdiv(length, tiles["BLOCK_M"]), batch * heads)](
-        q, k, v, suffix, running, first_keys, out, log_normaliser, length, first_keys.shape[1], sm_scale * _LOG2_E,
-        HEAD_DIM=head_dim, STRETCH_=STRETCH, **tiles,
-    )  # fmt: skip
-    return out, log_normaliser
-
-
-@_forward.register_fake
-def _(q, k, v, log_fgate, threshold, sm_scale):
-    batch, heads, length, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    return out, torch.empty(batch * heads, length, dtype=torch.float32, device=q.device)
-
-
-@torch.library.custom_op("forgetting_transformer::forgetting_attention_backward", mutates_args=())
-def _backward(
-    d_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     log_fgate: Tensor,
     threshold: Tensor | None,
+    first_key: Tensor | None,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend; return the output `(B, H, M, D)`, in memory `(B, M, H, D)`, and log-normalisers `(B, H, M)`, nats, float32.
+
+    Args:
+        q: `(B, H, M, D)`, D up to 256.
+        k, v: `(B, G, N, D)`, N ≥ M, H a multiple of G.
+        log_fgate: `(B, H, N)`.
+        threshold: `(B, H)`, pairs whose decay bias (nats) is below it may be left out; None leaves out nothing.
+        first_key: `(B, M)` int32, the first key each query sees, not falling along a sequence, up to N; None is 0. Queries
+            that see nothing give 0 and a log-normaliser of -inf.
+    """
+    q, k, v = (_with_whole_channels(x) for x in (q, k, v))
+    sizes = _Sizes.of(q, k)
+    decay = _decay(log_fgate, sizes, threshold, first_key)
+    out = _empty_like(q)
+    log_normaliser = torch.empty(sizes.batch, sizes.heads, sizes.queries, dtype=torch.float32, device=q.device)
+    tiles = _tiles("forward", (q, k, v), first_key)
+    (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
+    forward_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
+        *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(out, block_m, False),
+        decay.suffix, decay.running, decay.reference, decay.first_stretch, first_key, log_normaliser,
+        sizes.heads, sizes.group, *sizes.lengths, sm_scale * _LOG2_E, HAS_FIRST=first_key is not None, **tiles,
+    )  # fmt: skip
+    return out, log_normaliser
+
+
+@_forward.register_fake
+def _(q, k, v, log_fgate, threshold, first_key, sm_scale):
+    return _empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+
+
+@torch.library.custom_op("forgetting_transformer::forgetting_attention_backward", mutates_args=())
+def _backward(
+    d_out: Tensor,
+    d_log_normaliser: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_fgate: Tensor,
+    threshold: Tensor | None,
+    first_key: Tensor | None,
     out: Tensor,
     log_normaliser: Tensor,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and log f."""
-    batch, heads, length, head_dim = q.shape
-    d_out, q, k, v = (x.contiguous() for x in (d_out, q, k, v))
-    suffix, running = _decay_sums(log_fgate)
-    first_keys, end_queries = _kept_stretches(running, threshold)
-    delta = (out.float() * d_out.float()).sum(-1).view(batch * heads, length)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    row_sum, column_sum = torch.empty_like(log_normaliser), torch.empty_like(log_normaliser)
-    shared = (d_out, log_normaliser, delta, suffix, running)
-    sizes = (length, first_keys.shape[1], sm_scale * _LOG2_E, sm_scale)
-    tiles = _key_gradient_tiles(head_dim)
-    _key_gradient_kernel[(triton.cdiv(length, tiles["BLOCK_N"]), batch * heads)](
-        q, k, v, *shared, end_queries, dk, dv, column_sum, *sizes, HEAD_DIM=head_dim, STRETCH_=STRETCH, **tiles
-    )
-    tiles = _query_gradient_tiles(head_dim)
-    _query_gradient_kernel[(triton.cdiv(length, tiles["BLOCK_M"]), batch * heads)](
-        q, k, v, *shared, first_keys, dq, row_sum, *sizes, HEAD_DIM=head_dim, STRETCH_=STRETCH, **tiles
-    )
-    # Exclusive running sums in float64: their terms nearly cancel.
-    difference = (column_sum - row_sum).double()
-    d_log_fgate = (difference.cumsum(-1) - difference).view(batch, heads, length)
-    return dq, dk, dv, d_log_fgate.to(log_fgate.dtype)
+    d_out, q, k, v = (_with_whole_channels(x) for x in (d_out, q, k, v))
+    sizes = _Sizes.of(q, k)
+    decay = _decay(log_fgate, sizes, threshold, first_key)
+    has_first = first_key is not None
+    end_query = None
+    if has_first:
+        positions = torch.arange(sizes.keys, dtype=torch.int32, device=q.device).expand(sizes.batch, -1).contiguous()
+        end_query = torch.searchsorted(first_key.contiguous(), positions, right=True, out_int32=True)
+    delta, shifted = torch.empty_like(log_normaliser), torch.empty_like(log_normaliser)
+    delta_kernel[(sizes.blocks * sizes.rows,)](
+        *_locate(out), *_locate(d_out), log_normaliser, d_log_normaliser.contiguous(),
+        decay.suffix, decay.running, decay.reference, delta, shifted, sizes.heads, *sizes.lengths,
+        HAS_D_LOG_NORMALISER=True, HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3], STRETCH=STRETCH,
+    )  # fmt: skip
+
+    dq, dk, dv = (_empty_like(x) for x in (q, k, v))
+    row_sum = torch.empty_like(log_normaliser)
+    column_sum = torch.empty(sizes.batch, sizes.heads, sizes.keys, dtype=torch.float32, device=q.device)
+    scales = (sm_scale * _LOG2_E, sm_scale)
+    tiles = _tiles("key_gradient", (q, k, v, d_out), first_key)
+    (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
+    key_gradient_kernel[(triton.cdiv(sizes.keys, block_n) * sizes.rows // sizes.group,)](
+        *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(d_out, block_m, tma),
+        *_locate(dk), *_locate(dv), shifted, delta, decay.suffix, decay.running, decay.reference, decay.end_block,
+        first_key, end_query, column_sum, sizes.heads, *sizes.lengths, *scales,
+        GROUP=sizes.group, HAS_FIRST=has_first, **tiles,
+    )  # fmt: skip
+    tiles = _tiles("query_gradient", (q, k, v, d_out), first_key)
+    (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
+    query_gradient_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
+        *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(d_out, block_m, tma),
+        *_locate(dq), shifted, delta, decay.suffix, decay.running, decay.reference, decay.first_stretch, first_key, row_sum,
+        sizes.heads, sizes.group, *sizes.lengths, *scales, HAS_FIRST=has_first, **tiles,
+    )  # fmt: skip
+
+    d_log_fgate = torch.empty_like(log_fgate)
+    num_chunks = triton.cdiv(sizes.keys, 1024)
+    sums = torch.empty(sizes.rows, num_chunks, dtype=torch.float64, device=q.device)
+    gate_sum_kernel[(sizes.rows * num_chunks,)](column_sum, row_sum, sums, sizes.queries, sizes.keys, CHUNK=1024)
+    gate_gradient_kernel[(sizes.rows * num_chunks,)](
+        column_sum, row_sum, sums, first_key, d_log_fgate, *d_log_fgate.stride(), sizes.heads, sizes.queries, sizes.keys,
+        HAS_FIRST=has_first, CHUNK=1024, CHUNKS=triton.next_power_of_2(num_chunks),
+    )  # fmt: skip
+    return dq, dk, dv, d_log_fgate
 
 
 @_backward.register_fake
-def _(d_out, q, k, v, log_fgate, threshold, out, log_normaliser, sm_scale):
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, log_fgate))
+def _(d_out, d_log_normaliser, q, k, v, log_fgate, threshold, first_key, out, log_normaliser, sm_scale):
+    return *(_empty_like(x) for x in (q, k, v)), torch.empty_like(log_fgate)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    q, k, v, log_fgate, threshold, ctx.sm_scale = inputs
-    out, log_normaliser = output
-    ctx.save_for_backward(q, k, v, log_fgate, threshold, out, log_normaliser)
+    *tensors, ctx.sm_scale = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
-def _autograd(ctx, d_out: Tensor, _d_log_normaliser: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(d_out, *ctx.saved_tensors, ctx.sm_scale), None, None)
+def _autograd(ctx, d_out: Tensor, d_log_normaliser: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_backward(d_out, d_log_normaliser, *ctx.saved_tensors, ctx.sm_scale), None, None, None)
 
 
 _forward.register_autograd(_autograd, setup_context=_save_for_backward)
 
 
-def _decay_sums(log_fgate_BHT: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of log2 f after each position to the end of its stretch `(Z, S·128)`, float32, and over the stretches before
-    each one `(Z, S + 1)`, float64."""
-    batch, heads, length = log_fgate_BHT.shape
-    log2_fgate = log_fgate_BHT.float().clamp(min=_MIN_LOG_FGATE).reshape(batch * heads, length) * _LOG2_E
-    log2_fgate = torch.nn.functional.pad(log2_fgate, (0, -length % STRETCH)).unflatten(1, (-1, STRETCH))
-    from_here = log2_fgate.flip(-1).cumsum(-1).flip(-1)
-    suffix = torch.nn.functional.pad(from_here[..., 1:], (0, 1))
-    running = torch.nn.functional.pad(from_here[..., 0].double().cumsum(-1), (1, 0))
-    return suffix.flatten(1).contiguous(), running.contiguous()
+def attention_flops(q_shape: torch.Size, k_shape: torch.Size) -> int:
+    """FLOPs of the forward pass as if nothing were pruned or hidden: two products over the causal pairs."""
+    batch, heads, queries, head_dim = q_shape
+    pairs = queries * k_shape[2] - queries * (queries - 1) // 2
+    return 4 * batch * heads * head_dim * pairs
 
 
-def _kept_stretches(running: Tensor, threshold_BH: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What pruning keeps, `(Z, S)` int32 each: for every query stretch the first key stretch, and for every key stretch the
-    end (exclusive) of the query stretches."""
-    num_rows, num_stretches = running.shape[0], running.shape[1] - 1
-    if threshold_BH is None:
-        first_keys = torch.zeros(num_rows, num_stretches, dtype=torch.int32, device=running.device)
-        return first_keys, torch.full_like(first_keys, num_stretches)
-    threshold = threshold_BH.reshape(num_rows, 1).double() * _LOG2_E
-    decay = -running  # never falls
-    first_keys = torch.searchsorted(decay[:, 1:].contiguous(), decay[:, :-1] + threshold, out_int32=True)
-    end_queries = torch.searchsorted(decay[:, :-1].contiguous(), decay[:, 1:] - threshold, out_int32=True, right=True)
-    return first_keys, end_queries
+@register_flop_formula(torch.ops.forgetting_transformer.forgetting_attention_forward)
+def _forward_flops(q_shape, k_shape, *args, **kwargs) -> int:
+    return attention_flops(q_shape, k_shape)
 
 
-# Tile sizes (queries, keys), warps and pipeline stages measured on an H200; head dimensions of 128 keep to less shared
-# memory where a GPU has less.
-def _forward_tiles(head_dim: int, device: torch.device) -> dict[str, int]:
-    if head_dim <= 64:
-        return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-    if device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 2**17 * 1.7:
-        return {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
-    return {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+@register_flop_formula(torch.ops.forgetting_transformer.forgetting_attention_backward)
+def _backward_flops(d_out_shape, d_log_normaliser_shape, q_shape, k_shape, *args, **kwargs) -> int:
+    """Two and a half times the forward pass: five products, of which one repeats the scores."""
+    return attention_flops(q_shape, k_shape) * 5 // 2
 
 
-def _key_gradient_tiles(head_dim: int) -> dict[str, int]:
-    if head_dim <= 64:
-        return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+class _Sizes(NamedTuple):
+    batch: int
+    heads: int
+    group: int  # query heads per key head
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> "_Sizes":
+        return cls(q.shape[0], q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2])
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.heads
+
+    @property
+    def stretches(self) -> int:
+        return triton.cdiv(self.keys, STRETCH)
+
+    @property
+    def blocks(self) -> int:
+        return triton.cdiv(self.queries, STRETCH)
+
+    @property
+    def lengths(self) -> tuple[int, int, int, int]:
+        return self.queries, self.keys, self.stretches, self.blocks
 
 
-def _query_gradient_tiles(head_dim: int) -> dict[str, int]:
-    if head_dim <= 64:
-        return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-    return {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+class Decay(NamedTuple):
+    """What `stretch_kernel` and `running_kernel` compute; they say what each is."""
+
+    suffix: Tensor  # (Z, S·128) float32
+    running: Tensor  # (Z, S + 1) float64
+    reference: Tensor  # (Z, Q) float64
+    first_stretch: Tensor  # (Z, Q) int32
+    end_block: Tensor  # (Z, S) int32
 
 
-@triton.jit
-def _forward_tile(
-    q, k_base, v_base, suffix_base, running_base, reference, start_n, length, rows, maximum, total, out, scale,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STRETCH_: tl.constexpr,
-):  # fmt: skip
-    """One tile of the forward pass: scores, online softmax, weighted sum."""
-    columns = start_n + tl.arange(0, BLOCK_N)
-    channels = tl.arange(0, HEAD_DIM)
-    in_range = columns < length
-    k = tl.load(k_base + columns[:, None] * HEAD_DIM + channels[None, :], mask=in_range[:, None], other=0.0)
-    offset = (reference - tl.load(running_base + start_n // STRETCH_ + 1)).to(tl.float32)
-    bias = tl.load(suffix_base + columns) + offset
-    score = tl.dot(q, tl.trans(k)) * scale + bias[None, :]
-    if MASKED:
-        score = tl.where((rows[:, None] >= columns[None, :]) & in_range[None, :], score, float("-inf"))
-    new_maximum = tl.maximum(maximum, tl.max(score, 1))
-    weight = tl.math.exp2(score - new_maximum[:, None])
-    rescale = tl.math.exp2(maximum - new_maximum)
-    total = total * rescale + tl.sum(weight, 1)
-    v = tl.load(v_base + columns[:, None] * HEAD_DIM + channels[None, :], mask=in_range[:, None], other=0.0)
-    out = tl.dot(weight.to(v.dtype), v, out * rescale[:, None])
-    return new_maximum, total, out
+def _decay(log_fgate: Tensor, sizes: _Sizes, threshold: Tensor | None, first_key: Tensor | None) -> Decay:
+    def empty(length: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(sizes.rows, length, dtype=dtype, device=log_fgate.device)
+
+    decay = Decay(
+        empty(sizes.stretches * STRETCH, torch.float32),
+        empty(sizes.stretches + 1, torch.float64),
+        empty(sizes.blocks, torch.float64),
+        empty(sizes.blocks, torch.int32),
+        empty(sizes.stretches, torch.int32),
+    )
+    has_first = first_key is not None
+    stretch_kernel[(sizes.rows * triton.cdiv(sizes.stretches, 8),)](
+        log_fgate, *log_fgate.stride(), first_key, decay.suffix, decay.running,
+        sizes.heads, sizes.queries, sizes.keys, sizes.stretches, _MIN_LOG_FGATE,
+        HAS_FIRST=has_first, STRETCH=STRETCH, CHUNK=8,
+    )  # fmt: skip
+    search_steps = max(sizes.stretches, sizes.blocks).bit_length() + 1
+    running_kernel[(sizes.rows,)](
+        None if threshold is None else threshold.contiguous(), *decay, *sizes.lengths, search_steps,
+        HAS_THRESHOLD=threshold is not None, STRETCH=STRETCH, CHUNK=min(1024, triton.next_power_of_2(sizes.stretches)),
+    )  # fmt: skip
+    return decay
 
 
-@triton.jit
-def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, suffix_ptr, running_ptr, first_keys_ptr, out_ptr, log_normaliser_ptr, length, num_stretches, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRETCH_: tl.constexpr,
-):  # fmt: skip
-    # Long rows of tiles first: what starts last is what is short.
-    start_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    z = tl.program_id(1).to(tl.int64)
-    rows = start_m + tl.arange(0, BLOCK_M)
-    channels = tl.arange(0, HEAD_DIM)
-    at_rows = z * length * HEAD_DIM + rows[:, None] * HEAD_DIM + channels[None, :]
-    k_base, v_base = k_ptr + z * length * HEAD_DIM, v_ptr + z * length * HEAD_DIM
-    suffix_base, running_base = suffix_ptr + z * num_stretches * STRETCH_, running_ptr + z * (num_stretches + 1)
-    q = tl.load(q_ptr + at_rows, mask=rows[:, None] < length, other=0.0)
-    reference = tl.load(running_base + start_m // STRETCH_ + 1)
-    maximum = tl.full([BLOCK_M], -1e30, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    out = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    first_n = tl.load(first_keys_ptr + z * num_stretches + start_m // STRETCH_) * STRETCH_
-    for start_n in range(first_n, start_m, BLOCK_N):
-        maximum, total, out = _forward_tile(
-            q, k_base, v_base, suffix_base, running_base, reference, start_n, length, rows, maximum, total, out, scale,
-            False, HEAD_DIM, BLOCK_N, STRETCH_,
-        )  # fmt: skip
-    for start_n in range(start_m, tl.minimum(start_m + BLOCK_M, length), BLOCK_N):
-        maximum, total, out = _forward_tile(
-            q, k_base, v_base, suffix_base, running_base, reference, start_n, length, rows, maximum, total, out, scale,
-            True, HEAD_DIM, BLOCK_N, STRETCH_,
-        )  # fmt: skip
-    out = out / total[:, None]
-    tl.store(out_ptr + at_rows, out.to(out_ptr.dtype.element_ty), mask=rows[:, None] < length)
-    tl.store(log_normaliser_ptr + z * length + rows, maximum + tl.math.log2(total), mask=rows < length)
+def skipped_share(log_fgate_BHN: Tensor, threshold_BH: Tensor, num_queries: int) -> Tensor:
+    """Share of the blocks of 128 × 128 pairs on and below the diagonal that pruning leaves out, per head `(B, H)`, float32."""
+    batch, heads, num_keys = log_fgate_BHN.shape
+    sizes = _Sizes(batch, heads, 1, num_queries, num_keys)
+    first_stretch = _decay(log_fgate_BHN, sizes, threshold_BH, None).first_stretch.view(batch, heads, -1)
+    last_query = torch.arange(sizes.blocks, device=log_fgate_BHN.device) * STRETCH + STRETCH - 1
+    visible = (last_query.clamp(max=num_queries - 1) + num_keys - num_queries) // STRETCH + 1
+    return first_stretch.sum(-1) / visible.sum()
 
 
-@triton.jit
-def _key_gradient_tile(
-    k, v, bias_local, here, q_base, d_out_base, log_normaliser_base, delta_base, running_base, start_m, length, columns,
-    dk, dv, column_sum, scale,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, STRETCH_: tl.constexpr,
-):  # fmt: skip
-    """One tile of the gradients of keys and values, transposed: keys are rows."""
-    rows = start_m + tl.arange(0, BLOCK_M)
-    channels = tl.arange(0, HEAD_DIM)
-    in_range = rows < length
-    q = tl.load(q_base + rows[:, None] * HEAD_DIM + channels[None, :], mask=in_range[:, None], other=0.0)
-    log_normaliser = tl.load(log_normaliser_base + rows, mask=in_range, other=float("inf"))
-    offset = (tl.load(running_base + start_m // STRETCH_ + 1) - here).to(tl.float32)
-    score_T = tl.dot(k, tl.trans(q)) * scale + (bias_local + offset)[:, None]
-    weight_T = tl.math.exp2(score_T - log_normaliser[None, :])
-    if MASKED:
-        weight_T = tl.where(rows[None, :] >= columns[:, None], weight_T, 0.0)
-    d_out = tl.load(d_out_base + rows[:, None] * HEAD_DIM + channels[None, :], mask=in_range[:, None], other=0.0)
-    dv = tl.dot(weight_T.to(d_out.dtype), d_out, dv)
-    delta = tl.load(delta_base + rows, mask=in_range, other=0.0)
-    d_score_T = weight_T * (tl.dot(v, tl.trans(d_out)) - delta[None, :])
-    column_sum += tl.sum(d_score_T, 1)
-    dk = tl.dot(d_score_T.to(q.dtype), q, dk)
-    return dk, dv, column_sum
+def _with_whole_channels(x: Tensor) -> Tensor:
+    """Kernels want the channels of a head side by side; any other strides will do."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@triton.jit
-def _key_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, d_out_ptr, log_normaliser_ptr, delta_ptr, suffix_ptr, running_ptr, end_queries_ptr,
-    dk_ptr, dv_ptr, column_sum_ptr, length, num_stretches, scale, sm_scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRETCH_: tl.constexpr,
-):  # fmt: skip
-    start_n = tl.program_id(0) * BLOCK_N
-    z = tl.program_id(1).to(tl.int64)
-    columns = start_n + tl.arange(0, BLOCK_N)
-    channels = tl.arange(0, HEAD_DIM)
-    at_columns = z * length * HEAD_DIM + columns[:, None] * HEAD_DIM + channels[None, :]
-    in_range = columns[:, None] < length
-    k = tl.load(k_ptr + at_columns, mask=in_range, other=0.0)
-    v = tl.load(v_ptr + at_columns, mask=in_range, other=0.0)
-    bias_local = tl.load(suffix_ptr + z * num_stretches * STRETCH_ + columns)
-    running_base = running_ptr + z * (num_stretches + 1)
-    here = tl.load(running_base + start_n // STRETCH_ + 1)
-    q_base, d_out_base = q_ptr + z * length * HEAD_DIM, d_out_ptr + z * length * HEAD_DIM
-    log_normaliser_base, delta_base = log_normaliser_ptr + z * length, delta_ptr + z * length
-    dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
-    dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
-    column_sum = tl.zeros([BLOCK_N], tl.float32)
-    # Query tiles begin at multiples of their size, so that none lies in two stretches.
-    first_m = start_n // BLOCK_M * BLOCK_M
-    end_of_diagonal = tl.cdiv(start_n + BLOCK_N, BLOCK_M) * BLOCK_M
-    end_m = tl.minimum(tl.load(end_queries_ptr + z * num_stretches + start_n // STRETCH_) * STRETCH_, length)
-    for start_m in range(first_m, tl.minimum(end_of_diagonal, length), BLOCK_M):
-        dk, dv, column_sum = _key_gradient_tile(
-            k, v, bias_local, here, q_base, d_out_base, log_normaliser_base, delta_base, running_base, start_m, length,
-            columns, dk, dv, column_sum, scale, True, HEAD_DIM, BLOCK_M, STRETCH_,
-        )  # fmt: skip
-    for start_m in range(end_of_diagonal, end_m, BLOCK_M):
-        dk, dv, column_sum = _key_gradient_tile(
-            k, v, bias_local, here, q_base, d_out_base, log_normaliser_base, delta_base, running_base, start_m, length,
-            columns, dk, dv, column_sum, scale, False, HEAD_DIM, BLOCK_M, STRETCH_,
-        )  # fmt: skip
-    tl.store(dk_ptr + at_columns, (dk * sm_scale).to(dk_ptr.dtype.element_ty), mask=in_range)
-    tl.store(dv_ptr + at_columns, dv.to(dv_ptr.dtype.element_ty), mask=in_range)
-    tl.store(column_sum_ptr + z * length + columns, column_sum, mask=columns < length)
+def _empty_like(x: Tensor) -> Tensor:
+    """Of x's shape `(B, H, T, D)`, in memory `(B, T, H, D)`, which is how projections before and after read and write."""
+    batch, heads, length, head_dim = x.shape
+    return torch.empty(batch, length, heads, head_dim, dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
-@triton.jit
-def _query_gradient_tile(
-    q, d_out, log_normaliser, delta, k_base, v_base, suffix_base, running_base, reference, start_n, length, rows, dq,
-    row_sum, scale,
-    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, STRETCH_: tl.constexpr,
-):  # fmt: skip
-    """One tile of the gradient of queries."""
-    columns = start_n + tl.arange(0, BLOCK_N)
-    channels = tl.arange(0, HEAD_DIM)
-    in_range = columns[:, None] < length
-    k = tl.load(k_base + columns[:, None] * HEAD_DIM + channels[None, :], mask=in_range, other=0.0)
-    v = tl.load(v_base + columns[:, None] * HEAD_DIM + channels[None, :], mask=in_range, other=0.0)
-    offset = (reference - tl.load(running_base + start_n // STRETCH_ + 1)).to(tl.float32)
-    score = tl.dot(q, tl.trans(k)) * scale + (tl.load(suffix_base + columns) + offset)[None, :]
-    weight = tl.math.exp2(score - log_normaliser[:, None])
-    if MASKED:
-        weight = tl.where(rows[:, None] >= columns[None, :], weight, 0.0)
-    d_score = weight * (tl.dot(d_out, tl.trans(v)) - delta[:, None])
-    row_sum += tl.sum(d_score, 1)
-    dq = tl.dot(d_score.to(k.dtype), k, dq)
-    return dq, row_sum
+def _locate(x: Tensor, block: int = 0, tma: bool = False) -> tuple[Any, int, int, int]:
+    """A tensor `(B, H, T, D)` and the three numbers that locate a head in it: see `kernels.py`."""
+    if not tma:
+        return x, *x.stride()[:3]
+    batch, heads, length, head_dim = x.shape
+    per_row = x.stride(2)
+    if _heads_within_rows(x):
+        shape, numbers = [batch * length, heads * x.stride(1)], (length, 0, x.stride(1))
+    else:
+        shape, numbers = [batch * heads * length, head_dim], (heads * length, length, 0)
+    return TensorDescriptor(x, shape, [per_row, 1], [block, head_dim]), *numbers
 
 
-@triton.jit
-def _query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, d_out_ptr, log_normaliser_ptr, delta_ptr, suffix_ptr, running_ptr, first_keys_ptr,
-    dq_ptr, row_sum_ptr, length, num_stretches, scale, sm_scale,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRETCH_: tl.constexpr,
-):  # fmt: skip
-    start_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    z = tl.program_id(1).to(tl.int64)
-    rows = start_m + tl.arange(0, BLOCK_M)
-    channels = tl.arange(0, HEAD_DIM)
-    at_rows = z * length * HEAD_DIM + rows[:, None] * HEAD_DIM + channels[None, :]
-    in_range = rows < length
-    q = tl.load(q_ptr + at_rows, mask=in_range[:, None], other=0.0)
-    d_out = tl.load(d_out_ptr + at_rows, mask=in_range[:, None], other=0.0)
-    log_normaliser = tl.load(log_normaliser_ptr + z * length + rows, mask=in_range, other=float("inf"))
-    delta = tl.load(delta_ptr + z * length + rows, mask=in_range, other=0.0)
-    k_base, v_base = k_ptr + z * length * HEAD_DIM, v_ptr + z * length * HEAD_DIM
-    suffix_base, running_base = suffix_ptr + z * num_stretches * STRETCH_, running_ptr + z * (num_stretches + 1)
-    reference = tl.load(running_base + start_m // STRETCH_ + 1)
-    dq = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    first_n = tl.load(first_keys_ptr + z * num_stretches + start_m // STRETCH_) * STRETCH_
-    for start_n in range(first_n, start_m, BLOCK_N):
-        dq, row_sum = _query_gradient_tile(
-            q, d_out, log_normaliser, delta, k_base, v_base, suffix_base, running_base, reference, start_n, length, rows,
-            dq, row_sum, scale, False, HEAD_DIM, BLOCK_N, STRETCH_,
-        )  # fmt: skip
-    for start_n in range(start_m, tl.minimum(start_m + BLOCK_M, length), BLOCK_N):
-        dq, row_sum = _query_gradient_tile(
-            q, d_out, log_normaliser, delta, k_base, v_base, suffix_base, running_base, reference, start_n, length, rows,
-            dq, row_sum, scale, True, HEAD_DIM, BLOCK_N, STRETCH_,
-        )  # fmt: skip
-    tl.store(dq_ptr + at_rows, (dq * sm_scale).to(dq_ptr.dtype.element_ty), mask=in_range[:, None])
-    tl.store(row_sum_ptr + z * length + rows, row_sum, mask=in_range)
+def _heads_within_rows(x: Tensor) -> bool:
+    """Whether a row of memory holds all heads of a position: `(B, T, H, D)`, or a slice of several such tensors."""
+    batch, heads, length, head_dim = x.shape
+    fits = head_dim <= x.stride(1) and heads * x.stride(1) <= x.stride(2)
+    return fits and (batch == 1 or x.stride(0) == length * x.stride(2))
+
+
+def _fits_descriptor(x: Tensor) -> bool:
+    """Whether one two-dimensional descriptor reaches all heads, whole tiles at a time."""
+    if x.shape[2] % STRETCH or x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:3]):
+        return False
+    return _heads_within_rows(x) or x.is_contiguous()
+
+
+# (kernel, padded head dimension): queries and keys of a tile, warps, pipeline stages. The tables were measured on an H200 in 16
+# bits (docs/lab_notebook.md has what else was tried): Hopper and later through descriptors, and through pointers where
+# descriptors do not fit the inputs.
+_DESCRIPTORS = {
+    ("forward", 64): (128, 128, 4, 2),
+    ("forward", 128): (128, 128, 8, 3),
+    ("forward", 256): (128, 64, 8, 2),
+    ("key_gradient", 64): (128, 64, 4, 2),
+    ("key_gradient", 128): (64, 64, 4, 2),
+    ("key_gradient", 256): (64, 64, 8, 1),
+    ("query_gradient", 64): (64, 128, 4, 2),
+    ("query_gradient", 128): (128, 128, 8, 2),
+    ("query_gradient", 256): (128, 64, 8, 1),
+}
+_POINTERS = {
+    ("forward", 64): (128, 64, 4, 3),
+    ("forward", 128): (128, 128, 8, 3),
+    ("forward", 256): (128, 64, 8, 2),
+    ("key_gradient", 64): (64, 64, 4, 2),
+    ("key_gradient", 128): (64, 64, 4, 2),
+    ("key_gradient", 256): (32, 64, 8, 1),
+    ("query_gradient", 64): (64, 64, 4, 3),
+    ("query_gradient", 128): (128, 64, 8, 3),
+    ("query_gradient", 256): (64, 64, 8, 1),
+}
+# Other GPUs, within the 99 KiB of shared memory that the smallest of them have. Not measured.
+_SAFE = {
+    ("forward", 64): (128, 64, 4, 2),
+    ("forward", 128): (64, 64, 4, 2),
+    ("forward", 256): (64, 32, 4, 1),
+    ("key_gradient", 64): (64, 64, 4, 1),
+    ("key_gradient", 128): (32, 64, 4, 1),
+    ("key_gradient", 256): (32, 32, 4, 1),
+    ("query_gradient", 64): (64, 64, 4, 2),
+    ("query_gradient", 128): (64, 32, 4, 1),
+    ("query_gradient", 256): (32, 32, 4, 1),
+}
+
+
+def _padded(head_dim: int) -> int:
+    """Channels of a tile: a power of two that tensor cores take."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def _tiles(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | None) -> dict[str, Any]:
+    """Launch options of a kernel for these inputs, queries first."""
+    q, head_dim = inputs[0], _padded(inputs[0].shape[3])
+    key, tma = (kernel, max(64, head_dim)), False
+    if q.element_size() == 4:
+        # Float32 is for correctness: products of float32 accuracy, small tiles.
+        block_m, block_n, warps, stages = (32, 32, 4, 1) if head_dim <= 128 else (16, 16, 4, 1)
+    elif q.is_cuda and _has_large_shared_memory(q.device.index):
+        tma = first_key is None and head_dim == q.shape[3] and all(_fits_descriptor(x) for x in inputs)
+        block_m, block_n, warps, stages = (_DESCRIPTORS if tma else _POINTERS)[key]
+    else:
+        block_m, block_n, warps, stages = _SAFE[key]
+    return {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages, "TMA": tma,
+        "HEAD_DIM": head_dim, "CHANNELS": q.shape[3], "STRETCH": STRETCH, "PRECISION": "ieee",
+    }  # fmt: skip
+
+
+@functools.cache
+def _has_large_shared_memory(device_index: int) -> bool:
+    """Hopper and the Blackwell GPUs of data centres, which also have a copy engine."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device_index) < (9, 0):
+        return False
+    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin >= 220 * 1024

@@ -21,16 +21,22 @@ _KERNELS = {
     "gla": ("fla.ops.gla", "chunk_gla"),
     "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule"),
     "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    # Slower kernels, whose backward pass computes its products in another order.
+    "fused_simple_gla": ("fla.ops.simple_gla", "fused_chunk_simple_gla"),
 }
-# The kernels of the delta rules hold all key channels of a state at once.
-_MAX_DELTA_KEY_DIM = 256
+# The functions themselves, once `_is_installed` has found them.
+_loaded: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
+# The kernels of the delta rules walk channels in blocks of 64, read out of bounds where blocks are not full, and hold all key
+# channels of a state at once: 256 of them, with the launch configurations chosen here, take more shared memory than there is.
+_DELTA_BLOCK, _MAX_DELTA_KEY_DIM = 64, 128
 
 
 def supports(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> bool:
     """Whether FLA has a kernel for these inputs that gives the right numbers. Warns, once, if FLA is what is missing.
 
     Only 16-bit inputs: products of float32 inputs would be TF32 (three digits), and the delta rules refuse them.
-    Only head dimensions that are multiples of 16, the shape of a tensor core's tile.
+    Only head dimensions that are multiples of 16, the shape of a tensor core's tile; of 64 for the delta rules, up to
+    128 key channels.
     """
     return _supports(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index)
 
@@ -39,7 +45,8 @@ def _supports(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_
     """`supports` of plain values, so that compiled graphs can take the answer as a constant."""
     if dtype not in (torch.float16, torch.bfloat16) or key_dim % 16 or value_dim % 16:
         return False
-    if op in ("delta_rule", "gated_delta_rule") and key_dim > _MAX_DELTA_KEY_DIM:
+    is_delta = op in ("delta_rule", "gated_delta_rule")
+    if is_delta and (key_dim > _MAX_DELTA_KEY_DIM or key_dim % _DELTA_BLOCK or value_dim % _DELTA_BLOCK):
         return False
     if not _is_installed():
         return False
@@ -67,11 +74,9 @@ def simple_gla(
     scale: float,
     initial_state_BHKV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    if _has_gated_backward("simple_gla", q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index):
-        kernel = _load(*_KERNELS["simple_gla"])
-    else:
-        # Slower kernels, whose backward pass computes its products in the other order.
-        kernel = _load("fla.ops.simple_gla", "fused_chunk_simple_gla")
+    key_dim, value_dim, device_index = q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.device.index
+    is_right = _has_gated_backward("simple_gla", key_dim, value_dim, q_BTHK.dtype, device_index)
+    kernel = _loaded["simple_gla" if is_right else "fused_simple_gla"]
     return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, g=log_decay_BTH.float())
 
 
@@ -83,7 +88,7 @@ def gla(
     scale: float,
     initial_state_BHKV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    kernel = _load(*_KERNELS["gla"])
+    kernel = _loaded["gla"]
     return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, g=log_decay_BTHK.float())
 
 
@@ -95,7 +100,7 @@ def delta_rule(
     scale: float,
     initial_state_BHKV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    kernel = _load(*_KERNELS["delta_rule"])
+    kernel = _loaded["delta_rule"]
     return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, beta=beta_BTH.float())
 
 
@@ -108,7 +113,7 @@ def gated_delta_rule(
     scale: float,
     initial_state_BHKV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    kernel = _load(*_KERNELS["gated_delta_rule"])
+    kernel = _loaded["gated_delta_rule"]
     gates = {"beta": beta_BTH.float(), "g": log_decay_BTH.float()}
     return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, **gates)
 
@@ -139,15 +144,10 @@ def _call(
 
 
 @functools.cache
-def _load(module: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    return getattr(importlib.import_module(module), name)
-
-
-@functools.cache
 def _is_installed() -> bool:
     try:
-        for module, name in _KERNELS.values():
-            _load(module, name)
+        for op, (module, name) in _KERNELS.items():
+            _loaded[op] = getattr(importlib.import_module(module), name)
     except ImportError as error:
         warnings.warn(
             f"flash-linear-attention cannot be imported ({error}): Mamba-2, HGRN2 and DeltaNet run on PyTorch's own kernels, "

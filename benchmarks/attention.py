@@ -1,0 +1,245 @@
+#!/usr/bin/env python
+"""Measures forgetting attention on a GPU against attention without a gate, and with pruning against without.
+
+    python benchmarks/attention.py                         # the cases of docs/performance.md, about a minute
+    python benchmarks/attention.py --shapes 1,16384,24,64 --baselines cudnn flash fla
+    python benchmarks/attention.py --out results.json
+
+First table: forward and backward of B,T,H,D in bf16. TFLOP/s counts 2·B·H·T²·D forward, the causal half of two products, and
+2.5 times that backward, for every kernel, whatever it really computes. Baselines: PyTorch's scaled_dot_product_attention
+through cuDNN and FlashAttention-2, without gates, and flash-linear-attention's forgetting attention if it is installed.
+
+Second table: pruning, at (1, 16384, 24, 64) unless --prune_shape says otherwise, with QK-normed inputs (weights 1, so that
+scores are at most √D) and tolerance e^-10. `half`: all gates 1/2, as at initialisation. `spread`: constant gates whose
+time constants are spread logarithmically over the heads, from 4 to 10^6 tokens. `skipped` is the share of blocks of
+128 × 128 pairs left out, `search` the share of the time that sums of gates and the search for what to leave out take.
+
+Times are medians of --repeats runs measured with device events, forward and backward apart. Pruned attention is over before
+Python has launched the next kernel, so runs of the second table are replayed from CUDA graphs.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SHAPES = ["1,16384,24,64", "1,16384,12,128", "1,65536,24,64", "8,2048,24,64"]
+BASELINES = ("cudnn", "flash", "fla")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="B,T,H,D", help=f"default {' '.join(SHAPES)}")
+    parser.add_argument("--baselines", nargs="*", default=["cudnn", "flash"], choices=BASELINES)
+    parser.add_argument("--prune_shape", default=SHAPES[0], metavar="B,T,H,D", help="empty for none")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    import torch
+
+    if not torch.cuda.is_available():
+        print("this benchmark measures GPU kernels, and PyTorch sees no GPU", file=sys.stderr)
+        return 2
+    rows, pruned_rows = [], []
+    for text in args.shapes:
+        rows += measure_shape(parse_shape(text), args)
+    if args.prune_shape:
+        pruned_rows = measure_pruning(parse_shape(args.prune_shape), args.repeats)
+    result = {"environment": environment(), "kernels": rows, "pruning": pruned_rows}
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(table(result))
+    return 0
+
+
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    try:
+        batch, length, heads, head_dim = (int(x) for x in text.split(","))
+    except ValueError:
+        sys.exit(f"a shape is four numbers B,T,H,D; got {text!r}")
+    return batch, length, heads, head_dim
+
+
+def environment() -> dict[str, str]:
+    import torch
+    import triton
+
+    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+
+
+def median_ms(function: Callable[[], Any], repeats: int) -> float:
+    import torch
+
+    for _ in range(3):
+        function()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        function()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
+def time_both_ways(attend: Callable[..., Any], inputs: list[Any], repeats: int) -> tuple[float, float]:
+    """Milliseconds of the forward pass, and of the backward pass."""
+    import torch
+
+    with torch.no_grad():
+        forward = median_ms(lambda: attend(*inputs), repeats)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    d_out = torch.randn_like(out)
+    backward = median_ms(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True), repeats)
+    return forward, backward
+
+
+def measure_shape(shape: tuple[int, int, int, int], args: argparse.Namespace) -> list[dict[str, Any]]:
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from forgetting_transformer import forgetting_attention
+
+    batch, length, heads, head_dim = shape
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    log_fgate = F.logsigmoid(torch.randn(batch, length, heads, device="cuda") + 4)
+
+    def sdpa(backend: SDPBackend) -> Callable[..., Any]:
+        def attend(q, k, v):
+            with sdpa_kernel(backend):
+                heads_first = (x.transpose(1, 2) for x in (q, k, v))
+                return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+
+        return attend
+
+    kernels: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+        "forgetting attention": (forgetting_attention, [q, k, v, log_fgate])
+    }
+    if "cudnn" in args.baselines:
+        kernels["cuDNN, no gate"] = (sdpa(SDPBackend.CUDNN_ATTENTION), [q, k, v])
+    if "flash" in args.baselines:
+        kernels["FlashAttention-2, no gate"] = (sdpa(SDPBackend.FLASH_ATTENTION), [q, k, v])
+    if "fla" in args.baselines:
+        from fla.ops.forgetting_attn import parallel_forgetting_attn
+
+        kernels["FLA forgetting attention"] = (parallel_forgetting_attn, [q, k, v, log_fgate])
+    flops = 2 * batch * heads * length**2 * head_dim
+    rows = []
+    for name, (attend, inputs) in kernels.items():
+        forward, backward = time_both_ways(attend, inputs, args.repeats)
+        rows.append({
+            "shape": shape, "kernel": name, "forward_ms": forward, "backward_ms": backward,
+            "tflops": 3.5 * flops / (forward + backward) / 1e9,
+        })  # fmt: skip
+    return rows
+
+
+def time_replayed(attend: Callable[..., Any], inputs: list[Any], repeats: int) -> tuple[float, float]:
+    """Milliseconds of the forward pass, and of the backward pass, without the time it takes to launch kernels."""
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    d_out = torch.randn_like(inputs[0])
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return attend(*leaves)
+
+    def both() -> Any:
+        return torch.autograd.grad(attend(*leaves), leaves, d_out)
+
+    times = []
+    for function in (forward, both):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            function()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function()
+        times.append(median_ms(graph.replay, repeats))
+    return times[0], times[1] - times[0]
+
+
+def measure_pruning(shape: tuple[int, int, int, int], repeats: int) -> list[dict[str, Any]]:
+    import torch
+    import torch.nn.functional as F
+
+    from forgetting_transformer import forgetting_attention
+    from forgetting_transformer.ops.forgetting_attention import triton as kernel
+
+    batch, length, heads, head_dim = shape
+    torch.manual_seed(0)
+    q, k = ((F.normalize(torch.randn(shape, device="cuda"), dim=-1) * math.sqrt(head_dim)).bfloat16() for _ in range(2))
+    v = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+    threshold = torch.full((batch, heads), -10 - 2 * math.sqrt(head_dim) - math.log(length), device="cuda")
+    times = torch.logspace(math.log10(4), 6, heads, dtype=torch.float64, device="cuda")
+    rows = []
+    for name, log_fgate_H in {"half": torch.full((heads,), -math.log(2), device="cuda"), "spread": -1 / times}.items():
+        log_fgate = log_fgate_H.float().expand(batch, length, heads).contiguous()
+        inputs = [q, k, v, log_fgate]
+        full = time_replayed(forgetting_attention, inputs, repeats)
+        prune = functools.partial(forgetting_attention, adaptive_threshold=threshold)
+        pruned = time_replayed(prune, inputs, repeats)
+        log_fgate_BHN = log_fgate.transpose(1, 2)
+        search = time_search(log_fgate_BHN, threshold, repeats)
+        rows.append({
+            "shape": shape, "gates": name, "full_ms": full, "pruned_ms": pruned, "speedup": sum(full) / sum(pruned),
+            "skipped": kernel.skipped_share(log_fgate_BHN, threshold, length).mean().item(),
+            "search": 2 * search / sum(pruned),  # once forward, once backward
+        })  # fmt: skip
+    return rows
+
+
+def time_search(log_fgate_BHN: Any, threshold_BH: Any, repeats: int) -> float:
+    """Milliseconds of the sums of gates and the search for what to leave out."""
+    import torch
+
+    from forgetting_transformer.ops.forgetting_attention import triton as kernel
+
+    batch, heads, length = log_fgate_BHN.shape
+    sizes = kernel._Sizes(batch, heads, 1, length, length)
+    kernel._decay(log_fgate_BHN, sizes, threshold_BH, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel._decay(log_fgate_BHN, sizes, threshold_BH, None)
+    return median_ms(graph.replay, repeats)
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = ["| B,T,H,D | kernel | forward ms | backward ms | both TFLOP/s |", "|---|---|---|---|---|"]
+    for row in result["kernels"]:
+        shape = ",".join(str(n) for n in row["shape"])
+        times = f"{row['forward_ms']:.2f} | {row['backward_ms']:.2f}"
+        lines.append(f"| {shape} | {row['kernel']} | {times} | {row['tflops']:.0f} |")
+    if result["pruning"]:
+        lines += [
+            "",
+            "| B,T,H,D | gates | full ms | pruned ms | speed-up | skipped | search |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for row in result["pruning"]:
+            shape = ",".join(str(n) for n in row["shape"])
+            full, pruned = (f"{f:.2f} + {b:.2f}" for f, b in (row["full_ms"], row["pruned_ms"]))
+            shares = f"{row['skipped']:.1%} | {row['search']:.1%}"
+            lines.append(f"| {shape} | {row['gates']} | {full} | {pruned} | {row['speedup']:.1f} | {shares} |")
+    versions = result["environment"]
+    lines += ["", f"{versions['gpu']}, torch {versions['torch']}, Triton {versions['triton']}, bf16."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+#!/usr/bin/env python
+"""Measures what a checkpoint costs training: how long it waits, and how much slower its steps are while one is written.
+
+    python benchmarks/checkpoint.py                                   # FoX (Pro) 760M on one GPU, into a temporary folder
+    python benchmarks/checkpoint.py --folder /scratch/x --saves 5     # on the file system that a run would use
+    python benchmarks/checkpoint.py --experiment demo/fox_pro --device cpu --seq-len 128
+
+Takes real steps on random tokens. Prints a line of JSON per save: `copy_seconds` the loop waited (the first save without
+having reserved its memory in `reserve_seconds` before), `write_seconds` in the background, and the median step in between.
+Every byte is written and flushed: the folder needs room for two checkpoints.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--experiment", default="longcrawl64/forgetting_transformer/pro_760m_48b")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--vocab-size", type=int, default=50257)
+    parser.add_argument("--steps", type=int, default=10, help="timed before the first save")
+    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
+    parser.add_argument("--foreground", action="store_true", help="training waits for the writing")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    import torch
+
+    from forgetting_transformer.training import setup
+    from forgetting_transformer.training.checkpoint import Checkpointer
+    from forgetting_transformer.training.parameter_groups import undecayed_parameters
+    from training import compose
+
+    device = torch.device(args.device)
+    config = compose(args.experiment, [])
+    model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0))
+    undecayed = undecayed_parameters(model, config.train)
+    model = model.to(device).train()
+    optimizer = setup.build_optimizer(model, undecayed, config.optimizer)
+    tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len), device=device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.fabric.precision == "bf16-mixed")
+
+    def timed(action: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    def step() -> None:
+        with autocast:
+            loss = model(input_ids=tokens_BT, labels=tokens_BT).loss.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    alone = statistics.median(timed(step) for _ in range(args.steps))
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        checkpointer = Checkpointer(Path(folder), 1, 0, 1, background=not args.foreground)
+        began = time.perf_counter()
+        checkpointer.reserve(model, optimizer)
+        while_reserving = []
+        while checkpointer.reserving:
+            while_reserving.append(timed(step))
+        print(
+            json.dumps(
+                {
+                    "parameters": sum(p.numel() for p in model.parameters()),
+                    "step_seconds": alone,
+                    "reserve_seconds": time.perf_counter() - began,
+                    "slowest_step_while_reserving": max(while_reserving, default=None),
+                }
+            ),
+            flush=True,
+        )
+        for number in range(1, args.saves + 1):
+            # Until the copy is whole, as the GPU sees it: nothing launched later runs before.
+            waited = timed(
+                lambda n=number: checkpointer.save(n, model, optimizer, {"token_count": n}, {}, permanent=False)
+            )
+            meanwhile, saved = [], None
+            while saved is None:
+                meanwhile.append(timed(step))
+                saved = checkpointer.finished()
+            if saved.error is not None:
+                sys.exit(str(saved.error))
+            size = sum(file.stat().st_size for file in Path(folder).glob(f"step-{number:015d}/**/*") if file.is_file())
+            found = {
+                "save": number,
+                "bytes": size,
+                "device_waits_seconds": waited,
+                "copy_seconds": saved.copy_seconds,
+                "write_seconds": saved.write_seconds,
+                "step_seconds_meanwhile": statistics.median(meanwhile),
+            }
+            print(json.dumps(found), flush=True)
+        checkpointer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Forget gates and attention of a FoX on one text.
+
+    python eval/forget_gates/run_forget_gates.py --model_path output/hf/fox --text essay.txt --out output/gates
+    python eval/forget_gates/run_forget_gates.py --model_path runs/fox --data_path data/longcrawl64 --document 3 \
+        --max_length 16384 --layers 0,8,16,23 --heads 0,1,2,3 --over_training --out output/gates
+
+MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. Writes to OUT:
+
+gates.png       forget-gate matrix F of the chosen heads: how much of the weight of token j is left at token i
+attention.png   their attention weights, those of at least --threshold
+memory.png      memory length of every head: tokens after which its decay reaches 1/e, median over the text
+heads.json      memory length, and the share of tiles that pruning skips, for every head
+training.png    with --over_training and a run's output_dir: memory lengths at each of its checkpoints (training.json too)
+"""
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", required=True, help="exported folder, output_dir of a run, or hub id")
+    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument("--tokenizer", help="folder or hub id, where the model has none of its own")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--text", type=Path, help="a text file")
+    source.add_argument("--data_path", help="folder of a corpus with heldout.zarr: a document of it")
+    parser.add_argument("--dataset", default="longcrawl64", help="the corpus, if --data_path holds several")
+    parser.add_argument("--document", type=int, default=0, help="its number; default %(default)s")
+    parser.add_argument("--max_length", type=int, default=16384, help="tokens read; default %(default)s")
+    parser.add_argument("--layers", help="to draw, such as 0,8,16,23; default four, evenly spaced")
+    parser.add_argument("--heads", help="to draw, of each layer; default the first four")
+    parser.add_argument("--pixels", type=int, default=256, help="side of a picture; default %(default)s")
+    parser.add_argument(
+        "--threshold", type=float, default=0.5, help="attention weights below it are not drawn; default %(default)s"
+    )
+    parser.add_argument(
+        "--log_pruning_tolerance",
+        type=float,
+        default=-10.0,
+        help="ln ε of pruning, for models without one of their own; default %(default)s",
+    )
+    parser.add_argument("--over_training", action="store_true", help="memory lengths at every checkpoint of a run")
+    parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to; made if needed")
+    args = parser.parse_args()
+    for flag in ("layers", "heads"):
+        value = getattr(args, flag)
+        try:
+            setattr(args, flag, value and [int(part) for part in value.split(",")])
+        except ValueError:
+            parser.error(f"--{flag}={value!r} must be numbers with commas between them, such as 0,1,2")
+    for flag, least in (("max_length", 2), ("pixels", 8)):
+        if getattr(args, flag) < least:
+            parser.error(f"--{flag}={getattr(args, flag)} must be at least {least}")
+    if not args.log_pruning_tolerance < 0:
+        parser.error(f"--log_pruning_tolerance={args.log_pruning_tolerance} is ln ε of a small ε: it must be negative")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+
+    import transformers
+
+    from forgetting_transformer.data import DataError
+    from forgetting_transformer.evaluation.models import EvaluationError
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        run(args)
+    except (EvaluationError, DataError) as error:
+        sys.exit(f"error: {error}")
+
+
+def run(args: argparse.Namespace) -> None:
+    import numpy as np
+    import torch
+
+    from forgetting_transformer.evaluation import forget_gates, heatmaps
+    from forgetting_transformer.evaluation.models import EvaluationError, load_model, pick_device, precision_context
+    from forgetting_transformer.evaluation.texts import read_tokens
+
+    model = load_model(args.model_path, step=args.step, tokenizer=args.tokenizer, device=pick_device(args.device))
+    available = forget_gates.attention_layers(model.model)
+    spaced = np.linspace(0, len(available) - 1, min(4, len(available))).round().astype(int)
+    layers = args.layers or [list(available)[i] for i in spaced]
+    num_heads = next(iter(available.values())).num_heads
+    heads = args.heads or list(range(min(4, num_heads)))
+    for head in heads:
+        if not 0 <= head < num_heads:
+            raise EvaluationError(f"--heads={head}: the model's heads are 0 to {num_heads - 1}")
+    for layer in layers:
+        if layer not in available:
+            known = ", ".join(map(str, available))
+            raise EvaluationError(f"--layers={layer}: the model's forgetting-attention layers are {known}")
+    tokens = read_tokens(model, args.text, args.data_path, args.dataset, args.document, args.max_length)
+    ids = torch.from_numpy(tokens).to(model.device)
+
+    gates, maps, reports = {}, {}, []
+
+    def use(inputs: forget_gates.AttentionInputs) -> None:
+        reports.extend(forget_gates.report_heads(inputs, args.log_pruning_tolerance))
+        for head in heads if inputs.layer in layers else ():
+            key = (inputs.layer, head)
+            gates[key] = forget_gates.gate_matrix(inputs.log_fgate_HT[head], args.pixels).cpu().numpy()
+            maps[key] = forget_gates.attention_map(inputs, head, args.pixels).cpu().numpy()
+
+    with precision_context(args.precision, model.device):
+        forget_gates.visit(model.model, ids, list(available), use)
+
+    by_head = {(report.layer, report.head): report for report in reports}
+    titles = {
+        key: f"layer {key[0]}, head {key[1]}\nmemory {'≥ ' * by_head[key].memory_is_bound}{by_head[key].memory:,.0f}"
+        for key in gates
+    }
+    label = "decay $F_{ij}$"
+    heatmaps.head_matrices(gates, args.out / "gates.png", len(ids), label, titles)
+    label = f"attention weight $A_{{ij}}$ (below {args.threshold:g}: white)"
+    heatmaps.head_matrices(maps, args.out / "attention.png", len(ids), label, titles, args.threshold)
+    columns = ([r.layer for r in reports], [r.memory for r in reports], [r.memory_is_bound for r in reports])
+    heatmaps.heads_by_layer(*columns, args.out / "memory.png")
+    pruned = sum(report.pruned for report in reports) / len(reports)
+    summary = {
+        "model": model.source,
+        "tokens": len(ids),
+        "train_tokens": model.train_tokens,
+        "pruned": pruned,
+        "heads": [vars(report) for report in reports],
+    }
+    (args.out / "heads.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    print(
+        f"{len(ids):,} tokens, {len(reports)} heads: pruning skips {100 * pruned:.1f} % of the tiles. Figures in {args.out}"
+    )
+
+    if args.over_training:
+        history = forget_gates.memory_over_training(args.model_path, ids, args.precision)
+        (args.out / "training.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
+        lines = {(layer, head): [] for layer in available for head in range(num_heads)}
+        for entry in history:
+            for report in entry["heads"]:
+                lines[report["layer"], report["head"]].append(report["memory"])
+        heatmaps.heads_over_training([entry["train_tokens"] for entry in history], lines, args.out / "training.png")
+
+
+if __name__ == "__main__":
+    main()

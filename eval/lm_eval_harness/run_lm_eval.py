@@ -1,0 +1,83 @@
+"""The eleven tasks of the paper's Table 1, zero-shot, through lm-evaluation-harness (pip install -e ".[eval]").
+
+    python eval/lm_eval_harness/run_lm_eval.py --model_path output/hf/fox --save_dir output/lm_eval --batch_size 8
+    torchrun --nproc-per-node 4 eval/lm_eval_harness/run_lm_eval.py --model_path runs/fox --save_dir output/lm_eval
+    python eval/lm_eval_harness/table_lm_eval.py output/lm_eval/*                        # Markdown and LaTeX
+
+MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. Writes SAVE_DIR/MODEL/results.json, lm_eval's
+results by task, after each task: started again, it goes on with those that are missing. Data comes from the Hugging Face
+hub; without a network an error says what to download and where to put it.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", required=True, help="exported folder, output_dir of a run, or hub id")
+    parser.add_argument("--model", help="name of the results' folder; default the last part of --model_path")
+    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument("--tokenizer", help="folder or hub id, where the model has none of its own")
+    parser.add_argument("--save_dir", type=Path, required=True, help="results go to SAVE_DIR/MODEL")
+    parser.add_argument("--tasks", help="lm_eval's names with commas between them; default the eleven of the paper")
+    parser.add_argument("--include_path", type=Path, help="folder of task files of your own; they can run Python")
+    parser.add_argument("--max_len", type=int, help="longest sequence, tokens; default the training length")
+    parser.add_argument("--batch_size", type=int, default=1, help="sequences per forward pass; default %(default)s")
+    parser.add_argument("--limit", type=int, help="examples of each task, for a quick look; default all")
+    parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    args = parser.parse_args()
+    for flag in ("batch_size", "limit", "max_len"):
+        if (getattr(args, flag) or 1) < 1:
+            parser.error(f"--{flag}={getattr(args, flag)} must be at least 1")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+
+    import transformers
+
+    from forgetting_transformer.evaluation import harness_tables
+    from forgetting_transformer.evaluation.models import EvaluationError, load_model
+    from forgetting_transformer.evaluation.workers import start_workers
+
+    try:
+        from forgetting_transformer.evaluation import harness
+    except ImportError as error:
+        sys.exit(f"error: {error}. lm-evaluation-harness is an extra: pip install -e '.[eval]'")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        workers = start_workers(args.device)
+        model = load_model(
+            args.model_path, name=args.model, step=args.step, tokenizer=args.tokenizer, device=workers.device
+        )
+        if args.max_len is None and model.train_length is None:
+            raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_len")
+        folder = args.save_dir / model.name
+        results = harness.evaluate(
+            model,
+            folder,
+            workers,
+            tasks=args.tasks.split(",") if args.tasks else [task.name for task in harness_tables.TASKS],
+            max_length=args.max_len or model.train_length,
+            batch_size=args.batch_size,
+            precision=args.precision,
+            limit=args.limit,
+            include_path=args.include_path,
+        )
+        if workers.is_first:
+            of_the_paper = any(task.name in results for task in harness_tables.TASKS)
+            table = harness_tables.tables({model.name: results})[0] if of_the_paper else ""
+            print(f"{folder}/results.json\n\n{table}{harness_tables.listing(results)}", end="")
+        workers.close()
+    except EvaluationError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

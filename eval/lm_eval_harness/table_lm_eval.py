@@ -1,0 +1,31 @@
+"""The paper's Table 1 for any number of models: best bold, second best underlined.
+
+    python eval/lm_eval_harness/table_lm_eval.py output/lm_eval/fox output/lm_eval/llama --out tables
+    python eval/lm_eval_harness/table_lm_eval.py "FoX (Pro)=output/lm_eval/fox" …
+
+Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md and OUT/table.tex if --out is given.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", metavar="RESULT", help="[NAME=]FOLDER with results.json")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to; made if needed")
+    args = parser.parse_args()
+
+    from forgetting_transformer.evaluation import harness_tables
+    from forgetting_transformer.evaluation.models import EvaluationError
+    from forgetting_transformer.evaluation.tables import read_results, write_tables
+
+    try:
+        write_tables(*harness_tables.tables(read_results(args.results)), args.out)
+    except EvaluationError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

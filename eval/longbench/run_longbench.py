@@ -1,0 +1,81 @@
+"""LongBench: answers to its fourteen English sets, and their scores (pip install -e ".[eval]").
+
+    python eval/longbench/run_longbench.py --model_path output/hf/fox --max_length 15500 --save_dir output/longbench
+    torchrun --nproc-per-node 4 eval/longbench/run_longbench.py --model_path runs/fox --save_dir output/longbench
+    python eval/longbench/table_longbench.py output/longbench/*                          # Markdown and LaTeX
+
+MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. Writes to SAVE_DIR/MODEL: pred/<set>.*.jsonl,
+the answers (started again, on any number of GPUs, only missing ones are asked for), and results.json, the scores. Data comes
+from the Hugging Face hub, or from --data_dir.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", required=True, help="exported folder, output_dir of a run, or hub id")
+    parser.add_argument("--model", help="name of the results' folder; default the last part of --model_path")
+    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument("--tokenizer", help="folder or hub id, where the model has none of its own")
+    parser.add_argument("--save_dir", type=Path, required=True, help="results go to SAVE_DIR/MODEL")
+    parser.add_argument(
+        "--data_dir", type=Path, help="LongBench's data.zip, or a folder with it or with <set>.jsonl; default the hub"
+    )
+    parser.add_argument("--sets", help="with commas between them; default all fourteen")
+    parser.add_argument(
+        "--max_length",
+        type=int,
+        help="tokens of a prompt (the paper: 15500 for models trained at 16384); longer ones lose their middle. Default the "
+        "training length less the tokens of the answer",
+    )
+    parser.add_argument("--limit", type=int, help="examples of each set, for a quick look; default all")
+    parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    args = parser.parse_args()
+    for flag, least in (("max_length", 4), ("limit", 1)):
+        value = getattr(args, flag)
+        if value is not None and value < least:
+            parser.error(f"--{flag}={value} must be at least {least}")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+
+    import transformers
+
+    from forgetting_transformer.evaluation import longbench
+    from forgetting_transformer.evaluation.models import EvaluationError, load_model
+    from forgetting_transformer.evaluation.workers import start_workers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        workers = start_workers(args.device)
+        model = load_model(
+            args.model_path, name=args.model, step=args.step, tokenizer=args.tokenizer, device=workers.device
+        )
+        folder = args.save_dir / model.name
+        scores = longbench.evaluate(
+            model,
+            folder,
+            workers,
+            sets=args.sets.split(",") if args.sets else list(longbench.SETS),
+            data=args.data_dir,
+            max_length=args.max_length,
+            precision=args.precision,
+            limit=args.limit,
+        )
+        if workers.is_first:
+            print(f"{folder}/results.json\n\n{longbench.tables({model.name: scores})[0]}", end="")
+        workers.close()
+    except EvaluationError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The paper's Table 2 for any number of models: best bold, second best underlined.
+
+    python eval/longbench/table_longbench.py output/longbench/fox output/longbench/llama --out tables
+    python eval/longbench/table_longbench.py "FoX (Pro)=output/longbench/fox" …
+
+Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md and OUT/table.tex if --out is given.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", metavar="RESULT", help="[NAME=]FOLDER with results.json")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to; made if needed")
+    args = parser.parse_args()
+
+    from forgetting_transformer.evaluation import longbench
+    from forgetting_transformer.evaluation.models import EvaluationError
+    from forgetting_transformer.evaluation.tables import read_results, write_tables
+
+    try:
+        write_tables(*longbench.tables(read_results(args.results)), args.out)
+    except EvaluationError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

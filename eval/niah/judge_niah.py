@@ -1,0 +1,43 @@
+"""Has the answers of run_niah.py rated from 1 to 10 by a language model behind an OpenAI-compatible endpoint.
+
+    export OPENAI_API_KEY=…
+    python eval/niah/judge_niah.py output/niah/fox/easy --judge_model gpt-4o-2024-08-06
+    python eval/niah/judge_niah.py output/niah/fox/easy --judge_url http://localhost:8000/v1 --judge_model my-model
+
+Writes RESULTS/judge.json and judge.png. Ratings are kept in RESULTS/judge_cache.jsonl: started again, only what has failed is
+asked for.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="folder with scores.json: SAVE_DIR/MODEL/MODE of run_niah.py")
+    parser.add_argument("--judge_url", default="https://api.openai.com/v1", help="default %(default)s")
+    parser.add_argument("--judge_model", required=True, help="as the endpoint calls it")
+    parser.add_argument(
+        "--judge_key_variable", default="OPENAI_API_KEY", help="environment variable with the key; default %(default)s"
+    )
+    parser.add_argument("--tries", type=int, default=5, help="requests for one rating; default %(default)s")
+    args = parser.parse_args()
+
+    from forgetting_transformer.evaluation import niah
+    from forgetting_transformer.evaluation.judge import Judge, key_from_environment
+    from forgetting_transformer.evaluation.models import EvaluationError
+
+    key = key_from_environment(args.judge_key_variable)
+    judge = Judge(args.judge_url, args.judge_model, args.results / "judge_cache.jsonl", key, args.tries)
+    try:
+        failed = niah.judge_records(args.results, judge)
+        print(f"mean rating {niah.draw(args.results, 'judge'):.2f} of 10; {args.results / 'judge.png'}")
+    except EvaluationError as error:
+        sys.exit(f"error: {error}")
+    if failed:
+        sys.exit(f"{failed} answers have no rating; {judge.cache} says why. Run the same command again to ask for them")
+
+
+if __name__ == "__main__":
+    main()

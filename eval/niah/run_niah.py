@@ -1,0 +1,120 @@
+"""Needle in a haystack: generates answers over a grid of lengths and depths, scores them here, draws a heat-map.
+
+    python eval/niah/run_niah.py --model_path output/hf/fox --haystack_dir essays --mode easy --save_dir output/niah
+    torchrun --nproc-per-node 4 eval/niah/run_niah.py --model_path runs/fox --data_path data/longcrawl64 …
+
+MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. The haystack is a folder of texts, or
+held-out documents of the corpus that the model was trained on. Writes to SAVE_DIR/MODEL/MODE:
+
+predictions/*.json          one file per prompt; a later start, on any number of GPUs, asks only for those that are missing
+scores.json                 every prediction with its scores
+words.png, exact.png        heat-maps: share of the reference answer's words in the answer, in order; answer word for word
+
+judge_niah.py has the answers rated by a language model instead.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", required=True, help="exported folder, output_dir of a run, or hub id")
+    parser.add_argument("--model", help="name of the results' folder; default the last part of --model_path")
+    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument("--tokenizer", help="folder or hub id, where the model has none of its own")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--haystack_dir", type=Path, help="folder of texts (.txt, .md, .py)")
+    source.add_argument("--data_path", help="folder of a corpus with heldout.zarr, or the folder that holds it")
+    parser.add_argument("--dataset", default="longcrawl64", help="the corpus, if --data_path holds several")
+    parser.add_argument("--save_dir", type=Path, required=True, help="results go to SAVE_DIR/MODEL/MODE")
+    parser.add_argument("--mode", choices=["standard", "easy"], default="easy", help="default %(default)s")
+    parser.add_argument("--question", help="what is asked; default about San Francisco")
+    parser.add_argument("--statement", help="how the needle begins and the query ends")
+    parser.add_argument("--answer", help="what is hidden and to be found")
+    parser.add_argument("--min_length", type=int, default=1000, help="shortest prompt, tokens; default %(default)s")
+    parser.add_argument("--max_length", type=int, default=32000, help="longest prompt, tokens; default %(default)s")
+    parser.add_argument("--num_lengths", type=int, default=11, help="evenly spaced from one to the other")
+    parser.add_argument("--num_depths", type=int, default=11, help="evenly spaced from 0 to 100 %%")
+    parser.add_argument("--samples", type=int, default=1, help="prompts per cell, from different parts of the text")
+    parser.add_argument("--max_new_tokens", type=int, default=50, help="tokens of an answer; default %(default)s")
+    parser.add_argument("--local_batch_size", type=int, default=1, help="prompts that a process runs together")
+    parser.add_argument("--train_len", type=int, help="sequence length of training, where the model does not say")
+    parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    args = parser.parse_args()
+    for flag in ("min_length", "num_lengths", "num_depths", "samples", "max_new_tokens", "local_batch_size"):
+        if getattr(args, flag) < 1:
+            parser.error(f"--{flag}={getattr(args, flag)} must be at least 1")
+    if args.max_length < args.min_length:
+        parser.error(f"--max_length={args.max_length} must not be less than --min_length={args.min_length}")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+
+    import transformers
+
+    from forgetting_transformer.data import DataError
+    from forgetting_transformer.evaluation.models import EvaluationError
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        run(args)
+    except (EvaluationError, DataError) as error:
+        sys.exit(f"error: {error}")
+
+
+def run(args: argparse.Namespace) -> None:
+    import numpy as np
+
+    from forgetting_transformer.evaluation import niah
+    from forgetting_transformer.evaluation.generation import write_json
+    from forgetting_transformer.evaluation.models import load_model
+    from forgetting_transformer.evaluation.workers import start_workers
+
+    workers = start_workers(args.device)
+    model = load_model(
+        args.model_path,
+        name=args.model,
+        step=args.step,
+        tokenizer=args.tokenizer,
+        train_length=args.train_len,
+        device=workers.device,
+    )
+    chosen = {key: getattr(args, key) for key in ("question", "statement", "answer")}
+    needle = niah.Needle(**{key: value for key, value in chosen.items() if value is not None})
+    lengths = [round(float(x)) for x in np.linspace(args.min_length, args.max_length, args.num_lengths)]
+    depths = [round(float(x), 4) for x in np.linspace(0, 1, args.num_depths)] if args.num_depths > 1 else [0.5]
+    if args.haystack_dir is not None:
+        haystack = niah.Haystack.from_folder(model, args.haystack_dir)
+    else:
+        haystack = niah.Haystack.from_heldout(model, args.data_path, args.dataset, args.samples * args.max_length)
+    folder = args.save_dir / model.name / args.mode
+    records = niah.evaluate(
+        model,
+        haystack,
+        niah.grid(lengths, depths, args.samples),
+        folder,
+        workers,
+        needle=needle,
+        mode=args.mode,
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.local_batch_size,
+        precision=args.precision,
+    )
+    if workers.is_first:
+        grid = {"lengths": lengths, "depths": depths, "train_length": model.train_length}
+        write_json(folder / "scores.json", {"model": model.name, "mode": args.mode, **grid, "records": records})
+        means = niah.draw(folder, "words"), niah.draw(folder, "exact")
+        print(f"{len(records)} prompts: {100 * means[0]:.1f} % of the answer's words found, {100 * means[1]:.1f} % answered "
+              f"word for word; {folder}")  # fmt: skip
+    workers.close()
+
+
+if __name__ == "__main__":
+    main()

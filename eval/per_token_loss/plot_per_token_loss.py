@@ -1,0 +1,49 @@
+"""Draws results of run_per_token_loss.py, and tables them.
+
+    python eval/per_token_loss/plot_per_token_loss.py output/per_token_loss/fox output/per_token_loss/llama --out figures
+    … "FoX=results/fox_seed0" "FoX=results/fox_seed1" "Transformer=results/llama_seed0"        # seeds under one name
+
+RESULT is [NAME=]FOLDER. Results with the same NAME are seeds of one model: their mean is drawn and their range shaded.
+Writes OUT/per_token_loss.png (and .pdf): L(i) smoothed, left, and perplexity by context length, right, with the training
+length marked; OUT/slopes.md, by how much the loss changes with every doubling of the context; and OUT/comparison.md, every
+model against the first on the same documents, which is much more precise than either model's own slope.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from forgetting_transformer.evaluation import per_token_loss
+from forgetting_transformer.evaluation.models import EvaluationError
+from forgetting_transformer.evaluation.plots import loss_against_position
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", metavar="RESULT", help="[NAME=]FOLDER with results.npz")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to; made if needed")
+    parser.add_argument("--train_len", type=int, help="training length to mark; default what the results agree on")
+    parser.add_argument("--first", type=int, help="first position drawn; default a 512th of the longest sequence")
+    args = parser.parse_args()
+    try:
+        results = [per_token_loss.read_named(text) for text in args.results]
+        curves = per_token_loss.group_seeds(results)
+        lengths = {result.summary.get("train_length") for result in results} - {None}
+        train_length = args.train_len or (lengths.pop() if len(lengths) == 1 else None)
+        for suffix in ("png", "pdf"):
+            path = args.out / f"per_token_loss.{suffix}"
+            loss_against_position(curves, path, train_length, args.first)
+            print(path)
+        table = per_token_loss.slope_table(per_token_loss.unique_names(results))
+        comparison = per_token_loss.comparison_table(results)
+    except (EvaluationError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    (args.out / "slopes.md").write_text(table, encoding="utf-8")
+    print(f"{args.out / 'slopes.md'}\n\n{table}", end="")
+    if comparison:
+        (args.out / "comparison.md").write_text(comparison, encoding="utf-8")
+        print(f"\n{args.out / 'comparison.md'}\n\n{comparison}", end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Loss at every position of held-out documents.
+
+    python eval/per_token_loss/run_per_token_loss.py --model_path output/hf/fox --data_path data/longcrawl64 \
+        --save_dir output/per_token_loss
+    fabric run eval/per_token_loss/run_per_token_loss.py --devices 4 --model_path …     # or torchrun --nproc-per-node 4
+    … --preset extrapolation                                                            # beyond the training length
+
+MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. Writes SAVE_DIR/MODEL/results.json and
+results.npz; killed and started again, on any number of GPUs, it continues. Draw results with plot_per_token_loss.py.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model_path", required=True, help="exported folder, output_dir of a run, or hub id")
+    parser.add_argument("--model", help="name of the results' folder; default the last part of --model_path")
+    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument(
+        "--data_path", required=True, help="folder of a corpus (with heldout.zarr), or the folder that holds it"
+    )
+    parser.add_argument("--dataset", default="longcrawl64", help="the corpus's name in the second case; %(default)s")
+    parser.add_argument("--save_dir", type=Path, required=True, help="results go to SAVE_DIR/MODEL")
+    parser.add_argument(
+        "--preset",
+        choices=["extrapolation"],
+        help="extrapolation: whole documents, which must be longer than the sequences of training, and a table of what "
+        "each doubling of the context beyond that length gains",
+    )
+    parser.add_argument("--eval_len", type=int, help="tokens of a sequence; default whole documents")
+    parser.add_argument("--eval_tokens", type=int, help="tokens to evaluate on; default all held-out documents")
+    parser.add_argument("--train_len", type=int, help="sequence length of training, where the model does not say")
+    parser.add_argument("--local_batch_size", type=int, default=1, help="sequences per forward pass of a process")
+    parser.add_argument("--save_interval", type=int, default=64, help="batches between two writes of the state")
+    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="continue; the default")
+    parser.add_argument(
+        "--precision", default="auto", choices=["auto", "bf16", "fp32"], help="auto: bf16 autocast on CUDA, else fp32"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    args = parser.parse_args()
+    for flag in ("local_batch_size", "save_interval"):
+        if getattr(args, flag) < 1:
+            parser.error(f"--{flag}={getattr(args, flag)} must be at least 1")
+    if args.preset and args.eval_len:
+        parser.error("--preset=extrapolation evaluates whole documents; leave --eval_len out")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+
+    import transformers
+
+    from forgetting_transformer.data import DataError
+    from forgetting_transformer.evaluation import per_token_loss
+    from forgetting_transformer.evaluation.models import EvaluationError, load_model
+    from forgetting_transformer.evaluation.workers import start_workers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        data = per_token_loss.open_heldout(
+            per_token_loss.find_heldout(args.data_path, args.dataset), args.eval_len, args.eval_tokens
+        )
+        workers = start_workers(args.device)
+        model = load_model(
+            args.model_path, name=args.model, step=args.step, train_length=args.train_len, device=workers.device
+        )
+        if args.preset == "extrapolation":
+            per_token_loss.check_extrapolates(model, data)
+        folder = args.save_dir / model.name
+        results = per_token_loss.evaluate(
+            model,
+            data,
+            folder,
+            workers,
+            batch_size=args.local_batch_size,
+            precision=args.precision,
+            save_interval=args.save_interval,
+            resume=args.resume,
+        )
+        if workers.is_first:
+            table = per_token_loss.slope_table({model.name: results})
+            if args.preset == "extrapolation":
+                table = per_token_loss.extrapolation_table({model.name: results})
+                (folder / "extrapolation.md").write_text(table, encoding="utf-8")
+            print(f"loss over {results['eval_len']:,} positions: {results[f'val/loss_avg_len_{data.length}']:.4f} nats per "
+                  f"token ({results['eval_tokens']:,} tokens); {folder}/results.json\n\n{table}", end="")  # fmt: skip
+        workers.close()
+    except (EvaluationError, DataError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+#!/usr/bin/env python
+"""Looks after the checkpoints of a run.
+
+    python scripts/checkpoints.py ls RUN                     what there is: tokens, size, age, whether it stays for good
+    python scripts/checkpoints.py verify RUN                 reads every file and compares it with its checksum
+    python scripts/checkpoints.py diff RUN STEP RUN2 STEP2   what changed: settings, counters, weights and moments
+    python scripts/checkpoints.py prune RUN --keep 1         deletes all but the newest ones
+
+RUN is the output_dir of a run and STEP the number in a checkpoint's name, training tokens ("newest" for the newest
+valid one). `verify` exits with 1 if a checkpoint is damaged, `diff` if tensors differ.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from forgetting_transformer.training import checkpoint as checkpoints
+from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError
+from forgetting_transformer.training.config import flatten
+from forgetting_transformer.training.metrics import duration
+from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    ls = commands.add_parser("ls", help="list checkpoints; reads only their manifests")
+    verify = commands.add_parser("verify", help="compare every file with its checksum")
+    verify.add_argument("--step", type=int, help="only this one")
+    diff = commands.add_parser("diff", help="compare two checkpoints")
+    prune = commands.add_parser("prune", help="delete older checkpoints; never while the run is training")
+    for command in (ls, verify, prune):
+        command.add_argument("run", type=Path, metavar="RUN", help="output_dir of a run")
+    for number in ("", "2"):
+        diff.add_argument(f"run{number}", type=Path, metavar=f"RUN{number}", help="output_dir of a run")
+        diff.add_argument(f"step{number}", metavar=f"STEP{number}", help='training tokens, or "newest"')
+    diff.add_argument("--top", type=int, default=10, help="tensors to print, those that differ most (default 10)")
+    prune.add_argument("--keep", type=int, default=1, help="valid checkpoints to keep, the newest (default 1)")
+    prune.add_argument("--permanent", action="store_true", help="delete those that were to stay for good too")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be deleted")
+    args = parser.parse_args(argv)
+    if args.command == "prune" and args.keep < 1:
+        parser.error(f"--keep {args.keep} would leave a run that cannot go on: keep at least 1, or delete the folder")
+    return args
+
+
+def ls(args: argparse.Namespace) -> int:
+    folder = RunDirectory(args.run).checkpoints
+    for path in folders(folder):
+        manifest = checkpoints.read_manifest(path)
+        if manifest is None:
+            print(f"{checkpoints.step_of(path):>20,} tokens  not finished or damaged: see verify")
+            continue
+        size = sum(entry["bytes"] for entry in manifest["files"].values())
+        age = duration(max(0.0, time.time() - (path / checkpoints.MANIFEST).stat().st_mtime))
+        stays = "  stays for good" if manifest["permanent"] else ""
+        print(f"{checkpoints.step_of(path):>20,} tokens  {size / 1e9:9.3f} GB  {age:>9} old{stays}")
+    return 0
+
+
+def verify(args: argparse.Namespace) -> int:
+    paths = [p for p in folders(RunDirectory(args.run).checkpoints) if args.step in (None, checkpoints.step_of(p))]
+    if not paths:
+        raise CheckpointError(f"no checkpoint at step {args.step} in {args.run}")
+    damaged = 0
+    for path in paths:
+        try:
+            checkpoints.inspect(path)
+            print(f"{path.name}  whole")
+        except CheckpointError as error:
+            damaged += 1
+            print(f"{path.name}  damaged: {error}")
+    return int(damaged > 0)
+
+
+def diff(args: argparse.Namespace) -> int:
+    import torch
+
+    from forgetting_transformer.training.safe_reader import read_tensors
+
+    pair = [find(args.run, args.step), find(args.run2, args.step2)]
+    states = [flatten(checkpoint.trainer_state()) for checkpoint in pair]
+    for key in sorted(states[0].keys() | states[1].keys()):
+        before, after = (state.get(key, "(absent)") for state in states)
+        if before != after and not key.startswith("environment.git.patch"):
+            print(f"{key}: {before} -> {after}")
+    first, second = (read_tensors(checkpoint.path / "state") for checkpoint in pair)
+    for name in sorted(first.keys() ^ second.keys()):
+        print(f"{name}: only in {'the first' if name in first else 'the second'}")
+    changes = []
+    for name in first.keys() & second.keys():
+        if first[name].shape != second[name].shape:
+            print(f"{name}: {tuple(first[name].shape)} -> {tuple(second[name].shape)}")
+        elif not torch.equal(first[name], second[name]):
+            change = (second[name].double() - first[name].double()).norm().item()
+            changes.append((change / (first[name].double().norm().item() or 1.0), name))
+    changes.sort(reverse=True)
+    equal = len(first.keys() & second.keys()) - len(changes)
+    print(f"{equal} tensors are equal bit for bit, {len(changes)} differ")
+    for change, name in changes[: args.top]:
+        print(f"  {change:9.3e} of its norm  {name}")
+    return int(bool(changes) or first.keys() != second.keys())
+
+
+def prune(args: argparse.Namespace) -> int:
+    directory = RunDirectory(args.run)
+    folders(directory.checkpoints)
+    directory.acquire()
+    try:
+        kept = 0
+        for path in reversed(folders(directory.checkpoints)):
+            manifest = checkpoints.read_manifest(path)
+            if manifest is None:
+                continue  # of no use, but perhaps to somebody who can mend it; the run's next start clears it away
+            if kept < args.keep:
+                try:
+                    # Only a checkpoint that was read from end to end counts as one that the run can go on from.
+                    checkpoints.inspect(path)
+                    kept += 1
+                except CheckpointError as error:
+                    print(f"{path.name}  left, although damaged: {error}")
+                continue
+            if manifest["permanent"] and not args.permanent:
+                print(f"{path.name}  stays for good")
+                continue
+            print(f"{path.name}  {'would be deleted' if args.dry_run else 'deleted'}")
+            if not args.dry_run:
+                checkpoints.remove(path)
+    finally:
+        directory.release()
+    return 0
+
+
+def folders(folder: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    found = [folder / f"step-{step:015d}" for step in checkpoints.steps_in(folder)]
+    if not found:
+        raise CheckpointError(f"{folder} holds no checkpoints; RUN is the output_dir of a run")
+    return found
+
+
+def find(run: Path, step: str) -> Checkpoint:
+    folder = RunDirectory(run).checkpoints
+    if step != "newest" and not step.isdigit():
+        raise CheckpointError(
+            f'{step!r} is not a number of tokens; `ls` shows them, and "newest" is the newest valid one'
+        )
+    found = checkpoints.newest_valid(folder, None if step == "newest" else int(step))
+    if found is None:
+        raise CheckpointError(
+            f"no valid checkpoint {step} in {folder}; it holds {checkpoints.steps_in(folder) or 'none'}"
+        )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        return {"ls": ls, "verify": verify, "diff": diff, "prune": prune}[args.command](args)
+    except (CheckpointError, RunDirectoryError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+#!/usr/bin/env python
+"""Starts training on this machine: `fabric run train.py`, with what it needs to stop in order and to share a node.
+
+    python scripts/launch.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b output_dir=… data_dir=…
+    python scripts/launch.py --devices 8 --num-nodes 2 --node-rank 0 --main-address HOST --main-port 1234 …
+
+Arguments are those of `fabric run` and of train.py. What this adds, as environment variables that you may set yourself:
+
+    PET_SIGNALS_TO_HANDLE            signals that reach every rank; without it SIGUSR1 ends the launcher alone
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds a rank has to save after a signal before it is killed: 600 instead of 30
+    PET_STANDALONE                   a free port, so that several jobs share a machine (one node only, and without
+                                     --main-port)
+    OMP_NUM_THREADS                  this machine's cores divided by --devices
+
+The launcher's exit code is 1 after a signal, whatever the ranks did: output_dir/status.json says how the run ended.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TRAIN = Path(__file__).resolve().parents[1] / "train.py"
+
+
+def option(arguments: Sequence[str], name: str) -> str | None:
+    """The value of `--name value` or `--name=value`, of the last one if there are several."""
+    found = None
+    for i, argument in enumerate(arguments):
+        if argument == name and i + 1 < len(arguments):
+            found = arguments[i + 1]
+        elif argument.startswith(f"{name}="):
+            found = argument.partition("=")[2]
+    return found
+
+
+def environment(arguments: Sequence[str], cores: int) -> dict[str, str]:
+    """What to add to the environment of `fabric run ARGUMENTS`."""
+    added = {
+        "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+    }
+    if (option(arguments, "--num-nodes") or "1") == "1" and option(arguments, "--main-port") is None:
+        added["PET_STANDALONE"] = "1"
+    devices = option(arguments, "--devices") or "1"
+    if devices.isdigit() and int(devices) > 0:
+        added["OMP_NUM_THREADS"] = str(max(1, cores // int(devices)))
+    return added
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return
+    beside = Path(sys.executable).with_name("fabric")
+    fabric = str(beside) if beside.exists() else shutil.which("fabric")
+    if fabric is None:
+        sys.exit('error: there is no `fabric` command; install this project with pip install -e ".[train]"')
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.update(environment(arguments, cores) | dict(os.environ))
+    # In place of this process, so that signals to it reach `fabric run`.
+    os.execv(fabric, [fabric, "run", str(TRAIN), *arguments])
+
+
+if __name__ == "__main__":
+    main()

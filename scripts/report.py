@@ -1,0 +1,36 @@
+#!/usr/bin/env python
+"""One self-contained HTML page about runs and their evaluations.
+
+    python scripts/report.py runs/fox runs/llama --out report.html
+    python scripts/report.py runs/fox runs/llama --results output/per_token_loss output/niah --out report.html
+
+RUN_DIR is the output_dir of a run, which may still be training. The page holds a table of the runs, their loss against
+training tokens and against position, their configurations side by side with the differences marked, and, for the folders
+in --results, what was evaluated: loss at every position with its slopes, needle in a haystack, lm-evaluation-harness,
+LongBench.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from forgetting_transformer.evaluation.models import EvaluationError
+from forgetting_transformer.evaluation.report import write_report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_dirs", nargs="*", type=Path, metavar="RUN_DIR", help="output_dir of a run")
+    parser.add_argument("--results", nargs="+", type=Path, default=[], metavar="DIR", help="results of evaluations")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page; default %(default)s")
+    args = parser.parse_args()
+    try:
+        for reason in write_report(args.run_dirs, args.results, args.out):
+            print(f"left out: {reason}", file=sys.stderr)
+    except EvaluationError as error:
+        sys.exit(f"error: {error}")
+    print(args.out)
+
+
+if __name__ == "__main__":
+    main()

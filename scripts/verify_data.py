@@ -1,0 +1,83 @@
+#!/usr/bin/env python
+"""Check a corpus on disk before training on it: metadata, missing chunks, decoding, token ids, rows of zeros."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.longcrawl64 import GPT2_VOCAB_SIZE
+from forgetting_transformer.data.token_array import MISSING_CHUNKS, read_manifest
+from forgetting_transformer.data.verify import verify
+
+EPILOG = """\
+examples:
+  scripts/verify_data.py data/longcrawl64
+  scripts/verify_data.py data/longcrawl64/heldout.zarr --share 0.05
+  scripts/verify_data.py data/longcrawl64/train.zarr --missing_chunks skip
+
+what is checked:
+  metadata        a Zarr array (documents, doc_len) of uint16, with codecs that are safe to run
+  presence        a file for every chunk; which row-chunks have them all
+  decodable       every file (or --share of them, evenly spread) decodes to a chunk of the right shape
+  token range     ids are below the vocabulary's size
+  all-zero rows   no document is all zeros within a chunk: that is what Zarr makes of chunks that are not there
+  checksums       files are as train.sha256, heldout.sha256 say (scripts/download_longcrawl64.py writes these)
+  content hash    all tokens are as manifest.json says (scripts/prepare_data.py writes it)
+
+Exit code: 0 if the data can be trained on, 1 if not.
+"""
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share such as 0.05 or 1")
+    return value
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="folders of a corpus, or arrays in them (NAME.zarr)"
+    )
+    parser.add_argument(
+        "--missing_chunks",
+        choices=MISSING_CHUNKS,
+        default="error",
+        help="skip: the copy is sparse on purpose, so holes are counted and are no error (default: error)",
+    )
+    parser.add_argument(
+        "--share", type=share, default=1.0, metavar="P", help="decode this share of the files (default: 1, all)"
+    )
+    parser.add_argument(
+        "--vocab_size", type=int, metavar="N", help="default: what manifest.json says, else GPT-2's 50,257"
+    )
+    parser.add_argument("--workers", type=int, default=4, metavar="N", help="threads (default: 4)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse_arguments(arguments)
+    sound = True
+    try:
+        for path in args.paths:
+            arrays = [path] if path.suffix == ".zarr" else sorted(path.glob("*.zarr"))
+            if not arrays:
+                raise DataError(f"no arrays (NAME.zarr) in {path}")
+            for array in arrays:
+                vocab_size = args.vocab_size or read_manifest(array.parent).get("vocab_size", GPT2_VOCAB_SIZE)
+                report = verify(array, vocab_size, args.missing_chunks, args.share, args.workers)
+                print(report.table())
+                sound &= not report.problems
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print("sound" if sound else "NOT sound: see the lines with !")
+    return 0 if sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""The files of a Zarr array, here or elsewhere, and a store over them for which a missing chunk is an error."""
+
+import asyncio
+import logging
+import math
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import zarr
+from zarr.abc.store import ByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import LocalStore, WrapperStore
+
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.remote import join, open_remote
+from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
+
+log = logging.getLogger(__name__)
+
+METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+LARGEST_METADATA = 16 << 20
+#: A chunk that decodes to more is no chunk of tokens; metadata from elsewhere could ask for any amount of memory.
+LARGEST_CHUNK = 1 << 30
+#: Codecs that turn bytes into bytes or numbers. Others exist, such as numcodecs' pickle, which runs what a file says.
+SAFE_CODECS = frozenset(
+    [
+        "blosc",
+        "bz2",
+        "bytes",
+        "crc32c",
+        "delta",
+        "gzip",
+        "lz4",
+        "lzma",
+        "sharding_indexed",
+        "shuffle",
+        "transpose",
+        "zlib",
+        "zstd",
+    ]
+)
+#: Questions under way at a time where a source has to be asked for each file.
+PROBES = 64
+
+
+class MissingChunkError(DataError):
+    """A file that holds chunks of the array is not there."""
+
+
+class ArrayFiles:
+    """The files of an array in a local folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        #: Bytes that every file decodes to, where each is one Blosc frame.
+        self.frame_bytes: int | None = None
+
+    def place(self, key: str) -> str:
+        """Where a file is, or would be, in the words of an error message."""
+        return str(self.folder / key)
+
+    def has_array(self) -> bool:
+        return self.folder.is_dir()
+
+    def names(self, expected: Iterable[str]) -> set[str]:
+        """Which of the files of chunks `expected` are there."""
+        found = set()
+        for folder, _, files in os.walk(self.folder):
+            below = os.path.relpath(folder, self.folder)
+            found |= {file if below == "." else f"{below}/{file}".replace(os.sep, "/") for file in files}
+        return found.intersection(expected)
+
+    def fetch(self, key: str) -> None:
+        """Makes sure that a file is in `folder` if the source has it. Called before each reading of a file."""
+
+    def fetch_all(self, keys: list[str]) -> None:
+        """The same for several files, so that they can come at the same time."""
+
+    def fetch_again(self, key: str) -> bool:
+        """Replaces a file that cannot be decoded; False if there is no other copy to be had."""
+        return False
+
+
+class RemoteArrayFiles(ArrayFiles):
+    """The files of an array at a URL, kept in a cache on disk; `folder` is the array's place in the cache."""
+
+    def __init__(self, url: str, settings: CacheSettings) -> None:
+        self.url = url
+        self.cache = RemoteCache(open_remote(url), settings)
+        self.largest_file = LARGEST_METADATA
+        super().__init__(self.cache.folder)
+
+    def expect(self, file_bytes: int) -> None:
+        """States how many bytes a file of chunks holds when it is decoded; compressed ones may be a little longer."""
+        self.largest_file = file_bytes + file_bytes // 8 + LARGEST_METADATA
+
+    def place(self, key: str) -> str:
+        return join(self.url, key)
+
+    def has_array(self) -> bool:
+        # Metadata may change while chunks do not (an array that grows), so it is fetched anew by every start.
+        found = [self.cache.fetch(name, LARGEST_METADATA, fresh=True) for name in ("zarr.json", ".zarray")]
+        return any(found)
+
+    def names(self, expected: Iterable[str]) -> set[str]:
+        expected = list(expected)
+        listed = self.cache.remote.files("")
+        if listed is not None:
+            return set(listed).intersection(expected)
+        log.info("asking for each of %s files of %s, which cannot be listed", f"{len(expected):,}", self.url)
+        with ThreadPoolExecutor(PROBES) as pool:
+            there = pool.map(self.cache.remote.stat, expected)
+            return {key for key, found in zip(expected, there, strict=True) if found is not None}
+
+    def fetch(self, key: str) -> None:
+        if key not in METADATA:
+            self.cache.fetch(key, self.largest_file)
+
+    def fetch_all(self, keys: list[str]) -> None:
+        self.cache.fetch_all(keys, self.largest_file)
+
+    def fetch_again(self, key: str) -> bool:
+        return self.cache.fetch(key, self.largest_file, fresh=True) is not None
+
+
+class _Store(WrapperStore[LocalStore]):
+    """Reads from `files.folder`; a file of chunks that is not there is an error, where Zarr would go on with zeros."""
+
+    def __init__(self, store: LocalStore, files: ArrayFiles) -> None:
+        super().__init__(store)
+        self.files = files
+
+    def _with_store(self, store: LocalStore) -> "_Store":
+        return type(self)(store, self.files)
+
+    async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
+        # Twice, because another process may push a file out of a small cache between its coming and its reading.
+        for _ in range(2):
+            await asyncio.to_thread(self.files.fetch, key)
+            value = await super().get(key, prototype, byte_range)
+            if value is not None and key not in METADATA and self.files.frame_bytes is not None:
+                _check_frame(value, self.files.frame_bytes)
+            if value is not None or key in METADATA:
+                return value
+        raise MissingChunkError(f"missing chunk {self.files.place(key)}")
+
+
+def _check_frame(value: Buffer, decoded_bytes: int) -> None:
+    """Compares the sizes in a Blosc frame's header with what is there. numcodecs does not (0.16): it decodes a file that
+    was cut short to whatever lies behind it in memory, and raises only sometimes."""
+    header = value[:16].to_bytes()
+    stated, compressed = int.from_bytes(header[4:8], "little"), int.from_bytes(header[12:16], "little")
+    if (len(header), stated, compressed) != (16, decoded_bytes, len(value)):
+        raise ValueError(
+            f"{len(value):,} bytes that are not a Blosc frame of {decoded_bytes:,}: cut short, or not a chunk"
+        )
+
+
+def open_array(files: ArrayFiles) -> zarr.Array:
+    """The array of these files, read-only, of codecs that are safe to run on what a stranger wrote.
+
+    Raises:
+        DataError: it is not a Zarr array, or one that should not be decoded.
+    """
+    place = files.place("").rstrip("/")
+    try:
+        array = zarr.open_array(_Store(LocalStore(files.folder, read_only=True), files), mode="r")
+    except DataError:
+        raise
+    except Exception as error:  # zarr raises many kinds for a folder that is not an array
+        raise DataError(f"{place} is not a readable Zarr array: {error}") from error
+    unsafe = sorted(_codecs(array.metadata.to_dict()) - SAFE_CODECS)
+    if unsafe:
+        raise DataError(
+            f"{place} is stored with the codec {', '.join(unsafe)}; accepted are {', '.join(sorted(SAFE_CODECS))}"
+        )
+    file_bytes = math.prod(array.shards or array.chunks) * array.dtype.itemsize
+    if math.prod(array.chunks) * array.dtype.itemsize > LARGEST_CHUNK:
+        raise DataError(f"{place} has chunks of {array.chunks}, more than {LARGEST_CHUNK >> 20} MiB each")
+    if isinstance(files, RemoteArrayFiles):
+        files.expect(file_bytes)
+    if _is_blosc_frame(array):
+        files.frame_bytes = file_bytes
+    return array
+
+
+def _is_blosc_frame(array: zarr.Array) -> bool:
+    """Whether Blosc is the last that is done to each chunk, and chunks are files."""
+    if array.shards:
+        return False
+    metadata = array.metadata.to_dict()
+    parts = [metadata["compressor"]] if "compressor" in metadata else metadata["codecs"]
+    return _name(parts[-1]) == "blosc"
+
+
+def _codecs(metadata: dict[str, Any]) -> set[str]:
+    """Names of all codecs in an array's metadata: `compressor` and `filters` in v2, nested `codecs` in v3."""
+    found: set[str] = set()
+    parts = [metadata.get("compressor"), *(metadata.get("filters") or ()), *(metadata.get("codecs") or ())]
+    while parts:
+        part = parts.pop()
+        if part is not None:
+            found.add(_name(part))
+            inside = _as_dict(part).get("configuration") or {}
+            parts += [*(inside.get("codecs") or ()), *(inside.get("index_codecs") or ())]
+    return found
+
+
+def _name(codec: Any) -> str:
+    fields = _as_dict(codec)
+    return str(fields.get("id") or fields.get("name")).removeprefix("numcodecs.")
+
+
+def _as_dict(codec: Any) -> dict[str, Any]:
+    if codec is None or isinstance(codec, dict):
+        return codec or {}
+    return codec.get_config() if hasattr(codec, "get_config") else codec.to_dict()

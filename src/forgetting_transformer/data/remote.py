@@ -1,0 +1,397 @@
+"""Files of a corpus that lies elsewhere: on the Hugging Face hub, behind HTTP, in S3, GCS or whatever fsspec reads.
+
+One small interface serves the downloader and training on remote arrays: what files there are (where the source can
+say), how large, with which checksum, and their bytes, whole, or an error. A file that ends early, a connection that
+breaks and a server that is busy are tried again; a file that is not there is not.
+"""
+
+import base64
+import hashlib
+import logging
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
+
+from forgetting_transformer.data.errors import DataError
+
+T = TypeVar("T")
+
+#: Seconds without a byte, or without an answer, after which a connection is given up and tried again.
+SILENCE_SECONDS = 30.0
+ATTEMPTS = 6
+#: Seconds before the second attempt; each further one waits twice as long, up to LONGEST_WAIT.
+FIRST_WAIT = 1.0
+LONGEST_WAIT = 60.0
+#: Longest wait that a server may ask for; the hub counts requests over five minutes.
+LONGEST_ASKED_WAIT = 330.0
+#: HTTP answers that mean "later".
+PASSING = {408, 425, 429, 500, 502, 503, 504}
+
+
+class RemoteError(DataError):
+    """The source could not be read, after all attempts."""
+
+
+class _TryAgain(Exception):
+    """A failure that may pass; `after` is the wait in seconds that the server asked for."""
+
+    def __init__(self, message: str, after: float | None = None) -> None:
+        super().__init__(message)
+        self.after = after
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """What the source states about a file; None where it does not say."""
+
+    size: int | None = None
+    #: Name of a hashlib algorithm, and the hexadecimal digest.
+    checksum: tuple[str, str] | None = None
+
+    def mismatch(self, data: bytes) -> str | None:
+        """Why `data` is not this file, or None if it may be."""
+        if self.size is not None and len(data) != self.size:
+            return f"{len(data):,} bytes came of {self.size:,}"
+        if self.checksum is not None:
+            algorithm, expected = self.checksum
+            found = hashlib.new(algorithm, data).hexdigest()
+            if found != expected:
+                return f"its {algorithm} is {found}, the source states {expected}"
+        return None
+
+
+def is_url(location: object) -> bool:
+    """Whether a data_dir names a remote place such as s3://bucket/folder, rather than a folder."""
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", str(location)) is not None
+
+
+def join(url: str, *parts: str) -> str:
+    """`url` with parts appended; "" and "." add nothing."""
+    for part in parts:
+        for name in PurePosixPath(part).parts:
+            if name in ("..", "/"):
+                raise DataError(f"{part!r} does not lie inside {url}; give a path without '..' that is not absolute")
+            url = f"{url.rstrip('/')}/{name}"
+    return url
+
+
+class RemoteFolder:
+    """A folder of files at a URL. Subclasses say how to reach it.
+
+    Objects may be used from several threads and handed to worker processes; connections are made in each process.
+    """
+
+    def __init__(self, url: str, attempts: int | None = None, first_wait: float | None = None) -> None:
+        self.url, self.attempts = url.rstrip("/"), attempts or ATTEMPTS
+        self.first_wait = FIRST_WAIT if first_wait is None else first_wait
+        self._connections: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_connections", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _connections={}, _lock=threading.Lock())
+
+    def files(self, folder: str) -> dict[str, RemoteFile] | None:
+        """All files below `folder` by their path in it; None where the source cannot list (plain HTTP).
+
+        The names come from the source: look up in this dictionary what you expect, never build a path from them.
+        """
+        return self._persist(folder, lambda: self._files(folder))
+
+    def stat(self, name: str) -> RemoteFile | None:
+        """What the source states about one file; None if there is no such file."""
+        return self._persist(name, lambda: self._stat(name))
+
+    def read(self, name: str, at_most: int, expected: RemoteFile | None = None) -> bytes | None:
+        """The whole file, or None if there is no such file.
+
+        Args:
+            at_most: bytes after which it cannot be what is looked for, and is refused.
+            expected: what the source stated; a file that differs is fetched again.
+
+        Raises:
+            RemoteError: it could not be had, or not as it should be.
+        """
+
+        def fetch() -> bytes | None:
+            data = self._read(name, at_most)
+            problem = expected.mismatch(data) if expected is not None and data is not None else None
+            if problem:
+                raise _TryAgain(problem)
+            return data
+
+        return self._persist(name, fetch)
+
+    def connection(self) -> Any:
+        """The client of this process: one inherited through fork shares sockets with the parent, which ends badly."""
+        process = os.getpid()
+        if process not in self._connections:
+            with self._lock:
+                if process not in self._connections:
+                    self._connections[process] = self._connect()
+        return self._connections[process]
+
+    def _persist(self, name: str, action: Callable[[], T]) -> T:
+        for attempt in range(1, self.attempts + 1):
+            try:
+                return action()
+            except _TryAgain as error:
+                if attempt == self.attempts:
+                    raise RemoteError(
+                        f"cannot read {join(self.url, name)}: {error} ({attempt} attempts). "
+                        "Check the network and start the same command again"
+                    ) from error
+                wait = min(LONGEST_WAIT, self.first_wait * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
+                time.sleep(wait if error.after is None else min(error.after, LONGEST_ASKED_WAIT))
+        raise AssertionError("unreachable")
+
+    def _connect(self) -> Any:
+        raise NotImplementedError
+
+    def _files(self, folder: str) -> dict[str, RemoteFile] | None:
+        raise NotImplementedError
+
+    def _stat(self, name: str) -> RemoteFile | None:
+        raise NotImplementedError
+
+    def _read(self, name: str, at_most: int) -> bytes | None:
+        raise NotImplementedError
+
+
+class HttpFolder(RemoteFolder):
+    """A prefix that a web server serves. It cannot be listed; each file can be asked for."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        self.base, self.headers = self.url, {}
+
+    def _connect(self) -> Any:
+        import httpx
+
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line in the run's log for every file
+        return httpx.Client(
+            # Compressed transfer would hide the file's size, and chunks are compressed already.
+            headers={"accept-encoding": "identity", **self.headers},
+            timeout=SILENCE_SECONDS,
+            follow_redirects=True,
+            limits=httpx.Limits(max_connections=None),
+        )
+
+    def _files(self, folder: str) -> dict[str, RemoteFile] | None:
+        return None
+
+    def _stat(self, name: str) -> RemoteFile | None:
+        with self._answer("HEAD", name) as response:
+            if response.status_code == 404:
+                return None
+            length = response.headers.get("content-length")
+            return RemoteFile(size=int(length) if length else None)
+
+    def _read(self, name: str, at_most: int) -> bytes | None:
+        import httpx
+
+        with self._answer("GET", name) as response:
+            if response.status_code == 404:
+                return None
+            data = bytearray()
+            try:
+                for piece in response.iter_raw():
+                    data += piece
+                    if len(data) > at_most:
+                        raise RemoteError(
+                            f"{join(self.url, name)} is larger than {at_most:,} bytes, so it is not the file it should "
+                            "be; check the URL"
+                        )
+            except httpx.TransportError as error:
+                raise _TryAgain(f"the connection broke after {len(data):,} bytes: {error}") from error
+            return bytes(data)
+
+    def _answer(self, method: str, name: str) -> "_Answer":
+        return _Answer(self, method, join(self.base, name))
+
+
+class _Answer:
+    """Context manager: an open response with status 200 or 404; anything else is raised as what it means."""
+
+    def __init__(self, folder: HttpFolder, method: str, url: str) -> None:
+        self.stream = folder.connection().stream(method, url)
+        self.url = url
+
+    def __enter__(self) -> Any:
+        import httpx
+
+        try:
+            response = self.stream.__enter__()
+        except httpx.TransportError as error:
+            raise _TryAgain(f"{type(error).__name__}: {error}") from error
+        status = response.status_code
+        if status not in (200, 404):
+            self.stream.__exit__(None, None, None)
+            if status in PASSING:
+                raise _TryAgain(f"the server answered {status}", _asked_wait(response.headers))
+            hint = "; it needs a login (`hf auth login`, or HF_TOKEN)" if status in (401, 403) else ""
+            raise RemoteError(f"{self.url}: the server answered {status} {response.reason_phrase}{hint}")
+        return response
+
+    def __exit__(self, *raised: Any) -> None:
+        self.stream.__exit__(*raised)
+
+
+def _asked_wait(headers: Any) -> float | None:
+    """Seconds that the server wants to be left alone: `Retry-After: 30`, or the hub's `RateLimit: "…";r=0;t=30`."""
+    asked = re.fullmatch(r"\d+", headers.get("retry-after", "")) or re.search(
+        r"(?<=;t=)\d+", headers.get("ratelimit", "")
+    )
+    return float(asked[0]) if asked else None
+
+
+class HubFolder(HttpFolder):
+    """A data set repository on the Hugging Face hub: hf://datasets/OWNER/NAME[@REVISION][/FOLDER].
+
+    Listed with sizes and SHA-256 sums. Without a revision it is whatever `main` is that day; with one it never changes.
+    HF_ENDPOINT and HF_TOKEN mean what they mean to huggingface_hub.
+    """
+
+    FORM = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<folder>.*))?")
+
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        from huggingface_hub import constants
+        from huggingface_hub.utils import build_hf_headers
+
+        match = self.FORM.fullmatch(self.url)
+        if match is None:
+            raise DataError(f"{url} is not of the form hf://datasets/OWNER/NAME[@REVISION][/FOLDER]")
+        self.repo, self.revision = match["repo"], match["revision"] or "main"
+        self.folder, self.endpoint = match["folder"] or "", constants.ENDPOINT
+        self.base = join(f"{self.endpoint}/datasets/{self.repo}/resolve/{self.revision}", self.folder)
+        self.headers = build_hf_headers()
+
+    def _files(self, folder: str) -> dict[str, RemoteFile]:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            HfHubHTTPError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
+        from huggingface_hub.hf_api import RepoFile
+
+        path = str(PurePosixPath(self.folder, folder))
+        try:
+            entries = HfApi(endpoint=self.endpoint).list_repo_tree(
+                self.repo,
+                path_in_repo=None if path == "." else path,
+                repo_type="dataset",
+                revision=self.revision,
+                recursive=True,
+            )
+            prefix = 0 if path == "." else len(path) + 1
+            return {entry.path[prefix:]: _hub_file(entry) for entry in entries if isinstance(entry, RepoFile)}
+        except EntryNotFoundError:
+            return {}
+        except RepositoryNotFoundError as error:
+            raise RemoteError(
+                f"no data set {self.repo} (or it is private) at {self.endpoint}; check {self.url}"
+            ) from error
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            if status in PASSING:
+                raise _TryAgain(f"the hub answered {status}") from error
+            raise RemoteError(f"cannot list {self.url}: {error}") from error
+        except OfflineModeIsEnabled as error:
+            raise RemoteError(f"cannot list {self.url}: HF_HUB_OFFLINE is set; unset it") from error
+        except Exception as error:  # of the HTTP library under huggingface_hub, which changes between versions
+            raise _TryAgain(f"{type(error).__name__}: {error}") from error
+
+
+def _hub_file(entry: Any) -> RemoteFile:
+    # Large files are stored by their SHA-256; small ones are git blobs, whose id hashes more than the contents.
+    return RemoteFile(entry.size, ("sha256", entry.lfs.sha256) if entry.lfs else None)
+
+
+class FsspecFolder(RemoteFolder):
+    """Anything else that fsspec reads: s3://, gs://, az://, memory://, …"""
+
+    EXTRA = "pip install 'forgetting-transformer[remote]'"
+
+    def _connect(self) -> tuple[Any, str]:
+        import fsspec
+
+        try:
+            return fsspec.core.url_to_fs(self.url)
+        except ImportError as error:
+            raise DataError(f"{self.url} cannot be read: {error}. {self.EXTRA} brings S3 and GCS") from error
+        except ValueError as error:
+            raise DataError(
+                f"{self.url} cannot be read: {error}; known are hf://, https://, s3://, gs://, …"
+            ) from error
+
+    def _files(self, folder: str) -> dict[str, RemoteFile]:
+        system, root = self.connection()
+        top = join(root, folder) if root else folder
+        found = _translated(lambda: system.find(top, detail=True)) or {}
+        names = {self._relative(path, top): details for path, details in found.items()}
+        return {name: _object_file(details) for name, details in names.items() if name}
+
+    @staticmethod
+    def _relative(path: str, top: str) -> str:
+        return path.strip("/")[len(top.strip("/")) :].lstrip("/")
+
+    def _stat(self, name: str) -> RemoteFile | None:
+        system, root = self.connection()
+        details = _translated(lambda: system.info(join(root, name)))
+        return None if details is None or details.get("type") == "directory" else _object_file(details)
+
+    def _read(self, name: str, at_most: int) -> bytes | None:
+        system, root = self.connection()
+        size = (self._stat(name) or RemoteFile()).size
+        if size is not None and size > at_most:
+            raise RemoteError(f"{join(self.url, name)} has {size:,} bytes, more than the {at_most:,} it can have")
+        return _translated(lambda: system.cat_file(join(root, name)))
+
+
+def _object_file(details: dict[str, Any]) -> RemoteFile:
+    # GCS states an MD5 in base64. S3's entity tag is one only for some objects, and nothing tells for which.
+    stated = details.get("md5Hash")
+    checksum = ("md5", base64.b64decode(stated).hex()) if stated else None
+    return RemoteFile(details.get("size"), checksum)
+
+
+def _translated(action: Callable[[], T]) -> T | None:
+    """None for a file that is not there; failures that may pass as such."""
+    try:
+        return action()
+    except FileNotFoundError:
+        return None
+    except PermissionError as error:
+        raise RemoteError(f"access denied: {error}. Check the credentials of this machine") from error
+    except OSError as error:
+        raise _TryAgain(str(error) or type(error).__name__) from error
+
+
+def open_remote(url: str, **options: Any) -> RemoteFolder:
+    """The folder at `url`: hf://datasets/…, https://…, or anything that fsspec reads.
+
+    Keyword Args:
+        attempts: how often a file is tried.
+        first_wait: seconds before the second attempt.
+
+    Raises:
+        DataError: a URL of the wrong form, or of a kind that needs a package that is not installed.
+    """
+    if url.startswith("hf://"):
+        return HubFolder(url, **options)
+    if url.startswith(("http://", "https://")):
+        return HttpFolder(url, **options)
+    folder = FsspecFolder(url, **options)
+    folder.connection()
+    return folder

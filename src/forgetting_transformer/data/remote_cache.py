@@ -1,0 +1,162 @@
+"""Files of a remote array on local disk, as many as a limit allows, shared by all processes of a machine.
+
+Chunks are needed for a while and then not again until the next epoch, so the files used longest ago make room.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.remote import RemoteFolder, join, open_remote
+
+#: Files fetched at a time by one process.
+CONNECTIONS = 8
+#: Lock files; two names that share one wait for each other, no more.
+LOCKS = 64
+#: A half-written file older than this was left by a kill.
+ABANDONED_SECONDS = 3600.0
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+LARGEST_TOKENIZER_FILE = 64 << 20
+
+
+def default_folder() -> Path:
+    """Where remote chunks are kept unless told otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forgetting_transformer"
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Where and how much.
+
+    Attributes:
+        folder: on a disk of this machine; runs and ranks may share it.
+        limit_bytes: of all files in it, whichever array they are of.
+    """
+
+    folder: Path = field(default_factory=default_folder)
+    limit_bytes: int = 20 * 10**9
+
+
+class RemoteCache:
+    """Files of one remote folder, fetched when first asked for.
+
+    What a URL names is taken not to change: a corpus that was replaced at the same place needs another folder.
+    """
+
+    def __init__(self, remote: RemoteFolder, settings: CacheSettings) -> None:
+        self.remote, self.settings = remote, settings
+        self.folder = settings.folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
+        self.locks, self.parts = settings.folder / "locks", settings.folder / "parts"
+        try:
+            for folder in (self.folder, self.locks, self.parts):
+                folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "url.txt").write_text(remote.url)
+            for part in self.parts.iterdir():
+                if time.time() - part.stat().st_mtime > ABANDONED_SECONDS:
+                    part.unlink(missing_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"cannot keep remote chunks in {settings.folder}: {error}; set datamodule.cache_dir"
+            ) from error
+
+    def fetch(self, name: str, at_most: int, fresh: bool = False) -> Path | None:
+        """The local copy of a file, fetched if it is not here, or None if the source has no such file.
+
+        Args:
+            at_most: bytes it may have.
+            fresh: fetch it anyway, because it may have changed (metadata) or is damaged.
+        """
+        path = self._path(name)
+        if not fresh and self._touch(path):
+            return path
+        with self._lock(str(hashlib.sha256(str(path).encode()).digest()[0] % LOCKS)):
+            # Another process may have fetched it while this one waited.
+            if fresh or not self._touch(path):
+                data = self.remote.read(name, at_most)
+                if data is None:
+                    return None
+                self._write(path, data)
+        return path
+
+    def fetch_all(self, names: list[str], at_most: int) -> None:
+        """Fetches several files at a time; those that the source does not have are left to whoever reads them."""
+        missing = [name for name in names if not self._path(name).exists()]
+        if len(missing) > 1:
+            with ThreadPoolExecutor(CONNECTIONS) as pool:
+                list(pool.map(lambda name: self.fetch(name, at_most), missing))
+
+    def _path(self, name: str) -> Path:
+        return self.folder / join("", name).lstrip("/")  # join refuses names that lead out of the folder
+
+    @staticmethod
+    def _touch(path: Path) -> bool:
+        """Marks a file as used now; False if it is not there."""
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _write(self, path: Path, data: bytes) -> None:
+        temporary = None
+        try:
+            descriptor, temporary = tempfile.mkstemp(dir=self.parts)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(temporary, path)
+            with self._lock("room"):
+                self._make_room(keep=path)
+        except OSError as error:
+            raise DataError(
+                f"cannot keep {path.name} in {path.parent}: {error}. Make room there, lower datamodule.cache_gb, or choose "
+                "another datamodule.cache_dir"
+            ) from error
+        finally:
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
+
+    def _make_room(self, keep: Path) -> None:
+        """Deletes the files used longest ago until the rest is within the limit."""
+        files = []
+        for file in self.settings.folder.rglob("*"):
+            with suppress(FileNotFoundError):  # another process of this machine may have replaced it
+                if file.is_file() and file.parent not in (self.locks, self.parts) and file.name != "url.txt":
+                    status = file.stat()
+                    files.append((status.st_mtime, status.st_size, file))
+        excess = sum(size for _, size, _ in files) - self.settings.limit_bytes
+        for _, size, file in sorted(files):
+            if excess <= 0:
+                break
+            if file != keep:
+                file.unlink(missing_ok=True)
+                excess -= size
+
+    @contextmanager
+    def _lock(self, name: str) -> Iterator[None]:
+        """One process or thread at a time; the lock of a process that is killed is free at once."""
+        import fcntl  # not on Windows, where only local arrays can be read
+
+        with (self.locks / name).open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def fetch_tokenizer(url: str, settings: CacheSettings) -> Path:
+    """A local folder with `tokenizer/` as it is below `url`, if it has one."""
+    cache = RemoteCache(open_remote(url), settings)
+    listed = cache.remote.files("tokenizer")
+    # A source that cannot be listed is asked for the files that scripts/prepare_data.py writes.
+    names = TOKENIZER_FILES if listed is None else listed
+    for name in names:
+        if re.fullmatch(r"\w[\w.-]*", name):  # plain names only: a listing comes from elsewhere
+            cache.fetch(f"tokenizer/{name}", LARGEST_TOKENIZER_FILE, fresh=True)
+    return cache.folder

@@ -1,0 +1,287 @@
+"""What the forget gates of a trained model do on one text: matrices, maps, memory lengths, and what pruning leaves out.
+
+    F_ij = Π_{l=j+1..i} f_l                  how much of token j's weight is left at token i
+    A_ij = softmax_j(s·q_i·k_j + log F_ij)   the attention weights
+
+Both are T × T a head. They are computed in strips of rows and reduced to the picture's pixels at once, so that a text of
+16k tokens needs no more memory than a strip and the picture.
+
+Axes: B batch, H heads, T positions (queries), N positions (keys), D channels of a head, P pixels of a picture's side, S
+stretches of 128 positions.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from forgetting_transformer.evaluation.models import EvaluationError, load_model, precision_context, run_steps
+from forgetting_transformer.model.forgetting_transformer import ForgettingAttentionLayer
+from forgetting_transformer.model.layers import GroupRMSNorm
+from forgetting_transformer.ops.rotary import rotate
+
+log = logging.getLogger(__name__)
+
+#: Positions that the attention kernel keeps or skips together.
+STRETCH = 128
+#: Entries of a strip of a T × T matrix that are held at once: 64 MiB in float32.
+_STRIP_ENTRIES = 2**24
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What attention of one layer gets for one text.
+
+    Attributes:
+        layer: index of the block.
+        q_HTD, k_HTD: after normalisation and rotation, float32.
+        log_fgate_HT: float64, so that sums over a long text are exact enough to be compared.
+        score_bound_H: U with |s·q_i·k_j| ≤ U for all pairs.
+        tolerance: ln ε of the model's pruning, None if it is off.
+    """
+
+    layer: int
+    q_HTD: Tensor
+    k_HTD: Tensor
+    log_fgate_HT: Tensor
+    score_bound_H: Tensor
+    tolerance: float | None
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.q_HTD.shape[-1])
+
+
+def attention_layers(model: nn.Module) -> dict[int, ForgettingAttentionLayer]:
+    """The forgetting-attention layers of a model by block index.
+
+    Raises:
+        EvaluationError: it has none.
+    """
+    blocks = enumerate(model.decoder.layers) if hasattr(model, "decoder") else []
+    found = {
+        i: block.sequence_mixer for i, block in blocks if isinstance(block.sequence_mixer, ForgettingAttentionLayer)
+    }
+    if not found:
+        raise EvaluationError(
+            f"{type(model).__name__} has no forgetting-attention layer; this evaluation is for FoX, and for Transformer "
+            "(Pro), whose gates are all 1"
+        )
+    return found
+
+
+def visit(model: nn.Module, input_ids_T: Tensor, layers: Sequence[int], use: Callable[[AttentionInputs], None]) -> None:
+    """Runs the model on one text and hands `use` the inputs of attention in each of the chosen layers.
+
+    It is called while the model runs, after each layer, so that only one layer's inputs are held at a time.
+
+    Raises:
+        EvaluationError: a layer that the model does not have.
+    """
+    available = attention_layers(model)
+    for layer in layers:
+        if layer not in available:
+            known = ", ".join(map(str, available))
+            raise EvaluationError(f"--layers={layer}: the model's forgetting-attention layers are {known}")
+    held: dict[str, Tensor] = {}
+    handles = []
+
+    def keep(name: str) -> Callable:
+        def hook(_module: nn.Module, _args: tuple, out: Tensor | tuple[Tensor, ...]) -> None:
+            held[name] = out[0] if isinstance(out, tuple) else out  # a shifted projection also gives what it shifted
+
+        return hook
+
+    def hand_over(layer: int) -> Callable:
+        def hook(mixer: ForgettingAttentionLayer, args: tuple, _out: tuple) -> None:
+            use(_attention_inputs(layer, mixer, args[0], held.pop("q"), held.pop("k")))
+
+        return hook
+
+    for layer in layers:
+        mixer = available[layer]
+        handles += [
+            (mixer.q_norm or mixer.q_proj).register_forward_hook(keep("q")),
+            (mixer.k_norm or mixer.k_proj).register_forward_hook(keep("k")),
+            mixer.register_forward_hook(hand_over(layer)),
+        ]
+    try:
+        # The blocks alone: this evaluation needs no logits.
+        model.decoder(input_ids=input_ids_T[None], use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _attention_inputs(
+    layer: int, mixer: ForgettingAttentionLayer, hidden_BTE: Tensor, q: Tensor, k: Tensor
+) -> AttentionInputs:
+    heads = (mixer.num_heads, mixer.head_dim)
+    q_BTHD, k_BTHD = (x.float().reshape(1, -1, *heads) for x in (q, k))
+    if mixer.use_rope:
+        q_BTHD, k_BTHD = (rotate(x, 0, mixer.rope_base) for x in (q_BTHD, k_BTHD))
+    q_HTD, k_HTD = q_BTHD[0].transpose(0, 1), k_BTHD[0].transpose(0, 1)
+    log_fgate_HT = mixer.log_forget_gate(hidden_BTE)[0].T.double()
+    bound_H = score_bound(mixer, q_HTD, k_HTD)
+    return AttentionInputs(layer, q_HTD, k_HTD, log_fgate_HT, bound_H, mixer.log_pruning_tolerance)
+
+
+def score_bound(mixer: ForgettingAttentionLayer, q_HTD: Tensor, k_HTD: Tensor) -> Tensor:
+    """U `(H,)` with |s·q·k| ≤ U: from the weights of QK-norm, which hold for every text, else from the vectors at hand."""
+    if mixer.q_norm is not None:
+        largest = []
+        for norm in (mixer.q_norm, mixer.k_norm):
+            weight = norm.weight.float().abs()
+            per_head = weight.view(-1, mixer.head_dim) if isinstance(norm, GroupRMSNorm) else weight[None]
+            largest.append(per_head.amax(-1))
+        return (largest[0] * largest[1] * math.sqrt(mixer.head_dim)).expand(mixer.num_heads)
+    q_max_H, k_max_H = (x.norm(dim=-1).amax(-1) for x in (q_HTD, k_HTD))
+    return q_max_H * k_max_H / math.sqrt(mixer.head_dim)
+
+
+def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tokens back the gates let a head see, `(H,)` float64: the median over queries of the distance at which the
+    decay reaches 1/e. And whether that is a lower bound, `(H,)` bool.
+
+    The median runs over the second half of the text, whose queries have T/2 or more tokens before them. It is a lower
+    bound for a head that at half of them has not yet forgotten the beginning of the text.
+    """
+    c_HT = log_fgate_HT.double().cumsum(-1)
+    length = c_HT.shape[-1]
+    query_M = torch.arange(length // 2, length, device=c_HT.device)
+    # F_ij ≥ 1/e where -c_j ≥ -c_i - 1, and -c never falls.
+    first_HM = torch.searchsorted((-c_HT).contiguous(), (-c_HT[:, query_M] - 1).contiguous())
+    is_bound_H = (first_HM == 0).double().mean(-1) >= 0.5
+    return (query_M - first_HM).double().median(-1).values, is_bound_H
+
+
+def pruned_share(log_fgate_HT: Tensor, score_bound_H: Tensor, tolerance: float) -> Tensor:
+    """Share of causal tiles (128 × 128 positions) that pruning skips, `(H,)` float64.
+
+    A tile is skipped where its largest decay bias, that of its first query and its last key, is below
+    ln ε - (2U + ln T). The same rule as the attention kernel's, which this is tested against.
+
+    Args:
+        log_fgate_HT: logarithms of the gates.
+        score_bound_H: U.
+        tolerance: ln ε.
+    """
+    heads, length = log_fgate_HT.shape
+    threshold_H = tolerance - (2 * score_bound_H.double() + math.log(length))
+    c_HT = log_fgate_HT.double().cumsum(-1)
+    first_query_HS, last_key_HS = c_HT[:, ::STRETCH], c_HT[:, STRETCH - 1 :: STRETCH]
+    stretches = first_query_HS.shape[1]
+    pruned_H = torch.zeros(heads, dtype=torch.int64, device=log_fgate_HT.device)
+    for query in range(stretches):
+        bias_HS = first_query_HS[:, query : query + 1] - last_key_HS[:, :query]
+        pruned_H += (bias_HS < threshold_H[:, None]).sum(-1)
+    return pruned_H.double() / (stretches * (stretches + 1) / 2)
+
+
+def gate_matrix(log_fgate_T: Tensor, pixels: int) -> Tensor:
+    """F of one head as a picture `(P, P)`, P ≤ pixels: each pixel the largest entry it stands for, 0 above the diagonal.
+
+    Within a rectangle of F that lies below the diagonal the largest entry is its upper right corner, the earliest query and
+    the latest key, so the picture needs no other one.
+    """
+    edges_P = _pixel_edges(len(log_fgate_T), pixels, log_fgate_T.device)
+    c_T = log_fgate_T.double().cumsum(0)
+    first_query_P, last_key_P = edges_P[:-1], edges_P[1:] - 1
+    # On the diagonal i = j is the largest entry, 1.
+    picture_PP = torch.exp(c_T[first_query_P][:, None] - c_T[last_key_P]).tril(-1)
+    return (picture_PP + torch.eye(len(first_query_P), device=c_T.device, dtype=c_T.dtype)).float()
+
+
+def attention_map(inputs: AttentionInputs, head: int, pixels: int) -> Tensor:
+    """A of one head as a picture `(P, P)`, P ≤ pixels: each pixel the largest weight of the pairs it stands for."""
+    q_TD, k_ND = inputs.q_HTD[head], inputs.k_HTD[head]
+    c_N = inputs.log_fgate_HT[head].cumsum(0)
+    length = len(k_ND)
+    edges_P = _pixel_edges(length, pixels, k_ND.device)
+    sides = edges_P.diff().tolist()
+    rows: list[Tensor] = []
+    key_N = torch.arange(length, device=k_ND.device)
+    pixel_N = torch.repeat_interleave(torch.arange(len(sides), device=k_ND.device), edges_P.diff())
+    strip = max(1, _STRIP_ENTRIES // length)
+    for begin, end in zip(edges_P[:-1].tolist(), edges_P[1:].tolist(), strict=True):
+        row_P = torch.zeros(len(sides), device=k_ND.device)
+        for start in range(begin, end, strip):
+            query_M = key_N[start : min(start + strip, end)]
+            bias_MN = (c_N[query_M][:, None] - c_N).float()
+            scores_MN = inputs.scale * (q_TD[query_M] @ k_ND.T) + bias_MN
+            weights_MN = scores_MN.masked_fill(key_N > query_M[:, None], -torch.inf).softmax(-1)
+            row_P = row_P.scatter_reduce(0, pixel_N, weights_MN.amax(0), "amax")
+        rows.append(row_P)
+    return torch.stack(rows)
+
+
+def _pixel_edges(length: int, pixels: int, device: torch.device) -> Tensor:
+    """Edges `(P + 1,)` of P ≤ pixels nearly equal ranges of positions."""
+    return torch.linspace(0, length, min(pixels, length) + 1, dtype=torch.float64, device=device).round().long()
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """One head on one text.
+
+    Attributes:
+        memory: tokens, see `memory_lengths`.
+        memory_is_bound: the true value is at least that.
+        pruned: share of tiles that pruning skips.
+    """
+
+    layer: int
+    head: int
+    memory: float
+    memory_is_bound: bool
+    pruned: float
+
+
+@torch.no_grad()
+def report_heads(inputs: AttentionInputs, tolerance: float) -> list[HeadReport]:
+    """Memory length and pruned share of every head of a layer, at `tolerance` = ln ε where the model has none."""
+    memory_H, is_bound_H = memory_lengths(inputs.log_fgate_HT)
+    tolerance = tolerance if inputs.tolerance is None else inputs.tolerance
+    pruned_H = pruned_share(inputs.log_fgate_HT, inputs.score_bound_H, tolerance)
+    rows = zip(memory_H.tolist(), is_bound_H.tolist(), pruned_H.tolist(), strict=True)
+    return [HeadReport(inputs.layer, head, *row) for head, row in enumerate(rows)]
+
+
+def memory_over_training(run_folder: str, input_ids_T: Tensor, precision: str = "auto") -> list[dict[str, Any]]:
+    """The memory length of every head at every valid checkpoint of a run, oldest first.
+
+    Returns:
+        A dict per checkpoint: `train_tokens`, and `heads`, a list of {layer, head, memory, memory_is_bound}.
+
+    Raises:
+        EvaluationError: the folder is not a run's, or none of its checkpoints is valid.
+    """
+    if not (Path(run_folder) / "checkpoints").is_dir():
+        raise EvaluationError(f"--over_training reads the checkpoints of a training run, and {run_folder} is not one")
+    history = []
+    for step in tqdm(run_steps(run_folder), desc="checkpoints", disable=not sys.stderr.isatty()):
+        try:
+            model = load_model(run_folder, step=step, device=input_ids_T.device)
+        except EvaluationError as error:
+            log.warning("left out: %s", error)
+            continue
+        heads: list[dict[str, Any]] = []
+
+        def use(inputs: AttentionInputs, heads: list[dict[str, Any]] = heads) -> None:
+            memory_H, is_bound_H = memory_lengths(inputs.log_fgate_HT)
+            for head, (memory, is_bound) in enumerate(zip(memory_H.tolist(), is_bound_H.tolist(), strict=True)):
+                heads.append({"layer": inputs.layer, "head": head, "memory": memory, "memory_is_bound": is_bound})
+
+        with precision_context(precision, input_ids_T.device):
+            visit(model.model, input_ids_T, list(attention_layers(model.model)), use)
+        history.append({"train_tokens": step, "heads": heads})
+    if not history:
+        raise EvaluationError(f"none of the checkpoints in {run_folder} can be read; the warnings above say why")
+    return history

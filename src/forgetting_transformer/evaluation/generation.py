@@ -1,0 +1,113 @@
+"""Greedy continuations of prompts, and files that several processes may fill and a later start continues."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context
+
+
+def continue_greedily(
+    model: EvaluatedModel,
+    prompts_BT: np.ndarray,
+    max_new_tokens: int,
+    precision: str = "auto",
+    *,
+    stop_ids: Sequence[int] = (),
+    min_new_tokens: int = 0,
+) -> list[str]:
+    """The likeliest next token again and again, for prompts of one length; special tokens are left out of the texts.
+
+    Args:
+        prompts_BT: token ids `(B, T)`.
+        stop_ids: tokens that end a continuation, besides the model's own end-of-text token.
+        min_new_tokens: tokens before which nothing ends it.
+    """
+    tokenizer = model.require_tokenizer()
+    own = model.model.generation_config.eos_token_id
+    if own is None:
+        own = model.model.config.eos_token_id
+    eos = sorted({*([own] if isinstance(own, int) else own or []), *stop_ids})
+    input_ids = torch.from_numpy(prompts_BT).to(model.device)
+    options: dict[str, Any] = {"min_new_tokens": min_new_tokens} if min_new_tokens else {}
+    with precision_context(precision, model.device):
+        output = model.model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            eos_token_id=eos or None,
+            pad_token_id=eos[0] if eos else 0,
+            **options,
+        )
+    return tokenizer.batch_decode(output[:, input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def check_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Writes the settings of an evaluation beside its results, or refuses to mix results of others with them.
+
+    Raises:
+        EvaluationError: the folder holds results made with other settings; names the first that differs.
+    """
+    file = folder / "settings.json"
+    settings = json.loads(json.dumps(settings))
+    if file.is_file():
+        stored = read_json(file)
+        for key in sorted(stored.keys() | settings.keys()):
+            if stored.get(key) != settings.get(key):
+                raise EvaluationError(
+                    f"{folder} holds results with {key}={stored.get(key)!r}, this evaluation has {settings.get(key)!r}: "
+                    "choose another --save_dir or --model name, or delete the folder"
+                )
+        return
+    write_json(file, settings)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Writes a file that is whole or not there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{os.getpid()}.{file.name}")
+    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(file)
+
+
+def read_json(file: Path) -> Any:
+    """Reads what `write_json` wrote.
+
+    Raises:
+        EvaluationError: the file is not there, or damaged.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"{file} cannot be read ({error}); delete it and start the evaluation again") from error
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; a last line that a crash cut short is left out."""
+    if not file.is_file():
+        return []
+    records = []
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def append_record(file: Path, record: dict[str, Any]) -> None:
+    """Adds a line to a JSON-lines file, after ending one that a crash cut short."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab+") as stream:
+        if stream.tell() > 0:
+            stream.seek(-1, os.SEEK_END)
+            if stream.read(1) != b"\n":
+                stream.write(b"\n")
+        stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")

@@ -1,0 +1,235 @@
+"""lm-evaluation-harness: an adapter for the models of this project.
+
+The harness asks for log-likelihoods; the adapter answers without ever holding the logits of a whole text. Every sequence
+begins with the beginning-of-sequence token, as in training. Needs `pip install lm_eval` (the extra `eval`).
+
+Axes: B batch, T positions, K last positions, V vocabulary.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+from tqdm import tqdm
+
+from forgetting_transformer.evaluation import texts
+from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
+from forgetting_transformer.evaluation.harness_tables import TASKS
+from forgetting_transformer.evaluation.models import (
+    EvaluatedModel,
+    EvaluationError,
+    fingerprint,
+    precision_context,
+    resolve,
+    token_losses,
+)
+from forgetting_transformer.evaluation.workers import Workers
+
+
+class HarnessModel(TemplateLM):
+    """What lm_eval calls a model.
+
+    Args:
+        evaluated: the model and its tokenizer.
+        max_length: longest sequence; contexts are cut on the left.
+        batch_size: sequences per forward pass.
+        workers: the processes that share the requests.
+    """
+
+    def __init__(
+        self, evaluated: EvaluatedModel, max_length: int, batch_size: int, precision: str, workers: Workers
+    ) -> None:
+        super().__init__()
+        self.evaluated, self.max_length, self.precision, self.workers = evaluated, max_length, precision, workers
+        self.batch_size = batch_size
+        self._rank, self._world_size, self._device = workers.rank, workers.world_size, workers.device
+        self.tokenizer = evaluated.require_tokenizer()
+        if evaluated.bos_token_id is None and self.tokenizer.eos_token_id is None:
+            raise EvaluationError(f"{evaluated.source} has neither a beginning- nor an end-of-text token")
+
+    @property
+    def eot_token_id(self) -> int:
+        eos = self.tokenizer.eos_token_id
+        return eos if eos is not None else self.evaluated.bos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        bos = self.evaluated.bos_token_id
+        return bos if bos is not None else self.eot_token_id
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids, after the beginning-of-sequence token unless `add_special_tokens` is False."""
+        ids = texts.encode(self.evaluated, string)
+        return ids if add_special_tokens is False else [self.prefix_token_id, *ids]
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        sequences = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        # Longest first: running out of memory, if it must be, comes at once and not after an hour.
+        order = sorted(range(len(requests)), key=lambda n: -len(sequences[n]))
+        bar = tqdm(total=len(order), desc="log-likelihoods", disable=disable_tqdm or not self.workers.shows_progress)
+        for start in range(0, len(order), self.batch_size):
+            chosen = order[start : start + self.batch_size]
+            inputs = [sequences[n][:-1] for n in chosen]
+            continuations = [requests[n][2][-len(inputs[i]) :] for i, n in enumerate(chosen)]
+            width = max(map(len, inputs))
+            needed = max(
+                width - len(ids) + len(continuation) for ids, continuation in zip(inputs, continuations, strict=True)
+            )
+            log_probs_BKV = self._log_probs(_pad(inputs, width, self.prefix_token_id), needed)
+            for n, ids, continuation, row_KV in zip(chosen, inputs, continuations, log_probs_BKV, strict=True):
+                end = needed - (width - len(ids))
+                row_KV = row_KV[end - len(continuation) : end]
+                target = torch.tensor(continuation, device=row_KV.device)
+                greedy = bool((row_KV.argmax(-1) == target).all())
+                answers[n] = (float(row_KV.gather(-1, target[:, None]).sum()), greedy)
+            bar.update(len(chosen))
+        bar.close()
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts, in windows of the longest length, as the harness cuts them."""
+        answers = []
+        for request in tqdm(requests, desc="texts", disable=disable_tqdm or not self.workers.shows_progress):
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            total = 0.0
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
+                context, predicted = make_disjoint_window(window)
+                sequence = torch.tensor([[*context, *predicted]], device=self.device)
+                with precision_context(self.precision, self.evaluated.device):
+                    losses = token_losses(self.evaluated.model, sequence[:, :-1], sequence[:, 1:])
+                total -= losses[0, -len(predicted) :].double().sum().item()
+            answers.append(total)
+        return answers
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Greedy continuations up to the first of the stop strings."""
+        answers = []
+        for request in tqdm(requests, desc="continuations", disable=disable_tqdm or not self.workers.shows_progress):
+            context, options = request.args
+            count = options.get("max_gen_toks", 256)
+            ids = self.tok_encode(context)[-max(1, self.max_length - count) :]
+            (text,) = continue_greedily(self.evaluated, np.array([ids]), count, self.precision)
+            until = options.get("until") or []
+            for stop in [until] if isinstance(until, str) else until:
+                text = text.split(stop)[0] if stop else text
+            answers.append(text)
+        return answers
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return tensor
+        parts = [torch.zeros_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor)
+        return torch.stack(parts)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        if self.world_size == 1:
+            return [obj]
+        parts = [None] * self.world_size if self.rank == dst else None
+        dist.gather_object(obj, parts, dst=dst)
+        return parts
+
+    def barrier(self) -> None:
+        self.workers.wait()
+
+    def _log_probs(self, input_ids_BT: Tensor, needed: int) -> Tensor:
+        """`(B, K, V)` float32 of the last `needed` positions; right padding cannot change what comes before it."""
+        model = self.evaluated.model
+        keep = {"logits_to_keep": needed} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        with precision_context(self.precision, self.evaluated.device):
+            logits = model(input_ids=input_ids_BT.to(self.device), use_cache=False, **keep).logits
+        return logits[:, -needed:].float().log_softmax(-1)
+
+
+def _pad(sequences: Sequence[list[int]], width: int, token: int) -> Tensor:
+    return torch.tensor([[*ids, *[token] * (width - len(ids))] for ids in sequences])
+
+
+def evaluate(
+    model: EvaluatedModel,
+    folder: Path,
+    workers: Workers,
+    *,
+    tasks: Sequence[str],
+    max_length: int,
+    batch_size: int = 1,
+    precision: str = "auto",
+    limit: int | None = None,
+    include_path: Path | None = None,
+) -> dict[str, Any]:
+    """Runs the tasks that `folder/results.json` does not have yet; it is written after each one.
+
+    Args:
+        tasks: lm_eval's names.
+        limit: examples of each task, for a quick look; None for all.
+        include_path: folder of task files of your own. Such files can run Python: use your own only.
+
+    Returns:
+        Task -> lm_eval's results for it.
+
+    Raises:
+        EvaluationError: a task's data is not there and cannot be downloaded, or the folder holds results of other settings.
+    """
+    import lm_eval
+
+    settings = {
+        "weights": fingerprint(model.model),
+        "max_length": max_length,
+        "precision": resolve(precision, workers.device),
+        "limit": limit,
+    }
+    if workers.is_first:
+        check_settings(folder, settings)
+    file = folder / "results.json"
+    results = workers.broadcast(read_json(file) if workers.is_first and file.is_file() else {})
+    manager = _task_manager(include_path)
+    unknown = [task for task in tasks if task not in manager.all_tasks]
+    if unknown:
+        raise EvaluationError(f"--tasks={','.join(unknown)}: lm_eval does not know them; `lm_eval ls tasks` lists all")
+    adapter = HarnessModel(model, max_length, batch_size, precision, workers)
+    for task in tasks:
+        if task in results:
+            continue
+        if workers.is_first:
+            print(f"{task} …", file=sys.stderr)
+        _check_data(task, manager)
+        found = lm_eval.simple_evaluate(
+            adapter, tasks=[task], task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=False
+        )
+        if workers.is_first:
+            results[task] = found["results"][task]
+            write_json(file, results)
+    return results
+
+
+@functools.cache
+def _task_manager(include_path: Path | None) -> TaskManager:
+    """lm_eval's register of tasks, which takes seconds to make."""
+    return TaskManager(include_path=None if include_path is None else str(include_path))
+
+
+def _check_data(task: str, manager: TaskManager) -> None:
+    """Loads a task's data, so that a failure to do so is known to be one."""
+    try:
+        manager.load([task])
+    except (OSError, ValueError, ImportError) as error:  # what datasets raises without network, cache or permission
+        dataset = next((entry.dataset for entry in TASKS if entry.name == task), "the dataset named in its task file")
+        raise EvaluationError(
+            f"the data of task {task} cannot be loaded ({str(error).strip().splitlines()[0]}). On a machine with a network "
+            f"run `hf download --repo-type dataset {dataset}` and copy its ~/.cache/huggingface here; elsewhere than at "
+            "that path, set HF_HOME to it. With the copy in place set HF_HUB_OFFLINE=1"
+        ) from error

@@ -1,0 +1,94 @@
+"""The eleven tasks of the paper's Table 1 in lm-evaluation-harness, and the table. Needs no lm_eval.
+
+Source: Lin et al., "Forgetting Transformer", ICLR 2025, Table 1: zero-shot; "acc-n" is accuracy with log-likelihoods divided by
+the length of the answer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forgetting_transformer.evaluation.tables import Column, latex, markdown
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of the paper's Table 1.
+
+    Attributes:
+        name: in lm_eval.
+        dataset: on the Hugging Face hub.
+        columns: lm_eval's metric -> the column it fills.
+    """
+
+    name: str
+    dataset: str
+    columns: Mapping[str, Column]
+
+
+def _accuracy(name: str, title: str, dataset: str, normalised: bool = False) -> Task:
+    metric = "acc_norm" if normalised else "acc"
+    column = Column(name, f"{title} {'acc-n' if normalised else 'acc'}", "higher")
+    return Task(name, dataset, {f"{metric},none": column})
+
+
+#: The eleven tasks, in the order of the table. All zero-shot.
+TASKS = (
+    Task(
+        "wikitext",
+        "EleutherAI/wikitext_document_level",
+        {"word_perplexity,none": Column("wikitext", "Wiki. ppl", "lower")},
+    ),
+    Task(
+        "lambada_openai",
+        "EleutherAI/lambada_openai",
+        {
+            "perplexity,none": Column("lambada_openai_ppl", "LMB. ppl", "lower"),
+            "acc,none": Column("lambada_openai", "LMB. acc", "higher"),
+        },
+    ),
+    _accuracy("piqa", "PIQA", "baber/piqa"),
+    _accuracy("hellaswag", "Hella.", "Rowan/hellaswag", normalised=True),
+    _accuracy("winogrande", "Wino.", "allenai/winogrande"),
+    _accuracy("arc_easy", "ARC-e", "allenai/ai2_arc"),
+    _accuracy("arc_challenge", "ARC-c", "allenai/ai2_arc", normalised=True),
+    _accuracy("copa", "COPA", "aps/super_glue"),
+    _accuracy("openbookqa", "OBQA", "allenai/openbookqa", normalised=True),
+    _accuracy("sciq", "SciQ", "allenai/sciq"),
+    _accuracy("boolq", "BoolQ", "aps/super_glue"),
+)
+AVERAGE = Column("average", "Avg", "higher")
+
+
+def table_row(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """The numbers of one model's row: perplexities as they are, accuracies and their mean in percent."""
+    row: dict[str, float] = {}
+    for task in TASKS:
+        for metric, column in task.columns.items():
+            value = results.get(task.name, {}).get(metric)
+            if value is not None:
+                row[column.key] = 100 * value if column.better == "higher" else value
+    accuracies = [column.key for task in TASKS for column in task.columns.values() if column.better == "higher"]
+    if all(key in row for key in accuracies):
+        row[AVERAGE.key] = sum(row[key] for key in accuracies) / len(accuracies)
+    return row
+
+
+def tables(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[str, str]:
+    """Markdown and LaTeX of the paper's Table 1 for models by name; the mean is there when all ten accuracies are."""
+    rows = {name: table_row(tasks) for name, tasks in results.items()}
+    columns = [column for task in TASKS for column in task.columns.values()] + [AVERAGE]
+    return markdown(rows, columns), latex(rows, columns)
+
+
+def listing(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown: every metric of the tasks that are not in the paper's table; empty if there is none."""
+    known = {task.name for task in TASKS}
+    rows = [
+        f"| {task} | {metric.removesuffix(',none')} | {value:.4f} |"
+        for task, metrics in results.items()
+        if task not in known
+        for metric, value in metrics.items()
+        if isinstance(value, float) and "_stderr" not in metric
+    ]
+    return "\n".join(["| Task | Metric | Value |", "|---|---|---:|", *rows]) + "\n" if rows else ""

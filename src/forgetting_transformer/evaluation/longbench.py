@@ -1,0 +1,385 @@
+"""LongBench (v1): its fourteen English sets, with its prompts, its truncation and its scores.
+
+Prompts, lengths of answers and scoring rules are the benchmark's, github.com/THUDM/LongBench (MIT licence; Bai et al., 2023):
+
+- a prompt that is too long keeps its first and its last half;
+- answers are greedy; one for SAMSum also ends at a line break, and has at least one token;
+- only for TREC, TriviaQA and SAMSum does the first line of an answer alone count; summaries count whole;
+- scores: F1 of words (question answering), ROUGE-L (summaries), found class among the classes found (TREC), similarity of
+  the first line that is code (code); the best over the reference answers, times 100.
+"""
+
+import difflib
+import functools
+import json
+import re
+import string
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from forgetting_transformer.evaluation import texts
+from forgetting_transformer.evaluation.generation import (
+    append_record,
+    check_settings,
+    continue_greedily,
+    read_records,
+    write_json,
+)
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
+from forgetting_transformer.evaluation.tables import Column, latex, markdown
+from forgetting_transformer.evaluation.workers import Workers
+
+HUB_ID, ARCHIVE = "THUDM/LongBench", "data.zip"
+
+
+def f1(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
+    """F1 of the bags of words, without case, punctuation and articles."""
+    got, wanted = _normalised_words(prediction), _normalised_words(answer)
+    common = sum((Counter(got) & Counter(wanted)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(got), common / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def rouge_l(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
+    """F of ROUGE-L as the package `rouge` computes it; 0 where that has nothing to compare."""
+    try:
+        return _rouge().get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
+    except (ValueError, RecursionError):
+        return 0.0
+
+
+def classification(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
+    """1/n if the answer is among the n classes that the prediction names, else 0.
+
+    Classes that are part of the answer's own name do not count as named.
+    """
+    named = [name for name in classes if name in prediction and (name == answer or name not in answer)]
+    return 1 / len(named) if answer in named else 0.0
+
+
+def code_similarity(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
+    """Similarity of the prediction's first line that is neither a comment nor a code fence, in whole percent.
+
+    The benchmark takes fuzzywuzzy's ratio, which is Python's own with nothing but `difflib` installed beside it.
+    """
+    lines = prediction.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
+    return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
+
+
+def _normalised_words(text: str) -> list[str]:
+    text = "".join(character for character in text.lower() if character not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+@functools.cache
+def _rouge() -> Any:
+    try:
+        from rouge import Rouge
+    except ImportError as error:
+        raise EvaluationError(
+            "LongBench's summaries are scored with the package rouge: pip install -e '.[eval]'"
+        ) from error
+    return Rouge(metrics=["rouge-l"])
+
+
+@dataclass(frozen=True)
+class Set:
+    """One set of the benchmark.
+
+    Attributes:
+        prompt: filled with an example's `context` and `input`.
+        max_new_tokens: longest answer.
+        score: of a prediction against one reference answer, 0 to 1; the third argument is the example's classes.
+        title, group: in the table.
+        first_line: score the first line of an answer alone.
+    """
+
+    prompt: str
+    max_new_tokens: int
+    score: Callable[[str, str, Sequence[str]], float]
+    title: str
+    group: str
+    first_line: bool = False
+
+
+_PASSAGES = (
+    "Answer the question based on the given passages. Only give me the answer and do not output any other words."
+    "\n\nThe following are given passages.\n{context}\n\n"
+    "Answer the question based on the given passages. Only give me the answer and do not output any other words."
+    "\n\nQuestion: {input}\nAnswer:"
+)
+# "asconcisely" is the benchmark's own spelling, and part of what models are asked.
+_STORY = "asconcisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
+_ARTICLE = (
+    "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based on the "
+    'information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", "no", or '
+    '"unanswerable". Do not provide any explanation.\n\n'
+)
+
+#: The sets, in the order of the paper's Table 2.
+SETS: dict[str, Set] = {
+    "narrativeqa": Set(
+        "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
+        + _STORY
+        + "Story: {context}\n\nNow, answer the question based on the story "
+        + _STORY
+        + "Question: {input}\n\nAnswer:",
+        128,
+        f1,
+        "NarrativeQA",
+        "Single-Document QA",
+    ),
+    "qasper": Set(
+        "You are given a scientific article and a question. Answer the question "
+        + _ARTICLE
+        + "Article: {context}\n\n Answer the question based on the above article "
+        + _ARTICLE
+        + "Question: {input}\n\nAnswer:",
+        128,
+        f1,
+        "Qasper",
+        "Single-Document QA",
+    ),
+    "multifieldqa_en": Set(
+        "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the above "
+        "text, only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:",
+        64,
+        f1,
+        "MFQA",
+        "Single-Document QA",
+    ),
+    "hotpotqa": Set(_PASSAGES, 32, f1, "HotpotQA", "Multi-Document QA"),
+    "2wikimqa": Set(_PASSAGES, 32, f1, "2WikiMQA", "Multi-Document QA"),
+    "musique": Set(_PASSAGES, 32, f1, "Musique", "Multi-Document QA"),
+    "gov_report": Set(
+        "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}\n\n"
+        "Now, write a one-page summary of the report.\n\nSummary:",
+        512,
+        rouge_l,
+        "GovReport",
+        "Summarization",
+    ),
+    "qmsum": Set(
+        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one or "
+        "more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript in one or "
+        "more sentences.\n\nQuery: {input}\nAnswer:",
+        512,
+        rouge_l,
+        "QMSum",
+        "Summarization",
+    ),
+    "multi_news": Set(
+        "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\n"
+        "Now, write a one-page summary of all the news.\n\nSummary:",
+        512,
+        rouge_l,
+        "MultiNews",
+        "Summarization",
+    ),
+    "trec": Set(
+        "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}",
+        64,
+        classification,
+        "TREC",
+        "Few-shot Learning",
+        first_line=True,
+    ),
+    "triviaqa": Set(
+        "Answer the question based on the given passage. Only give me the answer and do not output any other words. The "
+        "following are some examples.\n\n{context}\n\n{input}",
+        32,
+        f1,
+        "TriviaQA",
+        "Few-shot Learning",
+        first_line=True,
+    ),
+    "samsum": Set(
+        "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}",
+        128,
+        rouge_l,
+        "SamSum",
+        "Few-shot Learning",
+        first_line=True,
+    ),
+    "lcc": Set(
+        "Please complete the code given below. \n{context}Next line of code:\n", 64, code_similarity, "LCC", "Code"
+    ),
+    "repobench-p": Set(
+        "Please complete the code given below. \n{context}{input}Next line of code:\n",
+        64,
+        code_similarity,
+        "RepoBench-P",
+        "Code",
+    ),
+}
+
+
+def read_examples(name: str, data: Path | None) -> list[dict[str, Any]]:
+    """The examples of a set.
+
+    Args:
+        data: the benchmark's data.zip, a folder with it, or a folder with `<set>.jsonl`; None fetches data.zip from the hub.
+
+    Raises:
+        EvaluationError: the set is not there, and how to get it.
+    """
+    advice = (
+        f"run `hf download --repo-type dataset {HUB_ID} {ARCHIVE} --local-dir FOLDER` on a machine with a network, copy the "
+        f"folder here, and set --data_dir to it"
+    )
+    if data is None:
+        try:
+            from huggingface_hub import hf_hub_download
+
+            data = Path(hf_hub_download(HUB_ID, ARCHIVE, repo_type="dataset"))
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise EvaluationError(f"LongBench's data cannot be downloaded ({reason}): {advice}") from error
+    candidates = [data] if data.is_file() else [data / f"{name}.jsonl", data / "data" / f"{name}.jsonl", data / ARCHIVE]
+    file = next((path for path in candidates if path.is_file()), None)
+    if file is None:
+        raise EvaluationError(f"no {name}.jsonl and no {ARCHIVE} in {data}: {advice}")
+    try:
+        examples = [json.loads(line) for line in _lines(file, name)]
+        for example in examples:
+            _ = example["context"], example["input"], example["answers"]
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise EvaluationError(
+            f"{file}: {name}.jsonl is not a set of LongBench ({type(error).__name__}: {error}): {advice}"
+        ) from error
+    if not examples:
+        raise EvaluationError(f"{file}: {name}.jsonl holds no examples: {advice}")
+    return examples
+
+
+def _lines(file: Path, name: str) -> Iterator[str]:
+    if file.suffix != ".zip":
+        yield from file.read_text(encoding="utf-8").splitlines()
+        return
+    # Read in place: an archive that is never unpacked cannot write anywhere.
+    with zipfile.ZipFile(file) as archive:
+        members = [member for member in archive.namelist() if Path(member).name == f"{name}.jsonl"]
+        if len(members) != 1:
+            raise KeyError(f"{name}.jsonl occurs {len(members)} times in the archive")
+        for line in archive.read(members[0]).decode().split("\n"):
+            if line.strip():
+                yield line
+
+
+def build_prompt(model: EvaluatedModel, name: str, example: Mapping[str, Any], max_length: int) -> np.ndarray:
+    """Token ids `(T,)`, T ≤ max_length: beginning-of-sequence token, then the prompt, its middle left out if too long."""
+    first = texts.begin(model)
+    prompt = SETS[name].prompt.format(context=example["context"], input=example["input"])
+    ids = np.array(texts.encode(model, prompt), dtype=np.int64)
+    room = max_length - len(first)
+    if len(ids) > room:
+        half = room // 2
+        ids = np.concatenate([ids[:half], ids[len(ids) - half :]])
+    return np.concatenate([first, ids])
+
+
+def score_example(name: str, prediction: str, answers: Iterable[str], classes: Sequence[str] | None) -> float:
+    """0 to 1, the best over the reference answers."""
+    chosen = SETS[name]
+    if chosen.first_line:
+        prediction = prediction.lstrip("\n").split("\n")[0]
+    return max((chosen.score(prediction, answer, classes or ()) for answer in answers), default=0.0)
+
+
+def evaluate(
+    model: EvaluatedModel,
+    folder: Path,
+    workers: Workers,
+    *,
+    sets: Sequence[str],
+    data: Path | None,
+    max_length: int | None = None,
+    precision: str = "auto",
+    limit: int | None = None,
+) -> dict[str, float]:
+    """Answers the examples that `folder/pred` does not have yet, set by set, and writes the scores to results.json.
+
+    Args:
+        max_length: tokens of a prompt; default the training length less the tokens of the answer.
+        limit: examples of each set, for a quick look; None for all.
+
+    Returns:
+        Set -> score, 0 to 100.
+
+    Raises:
+        EvaluationError: a set's data is missing, the length is unknown, or the folder holds results of other settings.
+    """
+    for name in sets:
+        if name not in SETS:
+            raise EvaluationError(f"--sets={name}: the English sets are {', '.join(SETS)}")
+    if max_length is None and model.train_length is None:
+        raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_length")
+    if workers.is_first:
+        settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
+        check_settings(folder, {"weights": fingerprint(model.model), **settings})
+    scores = {}
+    for name in sets:
+        examples = read_examples(name, data)[:limit]
+        length = max_length or max(model.train_length - SETS[name].max_new_tokens, model.train_length // 2)
+        _answer(model, name, examples, length, folder / "pred", workers, precision)
+        workers.wait()
+        predictions = {
+            record["index"]: record["pred"]
+            for file in sorted((folder / "pred").glob(f"{name}.*.jsonl"))
+            for record in read_records(file)
+        }
+        missing = [n for n in range(len(examples)) if n not in predictions]
+        if missing:
+            raise EvaluationError(
+                f"{folder / 'pred'}: {name} lacks the answers to {len(missing)} examples; start again"
+            )
+        found = [
+            score_example(name, predictions[n], example["answers"], example.get("all_classes"))
+            for n, example in enumerate(examples)
+        ]
+        scores[name] = round(100 * sum(found) / len(found), 2)
+        if workers.is_first:
+            write_json(folder / "results.json", scores)
+    return scores
+
+
+def _answer(
+    model: EvaluatedModel,
+    name: str,
+    examples: Sequence[Mapping[str, Any]],
+    max_length: int,
+    folder: Path,
+    workers: Workers,
+    precision: str,
+) -> None:
+    """Appends this process's answers to a file of its own; what any process has answered before is left out."""
+    answered = {record["index"] for file in folder.glob(f"{name}.*.jsonl") for record in read_records(file)}
+    mine = [n for n in range(len(examples)) if n % workers.world_size == workers.rank and n not in answered]
+    options: dict[str, Any] = {"min_new_tokens": 1, "stop_ids": _line_break(model)} if name == "samsum" else {}
+    for n in tqdm(mine, desc=f"{model.name}, {name}", unit="answer", disable=not workers.shows_progress):
+        prompt = build_prompt(model, name, examples[n], max_length)
+        (prediction,) = continue_greedily(model, prompt[None], SETS[name].max_new_tokens, precision, **options)
+        kept = {key: examples[n].get(key) for key in ("answers", "all_classes", "length")}
+        append_record(folder / f"{name}.{workers.rank}.jsonl", {"index": n, "pred": prediction, **kept})
+
+
+def _line_break(model: EvaluatedModel) -> list[int]:
+    """The token that is a line break and nothing else, if the tokenizer has one."""
+    ids = texts.encode(model, "\n")
+    return ids[-1:] if ids and model.tokenizer.decode(ids[-1:]) == "\n" else []
+
+
+def tables(results: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:
+    """Markdown and LaTeX of the paper's Table 2 for models by name."""
+    columns = [Column(name, entry.title, "higher", group=entry.group) for name, entry in SETS.items()]
+    return markdown(results, columns), latex(results, columns)

@@ -1,0 +1,264 @@
+"""Models to evaluate: a training run's output_dir, an exported folder, or a model on the hub.
+
+Weights are read from safetensors, or from a run's own checkpoints; files that would have to be unpickled are refused,
+and no code that comes with a model is run.
+
+Axes: B batch, T positions, V vocabulary, d hidden width.
+"""
+
+import contextlib
+import hashlib
+import logging
+import warnings
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+PRECISIONS = ("auto", "bf16", "fp32")
+# transformers writes this for "no limit".
+_NO_LIMIT = 10**9
+# Logits of a foreign model that are held at once: 512 MiB in float32.
+_MAX_LOGITS = 2**27
+_PROBE_TOKENS = 16
+
+
+class EvaluationError(RuntimeError):
+    """An evaluation cannot go on; the message says what is missing or wrong, and what to do."""
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A model in evaluation mode and what is known about it.
+
+    Attributes:
+        model: fp32 weights, on the device.
+        tokenizer: None where there is none to be had.
+        name: what files and figures call it.
+        source: where it came from.
+        train_length: sequence length of its training in tokens, None if unknown.
+        train_tokens: tokens it was trained on, None if unknown.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    name: str
+    source: str
+    train_length: int | None
+    train_tokens: int | None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def bos_token_id(self) -> int | None:
+        for owner in (self.model.config, self.tokenizer):
+            token = getattr(owner, "bos_token_id", None)
+            if token is not None:
+                return int(token)
+        return None
+
+    def require_tokenizer(self) -> Any:
+        """The tokenizer, for an evaluation that reads text.
+
+        Raises:
+            EvaluationError: there is none.
+        """
+        if self.tokenizer is None:
+            raise EvaluationError(
+                f"{self.source} comes without a tokenizer and this evaluation reads text: name one with --tokenizer "
+                "FOLDER_OR_HUB_ID, or export the run with `save_model.py --tokenizer …`"
+            )
+        return self.tokenizer
+
+
+def load_model(
+    source: str,
+    *,
+    name: str | None = None,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    train_length: int | None = None,
+    device: torch.device | str = "cpu",
+) -> EvaluatedModel:
+    """Loads a model by what `source` is: a run's output_dir, a folder in Hugging Face format, or a hub id.
+
+    Args:
+        source: the folder or hub id.
+        name: what to call it; default the last part of `source`.
+        step: training tokens of a run's checkpoint; default the newest valid one.
+        tokenizer: folder or hub id, where the model has none of its own.
+        train_length: overrides what the model says.
+
+    Raises:
+        EvaluationError: nothing there that can be loaded.
+    """
+    import forgetting_transformer.model
+    import forgetting_transformer.tokenizer  # noqa: F401  (both imports register classes)
+
+    folder = Path(source).expanduser()
+    name = name or (folder.resolve().name if folder.exists() else source.rsplit("/", 1)[-1])
+    if not name or name in (".", "..") or "/" in name or "\\" in name:
+        raise EvaluationError(f"--model={name!r} names a folder of results; it must not contain a path separator")
+    if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
+        model, found, length, tokens = _load_run(folder, step, tokenizer)
+    else:
+        if step is not None:
+            raise EvaluationError(f"--step={step} chooses a checkpoint of a training run, and {source} is not one")
+        if folder.exists() and not (folder / "config.json").is_file():
+            raise EvaluationError(
+                f"{source} is neither a training run (no folder checkpoints/) nor a model in Hugging Face format (no "
+                "config.json); give a run's output_dir, what save_model.py wrote, or a hub id"
+            )
+        model, found, length, tokens = _load_pretrained(source, tokenizer)
+    return EvaluatedModel(model.to(device).eval(), found, name, source, train_length or length, tokens)
+
+
+def run_steps(run_folder: str | Path) -> list[int]:
+    """Training tokens of a run's checkpoints, valid or not."""
+    from forgetting_transformer.training.checkpoint import steps_in
+    from forgetting_transformer.training.run_directory import RunDirectory
+
+    return steps_in(RunDirectory(run_folder).checkpoints)
+
+
+def pick_device(device: str | None = None) -> torch.device:
+    """The device asked for, else the first GPU, else the CPU."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+@contextlib.contextmanager
+def precision_context(precision: str, device: torch.device) -> Iterator[None]:
+    """Inference in the given precision: "bf16" is autocast over fp32 weights, as in training; "auto" is bf16 on CUDA and
+    fp32 elsewhere."""
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=resolve(precision, device) == "bf16"):
+        yield
+
+
+def resolve(precision: str, device: torch.device) -> str:
+    """ "auto" made definite."""
+    if precision not in PRECISIONS:
+        raise EvaluationError(f"--precision={precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    return ("bf16" if device.type == "cuda" else "fp32") if precision == "auto" else precision
+
+
+def token_losses(model: nn.Module, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    """Loss of every token in nats `(B, T)`, float32: `labels[t]` is the token after `input_ids[t]`.
+
+    Logits are never all held: this project's models see to that themselves, for others the output layer is run on slices
+    of the last hidden states. Where that does not give a model's own logits (a soft cap or a scale after the output
+    layer), they are computed whole.
+    """
+    from forgetting_transformer.model import DecoderForCausalLM
+
+    if isinstance(model, DecoderForCausalLM):
+        return model(input_ids=input_ids_BT, labels=labels_BT).loss
+    head = model.get_output_embeddings()
+    if _head_gives_logits(model, input_ids_BT):
+        hidden_BTd = model.base_model(input_ids=input_ids_BT, use_cache=False)[0]
+        hidden_Ld, labels_L = hidden_BTd.flatten(0, 1), labels_BT.flatten()
+        rows = max(1, _MAX_LOGITS // model.config.get_text_config().vocab_size)
+        losses = [
+            F.cross_entropy(head(hidden).float(), labels, reduction="none")
+            for hidden, labels in zip(hidden_Ld.split(rows), labels_L.split(rows), strict=True)
+        ]
+        return torch.cat(losses).view(labels_BT.shape)
+    logits_BTV = model(input_ids=input_ids_BT, use_cache=False).logits
+    losses = [
+        F.cross_entropy(logits.float(), labels, reduction="none")
+        for logits, labels in zip(logits_BTV, labels_BT, strict=True)
+    ]
+    return torch.stack(losses)
+
+
+def _head_gives_logits(model: nn.Module, input_ids_BT: Tensor) -> bool:
+    """Whether the output layer on the last hidden states is all there is to the logits; looked at once a model."""
+    known = getattr(model, "_evaluation_head_gives_logits", None)
+    if known is None:
+        probe = input_ids_BT[:1, :_PROBE_TOKENS]
+        head = model.get_output_embeddings()
+        logits = model(input_ids=probe, use_cache=False).logits
+        try:
+            known = head is not None and torch.allclose(
+                head(model.base_model(input_ids=probe, use_cache=False)[0]), logits, rtol=1e-2, atol=1e-2
+            )
+        except (TypeError, RuntimeError):  # a base model that takes or gives something else
+            known = False
+        if not known:
+            log.warning("%s: all logits are computed at once, which takes memory", type(model).__name__)
+        model._evaluation_head_gives_logits = known
+    return known
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A short hash of the weights: equal for a run, its export and a copy of either."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(model.state_dict().items()):
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {zlib.crc32(data)};".encode())
+    return digest.hexdigest()
+
+
+def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn.Module, Any, int, int]:
+    from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid, steps_in
+    from forgetting_transformer.training.export import build_from_checkpoint, tokenizer_of_run
+    from forgetting_transformer.training.run_directory import RunDirectory
+
+    directory = RunDirectory(folder)
+    checkpoint = newest_valid(directory.checkpoints, step)
+    if checkpoint is None:
+        wanted = "no valid checkpoint" if step is None else f"no valid checkpoint at --step={step}"
+        held = ", ".join(map(str, steps_in(directory.checkpoints))) or "nothing"
+        raise EvaluationError(f"{wanted} in {directory.checkpoints}; it holds {held}")
+    state = checkpoint.trainer_state()
+    try:
+        with warnings.catch_warnings():
+            # Said by torch where a checkpoint is read on one process, which is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            model = build_from_checkpoint(checkpoint, state)
+    except CheckpointError as error:
+        raise EvaluationError(str(error)) from error
+    try:
+        found = tokenizer_of_run(directory, state["config"], tokenizer)
+    except (OSError, ValueError) as error:
+        if tokenizer is not None:
+            raise EvaluationError(f"--tokenizer={tokenizer}: {str(error).splitlines()[0]}") from error
+        found = None
+    return model, found, state["config"]["datamodule"]["train_batch_len"], checkpoint.step
+
+
+def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any, int | None, None]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        # safetensors only: a pickle from the hub may run what its author liked.
+        model = AutoModelForCausalLM.from_pretrained(
+            source, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
+        )
+    except (OSError, ValueError) as error:
+        raise EvaluationError(
+            f"cannot load the model {source}: {str(error).strip().splitlines()[0]}. It must be a folder or a hub id with "
+            "config.json and safetensors weights; without a network run `hf download "
+            + source
+            + " --local-dir FOLDER` "
+            "elsewhere and give that folder"
+        ) from error
+    found = None
+    try:
+        found = AutoTokenizer.from_pretrained(tokenizer or source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        if tokenizer is not None:
+            raise EvaluationError(f"--tokenizer={tokenizer}: {str(error).splitlines()[0]}") from error
+    config = model.config.get_text_config()
+    length = getattr(found, "model_max_length", None)
+    if length is None or length > _NO_LIMIT:
+        length = getattr(config, "max_position_embeddings", None)
+    return model, found, length, None

@@ -1,0 +1,297 @@
+"""Needle in a haystack: a sentence hidden in a long text, and a question that only this sentence answers.
+
+Standard mode hides the answer alone; easy mode hides the question with it, so that the model meets the very words it is
+asked with (Qin et al., 2024; Lin et al., "Forgetting Transformer", ICLR 2025, section 4.3).
+
+    needle    standard: {statement} {answer}.          easy: {question} Answer: {statement} {answer}.
+    query     Answer the following question: {question} Answer: {statement}
+
+Everything is counted in tokens of the model under test, and a prompt has exactly the length it is named after: the
+beginning-of-sequence token, text, needle and query together.
+
+Axes: T tokens of a prompt.
+"""
+
+import hashlib
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from forgetting_transformer.evaluation import heatmaps, texts
+from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
+from forgetting_transformer.evaluation.judge import Judge
+from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
+from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
+from forgetting_transformer.evaluation.workers import Workers
+
+MODES = ("standard", "easy")
+# How far back the needle may move from its depth to the end of a sentence, as a part of the text.
+_SENTENCE_REACH = 0.05
+
+
+@dataclass(frozen=True)
+class Needle:
+    """What is hidden and asked. The defaults are the sentence of most needle tests.
+
+    Attributes:
+        question: what is asked.
+        statement: how the answer begins; the query ends with it.
+        answer: what the model should continue with.
+    """
+
+    question: str = "What is the best thing to do in San Francisco?"
+    statement: str = "The best thing to do in San Francisco is"
+    answer: str = "eat a sandwich and sit in Dolores Park on a sunny day"
+
+    def text(self, mode: str) -> str:
+        """The needle."""
+        if mode not in MODES:
+            raise EvaluationError(f"--mode={mode!r}; it must be one of {', '.join(MODES)}")
+        asked = f"{self.question} Answer: " if mode == "easy" else ""
+        return f"\n{asked}{self.statement} {self.answer}.\n"
+
+    @property
+    def query(self) -> str:
+        return f"\n\nAnswer the following question: {self.question} Answer: {self.statement}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One prompt of the grid.
+
+    Attributes:
+        length: tokens of the prompt.
+        depth: where the needle is, 0 (beginning of the text) to 1 (end).
+        sample: which stretch of the haystack is used.
+    """
+
+    length: int
+    depth: float
+    sample: int
+
+    @property
+    def file_name(self) -> str:
+        return f"length_{self.length}_depth_{100 * self.depth:.1f}_sample_{self.sample}.json"
+
+
+def grid(lengths: Sequence[int], depths: Sequence[float], samples: int) -> list[Cell]:
+    """All cells, short prompts first, so that results come early."""
+    return [Cell(length, depth, sample) for length in sorted(lengths) for depth in depths for sample in range(samples)]
+
+
+class Haystack:
+    """A long text as token ids.
+
+    Args:
+        tokens: `(N,)` ids.
+        is_end: `(N,)` bool, True for tokens that end a sentence or a line.
+    """
+
+    def __init__(self, tokens: np.ndarray, is_end: np.ndarray) -> None:
+        self.tokens, self.is_end = tokens, is_end
+
+    @classmethod
+    def from_folder(cls, model: EvaluatedModel, folder: Path) -> "Haystack":
+        """All texts of a folder, in the order of their paths, whatever the file system's."""
+        return cls._with_ends(model, np.array(texts.encode(model, "\n\n".join(texts.read_folder(folder)))))
+
+    @classmethod
+    def from_heldout(cls, model: EvaluatedModel, data_path: str, dataset: str, needed: int) -> "Haystack":
+        """Held-out documents of a corpus made with the model's tokenizer, as many as make `needed` tokens."""
+        data = open_heldout(find_heldout(data_path, dataset))
+        documents = min(data.sequences, -(-needed // data.length))
+        ids = np.concatenate([data.read(n)[0] for n in range(documents)]).astype(np.int64)
+        texts.check_ids(model, ids)
+        return cls._with_ends(model, ids)
+
+    @classmethod
+    def _with_ends(cls, model: EvaluatedModel, ids: np.ndarray) -> "Haystack":
+        if len(ids) == 0:
+            raise EvaluationError("the haystack is empty: its files hold no text that the tokenizer can encode")
+        kinds, where = np.unique(ids, return_inverse=True)
+        pieces = model.require_tokenizer().batch_decode([[int(kind)] for kind in kinds])
+        ends = np.array([piece.rstrip(" ").endswith((".", "\n")) for piece in pieces])
+        return cls(ids.astype(np.int64), ends[where])
+
+    def take(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """`count` tokens from `start` on, and which of them end a sentence; the text begins again where it ends."""
+        where = np.arange(start, start + count) % len(self.tokens)
+        return self.tokens[where], self.is_end[where]
+
+
+def build_prompt(model: EvaluatedModel, haystack: Haystack, needle: Needle, mode: str, cell: Cell) -> np.ndarray:
+    """The prompt of a cell, `(cell.length,)` int64.
+
+    The needle goes after the last end of a sentence before its depth, if there is one near.
+
+    Raises:
+        EvaluationError: the length has no room for needle, query and some text.
+    """
+    first = texts.begin(model)
+    needle_ids, query_ids = (np.array(texts.encode(model, text)) for text in (needle.text(mode), needle.query))
+    room = cell.length - len(first) - len(needle_ids) - len(query_ids)
+    if room < 1:
+        raise EvaluationError(
+            f"a prompt of {cell.length} tokens has no room for text: needle and query alone have "
+            f"{cell.length - room}; choose longer --min_length"
+        )
+    text, is_end = haystack.take(cell.sample * cell.length, room)
+    place = round(cell.depth * room)
+    if 0 < place < room:
+        reach = max(0, place - max(1, round(_SENTENCE_REACH * room)))
+        ends = np.flatnonzero(is_end[reach:place])
+        place = reach + int(ends[-1]) + 1 if ends.size else place
+    return np.concatenate([first, text[:place], needle_ids, text[place:], query_ids]).astype(np.int64)
+
+
+def exact_match(prediction: str, answer: str) -> float:
+    """1 if the prediction begins with the answer, letter case, punctuation and spaces aside; else 0."""
+    wanted = _words(answer)
+    return float(_words(prediction)[: len(wanted)] == wanted)
+
+
+def word_match(prediction: str, answer: str) -> float:
+    """Share of the answer's words that the prediction has in the same order, 0 to 1.
+
+    Only as many words of the prediction count as twice the answer has: more would find common words by chance.
+    """
+    wanted = _words(answer)
+    got = _words(prediction)[: 2 * len(wanted)]
+    blocks = SequenceMatcher(None, wanted, got, autojunk=False).get_matching_blocks()
+    return sum(block.size for block in blocks) / len(wanted)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def evaluate(
+    model: EvaluatedModel,
+    haystack: Haystack,
+    cells: Sequence[Cell],
+    folder: Path,
+    workers: Workers,
+    *,
+    needle: Needle,
+    mode: str,
+    max_new_tokens: int = 50,
+    batch_size: int = 1,
+    precision: str = "auto",
+) -> list[dict[str, Any]]:
+    """Asks for every cell that has no file yet in `folder/predictions`, and scores all of them.
+
+    Returns:
+        A record per cell: length, depth, sample, prediction, `exact` and `words` (0 to 1).
+    """
+    check_settings(
+        folder,
+        {
+            "weights": fingerprint(model.model),
+            "mode": mode,
+            **vars(needle),
+            "max_new_tokens": max_new_tokens,
+            "precision": resolve(precision, workers.device),
+            "haystack": _digest(haystack),
+        },
+    )
+    mine = [cell for n, cell in enumerate(cells) if n // batch_size % workers.world_size == workers.rank]
+    todo = [cell for cell in mine if not (folder / "predictions" / cell.file_name).is_file()]
+    bar = tqdm(total=len(todo), desc=f"{model.name}, {mode}", unit="prompt", disable=not workers.shows_progress)
+    while todo:
+        # Prompts of one length only: nothing is padded.
+        batch = [cell for cell in todo[:batch_size] if cell.length == todo[0].length]
+        todo = todo[len(batch) :]
+        prompts = np.stack([build_prompt(model, haystack, needle, mode, cell) for cell in batch])
+        predictions = continue_greedily(model, prompts, max_new_tokens, precision)
+        for cell, prediction in zip(batch, predictions, strict=True):
+            write_json(folder / "predictions" / cell.file_name, {**vars(cell), "prediction": prediction})
+        bar.update(len(batch))
+    bar.close()
+    workers.wait()
+    records = []
+    for cell in cells:
+        record = read_json(folder / "predictions" / cell.file_name)
+        prediction = record["prediction"]
+        scores = {
+            "exact": exact_match(prediction, needle.answer),
+            "words": word_match(prediction, needle.answer),
+        }
+        records.append({**record, **scores})
+    return records
+
+
+def as_matrix(
+    records: Sequence[dict[str, Any]], lengths: Sequence[int], depths: Sequence[float], score: str
+) -> np.ndarray:
+    """Mean score over samples `(depths, lengths)`; NaN where there is none."""
+    matrix = np.full((len(depths), len(lengths)), np.nan)
+    for row, depth in enumerate(depths):
+        for column, length in enumerate(lengths):
+            values = [
+                record[score]
+                for record in records
+                if (record["length"], record["depth"]) == (length, depth) and record.get(score) is not None
+            ]
+            if values:
+                matrix[row, column] = np.mean(values)
+    return matrix
+
+
+def _digest(haystack: Haystack) -> str:
+    return hashlib.blake2b(haystack.tokens.tobytes(), digest_size=8).hexdigest()
+
+
+def judge_records(folder: Path, judge: Judge) -> int:
+    """Rates every record of `folder/scores.json` and writes `judge.json`; returns how many have no rating.
+
+    Raises:
+        EvaluationError: there are no scores, or the endpoint refuses.
+    """
+    scores, settings = read_json(folder / "scores.json"), read_json(folder / "settings.json")
+    failed = 0
+    for record in tqdm(scores["records"], desc="ratings", disable=not sys.stderr.isatty()):
+        rating = judge.rate(
+            settings["question"], f"{settings['statement']} {settings['answer']}.", record["prediction"]
+        )
+        record["judge"] = rating
+        failed += rating is None
+    write_json(folder / "judge.json", {**scores, "judge": judge.model})
+    return failed
+
+
+def draw(folder: Path, score: str) -> float:
+    """Draws the heat-map of one score, `folder/<score>.png`, and returns its mean (NaN if no cell has one).
+
+    Args:
+        score: "words" or "exact" (0 to 1), or "judge" (1 to 10).
+    """
+    results = read_json(folder / ("judge.json" if score == "judge" else "scores.json"))
+    return draw_grid(results, score, folder / f"{score}.png")
+
+
+def draw_grid(results: dict[str, Any], score: str, path: Path) -> float:
+    """As `draw`, for the content of scores.json or judge.json and any file."""
+    matrix = as_matrix(results["records"], results["lengths"], results["depths"], score)
+    label, limits = {
+        "words": ("share of the answer's words", (0.0, 1.0)),
+        "exact": ("answered word for word", (0.0, 1.0)),
+        "judge": (f"rating by {results.get('judge')}", (1.0, 10.0)),
+    }[score]
+    heatmaps.score_grid(
+        matrix,
+        results["lengths"],
+        results["depths"],
+        path,
+        title=f"{results['model']}, needle in a haystack, {results['mode']} mode",
+        label=label,
+        limits=limits,
+        train_length=results["train_length"],
+    )
+    return float(np.nanmean(matrix)) if np.isfinite(matrix).any() else float("nan")

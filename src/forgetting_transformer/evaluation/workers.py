@@ -1,0 +1,92 @@
+"""The processes that share an evaluation: one, or as many as `fabric run` or `torchrun` started.
+
+Work is divided by arithmetic on its number, never by a list that processes hold, so an evaluation that was stopped may
+continue with another number of them.
+"""
+
+import datetime
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from forgetting_transformer.evaluation.models import EvaluationError, pick_device
+
+
+@dataclass(frozen=True)
+class Workers:
+    """This process among its peers.
+
+    Attributes:
+        rank, world_size: of this process.
+        device: where its model goes; with several processes on GPUs, one each.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def shows_progress(self) -> bool:
+        """Bars are for one process on a terminal."""
+        return self.is_first and sys.stderr.isatty()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, value: object) -> object:
+        """What the first process passes, on every process."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        self.sum(torch.zeros(1, device=self.device))
+
+    def close(self) -> None:
+        if self.world_size > 1:
+            dist.destroy_process_group()
+
+
+def start_workers(device: str | None = None) -> Workers:
+    """Joins the other processes, if this one was started together with some.
+
+    Args:
+        device: "cpu", "cuda" or one GPU ("cuda:1"); default a GPU if there is one.
+
+    Raises:
+        EvaluationError: `fabric run` has taken an option that was meant for the evaluation.
+    """
+    if "LT_PRECISION" in os.environ:
+        raise EvaluationError(
+            f"`fabric run` takes --precision={os.environ['LT_PRECISION']} for itself and the evaluation never sees it: start with "
+            "torchrun --nproc-per-node N SCRIPT --precision … instead"
+        )
+    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    chosen = pick_device("cpu" if os.environ.get("LT_ACCELERATOR") == "cpu" else device)
+    if world_size == 1:
+        return Workers(0, 1, chosen)
+    if chosen.type == "cuda":
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(chosen)
+    else:
+        # Each launcher tells every process of a node to use all cores.
+        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), cores)))
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    # Processes finish their share at different times, and the last ones may have hours of generation left.
+    dist.init_process_group(backend, timeout=datetime.timedelta(hours=12))
+    return Workers(rank, world_size, chosen)

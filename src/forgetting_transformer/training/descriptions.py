@@ -1,0 +1,47 @@
+"""What a run says about itself before its first step: configuration, modules, which parameters decay, where it started."""
+
+import dataclasses
+import json
+import time
+from typing import Any
+
+import yaml
+from torch import nn
+
+from forgetting_transformer.training.checkpoint import write_atomically
+from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.run_directory import RunDirectory
+
+
+def model_info(model: nn.Module, flops_per_token: float) -> dict[str, float]:
+    """Parameter counts, over all ranks, and FLOPs."""
+    total = sum(p.numel() for p in model.parameters())
+    embedding = model.get_input_embeddings().weight.numel()
+    return {
+        "total_params": total,
+        "trainable_params": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "embedding_params": embedding,
+        "non_embedding_params": total - embedding,
+        "flops_per_token": flops_per_token,
+    }
+
+
+def write_descriptions(
+    directory: RunDirectory,
+    config: Config,
+    model: nn.Module,
+    undecayed: set[str],
+    info: dict[str, float],
+    start: dict[str, Any],
+) -> None:
+    """Writes config.yaml, model.txt and the lists of parameters anew, and appends `start` to starts.jsonl."""
+    root = directory.root
+    write_atomically(directory.config, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    write_atomically(root / "model.txt", f"{model}\n{json.dumps(info, indent=1)}\n")
+    shapes = {n: f"{n} {tuple(p.shape)}\n" for n, p in model.named_parameters()}
+    decayed = [line for name, line in shapes.items() if name not in undecayed]
+    write_atomically(root / "decay_params.txt", "".join(decayed))
+    write_atomically(root / "no_decay_params.txt", "".join(shapes[n] for n in shapes if n in undecayed))
+    start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **start}
+    with (root / "starts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(start) + "\n")

@@ -1,0 +1,123 @@
+"""A copy of a run's tensors in the host's memory, so that they can be written while training changes them.
+
+The copy is made once and filled again at every save: it costs the bytes of what this rank writes, for AdamW in fp32 12
+bytes per parameter divided by the number of ranks. On a GPU its pages are locked, so that the copy engine fills them at the speed
+of the link, in the order of the stream: kernels launched later cannot change what is being copied, and the host need
+not wait.
+"""
+
+import contextlib
+import logging
+import mmap
+import threading
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+log = logging.getLogger(__name__)
+
+
+class HostCopy:
+    """Not for several threads at once, except that `reserve` works beside the training loop."""
+
+    def __init__(self) -> None:
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._copies: dict[str, Tensor] = {}
+        self._locked: list[Tensor] = []
+        self._reserving: threading.Thread | None = None
+
+    def reserve(self, tensors: dict[str, Tensor]) -> None:
+        """Makes room in a thread, because locking ten gigabytes of pages takes seconds; `take` waits for it."""
+
+        def reserve() -> None:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)  # a thread begins on GPU 0
+            self._reserve(tensors)
+
+        self._reserving = threading.Thread(target=reserve, name="reserve", daemon=True)
+        self._reserving.start()
+
+    @torch.no_grad()
+    def take(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event | None]:
+        """Copies `tensors`, plain or sharded; returns the copies, and the event after which they are whole (on a CPU
+        they are at once). They hold until the next call."""
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
+        self._reserve(tensors)
+        on_gpu = False
+        for name, tensor in tensors.items():
+            source = _local(tensor)
+            on_gpu |= source.is_cuda
+            _local(self._copies[name]).copy_(source, non_blocking=True)
+        event = None
+        if on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+        return {name: self._copies[name] for name in tensors}, event
+
+    @property
+    def reserving(self) -> bool:
+        return self._reserving is not None and self._reserving.is_alive()
+
+    @property
+    def bytes(self) -> int:
+        return sum(_local(copy).nbytes for copy in self._copies.values())
+
+    @torch.no_grad()
+    def _reserve(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name not in self._copies:
+                # Of a sharded tensor: this rank's shard, still marked as a shard of the whole.
+                copy = torch.empty_like(tensor, device="cpu")
+                if _local(tensor).is_cuda and _local(copy).nbytes:
+                    _local(copy).data = self._locked_like(_local(copy))
+                self._copies[name] = copy
+
+    def _locked_like(self, local: Tensor) -> Tensor:
+        # Not `pin_memory=True`, whose allocator rounds every tensor up to a power of two. Pages of their own, because a
+        # page can be locked once; and shared with forked data workers, because locked pages must not move when one writes.
+        pages = own_pages(local)
+        if int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0)) == 0:
+            self._locked.append(pages)
+            return pages
+        if not self._locked:
+            log.warning("the system does not lock memory for checkpoints: copying to it will be slower")
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._device)  # takes the error away, which the next kernel would report
+        return pages
+
+    def close(self) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+        for copy in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(copy.data_ptr())
+        self._locked, self._copies = [], {}
+
+
+def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
+    """What `rank` has to write: its shards, and of tensors that every rank holds whole about an equal share of bytes.
+
+    Every rank computes the same division.
+    """
+    mine = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    whole = {name: tensor for name, tensor in tensors.items() if name not in mine}
+    load = [0] * world_size
+    # The largest first, each to the rank with the least so far.
+    for name, tensor in sorted(whole.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        writer = load.index(min(load))
+        load[writer] += tensor.nbytes
+        if writer == rank:
+            mine[name] = tensor
+    return mine
+
+
+def own_pages(like: Tensor) -> Tensor:
+    """An empty tensor of the same shape and type, in memory pages that it shares with no other."""
+    memory = mmap.mmap(-1, like.nbytes)
+    return torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(like.shape)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

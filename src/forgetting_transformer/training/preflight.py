@@ -1,0 +1,214 @@
+"""Before a long run: does everything fit, how long will it take, what will it cost.
+
+    fabric run train.py --devices 4 +experiment/… output_dir=… data_dir=… preflight=true
+
+Takes real steps of the real model on the real data, in a temporary folder; the run's own folder is not touched.
+"""
+
+import dataclasses
+import logging
+import math
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.metrics import duration
+from forgetting_transformer.training.sentinel import Sentinel
+from forgetting_transformer.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+#: Steps timed after the first, which compiles and tunes.
+STEPS = 4
+_TEST_BYTES = 1 << 28
+
+
+class PreflightError(RuntimeError):
+    """The run would fail later; the message lists every reason."""
+
+
+def preflight(config: Config) -> dict[str, float]:
+    """Checks `config` and prints a table; returns its numbers on rank 0.
+
+    Raises:
+        ConfigError, DataError: as training would.
+        PreflightError: the disk is too small for the checkpoints, or the step too big for the device.
+    """
+    place = Path(config.output_dir).expanduser().absolute()
+    with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
+        # Under a launcher every rank has a folder of its own; only rank 0 writes into its one.
+        trial = dataclasses.replace(
+            config,
+            output_dir=folder,
+            resume=True,
+            fork_dir=None,
+            fork_step=None,
+            wandb=dataclasses.replace(config.wandb, mode="disabled"),
+        )
+        with Sentinel(config.strategy.timeout_seconds):
+            trainer = Trainer(trial)
+            try:
+                return _measure(trainer, place)
+            finally:
+                trainer.close()
+
+
+def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
+    config, fabric, data = trainer.config, trainer.fabric, trainer.config.datamodule
+    tokens = data.train_batch_size * data.train_batch_len
+    total_steps = math.ceil(config.train.max_tokens / tokens)
+    problems, seconds = [], []
+    try:
+        loader = trainer.data.train_loader(0, min(1 + STEPS, total_steps), fabric.global_rank, fabric.world_size)
+        for batch in loader:
+            _synchronize(fabric.device)
+            began = time.perf_counter()
+            trainer.step(fabric.to_device(batch))
+            _synchronize(fabric.device)
+            seconds.append(time.perf_counter() - began)
+            trainer.counters.batch_count += 1
+    except torch.OutOfMemoryError:
+        raise PreflightError(
+            f"a step does not fit into the memory of {torch.cuda.get_device_name(fabric.device)}: lower "
+            f"train.grad_acc_tokens={config.train.grad_acc_tokens:,}, set train.gradient_checkpointing=true, or use "
+            "strategy=fsdp on more GPUs"
+        ) from None
+    # The last batch of the run, which lies elsewhere in the corpus.
+    last = total_steps - 1
+    next(iter(trainer.data.train_loader(last, last + 1, fabric.global_rank, fabric.world_size)))
+    if not config.skip_eval:
+        next(iter(trainer.data.eval_loader(fabric.global_rank, fabric.world_size)))
+    if bad := trainer.guard.bad_steps(wait=True):
+        problems.append(f"the loss or gradient of batch {bad[0].batch} is not finite at the initial weights")
+
+    step = statistics.median(seconds[1:] or seconds)
+    train_seconds = seconds[0] + step * (total_steps - 1)
+    found = {
+        "steps": total_steps,
+        "first_step_seconds": seconds[0],
+        "step_seconds": step,
+        "tokens_per_second": tokens / step,
+        "train_seconds": train_seconds,
+        "gpu_hours": train_seconds / 3600 * fabric.world_size,
+        "checkpoint_bytes": _checkpoint_bytes(trainer),
+        "host_copy_bytes": _checkpoint_bytes(trainer) / fabric.world_size if config.checkpoint_background else 0,
+    }
+    if fabric.device.type == "cuda":
+        found["memory_bytes"] = torch.cuda.max_memory_allocated(fabric.device)
+        found["memory_total_bytes"] = torch.cuda.get_device_properties(fabric.device).total_memory
+        found["host_link_bytes_per_second"] = _host_link(fabric.device)
+    if fabric.world_size > 1:
+        found["all_reduce_bytes_per_second"] = _all_reduce(fabric.device)
+    trainer.vote.together()
+    if not fabric.is_global_zero:
+        return {}
+    found |= _disk(place, config, found["checkpoint_bytes"])
+    if found["disk_free_bytes"] < found["disk_needed_bytes"]:
+        problems.append(
+            f"{place} has {_size(found['disk_free_bytes'])} free and the checkpoints to come need "
+            f"{_size(found['disk_needed_bytes'])}: make room, raise checkpoint_keep_interval, or lower checkpoint_keep_last"
+        )
+    print(table(found, config, fabric.world_size), flush=True)
+    if problems:
+        raise PreflightError("; ".join(problems))
+    return found
+
+
+def table(found: dict[str, float], config: Config, world_size: int) -> str:
+    """What was found, for people."""
+    device = "GPU" if "memory_bytes" in found else "process"
+    end = datetime.now() + timedelta(seconds=found["train_seconds"])
+    rows = [
+        (
+            "steps",
+            f"{found['steps']:,} of {config.datamodule.train_batch_size} x {config.datamodule.train_batch_len:,}",
+        ),
+        ("first step, then", f"{found['first_step_seconds']:.2f} s, {found['step_seconds']:.3f} s"),
+        ("tokens per second", f"{found['tokens_per_second']:,.0f} on {world_size}"),
+        ("training takes", f"{duration(found['train_seconds'])} without evaluations: until {end:%Y-%m-%d %H:%M}"),
+        (f"{device}-hours", f"{found['gpu_hours']:,.1f}"),
+        ("a checkpoint", _size(found["checkpoint_bytes"])),
+        ("copy of it in host memory, per rank", _size(found["host_copy_bytes"])),
+        ("disk: needed, free", f"{_size(found['disk_needed_bytes'])}, {_size(found['disk_free_bytes'])}"),
+        ("disk: written per second, on disk", _size(found["disk_bytes_per_second"])),
+    ]
+    if "memory_bytes" in found:
+        rows.append(("GPU memory: peak, all", f"{_size(found['memory_bytes'])}, {_size(found['memory_total_bytes'])}"))
+        rows.append(("GPU to host, per second", _size(found["host_link_bytes_per_second"])))
+    if "all_reduce_bytes_per_second" in found:
+        rows.append(("all-reduce, per second", _size(found["all_reduce_bytes_per_second"])))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _checkpoint_bytes(trainer: Trainer) -> int:
+    """Weights and AdamW's two moments, over all ranks."""
+    return 3 * sum(p.numel() * p.element_size() for p in trainer.model.module.parameters())
+
+
+def _disk(place: Path, config: Config, checkpoint_bytes: float) -> dict[str, float]:
+    """Room where the run will write, and how fast it takes bytes: those of a file that is deleted again."""
+    existing = next(folder for folder in (place, *place.parents) if folder.is_dir())
+    permanent = config.train.max_tokens // config.checkpoint_keep_interval
+    # One more than stay, because a new one is whole before an old one goes.
+    needed = (config.checkpoint_keep_last + permanent + 1) * checkpoint_bytes
+    present = sum(file.stat().st_size for file in place.glob("checkpoints/step-*/**/*") if file.is_file())
+    size = int(min(_TEST_BYTES, shutil.disk_usage(existing).free // 2))
+    block = os.urandom(1 << 20)
+    began = time.perf_counter()
+    with tempfile.NamedTemporaryFile(dir=existing, prefix=".preflight-") as file:
+        for _ in range(max(1, size >> 20)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return {
+        "disk_needed_bytes": max(0.0, needed - present),
+        "disk_free_bytes": shutil.disk_usage(existing).free,
+        "disk_bytes_per_second": max(1, size >> 20) * len(block) / (time.perf_counter() - began),
+    }
+
+
+def _host_link(device: torch.device) -> float:
+    """Bytes per second from the GPU into locked memory of the host, which is what a checkpoint's copy waits for."""
+    source = torch.empty(_TEST_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty(_TEST_BYTES, dtype=torch.uint8, pin_memory=True)
+    target.copy_(source)
+    _synchronize(device)
+    began = time.perf_counter()
+    target.copy_(source, non_blocking=True)
+    _synchronize(device)
+    return _TEST_BYTES / (time.perf_counter() - began)
+
+
+def _all_reduce(device: torch.device) -> float:
+    """Bytes per second of a sum over all ranks (bytes of the tensor, not of the wires)."""
+    size = _TEST_BYTES if device.type == "cuda" else 1 << 22
+    tensor = torch.zeros(size // 4, device=device)
+    dist.all_reduce(tensor)
+    _synchronize(device)
+    began = time.perf_counter()
+    dist.all_reduce(tensor)
+    _synchronize(device)
+    return size / (time.perf_counter() - began)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _size(count: float) -> str:
+    """2.5e9 -> "2.50 GB"."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

@@ -1,0 +1,173 @@
+"""One training step of a run once more, on one device, to look at it: its text, losses, gradients and forget gates.
+
+Tokens and weights come from where the run had them: the order of the data is arithmetic, and the weights are those of
+the newest checkpoint before the step. If that is not the step right before, the weights are somewhat older than those the
+run had; the result says by how many steps.
+"""
+
+import dataclasses
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from forgetting_transformer.data.order import Location
+from forgetting_transformer.training import setup
+from forgetting_transformer.training.checkpoint import CheckpointError, load_weights, newest_valid, steps_in
+from forgetting_transformer.training.config import ConfigError, parse
+from forgetting_transformer.training.run_directory import RunDirectory
+
+
+@dataclasses.dataclass
+class Replay:
+    """What `replay` found. Losses in nats per token, norms before clipping."""
+
+    step: int
+    batch: int
+    where: Location
+    #: Training tokens of the checkpoint used; 0 for the initial weights. And how many steps that is before the step.
+    checkpoint_step: int
+    steps_before: int
+    input_ids_BT: np.ndarray
+    labels_BT: np.ndarray
+    loss_BT: np.ndarray
+    grad_norm: float
+    #: By layer ("embeddings", "layer 0", …, "norm", "lm_head"), in the order of the model.
+    layers: list[dict[str, Any]]
+
+
+def replay(
+    run_folder: Path, step: int, data_dir: str | None = None, device: str | None = None
+) -> tuple[Replay, PreTrainedTokenizerBase | None]:
+    """Runs the batch of the step that ended at `step` training tokens; also returns the run's tokenizer, if it has one.
+
+    Raises:
+        ConfigError: no step of the run ended there. CheckpointError: no run there.
+    """
+    directory = RunDirectory(run_folder)
+    known = newest_valid(directory.checkpoints)
+    if known is None:
+        raise CheckpointError(f"no valid checkpoint in {directory.checkpoints}; output_dir must be that of a run")
+    config = parse(OmegaConf.create(known.trainer_state()["config"]))
+    shape = config.datamodule
+    shape.train_num_workers = 0  # it is one batch
+    tokens = shape.train_batch_size * shape.train_batch_len
+    if step < tokens or step % tokens:
+        below = max(tokens, step // tokens * tokens)
+        raise ConfigError(
+            f"step={step:,}: steps of this run end at multiples of {tokens:,} tokens, as the lines of train.jsonl do; "
+            f"use step={below} or step={below + tokens}"
+        )
+    data = setup.build_data(data_dir or config.data_dir, shape)
+    earlier = [candidate for candidate in steps_in(directory.checkpoints) if candidate <= step - tokens]
+    checkpoint = next(filter(None, (newest_valid(directory.checkpoints, s) for s in reversed(earlier))), None)
+
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config.train.compile = False
+    model = setup.build_model(config, data.train_info())
+    if checkpoint is not None:
+        load_weights(checkpoint, model)
+    model = model.to(chosen).train()
+    batch = step // tokens - 1
+    where = data.open_train()[1].locate(batch)
+    item = next(iter(data.train_loader(batch, batch + 1, 0, 1)))
+    setup.seed_step(config.seed, batch, 0)
+    mixed = config.fabric.precision == "bf16-mixed"
+    autocast = torch.autocast(chosen.type, torch.bfloat16) if mixed else nullcontext()
+    gates = _Gates(model)
+    losses = []
+    sequences = max(1, config.train.grad_acc_tokens // shape.train_batch_len)
+    pieces = list(zip(item["input_ids"].split(sequences), item["labels"].split(sequences), strict=True))
+    for inputs_bT, labels_bT in pieces:
+        with autocast, gates:
+            loss_bT = model(input_ids=inputs_bT.to(chosen), labels=labels_bT.to(chosen)).loss
+        (loss_bT.mean() / len(pieces)).backward()
+        losses.append(loss_bT.detach().float().cpu())
+    layers = _layers(model, gates)
+    checkpoint_step = checkpoint.step if checkpoint is not None else 0
+    found = Replay(
+        step=step,
+        batch=batch,
+        where=where,
+        checkpoint_step=checkpoint_step,
+        steps_before=(step - checkpoint_step) // tokens - 1,
+        input_ids_BT=item["input_ids"].numpy(),
+        labels_BT=item["labels"].numpy(),
+        loss_BT=torch.cat(losses).numpy(),
+        grad_norm=sum(layer["grad_norm"] ** 2 for layer in layers) ** 0.5,
+        layers=layers,
+    )
+    return found, _tokenizer(directory)
+
+
+class _Gates:
+    """Forget gates of every mixer that can name them, seen in forward passes inside `with`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values: dict[str, list[Tensor]] = {}
+        self._listening = False  # recomputation in a backward pass would count twice
+        for name, module in model.named_modules():
+            if hasattr(module, "log_forget_gate"):
+                module.register_forward_pre_hook(self._hook(name))
+
+    def _hook(self, name: str):
+        def hook(module: nn.Module, arguments: tuple) -> None:
+            if self._listening:
+                with torch.no_grad():
+                    self.values.setdefault(name, []).append(module.log_forget_gate(arguments[0]).exp().float().cpu())
+
+        return hook
+
+    def __enter__(self) -> None:
+        self._listening = True
+
+    def __exit__(self, *_: object) -> None:
+        self._listening = False
+
+
+def _layers(model: nn.Module, gates: _Gates) -> list[dict[str, Any]]:
+    """Norms of weights and gradients by layer, and the distribution of its forget gates."""
+    squares: dict[str, list[float]] = {}
+    for name, parameter in model.named_parameters():
+        sums = squares.setdefault(_layer_of(name), [0.0, 0.0, 0.0])
+        sums[0] += parameter.detach().double().square().sum().item()
+        if parameter.grad is not None:
+            sums[1] += parameter.grad.double().square().sum().item()
+            sums[2] += (~torch.isfinite(parameter.grad)).sum().item()
+    layers = []
+    for layer, (weights, gradients, not_finite) in squares.items():
+        entry: dict[str, Any] = {"layer": layer, "weight_norm": weights**0.5, "grad_norm": gradients**0.5}
+        entry["gradients_not_finite"] = int(not_finite)
+        seen = [values for name, values in gates.values.items() if _layer_of(name + ".") == layer]
+        if seen:
+            fgate = torch.cat([value.flatten() for values in seen for value in values])
+            entry |= {
+                "fgate_mean": fgate.mean().item(),
+                "fgate_min": fgate.min().item(),
+                "fgate_median": fgate.median().item(),
+                "fgate_below_half": (fgate < 0.5).float().mean().item(),
+                "fgate_above_0.99": (fgate > 0.99).float().mean().item(),
+            }
+        layers.append(entry)
+    return layers
+
+
+def _layer_of(parameter: str) -> str:
+    found = re.search(r"(?:^|\.)layers\.(\d+)\.", parameter)
+    if found:
+        return f"layer {found[1]}"
+    return parameter.rpartition(".")[0].rpartition(".")[2]  # embeddings, norm, lm_head
+
+
+def _tokenizer(directory: RunDirectory) -> PreTrainedTokenizerBase | None:
+    if not directory.tokenizer.is_dir():
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory.tokenizer)

@@ -1,0 +1,126 @@
+"""Steps that must not count: a loss or gradient that is not finite, or a gradient far larger than usual.
+
+Whether a step counts is decided on the device, from numbers that all ranks share, so every rank decides alike and the
+host does not wait. AdamW's fused kernel then leaves weights, moments and its count of steps as they are. The host
+learns of it when the device gets there, a step or two later.
+"""
+
+import collections
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgetting_transformer.data.order import Location
+
+#: Steps whose gradient norms the spike rule looks back at.
+WINDOW = 128
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """An update that was left out."""
+
+    batch: int
+    in_a_row: int
+    loss: float
+    grad_norm: float
+    #: Mean loss of every sequence of the global batch, in its order.
+    sequence_losses: list[float]
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g} ({self.in_a_row} in a row)"
+
+    def describe(self, where: Location) -> dict[str, Any]:
+        """For bad_step.jsonl: with the documents and tokens of its batch."""
+        not_finite = [row for row, loss in enumerate(self.sequence_losses) if not math.isfinite(loss)]
+        return {
+            "batch": self.batch,
+            "in_a_row": self.in_a_row,
+            "loss": self.loss,
+            "global_grad_norm": self.grad_norm,
+            "first_document": where.first_document,
+            "begin_token": where.begin_token,
+            "end_token": where.end_token,
+            "sequence_losses": self.sequence_losses,
+            "documents_not_finite": [where.first_document + row for row in not_finite],
+        }
+
+
+class StepGuard:
+    """
+    Args:
+        spike_factor: leave out steps whose gradient norm is more than this many times the median of the last WINDOW
+            counted ones; None: only those that are not finite.
+    """
+
+    def __init__(self, device: torch.device, spike_factor: float | None = None) -> None:
+        self._device, self._spike_factor = device, spike_factor
+        self._skipped = torch.zeros((), dtype=torch.float64, device=device)
+        self._in_a_row = torch.zeros((), dtype=torch.float64, device=device)
+        self._norms = torch.full((WINDOW,), torch.nan, dtype=torch.float64, device=device)
+        self._pending: collections.deque[tuple[int, Tensor, torch.cuda.Event | None]] = collections.deque()
+        #: As far as the host knows.
+        self.longest_row = 0
+
+    def judge(self, batch: int, loss_B: Tensor, grad_norm: Tensor) -> Tensor:
+        """1.0 on the device if the update of this step must be left out, else 0.0.
+
+        Args:
+            batch: index of the global batch. loss_B: mean loss of each of its sequences, and grad_norm: global gradient
+                norm before clipping; both the same on every rank.
+        """
+        good = torch.isfinite(grad_norm) & torch.isfinite(loss_B).all()
+        norm = grad_norm.double()
+        if self._spike_factor is not None:
+            # NaN, so never exceeded, until there are WINDOW norms.
+            good &= ~(norm > self._spike_factor * self._norms.median())
+            # A finite norm that was too large is kept too: if norms stay there, they become the usual ones.
+            kept = torch.where(torch.isfinite(norm), norm, self._norms[-1])
+            self._norms = torch.cat([self._norms[1:], kept.view(1)])
+        bad = (~good).double()
+        self._skipped += bad
+        self._in_a_row = (self._in_a_row + 1) * bad
+        row = torch.cat([torch.stack([bad, self._in_a_row, norm]), loss_B.double()])
+        if row.is_cuda:
+            host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+            host.copy_(row, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        else:
+            host, event = row, None
+        self._pending.append((batch, host, event))
+        return bad.float()
+
+    def bad_steps(self, wait: bool = False) -> list[BadStep]:
+        """Steps left out that the host has not been told of yet.
+
+        Args:
+            wait: for the device, so that the answer includes the last step. Otherwise only what it is known to have done.
+        """
+        found = []
+        while self._pending:
+            batch, host, event = self._pending[0]
+            if event is not None and not event.query():
+                if not wait:
+                    break
+                event.synchronize()
+            self._pending.popleft()
+            bad, in_a_row, norm, *losses = host.tolist()
+            if bad:
+                self.longest_row = max(self.longest_row, int(in_a_row))
+                found.append(BadStep(batch, int(in_a_row), sum(losses) / len(losses), norm, losses))
+        return found
+
+    def state(self) -> dict[str, Tensor]:
+        """For the checkpoint."""
+        return {"guard_skipped": self._skipped, "guard_in_a_row": self._in_a_row, "guard_norms": self._norms}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """From a checkpoint; one of an earlier version has no such state, and the guard starts afresh."""
+        if "guard_norms" in state:
+            self._skipped = state["guard_skipped"].to(self._device)
+            self._in_a_row = state["guard_in_a_row"].to(self._device)
+            self._norms = state["guard_norms"].to(self._device)

@@ -1,0 +1,218 @@
+"""Decoded chunks are shared, bounded, decoded once, and never mixed up."""
+
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from forgetting_transformer.data import LongCrawl64DataModule, TokenArray
+from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
+from tests.data.mirror import tokens_of_corpus, write_layout
+
+WHOLE = (slice(None), slice(None))
+
+
+def chunk_of(number: int) -> np.ndarray:
+    return np.full((4, 3), number, dtype=np.uint16)
+
+
+def take(kept: DecodedChunks, number: int, decode=None) -> int:
+    out = np.zeros((4, 3), dtype=np.uint16)
+    kept.copy((number, 0), decode or (lambda: chunk_of(number)), WHOLE, out)
+    assert (out == out[0, 0]).all()
+    return int(out[0, 0])
+
+
+def test_a_chunk_is_decoded_once_and_the_one_unused_for_longest_makes_room():
+    kept = DecodedChunks((4, 3), slots=2, context=None)
+    assert [take(kept, n) for n in (1, 2, 1, 1)] == [1, 2, 1, 1] and kept.decoded == 2
+    take(kept, 3)  # pushes out 2, which was used before 1
+    assert kept.lacking([(1, 0), (2, 0), (3, 0)]) == [(2, 0)]
+    take(kept, 1)
+    assert kept.decoded == 3
+
+
+def test_a_failed_decoding_is_raised_and_tried_again_by_the_next():
+    kept = DecodedChunks((4, 3), slots=1, context=None)
+
+    def fail():
+        raise OSError("no such file")
+
+    with pytest.raises(OSError, match="no such file"):
+        take(kept, 5, fail)
+    assert take(kept, 5) == 5
+
+
+def test_ragged_chunks_and_parts_of_chunks():
+    kept = DecodedChunks((4, 3), slots=1, context=None)
+    small = np.arange(4, dtype=np.uint16).reshape(2, 2)
+    for _ in range(2):
+        out = np.zeros((1, 2), dtype=np.uint16)
+        kept.copy((9, 9), lambda: small, (slice(1, 2), slice(0, 2)), out)
+        np.testing.assert_array_equal(out, small[1:])
+
+
+def test_who_needs_a_chunk_that_another_decodes_waits_for_it():
+    kept = DecodedChunks((4, 3), slots=3, context=None)
+    begun, go_on, calls = threading.Event(), threading.Event(), []
+
+    def slow():
+        calls.append(1)
+        begun.set()
+        assert go_on.wait(10)
+        return chunk_of(1)
+
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(take(kept, 1, slow))) for _ in range(4)]
+    threads[0].start()
+    assert begun.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    assert take(kept, 2) == 2, "another chunk need not wait"
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert found == [1] * 4 and len(calls) == 1
+
+
+def _reader(kept, numbers, results):
+    results.put(all(take(kept, number, lambda number=number: chunk_of(number)) == number for number in numbers))
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_share_chunks_and_never_read_a_half_written_one(method):
+    context = multiprocessing.get_context(method)
+    kept, results = DecodedChunks((4, 3), slots=3, context=context), context.Queue()
+    pick = np.random.default_rng(0)
+    readers = [
+        context.Process(target=_reader, args=(kept, pick.integers(0, 6, 400).tolist(), results)) for _ in range(2)
+    ]
+    for reader in readers:
+        reader.start()
+    assert all(results.get(timeout=60) for _ in readers)
+    for reader in readers:
+        reader.join(10)
+    assert 6 <= kept.decoded <= 800
+
+
+def test_shared_memory_has_no_name_that_could_outlive_a_kill():
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    kept = DecodedChunks((64, 64), slots=4, context=multiprocessing.get_context())
+    after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    assert kept.nbytes == 4 * 64 * 64 * 2
+    assert not {name for name in after - before if not name.startswith("sem.")}
+
+
+@pytest.mark.parametrize(
+    ("window", "seq_len", "expected"),
+    [
+        (32, 16_384, 2 * 8),  # one batch of the paper, whose window may lie across two rows of chunks
+        (9 * 32, 16_384, 2 * 8),  # two workers with four batches ahead of each
+        (9 * 32, 65_536, 2 * 32),
+        (2049, 2048, 3),
+        (32, 512, 2),
+        (32, 3000, 2 * 3),  # not aligned with chunks: 3,000 tokens can touch three of them
+    ],
+)
+def test_room_for_the_chunks_of_all_batches_in_flight(window, seq_len, expected):
+    assert slots_for((2048, 2048), window, seq_len, 65_536, 6_609_334) == expected
+
+
+def test_no_more_room_than_the_array_has_chunks():
+    assert slots_for((8, 24), 1000, 96, 96, 44) == 6 * 4
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    for split in ("train", "heldout"):
+        write_layout(tmp_path / "longcrawl64" / f"{split}.zarr")
+    return tmp_path
+
+
+def module(data_dir, **changes) -> LongCrawl64DataModule:
+    settings = {"train_batch_len": 48, "train_batch_size": 4, "eval_batch_len": 48, "eval_local_batch_size": 2}
+    return LongCrawl64DataModule(str(data_dir), **{**settings, **changes})
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_a_sweep_in_the_papers_order_decodes_every_chunk_once(corpus, workers):
+    """11 rows × 2 columns of batches over 6 × 4 chunks; without keeping them, 44 chunks would be decoded."""
+    loader = module(corpus, train_num_workers=workers).train_loader(0, 22, 0, 1)
+    labels = [batch["labels"].numpy() for batch in loader]
+    whole = tokens_of_corpus().astype(np.int64)
+    np.testing.assert_array_equal(np.concatenate(labels), np.concatenate([whole[:, :48], whole[:, 48:]]))
+    assert loader.dataset.kept.decoded == 24
+
+
+def test_evaluation_decodes_every_chunk_once_too(corpus):
+    loader = module(corpus, eval_num_workers=2).eval_loader(0, 1)
+    assert sum(int(batch["weight"].sum()) for batch in loader) == 88
+    assert loader.dataset.kept.decoded == 24
+
+
+def test_every_rank_decodes_for_itself_and_once(corpus):
+    for rank in range(2):
+        loader = module(corpus, train_num_workers=2).train_loader(0, 22, rank, 2)
+        assert len(list(loader)) == 22 and loader.dataset.kept.decoded == 24
+
+
+def test_batches_that_straddle_chunks_decode_them_once_as_well(corpus):
+    data = module(corpus, train_batch_size=5, train_batch_len=32, train_num_workers=0)
+    loader = data.train_loader(0, 24, 0, 1)
+    labels = np.concatenate([batch["labels"].numpy() for batch in loader])
+    whole = tokens_of_corpus()[:40].astype(np.int64)
+    np.testing.assert_array_equal(labels, np.concatenate([whole[:, i : i + 32] for i in (0, 32, 64)]))
+    # Each of three columns of 32 tokens touches two chunks of 24 in each of 5 rows of chunks.
+    assert (loader.dataset.kept.slots, loader.dataset.kept.decoded) == (6, 3 * 2 * 5)
+
+
+def in_own_process(program: str) -> subprocess.CompletedProcess:
+    """Runs a program that leaves workers behind, which would disturb the tests that follow."""
+    start = "import multiprocessing, os\nfrom tests.data.test_decoded_chunks import module\n"
+    return subprocess.run([sys.executable, "-c", start + program], capture_output=True, text=True, timeout=60)
+
+
+def test_a_missing_chunk_is_an_error_in_a_worker_too(corpus):
+    program = f"""
+loader = module({str(corpus)!r}, train_num_workers=2, train_batch_len=24).train_loader(0, 44, 0, 1)
+os.unlink({str(corpus / "longcrawl64/train.zarr/2.1")!r})  # later than the look at some rows that opening takes
+try:
+    list(loader)
+except ValueError as error:
+    print(error, flush=True)
+    os._exit(0)
+"""
+    said = in_own_process(program).stdout
+    assert re.search(r"missing chunk .*train\.zarr/2\.1: it holds documents 16 and on", said)
+
+
+def test_a_chunk_that_goes_while_it_is_read_is_an_error_never_zeros(corpus, monkeypatch):
+    """The store itself refuses: there is no moment between looking and reading."""
+    array = TokenArray(corpus / "longcrawl64/train.zarr", 50_257)
+    fetch = array.files.fetch
+
+    def vanish(key):
+        fetch(key)
+        (corpus / "longcrawl64/train.zarr" / key).unlink(missing_ok=True)
+
+    monkeypatch.setattr(array.files, "fetch", vanish)
+    with pytest.raises(ValueError, match=r"missing chunk .*train\.zarr/1\.0"):
+        array.read(8, 16, 0, 24)
+
+
+def test_a_killed_worker_ends_the_reading_and_nothing_waits_for_ever(corpus):
+    """Also when it dies with the lock in its hands, or a chunk half decoded."""
+    program = f"""
+loader = iter(module({str(corpus)!r}, train_num_workers=2, repeat=True).train_loader(0, 10**6, 0, 1))
+next(loader)
+multiprocessing.active_children()[0].kill()
+for batch in loader:
+    pass
+"""
+    done = in_own_process(program)
+    assert done.returncode == 1 and "DataLoader worker" in done.stderr and "Killed" in done.stderr

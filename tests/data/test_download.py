@@ -1,0 +1,313 @@
+"""Downloading from a partial mirror: complete row-chunks only, every file verified, nothing fetched twice."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from forgetting_transformer.data import DataError, TokenArray
+from forgetting_transformer.data.download import Selection, download
+from tests.data.mirror import REPOSITORY, REVISION, serve, tokens_of_corpus, write_layout
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "download_longcrawl64.py"
+HUB = f"hf://datasets/{REPOSITORY}@{REVISION}"
+#: Row-chunk 1 lacks all its chunks, row-chunk 3 the last one; 0, 2, 4 and the ragged 5 are whole.
+HOLES = ("1.0", "1.1", "1.2", "1.3", "3.3")
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch):
+    write_layout(tmp_path / "mirror" / "train.zarr", HOLES)
+    write_layout(tmp_path / "mirror" / "heldout.zarr")
+    from huggingface_hub import constants
+
+    with serve(tmp_path / "mirror") as mirror:
+        monkeypatch.setattr(constants, "ENDPOINT", mirror.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield mirror
+
+
+@pytest.fixture(params=["hub", "http"])
+def source(request, mirror):
+    """A source that lists its files with checksums, and one that can only be asked for each."""
+    return HUB if request.param == "hub" else mirror.url
+
+
+def fetch(source, out, split="train", **options):
+    selection = Selection(**{key: options.pop(key) for key in ("documents", "share", "tokens") if key in options})
+    return download(source, split, out, selection, say=lambda line: None, first_wait=0.01, **options)
+
+
+def chunks(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name[0].isdigit())
+
+
+def test_takes_only_row_chunks_that_have_every_chunk_and_reads_back_right(source, tmp_path):
+    plan = fetch(source, tmp_path / "out")
+    assert plan.rows == [0, 2, 4, 5] and plan.documents == 8 + 8 + 8 + 4
+    assert chunks(tmp_path / "out/train.zarr") == [f"{row}.{column}" for row in (0, 2, 4, 5) for column in range(4)]
+    array = TokenArray(tmp_path / "out/train.zarr", 50_257, missing_chunks="skip")
+    expected = tokens_of_corpus()[[*range(8), *range(16, 24), *range(32, 44)]]
+    np.testing.assert_array_equal(array.read(0, array.documents, 0, 96), expected)
+
+
+def test_a_whole_split_needs_no_skipping(source, tmp_path):
+    fetch(source, tmp_path / "out", split="heldout")
+    array = TokenArray(tmp_path / "out/heldout.zarr", 50_257)
+    np.testing.assert_array_equal(array.read(0, 44, 0, 96), tokens_of_corpus())
+
+
+@pytest.mark.parametrize(
+    ("selection", "rows"),
+    [({"documents": 9}, [0, 2]), ({"documents": 8}, [0]), ({"share": 0.5}, [0, 2]), ({"share": 1.0}, [0, 2, 4, 5])],
+)
+def test_a_part_is_rounded_up_to_whole_row_chunks(source, tmp_path, selection, rows):
+    assert fetch(source, tmp_path / "out", **selection).rows == rows
+
+
+def test_the_first_tokens_of_documents_need_fewer_chunks_so_more_rows_have_them_all(source, tmp_path):
+    plan = fetch(source, tmp_path / "out", tokens=72)
+    assert plan.rows == [0, 2, 3, 4, 5]
+    array = TokenArray(tmp_path / "out/train.zarr", 50_257, missing_chunks="skip")
+    assert (array.documents, array.doc_len) == (36, 72)
+    np.testing.assert_array_equal(array.read(16, 24, 0, 72), tokens_of_corpus()[24:32, :72])
+
+
+def test_a_plain_source_is_asked_no_further_than_needed(mirror, tmp_path, monkeypatch):
+    monkeypatch.setattr("forgetting_transformer.data.download.PROBES", 2)
+    fetch(mirror.url, tmp_path / "out", documents=8)
+    asked = {name for method, name in mirror.requests if method == "HEAD"}
+    assert asked == {"train.zarr/0.0", "train.zarr/0.1", "train.zarr/0.2", "train.zarr/0.3", "train.zarr/1.0"}
+
+
+def test_failures_that_pass_are_tried_again(source, mirror, tmp_path):
+    mirror.faults = {
+        "train.zarr/0.0": [503, "cut", 429],
+        "train.zarr/0.1": ["hang up"],
+        "train.zarr/2.0": ["cut", "cut"],
+        "train.zarr/.zarray": [500],
+    }
+    fetch(source, tmp_path / "out")
+    array = TokenArray(tmp_path / "out/train.zarr", 50_257, missing_chunks="skip")
+    np.testing.assert_array_equal(array.read(0, 16, 0, 96), tokens_of_corpus()[[*range(8), *range(16, 24)]])
+
+
+def test_a_flipped_bit_is_seen_by_the_stated_checksum_and_fetched_again(mirror, tmp_path):
+    mirror.faults = {"train.zarr/0.0": ["flip", "flip"]}
+    fetch(HUB, tmp_path / "out")
+    assert mirror.requests["GET", "train.zarr/0.0"] == 3
+    assert (tmp_path / "out/train.zarr/0.0").read_bytes() == (mirror.root / "train.zarr/0.0").read_bytes()
+
+
+def test_what_fails_for_good_is_named_and_the_rest_is_kept(source, mirror, tmp_path):
+    mirror.faults = {"train.zarr/2.1": ["cut"] * 99}
+    with pytest.raises(DataError, match=r"1 files of train\.zarr could not be had:\n.*/2\.1: .*\(3 attempts\)"):
+        fetch(source, tmp_path / "out", attempts=3)
+    assert chunks(tmp_path / "out/train.zarr") == [
+        f"{row}.{column}" for row in (0, 2, 4, 5) for column in range(4) if (row, column) != (2, 1)
+    ]
+    with pytest.raises(DataError, match="not a readable Zarr array"):
+        TokenArray(tmp_path / "out/train.zarr", 50_257)  # unfinished: there is no metadata yet
+    mirror.faults = {}
+    before = mirror.fetched()
+    fetch(source, tmp_path / "out")
+    assert {name for name, n in mirror.fetched().items() if n != before.get(name)} == {"train.zarr/2.1"}
+
+
+def test_a_file_that_is_not_what_it_should_be_is_refused(mirror, tmp_path):
+    (mirror.root / "train.zarr/0.0").write_bytes(b"<html>not found</html>")
+    with pytest.raises(DataError, match=r"0\.0 came whole and cannot be decoded"):
+        fetch(HUB, tmp_path / "out")
+    assert not (tmp_path / "out/train.zarr/0.0").exists()
+
+
+def test_a_finished_copy_fetches_nothing_and_more_documents_only_the_new_ones(source, mirror, tmp_path):
+    fetch(source, tmp_path / "out", documents=8)
+    first = mirror.fetched()
+    fetch(source, tmp_path / "out", documents=8)
+    assert mirror.fetched() == first
+    fetch(source, tmp_path / "out", documents=16)
+    assert set(mirror.fetched()) - set(first) == {f"train.zarr/2.{column}" for column in range(4)}
+    assert set(mirror.fetched().values()) == {1}
+
+
+def test_files_that_no_run_has_verified_are_verified_and_damaged_ones_fetched_again(source, mirror, tmp_path):
+    """Files put there by other means, or renamed into place just before a kill."""
+    target = tmp_path / "out/train.zarr"
+    shutil.copytree(mirror.root / "train.zarr", target)
+    (target / "0.0").write_bytes((target / "0.0").read_bytes()[:-5])
+    fetch(source, tmp_path / "out")
+    assert mirror.fetched() == {"train.zarr/0.0": 1}
+    assert (target / "0.0").read_bytes() == (mirror.root / "train.zarr/0.0").read_bytes()
+    # A file that changed its size after it was verified is noticed without reading it.
+    (target / "2.2").write_bytes(b"")
+    fetch(source, tmp_path / "out")
+    assert mirror.fetched() == {"train.zarr/0.0": 1, "train.zarr/2.2": 1}
+
+
+def test_the_list_of_sums_is_what_sha256sum_checks(mirror, tmp_path):
+    fetch(HUB, tmp_path / "out", documents=16)
+    done = subprocess.run(["sha256sum", "-c", "train.sha256"], cwd=tmp_path / "out", capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count(": OK") == 8
+
+
+def test_a_line_of_the_list_that_a_kill_cut_short_is_not_believed(mirror, tmp_path):
+    fetch(HUB, tmp_path / "out", documents=8)
+    sums = tmp_path / "out/train.sha256"
+    sums.write_text(sums.read_text()[:-20])
+    fetch(HUB, tmp_path / "out", documents=16)
+    assert len(sums.read_text().splitlines()) == 8 and set(mirror.fetched().values()) == {1}
+    assert all(len(line.split()) == 2 for line in sums.read_text().splitlines())
+
+
+def test_too_little_space_is_refused_before_anything_is_fetched(source, mirror, tmp_path, monkeypatch):
+    usage = shutil._ntuple_diskusage(10**12, 10**12, 2**28)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(DataError, match=r"GB are to be fetched and .* has 0\.27 GB free; make room"):
+        fetch(source, tmp_path / "out")
+    assert mirror.fetched() == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"documents": 29}, r"has 28 documents of train\.zarr with all 4 chunks .* fewer than the 29 asked for"),
+        ({"tokens": 30}, "--tokens=30 must be a multiple of 24"),
+        ({"tokens": 120}, "--tokens=120 must be a multiple of 24, .* up to 96"),
+        ({"workers": 0}, "--workers=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_the_fix(source, tmp_path, options, message):
+    with pytest.raises(DataError, match=message):
+        fetch(source, tmp_path / "out", **options)
+
+
+def test_sources_and_lengths_do_not_mix_in_one_folder(mirror, tmp_path):
+    fetch(HUB, tmp_path / "out", documents=8)
+    with pytest.raises(DataError, match=r"was begun with source hf://.*choose another --out"):
+        fetch(mirror.url, tmp_path / "out", documents=8)
+    with pytest.raises(DataError, match="was begun with tokens 96, not 72"):
+        fetch(HUB, tmp_path / "out", documents=8, tokens=72)
+
+
+def test_wrong_places_are_refused(mirror, tmp_path):
+    with pytest.raises(DataError, match=r"no array at .*/nothing/train\.zarr: neither"):
+        fetch(f"{mirror.url}/nothing", tmp_path / "out")
+    with pytest.raises(DataError, match="not of the form hf://datasets/OWNER/NAME"):
+        fetch("hf://someone/longcrawl64", tmp_path / "out")
+    mirror.faults = {"train.zarr/.zarray": [401]}
+    with pytest.raises(DataError, match=r"answered 401 .*needs a login"):
+        fetch(mirror.url, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [({"id": "pickle"}, "not a readable Zarr array"), ({"id": "base64"}, "codec base64; accepted are blosc, ")],
+)
+def test_metadata_that_asks_for_a_codec_that_is_not_known_to_be_safe_is_refused(mirror, tmp_path, codec, message):
+    metadata = json.loads((mirror.root / "train.zarr/.zarray").read_text())
+    metadata["compressor"] = codec
+    (mirror.root / "train.zarr/.zarray").write_text(json.dumps(metadata))
+    with pytest.raises(DataError, match=message):
+        fetch(mirror.url, tmp_path / "out")
+    assert mirror.fetched() == {}
+
+
+def test_names_from_the_source_never_become_paths(mirror, tmp_path, monkeypatch):
+    """The listing names a file outside; only names that the array's metadata implies are fetched."""
+    from tests.data import mirror as server
+
+    listing = json.loads(server.tree_of(mirror.root, "train.zarr"))
+    evil = dict(listing[1], path="train.zarr/../../../escaped")
+    monkeypatch.setattr(server, "tree_of", lambda root, below: json.dumps([evil, *listing]).encode())
+    fetch(HUB, tmp_path / "out")
+    assert not list(tmp_path.rglob("*escaped*"))
+    assert all("escaped" not in name for _, name in mirror.requests)
+
+
+def test_a_dry_run_fetches_nothing_but_metadata(mirror, tmp_path):
+    said = []
+    download(HUB, "train", tmp_path / "out", dry_run=True, say=said.append)
+    assert mirror.fetched() == {} and not (tmp_path / "out/train.zarr").exists()
+    assert "4 of 6 row-chunks; the source has 4 complete" in said[0] and "28 documents of 96 tokens" in said[0]
+
+
+def test_other_object_stores_are_read_through_fsspec(mirror, tmp_path):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.put(str(mirror.root / "train.zarr"), "/bucket/train.zarr", recursive=True)
+    try:
+        assert fetch("memory://bucket", tmp_path / "out").rows == [0, 2, 4, 5]
+    finally:
+        memory.rm("/bucket", recursive=True)
+    assert len(chunks(tmp_path / "out/train.zarr")) == 16
+
+
+def run_script(mirror, out, *arguments):
+    environment = {**os.environ, "HF_ENDPOINT": mirror.url, "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, str(SCRIPT), "train", "--source", HUB, "--out", str(out), "--workers", "2", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_killed_and_started_again_it_ends_complete_and_fetches_no_verified_file_twice(mirror, tmp_path):
+    mirror.faults = {f"train.zarr/{row}.{column}": ["slow"] for row in (0, 2, 4, 5) for column in range(4)}
+    out, sums = tmp_path / "out", tmp_path / "out/train.sha256"
+    process = run_script(mirror, out)
+    deadline = time.monotonic() + 60
+    while not sums.exists() or len(sums.read_text().splitlines()) < 3:
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    verified = {line.split()[1]: mirror.fetched()[line.split()[1]] for line in sums.read_text().splitlines()}
+    printed, problems = (process := run_script(mirror, out)).communicate(timeout=60)
+    assert process.returncode == 0, problems
+    assert "train.zarr is complete and verified; it is sparse" in printed
+    assert {name: mirror.fetched()[name] for name in verified} == verified
+    assert len(chunks(out / "train.zarr")) == 16 and not (out / ".download").exists()
+    array = TokenArray(out / "train.zarr", 50_257, missing_chunks="skip")
+    np.testing.assert_array_equal(array.read(8, 16, 0, 96), tokens_of_corpus()[16:24])
+
+
+def test_a_second_download_into_the_same_folder_is_refused(mirror, tmp_path):
+    mirror.faults = {f"train.zarr/{row}.{column}": ["slow"] * 99 for row in (0, 2, 4, 5) for column in range(4)}
+    process = run_script(mirror, tmp_path / "out")
+    while not (tmp_path / "out/train.zarr").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    with pytest.raises(DataError, match="another run is downloading into"):
+        fetch(HUB, tmp_path / "out")
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("download_longcrawl64", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_command_says_what_was_wrong_and_exits_with_1(script, mirror, tmp_path, capsys):
+    source = f"{mirror.url}/nothing"
+    assert script.main(["heldout", "--source", source, "--out", str(tmp_path / "out")]) == 1
+    assert "error: no array at" in capsys.readouterr().err
+    assert script.main(["heldout", "train", "--source", HUB, "--out", str(tmp_path / "out"), "--documents", "50%"]) == 0
+    assert zarr.open_array(tmp_path / "out/heldout.zarr", mode="r").shape == (44, 96)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "0%", "101%", "many"])
+def test_amounts_that_mean_nothing_are_refused(script, text, capsys):
+    with pytest.raises(SystemExit):
+        script.parse_arguments(["train", f"--documents={text}"])
+    assert "neither a number of documents" in capsys.readouterr().err

@@ -1,0 +1,258 @@
+"""Arrays elsewhere: the same tokens as from a local copy, fetched once, kept within a limit."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import fsspec
+import numpy as np
+import pytest
+
+from forgetting_transformer.data import DataError, LongCrawl64DataModule, TokenArray
+from forgetting_transformer.data.remote import RemoteError, _asked_wait, is_url, join, open_remote
+from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache, fetch_tokenizer
+from tests.data.corpus_helpers import package_tree, prepare
+from tests.data.mirror import REPOSITORY, REVISION, serve, tokens_of_corpus, write_layout
+
+HOLES = ("1.0", "3.3")
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    write_layout(tmp_path / "mirror/longcrawl64/train.zarr")
+    write_layout(tmp_path / "mirror/longcrawl64/heldout.zarr")
+    write_layout(tmp_path / "mirror/sparse/train.zarr", HOLES)
+    with serve(tmp_path / "mirror") as mirror:
+        monkeypatch.setattr(constants, "ENDPOINT", mirror.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("forgetting_transformer.data.remote.FIRST_WAIT", 0.01)
+        yield mirror
+
+
+@pytest.fixture(params=["http", "hub", "memory"])
+def data_dir(request, mirror):
+    if request.param == "http":
+        yield mirror.url
+    elif request.param == "hub":
+        yield f"hf://datasets/{REPOSITORY}@{REVISION}"
+    else:
+        memory = fsspec.filesystem("memory")
+        memory.put(str(mirror.root), "/bucket", recursive=True)
+        yield "memory://bucket"
+        memory.rm("/bucket", recursive=True)
+
+
+def module(data_dir, cache, **changes) -> LongCrawl64DataModule:
+    settings = {
+        "train_batch_len": 48,
+        "train_batch_size": 4,
+        "eval_batch_len": 48,
+        "eval_local_batch_size": 2,
+        "train_num_workers": 0,
+        "eval_num_workers": 0,
+        "cache_dir": str(cache),
+    }
+    return LongCrawl64DataModule(str(data_dir), **{**settings, **changes})
+
+
+def labels(data: LongCrawl64DataModule, batches: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
+    return np.concatenate([b["labels"].numpy() for b in data.train_loader(0, batches, rank, world_size)])
+
+
+def cached(cache) -> int:
+    return sum(f.stat().st_size for f in cache.rglob("*") if f.is_file() and f.name[0].isdigit() and "." in f.name)
+
+
+def test_the_same_tokens_and_the_same_fingerprint_as_from_a_local_copy(data_dir, mirror, tmp_path):
+    local, remote = module(mirror.root, tmp_path / "unused"), module(data_dir, tmp_path / "cache")
+    assert remote.train_info().fingerprint == local.train_info().fingerprint
+    assert remote.train_info().path.startswith(data_dir)
+    np.testing.assert_array_equal(labels(remote, 22), labels(local, 22))
+    assert sum(batch["weight"].sum() for batch in remote.eval_loader(0, 1)) == 88
+    assert not (tmp_path / "unused").exists()
+
+
+def test_workers_and_ranks_fetch_each_chunk_once_between_them(mirror, tmp_path):
+    whole = tokens_of_corpus()
+    for rank in range(2):
+        data = module(mirror.url, tmp_path / "cache", train_num_workers=2)
+        seen = labels(data, 22, rank, 2)
+        expected = np.concatenate([whole[:, :48], whole[:, 48:]]).reshape(22, 4, 48)[:, rank * 2 : rank * 2 + 2]
+        np.testing.assert_array_equal(seen, expected.reshape(-1, 48))
+    assert {n for name, n in mirror.fetched().items() if "train.zarr/" in name and name[-1].isdigit()} == {1}
+    assert len(mirror.fetched()) >= 24
+
+
+def test_only_what_is_needed_is_fetched(mirror, tmp_path, monkeypatch):
+    monkeypatch.setattr("forgetting_transformer.data.token_array.SAMPLED_TOKENS", 24)  # of rows looked at on opening
+    labels(module(mirror.url, tmp_path / "cache", train_batch_len=24), 11)  # the first column
+    chunks = {name.rpartition("/")[2] for name in mirror.fetched() if "train.zarr/" in name}
+    assert {name for name in chunks if name[0].isdigit()} == {f"{row}.0" for row in range(6)}
+
+
+def test_the_cache_stays_within_its_limit_and_drops_what_was_used_longest_ago(mirror, tmp_path):
+    size = max(f.stat().st_size for f in (mirror.root / "longcrawl64/train.zarr").iterdir())
+    cache = RemoteCache(
+        open_remote(f"{mirror.url}/longcrawl64/train.zarr"), CacheSettings(tmp_path / "cache", 3 * size)
+    )
+    for number, key in enumerate(("0.0", "0.1", "0.2")):
+        os.utime(cache.fetch(key, 10**6), (number, number))
+    cache.fetch("0.0", 10**6)  # used again, so 0.1 is now the oldest
+    cache.fetch("0.3", 10**6)
+    assert sorted(f.name for f in cache.folder.iterdir()) == ["0.0", "0.2", "0.3", "url.txt"]
+    assert cached(tmp_path / "cache") <= 3 * size
+
+
+def test_reading_goes_on_through_a_cache_that_holds_little(mirror, tmp_path):
+    limit = 1600  # bytes: about a fifth of the array
+    data = module(mirror.url, tmp_path / "cache", cache_gb=limit / 1e9)
+    whole = tokens_of_corpus()
+    np.testing.assert_array_equal(labels(data, 22), np.concatenate([whole[:, :48], whole[:, 48:]]))
+    assert 0 < cached(tmp_path / "cache") <= limit
+
+
+def test_a_cache_too_small_for_the_batches_in_flight_is_refused(mirror, tmp_path):
+    with pytest.raises(DataError, match=r"cache_gb=1e-06 is less than the .* GB that batches in flight need"):
+        labels(module(mirror.url, tmp_path / "cache", cache_gb=1e-6), 1)
+
+
+def test_a_missing_chunk_is_an_error_naming_its_url_and_may_be_skipped(data_dir, mirror, tmp_path):
+    data = module(data_dir, tmp_path / "cache", dataset="sparse")
+    with pytest.raises(DataError, match=r"missing chunk .*sparse/train\.zarr/1\.0"):
+        data.train_info()
+    data = module(data_dir, tmp_path / "cache", dataset="sparse", missing_chunks="skip")
+    assert data.train_info().documents == 28
+    left = tokens_of_corpus()[[*range(8), *range(16, 24), *range(32, 44)]]
+    np.testing.assert_array_equal(labels(data, 7), left[:, :48])
+    local = module(mirror.root, tmp_path / "unused", dataset="sparse", missing_chunks="skip")
+    assert data.train_info().fingerprint == local.train_info().fingerprint
+
+
+def test_failures_that_pass_do_not_stop_training(mirror, tmp_path):
+    mirror.faults = {
+        f"longcrawl64/train.zarr/{key}": faults
+        for key, faults in {"0.0": [503], "1.1": ["cut"], "2.2": ["hang up", 429], "3.3": [500, "cut"]}.items()
+    }
+    whole = tokens_of_corpus()
+    data = module(mirror.url, tmp_path / "cache")
+    np.testing.assert_array_equal(labels(data, 22), np.concatenate([whole[:, :48], whole[:, 48:]]))
+
+
+def test_failures_that_stay_are_errors_that_say_what_was_tried(mirror):
+    mirror.faults = {"longcrawl64/train.zarr/0.0": [503] * 9}
+    remote = open_remote(f"{mirror.url}/longcrawl64", attempts=3, first_wait=0.01)
+    with pytest.raises(RemoteError, match=r"train\.zarr/0\.0: the server answered 503 \(3 attempts\)"):
+        remote.read("train.zarr/0.0", 10**6)
+
+
+def test_a_server_that_is_not_there_is_an_error_naming_it():
+    remote = open_remote("http://127.0.0.1:9/corpus", attempts=2, first_wait=0.01)
+    with pytest.raises(RemoteError, match=r"cannot read http://127\.0\.0\.1:9/corpus/x: ConnectError"):
+        remote.read("x", 10)
+
+
+def test_a_server_that_goes_silent_is_given_up_and_asked_again(mirror, monkeypatch):
+    monkeypatch.setattr("forgetting_transformer.data.remote.SILENCE_SECONDS", 0.1)
+    mirror.faults = {"longcrawl64/train.zarr/0.0": ["slow"]}
+    remote = open_remote(mirror.url, first_wait=0.01)
+    expected = (mirror.root / "longcrawl64/train.zarr/0.0").read_bytes()
+    assert remote.read("longcrawl64/train.zarr/0.0", 10**6) == expected
+    assert mirror.requests["GET", "longcrawl64/train.zarr/0.0"] == 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry-after": "7"}, 7),
+        ({"ratelimit": '"resolvers";r=0;t=42'}, 42),
+        ({}, None),
+        ({"retry-after": "soon"}, None),
+    ],
+)
+def test_a_server_that_says_how_long_to_wait_is_heeded(headers, seconds):
+    assert _asked_wait(headers) == seconds
+
+
+def test_an_answer_larger_than_a_chunk_can_be_is_refused(mirror):
+    with pytest.raises(RemoteError, match="larger than 10 bytes"):
+        open_remote(mirror.url).read("longcrawl64/train.zarr/0.0", 10)
+
+
+def test_a_damaged_file_in_the_cache_is_fetched_again(mirror, tmp_path):
+    settings = CacheSettings(tmp_path / "cache", 10**9)
+    array = TokenArray(f"{mirror.url}/longcrawl64/train.zarr", 50_257, cache=settings)
+    for file in array.files.folder.glob("[0-9]*"):
+        file.write_bytes(file.read_bytes()[:-4])
+    np.testing.assert_array_equal(array.read(0, 8, 0, 96), tokens_of_corpus()[:8])
+
+
+def test_a_file_damaged_at_its_source_is_an_error_naming_it(mirror, tmp_path):
+    (mirror.root / "longcrawl64/train.zarr/0.1").write_bytes(b"nonsense")
+    settings = CacheSettings(tmp_path / "cache", 10**9)
+    with pytest.raises(DataError, match=r"http://.*/train\.zarr/0\.1 cannot be decoded"):
+        TokenArray(f"{mirror.url}/longcrawl64/train.zarr", 50_257, cache=settings)
+
+
+def test_threads_that_need_the_same_file_fetch_it_once(mirror, tmp_path):
+    mirror.faults = {"longcrawl64/train.zarr/0.0": ["slow"]}
+    cache = RemoteCache(open_remote(f"{mirror.url}/longcrawl64/train.zarr"), CacheSettings(tmp_path / "cache", 10**9))
+    with ThreadPoolExecutor(6) as pool:
+        assert len({str(path) for path in pool.map(lambda _: cache.fetch("0.0", 10**6), range(6))}) == 1
+    assert mirror.requests["GET", "longcrawl64/train.zarr/0.0"] == 1
+
+
+@pytest.mark.parametrize("name", ["../escaped", "/etc/escaped", "train.zarr/../../../escaped"])
+def test_names_cannot_lead_out_of_the_cache(mirror, tmp_path, name):
+    cache = RemoteCache(open_remote(mirror.url), CacheSettings(tmp_path / "cache", 10**9))
+    with pytest.raises(DataError, match="does not lie inside"):
+        cache.fetch(name, 10)
+    with pytest.raises(DataError, match="does not lie inside"):
+        open_remote(mirror.url).read(name, 10)
+
+
+def test_a_prepared_corpus_comes_with_its_manifest_and_tokenizer(mirror, tmp_path):
+    prepare(mirror.root / "bytes", package_tree(tmp_path / "in"))
+    for data_dir in (mirror.url, f"hf://datasets/{REPOSITORY}@{REVISION}"):
+        remote = module(data_dir, tmp_path / "cache", dataset="bytes", train_batch_len=64, eval_batch_len=64)
+        local = module(mirror.root, tmp_path / "unused", dataset="bytes", train_batch_len=64, eval_batch_len=64)
+        assert (remote.vocab_size, remote.bos_token_id) == (257, 256)
+        assert remote.train_info().fingerprint == local.train_info().fingerprint
+        names = {file.name for file in (mirror.root / "bytes/tokenizer").iterdir()}
+        assert {file.name for file in (remote.folder / "tokenizer").iterdir()} == names
+
+
+def test_a_listing_cannot_name_tokenizer_files_elsewhere(mirror, tmp_path, monkeypatch):
+    remote = open_remote(mirror.url)
+    monkeypatch.setattr(type(remote), "_files", lambda self, folder: {"../../../escaped": None, ".hidden": None})
+    fetch_tokenizer(mirror.url, CacheSettings(tmp_path / "cache", 10**9))
+    assert not list(tmp_path.rglob("*escaped*"))
+
+
+def test_urls_and_paths_are_told_apart_and_joined():
+    assert is_url("s3://bucket/x") and is_url("hf://datasets/a/b") and not is_url("/data/x") and not is_url("data")
+    assert join("s3://bucket/", "a", ".", "b/c") == "s3://bucket/a/b/c"
+    assert join("hf://datasets/a/b@main", ".") == "hf://datasets/a/b@main"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("hf://someone/longcrawl64", "not of the form hf://datasets/OWNER/NAME"),
+        ("nonsense://bucket", "cannot be read: .*known are hf://, https://, s3://"),
+        ("s3://bucket/corpus", r"forgetting-transformer\[remote\]"),
+    ],
+)
+def test_urls_that_cannot_be_read_say_what_is_missing(url, message):
+    if url.startswith("s3:"):
+        s3fs_absent()
+    with pytest.raises(DataError, match=message):
+        open_remote(url)
+
+
+def s3fs_absent() -> None:
+    try:
+        import s3fs  # noqa: F401
+    except ImportError:
+        return
+    pytest.skip("s3fs is installed here")

@@ -1,0 +1,216 @@
+"""Forget gates: the matrices are those attention uses, memory lengths are distances, the pruned share is the kernel's."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from forgetting_transformer.evaluation import forget_gates, heatmaps
+from forgetting_transformer.evaluation.models import EvaluationError
+from tests.evaluation.conftest import TRAIN_LENGTH, sentences
+from tests.evaluation.scripts import run_script
+from tests.model.small_models import PRO, small, small_model
+
+SCRIPT = "eval/forget_gates/run_forget_gates.py"
+
+
+def recorded(model, ids: torch.Tensor) -> list[forget_gates.AttentionInputs]:
+    found: list[forget_gates.AttentionInputs] = []
+    with torch.no_grad():
+        forget_gates.visit(model, ids, list(forget_gates.attention_layers(model)), found.append)
+    return found
+
+
+def dense(inputs: forget_gates.AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """F and A of all heads, (H, T, T), by their definitions."""
+    c_HT = inputs.log_fgate_HT.cumsum(-1)
+    causal = torch.ones(c_HT.shape[1], c_HT.shape[1], dtype=torch.bool).tril()
+    log_decay = (c_HT[:, :, None] - c_HT[:, None]).masked_fill(~causal, -torch.inf)
+    scores = inputs.scale * inputs.q_HTD @ inputs.k_HTD.transpose(1, 2) + log_decay.float()
+    return log_decay.exp().float(), scores.softmax(-1)
+
+
+def pooled(matrix: torch.Tensor, pixels: int) -> torch.Tensor:
+    """The largest entry of every cell of a `pixels` × `pixels` grid."""
+    edges = np.linspace(0, len(matrix), pixels + 1).round().astype(int)
+    cells = [[matrix[a:b, c:d].max() for c, d in zip(edges, edges[1:])] for a, b in zip(edges, edges[1:])]  # noqa: B905, RUF007
+    return torch.tensor(cells)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        PRO,
+        {**PRO, "qk_norm_share_param_across_head": True},
+        {"use_rope": True},
+        {"fgate_type": "bias_only", "fgate_bias_init": True, "decay_time_min": 2.0, "decay_time_max": 64.0},
+        {"qk_norm": True, "fgate_type": "full", "use_rope": True},
+    ],
+)
+def test_what_is_recorded_is_what_attention_gets(fields, monkeypatch):
+    model = small_model(**fields, log_pruning_tolerance=-7.0)
+    for parameter in model.parameters():  # norm weights of 1 would hide whose they are
+        parameter.data *= 1 + 0.3 * torch.rand_like(parameter)
+    calls = []
+    module = "forgetting_transformer.model.forgetting_transformer"
+    attention = forget_gates.ForgettingAttentionLayer.forward.__globals__["forgetting_attention"]
+
+    def spy(q, k, v, log_fgate, **options):
+        calls.append((q, k, log_fgate, options["adaptive_threshold"]))
+        return attention(q, k, v, log_fgate, **options)
+
+    monkeypatch.setattr(f"{module}.forgetting_attention", spy)
+    ids = torch.randint(61, (50,))
+    found = recorded(model, ids)
+    assert [inputs.layer for inputs in found] == [0, 1]
+    for inputs, (q, k, log_fgate, threshold) in zip(found, calls, strict=True):
+        torch.testing.assert_close(inputs.q_HTD, q[0])
+        torch.testing.assert_close(inputs.k_HTD, k[0])
+        torch.testing.assert_close(inputs.log_fgate_HT, log_fgate[0].double())
+        expected = inputs.tolerance - (2 * inputs.score_bound_H + math.log(50))
+        torch.testing.assert_close(expected, threshold.flatten().expand(2), check_dtype=False)
+        scores = inputs.scale * inputs.q_HTD @ inputs.k_HTD.transpose(1, 2)
+        assert (scores.abs().amax((1, 2)) <= inputs.score_bound_H + 1e-5).all()
+
+
+@pytest.mark.parametrize(("length", "pixels"), [(50, 50), (50, 7), (50, 200), (129, 16)])
+def test_pictures_are_the_largest_entries_of_the_matrices(length, pixels, monkeypatch):
+    monkeypatch.setattr(forget_gates, "_STRIP_ENTRIES", 3 * length)
+    torch.manual_seed(0)
+    inputs = recorded(small_model(**PRO), torch.randint(61, (length,)))[1]
+    decay, attention = dense(inputs)
+    for head in range(2):
+        size = min(pixels, length)
+        gates = forget_gates.gate_matrix(inputs.log_fgate_HT[head], pixels)
+        torch.testing.assert_close(gates, pooled(decay[head], size))
+        weights = forget_gates.attention_map(inputs, head, pixels)
+        torch.testing.assert_close(weights, pooled(attention[head], size))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements of any tensor made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_a_text_of_16k_tokens_needs_a_strip_and_not_the_square():
+    length, heads = 16384, 1
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(heads, length, 8, generator=generator) for _ in range(2))
+    log_fgate = torch.nn.functional.logsigmoid(4 + torch.randn(heads, length, generator=generator)).double()
+    inputs = forget_gates.AttentionInputs(0, q, k, log_fgate, torch.full((heads,), 5.0), -10.0)
+    with LargestTensor() as largest:
+        forget_gates.gate_matrix(log_fgate[0], 64)
+        forget_gates.attention_map(inputs, 0, 64)
+        forget_gates.report_heads(inputs, -10.0)
+    assert largest.elements <= 2**24 < length**2 / 8
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 100])
+def test_the_memory_of_a_constant_gate_is_its_decay_time(tokens):
+    log_fgate = torch.full((1, 1000), -1 / (tokens + 0.5), dtype=torch.float64)
+    memory, is_bound = forget_gates.memory_lengths(log_fgate)
+    assert (memory.item(), is_bound.item()) == (tokens, False)
+
+
+def test_memory_reaches_back_to_the_last_reset_and_a_head_that_never_forgets_gives_a_bound():
+    log_fgate = torch.zeros(2, 1001, dtype=torch.float64)
+    log_fgate[0, ::100] = -50.0
+    memory, is_bound = forget_gates.memory_lengths(log_fgate)
+    assert is_bound.tolist() == [False, True]
+    assert abs(memory[0].item() - 49.5) <= 1  # tokens since the reset: 0 to 99
+    assert abs(memory[1].item() - 750) <= 1  # what the middle query of the second half could see
+
+
+def test_the_pruned_share_is_what_the_kernel_leaves_out():
+    pytest.importorskip("triton")
+    from tests.ops.test_forgetting_attention_kernel import interpret
+
+    interpret(
+        """
+import math
+from forgetting_transformer.evaluation.forget_gates import pruned_share
+shares = []
+for length in (100, 128, 129, 1000, 1024):
+    torch.manual_seed(length)
+    log_fgate = F.logsigmoid(torch.tensor([[-1.0], [2.0], [6.0]]) + torch.randn(3, length))
+    bound = torch.tensor([3.0, 8.0, 1.0])
+    threshold = -10.0 - (2 * bound + math.log(length))
+    shares.append(pruned_share(log_fgate.double(), bound, -10.0))
+    skipped = kernel.skipped_share(log_fgate[None], threshold[None], length)[0]
+    torch.testing.assert_close(shares[-1].float(), skipped, rtol=1e-6, atol=1e-6)
+assert shares[-1][0] > 0.5 > shares[-1][2] and (shares[0] == 0).all(), shares
+"""
+    )
+
+
+def test_models_without_forgetting_attention_and_layers_they_lack_are_refused():
+    with pytest.raises(EvaluationError, match="has no forgetting-attention layer"):
+        forget_gates.attention_layers(small("transformer"))
+    with pytest.raises(EvaluationError, match=r"--layers=5: the model's forgetting-attention layers are 0, 1"):
+        forget_gates.visit(small_model(), torch.zeros(4, dtype=torch.long), [5], print)
+    # Transformer (Pro) is the same class without gates: its maps are ordinary attention.
+    (inputs, _) = recorded(small_model(**PRO, fgate_type="none", use_rope=True), torch.arange(9))
+    assert (inputs.log_fgate_HT == 0).all()
+
+
+def test_the_figures_of_an_exported_model(quickstart, tmp_path):
+    (tmp_path / "text.txt").write_text(sentences(5, 200))
+    arguments = ["--model_path", quickstart.hf, "--text", tmp_path / "text.txt", "--out", tmp_path / "out"]
+    done = run_script(SCRIPT, *arguments, "--pixels", 32, "--layers", 1, "--heads", "0,1")
+    assert done.returncode == 0, done.stderr
+    for name in ("gates", "attention", "memory"):
+        assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((tmp_path / "out/heads.json").read_text())
+    assert summary["tokens"] == 201
+    assert [(entry["layer"], entry["head"]) for entry in summary["heads"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(0 <= entry["pruned"] <= 1 and entry["memory"] >= 0 for entry in summary["heads"])
+
+
+def test_memory_over_training_reads_every_checkpoint_of_a_run(quickstart, tmp_path):
+    arguments = ["--data_path", quickstart.data, "--dataset", "words", "--document", 2, "--out", tmp_path]
+    done = run_script(SCRIPT, "--model_path", quickstart.run, *arguments, "--over_training")
+    assert done.returncode == 0, done.stderr
+    history = json.loads((tmp_path / "training.json").read_text())
+    assert [entry["train_tokens"] for entry in history] == [4 * 4 * TRAIN_LENGTH, 8 * 4 * TRAIN_LENGTH]
+    assert all(len(entry["heads"]) == 4 for entry in history)
+    assert (tmp_path / "training.png").is_file()
+    done = run_script(SCRIPT, "--model_path", quickstart.hf, *arguments, "--over_training")
+    assert done.returncode == 1 and "--over_training reads the checkpoints of a training run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "9"], "--layers=9: the model's forgetting-attention layers are 0, 1"),
+        (["--layers", "a"], "--layers='a' must be numbers"),
+        (["--heads", "2"], "--heads=2: the model's heads are 0 to 1"),
+        (["--document", "99"], "--document=99: .* has documents 0 to 23"),
+        (["--log_pruning_tolerance", "1"], "must be negative"),
+    ],
+)
+def test_impossible_requests_name_the_flag(quickstart, tmp_path, arguments, message):
+    common = ["--model_path", quickstart.hf, "--data_path", quickstart.data / "words", "--out", tmp_path]
+    done = run_script(SCRIPT, *common, *arguments)
+    assert done.returncode != 0 and re.search(message, done.stderr), done.stderr
+
+
+def test_values_below_the_threshold_and_above_the_diagonal_are_not_drawn(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(heatmaps.Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    picture = np.array([[0.9, 0.8], [0.3, 0.6]])
+    heatmaps.head_matrices({(3, 1): picture}, tmp_path / "a.png", 2, "weight", threshold=0.5)
+    shown = figures[0].axes[0].images[0].get_array()
+    assert shown.mask.tolist() == [[False, True], [True, False]]

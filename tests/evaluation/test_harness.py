@@ -1,0 +1,235 @@
+"""lm-evaluation-harness: the adapter's log-likelihoods are the model's, and the paper's eleven tasks run through it."""
+
+import dataclasses
+import json
+
+import datasets
+import pytest
+import torch
+
+lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+
+from forgetting_transformer.evaluation import harness, harness_tables, tables  # noqa: E402
+from forgetting_transformer.evaluation.models import EvaluationError, load_model  # noqa: E402
+from forgetting_transformer.evaluation.workers import Workers  # noqa: E402
+from tests.evaluation.scripts import run_script  # noqa: E402
+
+SCRIPT = "eval/lm_eval_harness/run_lm_eval.py"
+ALONE = Workers(0, 1, torch.device("cpu"))
+QUESTION = {"choices": {"text": ["cat", "red house", "the dog ran"], "label": ["A", "B", "C"]}, "answerKey": "B"}
+
+#: Two examples in the format of each dataset on the hub, by (path, configuration).
+DATA = {
+    ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1"): {"page": " = cat = \n the cat sat on the mat . "},
+    ("EleutherAI/lambada_openai", "default"): {"text": "the cat sat on the mat"},
+    ("baber/piqa", None): {"goal": "eat", "sol1": "sandwich", "sol2": "the house", "label": 0},
+    ("Rowan/hellaswag", None): {
+        "ind": 1,
+        "activity_label": "park",
+        "ctx_a": "the dog ran .",
+        "ctx_b": "then the cat",
+        "ctx": "the dog ran . then the cat",
+        "endings": ["sat on the mat", "red", "ran", "eat"],
+        "source_id": "x",
+        "split": "val",
+        "split_type": "indomain",
+        "label": "2",
+    },
+    ("allenai/winogrande", "winogrande_xl"): {
+        "sentence": "the cat ran and _ sat",
+        "option1": "dog",
+        "option2": "cat",
+        "answer": "2",
+    },
+    ("allenai/ai2_arc", "ARC-Easy"): {"id": "1", "question": "what is small ?", **QUESTION},
+    ("allenai/ai2_arc", "ARC-Challenge"): {"id": "2", "question": "what is red ?", **QUESTION},
+    ("aps/super_glue", "copa"): {
+        "premise": "the cat sat.",
+        "choice1": "The dog ran.",
+        "choice2": "The mat is red.",
+        "question": "effect",
+        "idx": 0,
+        "label": 1,
+    },
+    ("allenai/openbookqa", "main"): {"id": "3", "question_stem": "the house is", **QUESTION},
+    ("allenai/sciq", None): {
+        "question": "what sat ?",
+        "distractor1": "dog",
+        "distractor2": "mat",
+        "distractor3": "house",
+        "correct_answer": "cat",
+        "support": "the cat sat",
+    },
+    ("aps/super_glue", "boolq"): {"question": "is the cat red", "passage": "the cat is small", "idx": 0, "label": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def model(quickstart):
+    return load_model(str(quickstart.hf))
+
+
+@pytest.fixture
+def adapter(model):
+    return harness.HarnessModel(model, 32, 3, "fp32", ALONE)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """datasets.load_dataset reads the examples above from local files, and fails for all else as without a network."""
+    load = datasets.load_dataset
+
+    def from_files(path, name=None, **_options):
+        if (path, name) not in DATA:
+            raise ConnectionError(f"Couldn't reach {path!r} on the Hub")
+        file = tmp_path / "hub" / f"{path.replace('/', '--')}-{name}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"{json.dumps(DATA[path, name])}\n" * 2)
+        return load("json", data_files={split: str(file) for split in ("train", "validation", "test")})
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets, "load_dataset", from_files)
+
+
+def instance(kind: str, *arguments: object) -> Instance:
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+def log_probs(model, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model.model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_log_likelihoods_are_those_of_the_models_logits_in_any_batch(model, batch_size):
+    pairs = [("the cat", " sat on"), ("", "dog"), ("a", " house is red and small"), ("the " * 28, "cat dog")]
+    adapter = harness.HarnessModel(model, 32, batch_size, "fp32", ALONE)
+    found = adapter.loglikelihood([instance("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
+    for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
+        whole = [0, *model.tokenizer((context + continuation).strip()).input_ids]
+        count = len(model.tokenizer(continuation).input_ids)
+        rows, target = log_probs(model, whole[:-1])[-count:], torch.tensor(whole[-count:])
+        assert value == pytest.approx(rows.gather(-1, target[:, None]).sum().item(), rel=1e-5)
+        assert greedy == bool((rows.argmax(-1) == target).all())
+
+
+def test_a_foreign_model_that_only_gives_all_logits_is_asked_for_those(quickstart, model):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class AllLogits(GPT2LMHeadModel):
+        def forward(self, input_ids=None, use_cache=None):
+            return super().forward(input_ids=input_ids, use_cache=use_cache)
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(model.tokenizer), n_embd=8, n_layer=1, n_head=1, bos_token_id=0)
+    foreign = dataclasses.replace(model, model=AllLogits(config).eval())
+    requests = [instance("loglikelihood", "the cat", " sat on"), instance("loglikelihood", "a", " dog")]
+    adapter = harness.HarnessModel(foreign, 32, 2, "fp32", ALONE)
+    (value, _), _ = adapter.loglikelihood(requests, disable_tqdm=True)
+    ids = [0, *model.tokenizer("the cat sat on").input_ids]
+    rows = log_probs(foreign, ids[:-1])[-2:]
+    assert value == pytest.approx(rows.gather(-1, torch.tensor(ids[-2:])[:, None]).sum().item(), rel=1e-5)
+
+
+def test_the_likeliest_continuation_is_greedy(model, adapter):
+    best = log_probs(model, [0, *model.tokenizer("the cat").input_ids])[-1].argmax().item()
+    word = model.tokenizer.decode([best])
+    other = "dog" if word != "dog" else "cat"
+    requests = [instance("loglikelihood", "the cat", f" {continuation}") for continuation in (word, other)]
+    assert [greedy for _, greedy in adapter.loglikelihood(requests, disable_tqdm=True)] == [True, False]
+
+
+def test_contexts_that_are_too_long_are_cut_on_the_left(model, adapter):
+    words = " ".join(["cat", "dog", "red"] * 20)
+    ((value, _),) = adapter.loglikelihood([instance("loglikelihood", words, " house")], disable_tqdm=True)
+    ids = model.tokenizer(words).input_ids[-32:]
+    assert value == pytest.approx(log_probs(model, ids)[-1, model.tokenizer("house").input_ids[0]].item(), rel=1e-5)
+
+
+def test_whole_texts_are_scored_in_windows_of_the_longest_length(model, adapter):
+    ids = model.tokenizer("the cat sat on the red mat . " * 10).input_ids
+    expected = 0.0
+    for begin in range(0, len(ids), 32):
+        # The harness's windows: 32 predictions each, the last one with as much context as fits.
+        predicted = ids[begin : begin + 32]
+        context = [0, *ids][max(0, begin + len(predicted) - 32) : begin + 1]
+        rows = log_probs(model, [*context, *predicted][:-1])[-len(predicted) :]
+        expected += rows.gather(-1, torch.tensor(predicted)[:, None]).sum().item()
+    text = "the cat sat on the red mat . " * 10
+    (value,) = adapter.loglikelihood_rolling([instance("loglikelihood_rolling", text)], disable_tqdm=True)
+    assert value == pytest.approx(expected, rel=1e-5)
+
+
+def test_generation_ends_at_a_stop_string(model, adapter):
+    request = ("the cat", {"until": [], "max_gen_toks": 6})
+    (text,) = adapter.generate_until([instance("generate_until", *request)], disable_tqdm=True)
+    first, *_ = words = text.split()
+    assert 1 <= len(words) <= 6
+    request = ("the cat", {"until": first, "max_gen_toks": 6})
+    assert adapter.generate_until([instance("generate_until", *request)], disable_tqdm=True) == [""]
+
+
+@pytest.mark.slow
+def test_the_papers_eleven_tasks_fill_its_table(quickstart, hub, tmp_path):
+    done = run_script(SCRIPT, "--model_path", quickstart.hf, "--save_dir", tmp_path, "--batch_size", 4)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "hf/results.json").read_text())
+    assert list(results) == [task.name for task in harness_tables.TASKS] and len(results) == 11
+    row = harness_tables.table_row(results)
+    assert len(row) == 13 and all(0 <= row[task.name] <= 100 for task in harness_tables.TASKS[1:])
+    accuracies = [value for key, value in row.items() if key not in ("wikitext", "lambada_openai_ppl", "average")]
+    assert len(accuracies) == 10 and row["average"] == pytest.approx(sum(accuracies) / 10)
+    assert done.stdout.count("|") > 2 * 14
+    again = run_script(SCRIPT, "--model_path", quickstart.hf, "--save_dir", tmp_path, "--batch_size", 4)
+    assert again.returncode == 0 and "…" not in again.stderr, "what is there is not run again"
+    other = run_script(SCRIPT, "--model_path", quickstart.hf, "--save_dir", tmp_path, "--limit", 1)
+    assert other.returncode == 1 and "holds results with limit=None, this evaluation has 1" in other.stderr
+
+
+def test_data_that_cannot_be_loaded_says_what_to_download_and_where_to_put_it(quickstart, hub, tmp_path, monkeypatch):
+    monkeypatch.delitem(DATA, ("baber/piqa", None))
+    arguments = ["--model_path", quickstart.hf, "--save_dir", tmp_path, "--tasks"]
+    done = run_script(SCRIPT, *arguments, "sciq,piqa")
+    assert done.returncode == 1
+    assert "hf download --repo-type dataset baber/piqa" in done.stderr and "HF_HOME" in done.stderr
+    assert list(json.loads((tmp_path / "hf/results.json").read_text())) == ["sciq"], "what was finished is kept"
+    done = run_script(SCRIPT, *arguments, "no_such_task")
+    assert done.returncode == 1 and "--tasks=no_such_task: lm_eval does not know them" in done.stderr
+
+
+def test_the_table_marks_the_best_and_the_second_best(tmp_path):
+    def results(ppl: float, accuracy: float) -> dict:
+        found = {task.name: {metric: accuracy for metric in task.columns} for task in harness_tables.TASKS}
+        found["wikitext"]["word_perplexity,none"] = ppl
+        return found
+
+    for name, ppl, accuracy in (("fox", 20.0, 0.5), ("llama_7", 30.0, 0.4), ("rnn", 40.0, 0.3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(results(ppl, accuracy)))
+    del (incomplete := results(10.0, 0.6))["boolq"]
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half/results.json").write_text(json.dumps(incomplete))
+    folders = [tmp_path / "fox", tmp_path / "llama_7", f"An RNN={tmp_path / 'rnn'}", tmp_path / "half"]
+    done = run_script("eval/lm_eval_harness/table_lm_eval.py", *folders, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    head, _, fox, llama, rnn, half = (tmp_path / "out/table.md").read_text().splitlines()
+    assert head.startswith("| Model | Wiki. ppl ↓ | LMB. ppl ↓ | LMB. acc ↑ | PIQA acc ↑ | Hella. acc-n ↑ |")
+    assert fox.startswith("| fox | <u>20.00</u> |") and fox.endswith("| **50.00** | **50.00** |")
+    assert llama.endswith("| <u>40.00</u> | <u>40.00</u> |") and rnn.startswith("| An RNN | 40.00 |")
+    assert half.startswith("| half | **10.00** |") and half.endswith("| – | – |"), "no mean of nine"
+    latex = (tmp_path / "out/table.tex").read_text()
+    assert r"llama\_7 & 30.00" in latex and r"\textbf{50.00} \\" in latex and r"$\downarrow$" in latex
+    done = run_script("eval/lm_eval_harness/table_lm_eval.py", tmp_path / "fox", tmp_path / "fox")
+    assert done.returncode == 1 and "two results are called 'fox'" in done.stderr
+
+
+def test_equal_values_share_a_rank_and_a_single_model_has_none():
+    column = tables.Column("a", "A", "higher", digits=1)
+    assert tables.ranks(column, [0.42, 0.44, 0.3, None, 0.1]) == [1, 1, 2, None, None]
+    assert tables.ranks(column, [0.5]) == [None]
+    assert tables.ranks(tables.Column("a", "A"), [1.0, 2.0]) == [None, None]
+    with pytest.raises(EvaluationError, match="cannot be read"):
+        tables.read_results(["/nonexistent"])

@@ -1,0 +1,209 @@
+"""LongBench: its prompts, its truncation, its scores, and answers that are asked for once."""
+
+import json
+import zipfile
+
+import pytest
+import torch
+
+pytest.importorskip("rouge", reason="the extra `eval` is not installed")
+
+from forgetting_transformer.evaluation import longbench
+from forgetting_transformer.evaluation.models import EvaluationError, load_model
+from forgetting_transformer.evaluation.workers import Workers
+from tests.evaluation.conftest import sentences
+from tests.evaluation.scripts import run_script
+
+SCRIPT = "eval/longbench/run_longbench.py"
+ALONE = Workers(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def model(quickstart):
+    return load_model(str(quickstart.hf))
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Three examples of every set, in the benchmark's format."""
+    folder = tmp_path / "longbench"
+    folder.mkdir()
+    for name in longbench.SETS:
+        examples = [
+            {
+                "input": f"what is {n} ?",
+                "context": sentences(n, 60),
+                "answers": ["the cat sat", "red"],
+                "length": 60,
+                "dataset": name,
+                "language": "en",
+                "all_classes": ["cat", "dog"] if name == "trec" else None,
+                "_id": str(n),
+            }
+            for n in range(3)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    return folder
+
+
+def test_there_are_fourteen_english_sets_with_the_benchmarks_lengths():
+    lengths = {name: entry.max_new_tokens for name, entry in longbench.SETS.items()}
+    assert lengths == {
+        **dict.fromkeys(("narrativeqa", "qasper", "samsum"), 128),
+        **dict.fromkeys(("multifieldqa_en", "trec", "lcc", "repobench-p"), 64),
+        **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa"), 32),
+        **dict.fromkeys(("gov_report", "qmsum", "multi_news"), 512),
+    }
+
+
+def test_prompts_agree_with_lm_evals_copy_of_the_benchmark():
+    lm_eval = pytest.importorskip("lm_eval")
+    from pathlib import Path
+
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: None)
+    folder = Path(lm_eval.__file__).parent / "tasks" / "longbench"
+    for name, entry in longbench.SETS.items():
+        task = yaml.load((folder / f"{name}.yaml").read_text(encoding="utf-8"), Loader)
+        theirs = task["doc_to_text"].replace("{{context}}", "{context}").replace("{{question}}", "{input}")
+        # Theirs has fewer line breaks in places than the benchmark.
+        assert entry.prompt.split() == theirs.split(), name
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "score"),
+    [
+        ("The Cat, sat!", "cat sat", 1.0),
+        ("the cat sat on a mat", "cat sat", 2 * (2 / 4) * 1 / (2 / 4 + 1)),
+        ("cat cat cat", "cat", 0.5),
+        ("dog", "cat", 0.0),
+        ("", "cat", 0.0),
+    ],
+)
+def test_f1_of_words(prediction, answer, score):
+    assert longbench.f1(prediction, answer) == pytest.approx(score)
+
+
+def test_rouge_l_is_that_of_the_benchmarks_package():
+    assert longbench.rouge_l("the cat sat on the mat", "the cat sat on the mat") == pytest.approx(1.0, abs=1e-6)
+    # The longest common subsequence of "the cat ran" and "the dog ran" has 2 of 3 words: P = R = F.
+    assert longbench.rouge_l("the cat ran", "the dog ran") == pytest.approx(2 / 3, abs=1e-6)
+    assert longbench.rouge_l("", "the dog ran") == longbench.rouge_l(" . ", "the dog ran") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer", "score"),
+    [
+        ("Food", "Food", 1.0),
+        ("Food or Sport", "Food", 0.5),
+        ("Sport", "Food", 0.0),
+        ("Other entity", "Other entity", 1.0),  # "entity" is part of the answer's own name
+        ("", "Food", 0.0),
+    ],
+)
+def test_classes_named_share_the_score(prediction, answer, score):
+    assert longbench.classification(prediction, answer, ["Food", "Sport", "entity", "Other entity"]) == score
+
+
+def test_code_is_compared_with_the_first_line_that_is_code():
+    assert longbench.code_similarity("\n# a comment\n```python\nx = 1\ny = 2", "x = 1") == 1.0
+    assert longbench.code_similarity("abcd", "abxd") == 0.75
+    assert longbench.code_similarity("# nothing", "x") == 0.0
+
+
+def test_only_the_benchmarks_three_sets_count_the_first_line_alone():
+    single = {name for name, entry in longbench.SETS.items() if entry.first_line}
+    assert single == {"trec", "triviaqa", "samsum"}
+    assert longbench.score_example("triviaqa", "\nParis\nLondon is", ["Paris"], None) == 1.0
+    assert longbench.score_example("hotpotqa", "\nParis\nLondon is", ["Paris"], None) == 0.5
+    whole = longbench.score_example("gov_report", "the cat sat.\nthe dog ran.", ["the cat sat. the dog ran."], None)
+    assert whole == pytest.approx(1.0, abs=1e-6), "a summary has more than one line"
+    assert longbench.score_example("hotpotqa", "red", ["blue", "red", "green"], None) == 1.0, "the best reference"
+
+
+def test_a_prompt_that_is_too_long_loses_its_middle(model):
+    example = {"context": sentences(0, 200), "input": "what is best ?"}
+    whole = longbench.build_prompt(model, "qasper", example, 10_000)
+    assert whole[0] == 0
+    cut = longbench.build_prompt(model, "qasper", example, 101)
+    assert len(cut) == 101
+    assert cut.tolist() == [*whole[:51], *whole[-50:]]
+    assert longbench.build_prompt(model, "qasper", example, 100).tolist() == [*whole[:50], *whole[-49:]]
+    # Braces in a text are text.
+    braces = {"context": "{input} {0} {context.__class__}", "input": "{}"}
+    assert longbench.build_prompt(model, "lcc", braces, 100).shape
+
+
+def test_the_command_answers_and_scores_every_set(quickstart, data, tmp_path):
+    arguments = ["--model_path", quickstart.hf, "--save_dir", tmp_path, "--data_dir", data, "--max_length", 40]
+    done = run_script(SCRIPT, *arguments, "--limit", 1)
+    assert done.returncode == 0, done.stderr
+    scores = json.loads((tmp_path / "hf/results.json").read_text())
+    assert list(scores) == list(longbench.SETS) and all(0 <= score <= 100 for score in scores.values())
+    done = run_script(SCRIPT, *arguments)
+    assert done.returncode == 1 and "holds results with limit=1, this evaluation has None" in done.stderr
+    done = run_script(SCRIPT, *arguments, "--sets", "dureader")
+    assert done.returncode == 1 and "--sets=dureader: the English sets are narrativeqa" in done.stderr
+
+
+def test_answers_are_asked_for_once_whatever_the_number_of_processes(model, data, tmp_path, monkeypatch):
+    asked = []
+
+    def answer(_model, prompts, *_arguments, **options):
+        asked.append((prompts.tolist(), options))
+        return ["the cat sat\nand more"]
+
+    monkeypatch.setattr(longbench, "continue_greedily", answer)
+    monkeypatch.setattr(Workers, "wait", lambda self: None)
+    options = {"sets": ["samsum"], "data": data, "max_length": 200}
+    with pytest.raises(EvaluationError, match="samsum lacks the answers to 2 examples"):
+        longbench.evaluate(model, tmp_path, Workers(1, 2, torch.device("cpu")), **options)
+    assert len(asked) == 1 and asked[0][1]["min_new_tokens"] == 1
+    with (tmp_path / "pred/samsum.1.jsonl").open("a") as file:
+        file.write('{"index": 0, "pr')  # killed while it wrote
+    assert longbench.evaluate(model, tmp_path, ALONE, **options) == {"samsum": 100.0}
+    assert len(asked) == 3
+
+
+def test_data_is_read_from_the_benchmarks_archive_without_unpacking_it(data, tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        archive.write(data / "trec.jsonl", "data/trec.jsonl")
+        archive.writestr("../../evil.jsonl", "{}")
+    expected = longbench.read_examples("trec", data)
+    assert longbench.read_examples("trec", tmp_path / "data.zip") == expected
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_args, **_options: str(tmp_path / "data.zip"))
+    assert longbench.read_examples("trec", None) == expected
+    assert not (tmp_path.parent / "evil.jsonl").exists()
+    with pytest.raises(EvaluationError, match=r"lcc.jsonl occurs 0 times in the archive"):
+        longbench.read_examples("lcc", tmp_path / "data.zip")
+
+
+def test_missing_data_says_what_to_download_and_where_to_put_it(tmp_path, monkeypatch):
+    def offline(*_arguments, **_options):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    advice = r"hf download --repo-type dataset THUDM/LongBench data.zip .* --data_dir"
+    with pytest.raises(EvaluationError, match=rf"cannot be downloaded \(no network\): .*{advice}"):
+        longbench.read_examples("trec", None)
+    with pytest.raises(EvaluationError, match=rf"no trec.jsonl and no data.zip in .*{advice}"):
+        longbench.read_examples("trec", tmp_path)
+    (tmp_path / "trec.jsonl").write_text('{"question": "other"}\n')
+    with pytest.raises(EvaluationError, match=r"is not a set of LongBench \(KeyError: 'context'\)"):
+        longbench.read_examples("trec", tmp_path)
+
+
+def test_the_table_has_the_papers_groups(tmp_path):
+    for name, score in (("fox", 30.0), ("llama", 20.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps(dict.fromkeys(longbench.SETS, score)))
+    done = run_script("eval/longbench/table_longbench.py", tmp_path / "fox", tmp_path / "llama", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "| fox | **30.00** |" in (tmp_path / "table.md").read_text()
+    latex = (tmp_path / "table.tex").read_text()
+    assert r"\multicolumn{3}{c}{Single-Document QA} & \multicolumn{3}{c}{Multi-Document QA}" in latex
+    assert latex.count(r"\underline{20.00}") == 14

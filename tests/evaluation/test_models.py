@@ -1,0 +1,90 @@
+"""What can be evaluated: runs, exports, hub models; and what is refused."""
+
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from forgetting_transformer.evaluation.models import EvaluationError, fingerprint, load_model, token_losses
+from forgetting_transformer.evaluation.workers import start_workers
+from tests.evaluation.conftest import TRAIN_LENGTH, VOCABULARY
+
+
+def test_a_run_and_its_export_are_the_same_model(quickstart):
+    run, exported = load_model(str(quickstart.run)), load_model(str(quickstart.hf))
+    assert fingerprint(run.model) == fingerprint(exported.model)
+    assert (run.name, exported.name) == ("run", "hf")
+    assert run.train_length == exported.train_length == TRAIN_LENGTH
+    assert run.train_tokens == 8 * 4 * TRAIN_LENGTH
+    assert run.bos_token_id == exported.bos_token_id == 0
+    assert run.require_tokenizer().decode([2, 3]) == exported.require_tokenizer().decode([2, 3]) == "the a"
+    assert AutoModelForCausalLM.from_pretrained(quickstart.hf).config.max_position_embeddings == TRAIN_LENGTH
+
+
+def test_a_runs_earlier_checkpoint_is_another_model(quickstart):
+    early = load_model(str(quickstart.run), step=4 * 4 * TRAIN_LENGTH)
+    assert early.train_tokens == 4 * 4 * TRAIN_LENGTH
+    assert fingerprint(early.model) != fingerprint(load_model(str(quickstart.run)).model)
+    with pytest.raises(EvaluationError, match=r"no valid checkpoint at --step=5 .*; it holds 512, 1024"):
+        load_model(str(quickstart.run), step=5)
+    with pytest.raises(EvaluationError, match="--step=5 chooses a checkpoint of a training run"):
+        load_model(str(quickstart.hf), step=5)
+
+
+def test_what_is_no_model_is_refused(tmp_path, quickstart):
+    with pytest.raises(EvaluationError, match=r"neither a training run .* nor a model in Hugging Face format"):
+        load_model(str(tmp_path))
+    with pytest.raises(EvaluationError, match=r"--model='a/b' names a folder"):
+        load_model(str(quickstart.hf), name="a/b")
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=16))
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(EvaluationError, match=r"cannot load the model .*safetensors"):
+        load_model(str(tmp_path))
+
+
+def test_a_foreign_models_losses_are_those_of_its_own_logits(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(VOCABULARY), n_embd=8, n_layer=1, n_head=1, n_positions=64, bos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path)).model
+    assert load_model(str(tmp_path)).train_length == 64
+    input_ids, labels = torch.randint(len(VOCABULARY), (2, 3, 40))
+    logits = model(input_ids=input_ids).logits
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    # Slices of ten tokens: what is held at once must not change the result.
+    monkeypatch.setattr("forgetting_transformer.evaluation.models._MAX_LOGITS", 10 * len(VOCABULARY))
+    calls = []
+    model.lm_head.register_forward_hook(lambda module, args, out: calls.append(out.shape[0]))
+    torch.testing.assert_close(token_losses(model, input_ids, labels), expected)
+    assert calls[-12:] == [10] * 12, "the output layer must be run on slices"
+
+
+def test_a_model_whose_logits_are_changed_after_the_output_layer_still_gets_its_own_losses(tmp_path, caplog):
+    class Capped(GPT2LMHeadModel):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = 0.1 * torch.tanh(output.logits / 0.1)
+            return output
+
+    torch.manual_seed(0)
+    model = Capped(
+        GPT2Config(vocab_size=23, n_embd=8, n_layer=1, n_head=1, n_positions=64, initializer_range=1.0)
+    ).eval()
+    input_ids, labels = torch.randint(23, (2, 3, 40))
+    expected = torch.nn.functional.cross_entropy(
+        model(input_ids=input_ids).logits.transpose(1, 2), labels, reduction="none"
+    )
+    with caplog.at_level(logging.WARNING):
+        torch.testing.assert_close(token_losses(model, input_ids, labels), expected)
+    assert "all logits are computed at once" in caplog.text
+
+
+def test_an_option_that_fabric_run_has_taken_is_not_lost_silently(monkeypatch):
+    monkeypatch.setenv("LT_PRECISION", "bf16")
+    with pytest.raises(EvaluationError, match=r"`fabric run` takes --precision=bf16 for itself .*torchrun"):
+        start_workers("cpu")

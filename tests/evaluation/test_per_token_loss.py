@@ -1,0 +1,246 @@
+"""Loss at every position: right, resumable with another number of processes, and its slope."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from forgetting_transformer.data import DataError
+from forgetting_transformer.evaluation import per_token_loss
+from forgetting_transformer.evaluation.models import EvaluationError, load_model
+from forgetting_transformer.evaluation.workers import Workers
+from tests.evaluation.conftest import DOC_LEN, DOCUMENTS, TRAIN_LENGTH
+from tests.evaluation.scripts import run_script
+
+SCRIPT = "eval/per_token_loss/run_per_token_loss.py"
+ALONE = Workers(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def model(quickstart):
+    return load_model(str(quickstart.hf))
+
+
+def heldout(quickstart, **options) -> per_token_loss.HeldOut:
+    return per_token_loss.open_heldout(per_token_loss.find_heldout(quickstart.data, "words"), **options)
+
+
+def expected_losses(model, data: per_token_loss.HeldOut) -> np.ndarray:
+    labels = torch.from_numpy(np.concatenate([data.read(n) for n in range(data.sequences)]).astype(np.int64))
+    inputs = labels.roll(1, 1)
+    inputs[:, 0] = 0
+    with torch.no_grad():
+        logits = model.model(input_ids=inputs).logits
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none").double().numpy()
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 100])
+def test_results_are_the_mean_losses_of_all_held_out_sequences(quickstart, model, tmp_path, batch_size):
+    data = heldout(quickstart)
+    results = per_token_loss.evaluate(model, data, tmp_path, ALONE, batch_size=batch_size)
+    losses = expected_losses(model, data)
+    assert losses.shape == (DOCUMENTS, DOC_LEN)
+    with np.load(tmp_path / "results.npz", allow_pickle=False) as arrays:
+        np.testing.assert_allclose(arrays["val/loss_per_token"], losses.mean(0), rtol=1e-5)
+        assert arrays["eval_len"] == DOC_LEN
+    assert results == json.loads((tmp_path / "results.json").read_text())
+    assert results["eval_tokens"] == DOCUMENTS * DOC_LEN
+    assert results[f"val/loss_avg_len_{DOC_LEN}"] == pytest.approx(losses.mean(), rel=1e-6)
+    assert results[f"val/perplexity_len_{DOC_LEN}"] == pytest.approx(np.exp(losses.mean()), rel=1e-6)
+
+
+def test_shorter_sequences_are_slices_of_the_documents(quickstart, model, tmp_path):
+    data = heldout(quickstart, length=64, tokens=7 * 64 + 5)
+    assert (data.sequences, data.read(5).tolist()) == (7, heldout(quickstart).read(1)[:, 64:128].tolist())
+    results = per_token_loss.evaluate(model, data, tmp_path, ALONE)
+    assert results["val/loss_avg_len_64"] == pytest.approx(expected_losses(model, data).mean(), rel=1e-5)
+
+
+def test_the_runs_own_validation_is_reproduced_from_its_output_dir(quickstart, tmp_path):
+    """train.py's val/loss, on the same tokens at the same length."""
+    logged = json.loads((quickstart.run / "metrics/jsonlines/val.jsonl").read_text().splitlines()[-1])
+    arguments = ["--model_path", quickstart.run, "--data_path", quickstart.data, "--dataset", "words"]
+    arguments += ["--eval_len", TRAIN_LENGTH, "--eval_tokens", 4 * DOC_LEN, "--save_dir", tmp_path]
+    done = run_script(SCRIPT, *arguments, "--local_batch_size", 3)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert results[f"val/loss_avg_len_{TRAIN_LENGTH}"] == pytest.approx(logged["val/loss"], abs=1e-6)
+    assert results["train_tokens"] == logged["step"]
+
+
+class Stopped(Exception):
+    pass
+
+
+def stopped_after(monkeypatch, batches: int) -> None:
+    """The process dies in its n-th forward pass."""
+    calls = iter(range(batches))
+
+    def losses(*arguments):
+        if next(calls, None) is None:
+            raise Stopped
+        return token_losses(*arguments)
+
+    token_losses = per_token_loss.token_losses
+    monkeypatch.setattr(per_token_loss, "token_losses", losses)
+
+
+@pytest.mark.slow
+def test_a_stopped_evaluation_continues_with_another_number_of_processes(quickstart, model, tmp_path, monkeypatch):
+    data = heldout(quickstart, length=64)
+    straight = per_token_loss.evaluate(model, data, tmp_path / "straight", ALONE)
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 17)
+        with pytest.raises(Stopped):
+            per_token_loss.evaluate(model, data, tmp_path / "hf", ALONE, batch_size=3, save_interval=4)
+    with np.load(tmp_path / "hf/state.npz", allow_pickle=False) as state:
+        assert len(state["octaves_NO"]) == 16 * 3
+    arguments = ["--model_path", quickstart.hf, "--data_path", quickstart.data / "words", "--save_dir", tmp_path]
+    done = run_script(SCRIPT, *arguments, "--eval_len", 64, "--local_batch_size", 5, "--device", "cpu", processes=2)
+    assert done.returncode == 0, done.stderr
+    resumed = json.loads((tmp_path / "hf/results.json").read_text())
+    assert resumed["eval_tokens"] == straight["eval_tokens"] == DOCUMENTS * DOC_LEN
+    one, two = (np.load(tmp_path / name / "results.npz")["val/loss_per_token"] for name in ("straight", "hf"))
+    np.testing.assert_allclose(one, two, rtol=1e-6)
+    for a, b in zip(straight["slope"], resumed["slope"], strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+
+
+def test_the_state_of_another_evaluation_is_refused(quickstart, model, tmp_path):
+    per_token_loss.evaluate(model, heldout(quickstart, length=64), tmp_path, ALONE, batch_size=8)
+    with pytest.raises(EvaluationError, match=r"state.npz belongs to an evaluation with eval_len=64, this one has 32"):
+        per_token_loss.evaluate(model, heldout(quickstart, length=32), tmp_path, ALONE, batch_size=8)
+    early = load_model(str(quickstart.run), step=4 * 4 * TRAIN_LENGTH)
+    with pytest.raises(EvaluationError, match=r"with weights=.*--no-resume"):
+        per_token_loss.evaluate(early, heldout(quickstart, length=64), tmp_path, ALONE)
+    results = per_token_loss.evaluate(
+        early, heldout(quickstart, length=64), tmp_path, ALONE, batch_size=8, resume=False
+    )
+    assert results["val/loss_avg_len_64"] != pytest.approx(expected_losses(model, heldout(quickstart)).mean(), abs=1e-4)
+
+
+def test_more_tokens_than_before_are_added_to_what_is_there(quickstart, model, tmp_path, monkeypatch):
+    per_token_loss.evaluate(model, heldout(quickstart, tokens=10 * DOC_LEN), tmp_path, ALONE, batch_size=5)
+    stopped_after(monkeypatch, DOCUMENTS - 10)  # any more forward passes are an error
+    results = per_token_loss.evaluate(model, heldout(quickstart), tmp_path, ALONE)
+    assert results["eval_tokens"] == DOCUMENTS * DOC_LEN
+    with pytest.raises(EvaluationError, match=r"already covers 6,144 tokens, more than --eval_tokens=256"):
+        per_token_loss.evaluate(model, heldout(quickstart, tokens=DOC_LEN), tmp_path, ALONE)
+
+
+def test_losses_that_are_not_finite_stop_the_evaluation(quickstart, tmp_path):
+    broken = load_model(str(quickstart.hf))
+    broken.model.lm_head.weight.data[3] = torch.nan
+    with pytest.raises(EvaluationError, match=r"a loss among sequences 0 to 24 is not finite"):
+        per_token_loss.evaluate(broken, heldout(quickstart), tmp_path, ALONE)
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_slopes_and_their_errors_are_those_of_the_octave_means(quickstart, model, tmp_path):
+    data = heldout(quickstart)
+    results = per_token_loss.evaluate(model, data, tmp_path, ALONE, batch_size=7)
+    losses = expected_losses(model, data)
+    entry = next(entry for entry in results["slope"] if entry["position"] == 64)
+    change = losses[:, 64:128].mean(1) - losses[:, 32:64].mean(1)
+    assert entry["per_doubling"] == pytest.approx(change.mean(), rel=1e-4)
+    assert entry["standard_error"] == pytest.approx(change.std(ddof=1) / np.sqrt(DOCUMENTS), rel=1e-4)
+    assert entry["per_token"] == pytest.approx(change.mean() / 48, rel=1e-4)
+
+
+def test_the_slope_of_a_logarithm_is_found():
+    """L(i) = 5 - 0.1 log2 i falls by 0.1 with every doubling."""
+    loss = 5 - 0.1 * np.log2(np.arange(1, 65537))
+    sums = per_token_loss.Sums(loss, loss[None] @ per_token_loss._octave_means(65536).numpy())
+    found = [slope for slope in per_token_loss.slopes(sums) if slope.position >= 128]
+    assert [slope.position for slope in found] == [128 * 2**k for k in range(9)]
+    for slope in found:
+        assert slope.per_doubling == pytest.approx(-0.1, rel=1e-2)
+        assert slope.standard_error is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 60}, r"--eval_len=60 must divide the documents' length, 256"),
+        ({"tokens": 100}, r"--eval_tokens=100 must be between one sequence \(256 tokens\) and all 6,144"),
+        ({"tokens": 2**31}, r"--eval_tokens=2,147,483,648 must be between"),
+    ],
+)
+def test_impossible_requests_name_the_flag(quickstart, options, message):
+    with pytest.raises(DataError, match=message):
+        heldout(quickstart, **options)
+
+
+def test_a_missing_corpus_and_a_foreign_vocabulary_are_refused(quickstart, tmp_path):
+    with pytest.raises(DataError, match=r"no heldout.zarr in .*--data_path"):
+        per_token_loss.find_heldout(tmp_path)
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "small")
+    with pytest.raises(EvaluationError, match=r"knows 11 tokens and the corpus .* was made with"):
+        per_token_loss.evaluate(load_model(str(tmp_path / "small")), heldout(quickstart), tmp_path, ALONE)
+
+
+def test_only_the_held_out_array_need_be_there(quickstart, tmp_path):
+    (tmp_path / "copy").mkdir()
+    for name in ("heldout.zarr", "manifest.json"):
+        (tmp_path / "copy" / name).symlink_to(quickstart.data / "words" / name)
+    assert per_token_loss.open_heldout(tmp_path / "copy").sequences == DOCUMENTS
+
+
+def test_the_extrapolation_preset_says_what_a_longer_context_is_worth(quickstart, tmp_path):
+    arguments = ["--data_path", quickstart.data, "--dataset", "words", "--save_dir", tmp_path, "--model", "fox"]
+    done = run_script(SCRIPT, "--model_path", quickstart.hf, *arguments, "--preset", "extrapolation")
+    assert done.returncode == 0, done.stderr
+    table = (tmp_path / "fox/extrapolation.md").read_text()
+    assert [line.split("|")[3].strip() for line in table.splitlines()[2:]] == ["32 → 64", "64 → 128", "128 → 256"]
+    assert table in done.stdout
+    done = run_script(
+        SCRIPT, "--model_path", quickstart.hf, *arguments, "--preset", "extrapolation", "--train_len", 256
+    )
+    assert done.returncode == 1 and "choose a corpus of longer documents" in done.stderr
+
+
+def test_plots_any_number_of_models_and_seeds(quickstart, model, tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("b", 1)):
+        folder = tmp_path / f"{name}{seed}"
+        per_token_loss.evaluate(model, heldout(quickstart), folder, ALONE, batch_size=8)
+    done = run_script(
+        "eval/per_token_loss/plot_per_token_loss.py",
+        f"A={tmp_path / 'a0'}",
+        f"B={tmp_path / 'b0'}",
+        f"B={tmp_path / 'b1'}",
+        "--out",
+        tmp_path / "out",
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out/per_token_loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out/per_token_loss.pdf").is_file()
+    table = (tmp_path / "out/slopes.md").read_text()
+    assert "| A | 128 |" in table and "| B (2) | 128 |" in table
+    done = run_script("eval/per_token_loss/plot_per_token_loss.py", tmp_path, "--out", tmp_path / "out")
+    assert done.returncode == 1 and "expected one results.npz" in done.stderr
+
+
+def test_models_are_compared_sequence_by_sequence(quickstart, model, tmp_path):
+    """Documents of very different difficulty hide nothing: the error is that of the differences."""
+    data = heldout(quickstart)
+    early = load_model(str(quickstart.run), step=4 * 4 * TRAIN_LENGTH)
+    for name, evaluated in (("late", model), ("early", early)):
+        per_token_loss.evaluate(evaluated, data, tmp_path / name, ALONE, batch_size=8)
+    results = [per_token_loss.read_named(f"{name}={tmp_path / name}") for name in ("late", "early")]
+    difference = (expected_losses(early, data) - expected_losses(model, data))[:, 64:128].mean(1)
+    error = difference.std(ddof=1) / np.sqrt(DOCUMENTS)
+    table = per_token_loss.comparison_table(results)
+    assert f"| early | late | 64 to 128 | {difference.mean():+.4f} ± {error:.4f} |" in table
+    shorter = per_token_loss.Result("short", np.ones(64), {}, np.ones((DOCUMENTS, 3)))
+    assert per_token_loss.comparison_table([results[0], shorter]) == "", "other sequences cannot be compared"
+    foreign = per_token_loss.Result("official", np.ones(DOC_LEN), {})
+    assert per_token_loss.comparison_table([results[0], foreign]) == ""
+
+
+def test_seeds_of_different_lengths_are_refused(tmp_path):
+    results = [per_token_loss.Result("a", np.ones(length), {}) for length in (4, 8)]
+    with pytest.raises(EvaluationError, match=r"the results called 'a' have 4, 8 positions"):
+        per_token_loss.group_seeds(results)

@@ -1,0 +1,173 @@
+"""The report: one file, everything in it, differences marked, and nothing but text from a run's texts."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import yaml
+
+from forgetting_transformer.evaluation import longbench
+from forgetting_transformer.evaluation.report import differing, flatten, write_report
+from tests.evaluation.scripts import run_script
+
+SCRIPT = "scripts/report.py"
+
+
+class Page(HTMLParser):
+    """Tags and attributes of a page, and the text of its table rows."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.rows, self.marked, self.in_cell = [], [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+            self.marked.append(dict(attrs).get("class") == "differs")
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+            self.in_cell = True
+
+    def handle_endtag(self, tag):
+        self.in_cell = self.in_cell and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        if self.in_cell:
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture
+def runs(quickstart, tmp_path):
+    """The run, and a copy of it with another learning rate and a name that is no good for HTML."""
+    other = tmp_path / "<script>alert(1)"
+    shutil.copytree(quickstart.run, other, ignore=shutil.ignore_patterns("checkpoints"))
+    config = yaml.safe_load((other / "config.yaml").read_text())
+    config["optimizer"]["lr"] = 0.5
+    config["tag"] = "<img src=x onerror=alert(2)>"
+    del config["model"]["config"]["qk_norm"]
+    (other / "config.yaml").write_text(yaml.safe_dump(config))
+    return [quickstart.run, other]
+
+
+def results(folder):
+    """Results of each evaluation, as its script leaves them."""
+    loss = {"val/loss_per_token": np.linspace(4, 3, 64)}
+    slope = {
+        "position": 32,
+        "before": 3.9,
+        "after": 3.4,
+        "per_doubling": -0.5,
+        "standard_error": 0.1,
+        "per_token": -0.01,
+    }
+    for name, length in (("per_token_loss/fox", 64), ("short/fox", 32)):
+        (folder / name).mkdir(parents=True)
+        np.savez(folder / name / "results.npz", **{key: value[:length] for key, value in loss.items()})
+        summary = {"model": "fox", "train_length": 32, "slope": [slope]}
+        (folder / name / "results.json").write_text(json.dumps(summary))
+    (folder / "niah").mkdir()
+    record = {"length": 100, "depth": 0.5, "sample": 0, "prediction": "a", "exact": 0.0, "words": 0.25}
+    grid = {"lengths": [100], "depths": [0.5], "train_length": 64, "records": [record]}
+    (folder / "niah/scores.json").write_text(json.dumps({"model": "fox", "mode": "easy", **grid}))
+    (folder / "lm/fox").mkdir(parents=True)
+    (folder / "lm/fox/results.json").write_text(json.dumps({"piqa": {"acc,none": 0.625}}))
+    (folder / "lb/fox").mkdir(parents=True)
+    (folder / "lb/fox/results.json").write_text(json.dumps(dict.fromkeys(longbench.SETS, 12.5)))
+    (folder / "gates").mkdir()
+    head = {"layer": 0, "head": 1, "memory": 17.0, "memory_is_bound": True, "pruned": 0.4}
+    (folder / "gates/heads.json").write_text(
+        json.dumps({"model": "fox", "tokens": 128, "pruned": 0.4, "heads": [head]})
+    )
+    return folder
+
+
+def test_one_page_holds_everything(runs, tmp_path):
+    done = run_script(SCRIPT, *runs, "--results", results(tmp_path / "results"), "--out", tmp_path / "page.html")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "page.html").read_text()
+    page = Page(text)
+    headings = re.findall(r"<h2>(.*?)</h2>", text)
+    assert headings == [
+        "Runs",
+        "Loss against training tokens",
+        "Loss at every position, in training",
+        "Loss at every position, evaluated",
+        "Needle in a haystack",
+        "Forget gates",
+        "lm-evaluation-harness",
+        "LongBench",
+        "Configurations",
+    ]
+    pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
+    assert len(pictures) == 4 and all(source.startswith("data:image/png;base64,") for source in pictures)
+    cells = {cell for row in page.rows for cell in row}
+    assert {"62.50", "12.50", "-0.5000 ± 0.1000", "≥ 17", "40.0 %"} <= cells
+    val = json.loads((runs[0] / "metrics/jsonlines/val.jsonl").read_text().splitlines()[-1])["val/loss"]
+    assert f"{val:.4f}" in cells
+
+
+def test_the_page_needs_nothing_from_outside_and_texts_stay_texts(runs, tmp_path):
+    write_report(runs, [], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    page = Page(text)
+    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "iframe", "object"})
+    assert "onerror" not in {name for _, attributes in page.tags for name in attributes}
+    assert not re.search(r"https?://", re.sub(r'base64,[^"]*', "", text))
+    assert all(attributes["src"].startswith("data:") for tag, attributes in page.tags if tag == "img")
+    assert any("<script>alert(1)" in cell for row in page.rows for cell in row)
+
+
+def test_a_file_of_another_program_is_left_out_and_named(tmp_path):
+    for name, content in (("list", "[1, 2]"), ("other", '{"accuracy": 0.5}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(content)
+    done = run_script(SCRIPT, "--results", tmp_path, "--out", tmp_path / "page.html")
+    assert done.returncode == 0 and done.stderr.count("holds no results of lm_eval_harness or longbench") == 2
+
+
+def test_differences_between_configurations_are_marked(runs, tmp_path):
+    write_report(runs, [], tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text())
+    marked = {row[0]: row[1:] for row, is_marked in zip(page.rows, page.marked, strict=True) if is_marked}
+    assert marked == {
+        "optimizer.lr": ["0.01", "0.5"],
+        "model.config.qk_norm": ["true", "– not there –"],
+        "tag": [marked["tag"][0], '"<img src=x onerror=alert(2)>"'],
+    }
+    rows = {row[0]: row[1:] for row in page.rows}
+    assert rows["seed"][0] == rows["seed"][1], "what agrees is there too"
+
+
+def test_flattened_keys_and_their_differences():
+    assert flatten({"a": {"b": 1, "c": [1, 2]}, "d": None}) == {"a.b": 1, "a.c": [1, 2], "d": None}
+    assert differing([{"a": 1, "b": None}, {"a": 1, "b": 2, "c": 3}]) == ["b", "c"]
+    assert differing([{"a": None}, {}]) == ["a"], "null is not the same as not there"
+
+
+def test_a_run_that_has_not_logged_is_left_out_of_the_curves_and_named(runs, tmp_path):
+    new = tmp_path / "new"
+    new.mkdir()
+    shutil.copy(runs[0] / "config.yaml", new)
+    done = run_script(SCRIPT, runs[0], new, "--out", tmp_path / "page.html")
+    assert done.returncode == 0
+    assert f"left out: {new} has no folder 'metrics'" in done.stderr
+    assert "<td>new</td>" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to report"),
+        (["/nonexistent"], "is not a run's output_dir"),
+        (["--results", "/nonexistent"], "no such"),
+    ],
+)
+def test_what_cannot_be_reported_is_refused(arguments, message, tmp_path):
+    done = run_script(SCRIPT, *arguments, "--out", tmp_path / "page.html")
+    assert done.returncode == 1 and message in done.stderr
+    assert not (tmp_path / "page.html").exists()

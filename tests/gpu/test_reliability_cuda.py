@@ -1,0 +1,150 @@
+"""Stopping, saving in the background, bad steps and changes of size on CUDA; on two GPUs over NCCL where there are two."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.conftest import STEP, Job, changed, checkpoint_tensors
+from tests.training.test_bad_steps import POISON, bad_steps, single
+from tests.training.test_resume import assert_same_run, losses
+from tests.training.test_stopping import SIGNAL_IN_STEP_SIX, rank_log, status
+
+GPUS = min(2, torch.cuda.device_count())
+#: (strategy, processes) that this machine can run.
+RUNS = [("auto", 1)] if GPUS < 2 else [("auto", 1), ("ddp", 2), ("fsdp", 2)]
+
+
+@pytest.fixture
+def on_gpus(tiny):
+    """The tiny configuration for a strategy on so many GPUs."""
+
+    def configure(strategy: str, world_size: int, **changes) -> dict:
+        fabric = {"precision": "32-true", "accelerator": "cuda", "devices": world_size}
+        return changed(tiny, strategy__name=strategy, fabric=fabric, train__grad_acc_tokens=32, **changes)
+
+    return configure
+
+
+def run(config: dict, world_size: int, patch: str | None = None, codes: list[int] | None = None) -> Job:
+    job = Job(config, world_size, patch=patch, accelerator="cuda")
+    assert job.wait(300) == (codes or [0] * world_size), job.errors()
+    return job
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), RUNS)
+def test_a_signal_on_the_last_rank_stops_all_after_one_step(on_gpus, tmp_path, strategy, world_size):
+    config = on_gpus(strategy, world_size)
+    straight = changed(config, output_dir=str(tmp_path / "straight"))
+    run(straight, world_size)
+    run(config, world_size, SIGNAL_IN_STEP_SIX.format(name="SIGTERM", rank=world_size - 1))
+    assert status(config)["status"] == "preempted"
+    assert status(config)["step"] == (6 if world_size == 1 else 7) * STEP
+    run(config, world_size)
+    assert status(config)["status"] == "done"
+    assert_same_run(straight["output_dir"], config["output_dir"])
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), RUNS)
+def test_what_is_saved_in_the_background_is_what_is_saved_in_the_foreground(on_gpus, tmp_path, strategy, world_size):
+    """A checkpoint at every step, while the next steps change what was copied."""
+    config = on_gpus(strategy, world_size, checkpoint_interval=STEP, checkpoint_keep_last=20)
+    waiting = changed(config, output_dir=str(tmp_path / "waiting"), checkpoint_background=False)
+    run(config, world_size)
+    run(waiting, world_size)
+    for step in range(1, 21):
+        ours, theirs = (checkpoint_tensors(c["output_dir"], step * STEP) for c in (config, waiting))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours), step
+
+
+def test_locked_memory_is_filled_in_the_order_of_the_stream():
+    from forgetting_transformer.training.host_copy import HostCopy
+
+    copy = HostCopy()
+    tensors = {"large": torch.zeros(1 << 26, device="cuda"), "step": torch.zeros((), device="cuda")}
+    copy.reserve(tensors)
+    for value in range(3):
+        for tensor in tensors.values():
+            tensor.fill_(value)
+        copied, event = copy.take(tensors)
+        for tensor in tensors.values():
+            tensor.fill_(-1)  # launched while the copy may still be under way
+        event.synchronize()
+        assert all((host == value).all() for host in copied.values())
+        assert all(host.is_pinned() for host in copied.values())
+    copy.close()
+
+
+@pytest.mark.parametrize("spike_factor", [None, 3.0])
+def test_a_step_and_its_vote_wait_for_nothing(on_gpus, spike_factor):
+    """PyTorch raises at any call that would make the host wait for the GPU."""
+    patch = """
+import torch
+from forgetting_transformer.training import trainer
+step, vote = trainer.Trainer.step, trainer.Trainer._agree_to_stop
+def strictly(function):
+    def call(self, *arguments):
+        torch.cuda.set_sync_debug_mode("error" if self.counters.batch_count > 2 else "default")
+        try:
+            return function(self, *arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return call
+trainer.Trainer.step, trainer.Trainer._agree_to_stop = strictly(step), strictly(vote)
+"""
+    config = on_gpus("auto", 1, train__spike_factor=spike_factor, checkpoint_interval=100 * STEP)
+    run(config, 1, patch)
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [r for r in RUNS if r[0] != "fsdp"])
+def test_a_bad_gradient_on_one_rank_leaves_weights_and_moments_alone(on_gpus, strategy, world_size):
+    config = single(on_gpus(strategy, world_size, checkpoint_interval=STEP, checkpoint_keep_last=20))
+    run(config, world_size, POISON.format(batches=[8], rank=world_size - 1, value="nan"))
+    before, after = (checkpoint_tensors(config["output_dir"], step * STEP) for step in (8, 9))
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert [line["bad_step/batch"] for line in bad_steps(config)] == [8]
+    last = checkpoint_tensors(config["output_dir"], 20 * STEP)
+    assert all(torch.isfinite(tensor).all() for tensor in last.values())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_that_hangs_ends_the_run_and_says_where(on_gpus, strategy):
+    if GPUS < 2:
+        pytest.skip("needs 2 GPUs")
+    patch = """
+import time
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def lost_in_thought():
+    time.sleep(600)
+def step(self, batch):
+    if self.counters.batch_count == 5 and self.fabric.global_rank == 1:
+        lost_in_thought()
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    config = on_gpus(strategy, 2, strategy__timeout_seconds=20)
+    job = Job(config, 2, patch=patch, accelerator="cuda")
+    codes = job.wait(120)
+    assert all(codes), codes
+    assert "in lost_in_thought" in rank_log(config, 1)
+    assert json.loads((Path(config["output_dir"]) / "status.json").read_text())["status"] in ("failed", "running")
+
+
+def test_two_one_and_two_gpus_with_other_micro_batches(on_gpus, tmp_path):
+    if GPUS < 2:
+        pytest.skip("needs 2 GPUs")
+    straight = on_gpus("auto", 1, output_dir=str(tmp_path / "straight"))
+    run(straight, 1)
+    moved = str(tmp_path / "moved")
+    for steps, strategy, world_size, micro_batch in [(6, "ddp", 2, 64), (13, "auto", 1, 128), (20, "fsdp", 2, 32)]:
+        part = on_gpus(strategy, world_size, output_dir=moved, train__max_tokens=steps * STEP, skip_eval=True)
+        run(changed(part, train__grad_acc_tokens=micro_batch), world_size)
+    ours, theirs = losses(moved), losses(straight["output_dir"])
+    assert len(ours) == 20 and max(abs(ours[step] - theirs[step]) for step in theirs) < 1e-6
+    ours, theirs = checkpoint_tensors(moved, 20 * STEP), checkpoint_tensors(straight["output_dir"], 20 * STEP)
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].item() == 20.0 for name in ours if name.endswith(".step"))
+    for name, tensor in theirs.items():
+        assert (ours[name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-7, name

@@ -1,0 +1,149 @@
+"""A step with a loss or gradient that is not finite leaves no trace but a line that says so."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from forgetting_transformer.training.step_guard import WINDOW, StepGuard
+from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused
+from tests.training.test_resume import lines, losses
+from tests.training.test_stopping import SIGNAL_IN_STEP_SIX
+
+#: The gradient of one rank is poisoned in the given steps.
+POISON = """
+import torch
+from forgetting_transformer.training import trainer
+unpoisoned = trainer.Trainer.step
+def step(self, batch):
+    first = next(p for p in self.model.module.parameters())
+    hook = None
+    if self.counters.batch_count in {batches} and self.fabric.global_rank == {rank}:
+        value = float("{value}")
+        hook = first.register_hook(lambda gradient: torch.full_like(gradient, value))
+    result = unpoisoned(self, batch)
+    if hook is not None:
+        hook.remove()
+    return result
+trainer.Trainer.step = step
+"""
+
+
+def bad_steps(config: dict) -> list[dict]:
+    return lines(config["output_dir"], "bad_step")
+
+
+def single(config: dict) -> dict:
+    """A configuration in which hooks on parameters act under every strategy: one micro-batch, one piece."""
+    return changed(config, train__grad_acc_tokens=128)
+
+
+@pytest.mark.parametrize(("value", "strategy", "world_size"), [("nan", "auto", 1), ("inf", "ddp", 2)])
+def test_a_bad_gradient_on_one_rank_skips_the_update_on_all(tiny, tmp_path, value, strategy, world_size):
+    """Weights and moments afterwards are those of a run whose learning rate and data skip the step."""
+    tiny = single(changed(tiny, strategy__name=strategy, checkpoint_interval=STEP, checkpoint_keep_last=30))
+    job = Job(tiny, world_size, patch=POISON.format(batches=[8], rank=world_size - 1, value=value))
+    assert job.wait() == [0] * world_size, job.errors()
+    before, after = (checkpoint_tensors(tiny["output_dir"], step * STEP) for step in (8, 9))
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    later = checkpoint_tensors(tiny["output_dir"], 20 * STEP)
+    assert all(torch.isfinite(tensor).all() for tensor in later.values())
+    steps = {name: tensor.item() for name, tensor in later.items() if name.endswith(".step")}
+    assert set(steps.values()) == {19.0}, "AdamW's bias correction counts the updates that were made"
+    (line,) = bad_steps(tiny)
+    assert line["step"] == 9 * STEP and line["bad_step/batch"] == 8 and line["bad_step/in_a_row"] == 1
+    assert not math.isfinite(line["bad_step/global_grad_norm"])
+    assert [line[f"bad_step/{key}"] for key in ("first_document", "begin_token", "end_token")] == [32, 0, 32]
+    assert min(losses(tiny["output_dir"]).values()) < 4.0, "it goes on learning"
+
+
+def test_a_bad_loss_names_its_document_and_leaves_the_averages_alone(tiny):
+    patch = """
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    module = self.model.module
+    hook = None
+    if self.counters.batch_count == 2:
+        def poison(module, arguments, output):
+            output.loss = output.loss.clone()
+            output.loss[1, 5] = float("nan")
+            return output
+        hook = module.register_forward_hook(poison)
+    result = original(self, batch)
+    if hook is not None:
+        hook.remove()
+    return result
+trainer.Trainer.step = step
+"""
+    job = Job(single(tiny), patch=patch)
+    assert job.wait() == [0], job.errors()
+    (line,) = bad_steps(tiny)
+    assert line["bad_step/documents_not_finite"] == [2 * 4 + 1]
+    first = lines(tiny["output_dir"], "train_eval")[0]
+    assert first["train_eval/window_seq_count"] == 5 * 4, "of six steps"
+    logged = losses(tiny["output_dir"])
+    counted = [logged[n * STEP] for n in (1, 2, 4, 5, 6)]
+    assert first["train_eval/loss_avg_len_32"] == pytest.approx(sum(counted) / 5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_after_so_many_in_a_row_the_run_stops_saved_and_says_where_to_look(tiny, world_size):
+    tiny = single(changed(tiny, train__max_bad_steps=3))
+    job = Job(tiny, world_size, patch=POISON.format(batches=list(range(9, 20)), rank=0, value="nan"))
+    assert job.wait() == [1] * world_size
+    assert "3 updates in a row were left out" in job.errors() or "4 updates in a row" in job.errors()
+    assert "bad_step.jsonl" in job.errors() and "scripts/replay.py" in job.errors()
+    status = json.loads((Path(tiny["output_dir"]) / "status.json").read_text())
+    assert status["status"] == "failed" and "updates in a row" in status["reason"]
+    stopped = status["step"] // STEP
+    assert stopped == (12 if world_size == 1 else 13)
+    tensors = checkpoint_tensors(tiny["output_dir"], stopped * STEP)
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+    assert [line["bad_step/in_a_row"] for line in bad_steps(tiny)] == list(range(1, stopped - 8))
+
+
+def test_a_run_that_skipped_steps_resumes_bitwise(tiny, tmp_path):
+    """With the spike rule on: what it compares with comes back from the checkpoint too."""
+    patch = "from forgetting_transformer.training import step_guard; step_guard.WINDOW = 4\n"
+    patch += POISON.format(batches=[2, 7, 8, 13], rank=0, value="nan")
+    tiny = single(changed(tiny, train__spike_factor=1.1, train__max_bad_steps=19))
+    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
+    stopped = patch + SIGNAL_IN_STEP_SIX.format(name="SIGTERM", rank=0)  # two updates in a row left out by then
+    for config, faults in ((straight, patch), (tiny, stopped), (tiny, patch)):
+        job = Job(config, patch=faults)
+        assert job.wait() == [0], job.errors()
+    left_out = [line["bad_step/batch"] for line in bad_steps(tiny)]
+    assert left_out == [line["bad_step/batch"] for line in bad_steps(straight)]
+    assert {2, 5, 7, 8, 13} <= set(left_out), "the spike rule acted too"
+    ours, theirs = (checkpoint_tensors(config["output_dir"], 20 * STEP) for config in (tiny, straight))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert losses(tiny["output_dir"]) == losses(straight["output_dir"])
+
+
+def test_a_spike_is_judged_by_the_median_of_the_norms_before():
+    guard = StepGuard(torch.device("cpu"), spike_factor=5.0)
+    loss_B = torch.ones(3, dtype=torch.float64)
+
+    def judge(batch: int, norm: float) -> bool:
+        return bool(guard.judge(batch, loss_B, torch.tensor(norm)))
+
+    assert not any(judge(n, 1e6 if n == 3 else 1.0) for n in range(WINDOW)), "nothing to compare with yet"
+    assert not judge(WINDOW, 4.9) and judge(WINDOW + 1, 5.1)
+    (bad,) = guard.bad_steps()
+    assert (bad.batch, bad.in_a_row, bad.loss) == (WINDOW + 1, 1, 1.0) and bad.grad_norm == pytest.approx(5.1)
+    resumed = StepGuard(torch.device("cpu"), spike_factor=5.0)
+    resumed.load(guard.state())
+    for _ in range(WINDOW // 2):
+        judge(0, 10.0)
+    assert not judge(0, 10.0), "norms that stay large become the usual ones"
+    assert bool(resumed.judge(0, loss_B, torch.tensor(10.0)))
+    without = StepGuard(torch.device("cpu"))
+    assert not any(bool(without.judge(n, loss_B, torch.tensor(10.0**n))) for n in range(2 * WINDOW) if n < 30)
+
+
+def test_a_spike_factor_that_would_skip_ordinary_steps_is_refused(tiny):
+    assert "train.spike_factor=0.5 would leave out ordinary steps" in refused(changed(tiny, train__spike_factor=0.5))

@@ -1,0 +1,42 @@
+"""Training from an array elsewhere, or from a partial copy: the same run as from a whole local one, or a refusal."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.data.mirror import serve
+from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
+from tests.training.test_resume import interrupted_at, losses
+
+
+@pytest.mark.slow
+def test_a_run_begun_on_a_url_continues_on_a_local_copy_and_is_the_same_run(tiny, tmp_path):
+    tiny = changed(tiny, train__max_tokens=8 * STEP, skip_eval=True)
+    train(changed(tiny, output_dir=str(tmp_path / "straight")))
+    with serve(Path(tiny["data_dir"])) as mirror:
+        elsewhere = {"data_dir": mirror.url, "datamodule__cache_dir": str(tmp_path / "cache")}
+        interrupted_at(changed(tiny, **elsewhere), 4)
+    train(tiny)
+    first, second = (
+        checkpoint_tensors(folder, 8 * STEP) for folder in (str(tmp_path / "straight"), tiny["output_dir"])
+    )
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert losses(str(tmp_path / "straight")) == losses(tiny["output_dir"])
+
+
+@pytest.mark.slow
+def test_a_partial_copy_trains_on_purpose_and_only_goes_on_with_the_same_documents(tiny, tmp_path, corpus):
+    shutil.copytree(corpus, tmp_path / "data")
+    tiny = changed(tiny, train__max_tokens=8 * STEP, skip_eval=True)
+    partial = changed(tiny, data_dir=str(tmp_path / "data"))
+    gone = tmp_path / "data/tiny/train.zarr/c/2/1"
+    kept = gone.rename(tmp_path / "kept")
+    assert "missing chunk" in refused(partial) and "missing_chunks=skip" in refused(partial)
+    partial = changed(partial, datamodule__missing_chunks="skip")
+    interrupted_at(partial, 4)
+    kept.rename(gone)  # the copy grows: other documents, in another order
+    assert "the corpus (fingerprint" in refused(partial)
+    gone.rename(kept)
+    train(partial)

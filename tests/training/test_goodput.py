@@ -1,0 +1,82 @@
+"""Where the time went, added up over starts that lost some of their work."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forgetting_transformer.training.goodput import CATEGORIES, Goodput, describe, shares
+from tests.training.conftest import STEP, Job, changed, train
+from tests.training.test_resume import lines
+
+
+def start(from_step: int, step: int, seconds: float, marks: list[tuple[int, float]]) -> dict:
+    return {
+        "from_step": from_step,
+        "step": step,
+        "seconds": {"steps": seconds, "start": 10.0},
+        "marks": [[at, {"steps": s, "start": 10.0}] for at, s in marks],
+    }
+
+
+def test_what_came_after_the_checkpoint_a_later_start_used_was_lost():
+    starts = [
+        start(0, 100, 100.0, [(40, 40.0), (80, 80.0)]),  # died at 100: 20 s lost
+        start(80, 90, 10.0, []),  # died before it saved: all 20 s lost
+        start(80, 200, 120.0, [(200, 120.0)]),
+    ]
+    found = shares(starts)
+    assert found["hours"] * 3600 == pytest.approx(110 + 20 + 130)
+    assert found["lost"] * 260 == pytest.approx(20 + 20)
+    assert found["steps"] * 260 == pytest.approx(80 + 120) and found["start"] * 260 == pytest.approx(20)
+    assert sum(found[c] for c in CATEGORIES) + found["lost"] == pytest.approx(1)
+    # A damaged newest checkpoint: the third start goes back to 40, which takes the first one's later work too.
+    starts[2]["from_step"] = 40
+    assert shares(starts)["lost"] * 260 == pytest.approx(60 + 20)
+    assert "lost 30.8%" in describe(shares(starts))
+
+
+def test_time_runs_in_one_category_at_a_time(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = Goodput(tmp_path / "goodput.json")
+    clock._seconds["start"] = 0.0
+    for seconds, category in ((3, "data"), (1, "steps"), (5, None)):
+        now[0] += seconds
+        if category:
+            clock.switch(category)
+    clock.begin(0)
+    with clock.during("evaluation"):
+        now[0] += 7
+    now[0] += 4
+    found = clock.write(8)
+    parts = {"start": 3, "data": 1, "steps": 9, "evaluation": 7}
+    assert {c: v for c, v in found.items() if v and c != "hours"} == pytest.approx(
+        {c: v / 20 for c, v in parts.items()}
+    )
+    (tmp_path / "goodput.json").write_text("{")
+    Goodput(tmp_path / "goodput.json").begin(0)  # damaged bookkeeping stops nothing
+
+
+def test_a_run_accounts_for_all_its_starts(tiny):
+    patch = """
+import os
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 11:
+        os._exit(9)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    assert Job(tiny, patch=patch).wait() == [9]
+    train(changed(tiny, datamodule__train_num_workers=1))
+    ledger = json.loads((Path(tiny["output_dir"]) / "goodput.json").read_text())["starts"]
+    assert [entry["from_step"] // STEP for entry in ledger] == [0, 8]
+    last = lines(tiny["output_dir"], "goodput")[-1]
+    parts = {key.removeprefix("goodput/"): value for key, value in last.items() if key not in ("step", "goodput/hours")}
+    assert sum(parts.values()) == pytest.approx(1) and parts["lost"] > 0
+    for category in ("steps", "first step", "data", "evaluation", "checkpoint", "start"):
+        assert parts[category] > 0, category
+    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+    assert "of wall time: steps" in log and "lost" in log

@@ -1,0 +1,78 @@
+"""A step that was trained is run again: the same tokens, the same loss, the same gradient norm."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from tests.training.conftest import STEP, changed, train
+from tests.training.test_export import word_tokenizer
+from tests.training.test_resume import lines, losses
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import replay as command
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, corpus) -> dict:
+    from tests.training import conftest
+
+    tiny = changed(conftest.tiny.__wrapped__(corpus, tmp_path_factory.mktemp("replay")), strategy__name="fsdp")
+    train(tiny, 2)
+    return tiny
+
+
+def test_loss_and_norm_are_the_logged_ones(finished, tmp_path, capsys):
+    run = finished["output_dir"]
+    for step in (1, 9, 17):  # from the initial weights, and right after two checkpoints that stay
+        arguments = [f"output_dir={run}", f"step={step * STEP}", "device=cpu", f"out={tmp_path / 'step.npz'}"]
+        assert command.main(arguments) == 0, capsys.readouterr().err
+        said = capsys.readouterr().out
+        arrays = np.load(tmp_path / "step.npz")
+        assert arrays["loss_BT"].mean() == pytest.approx(losses(run)[step * STEP], abs=1e-5)
+        logged = next(e for e in lines(run, "train") if e["step"] == step * STEP)["train/global_grad_norm"]
+        assert f"gradient norm {logged:.4g}"[:-1] in said
+        tokens = zarr.open_array(Path(finished["data_dir"]) / "tiny/train.zarr")[:]
+        first = 4 * (step - 1)
+        assert np.array_equal(arrays["labels_BT"], tokens[first : first + 4, :32])
+        assert "older than" not in said
+    assert "weights: the checkpoint at 2,048 tokens" in said
+    for part in (
+        "0–0",
+        "16–31",
+        "layer 0",
+        "layer 1",
+        "embeddings",
+        "norm",
+        "lm_head",
+        "f mean",
+        "document 64, tokens 0–31",
+    ):
+        assert part in said, said
+
+
+def test_text_is_decoded_and_older_weights_are_said_to_be(finished, tmp_path, capsys):
+    tokenizer = word_tokenizer(tmp_path / "tokenizer")
+    arguments = [f"output_dir={finished['output_dir']}", f"step={12 * STEP}", f"tokenizer={tokenizer}", "sequences=1"]
+    assert command.main([*arguments, "device=cpu"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("hardest:") == 1 and "'w" in said
+    assert f"the checkpoint at {8 * STEP:,} tokens, 3 steps older" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["step=128"], "output_dir=… and step=… are needed"),
+        (["output_dir={run}", "steps=128"], "'steps=128': give key=value, with one of output_dir, step"),
+        (["output_dir={run}", "step=many"], "'step=many'"),
+        (["output_dir={run}", "step=130"], "use step=128 or step=256"),
+        (["output_dir=/nonexistent", "step=128"], "no valid checkpoint in /nonexistent/checkpoints"),
+        (["output_dir={run}", "step=128", "data_dir=/nonexistent"], "no token array at /nonexistent/tiny/train.zarr"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(finished, capsys, arguments, message):
+    assert command.main([argument.format(run=finished["output_dir"]) for argument in arguments]) == 1
+    assert message in capsys.readouterr().err

@@ -1,0 +1,255 @@
+"""Asked to stop, all ranks stop after the same step, saved; a rank that hangs or dies ends the others."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.training.conftest import STEP, Job, changed, train
+from tests.training.test_failures import ROOT, command_line, shell_environment
+from tests.training.test_resume import assert_same_run, lines, losses
+
+#: The signal comes in the middle of step 6, on one rank only.
+SIGNAL_IN_STEP_SIX = """
+import os, signal, time
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 5 and self.fabric.global_rank == {rank}:
+        os.kill(os.getpid(), signal.{name})
+        time.sleep(0.1)  # until it is heard
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+
+
+def status(config: dict) -> dict:
+    return json.loads((Path(config["output_dir"]) / "status.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "world_size", "rank"),
+    [("SIGTERM", "auto", 1, 0), ("SIGINT", "auto", 1, 0), ("SIGUSR1", "ddp", 2, 1), ("SIGTERM", "fsdp", 2, 0)],
+)
+def test_a_signal_stops_all_ranks_within_two_steps_and_nothing_is_lost(
+    tiny, tmp_path, name, strategy, world_size, rank
+):
+    tiny = changed(tiny, strategy__name=strategy)
+    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
+    train(straight, world_size)
+    assert status(straight)["status"] == "done"
+    job = Job(tiny, world_size, patch=SIGNAL_IN_STEP_SIX.format(name=name, rank=rank))
+    assert job.wait() == [0] * world_size, job.errors()
+    stopped = status(tiny)
+    assert stopped["status"] == "preempted" and stopped["reason"] in ("", name)
+    # The step it came in and, with several ranks, the one in which they agree.
+    assert stopped["step"] == (6 if world_size == 1 else 7) * STEP
+    assert (Path(tiny["output_dir"]) / f"checkpoints/step-{stopped['step']:015d}/manifest.json").is_file()
+    train(tiny, world_size)
+    assert status(tiny)["status"] == "done"
+    assert_same_run(straight["output_dir"], tiny["output_dir"])
+
+
+def test_an_evaluation_is_broken_off_and_done_again(tiny, tmp_path):
+    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
+    train(straight)
+    patch = """
+import os, signal, time
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.evaluate
+def evaluate(self):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+    return original(self)
+trainer.Trainer.evaluate = evaluate
+"""
+    job = Job(tiny, patch=patch)
+    assert job.wait() == [0], job.errors()
+    assert status(tiny)["step"] == 10 * STEP and not (Path(tiny["output_dir"]) / "metrics/jsonlines/val.jsonl").exists()
+    train(tiny)
+    assert [entry["step"] for entry in lines(tiny["output_dir"], "val")] == [10 * STEP, 20 * STEP]
+    assert_same_run(straight["output_dir"], tiny["output_dir"])
+
+
+def test_a_second_signal_leaves_at_once_and_what_is_saved_stays(tiny, tmp_path):
+    patch = """
+import os, signal, time
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 9:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # forwarded by a launcher: the same request
+        time.sleep(1.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    job = Job(tiny, patch=patch)
+    assert job.wait(30) == [128 + signal.SIGTERM]
+    assert status(tiny)["status"] == "running", "it did not get to say more"
+    train(tiny)
+    assert f"continuing from {tiny['output_dir']}/checkpoints/step-{8 * STEP:015d}" in rank_log(tiny, 0)
+
+
+def rank_log(config: dict, rank: int) -> str:
+    return (Path(config["output_dir"]) / f"logs/rank-{rank}.log").read_text()
+
+
+def test_a_rank_that_hangs_says_where_and_the_others_do_not_wait_for_ever(tiny):
+    patch = """
+import os, time
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def lost_in_thought():
+    time.sleep(600)
+def step(self, batch):
+    if self.counters.batch_count == 5 and self.fabric.global_rank == 1:
+        lost_in_thought()
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    job = Job(changed(tiny, strategy__timeout_seconds=6), 2, patch=patch)
+    assert job.wait(60) == [1, 1]
+    assert "this rank stands still" in rank_log(tiny, 1) and "in lost_in_thought" in rank_log(tiny, 1)
+    assert "in lost_in_thought" not in rank_log(tiny, 0)
+    # Whichever comes first there: its own patience, or that of the operation it waits in.
+    assert re.search("this rank waits for another|imed out|timeout", rank_log(tiny, 0) + job.errors())
+    assert status(tiny)["status"] == "failed"
+    train(tiny, 2)
+
+
+def test_a_rank_that_is_asked_to_stop_and_cannot_does_not_stay(tiny):
+    """Its peer is gone, say: it need not wait as long as a run that nobody wants to stop."""
+    patch = """
+import os, signal, time
+from forgetting_transformer.training import sentinel, trainer
+sentinel.LEAST_PATIENCE_SECONDS = 1
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 5:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    assert Job(tiny, patch=patch).wait(60) == [1]
+    assert status(tiny)["status"] == "failed" and "after SIGTERM" in status(tiny)["reason"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_later(tiny, tmp_path, strategy):
+    tiny = changed(tiny, strategy__name=strategy)
+    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
+    train(straight, 2)
+    patch = """
+import os
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 9 and self.fabric.global_rank == 1:
+        os.kill(os.getpid(), 9)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    job = Job(tiny, 2, patch=patch)
+    assert job.wait(60) == [1, -signal.SIGKILL]
+    assert status(tiny)["status"] == "failed"
+    train(tiny, 2)
+    assert_same_run(straight["output_dir"], tiny["output_dir"])
+
+
+def test_a_data_worker_that_is_killed_is_replaced_and_no_batch_is_lost(tiny, tmp_path):
+    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
+    train(straight)
+    patch = """
+import multiprocessing, os
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 5:
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, 9)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    job = Job(changed(tiny, datamodule__train_num_workers=1), patch=patch)
+    assert job.wait() == [0], job.errors()
+    assert "Readers are started anew" in rank_log(tiny, 0)
+    assert_same_run(straight["output_dir"], tiny["output_dir"])
+
+
+def test_data_workers_are_deaf_to_the_signals_that_stop_a_run(tiny):
+    """Schedulers and launchers send them to every process."""
+    patch = """
+import multiprocessing, os, signal, time
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 5:
+        for pid in (*(worker.pid for worker in multiprocessing.active_children()), os.getpid()):
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                os.kill(pid, number)
+        time.sleep(0.1)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    job = Job(changed(tiny, datamodule__train_num_workers=1), patch=patch)
+    assert job.wait() == [0], job.errors()
+    assert status(tiny)["status"] == "preempted"
+    assert "Readers are started anew" not in rank_log(tiny, 0)
+
+
+def test_a_clock_that_is_set_back_changes_nothing(tiny, tmp_path):
+    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
+    train(straight)
+    train(changed(tiny, train__max_tokens=8 * STEP))
+    patch = "import time; real = time.time; time.time = lambda: real() - 86400"
+    job = Job(tiny, patch=patch)
+    assert job.wait() == [0], job.errors()
+    ours, theirs = losses(tiny["output_dir"]), losses(straight["output_dir"])
+    assert ours == theirs
+
+
+@pytest.mark.slow
+def test_the_launcher_passes_signals_on_and_two_share_a_machine(tiny, tmp_path):
+    """SIGUSR1, which `fabric run` by itself would die of without a word to its ranks."""
+    endless = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
+    launchers = []
+    for run in ("one", "two"):
+        command = [sys.executable, "scripts/launch.py", "--accelerator", "cpu", "--devices", "2"]
+        command += [*command_line(tiny, tmp_path / run), *endless]
+        launchers.append(subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stderr=subprocess.DEVNULL))
+    deadline = time.monotonic() + 120
+    for run, launcher in zip(("one", "two"), launchers, strict=True):
+        while not (tmp_path / run / "metrics/jsonlines/train.jsonl").exists():
+            assert launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+    for run, launcher in zip(("one", "two"), launchers, strict=True):
+        launcher.send_signal(signal.SIGUSR1)
+        launcher.wait(60)
+        found = json.loads((tmp_path / run / "status.json").read_text())
+        assert found["status"] == "preempted" and found["reason"] == "SIGUSR1"
+        assert (tmp_path / run / f"checkpoints/step-{found['step']:015d}/manifest.json").is_file()
+
+
+@pytest.mark.slow
+def test_ctrl_c_exits_with_a_code_of_its_own(tiny, tmp_path):
+    endless = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
+    command = [sys.executable, "train.py", *command_line(tiny, tmp_path / "cli"), *endless]
+    process = subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "cli/metrics/jsonlines/train.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 75 and "Traceback" not in said, said
+    assert "SIGINT: stopping after this step" in said and "stopped and saved" in said
