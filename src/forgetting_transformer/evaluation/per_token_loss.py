@@ -455,7 +455,8 @@ class _Batches(Dataset):
         sequences = self.batches[number]
         if not sequences:
             return None
-        return shifted(np.concatenate([self.data.read(n) for n in sequences]), self.data.bos_token_id)
+        tokens_BT = torch.from_numpy(np.concatenate([self.data.read(n) for n in sequences]))
+        return shifted(tokens_BT, self.data.bos_token_id)
 
 
 class _Part:
