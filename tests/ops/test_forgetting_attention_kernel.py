@@ -175,8 +175,7 @@ for distance in (1, 16, 64):
     )
 
 
-@pytest.mark.parametrize("queries", [900, 500])
-@pytest.mark.parametrize("log_tolerance", [-3.0, -10.0])
+@pytest.mark.parametrize("log_tolerance, queries", [(-10.0, 900), (-3.0, 500)])
 def test_pruning_skips_work_and_changes_rows_by_less_than_its_tolerance(log_tolerance, queries):
     interpret(
         f"""
@@ -216,7 +215,7 @@ def test_a_threshold_that_prunes_too_much_is_seen_and_one_that_is_nan_prunes_not
     """The bound above can fail: without the margin for scores, rows change."""
     interpret(
         """
-q, k, v, log_fgate, d_out = inputs(900, 16, shift=6.0)
+q, k, v, log_fgate, d_out = inputs(300, 16, shift=6.0)
 exact = run(attend, q, k, v, log_fgate, d_out, None, 0.25)
 pruned = run(attend, q, k, v, log_fgate, d_out, None, 0.25, torch.full((1, 2), -0.01))
 assert (exact[0] - pruned[0]).abs().max() > 1e-2
