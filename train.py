@@ -3,9 +3,11 @@
     python train.py +experiment/demo=fox_pro output_dir=output/demo data_dir=data
     fabric run train.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b \
         output_dir=… data_dir=… wandb.log_dir=…
+    python train.py -m +experiment/demo=fox_pro seed=0,1 optimizer.lr=1e-3,2e-3 output_dir=output/sweep data_dir=data
 
-The same command again continues an interrupted run. The exit code is 0 when the run is done, 75 when a signal (Ctrl-C,
-SIGTERM, SIGUSR1) stopped it, 1 after an error; output_dir/status.json says the same. `python train.py --help` lists the
+The same command again continues an interrupted run; -m makes a run of every combination (docs/sweep.md). The exit code
+is 0 when the run is done, 75 when a signal (Ctrl-C, SIGTERM, SIGUSR1) stopped it, 1 after an error;
+output_dir/status.json says the same. `python train.py --help` lists the
 choices of every config group, `--cfg job` prints the composed config without training, `preflight=true` checks whether
 everything fits and says what the run will cost.
 """

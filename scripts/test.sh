@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
 
-# One thread per test process: the suite runs two of them, and its matrices are small.
+# One thread per test process: the suite runs three of them, which often wait for the processes they start.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 ruff check .
-exec python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal --durations 10 "$@"
+exec python -m pytest -n "${TEST_WORKERS:-3}" --dist worksteal --durations 25 "$@"

@@ -201,7 +201,8 @@ for block in range(blocks):
     bias = log_fgate[0, 0, first:block * 128 + shift + 1].sum()
     assert first == 0 or bias < threshold[0, 0]
 for key in range(8):
-    assert kept[:, key].nonzero().max() == decay.end_block[0, key] - 1, "forward and backward must skip the same"
+    last = max(kept[:, key].nonzero().flatten().tolist(), default=-1)
+    assert last == decay.end_block[0, key] - 1, "forward and backward must skip the same"
 # Weights are non-negative and values have norm 1: a row moves by at most twice what was left out.
 assert (exact[0] - pruned[0]).norm(dim=-1).max() <= 2 * math.exp({log_tolerance}) + 1e-6
 assert torch.equal(exact[0][:, 1], pruned[0][:, 1])

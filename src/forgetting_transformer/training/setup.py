@@ -117,6 +117,12 @@ def check_optimizer_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         raise RuntimeError(f"the optimizer holds {len(owned & used)} of the model's {len(used)} parameter tensors")
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def seed_step(seed: int, batch: int, rank: int) -> None:
     """Random numbers of a step are a function of (seed, step, rank): nothing to save, and a resume repeats them."""
     digest = hashlib.blake2b(f"{seed}/{batch}/{rank}".encode(), digest_size=4).digest()

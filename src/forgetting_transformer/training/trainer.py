@@ -552,8 +552,7 @@ class Trainer:
     def _wait_for_device(self) -> None:
         # Here the host waits until the device has done the steps it was given: that time is the steps' time.
         started = time.perf_counter()
-        if self.fabric.device.type == "cuda":
-            torch.cuda.synchronize(self.fabric.device)
+        setup.synchronize(self.fabric.device)
         waited = time.perf_counter() - started
         self.counters.update_time += waited
         self.counters.total_time += waited

@@ -1,0 +1,93 @@
+#!/usr/bin/env python
+"""Compares models by their loss after equal training tokens and after equal training FLOPs.
+
+    python scripts/compare.py output/fox_seed* output/transformer_seed*
+    python scripts/compare.py output/sweep --out output/comparison
+    python scripts/compare.py --model "FoX (Pro)" output/a output/b --model Transformer output/c output/d
+
+Runs that differ only in their seed are one model; --model says it instead, and names it. A folder that is no run stands for
+the runs inside it. The tables give the mean over seeds with its 95 % interval and the difference to the first model with
+Welch's; the figure shows losses over training. Works on runs that are still training.
+
+Equal tokens or FLOPs mean what the shortest run has reached. A model that is cut before its learning rate has decayed is
+at a disadvantage there; the table says how much of its schedule was left. FLOPs are those of the architecture's formula,
+docs/performance.md.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="output_dir of a run, or a folder of them")
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "RUN"),
+        help="a model by name and runs (its seeds); may be repeated",
+    )
+    parser.add_argument("--baseline", metavar="NAME", help="model that differences are to; default: the first")
+    parser.add_argument("--loss", choices=["heldout", "train"], help="default: held-out loss where every run has one")
+    parser.add_argument("--tokens", type=float, metavar="N", help="compare after N tokens, as in 2e9")
+    parser.add_argument("--flops", type=float, metavar="N", help="compare after N FLOPs, as in 1e18")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("output/comparison"),
+        metavar="DIR",
+        help="for compare.md and compare.png; default: %(default)s",
+    )
+    args = parser.parse_args(argv)
+    if not args.runs and not args.model:
+        parser.error("give output_dirs of runs, or --model NAME RUN [RUN …]")
+    if any(len(model) < 2 for model in args.model):
+        parser.error("--model needs a name and at least one run, as in --model FoX output/fox")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    # Only now, so that --help is quick.
+    from forgetting_transformer.sweep import SweepError, compare
+    from forgetting_transformer.sweep.plots import loss_against_tokens_and_flops
+
+    try:
+        models = [compare.named_model(name, [Path(run) for run in runs]) for name, *runs in args.model]
+        models += compare.group(compare.find_runs(args.runs))
+        names = [model.name for model in models]
+        baseline = args.baseline or names[0]
+        if len(set(names)) < len(names) or baseline not in names:
+            raise SweepError(f"models {names}: names must differ, and --baseline {baseline!r} be one of them")
+        heldout = None if args.loss is None else args.loss == "heldout"
+        comparisons = [compare.at_equal_tokens(models, args.tokens, heldout)]
+        if (equal_flops := compare.at_equal_flops(models, args.flops, heldout)) is not None:
+            comparisons.append(equal_flops)
+    except (SweepError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    parts = []
+    for comparison in comparisons:
+        notes = compare.warnings(comparison, models, baseline)
+        parts.append(
+            "\n".join([compare.table(comparison, models, baseline), "", *(f"- {note}" for note in notes)]).rstrip()
+        )
+    parts.append(
+        "\n".join(["Runs:", "", *(f"- {m.name}: {', '.join(str(r.output_dir) for r in m.runs)}" for m in models)])
+    )
+    text = "\n\n".join(parts)
+    print(text)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "compare.md").write_text(f"{text}\n", encoding="utf-8")
+    flops = equal_flops.amount if equal_flops is not None else None
+    loss_against_tokens_and_flops(models, args.out / "compare.png", comparisons[0].amount, flops)
+    print(f"\n{args.out / 'compare.md'}\n{args.out / 'compare.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

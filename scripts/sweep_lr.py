@@ -1,0 +1,97 @@
+#!/usr/bin/env python
+"""Finds a learning rate as the paper did.
+
+    python scripts/sweep_lr.py +experiment/demo=fox_pro output_dir=output/sweep data_dir=quickstart/data
+    python scripts/sweep_lr.py +experiment/longcrawl64/forgetting_transformer=pro_125m_2b fabric.devices=1 \\
+        output_dir=output/sweep data_dir=data --seeds 0,1,2 --head_dims 64,128
+    python scripts/sweep_lr.py … hydra/launcher=slurm hydra.launcher.time=4:00:00 fabric.devices=4
+
+Trains at {1, 2, 5} x 10^i around the guess, extends the grid until the best rate has a worse one on either side, and
+repeats that for every head dimension given, starting from the best rate so far. Runs are judged by their held-out loss
+if the config evaluates at the end (skip_eval=false), else by their training loss over the last 5 % of the tokens.
+
+OVERRIDE is any of train.py's. output_dir holds a folder per run, sweep.md (the table) and sweep.png. Runs share the GPUs of
+this node, fabric.devices each; hydra.launcher.… limits them or sends them to SLURM (docs/sweep.md). The same command
+again skips finished runs and continues interrupted ones; more seeds or head dimensions add to what is there.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def numbers(text: str) -> list[int]:
+    """ "0,1,2" -> [0, 1, 2]."""
+    return [int(number) for number in text.split(",")]
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "overrides", nargs="+", metavar="OVERRIDE", help="of train.py, as in key=value or +group=choice"
+    )
+    parser.add_argument(
+        "--guess", type=float, metavar="RATE", help="learning rate to start from; default: the experiment's own"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=numbers,
+        metavar="N,…",
+        help="the first is used everywhere, the others at the best rate and its neighbours; default: the config's seed",
+    )
+    parser.add_argument(
+        "--head_dims", type=numbers, default=[], metavar="D,…", help="head dimensions to search around, as in 64,128"
+    )
+    parser.add_argument(
+        "--hopeless",
+        type=float,
+        metavar="NATS",
+        help="end a run that, past a quarter of its tokens, has a training loss this far above another run's at the same "
+        "tokens. High rates look bad until they decay: give a margin that no decay makes up for, such as 0.5",
+    )
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    # Only now, so that --help is quick.
+    from forgetting_transformer.sweep import SweepError
+    from forgetting_transformer.sweep.composition import Composer
+    from forgetting_transformer.sweep.learning_rate import LearningRateSweep, grid_text
+    from forgetting_transformer.training import ConfigError
+
+    try:
+        composer = Composer(ROOT / "configs", args.overrides)
+        base = composer.compose(composer.task_overrides)
+        sweep = LearningRateSweep(
+            ROOT / "train.py",
+            composer.task_overrides,
+            composer.compose,
+            composer.machine(),
+            base.optimizer.lr if args.guess is None else args.guess,
+            [base.seed] if args.seeds is None else args.seeds,
+            args.head_dims,
+            args.hopeless,
+        )
+        complete = sweep.run()
+    except (SweepError, ConfigError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    if any(search.losses for search in sweep.searches.values()):
+        print(f"\n{sweep.table()}\n\n{sweep.folder / 'sweep.md'}\n{sweep.folder / 'sweep.png'}")
+    if not complete:
+        print("the search is not complete; the same command goes on with it", file=sys.stderr)
+        return 1
+    for warning in sweep.warnings():
+        print(f"warning: {warning}", file=sys.stderr)
+    head_dim, index = sweep.winner()
+    heads = "" if head_dim is None else f" with head dimension {head_dim}"
+    print(f"best: optimizer.lr={grid_text(index)}{heads}, strictly inside the grid")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

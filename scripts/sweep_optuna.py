@@ -1,0 +1,81 @@
+#!/usr/bin/env python
+"""Searches any keys of the config with Optuna: pip install -e ".[sweep]".
+
+    python scripts/sweep_optuna.py +experiment/demo=fox_pro output_dir=output/search data_dir=quickstart/data --trials 20 \\
+        'optimizer.lr=tag(log, interval(1e-4, 1e-2))' 'optimizer.weight_decay=interval(0.0, 0.2)' train.max_grad_norm=0.5,1.0
+
+OVERRIDE is any of train.py's; one with a range is searched, in Hydra's syntax:
+
+    key=a,b,c                          one of these
+    key=interval(0.0, 0.2)             a number in between
+    key=tag(log, interval(1e-4, 1e-2)) the same on a logarithmic scale
+    key=range(1, 9, 2)                 1, 3, 5 or 7
+
+output_dir holds a folder per run, optuna.jsonl (the study, for Optuna's own tools), sweep.md and sweep.png. Runs are judged
+as in sweep_lr.py, share the GPUs of this node, and go to SLURM with hydra/launcher=slurm (docs/sweep.md). The same
+command again continues; a higher --trials adds to what is there.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="+", metavar="OVERRIDE", help="of train.py, with a value or a range")
+    parser.add_argument("--trials", type=int, default=20, metavar="N", help="runs in all; default: %(default)s")
+    parser.add_argument(
+        "--prune",
+        action="store_true",
+        help="end a run that, past a quarter of its tokens, has a training loss above the median of the others' at the "
+        "same tokens. Unfair to high learning rates, which look bad until they decay",
+    )
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    # Only now, so that --help is quick.
+    try:
+        import optuna  # noqa: F401
+    except ImportError:
+        print('Optuna is not installed: pip install -e ".[sweep]"', file=sys.stderr)
+        return 1
+    from forgetting_transformer.sweep import SweepError
+    from forgetting_transformer.sweep.composition import Composer, search_space
+    from forgetting_transformer.sweep.free_search import FreeSearch
+    from forgetting_transformer.training import ConfigError
+
+    try:
+        fixed, space, text = search_space(args.overrides)
+        composer = Composer(ROOT / "configs", fixed)
+        search = FreeSearch(
+            ROOT / "train.py",
+            composer.task_overrides,
+            composer.compose,
+            composer.machine(),
+            space,
+            text,
+            args.trials,
+            args.prune,
+        )
+        complete = search.run()
+    except (SweepError, ConfigError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{search.table()}\n\n{search.folder / 'sweep.md'}")
+    if (best := search.best()) is not None:
+        print(
+            f"{search.folder / 'sweep.png'}\nbest: {' '.join(f'{key}={value}' for key, value in best.params.items())}"
+        )
+    if not complete:
+        print("not all trials finished; the same command continues interrupted ones", file=sys.stderr)
+    return 0 if complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,11 @@
+"""Many runs as one experiment: start them, search a learning rate with them, compare them. docs/sweep.md shows how.
+
+jobs.py       a job is one run of train.py with its overrides, in a `fabric run` of its own
+machines.py   where jobs run: the GPUs of this node, or SLURM
+runner.py     runs a list of jobs, reports each, survives the failure of any
+results.py    what a run's folder says about how far it came and how good it is
+"""
+
+
+class SweepError(ValueError):
+    """A sweep cannot be run or read as asked; the message names what is wrong and the fix."""

@@ -1,0 +1,262 @@
+"""Models against each other: loss after the same training tokens and after the same training FLOPs, over seeds.
+
+A model is a set of runs that differ in nothing but their seed. Its loss is the mean over them, its uncertainty what other
+initial weights would change (statistics.py).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forgetting_transformer.sweep import SweepError, statistics
+from forgetting_transformer.sweep.results import TRAIN_WINDOW, RunRecord, read_run
+from forgetting_transformer.sweep.tables import markdown_table
+from forgetting_transformer.training.config import FREE_KEYS, flatten
+
+#: Most differing keys that a name lists; beyond, the run's folder names the model.
+_KEYS_IN_A_NAME = 3
+#: Part of the schedule that may be left without a warning: evaluations are rarely due at the very last token.
+_SCHEDULE_TOLERANCE = 0.005
+
+
+@dataclass(frozen=True)
+class Model:
+    """Runs that differ in their seed alone."""
+
+    name: str
+    runs: tuple[RunRecord, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens that all its runs have logged."""
+        return min(run.tokens for run in self.runs)
+
+    @property
+    def flops_per_token(self) -> float:
+        return float(self.runs[0].flops_per_token or math.nan)
+
+    @property
+    def schedule_tokens(self) -> int | None:
+        """Tokens at which the learning rate reaches its end; None for a constant one."""
+        config = self.runs[0].config
+        return config["schedule"]["total_tokens"] if config["schedule"]["name"] != "constant" else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The models at one point.
+
+    Attributes:
+        what: what is equal, "training tokens" or "training FLOPs", and `amount` how many.
+        heldout: whether the losses are held-out ones; otherwise training losses over the last TRAIN_WINDOW of the tokens.
+        tokens: model name -> training tokens at the point.
+        losses: model name -> loss of each seed there, nats per token.
+    """
+
+    what: str
+    amount: float
+    heldout: bool
+    tokens: Mapping[str, float]
+    losses: Mapping[str, Sequence[float]]
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The runs among these folders and inside them, in order; what a run moved aside is left out.
+
+    Raises:
+        SweepError: a folder neither is a run nor contains one.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inside = sorted(file.parents[2] for file in path.glob("**/metrics/jsonlines/train.jsonl"))
+        runs = [run for run in inside if "previous" not in run.relative_to(path).parts]
+        if not runs:
+            raise SweepError(
+                f"{path}: no run there that has logged (metrics/jsonlines/train.jsonl); give output_dirs of runs"
+            )
+        found += [run for run in runs if run.resolve() not in {other.resolve() for other in found}]
+    return found
+
+
+def group(runs: Sequence[Path]) -> list[Model]:
+    """Puts runs that differ only in their seed together, and names each group by what tells it from the others.
+
+    Raises:
+        SweepError: a run has no config.yaml.
+    """
+    groups: dict[tuple, list[RunRecord]] = {}
+    for folder in runs:
+        run = _read(folder)
+        groups.setdefault(tuple(sorted(_identity(run.config).items())), []).append(run)
+    names = _names([members[0] for members in groups.values()])
+    return [model(name, members) for name, members in zip(names, groups.values(), strict=True)]
+
+
+def model(name: str, runs: Sequence[RunRecord]) -> Model:
+    """
+    Raises:
+        SweepError: two runs have the same seed, so that they are no independent samples.
+    """
+    seeds: dict[int, Path] = {}
+    for run in runs:
+        seed = run.config["seed"]
+        if seed in seeds:
+            raise SweepError(
+                f"{name}: {seeds[seed]} and {run.output_dir} both have seed {seed} and would count as two samples; leave one "
+                "out, or put them into models of their own with --model NAME RUN"
+            )
+        seeds[seed] = run.output_dir
+    return Model(name, tuple(runs))
+
+
+def named_model(name: str, paths: Sequence[Path]) -> Model:
+    """The model that consists of these runs, whatever their configs."""
+    return model(name, [_read(folder) for folder in find_runs(paths)])
+
+
+def at_equal_tokens(models: Sequence[Model], tokens: float | None = None, heldout: bool | None = None) -> Comparison:
+    """All models after as many tokens as each of them has logged, or after `tokens`.
+
+    Args:
+        heldout: which loss; None takes held-out loss if every run has one there.
+
+    Raises:
+        SweepError: a run has not come that far.
+    """
+    common = min(model.tokens for model in models)
+    if tokens is None:
+        tokens = common
+    if tokens > common:
+        short = min(models, key=lambda model: model.tokens).name
+        raise SweepError(f"--tokens {tokens:,.0f}: {short} has logged {common:,} tokens; choose at most that")
+    return _comparison("training tokens", tokens, models, dict.fromkeys((m.name for m in models), tokens), heldout)
+
+
+def at_equal_flops(
+    models: Sequence[Model], flops: float | None = None, heldout: bool | None = None
+) -> Comparison | None:
+    """The same for training FLOPs (of the architecture's formula); None if a run has not recorded its FLOPs per token.
+
+    Raises:
+        SweepError: a run has not come that far.
+    """
+    if any(math.isnan(model.flops_per_token) for model in models):
+        return None
+    least = min(models, key=lambda model: model.tokens * model.flops_per_token)
+    common = least.tokens * least.flops_per_token
+    if flops is None:
+        flops = common
+    if flops > common * (1 + 1e-9):
+        raise SweepError(f"--flops {flops:.3e}: {least.name} has done {common:.3e} FLOPs; choose at most that")
+    # The division may end a rounding error past what was logged.
+    tokens = {model.name: min(flops / model.flops_per_token, model.tokens) for model in models}
+    return _comparison("training FLOPs", flops, models, tokens, heldout)
+
+
+def table(comparison: Comparison, models: Sequence[Model], baseline: str) -> str:
+    """A Markdown table with a title; differences are to `baseline`, with Welch's 95 % interval."""
+    amount = f"{comparison.amount:,.0f}" if comparison.what == "training tokens" else f"{comparison.amount:.3e}"
+    loss_name = "held-out loss" if comparison.heldout else f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
+    best = min(comparison.losses, key=lambda name: statistics.mean(comparison.losses[name]).value)
+    rows = []
+    for one in models:
+        losses, tokens = comparison.losses[one.name], comparison.tokens[one.name]
+        mean = statistics.mean(losses)
+        apart = statistics.difference(losses, comparison.losses[baseline])
+        left = _schedule_left(one, tokens)
+        rows.append(
+            [
+                f"**{one.name}**" if one.name == best else one.name,
+                str(len(losses)),
+                f"{tokens:,.0f}",
+                "" if math.isnan(one.flops_per_token) else f"{tokens * one.flops_per_token:.3e}",
+                _estimate(mean),
+                "baseline" if one.name == baseline else _estimate(apart, "+"),
+                "" if left <= _SCHEDULE_TOLERANCE else f"{left:.0%}",
+            ]
+        )
+    header = ["model", "seeds", "tokens", "FLOPs", "loss ± 95 %", f"against {baseline}", "schedule left"]
+    return f"## {amount} {comparison.what}: {loss_name}, nats per token\n\n{markdown_table(header, rows, 'lrrrrrr')}"
+
+
+def warnings(comparison: Comparison, models: Sequence[Model], baseline: str) -> list[str]:
+    """What a reader of the table must know."""
+    found = []
+    for one in models:
+        left = _schedule_left(one, comparison.tokens[one.name])
+        if left > _SCHEDULE_TOLERANCE:
+            found.append(
+                f"{one.name} is seen with {left:.0%} of its schedule left, before its learning rate has decayed; a run made for "
+                f"{comparison.tokens[one.name]:,.0f} tokens would be better there"
+            )
+    if any(len(losses) < 2 for losses in comparison.losses.values()):
+        found.append("a model with one seed has no interval: how much of a difference is noise is unknown")
+    for one in models:
+        apart = statistics.difference(comparison.losses[one.name], comparison.losses[baseline])
+        if one.name != baseline and math.isfinite(apart.half_width) and not apart.excludes_zero:
+            found.append(f"{one.name} and {baseline} are within seed noise of each other")
+    return found
+
+
+def _comparison(
+    what: str, amount: float, models: Sequence[Model], tokens: Mapping[str, float], heldout: bool | None
+) -> Comparison:
+    def losses(from_heldout: bool) -> dict[str, list[float]]:
+        return {m.name: [run.loss_at(tokens[m.name], from_heldout) for run in m.runs] for m in models}
+
+    if heldout is None:
+        heldout = all(math.isfinite(loss) for losses_of in losses(True).values() for loss in losses_of)
+    found = losses(heldout)
+    for name, losses_of in found.items():
+        if not all(math.isfinite(loss) for loss in losses_of):
+            kind = "evaluated on held-out documents" if heldout else "logged a finite training loss"
+            raise SweepError(
+                f"{name}: not all of its runs have {kind} around {tokens[name]:,.0f} tokens; choose another point (--tokens, "
+                f"--flops) or --loss {'train' if heldout else 'heldout'}"
+            )
+    return Comparison(what, amount, heldout, tokens, found)
+
+
+def _schedule_left(model: Model, tokens: float) -> float:
+    return max(0.0, 1 - tokens / model.schedule_tokens) if model.schedule_tokens else 0.0
+
+
+def _read(folder: Path) -> RunRecord:
+    run = read_run(folder)
+    if not run.config:
+        raise SweepError(f"{folder} has no config.yaml: give the output_dir of a run")
+    return run
+
+
+def _identity(config: Mapping[str, Any]) -> dict[str, str]:
+    """What makes a run another model: all that decides its weights except the seed, and its budget."""
+    kept = {
+        key: str(value)
+        for key, value in flatten(dict(config)).items()
+        if key != "seed" and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+    }
+    return kept | {"train.max_tokens": str(config["train"]["max_tokens"])}
+
+
+def _names(runs: Sequence[RunRecord]) -> list[str]:
+    """Tags where they suffice, else the tag and what differs among those that share it, else the folder."""
+    tags = [run.config["tag"] for run in runs]
+    names = []
+    for run, tag in zip(runs, tags, strict=True):
+        mine = _identity(run.config)
+        same_tag = [_identity(other.config) for other, its in zip(runs, tags, strict=True) if its == tag]
+        differing = sorted(key for key in mine if len({other.get(key) for other in same_tag}) > 1)
+        if len(differing) > _KEYS_IN_A_NAME:
+            names.append(run.output_dir.name)
+        else:
+            names.append(" ".join([tag, *(f"{key.rpartition('.')[2]}={mine[key]}" for key in differing)]))
+    if len(set(names)) < len(names):
+        names = [str(run.output_dir) for run in runs]
+    return names
+
+
+def _estimate(estimate: statistics.Estimate, sign: str = "") -> str:
+    text = f"{estimate.value:{sign}.4f}"
+    return text if math.isnan(estimate.half_width) else f"{text} ± {estimate.half_width:.4f}"

@@ -1,0 +1,100 @@
+"""What the sweep scripts share as entry points: Hydra overrides in, configs and a machine out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+
+from forgetting_transformer.sweep import SweepError, machines
+from forgetting_transformer.sweep.runner import Machine
+from forgetting_transformer.training import Config, parse
+
+
+class Composer:
+    """Composes configs of train.py from overrides, as `python train.py` does.
+
+    Args:
+        config_dir: the repository's `configs`.
+        overrides: of the command line. Those of hydra itself (hydra/launcher=…, hydra.launcher.…=…) say where jobs run.
+    """
+
+    def __init__(self, config_dir: Path, overrides: Sequence[str]) -> None:
+        self._config_dir = config_dir
+        self._all = list(overrides)
+        self.task_overrides = [o for o in overrides if not o.startswith(("hydra.", "hydra/"))]
+
+    def compose(self, overrides: Sequence[str]) -> Config:
+        """
+        Raises:
+            SweepError: Hydra cannot compose these overrides.
+            ConfigError: they compose to something that train.py refuses.
+        """
+        try:
+            with initialize_config_dir(str(self._config_dir), version_base="1.3"):
+                return parse(compose("config", overrides=list(overrides)))
+        except HydraException as error:
+            raise SweepError(str(error)) from error
+
+    def machine(self) -> Machine:
+        """Where `hydra/launcher` sends the jobs.
+
+        Raises:
+            SweepError: it names another launcher, one with unknown settings, or one that does not wait for its jobs.
+        """
+        try:
+            with initialize_config_dir(str(self._config_dir), version_base="1.3"):
+                composed = compose("config", overrides=self._all, return_hydra_config=True)
+        except HydraException as error:
+            raise SweepError(str(error)) from error
+        settings = OmegaConf.to_container(composed.hydra.launcher)
+        name = getattr(get_class(settings.pop("_target_")), "machine", None)
+        if name is None:
+            raise SweepError(f"hydra/launcher={composed.hydra.runtime.choices['hydra/launcher']}: use fabric or slurm")
+        if not settings.get("wait", True):
+            raise SweepError("hydra.launcher.wait=false: a search needs the results of its jobs; leave it at true")
+        return getattr(machines, name)(**settings)
+
+
+def search_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, str]]:
+    """Splits overrides into those with a value and those with a range, in Hydra's sweep syntax.
+
+    Returns:
+        the overrides with a value; config key -> Optuna distribution; config key -> the range as it was written.
+
+    Raises:
+        SweepError: a range that cannot be searched.
+    """
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    fixed, space, text = [], {}, {}
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise SweepError(str(error)) from error
+    for override, written in zip(parsed, overrides, strict=True):
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            fixed.append(written)
+            continue
+        values = override.value()
+        text[key] = written.partition("=")[2]
+        if override.is_choice_sweep():
+            space[key] = CategoricalDistribution(list(override.sweep_iterator()))
+        elif override.is_interval_sweep():
+            integers = isinstance(values.start, int) and isinstance(values.end, int)  # int(interval(…))
+            kind = IntDistribution if integers else FloatDistribution
+            space[key] = kind(values.start, values.end, log="log" in values.tags)
+        elif override.is_range_sweep() and all(isinstance(x, int) for x in (values.start, values.stop, values.step)):
+            # Hydra leaves the end out, Optuna wants the last value.
+            last = values.start + (values.stop - 1 - values.start) // values.step * values.step
+            space[key] = IntDistribution(values.start, last, step=values.step)
+        else:
+            raise SweepError(
+                f"{written}: give choices (a,b), interval(low, high), tag(log, interval(low, high)) or range(a, b)"
+            )
+    return fixed, space, text

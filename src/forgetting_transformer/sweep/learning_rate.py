@@ -1,0 +1,315 @@
+"""The paper's search for a learning rate (appendix B): try {1, 2, 5} x 10^i around a guess, extend the grid until the
+best rate has a worse one on either side, then do the same for every head dimension asked for.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forgetting_transformer.sweep import SweepError, runner, statistics
+from forgetting_transformer.sweep.jobs import Job, State
+from forgetting_transformer.sweep.plots import loss_against_learning_rate
+from forgetting_transformer.sweep.results import TRAIN_WINDOW, RunRecord, read_run
+from forgetting_transformer.sweep.state import SweepState
+from forgetting_transformer.sweep.tables import markdown_table
+from forgetting_transformer.training import Config
+from forgetting_transformer.training.checkpoint import write_atomically
+
+#: Grid points from the guess at which the search gives up: a factor of 10,000.
+FARTHEST = 12
+#: Part of the budget before which no run is called hopeless: early losses order learning rates wrongly.
+HOPELESS_FROM = 0.25
+
+_MANTISSAS = (1, 2, 5)
+
+
+def grid_text(index: int) -> str:
+    """Grid point `index` as text: 0 is "1e0", -1 "5e-1", -2 "2e-1", -3 "1e-1", …"""
+    exponent, position = divmod(index, 3)
+    return f"{_MANTISSAS[position]}e{exponent}"
+
+
+def grid_value(index: int) -> float:
+    return float(grid_text(index))
+
+
+def nearest_grid_index(rate: float) -> int:
+    """The grid point whose ratio to `rate` is closest to one.
+
+    Raises:
+        SweepError: the rate is not a positive number.
+    """
+    if not (math.isfinite(rate) and rate > 0):
+        raise SweepError(f"a learning rate of {rate} is no place to start from; give a positive one with --guess")
+    around = 3 * math.floor(math.log10(rate))
+    return min(range(around - 1, around + 5), key=lambda index: abs(math.log(grid_value(index) / rate)))
+
+
+def run_name(head_dim: int | None, index: int, seed: int) -> str:
+    """The folder of a run inside the sweep's."""
+    prefix = "" if head_dim is None else f"head_dim{head_dim}_"
+    return f"{prefix}lr{grid_text(index)}_seed{seed}"
+
+
+@dataclass
+class GridSearch:
+    """Which runs the search needs next, given the losses it has; knows nothing of how they are made.
+
+    Args:
+        start: grid index of the guess.
+        seeds: the first decides where to look; the others are run for the best rate and its two neighbours.
+    """
+
+    start: int
+    seeds: Sequence[int]
+    #: (grid index, seed) -> loss; infinite for a run that diverged or was hopeless.
+    losses: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def at(self, index: int) -> list[float]:
+        """The losses at a grid point, one for each seed that was run."""
+        return [self.losses[index, seed] for seed in self.seeds if (index, seed) in self.losses]
+
+    @property
+    def indices(self) -> list[int]:
+        return sorted({index for index, _ in self.losses})
+
+    @property
+    def best(self) -> int:
+        """The grid point with the lowest mean loss; the lowest rate if all are infinite, since that is the way out."""
+        return min(self.indices, key=lambda index: (sum(self.at(index)) / len(self.at(index)), index))
+
+    def needed(self) -> list[tuple[int, int]]:
+        """The runs to make next, as (grid index, seed); none if the best rate is strictly inside and has all seeds.
+
+        Raises:
+            SweepError: the loss still falls FARTHEST grid points from the guess.
+        """
+        centre = self.best if self.losses else self.start
+        if abs(centre - self.start) >= FARTHEST:
+            raise SweepError(
+                f"the loss still falls at a learning rate of {grid_text(centre)}, far from the guess "
+                f"{grid_text(self.start)}: check the runs, or start nearer with --guess"
+            )
+        inside = (centre - 1, centre, centre + 1)
+        for seeds in (self.seeds[:1], self.seeds):
+            if missing := [(i, seed) for i in inside for seed in seeds if (i, seed) not in self.losses]:
+                return missing
+        return []
+
+
+class LearningRateSweep:
+    """One search with its runs in `base.output_dir`. Started again, it takes what is there and goes on.
+
+    Args:
+        script: train.py.
+        overrides: what all runs have in common, as Hydra overrides.
+        compose: overrides -> Config.
+        machine: where the runs are made (sweep/machines.py).
+        guess: learning rate to start from.
+        seeds: at least one.
+        head_dims: head dimensions to search around, one after another; () leaves the model as it is.
+        hopeless: end a run whose training loss is this many nats above that of another run at the same tokens;
+            None lets all runs end.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        overrides: Sequence[str],
+        compose: Callable[[Sequence[str]], Config],
+        machine: runner.Machine,
+        guess: float,
+        seeds: Sequence[int],
+        head_dims: Sequence[int] = (),
+        hopeless: float | None = None,
+    ) -> None:
+        self.script, self.overrides, self.compose, self.machine = script, tuple(overrides), compose, machine
+        self.base = compose(overrides)
+        self.start, self.seeds, self.hopeless_margin = nearest_grid_index(guess), tuple(seeds), hopeless
+        self.folder = Path(self.base.output_dir).expanduser().absolute()
+        #: Whether runs are judged by held-out loss; otherwise by training loss over the last tokens.
+        self.heldout = not self.base.skip_eval and self.base.final_eval
+        self.head_dims: tuple[int | None, ...] = tuple(head_dims) or (None,)
+        self.searches: dict[int | None, GridSearch] = {}
+        own_keys = ["optimizer.lr", "seed", *(["model.config.num_heads"] if head_dims else [])]
+        self._state = SweepState(self.folder, "learning rate", self.base, own_keys)
+        if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
+            raise SweepError(f"--seeds {','.join(map(str, self.seeds))}: each seed once, and at least one")
+        if hopeless is not None and hopeless <= 0:
+            raise SweepError(f"--hopeless {hopeless} must be positive: nats above the best run at the same tokens")
+        for head_dim in head_dims:
+            self._heads(head_dim)
+
+    def run(self) -> bool:
+        """Searches to the end, or to a failed or interrupted run; writes sweep.md and sweep.png after every round.
+
+        Returns:
+            whether the search is complete.
+
+        Raises:
+            SweepError: the folder holds a sweep with other settings, or the search cannot go on.
+        """
+        self._state.open()
+        start = self.start
+        for head_dim in self.head_dims:
+            search = self.searches[head_dim] = GridSearch(start, self.seeds)
+            while todo := search.needed():
+                if not self._round(head_dim, search, todo):
+                    return False
+            start = search.best
+        return True
+
+    def job(self, head_dim: int | None, index: int, seed: int) -> Job:
+        own = [f"optimizer.lr={grid_text(index)}", f"seed={seed}"]
+        own += [] if head_dim is None else [f"model.config.num_heads={self._heads(head_dim)}"]
+        overrides = [*self.overrides, *own]
+        config = self.compose(overrides)
+        name = run_name(head_dim, index, seed)
+        config.output_dir = str(self.folder / name)
+        passed_on = tuple(override for override in overrides if not override.startswith("output_dir="))
+        return Job(name, self.script, passed_on, config)
+
+    def table(self) -> str:
+        """All rates that were tried, as Markdown."""
+        rows = []
+        winner = self.winner()
+        best_losses = self.searches[winner[0]].at(winner[1])
+        for head_dim, search in self.searches.items():
+            for index in search.indices:
+                losses = search.at(index)
+                mean, apart = statistics.mean(losses), statistics.difference(losses, best_losses)
+                rows.append(
+                    [
+                        "" if head_dim is None else str(head_dim),
+                        grid_text(index),
+                        _nats(mean.value),
+                        _nats(mean.half_width),
+                        str(len(losses)),
+                        "" if (head_dim, index) == winner else _nats(apart.value, "+"),
+                        self._note(head_dim, search, index, winner),
+                    ]
+                )
+        header = ["head dim", "learning rate", self.loss_name, "± 95 %", "seeds", "above the best", "note"]
+        return markdown_table(header, rows, "rrrrrrl")
+
+    @property
+    def loss_name(self) -> str:
+        return "held-out loss" if self.heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens"
+
+    def winner(self) -> tuple[int | None, int]:
+        """Head dimension and grid index of the lowest mean loss so far."""
+        best = {head_dim: search.best for head_dim, search in self.searches.items() if search.losses}
+        return min(best.items(), key=lambda item: statistics.mean(self.searches[item[0]].at(item[1])).value)
+
+    def warnings(self) -> list[str]:
+        """What stands between the numbers and a conclusion from them."""
+        head_dim, index = self.winner()
+        search = self.searches[head_dim]
+        best = search.at(index)
+        rivals = {f"learning rate {grid_text(i)}": search.at(i) for i in (index - 1, index + 1)}
+        rivals |= {
+            f"head dimension {other} (at {grid_text(s.best)})": s.at(s.best)
+            for other, s in self.searches.items()
+            if other != head_dim and s.losses
+        }
+        if len(best) < 2:
+            return ["one seed: how much of these differences is noise is unknown; --seeds 0,1,2 would tell"]
+        close = [
+            f"{grid_text(index)} is within seed noise of {name}: it is better by {apart.value:.4f} ± {apart.half_width:.4f} nats"
+            for name, losses in rivals.items()
+            if len(losses) > 1
+            and math.isfinite((apart := statistics.difference(losses, best)).value)
+            and not apart.excludes_zero
+        ]
+        return close
+
+    def write(self) -> None:
+        """Writes the table, the warnings and the figure of what is known."""
+        text = [f"# Learning-rate search in {self.folder.name}", "", self.table(), ""]
+        text += [f"Warning: {warning}." for warning in self.warnings()]
+        write_atomically(self.folder / "sweep.md", "\n".join(text).rstrip() + "\n")
+        curves = {
+            "" if head_dim is None else f"head dimension {head_dim}": {
+                grid_value(index): search.at(index) for index in search.indices
+            }
+            for head_dim, search in self.searches.items()
+            if search.losses
+        }
+        loss_against_learning_rate(curves, self.loss_name, self.folder / "sweep.png")
+
+    def _round(self, head_dim: int | None, search: GridSearch, todo: Sequence[tuple[int, int]]) -> bool:
+        """Makes these runs and enters their losses; False if one of them has none."""
+        to_run = []
+        for index, seed in todo:
+            job = self.job(head_dim, index, seed)
+            # Both would happen again: a run is a function of its settings.
+            if job.name in self._state.notes or read_run(job.output_dir).diverged:
+                search.losses[index, seed] = math.inf
+            else:
+                to_run.append(((index, seed), job))
+        results = runner.run_jobs(
+            [job for _, job in to_run],
+            self.machine,
+            self.folder / "logs",
+            self._hopeless if self.hopeless_margin is not None else None,
+        )
+        for (key, job), result in zip(to_run, results, strict=True):
+            if result.state == State.FINISHED:
+                loss = result.run.final_loss(self.heldout)
+                search.losses[key] = math.inf if math.isnan(loss) else loss
+            elif result.state in (State.DIVERGED, State.HOPELESS):
+                search.losses[key] = math.inf
+            if result.state == State.HOPELESS:
+                self._state.notes[job.name] = result.note
+        self._state.save()
+        if any(s.losses for s in self.searches.values()):
+            self.write()
+        unsettled = [
+            result for result in results if result.state not in (State.FINISHED, State.DIVERGED, State.HOPELESS)
+        ]
+        if unsettled:
+            print(f"\n{runner.summary(results)}\n", flush=True)
+        return not unsettled
+
+    def _hopeless(self, job: Job, run: RunRecord) -> str | None:
+        if run.tokens < HOPELESS_FROM * job.config.train.max_tokens:
+            return None
+        here = run.train_loss_at(run.tokens)
+        others = [read_run(folder) for folder in self.folder.glob("*lr*_seed*") if folder != job.output_dir]
+        losses = [other.train_loss_at(run.tokens) for other in others if other.tokens >= run.tokens]
+        best = min((loss for loss in losses if math.isfinite(loss)), default=math.inf)
+        if here - best <= self.hopeless_margin:
+            return None
+        return f"training loss {here:.4f} after {run.tokens:,} tokens, where the best run had {best:.4f}"
+
+    def _note(self, head_dim: int | None, search: GridSearch, index: int, winner: tuple[int | None, int]) -> str:
+        if (head_dim, index) == winner:
+            return "best"
+        notes = []
+        for seed in search.seeds:
+            if math.isinf(search.losses.get((index, seed), 0.0)):
+                early = self._state.notes.get(run_name(head_dim, index, seed))
+                notes.append(f"seed {seed} {'ended early: ' + early if early else 'diverged'}")
+        return "; ".join(notes)
+
+    def _heads(self, head_dim: int) -> int:
+        """The number of heads that gives this head dimension.
+
+        Raises:
+            SweepError: the architecture does not split its width into heads this way, or the width does not divide.
+        """
+        fields = self.base.model.config
+        if "num_heads" not in fields or "head_dim" in fields:
+            raise SweepError(
+                f"--head_dims: model {self.base.model.name!r} does not choose its head dimension by model.config.num_heads; "
+                "sweep its own key with python train.py -m"
+            )
+        width = fields["hidden_size"]
+        if head_dim < 1 or width % head_dim:
+            raise SweepError(f"--head_dims {head_dim} does not divide model.config.hidden_size={width}")
+        return width // head_dim
+
+
+def _nats(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.4f}" if math.isfinite(value) else ""

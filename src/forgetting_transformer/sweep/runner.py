@@ -1,0 +1,271 @@
+"""Runs the jobs of a sweep on a machine: reports each, survives the failure of any, ends cleanly on Ctrl-C."""
+
+import dataclasses
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from forgetting_transformer.sweep import SweepError
+from forgetting_transformer.sweep.jobs import Job, State, file_name
+from forgetting_transformer.sweep.machines import Process
+from forgetting_transformer.sweep.results import RunRecord, read_run
+from forgetting_transformer.sweep.tables import markdown_table
+from forgetting_transformer.training.config import changes_that_alter_the_run
+from forgetting_transformer.training.metrics import duration
+
+POLL_SECONDS = 1.0
+
+#: Says why a running job is hopeless, None while it is not.
+Hopeless = Callable[[Job, RunRecord], str | None]
+
+
+class Machine(Protocol):
+    """What `run_jobs` needs of a place where jobs run."""
+
+    def check(self, jobs: Sequence[Job]) -> None: ...
+
+    def room(self, job: Job) -> int: ...
+
+    def start(self, job: Job, log: Path) -> Process | None: ...
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """How a job ended. `seconds` is wall time here, `note` says why where the state does not."""
+
+    job: Job
+    state: State
+    run: RunRecord
+    seconds: float = 0.0
+    note: str = ""
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: Process
+    log: Path
+    #: Size of the log before this start.
+    log_start: int
+    started: float
+    #: The run's status.json before this start, which may end before it writes one.
+    status_before: dict[str, Any]
+    hopeless: str | None = None
+
+
+def run_jobs(jobs: Sequence[Job], machine: Machine, log_dir: Path, hopeless: Hopeless | None = None) -> list[JobResult]:
+    """Runs every job and returns their results in the order of `jobs`.
+
+    A job that is finished already, by its own files, is not started. Ctrl-C or SIGTERM asks the running ones to end,
+    waits for them and returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A second Ctrl-C kills them.
+
+    Args:
+        log_dir: gets what each job prints, `<name>.log`.
+        hopeless: asked now and then about each running job; a reason ends the job.
+
+    Raises:
+        SweepError: two jobs share a folder, or the machine cannot run one of them. Nothing was started then.
+    """
+    _check_folders(jobs)
+    machine.check(jobs)
+    results = {job.name: done for job in jobs if (done := finished_already(job)) is not None}
+    waiting = [job for job in jobs if job.name not in results]
+    running: list[_Running] = []
+    _say(f"{len(jobs)} job{'s' * (len(jobs) != 1)}, {len(results)} finished before; logs in {log_dir}")
+    with _Bar(jobs) as bar, _Interrupts() as interrupts:
+        while (waiting or running) and not interrupts.count:
+            while waiting and (one := _start(waiting[0], machine, log_dir)) is not None:
+                running.append(one)
+                waiting.pop(0)
+                _say(f"started   {one.job.name} -> {one.job.output_dir}")
+            time.sleep(POLL_SECONDS)
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                result = results[one.job.name] = _result(one)
+                _say(f"{result.state:<9} {describe(result)}")
+            records = {one.job.name: read_run(one.job.output_dir) for one in running}
+            for one in running:
+                if hopeless is not None and one.hopeless is None:
+                    one.hopeless = hopeless(one.job, records[one.job.name])
+                    if one.hopeless is not None:
+                        one.process.stop()
+            bar.show(results, records)
+        if running:
+            _say(f"stopping {len(running)} jobs (again to kill them)")
+            _end(running, interrupts)
+    for one in running:
+        result = _result(one)
+        if result.state != State.FINISHED:
+            left = f"{one.process.description} goes on" if one.process.description else ""
+            result = dataclasses.replace(result, state=State.INTERRUPTED, note=left)
+        results[one.job.name] = result
+    for job in waiting:
+        results[job.name] = JobResult(job, State.INTERRUPTED, read_run(job.output_dir), note="not started")
+    return [results[job.name] for job in jobs]
+
+
+def finished_already(job: Job) -> JobResult | None:
+    """The result of a job whose folder holds the finished run it describes, with these very settings."""
+    run = read_run(job.output_dir)
+    if not job.config.resume or not run.config or not run.finished(job.config.train.max_tokens):
+        return None
+    if changes_that_alter_the_run(run.config, dataclasses.asdict(job.config)):
+        return None  # train.py refuses it and says what differs
+    return JobResult(job, State.FINISHED, run, note="finished before")
+
+
+def summary(results: Sequence[JobResult]) -> str:
+    """A Markdown table of all jobs."""
+    rows = [
+        [
+            result.job.name,
+            str(result.state),
+            f"{result.run.tokens:,}",
+            _loss(result.run.final_loss(heldout=False)),
+            _loss(result.run.final_loss(heldout=True)),
+            duration(result.seconds) if result.seconds else "",
+            result.note,
+        ]
+        for result in results
+    ]
+    header = ["job", "state", "tokens", "training loss", "held-out loss", "time", ""]
+    return markdown_table(header, rows, "llrrrrl")
+
+
+def describe(result: JobResult) -> str:
+    """One line about a job that has ended."""
+    loss = result.run.final_loss(heldout=bool(result.run.heldout_loss.size))
+    parts = [f"{result.run.tokens:,} tokens", f"loss {_loss(loss)}" if loss == loss else "", result.note]
+    return f"{result.job.name}: " + ", ".join(part for part in parts if part)
+
+
+def _result(one: _Running) -> JobResult:
+    code = one.process.poll()
+    run = read_run(one.job.output_dir)
+    seconds = time.monotonic() - one.started
+    note = ""
+    if one.hopeless is not None:
+        state, note = State.HOPELESS, one.hopeless
+    elif code == 0 and run.finished(one.job.config.train.max_tokens):
+        state = State.FINISHED
+    elif code == 0 and not one.process.waits:
+        state, note = State.SUBMITTED, one.process.description
+    elif code == 0 or (run.status != one.status_before and run.status.get("status") == "preempted"):
+        state, note = State.INCOMPLETE, "ended before its budget; the same command continues it"
+    elif run.diverged and run.status != one.status_before:
+        state, note = State.DIVERGED, "loss or gradients were not finite"
+    else:
+        state, note = State.FAILED, f"exit code {code}: {_reason(one)}"
+    return JobResult(one.job, state, run, seconds, note)
+
+
+def _reason(one: _Running) -> str:
+    """What the job said about its end: its own last error, else the last line that looks like one."""
+    printed = one.log.read_bytes()[one.log_start :] if one.log.is_file() else b""
+    if one.process.log != one.log:
+        printed = one.process.log.read_bytes() + printed
+    lines = printed.decode(errors="replace").splitlines()
+    for pattern in (
+        r" CRITICAL (.*)",
+        r"^(?!.*(?:ChildFailedError|SignalException))(\w*(?:Error|Exception)\b.*)",
+        r"(\S.*)",
+    ):
+        for line in reversed(lines):
+            if found := re.search(pattern, line):
+                return f"{found[1][:200]} ({one.log})"
+    return f"it printed nothing ({one.log})"
+
+
+def _start(job: Job, machine: Machine, log_dir: Path) -> _Running | None:
+    log = log_dir / f"{file_name(job.name)}.log"
+    before = log.stat().st_size if log.is_file() else 0
+    status = read_run(job.output_dir).status
+    process = machine.start(job, log)
+    return None if process is None else _Running(job, process, log, before, time.monotonic(), status)
+
+
+def _end(running: Sequence[_Running], interrupts: "_Interrupts") -> None:
+    """Waits until all have ended after being asked to; a second interrupt kills them."""
+    for one in running:
+        one.process.leave()
+    killed = False
+    while any([one.process.poll() is None for one in running]):
+        if interrupts.count > 1 and not killed:
+            killed = True
+            for one in running:
+                if one.process.poll() is None:
+                    one.process.kill()
+        time.sleep(0.1)
+
+
+def _check_folders(jobs: Sequence[Job]) -> None:
+    seen: dict[Path, str] = {}
+    for job in jobs:
+        if job.output_dir in seen:
+            raise SweepError(
+                f"jobs {seen[job.output_dir]!r} and {job.name!r} would both write to output_dir={job.output_dir}; let "
+                "output_dir contain what differs, or give a plain output_dir and every job gets a folder in it"
+            )
+        seen[job.output_dir] = job.name
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.4f}" if loss == loss else ""
+
+
+def _say(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)
+
+
+class _Bar:
+    """Tokens of all jobs on a terminal; nothing elsewhere, where the lines of starts and ends suffice."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._budgets = {job.name: job.config.train.max_tokens for job in jobs}
+        self._bar: tqdm | None = None
+
+    def __enter__(self) -> "_Bar":
+        if sys.stderr.isatty():
+            total = sum(self._budgets.values())
+            self._bar = tqdm(total=total, unit="tok", unit_scale=True, desc="sweep", dynamic_ncols=True)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def show(self, results: dict[str, JobResult], running: dict[str, RunRecord]) -> None:
+        if self._bar is None:
+            return
+        # A job that has ended is done, however it ended: nothing of its budget is still to come.
+        done = sum(self._budgets[name] for name in results) + sum(run.tokens for run in running.values())
+        losses = [f"{run.train_loss[-1]:.3f}" for run in running.values() if run.train_loss.size]
+        if self._bar.n == 0:
+            self._bar.initial = done  # what earlier starts have done says nothing about the speed of this one
+        self._bar.n = done
+        self._bar.set_postfix_str(
+            f"{len(results)}/{len(self._budgets)} jobs, running at loss {' '.join(losses) or '-'}"
+        )
+
+
+class _Interrupts:
+    """Counts SIGINT and SIGTERM instead of raising somewhere: a batch system ends a sweep as Ctrl-C does."""
+
+    def __enter__(self) -> "_Interrupts":
+        self.count = 0
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, *_: Any) -> None:
+        self.count += 1

@@ -1,0 +1,53 @@
+"""Means over seeds and how far to trust them.
+
+Seeds differ in initial weights and not in data, so the intervals say what other initial weights would change, not
+what another corpus would.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+CONFIDENCE = 0.95
+
+
+class Estimate(NamedTuple):
+    """A value and the half-width of its 95 % interval; the half-width is NaN where one seed tells nothing of it."""
+
+    value: float
+    half_width: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval leaves zero out; False where there is none."""
+        return abs(self.value) > self.half_width
+
+
+def mean(losses: Sequence[float]) -> Estimate:
+    """The mean over seeds with Student's t interval; `losses` has one loss per seed, at least one."""
+    values = np.asarray(losses, dtype=np.float64)
+    if values.size < 2 or not np.isfinite(values).all():
+        return Estimate(float(values.mean()), math.nan)
+    return Estimate(float(values.mean()), _t(values.size - 1) * math.sqrt(values.var(ddof=1) / values.size))
+
+
+def difference(losses: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    """Mean of `losses` minus mean of `baseline` with Welch's t interval, which allows unequal spreads and seed counts."""
+    one, other = np.asarray(losses, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
+    value = float(one.mean() - other.mean())
+    if min(one.size, other.size) < 2 or not math.isfinite(value):
+        return Estimate(value, math.nan)
+    shares = np.array([one.var(ddof=1) / one.size, other.var(ddof=1) / other.size])
+    if shares.sum() == 0:
+        return Estimate(value, 0.0)
+    # Welch and Satterthwaite's degrees of freedom.
+    freedom = shares.sum() ** 2 / (shares**2 / np.array([one.size - 1, other.size - 1])).sum()
+    return Estimate(value, _t(freedom) * math.sqrt(shares.sum()))
+
+
+def _t(degrees_of_freedom: float) -> float:
+    from scipy import stats  # a second to import, and only needed with several seeds
+
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees_of_freedom))

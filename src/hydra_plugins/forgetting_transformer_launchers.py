@@ -1,0 +1,162 @@
+"""Hydra launchers for `python train.py -m …`: every job in a `fabric run` of its own.
+
+    hydra/launcher=fabric   (the default) on this machine
+    hydra/launcher=slurm    as SLURM jobs
+
+Hydra finds plugins by importing what lies in the namespace package `hydra_plugins`, wherever on sys.path a part of it
+is, and accepts no class from elsewhere. It does so in every process that uses Hydra, every rank of every run among them,
+so this file imports nothing heavy.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from inspect import getfile
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.errors import CompactHydraException
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+
+@dataclass
+class FabricLauncherConfig:
+    """The arguments of sweep.machines.LocalMachine, which documents them."""
+
+    _target_: str = "hydra_plugins.forgetting_transformer_launchers.FabricLauncher"
+    gpus: list[str] | None = None
+    jobs_at_once: int | None = None
+
+
+@dataclass
+class SlurmLauncherConfig:
+    """The arguments of sweep.machines.Slurm, which documents them."""
+
+    _target_: str = "hydra_plugins.forgetting_transformer_launchers.SlurmLauncher"
+    nodes: int = 1
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+    mem: str | None = None
+    cpus_per_task: int | None = None
+    sbatch: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+    wait: bool = True
+    jobs_at_once: int | None = None
+
+
+ConfigStore.instance().store("fabric", FabricLauncherConfig, group="hydra/launcher")
+ConfigStore.instance().store("slurm", SlurmLauncherConfig, group="hydra/launcher")
+
+
+class FabricLauncher(Launcher):
+    """Runs the jobs of a sweep on this machine.
+
+    A job's output_dir is `output_dir/<what is swept>`, such as `output/sweep/optimizer.lr=0.001,seed=0`, unless
+    output_dir itself is swept, or is another one for every job by what `${…}` in it stands for: then it is taken as it is.
+    """
+
+    machine = "LocalMachine"
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = {
+            name: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+            for name, value in settings.items()
+        }
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.config = hydra_context, config
+        self.script = Path(getfile(task_function)).absolute()
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Runs all jobs, prints a table and writes it to `hydra.sweep.dir`.
+
+        Returns:
+            for each job, its final loss (held-out if it was evaluated), or an error if it did not finish.
+
+        Raises:
+            CompactHydraException: the jobs cannot be run at all; nothing was started.
+        """
+        if os.environ.get("LT_CLI_USED") == "1":
+            # Every rank would launch the whole sweep.
+            raise CompactHydraException(
+                "-m under `fabric run` is not possible; start `python train.py -m …`, which starts a `fabric run` per job"
+            )
+        from forgetting_transformer.sweep import SweepError, machines, runner
+        from forgetting_transformer.sweep.jobs import State
+        from forgetting_transformer.training import ConfigError
+
+        setup_globals()
+        folder = Path(self.config.hydra.sweep.dir).absolute()
+        try:
+            jobs = self._jobs(job_overrides)
+            machine = getattr(machines, self.machine)(**self.settings)
+            results = runner.run_jobs(jobs, machine, folder)
+        except (SweepError, ConfigError) as error:
+            raise CompactHydraException(f"{type(error).__name__}: {error}") from error
+        table = runner.summary(results)
+        (folder / f"summary-{initial_job_idx}.md").write_text(f"{table}\n", encoding="utf-8")
+        print(f"\n{table}\n", flush=True)
+        if any(result.state == State.INTERRUPTED for result in results):
+            raise SystemExit("stopped; the same command continues the jobs from their last checkpoints")
+        bad = [result for result in results if result.state not in (State.FINISHED, State.SUBMITTED)]
+        failure = CompactHydraException(
+            f"{len(bad)} of {len(results)} jobs did not finish: {', '.join(result.job.name for result in bad)}. "
+            "The same command runs these again from their last checkpoints"
+        )
+        return [
+            JobReturn(
+                overrides=list(overrides),
+                status=JobStatus.FAILED if result in bad else JobStatus.COMPLETED,
+                _return_value=failure if result in bad else result.run.final_loss(bool(result.run.heldout_loss.size)),
+            )
+            for overrides, result in zip(job_overrides, results, strict=True)
+        ]
+
+    def _jobs(self, job_overrides: Sequence[Sequence[str]]) -> list[Any]:
+        from forgetting_transformer.sweep.jobs import Job, file_name
+        from forgetting_transformer.training import parse
+
+        fixed = self._fixed_overrides()
+        swept = [[override for override in overrides if override not in fixed] for overrides in job_overrides]
+        names = [",".join(override.lstrip("+") for override in mine) for mine in swept]
+        composed = [
+            self.hydra_context.config_loader.load_sweep_config(self.config, list(mine)) for mine in job_overrides
+        ]
+        interpolated = all(OmegaConf.is_interpolation(one, "output_dir") for one in composed)
+        sources = self.config.hydra.runtime.config_sources
+        options = [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
+        if self.config.hydra.job.config_name != "config":
+            options.append(f"--config-name={self.config.hydra.job.config_name}")
+        configs = []
+        for one in composed:
+            with open_dict(one):
+                del one["hydra"]
+            configs.append(parse(one))
+        # An output_dir with ${…} in it may tell jobs apart, or be something like ${oc.env:SCRATCH}.
+        tells_apart = interpolated and len({config.output_dir for config in configs}) == len(configs)
+        jobs = []
+        for overrides, mine, name, config in zip(job_overrides, swept, names, configs, strict=True):
+            is_swept = any(override.startswith("output_dir=") for override in mine)
+            if name and not tells_apart and not is_swept:
+                config.output_dir = str(Path(config.output_dir) / file_name(name))
+            passed_on = [o for o in overrides if not o.startswith(("output_dir=", "hydra.", "hydra/"))]
+            jobs.append(Job(name or config.tag, self.script, (*options, *passed_on), config))
+        return jobs
+
+    def _fixed_overrides(self) -> set[str]:
+        """What the command line gives every job, as sweepers write it."""
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        parsed = parser.parse_overrides(OmegaConf.to_container(self.config.hydra.overrides.task))
+        return {f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in parsed if not o.is_sweep_override()}
+
+
+class SlurmLauncher(FabricLauncher):
+    """Runs the jobs of a sweep on a SLURM cluster, from its login node."""
+
+    machine = "Slurm"

@@ -1,0 +1,64 @@
+"""Sweeps whose jobs are a stand-in for train.py that takes a tenth of a second (fake_train.py)."""
+
+import dataclasses
+import importlib.util
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from forgetting_transformer.sweep import machines, runner
+from tests.training.conftest import corpus  # noqa: F401 (a fixture)
+
+ROOT = Path(__file__).parents[2]
+FAKE = Path(__file__).with_name("fake_train.py")
+DEMO = ["+experiment/demo=fox_pro", "data_dir=data"]
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | float]:
+    """Jobs are played by fake_train.py, with the faults that a test puts in here."""
+    kinds: dict[str, str | float] = {}
+
+    def command(job, devices, extra=()):
+        return [sys.executable, str(FAKE), json.dumps(dataclasses.asdict(job.config)), json.dumps(kinds)]
+
+    monkeypatch.setattr(machines, "training_command", command)
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.05)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return kinds
+
+
+@pytest.fixture
+def train_main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int | str | None]:
+    """Runs `python train.py ARGUMENTS` in this process and returns its exit code or message, None for success."""
+
+    def run(*arguments: str) -> int | str | None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *arguments])
+        try:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        except SystemExit as end:
+            return end.code
+        return None
+
+    return run
+
+
+def load_script(name: str) -> ModuleType:
+    """A file of scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def starts(output_dir: Path) -> list[str]:
+    """A line for each start of a job: its CUDA_VISIBLE_DEVICES and OMP_NUM_THREADS."""
+    file = output_dir / "starts.txt"
+    return file.read_text().splitlines() if file.exists() else []

@@ -1,0 +1,177 @@
+"""Comparing models: the losses are those of the named point, and the intervals those of textbook statistics."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+from forgetting_transformer.sweep import compare, plots, statistics
+from forgetting_transformer.sweep.results import read_run
+from tests.sweep.conftest import load_script
+
+compare_script = load_script("compare")
+BUDGET = 1000
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a run that falls from 5 to `final` nats in a straight line over 100 steps of 10 tokens."""
+
+    def make(name: str, final: float, seed: int, tag: str = "fox", flops: float = 1e6, **more) -> Path:
+        folder = tmp_path / name
+        lines = folder / "metrics" / "jsonlines"
+        lines.mkdir(parents=True)
+        tokens = np.arange(10, more.get("tokens", BUDGET) + 1, 10)
+        loss = 5 + (final - 5) * tokens / BUDGET
+        config = {
+            "tag": tag,
+            "model": {"name": tag},
+            "seed": seed,
+            "output_dir": str(folder),
+            "train": {"max_tokens": BUDGET},
+            "optimizer": {"lr": more.get("lr", 1e-3)},
+            "schedule": {"name": more.get("schedule", "warmup_cosine"), "total_tokens": BUDGET},
+        }
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        train = [{"step": int(t), "train/loss": float(x)} for t, x in zip(tokens, loss, strict=True)]
+        val = [{"step": t, "val/loss": 5.1 + (final - 5) * t / BUDGET} for t in more.get("evaluated", [])]
+        for kind, entries in (("train", train), ("val", val), ("model_info", [{"step": 0, "flops_per_token": flops}])):
+            (lines / f"{kind}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        return folder
+
+    return make
+
+
+def test_intervals_are_students_and_welchs():
+    a, b = [3.01, 3.05, 2.98], [3.10, 3.12]
+    interval = stats.t.interval(0.95, 2, loc=np.mean(a), scale=stats.sem(a))
+    mean = statistics.mean(a)
+    assert (mean.value - mean.half_width, mean.value + mean.half_width) == pytest.approx(interval)
+    welch = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+    apart = statistics.difference(a, b)
+    assert (apart.value - apart.half_width, apart.value + apart.half_width) == pytest.approx((welch.low, welch.high))
+    assert math.isnan(statistics.mean([3.0]).half_width) and math.isnan(statistics.difference([3.0], a).half_width)
+    assert not statistics.difference([3.0], a).excludes_zero
+    assert statistics.difference([3.0, 3.0], [2.0, 2.0]).excludes_zero
+
+
+def test_losses_of_a_run_at_some_tokens(make_run):
+    run = read_run(make_run("a", 3.0, seed=0, evaluated=[200, 600]))
+    assert run.train_loss_at(400) == pytest.approx(5 - 2 * np.mean([390, 400]) / BUDGET), "the last 5 % before"
+    assert run.heldout_loss_at(400) == pytest.approx(5.1 - 2 * 400 / BUDGET), "between two evaluations"
+    assert math.isnan(run.heldout_loss_at(700)) and math.isnan(run.train_loss_at(1100))
+    assert run.final_loss(heldout=True) == pytest.approx(3.9)
+
+
+def test_runs_that_differ_only_in_their_seed_are_one_model_named_by_what_differs(make_run):
+    for seed in (0, 1):
+        make_run(f"x/a{seed}", 3.0, seed)
+        make_run(f"x/b{seed}", 3.1, seed, lr=2e-3)
+    other = make_run("c", 3.2, 0, tag="transformer")
+    moved = make_run("x/a0/previous/1/old", 3.0, 5)
+    runs = compare.find_runs([other.parent / "x", other, other])
+    assert moved not in runs and len(runs) == 5
+    models = compare.group(runs)
+    assert [(model.name, len(model.runs)) for model in models] == [
+        ("fox lr=0.001", 2),
+        ("fox lr=0.002", 2),
+        ("transformer", 1),
+    ]
+
+
+def test_equal_tokens_and_equal_flops(make_run):
+    """A model of twice the FLOPs per token is seen at half the tokens when FLOPs are equal, in mid-schedule."""
+    small = compare.model("small", [read_run(make_run(f"s{k}", 3.0 + 0.01 * k, k)) for k in range(3)])
+    large = compare.model("large", [read_run(make_run(f"l{k}", 2.0 + 0.01 * k, k, flops=2e6)) for k in range(3)])
+    models = [small, large]
+    tokens = compare.at_equal_tokens(models)
+    assert tokens.amount == BUDGET and not tokens.heldout
+    assert tokens.losses["large"] == [pytest.approx(run.train_loss_at(1000)) for run in large.runs]
+    flops = compare.at_equal_flops(models)
+    assert flops.amount == 1e9 and flops.tokens == {"small": 1000, "large": 500}
+    assert flops.losses["large"] == [pytest.approx(run.train_loss_at(500)) for run in large.runs]
+    assert compare.at_equal_flops(models, 5e8).tokens == {"small": 500, "large": 250}
+
+    table = compare.table(flops, models, "small").splitlines()
+    apart = statistics.difference(flops.losses["large"], flops.losses["small"])
+    assert "1.000e+09 training FLOPs" in table[0]
+    assert f"{apart.value:+.4f} ± {apart.half_width:.4f}" in table[-1] and table[-1].endswith("50% |")
+    assert "**small**" in table[-2] and "baseline" in table[-2]
+    (note,) = compare.warnings(flops, models, "small")
+    assert "large is seen with 50% of its schedule left" in note
+    assert compare.warnings(tokens, models, "small") == []
+
+
+def test_what_is_not_known_is_not_claimed(make_run):
+    one = compare.model("one", [read_run(make_run("one", 3.0, 0))])
+    close = compare.model("close", [read_run(make_run(f"c{k}", 3.0 + 0.1 * k, k)) for k in range(2)])
+    far = compare.model("far", [read_run(make_run(f"f{k}", 3.2 + 0.1 * k, k)) for k in range(2)])
+    notes = compare.warnings(compare.at_equal_tokens([close, one, far]), [close, one, far], "close")
+    assert "a model with one seed has no interval: how much of a difference is noise is unknown" in notes
+    assert "far and close are within seed noise of each other" in notes
+    unknown = compare.model("unknown", [read_run(make_run("u", 3.0, 0, flops=None))])
+    assert compare.at_equal_flops([one, unknown]) is None
+
+
+def test_held_out_losses_are_compared_where_every_run_has_them(make_run):
+    a = compare.model("a", [read_run(make_run("a", 3.0, 0, evaluated=[500, 1000]))])
+    b = compare.model("b", [read_run(make_run("b", 3.1, 0, evaluated=[1000], flops=2e6))])
+    assert compare.at_equal_tokens([a, b]).heldout and compare.at_equal_tokens([a, b]).losses["a"] == [
+        pytest.approx(3.1)
+    ]
+    assert not compare.at_equal_flops([a, b]).heldout, "b was not evaluated at half its tokens"
+    assert not compare.at_equal_tokens([a, b], heldout=False).heldout
+
+
+def test_the_script_writes_tables_and_a_figure(make_run, tmp_path, capsys):
+    for k in range(2):
+        make_run(f"fox/{k}", 3.0 + 0.01 * k, k, evaluated=[500, 1000])
+        make_run(f"tr/{k}", 3.2 + 0.01 * k, k, tag="transformer", evaluated=[500, 1000])
+    arguments = ["--model", "FoX (Pro)", str(tmp_path / "fox"), "--out", str(tmp_path / "out")]
+    assert (
+        compare_script.main([*arguments, "--model", "Transformer", str(tmp_path / "tr/0"), str(tmp_path / "tr/1")]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert "## 1,000 training tokens: held-out loss" in printed and "+0.2000 ± " in printed
+    assert (tmp_path / "out/compare.md").read_text().strip() in printed
+    assert (tmp_path / "out/compare.png").read_bytes().startswith(b"\x89PNG")
+    assert compare_script.main([str(tmp_path / "fox"), str(tmp_path / "tr"), *arguments[-2:]]) == 0
+    assert "| transformer " in capsys.readouterr().out
+
+
+def test_the_script_says_what_it_cannot_compare(make_run, tmp_path, capsys):
+    run = str(make_run("a", 3.0, 0))
+    make_run("b", 3.0, 0)
+
+    def error(*arguments: str) -> str:
+        assert compare_script.main([*arguments, "--out", str(tmp_path / "out")]) == 1
+        return capsys.readouterr().err
+
+    assert "both have seed 0 and would count as two samples" in error(str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    assert "no run there that has logged" in error(str(tmp_path / "empty"))
+    assert "--tokens 2,000: fox has logged 1,000 tokens" in error(run, "--tokens", "2e3")
+    assert "--flops 2.000e+09: fox has done 1.000e+09 FLOPs" in error(run, "--flops", "2e9")
+    assert "or --loss train" in error(run, "--loss", "heldout")
+    assert "--baseline 'gpt' be one of them" in error(run, "--baseline", "gpt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_figure_has_the_mean_the_range_of_seeds_and_the_points_of_comparison(make_run, monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    runs = [read_run(make_run(f"a{k}", 3.0 + k, k, evaluated=[500, 1000])) for k in range(2)]
+    plots.loss_against_tokens_and_flops([compare.model("a", runs)], tmp_path / "x.png", tokens=900, flops=9e8)
+    left, right = drawn[0].axes
+    mean, heldout, point = left.lines
+    assert mean.get_xdata()[-1] == 1000 and mean.get_ydata()[50] == pytest.approx(5 - 1.5 * 510 / BUDGET, abs=1e-6)
+    assert list(heldout.get_xdata()) == [500, 1000] and heldout.get_ydata() == pytest.approx([4.35, 3.6])
+    assert point.get_xdata()[0] == 900 and right.lines[-1].get_xdata()[0] == 9e8
+    assert right.lines[0].get_xdata()[-1] == 1000 * 1e6
+    shade = left.collections[0].get_paths()[0].vertices
+    assert shade[:, 1].min() < 3.1 and 3.9 < shade[shade[:, 0] > 990][:, 1].max() < 4.1
