@@ -244,7 +244,7 @@ for batch in loader:
     pass
 """
     done = in_own_process(program)
-    assert done.returncode == 1 and "DataLoader worker" in done.stderr and "Killed" in done.stderr
+    assert done.returncode == 1 and "DataLoader worker" in done.stderr
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks at processes as Linux shows them")

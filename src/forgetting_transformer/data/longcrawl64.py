@@ -324,7 +324,21 @@ class _Loader(DataLoader):
         self.bos_token_id = bos_token_id
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return map(self._widen, super().__iter__())
+        return map(self._widen, _received(super().__iter__()))
 
     def _widen(self, item: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return item | shifted(item["labels"], self.bos_token_id, pinned=torch.cuda.is_available())
+
+
+def _received(items: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """The items of a loader; a worker that was killed with a batch in its hands is reported as PyTorch reports others."""
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        except (ConnectionError, EOFError) as error:
+            raise RuntimeError(
+                "DataLoader worker (pid unknown) exited unexpectedly, while it handed over a batch"
+            ) from error
+        yield item
