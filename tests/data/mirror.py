@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ class Mirror:
 
     Attributes:
         faults: file name -> what its next requests get, first to last: "cut" (half the bytes, then the connection
-            breaks), "flip" (one byte differs), "slow" (0.2 s), "hang up", or a status code.
+            breaks), "flip" (one byte differs), "slow" (0.2 s), "silent" (2 s), "hang up", or a status code.
         requests: how often each (method, path below root) was asked for.
     """
 
@@ -75,8 +76,8 @@ def serve(root: Path) -> Iterator[Mirror]:
             if fault == "hang up":
                 self.close_connection = True
                 return self.connection.close()
-            if fault == "slow":
-                threading.Event().wait(0.2)
+            if fault in ("slow", "silent"):
+                time.sleep(0.2 if fault == "slow" else 2.0)
             if not file.is_file():
                 return self.send(404, b"", body)
             data = file.read_bytes()

@@ -3,17 +3,22 @@
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+import zarr
 
 from forgetting_transformer.data import LongCrawl64DataModule, TokenArray
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from tests.data.mirror import tokens_of_corpus, write_layout
 
+START = "import multiprocessing, os\nfrom tests.data.test_decoded_chunks import module\n"
 WHOLE = (slice(None), slice(None))
 
 
@@ -173,8 +178,32 @@ def test_batches_that_straddle_chunks_decode_them_once_as_well(corpus):
 
 def in_own_process(program: str) -> subprocess.CompletedProcess:
     """Runs a program that leaves workers behind, which would disturb the tests that follow."""
-    start = "import multiprocessing, os\nfrom tests.data.test_decoded_chunks import module\n"
-    return subprocess.run([sys.executable, "-c", start + program], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", START + program], capture_output=True, text=True, timeout=60)
+
+
+def _claim_and_die(kept):
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    take(kept, 1, die)
+
+
+def test_a_chunk_that_a_killed_process_was_decoding_is_decoded_by_the_next():
+    context = multiprocessing.get_context("fork")
+    kept = DecodedChunks((4, 3), slots=1, context=context)
+    victim = context.Process(target=_claim_and_die, args=(kept,))
+    victim.start()
+    victim.join(30)
+    assert kept.lacking([(1, 0)]) == [] and take(kept, 1) == 1
+
+
+def test_a_lock_that_a_killed_process_held_is_an_error_not_a_wait_for_ever(monkeypatch):
+    monkeypatch.setattr("forgetting_transformer.data.decoded_chunks.LONGEST_HOLD", 0.2)
+    monkeypatch.setattr("forgetting_transformer.data.decoded_chunks.PATIENCE", 0.1)
+    kept = DecodedChunks((4, 3), slots=1, context=None)
+    kept._lock.acquire()
+    with pytest.raises(RuntimeError, match="another worker was killed while it held the lock"):
+        take(kept, 1)
 
 
 def test_a_missing_chunk_is_an_error_in_a_worker_too(corpus):
@@ -215,4 +244,41 @@ for batch in loader:
     pass
 """
     done = in_own_process(program)
-    assert done.returncode == 1 and "DataLoader worker" in done.stderr and "Killed" in done.stderr
+    assert done.returncode == 1 and "DataLoader worker" in done.stderr
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks at processes as Linux shows them")
+def test_workers_do_not_outlive_a_killed_rank(tmp_path):
+    """Neither with a batch half handed over, which is larger than a pipe holds, nor when one of them was killed too."""
+    zarr.create_array(
+        tmp_path / "longcrawl64/train.zarr", data=np.full((64, 16384), 7, dtype=np.uint16), chunks=(64, 2048)
+    )
+    program = f"""
+batches = iter(module({str(tmp_path)!r}, train_num_workers=2, repeat=True, train_batch_len=16384, train_batch_size=32,
+                      eval_batch_len=16384).train_loader(0, 10**6, 0, 1))
+next(batches)
+print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+while True:
+    next(batches)
+"""
+    workers: list[int] = []
+    for killed_too in (0, 1):
+        command = [sys.executable, "-c", START + program]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as rank:
+            started = [int(pid) for pid in rank.stdout.readline().split()]
+            for pid in started[:killed_too]:
+                os.kill(pid, signal.SIGKILL)
+            rank.kill()
+            workers += started
+    assert len(workers) == 4
+    deadline = time.monotonic() + 40  # they look for their rank every five seconds
+    while any(running(pid) for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -153,8 +153,8 @@ def test_a_server_that_is_not_there_is_an_error_naming_it():
 
 
 def test_a_server_that_goes_silent_is_given_up_and_asked_again(mirror, monkeypatch):
-    monkeypatch.setattr("forgetting_transformer.data.remote.SILENCE_SECONDS", 0.1)
-    mirror.faults = {"longcrawl64/train.zarr/0.0": ["slow"]}
+    monkeypatch.setattr("forgetting_transformer.data.remote.SILENCE_SECONDS", 1.0)
+    mirror.faults = {"longcrawl64/train.zarr/0.0": ["silent"]}
     remote = open_remote(mirror.url, first_wait=0.01)
     expected = (mirror.root / "longcrawl64/train.zarr/0.0").read_bytes()
     assert remote.read("longcrawl64/train.zarr/0.0", 10**6) == expected

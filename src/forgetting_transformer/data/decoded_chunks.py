@@ -7,16 +7,27 @@ decoded ones here, and the first to need a chunk decodes it for all.
 """
 
 import ctypes
+import multiprocessing
+import os
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 #: What a slot of the table says: nothing in it, being decoded into, or holding a chunk.
 EMPTY, FILLING, READY = 0, 1, 2
-#: Columns of the table, one line per slot.
-STATE, CHUNK_ROW, CHUNK_COLUMN, LAST_USED = range(4)
+#: Columns of the table, one line per slot; FILLER is the process that decodes, or decoded, into it.
+STATE, CHUNK_ROW, CHUNK_COLUMN, LAST_USED, FILLER = range(N_COLUMNS := 5)
+
+#: Seconds between looks at a chunk that another decodes (some milliseconds; seconds where it is fetched). Looks, and
+#: no condition variable: multiprocessing's waits for sleepers that were killed.
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
+#: Seconds after which the lock, which is held for fractions of a millisecond, is held by a process that was killed;
+#: and seconds between looks whether the process that the worker reads for is still there.
+LONGEST_HOLD, PATIENCE = 20.0, 1.0
 
 Chunk = tuple[int, int]
 
@@ -31,7 +42,7 @@ class DecodedChunks:
             None: only threads of this process do.
 
     The memory belongs to no name that could outlive its processes: it is gone when the last of them is, however it
-    ends.
+    ends. A worker may be killed at any moment; no other waits for it for ever.
     """
 
     def __init__(self, chunk_shape: tuple[int, int], slots: int, context: Any | None) -> None:
@@ -39,21 +50,21 @@ class DecodedChunks:
         n_tokens = slots * chunk_shape[0] * chunk_shape[1]
         if context is not None:
             self._raw_tokens: Any = context.RawArray(ctypes.c_uint16, n_tokens)
-            self._raw_table: Any = context.RawArray(ctypes.c_int64, 4 * slots)
+            self._raw_table: Any = context.RawArray(ctypes.c_int64, N_COLUMNS * slots)
             self._raw_counts: Any = context.RawArray(ctypes.c_int64, 2)
-            self._changed: Any = context.Condition()
+            self._lock: Any = context.Lock()
         else:
             self._raw_tokens = np.empty(n_tokens, dtype=np.uint16)
-            self._raw_table = np.zeros(4 * slots, dtype=np.int64)
+            self._raw_table = np.zeros(N_COLUMNS * slots, dtype=np.int64)
             self._raw_counts = np.zeros(2, dtype=np.int64)
-            self._changed = threading.Condition()
+            self._lock = threading.Lock()
         self._view()
 
     def _view(self) -> None:
         """Arrays over the memory: made in each process, because a pickled array would be a copy."""
         rows, columns = self.chunk_shape
         self._tokens = np.frombuffer(self._raw_tokens, dtype=np.uint16).reshape(self.slots, rows, columns)
-        self._table = np.frombuffer(self._raw_table, dtype=np.int64).reshape(self.slots, 4)
+        self._table = np.frombuffer(self._raw_table, dtype=np.int64).reshape(self.slots, N_COLUMNS)
         self._counts = np.frombuffer(self._raw_counts, dtype=np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,8 +91,9 @@ class DecodedChunks:
         `decode` returns at most chunk_shape tokens (fewer at the ragged edges of an array); what it raises is raised
         here, and the next one to need the chunk tries again.
         """
-        with self._changed:
-            while True:
+        pause = SHORTEST_PAUSE
+        while True:
+            with self._locked():
                 slot = self._find(chunk)
                 if slot is None:
                     slot = self._claim(chunk)
@@ -91,7 +103,10 @@ class DecodedChunks:
                     self._table[slot, LAST_USED] = self._tick()
                     target[...] = self._tokens[slot][source]
                     return
-                self._changed.wait()  # until another has decoded this chunk, or a slot is free
+            # Another decodes this chunk, or all slots are being filled.
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            _leave_if_orphaned()
         try:
             # Outside the lock: others copy from, and decode, other chunks meanwhile. No one takes a slot being filled.
             tokens = decode()
@@ -104,16 +119,35 @@ class DecodedChunks:
 
     def lacking(self, chunks: Iterable[Chunk]) -> list[Chunk]:
         """Those of `chunks` that are not here and that no one is decoding."""
-        with self._changed:
+        with self._locked():
             here = {(int(line[CHUNK_ROW]), int(line[CHUNK_COLUMN])) for line in self._table if line[STATE] != EMPTY}
         return [chunk for chunk in chunks if chunk not in here]
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        waited = 0.0
+        while not self._lock.acquire(True, PATIENCE):
+            _leave_if_orphaned()
+            waited += PATIENCE
+            if waited >= LONGEST_HOLD:
+                raise RuntimeError("another worker was killed while it held the lock of the decoded chunks")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _find(self, chunk: Chunk) -> int | None:
         table = self._table
         found = np.flatnonzero(
             (table[:, STATE] != EMPTY) & (table[:, CHUNK_ROW] == chunk[0]) & (table[:, CHUNK_COLUMN] == chunk[1])
         )
-        return int(found[0]) if found.size else None
+        if not found.size:
+            return None
+        slot = int(found[0])
+        if table[slot, STATE] == FILLING and not _exists(int(table[slot, FILLER])):
+            table[slot, STATE] = EMPTY  # killed while it decoded
+            return None
+        return slot
 
     def _claim(self, chunk: Chunk) -> int | None:
         """A slot for the caller to fill: an empty one, else the one unused for longest; None while all are filled."""
@@ -122,19 +156,35 @@ class DecodedChunks:
             return None
         age = np.select([states == EMPTY, states == FILLING], [-1, np.iinfo(np.int64).max], self._table[:, LAST_USED])
         slot = int(age.argmin())
-        self._table[slot] = (FILLING, *chunk, self._tick())
+        self._table[slot] = (FILLING, *chunk, self._tick(), os.getpid())
         return slot
 
     def _set_state(self, slot: int, state: int) -> None:
-        with self._changed:
+        with self._locked():
             self._table[slot, STATE] = state
             if state == READY:
                 self._counts[0] += 1
-            self._changed.notify_all()
 
     def _tick(self) -> int:
         self._counts[1] += 1
         return int(self._counts[1])
+
+
+def _leave_if_orphaned() -> None:
+    """Ends the waiting of a worker whose rank was killed while another worker kept it waiting."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        raise RuntimeError("the process that this worker reads for is gone")
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def slots_for(chunk_shape: tuple[int, int], window_documents: int, seq_len: int, doc_len: int, documents: int) -> int:

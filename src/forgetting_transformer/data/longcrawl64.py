@@ -235,12 +235,12 @@ class _TrainBatches(Dataset):
         self.array, self.order, self.rank, self.world_size = array, order, rank, world_size
         self.kept = kept
 
-    def __getitem__(self, batch: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
         where = self.order.locate(batch, self.rank, self.world_size)
         labels = self.array.read(
             where.first_document, where.last_document, where.begin_token, where.end_token, self.kept
         )
-        return {"labels": labels}
+        return {"labels": torch.from_numpy(labels)}
 
 
 class _EvalBatches(Dataset):
@@ -263,7 +263,7 @@ class _EvalBatches(Dataset):
     def __len__(self) -> int:
         return -(-self.sequences // (self.batch_size * self.world_size))
 
-    def __getitem__(self, batch: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
         first = (batch * self.world_size + self.rank) * self.batch_size
         wanted = np.arange(first, first + self.batch_size)
         rows = []
@@ -271,20 +271,21 @@ class _EvalBatches(Dataset):
             column, document = divmod(int(sequence), self.documents)
             begin = column * self.seq_len
             rows.append(self.array.read(document, document + 1, begin, begin + self.seq_len, self.kept))
-        return {"labels": np.concatenate(rows), "weight": (wanted < self.sequences).astype(np.float64)}
+        weight = torch.from_numpy((wanted < self.sequences).astype(np.float64))
+        return {"labels": torch.from_numpy(np.concatenate(rows)), "weight": weight}
 
 
-def shifted(labels_BT: torch.Tensor, bos_token_id: int) -> dict[str, torch.Tensor]:
+def shifted(labels_BT: np.ndarray | torch.Tensor, bos_token_id: int, pinned: bool = False) -> dict[str, torch.Tensor]:
     """Labels as int64 and inputs that see the token before each label, `bos_token_id` before the first.
 
-    Both are in pinned memory if there is a GPU to copy them to.
+    `pinned`: in memory from which a GPU can copy by itself. Not in worker processes, which must not touch CUDA.
     """
-    pinned = torch.cuda.is_available()
-    labels = torch.empty(labels_BT.shape, dtype=torch.int64, pin_memory=pinned)
-    input_ids = torch.empty(labels_BT.shape, dtype=torch.int64, pin_memory=pinned)
-    labels.copy_(labels_BT)
+    tokens_BT = torch.as_tensor(labels_BT)
+    labels = torch.empty(tokens_BT.shape, dtype=torch.int64, pin_memory=pinned)
+    input_ids = torch.empty(tokens_BT.shape, dtype=torch.int64, pin_memory=pinned)
+    labels.copy_(tokens_BT)
     input_ids[:, 0] = bos_token_id
-    input_ids[:, 1:] = labels_BT[:, :-1]
+    input_ids[:, 1:] = tokens_BT[:, :-1]
     return {"input_ids": input_ids, "labels": labels}
 
 
@@ -304,9 +305,9 @@ class _Indices:
 class _Loader(DataLoader):
     """Prefetches whole batches in worker processes, keeps their order, and makes inputs and labels of them.
 
-    Workers hand over tokens as they are stored, 2 bytes each, as plain arrays. Widened to inputs and labels they would
-    be eight times as much; as tensors each would pass through a shared-memory file of its own, which takes twice the
-    time of a pipe and room in /dev/shm that containers often lack.
+    Workers hand over tokens as they are stored, 2 bytes each. Widened to inputs and labels they would be eight times as
+    much to pass between processes, which costs more than all the rest. They are tensors, whose bytes do not go
+    through the pipe: a worker in the middle of a long write would outlive a rank that is killed.
     """
 
     def __init__(self, dataset: Dataset, indices: range, num_workers: int, bos_token_id: int) -> None:
@@ -316,7 +317,6 @@ class _Loader(DataLoader):
             sampler=_Indices(indices),
             num_workers=num_workers,
             prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
-            collate_fn=_unchanged,
             # Its own generator, so that making an iterator draws nothing from the global random state.
             generator=torch.Generator(),
             worker_init_fn=start_worker,
@@ -324,13 +324,21 @@ class _Loader(DataLoader):
         self.bos_token_id = bos_token_id
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return map(self._widen, super().__iter__())
+        return map(self._widen, _received(super().__iter__()))
 
-    def _widen(self, item: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        tensors = {name: torch.from_numpy(array) for name, array in item.items()}
-        return tensors | shifted(tensors["labels"], self.bos_token_id)
+    def _widen(self, item: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return item | shifted(item["labels"], self.bos_token_id, pinned=torch.cuda.is_available())
 
 
-def _unchanged(item: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Instead of PyTorch's conversion to tensors."""
-    return item
+def _received(items: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    """The items of a loader; a worker that was killed with a batch in its hands is reported as PyTorch reports others."""
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        except (ConnectionError, EOFError) as error:
+            raise RuntimeError(
+                "DataLoader worker (pid unknown) exited unexpectedly, while it handed over a batch"
+            ) from error
+        yield item

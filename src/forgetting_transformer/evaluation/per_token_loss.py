@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import GPT2_BOS_TOKEN_ID, GPT2_VOCAB_SIZE, check_length, shifted
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
@@ -53,10 +54,10 @@ class HeldOut:
     length: int
     sequences: int
 
-    def read(self, sequence: int) -> np.ndarray:
+    def read(self, sequence: int, kept: DecodedChunks | None = None) -> np.ndarray:
         """Tokens `(1, length)` of one sequence."""
         document, column = divmod(sequence, self.array.doc_len // self.length)
-        return self.array.read(document, document + 1, column * self.length, (column + 1) * self.length)
+        return self.array.read(document, document + 1, column * self.length, (column + 1) * self.length, kept)
 
 
 def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
@@ -447,6 +448,10 @@ class _Batches(Dataset):
 
     def __init__(self, data: HeldOut, batches: Sequence[range]) -> None:
         self.data, self.batches = data, batches
+        # Documents that follow each other share chunks, and all their columns are read. One process reads.
+        array, longest = data.array, max(map(len, batches), default=1)
+        slots = slots_for(array.chunk_shape, max(1, longest), array.doc_len, array.doc_len, array.stored_documents)
+        self.kept = DecodedChunks(array.chunk_shape, slots, None)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -455,8 +460,7 @@ class _Batches(Dataset):
         sequences = self.batches[number]
         if not sequences:
             return None
-        tokens_BT = torch.from_numpy(np.concatenate([self.data.read(n) for n in sequences]))
-        return shifted(tokens_BT, self.data.bos_token_id)
+        return shifted(np.concatenate([self.data.read(n, self.kept) for n in sequences]), self.data.bos_token_id)
 
 
 class _Part:
