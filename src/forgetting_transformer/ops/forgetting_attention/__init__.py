@@ -138,6 +138,8 @@ def _attend(
 def _first_key(q_BHMD: Tensor, k_BGND: Tensor, cu_seqlens: Tensor | None, window: int | None) -> Tensor | None:
     """The first key that each query sees, `(B, M)` int32, of packed documents and windows; None if all see the first."""
     num_queries, num_keys = q_BHMD.shape[2], k_BGND.shape[2]
+    if cu_seqlens is None and (window is None or window >= num_keys):
+        return None
     first_key_M = None
     query_M = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int32, device=q_BHMD.device)
     if cu_seqlens is not None:
@@ -146,7 +148,7 @@ def _first_key(q_BHMD: Tensor, k_BGND: Tensor, cu_seqlens: Tensor | None, window
     if window is not None and window < num_keys:
         window_start_M = (query_M - (window - 1)).clamp(min=0)
         first_key_M = window_start_M if first_key_M is None else torch.maximum(first_key_M, window_start_M)
-    return None if first_key_M is None else first_key_M.expand(q_BHMD.shape[0], -1)
+    return first_key_M.expand(q_BHMD.shape[0], -1)
 
 
 def _takes_kernel(q_BHMD: Tensor) -> bool:

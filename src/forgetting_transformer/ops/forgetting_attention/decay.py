@@ -126,7 +126,7 @@ def delta_kernel(
     out_ptr, out_0, out_1, out_2, d_out_ptr, d_out_0, d_out_1, d_out_2, log_normaliser_ptr, d_log_normaliser_ptr,
     suffix_ptr, running_ptr, reference_ptr, delta_ptr, shifted_ptr,
     heads, num_queries, num_keys, num_stretches, num_blocks,
-    HAS_D_LOG_NORMALISER: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, STRETCH: tl.constexpr,
+    HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     """For a block of queries: Σ_d out·d_out less the log-normaliser's gradient, which the gradients of scores subtract, and
     the log-normaliser in base 2 as measured from the block's reference, for a query that sees nothing +inf.
@@ -144,8 +144,7 @@ def delta_kernel(
     log_normaliser = tl.load(log_normaliser_ptr + z * num_queries + row, mask=inside, other=0.0)
     sees_nothing = log_normaliser == float("-inf")
     delta = tl.where(sees_nothing, 0.0, tl.sum(out * d_out, 1))
-    if HAS_D_LOG_NORMALISER:
-        delta -= tl.load(d_log_normaliser_ptr + z * num_queries + row, mask=inside, other=0.0)
+    delta -= tl.load(d_log_normaliser_ptr + z * num_queries + row, mask=inside, other=0.0)
     tl.store(delta_ptr + z * num_queries + row, delta, mask=inside)
     query = row + num_keys - num_queries
     reference = tl.load(reference_ptr + z * num_blocks + block)

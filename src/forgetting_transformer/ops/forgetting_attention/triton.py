@@ -107,7 +107,7 @@ def _backward(
     delta_kernel[(sizes.blocks * sizes.rows,)](
         *_locate(out), *_locate(d_out), log_normaliser, d_log_normaliser.contiguous(),
         decay.suffix, decay.running, decay.reference, delta, shifted, sizes.heads, *sizes.lengths,
-        HAS_D_LOG_NORMALISER=True, HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3], STRETCH=STRETCH,
+        HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3], STRETCH=STRETCH,
     )  # fmt: skip
 
     dq, dk, dv = (_empty_like(x) for x in (q, k, v))
