@@ -72,6 +72,8 @@ def main() -> None:
     for _ in range(3):
         step()
     alone = statistics.median(timed(step) for _ in range(args.steps))
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         checkpointer = Checkpointer(Path(folder), 1, 0, 1, background=not args.foreground)
         began = time.perf_counter()

@@ -2,27 +2,18 @@
 
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from forgetting_transformer.versions import installed_versions
+
+# Those that can change a run's numbers.
 PACKAGES = (
     "torch", "triton", "lightning", "hydra-core", "omegaconf", "transformers", "tokenizers", "zarr", "numpy", "wandb",
     "flash-linear-attention", "fla-core", "forgetting-transformer",
 )  # fmt: skip
-
-
-def versions() -> dict[str, str]:
-    """Installed versions of the packages that can change a run's numbers; absent packages are left out."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def git_state(folder: Path) -> dict[str, Any]:
@@ -43,7 +34,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 def describe(device: torch.device) -> dict[str, Any]:
     """Versions, git state and hardware of this process, as plain JSON types."""
     return {
-        "versions": versions(),
+        "versions": installed_versions(PACKAGES),
         "git": git_state(Path(__file__).parent),
         "machine": {
             "host": platform.node(),

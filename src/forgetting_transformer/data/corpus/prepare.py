@@ -8,7 +8,6 @@ manifest is a whole corpus, one without is not.
 import dataclasses
 import json
 import os
-import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +26,17 @@ from forgetting_transformer.data.corpus.pool import open_pool
 from forgetting_transformer.data.corpus.progress import Progress
 from forgetting_transformer.data.corpus.settings import LAYOUT_SETTINGS, CorpusSettings
 from forgetting_transformer.data.corpus.summary import summary_lines
+from forgetting_transformer.versions import installed_versions
 
 FORMAT_VERSION = 1
 ARRAYS = ("train", "heldout")
+PACKAGES = (
+    "forgetting-transformer",
+    "tokenizers",
+    "transformers",
+    "numpy",
+    "zarr",
+)  # whose versions the manifest names
 PARTS = ("tokenizer", "train.zarr", "heldout.zarr")  # in OUT beside manifest.json
 Say = Callable[[str], None]
 
@@ -208,7 +215,7 @@ def _build(settings: CorpusSettings, out: Path, work: Path, workers: int) -> dic
         "dropped": counted["dropped"],
         "dropped_tokens": dropped_tokens,
         "seconds": round(seconds, 1),
-        "versions": _versions(),
+        "versions": installed_versions(PACKAGES),
     }
 
 
@@ -341,11 +348,6 @@ def _entropy_nats(counts: np.ndarray) -> float:
     """Entropy of the distribution of ids, in nats per token: the loss of a model that knows only frequencies."""
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())
-
-
-def _versions() -> dict[str, str]:
-    packages = ("forgetting-transformer", "tokenizers", "transformers", "numpy", "zarr")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,0 +1,10 @@
+import platform
+
+import torch
+
+from forgetting_transformer.versions import installed_versions
+
+
+def test_packages_that_are_not_installed_are_left_out():
+    found = installed_versions(["torch", "no-such-package"])
+    assert found == {"python": platform.python_version(), "torch": torch.__version__}
