@@ -60,19 +60,22 @@ def test_what_is_recorded_is_what_attention_gets(fields, monkeypatch):
     attention = forget_gates.ForgettingAttentionLayer.forward.__globals__["forgetting_attention"]
 
     def spy(q, k, v, log_fgate, **options):
-        calls.append((q, k, log_fgate, options["adaptive_threshold"]))
+        calls.append((q, k, log_fgate, options))
         return attention(q, k, v, log_fgate, **options)
 
     monkeypatch.setattr(f"{module}.forgetting_attention", spy)
     ids = torch.randint(61, (50,))
     found = recorded(model, ids)
     assert [inputs.layer for inputs in found] == [0, 1]
-    for inputs, (q, k, log_fgate, threshold) in zip(found, calls, strict=True):
+    for inputs, (q, k, log_fgate, options) in zip(found, calls, strict=True):
         torch.testing.assert_close(inputs.q_HTD, q[0])
         torch.testing.assert_close(inputs.k_HTD, k[0])
         torch.testing.assert_close(inputs.log_fgate_HT, log_fgate[0].double())
+        if inputs.score_bound_H is None:
+            assert (options["adaptive_threshold"], options["log_tolerance"]) == ("auto", -7.0)
+            continue
         expected = inputs.tolerance - (2 * inputs.score_bound_H + math.log(50))
-        torch.testing.assert_close(expected, threshold.flatten().expand(2), check_dtype=False)
+        torch.testing.assert_close(expected, options["adaptive_threshold"].flatten().expand(2), check_dtype=False)
         scores = inputs.scale * inputs.q_HTD @ inputs.k_HTD.transpose(1, 2)
         assert (scores.abs().amax((1, 2)) <= inputs.score_bound_H + 1e-5).all()
 
@@ -134,26 +137,15 @@ def test_memory_reaches_back_to_the_last_reset_and_a_head_that_never_forgets_giv
     assert abs(memory[1].item() - 750) <= 1  # what the middle query of the second half could see
 
 
-def test_the_pruned_share_is_what_the_kernel_leaves_out():
-    pytest.importorskip("triton")
-    from tests.ops.test_forgetting_attention_kernel import interpret
-
-    interpret(
-        """
-import math
-from forgetting_transformer.evaluation.forget_gates import pruned_share
-shares = []
-for length in (100, 128, 129, 1000, 1024):
-    torch.manual_seed(length)
-    log_fgate = F.logsigmoid(torch.tensor([[-1.0], [2.0], [6.0]]) + torch.randn(3, length))
-    bound = torch.tensor([3.0, 8.0, 1.0])
-    threshold = -10.0 - (2 * bound + math.log(length))
-    shares.append(pruned_share(log_fgate.double(), bound, -10.0))
-    skipped = kernel.skipped_share(log_fgate[None], threshold[None], length)[0]
-    torch.testing.assert_close(shares[-1].float(), skipped, rtol=1e-6, atol=1e-6)
-assert shares[-1][0] > 0.5 > shares[-1][2] and (shares[0] == 0).all(), shares
-"""
-    )
+def test_the_pruned_share_follows_the_models_rule():
+    """By the weights of QK-norm a head that forgets half at each token skips all but neighbouring tiles; larger norms skip less."""
+    q, k = torch.zeros(2, 1024, 16), torch.zeros(2, 1024, 16)
+    q[1], k[1] = 20.0, torch.randn(1024, 16).sign() * 20.0
+    gates = torch.full((2, 1024), -0.2, dtype=torch.float64)
+    by_weights = forget_gates.AttentionInputs(0, q, k, gates, torch.tensor([4.0, 1000.0]), -10.0)
+    by_vectors = forget_gates.AttentionInputs(0, q, k, gates, None, -10.0)
+    for inputs in (by_weights, by_vectors):
+        assert forget_gates.pruned_share(inputs, -10.0).tolist() == [21 / 36, 0.0]  # 7 · 6 / 2 of 8 · 9 / 2 tiles
 
 
 def test_models_without_forgetting_attention_and_layers_they_lack_are_refused():

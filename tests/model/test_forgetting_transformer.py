@@ -208,10 +208,13 @@ def test_pruning_bound_holds_and_pruning_changes_nothing(qk_norm, shared):
         torch.nn.init.normal_(layer.q_norm.weight)
     q, k = layer._normalise(layer.q_norm, torch.randn(2, 9, 32)), layer._normalise(layer.k_norm, torch.randn(2, 9, 32))
     q, k = q.transpose(1, 2), k.transpose(1, 2)
-    threshold = layer._adaptive_threshold(q, k)
-    largest_score = (q @ k.transpose(-1, -2)).abs().amax((-1, -2)) / math.sqrt(16)
-    bound = -(threshold + 10 + math.log(9)) / 2
-    assert (largest_score <= bound + 1e-5).all()
+    options_of_op = layer._pruning_options(9)
+    if qk_norm:
+        largest_score = (q @ k.transpose(-1, -2)).abs().amax((-1, -2)) / math.sqrt(16)
+        bound = -(options_of_op["adaptive_threshold"] + 10 + math.log(9)) / 2
+        assert (largest_score <= bound + 1e-5).all()
+    else:
+        assert options_of_op == {"adaptive_threshold": "auto", "log_tolerance": -10.0}
     ids = torch.arange(20)[None]
     exact = small_model(**options)
     exact.load_state_dict(model.state_dict())

@@ -48,8 +48,10 @@ def poisoned(original):
 torch.empty_like, torch.empty = poisoned(torch.empty_like), poisoned(torch.empty)
 torch.manual_seed(0)
 
-def attend(q, k, v, log_fgate, first_key, scale, threshold=None):
-    return torch.ops.forgetting_transformer.forgetting_attention_forward(q, k, v, log_fgate, threshold, first_key, scale)
+def attend(q, k, v, log_fgate, first_key, scale, threshold=None, bounded=False):
+    bounds = kernel._bounds(q.detach(), k.detach(), first_key, scale) if bounded else (None, None, None)
+    decay = kernel._decay(log_fgate.detach(), q.shape[2], threshold, *bounds, first_key)
+    return kernel._forward(q, k, v, log_fgate, *decay, first_key, scale)
 
 def reference(q, k, v, log_fgate, first_key, scale):
     seq_start = None
@@ -161,8 +163,7 @@ def test_the_bias_of_near_pairs_is_exact_however_long_the_sequence():
     interpret(
         """
 log_fgate = F.logsigmoid(torch.randn(1, 1, 65536, dtype=torch.float64)).float()
-decay = kernel._decay(log_fgate, kernel._Sizes(1, 1, 1, 65536, 65536), None, None)
-suffix, running = decay.suffix, decay.running
+suffix, running, *_ = kernel._decay(log_fgate, 65536, None, None, None, None, None)
 i = torch.arange(200, 65536, 997)
 exact = (F.pad(log_fgate.double().cumsum(-1), (1, 0))[0, 0])
 for distance in (1, 16, 64):
@@ -175,30 +176,29 @@ for distance in (1, 16, 64):
     )
 
 
+@pytest.mark.parametrize("rule", ["one threshold for a head", "bounds for every tile"])
 @pytest.mark.parametrize("log_tolerance, queries", [(-10.0, 900), (-3.0, 500)])
-def test_pruning_skips_work_and_changes_rows_by_less_than_its_tolerance(log_tolerance, queries):
+def test_pruning_skips_work_and_changes_rows_by_less_than_its_tolerance(log_tolerance, queries, rule):
     interpret(
         f"""
 q, k, v, log_fgate, d_out = inputs(900, 16, shift=2.0, queries={queries})
+k[:, :, 300:310] *= 3  # norms differ from tile to tile
 log_fgate[:, 1] *= 0.01  # a head that remembers: nothing to skip
 v = v / v.norm(dim=-1, keepdim=True)
-scale = 0.25
+scale, bounded = 0.25, {rule!r} == "bounds for every tile"
 bound = scale * q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)
-threshold = {log_tolerance} - 2 * bound - math.log(900)
+threshold = torch.full((1, 2), {log_tolerance})
+if not bounded:
+    threshold -= 2 * bound + math.log(900)
 exact = run(attend, q, k, v, log_fgate, d_out, None, scale)
-pruned = run(attend, q, k, v, log_fgate, d_out, None, scale, threshold)
-decay = kernel._decay(log_fgate, kernel._Sizes(1, 2, 1, {queries}, 900), threshold, None)
-share = kernel.skipped_share(log_fgate, threshold, {queries})
-assert decay.first_stretch[0].max() >= 2 and share[0, 0] > 0.1
-assert decay.first_stretch[1].max() == 0 and share[0, 1] == 0
+pruned = run(attend, q, k, v, log_fgate, d_out, None, scale, threshold, bounded)
+decay = kernel.Decay(*kernel._decay(log_fgate, {queries}, threshold, *(kernel._bounds(q, k, None, scale) if bounded else [None] * 3), None))
+assert decay.first_stretch[0].max() >= 2
+assert decay.first_stretch[1].max() == 0
 blocks, shift = -(-{queries} // 128), 900 - {queries}
 kept = torch.zeros(blocks, 8, dtype=torch.bool)
 for block in range(blocks):
     kept[block, decay.first_stretch[0, block]:(min(block * 128 + 127, {queries} - 1) + shift) // 128 + 1] = True
-    # What is left out has no pair whose bias reaches the threshold.
-    first = decay.first_stretch[0, block] * 128
-    bias = log_fgate[0, 0, first:block * 128 + shift + 1].sum()
-    assert first == 0 or bias < threshold[0, 0]
 for key in range(8):
     last = max(kept[:, key].nonzero().flatten().tolist(), default=-1)
     assert last == decay.end_block[0, key] - 1, "forward and backward must skip the same"
@@ -207,6 +207,49 @@ assert (exact[0] - pruned[0]).norm(dim=-1).max() <= 2 * math.exp({log_tolerance}
 assert torch.equal(exact[0][:, 1], pruned[0][:, 1])
 for a, b in zip(exact[2:], pruned[2:]):
     assert (a - b).norm() <= 10 * math.exp({log_tolerance}) * a.norm()
+"""
+    )
+
+
+def test_the_search_finds_what_a_walk_over_all_blocks_finds():
+    """Bounds for every tile leave out more than one for a head, and less where norms are large. Nothing seen is in padding."""
+    interpret(
+        """
+from forgetting_transformer.ops.forgetting_attention import pruning
+totals = torch.zeros(2)
+for queries, keys, groups in ((1, 129, 3), (1000, 1000, 1), (700, 1025, 3), (1536, 1536, 3)):
+    q, k, _, log_fgate, _ = inputs(keys, 16, heads=3, groups=groups, queries=queries)
+    log_fgate += torch.tensor([-1.0, 0.1, 0.0])[:, None]
+    log_fgate = log_fgate.clamp(max=0)
+    log_fgate[:, 2, keys // 2] = -math.inf
+    q[:, :, queries // 2:] *= torch.rand(1, 3, queries - queries // 2, 1) * 4
+    threshold = torch.tensor([[-10.0, -5.0, -20.0]])
+    norms = 0.25 * q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1).repeat_interleave(3 // groups, 1)
+    for rule, (given, bounds) in enumerate((
+        (threshold - 2 * norms - math.log(keys), None), (threshold, pruning.score_bounds(q, k, 0.25))
+    )):
+        found = kernel._bounds(q, k, None, 0.25) if bounds else (None, None, None)
+        if bounds:
+            for actual, expected in zip(found, (bounds.query_norm_BHQ, bounds.self_score_BHQ, bounds.key_norm_BHS)):
+                scale = 1 if expected is bounds.key_norm_BHS else kernel._LOG2_E
+                torch.testing.assert_close(actual.double(), expected[0] * scale, rtol=1e-5, atol=1e-5)
+        first = kernel.Decay(*kernel._decay(log_fgate, queries, given, *found, None)).first_stretch
+        assert torch.equal(first.long(), pruning.first_kept_stretch(log_fgate, queries, given, bounds)[0])
+        totals[rule] += pruning.skipped_share(log_fgate, queries, given, bounds).sum()
+assert 1 < totals[0] < totals[1], totals
+
+q, k, _, log_fgate, _ = inputs(600, 16)
+padded_q, padded_k = q.clone(), k.clone()
+for x in (padded_q, padded_k):
+    x[:, :, :300] = math.nan
+first_key = torch.full((1, 600), 300, dtype=torch.int32)
+clean = [x[:, :, 256:].clone() for x in (q, k)]
+for x in clean:
+    x[:, :, :44] = 0
+expected = pruning.score_bounds(*clean, 0.25)
+_, self_score, key_norm = kernel._bounds(padded_q, padded_k, first_key, 0.25)
+torch.testing.assert_close(key_norm[:, 2:].double(), expected.key_norm_BHS[0], rtol=1e-5, atol=1e-5)
+assert (key_norm[:, :2] == 0).all() and self_score[:, :2].isposinf().all()
 """
     )
 
@@ -236,8 +279,13 @@ packed = torch.randn(1, 130, 3, 2, 16)  # one projection for q, k and v
 check(*packed.permute(2, 0, 3, 1, 4), log_fgate, d_out, 1e-5)
 leaves = [x.detach().requires_grad_() for x in (q, k, v, log_fgate)]
 torch.library.opcheck(
-    kernel._forward, (*leaves, None, None, 0.25), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    kernel._forward, (*leaves, *kernel._decay(log_fgate, 130, None, None, None, None, None), None, 0.25),
+    test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
 )
+bounds = kernel._bounds(q, k, None, 0.25)
+threshold = torch.full((1, 2), -10.0)
+for op, arguments in ((kernel._bounds, (q, k, None, 0.25)), (kernel._decay, (log_fgate, 130, threshold, *bounds, None))):
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 """
     )
 

@@ -6,8 +6,7 @@
 Both are T × T a head. They are computed in strips of rows and reduced to the picture's pixels at once, so that a text of
 16k tokens needs no more memory than a strip and the picture.
 
-Axes: B batch, H heads, T positions (queries), N positions (keys), D channels of a head, P pixels of a picture's side, S
-stretches of 128 positions.
+Axes: B batch, H heads, T positions (queries), N positions (keys), D channels of a head, P pixels of a picture's side.
 """
 
 import logging
@@ -25,12 +24,11 @@ from tqdm import tqdm
 from forgetting_transformer.evaluation.models import EvaluationError, load_model, precision_context, run_steps
 from forgetting_transformer.model.forgetting_transformer import ForgettingAttentionLayer
 from forgetting_transformer.model.layers import GroupRMSNorm
+from forgetting_transformer.ops.forgetting_attention.pruning import score_bounds, skipped_share
 from forgetting_transformer.ops.rotary import rotate
 
 log = logging.getLogger(__name__)
 
-#: Positions that the attention kernel keeps or skips together.
-STRETCH = 128
 #: Entries of a strip of a T × T matrix that are held at once: 64 MiB in float32.
 _STRIP_ENTRIES = 2**24
 
@@ -43,7 +41,8 @@ class AttentionInputs:
         layer: index of the block.
         q_HTD, k_HTD: after normalisation and rotation, float32.
         log_fgate_HT: float64, so that sums over a long text are exact enough to be compared.
-        score_bound_H: U with |s·q_i·k_j| ≤ U for all pairs.
+        score_bound_H: U with |s·q_i·k_j| ≤ U for all pairs, by the weights of QK-norm, which hold for every text. None without
+            QK-norm.
         tolerance: ln ε of the model's pruning, None if it is off.
     """
 
@@ -51,7 +50,7 @@ class AttentionInputs:
     q_HTD: Tensor
     k_HTD: Tensor
     log_fgate_HT: Tensor
-    score_bound_H: Tensor
+    score_bound_H: Tensor | None
     tolerance: float | None
 
     @property
@@ -129,21 +128,18 @@ def _attention_inputs(
         q_BTHD, k_BTHD = (rotate(x, 0, mixer.rope_base) for x in (q_BTHD, k_BTHD))
     q_HTD, k_HTD = q_BTHD[0].transpose(0, 1), k_BTHD[0].transpose(0, 1)
     log_fgate_HT = mixer.log_forget_gate(hidden_BTE)[0].T.double()
-    bound_H = score_bound(mixer, q_HTD, k_HTD)
+    bound_H = None if mixer.q_norm is None else score_bound(mixer)
     return AttentionInputs(layer, q_HTD, k_HTD, log_fgate_HT, bound_H, mixer.log_pruning_tolerance)
 
 
-def score_bound(mixer: ForgettingAttentionLayer, q_HTD: Tensor, k_HTD: Tensor) -> Tensor:
-    """U `(H,)` with |s·q·k| ≤ U: from the weights of QK-norm, which hold for every text, else from the vectors at hand."""
-    if mixer.q_norm is not None:
-        largest = []
-        for norm in (mixer.q_norm, mixer.k_norm):
-            weight = norm.weight.float().abs()
-            per_head = weight.view(-1, mixer.head_dim) if isinstance(norm, GroupRMSNorm) else weight[None]
-            largest.append(per_head.amax(-1))
-        return (largest[0] * largest[1] * math.sqrt(mixer.head_dim)).expand(mixer.num_heads)
-    q_max_H, k_max_H = (x.norm(dim=-1).amax(-1) for x in (q_HTD, k_HTD))
-    return q_max_H * k_max_H / math.sqrt(mixer.head_dim)
+def score_bound(mixer: ForgettingAttentionLayer) -> Tensor:
+    """U `(H,)` with |s·q·k| ≤ U, from the weights of QK-norm."""
+    largest = []
+    for norm in (mixer.q_norm, mixer.k_norm):
+        weight = norm.weight.float().abs()
+        per_head = weight.view(-1, mixer.head_dim) if isinstance(norm, GroupRMSNorm) else weight[None]
+        largest.append(per_head.amax(-1))
+    return (largest[0] * largest[1] * math.sqrt(mixer.head_dim)).expand(mixer.num_heads)
 
 
 def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,27 +158,16 @@ def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
     return (query_M - first_HM).double().median(-1).values, is_bound_H
 
 
-def pruned_share(log_fgate_HT: Tensor, score_bound_H: Tensor, tolerance: float) -> Tensor:
-    """Share of causal tiles (128 × 128 positions) that pruning skips, `(H,)` float64.
-
-    A tile is skipped where its largest decay bias, that of its first query and its last key, is below
-    ln ε - (2U + ln T). The same rule as the attention kernel's, which this is tested against.
-
-    Args:
-        log_fgate_HT: logarithms of the gates.
-        score_bound_H: U.
-        tolerance: ln ε.
-    """
-    heads, length = log_fgate_HT.shape
-    threshold_H = tolerance - (2 * score_bound_H.double() + math.log(length))
-    c_HT = log_fgate_HT.double().cumsum(-1)
-    first_query_HS, last_key_HS = c_HT[:, ::STRETCH], c_HT[:, STRETCH - 1 :: STRETCH]
-    stretches = first_query_HS.shape[1]
-    pruned_H = torch.zeros(heads, dtype=torch.int64, device=log_fgate_HT.device)
-    for query in range(stretches):
-        bias_HS = first_query_HS[:, query : query + 1] - last_key_HS[:, :query]
-        pruned_H += (bias_HS < threshold_H[:, None]).sum(-1)
-    return pruned_H.double() / (stretches * (stretches + 1) / 2)
+def pruned_share(inputs: AttentionInputs, tolerance: float) -> Tensor:
+    """Share of causal tiles (128 × 128 positions) that pruning at ln ε = `tolerance` skips, `(H,)` float64, by the model's
+    rule: with QK-norm one threshold for a head, ln ε - (2U + ln T), without it the norms of the vectors of each tile."""
+    log_fgate_BHT, length = inputs.log_fgate_HT[None], inputs.log_fgate_HT.shape[-1]
+    threshold_BH = torch.full_like(log_fgate_BHT[..., 0], tolerance)
+    if inputs.score_bound_H is not None:
+        threshold_BH = threshold_BH - (2 * inputs.score_bound_H.double() + math.log(length))
+        return skipped_share(log_fgate_BHT, length, threshold_BH)[0]
+    bounds = score_bounds(inputs.q_HTD[None], inputs.k_HTD[None], inputs.scale)
+    return skipped_share(log_fgate_BHT, length, threshold_BH, bounds)[0]
 
 
 def gate_matrix(log_fgate_T: Tensor, pixels: int) -> Tensor:
@@ -249,7 +234,7 @@ def report_heads(inputs: AttentionInputs, tolerance: float) -> list[HeadReport]:
     """Memory length and pruned share of every head of a layer, at `tolerance` = ln ε where the model has none."""
     memory_H, is_bound_H = memory_lengths(inputs.log_fgate_HT)
     tolerance = tolerance if inputs.tolerance is None else inputs.tolerance
-    pruned_H = pruned_share(inputs.log_fgate_HT, inputs.score_bound_H, tolerance)
+    pruned_H = pruned_share(inputs, tolerance)
     rows = zip(memory_H.tolist(), is_bound_H.tolist(), pruned_H.tolist(), strict=True)
     return [HeadReport(inputs.layer, head, *row) for head, row in enumerate(rows)]
 

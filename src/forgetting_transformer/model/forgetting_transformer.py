@@ -175,7 +175,7 @@ class ForgettingAttentionLayer(nn.Module):
                 log_fgate_BHN,
                 head_first=True,
                 seq_start=seq_start_B,
-                adaptive_threshold=self._adaptive_threshold(q_BHTD, k_BHND),
+                **self._pruning_options(k_BHND.shape[2]),
             ).transpose(1, 2)
         out_BTE = out_BTHD.flatten(-2)
         if self.output_norm is not None:
@@ -220,25 +220,23 @@ class ForgettingAttentionLayer(nn.Module):
         return x_BTE.unflatten(-1, (self.num_heads, self.head_dim))
 
     @torch.no_grad()
-    def _adaptive_threshold(self, q_BHTD: Tensor, k_BHND: Tensor) -> Tensor | None:
-        """Decay bias below which a pair may be skipped, `(B, H)` or `(H,)`; None if pruning is off.
+    def _pruning_options(self, num_keys: int) -> dict[str, Any]:
+        """What the op may skip, as its keyword arguments.
 
         If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N, so all
         such pairs of a row together less than ε. QK-norm bounds every normalised vector by √D times its largest
-        weight; without it the bound comes from the vectors at hand.
+        weight. Without it the op finds bounds in the vectors at hand.
         """
         if self.log_pruning_tolerance is None:
-            return None
-        if self.q_norm is not None:
-            # (H,) with one weight vector per head, (1,) if they share it
-            q_max, k_max = (
-                norm.weight.float().abs().view(-1, self.head_dim).amax(-1) for norm in (self.q_norm, self.k_norm)
-            )
-            score_bound = q_max * k_max * math.sqrt(self.head_dim)
-        else:
-            q_max, k_max = (x.float().norm(dim=-1).amax(-1) for x in (q_BHTD, k_BHND))
-            score_bound = q_max * k_max / math.sqrt(self.head_dim)
-        return self.log_pruning_tolerance - (2 * score_bound + math.log(k_BHND.shape[2]))
+            return {}
+        if self.q_norm is None:
+            return {"adaptive_threshold": "auto", "log_tolerance": self.log_pruning_tolerance}
+        # (H,) with one weight vector per head, (1,) if they share it
+        q_max, k_max = (
+            norm.weight.float().abs().view(-1, self.head_dim).amax(-1) for norm in (self.q_norm, self.k_norm)
+        )
+        score_bound = q_max * k_max * math.sqrt(self.head_dim)
+        return {"adaptive_threshold": self.log_pruning_tolerance - (2 * score_bound + math.log(num_keys))}
 
 
 def _projection(hidden_size: int, num_heads: int, use_shift: bool) -> nn.Module:

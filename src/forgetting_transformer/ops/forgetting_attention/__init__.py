@@ -22,8 +22,6 @@ from forgetting_transformer.ops.forgetting_attention.reference import forgetting
 
 #: Largest head dimension of the Triton kernels.
 MAX_KERNEL_HEAD_DIM = 256
-#: ln ε of adaptive_threshold="auto": the weights left out of a row add up to less than ε.
-AUTO_LOG_TOLERANCE = -10.0
 
 __all__ = ["forgetting_attention", "forgetting_attention_portable", "forgetting_attention_reference"]
 
@@ -40,6 +38,7 @@ def forgetting_attention(
     window_size: int | None = None,
     sm_scale: float | None = None,
     adaptive_threshold: str | float | Tensor | None = None,
+    log_tolerance: float = -10.0,
     return_log_normaliser: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend with weights `softmax_j(sm_scale · q_i·k_j + Σ_{l=j+1..i} log f_l)` over the keys j ≤ i.
@@ -66,10 +65,11 @@ def forgetting_attention(
         window_size: number of keys a query sees at most, itself included.
         sm_scale: factor on q·k. Default 1/√D.
         adaptive_threshold: adaptive computation pruning. A backend may skip blocks of pairs whose whole decay bias
-            is below this value (nats, ≤ 0): a number, a tensor that broadcasts to `(B, H)`, or "auto" for
-            a bound taken from the norms of q and k that keeps the skipped weights below e⁻¹⁰ per row. None skips
-            nothing. Pruning only ever saves work: the Triton kernel does it, the portable and the reference backend
-            compute every pair.
+            is below this value (nats, ≤ 0): a number or a tensor that broadcasts to `(B, H)`. "auto" takes the norms of the
+            queries and keys of each block, and each query's score with itself, and skips blocks as long as the weights of
+            all that a row leaves out add up to less than exp(log_tolerance). None skips nothing. Pruning only ever
+            saves work: the Triton kernel does it, the portable and the reference backend compute every pair.
+        log_tolerance: for adaptive_threshold="auto", nats, < 0.
         return_log_normaliser: also return ln Σ_j exp(score_ij), to merge attention over parts of the keys.
 
     Returns:
@@ -88,6 +88,8 @@ def forgetting_attention(
         isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1
     ):
         raise ValueError(f"window_size is {window_size!r}; it must be an integer of at least 1, or None for no window")
+    if not -math.inf < log_tolerance < 0:
+        raise ValueError(f"log_tolerance is {log_tolerance}; it is ln ε of a small ε, so negative and finite")
     if sm_scale is None:
         sm_scale = 1 / math.sqrt(q.shape[-1])
     elif not (math.isfinite(sm_scale) and sm_scale > 0):
@@ -98,7 +100,17 @@ def forgetting_attention(
     # The op chooses its own precision: autocast would round the decay bias to 16 bits inside it.
     with torch.autocast(q.device.type, enabled=False):
         out_BHMD, log_normaliser_BHM = _attend(
-            q, k, v, log_fgate, seq_start, cu_seqlens, window_size, sm_scale, adaptive_threshold, return_log_normaliser
+            q,
+            k,
+            v,
+            log_fgate,
+            seq_start,
+            cu_seqlens,
+            window_size,
+            sm_scale,
+            adaptive_threshold,
+            log_tolerance,
+            return_log_normaliser,
         )
     out = out_BHMD if head_first else out_BHMD.transpose(1, 2)
     if not return_log_normaliser:
@@ -116,19 +128,29 @@ def _attend(
     window: int | None,
     sm_scale: float,
     adaptive_threshold: str | float | Tensor | None,
+    log_tolerance: float,
     return_log_normaliser: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Run the fastest backend for the call; head-first tensors."""
     first_key_BM = _first_key(q_BHMD, k_BGND, cu_seqlens, window)
     if _takes_kernel(q_BHMD) and _has_kernel(q_BHMD.device.index):
-        threshold_BH = _as_tensor(adaptive_threshold, q_BHMD, k_BGND, sm_scale)
         if seq_start_B is not None:
             starts_BM = seq_start_B.to(torch.int32)[:, None].expand(-1, q_BHMD.shape[2])
             first_key_BM = starts_BM if first_key_BM is None else torch.maximum(first_key_BM, starts_BM)
         if first_key_BM is not None:
             first_key_BM = first_key_BM.contiguous()
-        kernel = torch.ops.forgetting_transformer.forgetting_attention_forward
-        return kernel(q_BHMD, k_BGND, v_BGND, log_fgate_BHN, threshold_BH, first_key_BM, sm_scale)
+        kernels = torch.ops.forgetting_transformer
+        bounds = (None, None, None)
+        if isinstance(adaptive_threshold, str):  # "auto"
+            bounds = kernels.forgetting_attention_bounds(q_BHMD.detach(), k_BGND.detach(), first_key_BM, sm_scale)
+            adaptive_threshold = log_tolerance
+        threshold_BH = _as_tensor(adaptive_threshold, q_BHMD)
+        decay = kernels.forgetting_attention_decay(
+            log_fgate_BHN.detach(), q_BHMD.shape[2], threshold_BH, *bounds, first_key_BM
+        )
+        return kernels.forgetting_attention_forward(
+            q_BHMD, k_BGND, v_BGND, log_fgate_BHN, *decay, first_key_BM, sm_scale
+        )
     return forgetting_attention_portable(
         q_BHMD, k_BGND, v_BGND, log_fgate_BHN, seq_start_B, sm_scale, first_key_BM=first_key_BM, window=window,
         return_log_normaliser=return_log_normaliser,
@@ -182,25 +204,14 @@ def _load_kernel(device_index: int) -> bool:
     return True
 
 
-@torch.no_grad()
-def _as_tensor(
-    threshold: str | float | Tensor | None, q_BHMD: Tensor, k_BGND: Tensor, sm_scale: float
-) -> Tensor | None:
+def _as_tensor(threshold: float | Tensor | None, q_BHMD: Tensor) -> Tensor | None:
     """The threshold as float32 `(B, H)`; None stays None."""
+    shape = q_BHMD.shape[:2]
     if threshold is None:
         return None
-    shape = q_BHMD.shape[:2]
-    if isinstance(threshold, str):  # "auto"
-        # Padding may hold NaN, and what is real and NaN makes the output NaN anyway.
-        q_norm_BH, k_norm_BG = (
-            torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32).nan_to_num(0.0).amax(-1)
-            for x in (q_BHMD, k_BGND)
-        )
-        k_norm_BH = k_norm_BG.repeat_interleave(shape[1] // k_BGND.shape[1], dim=1)
-        return AUTO_LOG_TOLERANCE - (2 * sm_scale * q_norm_BH * k_norm_BH + math.log(k_BGND.shape[2]))
     if not isinstance(threshold, Tensor):
         return torch.full(shape, threshold, dtype=torch.float32, device=q_BHMD.device)
-    return threshold.float().expand(shape)
+    return threshold.detach().float().expand(shape)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, head_first: bool) -> None:

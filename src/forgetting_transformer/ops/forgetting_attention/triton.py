@@ -4,8 +4,9 @@ Softmax does not change when a constant is added to a row, so the decay Σ_{l=j+
 reference r instead of from i: the bias of a score then depends on the key alone. Here r is the end of the stretch of 128
 positions in which the last query of the query's block of 128 lies; `decay.py` computes biases from it, `kernels.py` attends.
 
-The operators `forgetting_transformer::forgetting_attention_forward` and `…_backward` are opaque to torch.compile and
-activation checkpointing, know their FLOPs, never wait for the GPU, and give the same bits every time.
+The operators `forgetting_transformer::forgetting_attention_bounds`, `…_decay`, `…_forward` and `…_backward` are opaque to
+torch.compile and activation checkpointing, know their FLOPs, never wait for the GPU, and give the same bits every time. They
+are called in that order; what the first two find is passed on, and searched for once.
 
 Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head, Z = B·H, S stretches of keys, Q
 blocks of queries.
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from forgetting_transformer.ops.forgetting_attention.decay import (
+    bound_kernel,
     delta_kernel,
     gate_gradient_kernel,
     gate_sum_kernel,
@@ -33,11 +35,113 @@ from forgetting_transformer.ops.forgetting_attention.kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
+from forgetting_transformer.ops.forgetting_attention.pruning import STRETCH
 
-STRETCH = 128
 _LOG2_E = math.log2(math.e)
 # exp(-256) is 0 in float32; -inf itself would give -inf - (-inf) = NaN, and a larger number costs digits after a reset.
 _MIN_LOG_FGATE = -256.0
+
+
+@torch.library.custom_op("forgetting_transformer::forgetting_attention_bounds", mutates_args=())
+def _bounds(q: Tensor, k: Tensor, first_key: Tensor | None, sm_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What bounds the scores of blocks of 128 queries and stretches of 128 keys; arguments as `_forward`'s.
+
+    Returns:
+        float32, base 2: the largest norm of a query times the scale `(Z, Q)`, the least score of a query with itself
+        `(Z, Q)`, the largest norm of a key `(Z, S)`.
+    """
+    q, k = _with_whole_channels(q), _with_whole_channels(k)
+    sizes = _Sizes.of(q, k)
+    query_norm, self_score, key_norm = _bounds_like(q, k)
+    bound_kernel[(max(sizes.blocks, sizes.stretches) * sizes.rows,)](
+        *_locate(q), *_locate(k), first_key, query_norm, self_score, key_norm, sizes.heads, sizes.group, *sizes.lengths,
+        sm_scale * _LOG2_E, HAS_FIRST=first_key is not None, HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3],
+        STRETCH=STRETCH, num_warps=8,
+    )  # fmt: skip
+    return query_norm, self_score, key_norm
+
+
+def _bounds_like(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = _Sizes.of(q, k)
+    lengths = sizes.blocks, sizes.blocks, sizes.stretches
+    return tuple(torch.empty(sizes.rows, n, dtype=torch.float32, device=q.device) for n in lengths)
+
+
+@_bounds.register_fake
+def _(q, k, first_key, sm_scale):
+    return _bounds_like(q, k)
+
+
+@torch.library.custom_op("forgetting_transformer::forgetting_attention_decay", mutates_args=())
+def _decay(
+    log_fgate: Tensor,
+    num_queries: int,
+    threshold: Tensor | None,
+    query_norm: Tensor | None,
+    self_score: Tensor | None,
+    key_norm: Tensor | None,
+    first_key: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sums of log2 f and what pruning keeps.
+
+    Args:
+        log_fgate: `(B, H, N)`.
+        threshold: `(B, H)`, nats. Without bounds, pairs whose decay bias is below it may be left out. With them, pairs may be
+            left out as long as the weights of all that a row leaves out add up to less than its exponential. None leaves out
+            nothing.
+        query_norm, self_score, key_norm: what `_bounds` returned, or None.
+        first_key: as in `_forward`.
+
+    Returns:
+        The fields of `Decay`.
+    """
+    decay = _decay_like(log_fgate, num_queries)
+    batch, heads, num_keys = log_fgate.shape
+    stretches, blocks = triton.cdiv(num_keys, STRETCH), triton.cdiv(num_queries, STRETCH)
+    has_first, has_bounds = first_key is not None, query_norm is not None
+    stretch_kernel[(batch * heads * triton.cdiv(stretches, 8),)](
+        log_fgate, *log_fgate.stride(), first_key, decay.suffix, decay.running,
+        heads, num_queries, num_keys, stretches, _MIN_LOG_FGATE, HAS_FIRST=has_first, STRETCH=STRETCH, CHUNK=8,
+    )  # fmt: skip
+    largest_key, log_mass = (torch.empty_like(key_norm), torch.empty_like(key_norm)) if has_bounds else (None, None)
+    running_kernel[(batch * heads,)](
+        None if threshold is None else threshold.contiguous(), query_norm, self_score, key_norm, largest_key, log_mass, *decay,
+        num_queries, num_keys, stretches, blocks, max(stretches, blocks).bit_length() + 1,
+        HAS_THRESHOLD=threshold is not None, HAS_BOUNDS=has_bounds, STRETCH=STRETCH,
+        CHUNK=min(1024, triton.next_power_of_2(stretches)),
+    )  # fmt: skip
+    return tuple(decay)
+
+
+class Decay(NamedTuple):
+    """What `stretch_kernel` and `running_kernel` compute; they say what each is."""
+
+    suffix: Tensor  # (Z, S·128) float32
+    running: Tensor  # (Z, S + 1) float64
+    reference: Tensor  # (Z, Q) float64
+    first_stretch: Tensor  # (Z, Q) int32
+    end_block: Tensor  # (Z, S) int32
+
+
+def _decay_like(log_fgate: Tensor, num_queries: int) -> Decay:
+    batch, heads, num_keys = log_fgate.shape
+    stretches, blocks = triton.cdiv(num_keys, STRETCH), triton.cdiv(num_queries, STRETCH)
+
+    def empty(length: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(batch * heads, length, dtype=dtype, device=log_fgate.device)
+
+    return Decay(
+        empty(stretches * STRETCH, torch.float32),
+        empty(stretches + 1, torch.float64),
+        empty(blocks, torch.float64),
+        empty(blocks, torch.int32),
+        empty(stretches, torch.int32),
+    )
+
+
+@_decay.register_fake
+def _(log_fgate, num_queries, threshold, query_norm, self_score, key_norm, first_key):
+    return tuple(_decay_like(log_fgate, num_queries))
 
 
 @torch.library.custom_op("forgetting_transformer::forgetting_attention_forward", mutates_args=())
@@ -46,7 +150,11 @@ def _forward(
     k: Tensor,
     v: Tensor,
     log_fgate: Tensor,
-    threshold: Tensor | None,
+    suffix: Tensor,
+    running: Tensor,
+    reference: Tensor,
+    first_stretch: Tensor,
+    end_block: Tensor,
     first_key: Tensor | None,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -55,28 +163,27 @@ def _forward(
     Args:
         q: `(B, H, M, D)`, D up to 256.
         k, v: `(B, G, N, D)`, N ≥ M, H a multiple of G.
-        log_fgate: `(B, H, N)`.
-        threshold: `(B, H)`, pairs whose decay bias (nats) is below it may be left out; None leaves out nothing.
+        log_fgate: `(B, H, N)`. What is computed comes from what `_decay` made of it; it is here for its gradient.
+        suffix, running, reference, first_stretch, end_block: what `_decay` returned.
         first_key: `(B, M)` int32, the first key each query sees, not falling along a sequence, up to N; None is 0. Queries
             that see nothing give 0 and a log-normaliser of -inf.
     """
     q, k, v = (_with_whole_channels(x) for x in (q, k, v))
     sizes = _Sizes.of(q, k)
-    decay = _decay(log_fgate, sizes, threshold, first_key)
     out = _empty_like(q)
     log_normaliser = torch.empty(sizes.batch, sizes.heads, sizes.queries, dtype=torch.float32, device=q.device)
     tiles = _tiles("forward", (q, k, v), first_key)
     (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
     forward_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
         *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(out, block_m, False),
-        decay.suffix, decay.running, decay.reference, decay.first_stretch, first_key, log_normaliser,
+        suffix, running, reference, first_stretch, first_key, log_normaliser,
         sizes.heads, sizes.group, *sizes.lengths, sm_scale * _LOG2_E, HAS_FIRST=first_key is not None, **tiles,
     )  # fmt: skip
     return out, log_normaliser
 
 
 @_forward.register_fake
-def _(q, k, v, log_fgate, threshold, first_key, sm_scale):
+def _(q, k, v, log_fgate, suffix, running, reference, first_stretch, end_block, first_key, sm_scale):
     return _empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
@@ -88,7 +195,11 @@ def _backward(
     k: Tensor,
     v: Tensor,
     log_fgate: Tensor,
-    threshold: Tensor | None,
+    suffix: Tensor,
+    running: Tensor,
+    reference: Tensor,
+    first_stretch: Tensor,
+    end_block: Tensor,
     first_key: Tensor | None,
     out: Tensor,
     log_normaliser: Tensor,
@@ -97,7 +208,6 @@ def _backward(
     """Gradients of q, k, v and log f."""
     d_out, q, k, v = (_with_whole_channels(x) for x in (d_out, q, k, v))
     sizes = _Sizes.of(q, k)
-    decay = _decay(log_fgate, sizes, threshold, first_key)
     has_first = first_key is not None
     end_query = None
     if has_first:
@@ -106,7 +216,7 @@ def _backward(
     delta, shifted = torch.empty_like(log_normaliser), torch.empty_like(log_normaliser)
     delta_kernel[(sizes.blocks * sizes.rows,)](
         *_locate(out), *_locate(d_out), log_normaliser, d_log_normaliser.contiguous(),
-        decay.suffix, decay.running, decay.reference, delta, shifted, sizes.heads, *sizes.lengths,
+        suffix, running, reference, delta, shifted, sizes.heads, *sizes.lengths,
         HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3], STRETCH=STRETCH,
     )  # fmt: skip
 
@@ -118,7 +228,7 @@ def _backward(
     (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
     key_gradient_kernel[(triton.cdiv(sizes.keys, block_n) * sizes.rows // sizes.group,)](
         *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(d_out, block_m, tma),
-        *_locate(dk), *_locate(dv), shifted, delta, decay.suffix, decay.running, decay.reference, decay.end_block,
+        *_locate(dk), *_locate(dv), shifted, delta, suffix, running, reference, end_block,
         first_key, end_query, column_sum, sizes.heads, *sizes.lengths, *scales,
         GROUP=sizes.group, HAS_FIRST=has_first, **tiles,
     )  # fmt: skip
@@ -126,7 +236,7 @@ def _backward(
     (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
     query_gradient_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
         *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(d_out, block_m, tma),
-        *_locate(dq), shifted, delta, decay.suffix, decay.running, decay.reference, decay.first_stretch, first_key, row_sum,
+        *_locate(dq), shifted, delta, suffix, running, reference, first_stretch, first_key, row_sum,
         sizes.heads, sizes.group, *sizes.lengths, *scales, HAS_FIRST=has_first, **tiles,
     )  # fmt: skip
 
@@ -142,7 +252,10 @@ def _backward(
 
 
 @_backward.register_fake
-def _(d_out, d_log_normaliser, q, k, v, log_fgate, threshold, first_key, out, log_normaliser, sm_scale):
+def _(
+    d_out, d_log_normaliser, q, k, v, log_fgate, suffix, running, reference, first_stretch, end_block, first_key, out,
+    log_normaliser, sm_scale,
+):  # fmt: skip
     return *(_empty_like(x) for x in (q, k, v)), torch.empty_like(log_fgate)
 
 
@@ -152,7 +265,7 @@ def _save_for_backward(ctx, inputs, output) -> None:
 
 
 def _autograd(ctx, d_out: Tensor, d_log_normaliser: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(d_out, d_log_normaliser, *ctx.saved_tensors, ctx.sm_scale), None, None, None)
+    return (*_backward(d_out, d_log_normaliser, *ctx.saved_tensors, ctx.sm_scale), *[None] * 7)
 
 
 _forward.register_autograd(_autograd, setup_context=_save_for_backward)
@@ -202,51 +315,6 @@ class _Sizes(NamedTuple):
     @property
     def lengths(self) -> tuple[int, int, int, int]:
         return self.queries, self.keys, self.stretches, self.blocks
-
-
-class Decay(NamedTuple):
-    """What `stretch_kernel` and `running_kernel` compute; they say what each is."""
-
-    suffix: Tensor  # (Z, S·128) float32
-    running: Tensor  # (Z, S + 1) float64
-    reference: Tensor  # (Z, Q) float64
-    first_stretch: Tensor  # (Z, Q) int32
-    end_block: Tensor  # (Z, S) int32
-
-
-def _decay(log_fgate: Tensor, sizes: _Sizes, threshold: Tensor | None, first_key: Tensor | None) -> Decay:
-    def empty(length: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(sizes.rows, length, dtype=dtype, device=log_fgate.device)
-
-    decay = Decay(
-        empty(sizes.stretches * STRETCH, torch.float32),
-        empty(sizes.stretches + 1, torch.float64),
-        empty(sizes.blocks, torch.float64),
-        empty(sizes.blocks, torch.int32),
-        empty(sizes.stretches, torch.int32),
-    )
-    has_first = first_key is not None
-    stretch_kernel[(sizes.rows * triton.cdiv(sizes.stretches, 8),)](
-        log_fgate, *log_fgate.stride(), first_key, decay.suffix, decay.running,
-        sizes.heads, sizes.queries, sizes.keys, sizes.stretches, _MIN_LOG_FGATE,
-        HAS_FIRST=has_first, STRETCH=STRETCH, CHUNK=8,
-    )  # fmt: skip
-    search_steps = max(sizes.stretches, sizes.blocks).bit_length() + 1
-    running_kernel[(sizes.rows,)](
-        None if threshold is None else threshold.contiguous(), *decay, *sizes.lengths, search_steps,
-        HAS_THRESHOLD=threshold is not None, STRETCH=STRETCH, CHUNK=min(1024, triton.next_power_of_2(sizes.stretches)),
-    )  # fmt: skip
-    return decay
-
-
-def skipped_share(log_fgate_BHN: Tensor, threshold_BH: Tensor, num_queries: int) -> Tensor:
-    """Share of the blocks of 128 × 128 pairs on and below the diagonal that pruning leaves out, per head `(B, H)`, float32."""
-    batch, heads, num_keys = log_fgate_BHN.shape
-    sizes = _Sizes(batch, heads, 1, num_queries, num_keys)
-    first_stretch = _decay(log_fgate_BHN, sizes, threshold_BH, None).first_stretch.view(batch, heads, -1)
-    last_query = torch.arange(sizes.blocks, device=log_fgate_BHN.device) * STRETCH + STRETCH - 1
-    visible = (last_query.clamp(max=num_queries - 1) + num_keys - num_queries) // STRETCH + 1
-    return first_stretch.sum(-1) / visible.sum()
 
 
 def _with_whole_channels(x: Tensor) -> Tensor:
