@@ -11,8 +11,9 @@ through cuDNN and FlashAttention-2, without gates, and flash-linear-attention's 
 
 Second table: pruning, at (1, 16384, 24, 64) unless --prune_shape says otherwise, with QK-normed inputs (weights 1, so that
 scores are at most √D) and tolerance e^-10. `half`: all gates 1/2, as at initialisation. `spread`: constant gates whose
-time constants are spread logarithmically over the heads, from 4 to 10^6 tokens. `skipped` is the share of blocks of
-128 × 128 pairs left out, `search` the share of the time that sums of gates and the search for what to leave out take.
+time constants are spread logarithmically over the heads, from 4 to 10^6 tokens. Bounds on scores come from the `weights` of
+QK-norm, one for a head, or from the norms in each `tile`. `skipped` is the share of blocks of 128 × 128 pairs left out, `search`
+the share of the time that finding bounds, sums of gates and what to leave out takes.
 
 Times are medians of --repeats runs measured with device events, forward and backward apart. Pruned attention is over before
 Python has launched the next kernel, so runs of the second table are replayed from CUDA graphs.
@@ -179,43 +180,56 @@ def measure_pruning(shape: tuple[int, int, int, int], repeats: int) -> list[dict
     import torch.nn.functional as F
 
     from forgetting_transformer import forgetting_attention
-    from forgetting_transformer.ops.forgetting_attention import triton as kernel
+    from forgetting_transformer.ops.forgetting_attention.pruning import score_bounds, skipped_share
 
     batch, length, heads, head_dim = shape
+    scale, tolerance = 1 / math.sqrt(head_dim), -10.0
     torch.manual_seed(0)
     q, k = ((F.normalize(torch.randn(shape, device="cuda"), dim=-1) * math.sqrt(head_dim)).bfloat16() for _ in range(2))
     v = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-    threshold = torch.full((batch, heads), -10 - 2 * math.sqrt(head_dim) - math.log(length), device="cuda")
+    heads_first = [x.transpose(1, 2) for x in (q, k)]
+    log_tolerance = torch.full((batch, heads), tolerance, device="cuda")
+    threshold = log_tolerance - 2 * math.sqrt(head_dim) - math.log(length)
     times = torch.logspace(math.log10(4), 6, heads, dtype=torch.float64, device="cuda")
     rows = []
     for name, log_fgate_H in {"half": torch.full((heads,), -math.log(2), device="cuda"), "spread": -1 / times}.items():
         log_fgate = log_fgate_H.float().expand(batch, length, heads).contiguous()
+        log_fgate_BHN = log_fgate.transpose(1, 2)
         inputs = [q, k, v, log_fgate]
         full = time_replayed(forgetting_attention, inputs, repeats)
-        prune = functools.partial(forgetting_attention, adaptive_threshold=threshold)
-        pruned = time_replayed(prune, inputs, repeats)
-        log_fgate_BHN = log_fgate.transpose(1, 2)
-        search = time_search(log_fgate_BHN, threshold, repeats)
-        rows.append({
-            "shape": shape, "gates": name, "full_ms": full, "pruned_ms": pruned, "speedup": sum(full) / sum(pruned),
-            "skipped": kernel.skipped_share(log_fgate_BHN, threshold, length).mean().item(),
-            "search": 2 * search / sum(pruned),  # once forward, once backward
-        })  # fmt: skip
+        for bounds, option in {"weights": threshold, "tile": "auto"}.items():
+            pruned = time_replayed(
+                functools.partial(forgetting_attention, adaptive_threshold=option, log_tolerance=tolerance),
+                inputs,
+                repeats,
+            )
+            rule = (threshold, None) if bounds == "weights" else (log_tolerance, score_bounds(*heads_first, scale))
+            search = time_search(*heads_first, log_fgate_BHN, rule[0], bounds == "tile", repeats)
+            rows.append({
+                "shape": shape, "gates": name, "bounds": bounds, "full_ms": full, "pruned_ms": pruned,
+                "speedup": sum(full) / sum(pruned),
+                "skipped": skipped_share(log_fgate_BHN, length, *rule).mean().item(),
+                "search": search / sum(pruned),
+            })  # fmt: skip
     return rows
 
 
-def time_search(log_fgate_BHN: Any, threshold_BH: Any, repeats: int) -> float:
-    """Milliseconds of the sums of gates and the search for what to leave out."""
+def time_search(q: Any, k: Any, log_fgate: Any, threshold: Any, is_bounded: bool, repeats: int) -> float:
+    """Milliseconds of bounds, sums of gates and the search for what to leave out; heads first."""
     import torch
 
-    from forgetting_transformer.ops.forgetting_attention import triton as kernel
+    ops = torch.ops.forgetting_transformer
 
-    batch, heads, length = log_fgate_BHN.shape
-    sizes = kernel._Sizes(batch, heads, 1, length, length)
-    kernel._decay(log_fgate_BHN, sizes, threshold_BH, None)
+    def search() -> None:
+        found = (None, None, None)
+        if is_bounded:
+            found = ops.forgetting_attention_bounds(q, k, None, 1 / math.sqrt(q.shape[-1]))
+        ops.forgetting_attention_decay(log_fgate, q.shape[2], threshold, *found, None)
+
+    search()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel._decay(log_fgate_BHN, sizes, threshold_BH, None)
+        search()
     return median_ms(graph.replay, repeats)
 
 
@@ -228,14 +242,15 @@ def table(result: dict[str, Any]) -> str:
     if result["pruning"]:
         lines += [
             "",
-            "| B,T,H,D | gates | full ms | pruned ms | speed-up | skipped | search |",
-            "|---|---|---|---|---|---|---|",
+            "| B,T,H,D | gates | bounds | full ms | pruned ms | speed-up | skipped | search |",
+            "|---|---|---|---|---|---|---|---|",
         ]
         for row in result["pruning"]:
             shape = ",".join(str(n) for n in row["shape"])
             full, pruned = (f"{f:.2f} + {b:.2f}" for f, b in (row["full_ms"], row["pruned_ms"]))
             shares = f"{row['skipped']:.1%} | {row['search']:.1%}"
-            lines.append(f"| {shape} | {row['gates']} | {full} | {pruned} | {row['speedup']:.1f} | {shares} |")
+            rule = f"{row['gates']} | {row['bounds']}"
+            lines.append(f"| {shape} | {rule} | {full} | {pruned} | {row['speedup']:.1f} | {shares} |")
     versions = result["environment"]
     lines += ["", f"{versions['gpu']}, torch {versions['torch']}, Triton {versions['triton']}, bf16."]
     return "\n".join(lines)

@@ -10,7 +10,7 @@ import zarr
 from transformers import PreTrainedTokenizerFast
 
 from forgetting_transformer.training.export import export
-from tests.training.conftest import train
+from tests.training.conftest import STEP, changed, tiny_config, train
 
 WORDS = [
     "the",
@@ -86,48 +86,20 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
     (corpus / "manifest.json").write_text(
         f'{{"format_version": 1, "vocab_size": {len(VOCABULARY)}, "bos_token_id": 0, "eos_token_id": 0}}'
     )
-    step = 4 * TRAIN_LENGTH
-    train(
-        {
-            "output_dir": str(folder / "run"),
-            "data_dir": str(folder / "data"),
-            "log_interval": step,
-            "train_eval_interval": 4 * step,
-            "eval_interval": 8 * step,
-            "skip_eval": False,
-            "checkpoint_interval": 4 * step,
-            "checkpoint_keep_interval": 4 * step,
-            "fabric": {"precision": "32-true", "accelerator": "cpu"},
-            "train": {"max_tokens": 8 * step, "grad_acc_tokens": 128},
-            "eval": {"min_val_length": 8},
-            "wandb": {"mode": "disabled"},
-            "optimizer": {"lr": 1e-2},
-            "schedule": {"name": "warmup_cosine", "warmup_tokens": 2 * step, "total_tokens": 8 * step},
-            "datamodule": {
-                "dataset": "words",
-                "train_batch_len": TRAIN_LENGTH,
-                "train_batch_size": 4,
-                "train_num_workers": 0,
-                "eval_tokens": 4 * DOC_LEN,
-                "eval_batch_len": TRAIN_LENGTH,
-                "eval_local_batch_size": 4,
-                "eval_num_workers": 0,
-            },
-            "model": {
-                "name": "forgetting_transformer",
-                "config": {
-                    "hidden_size": 32,
-                    "num_hidden_layers": 2,
-                    "num_heads": 2,
-                    "qk_norm": True,
-                    "use_output_gate": True,
-                    "use_output_norm": True,
-                    "use_k_shift": True,
-                    "use_v_shift": True,
-                    "log_pruning_tolerance": -10.0,
-                },
-            },
-        }
+    config = changed(
+        tiny_config(folder / "run", folder / "data"),
+        train_eval_interval=4 * STEP,
+        eval_interval=8 * STEP,
+        checkpoint_keep_interval=4 * STEP,
+        train={"max_tokens": 8 * STEP, "grad_acc_tokens": STEP},
+        schedule={"name": "warmup_cosine", "warmup_tokens": 2 * STEP, "total_tokens": 8 * STEP},
+        datamodule__dataset="words",
+        datamodule__eval_tokens=4 * DOC_LEN,
+        datamodule__vocab_size=None,  # both are in the manifest
+        datamodule__bos_token_id=None,
+        model__config__log_pruning_tolerance=-10.0,
     )
+    assert config["datamodule"]["train_batch_len"] == TRAIN_LENGTH
+    train(config)
     export(folder / "run", folder / "hf")
     return Quickstart(folder / "data", folder / "run", folder / "hf")

@@ -11,3 +11,18 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Memory on the GPU that is handed out unwritten holds NaN, or a large negative index."""
+
+    def poison(make):
+        def make_poisoned(*args, **options):
+            x = make(*args, **options)
+            return x.fill_(torch.nan if x.is_floating_point() else -(2**30)) if x.is_cuda else x
+
+        return make_poisoned
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))

@@ -13,7 +13,8 @@ from forgetting_transformer.model import (
     ForgettingTransformerConfig,
     ForgettingTransformerForCausalLM,
 )
-from forgetting_transformer.ops.forgetting_attention import _first_key, forgetting_attention_reference
+from forgetting_transformer.ops.forgetting_attention import forgetting_attention_reference
+from forgetting_transformer.ops.forgetting_attention.dispatch import first_visible_key
 from tests.training.conftest import STEP, changed, train
 from tests.training.test_resume import assert_same_run, losses
 
@@ -36,7 +37,7 @@ def run_op(op, inputs, out_gradient, **options):
 
 def reference_op(q, k, v, log_fgate, seq_start=None, **options):
     q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
-    first_key = _first_key(q, k, options.get("cu_seqlens"), options.get("window_size"))
+    first_key = first_visible_key(q, k, window=options.get("window_size"), cu_seqlens=options.get("cu_seqlens"))
     results = forgetting_attention_reference(q, k, v, log_fgate, seq_start, q.shape[-1] ** -0.5, first_key_BM=first_key)
     return tuple(x.transpose(1, 2) for x in results)
 
@@ -66,21 +67,6 @@ def assert_like_reference(
         allowed = max(tolerance, 3e-4) if gates == "resets" else tolerance
         allowed *= 10 if name == "dlog_f" and dtype == torch.float32 else 1
         assert error < allowed, f"{name}: {error:.2e}"
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """Memory on the GPU that is handed out unwritten holds NaN, or a large negative index."""
-
-    def poison(make):
-        def make_poisoned(*args, **options):
-            x = make(*args, **options)
-            return x.fill_(torch.nan if x.is_floating_point() else -(2**30)) if x.is_cuda else x
-
-        return make_poisoned
-
-    monkeypatch.setattr(torch, "empty", poison(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
 
 
 PRECISIONS = [(torch.float32, 1e-5), (torch.bfloat16, 8e-3), (torch.float16, 2e-3)]

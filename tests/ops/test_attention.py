@@ -4,6 +4,7 @@ Axes: B batch, T queries, N keys, H query heads, G key and value heads, D channe
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from forgetting_transformer.ops import attention
 from forgetting_transformer.ops.attention import causal_attention
+from forgetting_transformer.ops.forgetting_attention import dispatch
 
 
 @pytest.fixture
@@ -38,9 +40,9 @@ def reference(
     heads_per_group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(heads_per_group, dim=2), v.repeat_interleave(heads_per_group, dim=2)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (sm_scale or 1 / math.sqrt(q.shape[-1]))
-    i, j = torch.arange(n - t, n)[:, None], torch.arange(n)
+    i, j = torch.arange(n - t, n, device=q.device)[:, None], torch.arange(n, device=q.device)
     visible = (j <= i) & (j > i - (window or n))
-    start = torch.zeros(len(q), dtype=torch.long) if seq_start_B is None else seq_start_B
+    start = torch.zeros(len(q), dtype=torch.long, device=q.device) if seq_start_B is None else seq_start_B
     visible = visible & (j >= start[:, None, None, None])
     weights = scores.masked_fill(~visible, -1e300).softmax(-1).masked_fill(~visible, 0)
     return torch.einsum("bhij,bjhd->bihd", weights, v)
@@ -52,7 +54,7 @@ def run(attend, inputs: list[Tensor], **options) -> dict[str, Tensor]:
     out = attend(*leaves, **options)
     # Rounded to bfloat16, so that it is the same number in every dtype.
     grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    out.backward(grad_out.to(out.dtype))
+    out.backward(grad_out.to(out))
     return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), (x.grad for x in leaves), strict=True))}
 
 
@@ -187,6 +189,47 @@ def attention_flops(n: int, window: int | None) -> int:
 def test_a_window_costs_its_length_per_token():
     assert attention_flops(8192, 512) == pytest.approx(2 * attention_flops(4096, 512), rel=0.1)
     assert attention_flops(8192, 512) <= 2 * (2 * 2 * 2 * 16 * 8192 * 512)  # at most twice the pairs it needs
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("t", [1, 2, 90])
+def test_gpus_run_more_than_one_16_bit_query_through_the_kernels(t, dtype, on_gpu, monkeypatch):
+    calls = []
+
+    def attend_with_kernel(q, k, v, log_fgate, **options):
+        calls.append((log_fgate, options))
+        return q, None
+
+    monkeypatch.setattr(attention, "takes_kernel", lambda q: on_gpu)
+    monkeypatch.setattr(attention, "attend_with_kernel", attend_with_kernel)
+    start = torch.tensor([0, 3])
+    causal_attention(*make_inputs(t, 90, dtype=dtype), window=7, seq_start_B=start, sm_scale=0.5)
+    if not on_gpu or t == 1 or dtype in (torch.float32, torch.float64):
+        assert not calls
+    else:
+        ((log_fgate, options),) = calls
+        assert log_fgate is None and options["seq_start_B"] is start and options["sm_scale"] == 0.5
+        want = (torch.arange(90 - t, 90) - 6).clamp(min=0).int()
+        assert torch.equal(options["first_key_BM"], want.expand(2, -1))
+
+
+@pytest.mark.parametrize(
+    "change, taken",
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, True),
+        ({"dtype": torch.float64}, False),
+        ({"shape": (2, 4, 90, 256)}, True),
+        ({"shape": (2, 4, 90, 257)}, False),
+        ({"is_cuda": False, "device": torch.device("cpu")}, False),
+        ({"device": torch.device("cuda", 1)}, False),
+    ],
+)
+def test_kernels_are_taken_where_they_exist_and_fit(change, taken, monkeypatch):
+    monkeypatch.setattr(dispatch, "_has_kernel", lambda device_index: device_index == 0)
+    q = {"is_cuda": True, "device": torch.device("cuda", 0), "dtype": torch.bfloat16, "shape": (2, 4, 90, 64)}
+    assert dispatch.takes_kernel(SimpleNamespace(**(q | change))) == taken
 
 
 Q = torch.zeros(2, 5, 4, 8)

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 def test_compiled_graphs_see_a_constant_where_the_kernel_is_looked_for(monkeypatch):
     """Importing a module cannot be traced; one graph would become three."""
-    from forgetting_transformer.ops import forgetting_attention as package
+    from forgetting_transformer.ops.forgetting_attention import dispatch
 
     calls = []
 
@@ -28,8 +28,8 @@ def test_compiled_graphs_see_a_constant_where_the_kernel_is_looked_for(monkeypat
         calls.append(device_index)
         return True
 
-    monkeypatch.setattr(package, "_load_kernel", load)
-    compiled = torch.compile(lambda x: x + 1 if package._has_kernel(0) else x - 1, fullgraph=True, backend="eager")
+    monkeypatch.setattr(dispatch, "_load_kernel", load)
+    compiled = torch.compile(lambda x: x + 1 if dispatch._has_kernel(0) else x - 1, fullgraph=True, backend="eager")
     assert compiled(torch.zeros(2)).tolist() == [1.0, 1.0] and calls == [0]
 
 
@@ -264,6 +264,66 @@ pruned = run(attend, q, k, v, log_fgate, d_out, None, 0.25, torch.full((1, 2), -
 assert (exact[0] - pruned[0]).abs().max() > 1e-2
 unpruned = run(attend, q, k, v, log_fgate, d_out, None, 0.25, torch.full((1, 2), math.nan))
 assert all(torch.equal(a, b) for a, b in zip(exact, unpruned))
+"""
+    )
+
+
+def test_gates_that_want_no_gradient_get_none_and_change_no_other():
+    interpret(
+        """
+q, k, v, log_fgate, d_out = inputs(140, 16)
+wanted = run(attend, q, k, v, log_fgate, d_out, None, 0.25)
+leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+fixed = log_fgate.clone()
+out, log_normaliser = attend(*leaves, fixed, None, 0.25)
+weight = torch.linspace(-1, 1, log_normaliser.numel()).view_as(log_normaliser)
+torch.autograd.backward((out, log_normaliser), (d_out, weight))
+assert all(torch.equal(x.grad, want) for x, want in zip(leaves, wanted[2:5], strict=True)) and fixed.grad is None
+# Not computed, either: the kernels of the gates' gradient are not launched.
+kernel.gate_sum_kernel = kernel.gate_gradient_kernel = None
+attend(*leaves, fixed, None, 0.25)[0].backward(d_out)
+torch.library.opcheck(
+    kernel._forward, (*leaves, fixed, *kernel._decay(fixed, fixed.shape[2], None, None, None, None, None), None, 0.25), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+)
+"""
+    )
+
+
+def test_softmax_attention_through_the_kernels_is_what_it_is_through_pytorch():
+    """`causal_attention` without gates: windows, left padding, shared keys, fewer queries than keys."""
+    interpret(
+        """
+from forgetting_transformer.ops import attention
+from forgetting_transformer.ops.attention import causal_attention
+
+calls, attend_with_kernel = [], attention.attend_with_kernel
+attention.attend_with_kernel = lambda *args, **options: calls.append(args) or attend_with_kernel(*args, **options)
+
+def run_causal(tensors, takes_kernel, **options):
+    attention.takes_kernel = lambda q: takes_kernel
+    calls.clear()
+    q, k, v, d_out = (x.transpose(1, 2) for x in tensors)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = causal_attention(*leaves, **options)
+    assert len(calls) == takes_kernel
+    out.backward(d_out)
+    return [out.detach(), *(x.grad for x in leaves)]
+
+for queries, length, groups, window, start in (
+    (150, 150, 2, None, None), (150, 150, 1, 40, None), (33, 150, 2, 40, None), (150, 150, 2, None, (0, 41)),
+    (150, 150, 1, 40, (150, 41)), (20, 150, 2, 40, (140, 3)), (2, 130, 2, 1, None), (20, 90, 2, 1000, None),
+):
+    q, k, v, _, d_out = inputs(length, 16, torch.float16, queries=queries, groups=groups, batch=2)
+    options = {"window": window, "seq_start_B": None if start is None else torch.tensor(start)}
+    actual = run_causal((q, k, v, d_out), True, **options)
+    expected = run_causal([x.double() for x in (q, k, v, d_out)], False, **options)
+    for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+        if start is not None:
+            is_padding = torch.arange(length)[length - a.shape[1]:] < options["seq_start_B"][:, None]
+            assert (a[is_padding] == 0).all(), name
+        # A query that sees one key has gradients of 0, but for rounding.
+        error = ((a.double() - e).norm() / (e.norm() + 0.1 * expected[0].norm())).item()
+        assert error < 2e-3, f"{name}, {options}: {error:.1e}"
 """
     )
 

@@ -44,12 +44,11 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def tiny(corpus, tmp_path) -> dict:
+def tiny_config(output_dir: Path, data_dir: Path) -> dict:
     """20 steps of 4 sequences of 32 tokens; a checkpoint every 4 steps."""
     return {
-        "output_dir": str(tmp_path / "run"),
-        "data_dir": str(corpus),
+        "output_dir": str(output_dir),
+        "data_dir": str(data_dir),
         "log_interval": STEP,
         "train_eval_interval": 6 * STEP,
         "eval_interval": 10 * STEP,
@@ -88,6 +87,11 @@ def tiny(corpus, tmp_path) -> dict:
             },
         },
     }
+
+
+@pytest.fixture
+def tiny(corpus, tmp_path) -> dict:
+    return tiny_config(tmp_path / "run", corpus)
 
 
 def changed(config: dict, **changes) -> dict:

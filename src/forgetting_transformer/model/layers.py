@@ -135,6 +135,12 @@ def zero_padding(x_BTC: Tensor, seq_start_B: Tensor | None, num_past: int) -> Te
     return x_BTC.masked_fill((position_T < seq_start_B[:, None])[..., None], 0)
 
 
+def init_uniform(linear: nn.Linear, scale: float = 1.0) -> None:
+    """Start a linear layer's weight from U(±scale/√fan_in); with scale 1, PyTorch's own law."""
+    bound = scale / math.sqrt(linear.in_features)
+    init.uniform_(linear.weight, -bound, bound)
+
+
 def initial_dt_bias(size: int, dt_min: float, dt_max: float, dt_floor: float) -> Tensor:
     """Biases `(size,)` whose softplus, the step size of a state space model, is log-uniform in [dt_min, dt_max].
 

@@ -18,7 +18,13 @@ from transformers import initialization as init
 
 from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
-from forgetting_transformer.model.layers import GroupRMSNorm, ShortConvolution, initial_dt_bias, zero_padding
+from forgetting_transformer.model.layers import (
+    GroupRMSNorm,
+    ShortConvolution,
+    init_uniform,
+    initial_dt_bias,
+    zero_padding,
+)
 from forgetting_transformer.ops.recurrence import simple_gla, simple_gla_flops_per_token
 
 
@@ -87,9 +93,8 @@ class Mamba2Mixer(nn.Module):
 
     def init_own_weights(self) -> None:
         """PyTorch's uniform law for the projections, as in the paper's runs; decay rates 1, 2, …, H; D = 1."""
-        init.kaiming_uniform_(self.in_proj.weight, a=math.sqrt(5))
-        bound = self.out_proj_scale / math.sqrt(self.inner_size)
-        init.uniform_(self.out_proj.weight, -bound, bound)
+        init_uniform(self.in_proj)
+        init_uniform(self.out_proj, self.out_proj_scale)
         init.copy_(self.dt_bias, self._initial_dt_bias())
         init.copy_(self.A_log, self._initial_A_log())
         init.ones_(self.D)
@@ -259,4 +264,4 @@ class Mamba2ForCausalLM(DecoderForCausalLM):
 
     def init_own_weights(self) -> None:
         if not self.config.tie_word_embeddings:
-            init.kaiming_uniform_(self.lm_head.weight, a=math.sqrt(5))
+            init_uniform(self.lm_head)

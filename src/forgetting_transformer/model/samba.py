@@ -21,6 +21,7 @@ from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausal
 from forgetting_transformer.model.layers import (
     ShortConvolution,
     SwiGLU,
+    init_uniform,
     initial_dt_bias,
     swiglu_width,
     zero_padding,
@@ -91,9 +92,9 @@ class MambaMixer(nn.Module):
 
     def init_own_weights(self) -> None:
         """PyTorch's uniform law for the projections, decay rates 1, 2, …, N in every channel, D = 1."""
-        _init_uniform(self.in_proj)
-        _init_uniform(self.x_proj)
-        _init_uniform(self.out_proj, self.out_proj_scale)
+        init_uniform(self.in_proj)
+        init_uniform(self.x_proj)
+        init_uniform(self.out_proj, self.out_proj_scale)
         bound = self.time_step_scale / math.sqrt(self.time_step_rank)
         init.uniform_(self.dt_proj.weight, bound if self.time_step_init_scheme == "constant" else -bound, bound)
         dt_bias_I = initial_dt_bias(self.inner_size, self.time_step_min, self.time_step_max, self.time_step_floor)
@@ -165,8 +166,8 @@ class SambaAttention(AttentionLayer):
 
     def init_own_weights(self) -> None:
         for projection in (self.q_proj, self.k_proj, self.v_proj):
-            _init_uniform(projection)
-        _init_uniform(self.o_proj, self.o_proj_scale)
+            init_uniform(projection)
+        init_uniform(self.o_proj, self.o_proj_scale)
 
 
 class SambaMLP(SwiGLU):
@@ -177,14 +178,8 @@ class SambaMLP(SwiGLU):
         self.down_proj_scale = down_proj_scale
 
     def init_own_weights(self) -> None:
-        _init_uniform(self.gate_proj)
-        _init_uniform(self.down_proj, self.down_proj_scale)
-
-
-def _init_uniform(linear: nn.Linear, scale: float = 1.0) -> None:
-    """Start a linear layer's weight from U(±scale/√fan_in); with scale 1, PyTorch's own law."""
-    bound = scale / math.sqrt(linear.in_features)
-    init.uniform_(linear.weight, -bound, bound)
+        init_uniform(self.gate_proj)
+        init_uniform(self.down_proj, self.down_proj_scale)
 
 
 class SambaConfig(DecoderConfig):
@@ -358,4 +353,4 @@ class SambaForCausalLM(DecoderForCausalLM):
 
     def init_own_weights(self) -> None:
         if not self.config.tie_word_embeddings:
-            _init_uniform(self.lm_head)
+            init_uniform(self.lm_head)

@@ -1,8 +1,12 @@
 """Causal softmax attention (Vaswani et al. 2017) with an optional sliding window and grouped key and value heads.
 
-Everything runs in PyTorch's `scaled_dot_product_attention`, in the dtype of the inputs, so that its fused kernels apply.
-Where the visible keys are not the plain causal triangle it needs an explicit mask. Queries then go through in
-blocks, each with the keys that some query of the block sees: memory stays O(T + N), and a window of w costs O(T·w).
+On GPUs, 16-bit queries go through the kernels of forgetting attention with gates of 1: they skip what a window hides, and
+give the same bits every time, which the backward pass of FlashAttention-2 does not.
+
+Everything else runs in PyTorch's `scaled_dot_product_attention`, in the dtype of the inputs: float32, for which our kernels
+are not tuned, single queries, and what the kernels do not take. Where the visible keys are not the plain causal triangle
+it needs an explicit mask. Queries then go through in blocks, each with the keys that some query of the block sees: memory
+stays O(T + N), and a window of w costs O(T·w).
 
 Axes: B batch, T queries, N keys, H query heads, G key and value heads, D channels of a head. Lower case t, n: the
 queries of one block and the keys that it is given.
@@ -15,6 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from forgetting_transformer.ops.forgetting_attention.dispatch import (
+    attend_with_kernel,
+    first_visible_key,
+    takes_kernel,
+)
 
 # Queries per block: as many as the window is long, so that half of the pairs in a block's mask are used or more, but
 # neither tiny kernels nor large masks.
@@ -55,12 +65,29 @@ def causal_attention(
     """
     _check(q_BTHD, k_BNGD, v_BNGD, window, seq_start_B, sm_scale)
     scale = 1 / math.sqrt(q_BTHD.shape[-1]) if sm_scale is None else sm_scale
-    num_queries, num_keys = q_BTHD.shape[1], k_BNGD.shape[1]
+    q_BHTD, k_BGND, v_BGND = (x.transpose(1, 2) for x in (q_BTHD, k_BNGD, v_BNGD))
+    if q_BHTD.shape[2] > 1 and q_BHTD.dtype in (torch.float16, torch.bfloat16) and takes_kernel(q_BHTD):
+        first_key_BT = first_visible_key(q_BHTD, k_BGND, window=window)
+        out_BHTD, _ = attend_with_kernel(
+            q_BHTD, k_BGND, v_BGND, None, sm_scale=scale, seq_start_B=seq_start_B, first_key_BM=first_key_BT
+        )
+    else:
+        # Autocast would change the dtype, which is the caller's choice here.
+        with torch.autocast(q_BHTD.device.type, enabled=False):
+            out_BHTD = _attend(q_BHTD, k_BGND, v_BGND, window, seq_start_B, scale)
+    return out_BHTD.transpose(1, 2)
+
+
+def _attend(
+    q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, window: int | None, seq_start_B: Tensor | None, scale: float
+) -> Tensor:
+    """Attend through `scaled_dot_product_attention`; head-first tensors."""
+    num_queries, num_keys = q_BHTD.shape[2], k_BGND.shape[2]
     first_query = num_keys - num_queries
     if window is not None:
         # Keys that the first query cannot see, no other can.
         num_unseen = max(0, first_query - window + 1)
-        k_BNGD, v_BNGD = k_BNGD[:, num_unseen:], v_BNGD[:, num_unseen:]
+        k_BGND, v_BGND = k_BGND[:, :, num_unseen:], v_BGND[:, :, num_unseen:]
         num_keys, first_query = num_keys - num_unseen, first_query - num_unseen
         if seq_start_B is not None:
             seq_start_B = (seq_start_B - num_unseen).clamp(min=0)
@@ -68,25 +95,14 @@ def causal_attention(
             window = None
     if seq_start_B is not None:
         # A query in padding is left to see padding, and the zeros there make its output and all gradients exactly 0.
-        padding_BN11 = (torch.arange(num_keys, device=q_BTHD.device) < seq_start_B[:, None])[..., None, None]
-        q_BTHD = q_BTHD.masked_fill(padding_BN11[:, first_query:], 0)
-        k_BNGD, v_BNGD = k_BNGD.masked_fill(padding_BN11, 0), v_BNGD.masked_fill(padding_BN11, 0)
+        padding_B1N1 = (torch.arange(num_keys, device=q_BHTD.device) < seq_start_B[:, None])[:, None, :, None]
+        q_BHTD = q_BHTD.masked_fill(padding_B1N1[:, :, first_query:], 0)
+        k_BGND, v_BGND = k_BGND.masked_fill(padding_B1N1, 0), v_BGND.masked_fill(padding_B1N1, 0)
 
-    q_BHTD, k_BGND, v_BGND = (x.transpose(1, 2) for x in (q_BTHD, k_BNGD, v_BNGD))
-    # Autocast would change the dtype, which is the caller's choice here.
-    with torch.autocast(q_BTHD.device.type, enabled=False):
-        out_BHTD = _attend(q_BHTD, k_BGND, v_BGND, window, seq_start_B, scale)
-    return out_BHTD.transpose(1, 2)
-
-
-def _attend(
-    q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, window: int | None, seq_start_B: Tensor | None, scale: float
-) -> Tensor:
-    num_queries, num_keys = q_BHTD.shape[2], k_BGND.shape[2]
     heads_per_group = q_BHTD.shape[1] // k_BGND.shape[1]
     if num_queries == 1:
         # Decoding reads each key once for its whole group of queries.
-        mask = None if seq_start_B is None else _mask(q_BHTD, k_BGND, 0, num_keys - 1, window, seq_start_B)
+        mask = None if seq_start_B is None else _mask(q_BHTD, k_BGND, 0, first_query, window, seq_start_B)
         return F.scaled_dot_product_attention(
             q_BHTD, k_BGND, v_BGND, attn_mask=mask, scale=scale, enable_gqa=heads_per_group > 1
         )

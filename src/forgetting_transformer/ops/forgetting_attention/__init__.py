@@ -4,24 +4,20 @@ Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gat
 
 Axes in this folder: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head.
 
-Files: `reference.py` is the yardstick every backend is held to, `portable.py` runs on any device, `triton.py` launches the GPU
-kernels (`kernels.py`: attention and its gradients, `decay.py`: what surrounds them).
+Files: `reference.py` is the yardstick every backend is held to, `portable.py` runs on any device, `dispatch.py` says which
+calls the GPU kernels serve, `triton.py` launches them (`kernels.py`: attention and its gradients, `decay.py`: what surrounds
+them).
 """
 
-import functools
-import importlib
 import itertools
 import math
-import warnings
 
 import torch
 from torch import Tensor
 
+from forgetting_transformer.ops.forgetting_attention.dispatch import attend_with_kernel, first_visible_key, takes_kernel
 from forgetting_transformer.ops.forgetting_attention.portable import forgetting_attention_portable
 from forgetting_transformer.ops.forgetting_attention.reference import forgetting_attention_reference
-
-#: Largest head dimension of the Triton kernels.
-MAX_KERNEL_HEAD_DIM = 256
 
 __all__ = ["forgetting_attention", "forgetting_attention_portable", "forgetting_attention_reference"]
 
@@ -132,76 +128,17 @@ def _attend(
     return_log_normaliser: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Run the fastest backend for the call; head-first tensors."""
-    first_key_BM = _first_key(q_BHMD, k_BGND, cu_seqlens, window)
-    if _takes_kernel(q_BHMD) and _has_kernel(q_BHMD.device.index):
-        if seq_start_B is not None:
-            starts_BM = seq_start_B.to(torch.int32)[:, None].expand(-1, q_BHMD.shape[2])
-            first_key_BM = starts_BM if first_key_BM is None else torch.maximum(first_key_BM, starts_BM)
-        if first_key_BM is not None:
-            first_key_BM = first_key_BM.contiguous()
-        kernels = torch.ops.forgetting_transformer
-        bounds = (None, None, None)
-        if isinstance(adaptive_threshold, str):  # "auto"
-            bounds = kernels.forgetting_attention_bounds(q_BHMD.detach(), k_BGND.detach(), first_key_BM, sm_scale)
-            adaptive_threshold = log_tolerance
-        threshold_BH = _as_tensor(adaptive_threshold, q_BHMD)
-        decay = kernels.forgetting_attention_decay(
-            log_fgate_BHN.detach(), q_BHMD.shape[2], threshold_BH, *bounds, first_key_BM
-        )
-        return kernels.forgetting_attention_forward(
-            q_BHMD, k_BGND, v_BGND, log_fgate_BHN, *decay, first_key_BM, sm_scale
-        )
+    first_key_BM = first_visible_key(q_BHMD, k_BGND, window=window, cu_seqlens=cu_seqlens)
+    if takes_kernel(q_BHMD):
+        is_bounded = isinstance(adaptive_threshold, str)  # "auto"
+        return attend_with_kernel(
+            q_BHMD, k_BGND, v_BGND, log_fgate_BHN, sm_scale=sm_scale, seq_start_B=seq_start_B, first_key_BM=first_key_BM,
+            threshold_BH=_as_tensor(log_tolerance if is_bounded else adaptive_threshold, q_BHMD), is_bounded=is_bounded,
+        )  # fmt: skip
     return forgetting_attention_portable(
         q_BHMD, k_BGND, v_BGND, log_fgate_BHN, seq_start_B, sm_scale, first_key_BM=first_key_BM, window=window,
         return_log_normaliser=return_log_normaliser,
     )  # fmt: skip
-
-
-def _first_key(q_BHMD: Tensor, k_BGND: Tensor, cu_seqlens: Tensor | None, window: int | None) -> Tensor | None:
-    """The first key that each query sees, `(B, M)` int32, of packed documents and windows; None if all see the first."""
-    num_queries, num_keys = q_BHMD.shape[2], k_BGND.shape[2]
-    if cu_seqlens is None and (window is None or window >= num_keys):
-        return None
-    first_key_M = None
-    query_M = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int32, device=q_BHMD.device)
-    if cu_seqlens is not None:
-        starts = cu_seqlens.to(torch.int32)
-        first_key_M = starts[torch.searchsorted(starts, query_M, right=True) - 1]
-    if window is not None and window < num_keys:
-        window_start_M = (query_M - (window - 1)).clamp(min=0)
-        first_key_M = window_start_M if first_key_M is None else torch.maximum(first_key_M, window_start_M)
-    return first_key_M.expand(q_BHMD.shape[0], -1)
-
-
-def _takes_kernel(q_BHMD: Tensor) -> bool:
-    """Whether the Triton kernels are for this call: float64 and very wide heads are not."""
-    return q_BHMD.is_cuda and q_BHMD.dtype != torch.float64 and q_BHMD.shape[3] <= MAX_KERNEL_HEAD_DIM
-
-
-def _has_kernel(device_index: int) -> bool:
-    """Whether the Triton backend can be used on this GPU; a constant to compiled graphs."""
-    return _load_kernel(device_index)
-
-
-# What `torch.compiler.assume_constant_result` sets. The decorator itself would import the compiler, and with it Triton,
-# seconds of start-up for everyone who does not compile.
-_has_kernel._dynamo_marked_constant = True
-
-
-@functools.cache
-def _load_kernel(device_index: int) -> bool:
-    """Import the Triton backend, which registers its operators; False, with a warning, where that fails."""
-    if torch.cuda.get_device_capability(device_index) < (8, 0):
-        return False
-    try:
-        importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
-    except ImportError as error:
-        warnings.warn(
-            f"forgetting attention runs without its GPU kernel, many times slower ({error}): pip install triton",
-            stacklevel=2,
-        )
-        return False
-    return True
 
 
 def _as_tensor(threshold: float | Tensor | None, q_BHMD: Tensor) -> Tensor | None:

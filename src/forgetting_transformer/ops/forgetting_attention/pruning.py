@@ -46,7 +46,7 @@ def first_kept_stretch(
             stretches are left out as long as their weights in each row add up to less than its exponential. Nats.
         bounds: what `score_bounds` returned, or None.
     """
-    batch, heads, num_keys = log_fgate_BHN.shape
+    num_keys = log_fgate_BHN.shape[-1]
     shift, blocks, stretches = num_keys - num_queries, math.ceil(num_queries / STRETCH), math.ceil(num_keys / STRETCH)
     # exp(-256) is 0; -inf would give -inf - (-inf).
     c_BHN = log_fgate_BHN.double().clamp(min=-256.0).cumsum(-1)

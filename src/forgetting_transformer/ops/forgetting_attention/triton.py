@@ -204,8 +204,9 @@ def _backward(
     out: Tensor,
     log_normaliser: Tensor,
     sm_scale: float,
+    wants_gates: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and log f."""
+    """Gradients of q, k, v and log f; the last is empty unless wanted, as for gates that are constants."""
     d_out, q, k, v = (_with_whole_channels(x) for x in (d_out, q, k, v))
     sizes = _Sizes.of(q, k)
     has_first = first_key is not None
@@ -240,6 +241,8 @@ def _backward(
         sizes.heads, sizes.group, *sizes.lengths, *scales, HAS_FIRST=has_first, **tiles,
     )  # fmt: skip
 
+    if not wants_gates:
+        return dq, dk, dv, log_fgate.new_empty(0)
     d_log_fgate = torch.empty_like(log_fgate)
     num_chunks = triton.cdiv(sizes.keys, 1024)
     sums = torch.empty(sizes.rows, num_chunks, dtype=torch.float64, device=q.device)
@@ -254,9 +257,10 @@ def _backward(
 @_backward.register_fake
 def _(
     d_out, d_log_normaliser, q, k, v, log_fgate, suffix, running, reference, first_stretch, end_block, first_key, out,
-    log_normaliser, sm_scale,
+    log_normaliser, sm_scale, wants_gates,
 ):  # fmt: skip
-    return *(_empty_like(x) for x in (q, k, v)), torch.empty_like(log_fgate)
+    d_log_fgate = torch.empty_like(log_fgate) if wants_gates else log_fgate.new_empty(0)
+    return *(_empty_like(x) for x in (q, k, v)), d_log_fgate
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
@@ -265,7 +269,9 @@ def _save_for_backward(ctx, inputs, output) -> None:
 
 
 def _autograd(ctx, d_out: Tensor, d_log_normaliser: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(d_out, d_log_normaliser, *ctx.saved_tensors, ctx.sm_scale), *[None] * 7)
+    wants_gates = ctx.needs_input_grad[3]
+    *d_qkv, d_log_fgate = _backward(d_out, d_log_normaliser, *ctx.saved_tensors, ctx.sm_scale, wants_gates)
+    return *d_qkv, d_log_fgate if wants_gates else None, *[None] * 7
 
 
 _forward.register_autograd(_autograd, setup_context=_save_for_backward)

@@ -1,0 +1,107 @@
+"""Which calls the Triton kernels serve, and how they are called. Importing this imports no Triton.
+
+`forgetting_attention` and `causal_attention`, which is forgetting attention whose gates are all 1, both go through here.
+
+Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head.
+"""
+
+import functools
+import importlib
+import warnings
+
+import torch
+from torch import Tensor
+
+#: Largest head dimension of the Triton kernels.
+MAX_KERNEL_HEAD_DIM = 256
+
+
+def takes_kernel(q_BHMD: Tensor) -> bool:
+    """Whether the Triton kernels can serve these queries: on a GPU that has them, except float64 and very wide heads."""
+    fits = q_BHMD.is_cuda and q_BHMD.dtype != torch.float64 and q_BHMD.shape[3] <= MAX_KERNEL_HEAD_DIM
+    return fits and _has_kernel(q_BHMD.device.index)
+
+
+def attend_with_kernel(
+    q_BHMD: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    log_fgate_BHN: Tensor | None,
+    *,
+    sm_scale: float,
+    seq_start_B: Tensor | None = None,
+    first_key_BM: Tensor | None = None,
+    threshold_BH: Tensor | None = None,
+    is_bounded: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Forgetting attention with arguments as in `forgetting_attention`, head first. Only where `takes_kernel`.
+
+    Args:
+        log_fgate_BHN: None is gates of 1, plain softmax attention.
+        first_key_BM: what `first_visible_key` returned.
+        threshold_BH: nats, float32: the decay bias below which pairs may be left out.
+        is_bounded: threshold_BH is the logarithm of the weight that each row may leave out, and norms of queries and keys are
+            to say what that is.
+
+    Returns:
+        The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)`, nats, float32.
+    """
+    if log_fgate_BHN is None:
+        gates = (*q_BHMD.shape[:2], k_BGND.shape[2])
+        log_fgate_BHN = torch.zeros((), dtype=torch.float32, device=q_BHMD.device).expand(gates)
+    if seq_start_B is not None:
+        start_BM = seq_start_B.to(torch.int32)[:, None].expand(-1, q_BHMD.shape[2])
+        first_key_BM = start_BM if first_key_BM is None else torch.maximum(first_key_BM, start_BM)
+    if first_key_BM is not None:
+        first_key_BM = first_key_BM.contiguous()
+    kernels = torch.ops.forgetting_transformer
+    bounds = (None, None, None)
+    if is_bounded:
+        bounds = kernels.forgetting_attention_bounds(q_BHMD.detach(), k_BGND.detach(), first_key_BM, sm_scale)
+    num_queries = q_BHMD.shape[2]
+    decay = kernels.forgetting_attention_decay(log_fgate_BHN.detach(), num_queries, threshold_BH, *bounds, first_key_BM)
+    return kernels.forgetting_attention_forward(q_BHMD, k_BGND, v_BGND, log_fgate_BHN, *decay, first_key_BM, sm_scale)
+
+
+def first_visible_key(
+    q_BHMD: Tensor, k_BGND: Tensor, *, window: int | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor | None:
+    """The first key that each query sees, `(B, M)` int32, of windows and packed documents; None if all see the first."""
+    num_queries, num_keys = q_BHMD.shape[2], k_BGND.shape[2]
+    if cu_seqlens is None and (window is None or window >= num_keys):
+        return None
+    first_key_M = None
+    query_M = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int32, device=q_BHMD.device)
+    if cu_seqlens is not None:
+        starts = cu_seqlens.to(torch.int32)
+        first_key_M = starts[torch.searchsorted(starts, query_M, right=True) - 1]
+    if window is not None and window < num_keys:
+        window_start_M = (query_M - (window - 1)).clamp(min=0)
+        first_key_M = window_start_M if first_key_M is None else torch.maximum(first_key_M, window_start_M)
+    return first_key_M.expand(q_BHMD.shape[0], -1)
+
+
+def _has_kernel(device_index: int) -> bool:
+    """Whether the Triton backend can be used on this GPU; a constant to compiled graphs."""
+    return _load_kernel(device_index)
+
+
+# What `torch.compiler.assume_constant_result` sets. The decorator itself would import the compiler, and with it Triton,
+# seconds of start-up for everyone who does not compile.
+_has_kernel._dynamo_marked_constant = True
+
+
+@functools.cache
+def _load_kernel(device_index: int) -> bool:
+    """Import the Triton backend, which registers its operators; False, with a warning, where that fails."""
+    if torch.cuda.get_device_capability(device_index) < (8, 0):
+        return False
+    try:
+        importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
+    except ImportError as error:
+        warnings.warn(
+            f"attention runs without its GPU kernels, many times slower ({error}): pip install triton",
+            stacklevel=2,
+        )
+        return False
+    return True
