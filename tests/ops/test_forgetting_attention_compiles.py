@@ -1,0 +1,62 @@
+"""The kernels compile for every generation of GPU, within the shared memory that a program may have there. No GPU is needed."""
+
+import os
+
+import pytest
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+# Compute capability: KiB of shared memory a program may have (CUDA C++ Programming Guide, "Technical Specifications").
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+HEADS_AND_CHANNELS = {"q_ptr", "k_ptr", "v_ptr", "d_out_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
+LOCATIONS = ("_0", "_1", "_2")
+
+
+def compile_kernel(name: str, capability: int, head_dim: int, tiles: tuple[int, int, int, int], tma: bool) -> int:
+    """Bytes of shared memory of one program."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from forgetting_transformer.ops.forgetting_attention import kernels
+
+    kernel = getattr(kernels, f"{name}_kernel")
+    block_m, block_n, warps, stages = tiles
+    constants = {
+        "GROUP": 1, "HAS_FIRST": not tma, "HEAD_DIM": head_dim, "CHANNELS": head_dim, "BLOCK_M": block_m, "BLOCK_N": block_n,
+        "STRETCH": 128, "TMA": tma, "PRECISION": "ieee",
+    }  # fmt: skip
+    types, aligned = {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            types[argument] = "constexpr"
+            continue
+        if argument in HEADS_AND_CHANNELS:
+            is_loaded = argument in ("q_ptr", "k_ptr", "v_ptr", "d_out_ptr")
+            rows = block_n if argument in ("k_ptr", "v_ptr") else block_m
+            types[argument] = f"tensordesc<bf16[{rows}, {head_dim}]>" if tma and is_loaded else "*bf16"
+        elif argument in ("running_ptr", "reference_ptr"):
+            types[argument] = "*fp64"
+        elif argument in ("first_stretch_ptr", "end_block_ptr", "first_key_ptr", "end_query_ptr"):
+            types[argument] = "*i32"
+        else:
+            types[argument] = "*fp32" if argument.endswith("_ptr") else "fp32" if "scale" in argument else "i32"
+        if types[argument].startswith("*") or argument.endswith(LOCATIONS):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    known = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    source = ASTSource(kernel, types, known, aligned)
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["forward", "key_gradient", "query_gradient"])
+@pytest.mark.parametrize(("capability", "head_dim"), [(86, 64), *((capability, 256) for capability in SHARED_KIB)])
+def test_tiles_fit_the_shared_memory_of_every_generation(capability, head_dim, name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from forgetting_transformer.ops.forgetting_attention import triton as launcher
+
+    has_copy_engine = capability in (90, 100)
+    table = launcher._DESCRIPTORS if has_copy_engine else launcher._SAFE
+    used = compile_kernel(name, capability, head_dim, table[name, head_dim], has_copy_engine)
+    assert 0 < used <= SHARED_KIB[capability] * 1024
