@@ -9,9 +9,9 @@ First table: forward and backward of B,T,H,D in bf16. TFLOP/s counts 2·B·H·T�
 2.5 times that backward, for every kernel, whatever it really computes. Baselines: PyTorch's scaled_dot_product_attention
 through cuDNN and FlashAttention-2, without gates, and flash-linear-attention's forgetting attention if it is installed.
 
-Second table: pruning, at (1, 16384, 24, 64) unless --prune_shape says otherwise, with QK-normed inputs (weights 1, so that
-scores are at most √D) and tolerance e^-10. `half`: all gates 1/2, as at initialisation. `spread`: constant gates whose
-time constants are spread logarithmically over the heads, from 4 to 10^6 tokens. Bounds on scores come from the `weights` of
+Second table: pruning, with QK-normed inputs (weights 1, so that scores are at most √D) and tolerance e^-10. `half`: all gates
+1/2, as at initialisation. `spread`: constant gates whose time constants are spread logarithmically over the heads, from 4 to 10^6
+tokens. `one`: nothing is forgotten, and looking for what to skip is in vain. Bounds on scores come from the `weights` of
 QK-norm, one for a head, or from the norms in each `tile`. `skipped` is the share of blocks of 128 × 128 pairs left out, `search`
 the share of the time that finding bounds, sums of gates and what to leave out takes.
 
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 SHAPES = ["1,16384,24,64", "1,16384,12,128", "1,65536,24,64", "8,2048,24,64"]
+PRUNE_SHAPES = ["1,16384,24,64", "8,2048,24,64"]
 BASELINES = ("cudnn", "flash", "fla")
 
 
@@ -38,7 +39,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="B,T,H,D", help=f"default {' '.join(SHAPES)}")
     parser.add_argument("--baselines", nargs="*", default=["cudnn", "flash"], choices=BASELINES)
-    parser.add_argument("--prune_shape", default=SHAPES[0], metavar="B,T,H,D", help="empty for none")
+    parser.add_argument(
+        "--prune_shapes", nargs="*", default=PRUNE_SHAPES, metavar="B,T,H,D", help="none: no second table"
+    )
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     return parser.parse_args(argv)
@@ -54,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, pruned_rows = [], []
     for text in args.shapes:
         rows += measure_shape(parse_shape(text), args)
-    if args.prune_shape:
-        pruned_rows = measure_pruning(parse_shape(args.prune_shape), args.repeats)
+    for text in args.prune_shapes:
+        pruned_rows += measure_pruning(parse_shape(text), args.repeats)
     result = {"environment": environment(), "kernels": rows, "pruning": pruned_rows}
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -190,10 +193,11 @@ def measure_pruning(shape: tuple[int, int, int, int], repeats: int) -> list[dict
     heads_first = [x.transpose(1, 2) for x in (q, k)]
     log_tolerance = torch.full((batch, heads), tolerance, device="cuda")
     threshold = log_tolerance - 2 * math.sqrt(head_dim) - math.log(length)
-    times = torch.logspace(math.log10(4), 6, heads, dtype=torch.float64, device="cuda")
+    times = torch.logspace(math.log10(4), 6, heads, dtype=torch.float64)
     rows = []
-    for name, log_fgate_H in {"half": torch.full((heads,), -math.log(2), device="cuda"), "spread": -1 / times}.items():
-        log_fgate = log_fgate_H.float().expand(batch, length, heads).contiguous()
+    gates = {"half": torch.full((heads,), -math.log(2)), "spread": -1 / times, "one": torch.zeros(heads)}
+    for name, log_fgate_H in gates.items():
+        log_fgate = log_fgate_H.float().cuda().expand(batch, length, heads).contiguous()
         log_fgate_BHN = log_fgate.transpose(1, 2)
         inputs = [q, k, v, log_fgate]
         full = time_replayed(forgetting_attention, inputs, repeats)
@@ -250,7 +254,7 @@ def table(result: dict[str, Any]) -> str:
             full, pruned = (f"{f:.2f} + {b:.2f}" for f, b in (row["full_ms"], row["pruned_ms"]))
             shares = f"{row['skipped']:.1%} | {row['search']:.1%}"
             rule = f"{row['gates']} | {row['bounds']}"
-            lines.append(f"| {shape} | {rule} | {full} | {pruned} | {row['speedup']:.1f} | {shares} |")
+            lines.append(f"| {shape} | {rule} | {full} | {pruned} | {row['speedup']:.2f} | {shares} |")
     versions = result["environment"]
     lines += ["", f"{versions['gpu']}, torch {versions['torch']}, Triton {versions['triton']}, bf16."]
     return "\n".join(lines)
