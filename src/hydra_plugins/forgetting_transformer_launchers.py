@@ -31,6 +31,7 @@ class FabricLauncherConfig:
     _target_: str = "hydra_plugins.forgetting_transformer_launchers.FabricLauncher"
     gpus: list[str] | None = None
     jobs_at_once: int | None = None
+    jobs_per_gpu: int = 1
 
 
 @dataclass
