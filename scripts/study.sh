@@ -14,14 +14,14 @@
 #   ABLATION_TOKENS    budget of the ablations, 0 for none
 #   JOBS_PER_GPU       jobs that share a GPU: one starts while others compute
 #   MODELS             the slowest first
-#   SOURCES            folders with the texts of the corpus
+#   SOURCES            folders with the texts of the corpus, VOCABULARY, DOC_LEN, HELDOUT_DOCS
 #   OVERRIDES          more overrides of train.py for all runs
 set -euo pipefail
 if [ $# -lt 1 ]; then
     sed -n '2,22p' "$0"
     exit 2
 fi
-mkdir -p "$1"
+mkdir -p "$1/logs" "$1/speed"
 folder="$(cd "$1" && pwd)"
 stages=("${@:2}")
 [ ${#stages[@]} -gt 0 ] || stages=(corpus train evaluate collect)
@@ -29,6 +29,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 export HF_HUB_OFFLINE=1
 
+vocabulary=${VOCABULARY:-8192}
 tokens=${TOKENS:-100663296}
 search_tokens=${SEARCH_TOKENS:-6291456}
 ablation_tokens=${ABLATION_TOKENS:-16777216}
@@ -58,13 +59,25 @@ for_each_run() { # jobs function
     wait "${pids[@]}"
 }
 
+# While the CPUs make the corpus, the GPUs are idle: kernels that are compiled now are in the disk caches when runs start.
+compile_kernels() {
+    local number
+    [ -n "${gpus[0]}" ] && [ ${#overrides[@]} -eq 0 ] && [ ! -d "$folder/search" ] || return 0
+    for number in "${!models[@]}"; do
+        CUDA_VISIBLE_DEVICES=${gpus[number % ${#gpus[@]}]} OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 \
+            timeout 120 "$python" benchmarks/training.py --experiments "study/${models[number]}" --vocab_size "$vocabulary" \
+            --seq_len 4096 --batch_size 16 --checkpointing off --steps 1 --warmup_steps 1 \
+            >"$folder/logs/compile-${models[number]}.log" 2>&1 || true &
+    done
+}
+
 make_corpus() {
     local sources
     read -ra sources <<<"${SOURCES:-}"
     if [ ${#sources[@]} -eq 0 ]; then
         mapfile -t sources < <("$python" -c 'import sysconfig; p = sysconfig.get_paths(); print(p["stdlib"], p["purelib"], sep="\n")')
     fi
-    "$python" scripts/prepare_data.py "${sources[@]}" --glob "*.py" --tokenizer "train:${VOCABULARY:-8192}" \
+    "$python" scripts/prepare_data.py "${sources[@]}" --glob "*.py" --tokenizer "train:$vocabulary" \
         --doc_len "${DOC_LEN:-16384}" --heldout_docs "${HELDOUT_DOCS:-128}" --out "$corpus"
 }
 
@@ -85,7 +98,8 @@ train() {
         "output_dir=$folder" "data_dir=$folder/data" "train.max_tokens=$tokens" "schedule.warmup_tokens=$((tokens / 20))" \
         fabric.devices=1 "hydra.launcher.jobs_per_gpu=${JOBS_PER_GPU:-3}" "${overrides[@]}" \
         --group study --models "${models[@]}" \
-        --search "train.max_tokens=$search_tokens" "schedule.warmup_tokens=$((search_tokens / 8))" "${ablations[@]}"
+        --search "train.max_tokens=$search_tokens" "schedule.warmup_tokens=$((search_tokens / 8))" skip_eval=true \
+        "log_interval=$((search_tokens / 96))" "${ablations[@]}"
 }
 
 position_loss() {
@@ -104,7 +118,9 @@ for stage in "${stages[@]}"; do
     case "$stage" in
     corpus)
         step "corpus"
+        compile_kernels
         make_corpus
+        wait
         ;;
     train)
         step "training"
@@ -112,7 +128,6 @@ for stage in "${stages[@]}"; do
         train || step "training is not complete ($?)"
         ;;
     evaluate)
-        mkdir -p "$folder/logs" "$folder/speed"
         step "loss at every position"
         for_each_run 4 position_loss
         step "tokens per second, each model alone on a GPU"

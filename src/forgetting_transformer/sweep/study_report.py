@@ -17,7 +17,7 @@ from forgetting_transformer.evaluation import per_token_loss
 from forgetting_transformer.evaluation.runs import read_metrics
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.learning_rate import grid_text, nearest_grid_index
-from forgetting_transformer.sweep.results import RunRecord, read_run
+from forgetting_transformer.sweep.results import TRAIN_WINDOW, RunRecord, read_run
 from forgetting_transformer.sweep.tables import markdown_table
 
 #: How models are called in tables and figures; others go by the name of their config.
@@ -32,6 +32,8 @@ NAMES = {
 }
 #: Points of a training curve that are kept.
 _CURVE_POINTS = 200
+#: Position from which models are compared document by document, in tables.
+_COMPARED_FROM = 256
 
 
 def display_name(model: str) -> str:
@@ -61,7 +63,7 @@ def collect(
     Args:
         folder: of the study.
         position_loss: folder of per_token_loss with a result per model.
-        speed: results of benchmarks/training.py on configs or runs of the study.
+        speed: results of benchmarks/training.py on runs of the study.
         pruned: model -> text length -> share of tiles that pruning skips.
 
     Raises:
@@ -72,15 +74,18 @@ def collect(
     if not runs and not searched:
         raise SweepError(f"{folder}: neither search/ nor runs/ holds a run; give the output_dir of scripts/study.py")
     search: dict[str, dict[str, float | None]] = {}
+    heldout = False
     for path in searched:
         run = read_run(path)
         if run.finished(run.config.get("train", {}).get("max_tokens", math.inf)) or run.diverged:
             rates = search.setdefault(path.parent.name, {})
-            loss = math.nan if run.diverged else run.final_loss(heldout=bool(run.heldout_loss.size))
+            heldout = heldout or run.heldout_loss.size > 0
+            loss = math.nan if run.diverged else run.final_loss(run.heldout_loss.size > 0)
             rates[grid_text(nearest_grid_index(run.config["optimizer"]["lr"]))] = loss if math.isfinite(loss) else None
     found: dict[str, Any] = {
         "models": {name: _describe(path) for name, path in runs.items()},
         "search": {name: search[name] for name in in_order(list(search))},
+        "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
         "variants": {name: _describe(path) for name, path in variants.items()},
         "speed": _speeds(speed),
         "pruned": {name: dict(shares) for name, shares in (pruned or {}).items()},
@@ -133,15 +138,13 @@ def _finite(value: float) -> float | None:
 
 
 def _speeds(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Model -> "initial" (random weights) and "trained" (weights of a run) -> what the benchmark measured."""
+    """Model -> what the benchmark measured of its run."""
     speeds: dict[str, dict[str, Any]] = {}
     for file in files:
         for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
-            if row["status"] == "ok":
-                name = Path(row["experiment"]).name
-                kind = "trained" if row["trained"] else "initial"
+            if row["status"] == "ok" and row["trained"]:
                 kept = ("tokens_per_second", "mfu", "peak_memory_bytes", "tokens_per_step")
-                speeds.setdefault(name, {})[kind] = {key: row[key] for key in kept}
+                speeds[Path(row["experiment"]).name] = {key: row[key] for key in kept}
     return speeds
 
 
@@ -161,15 +164,13 @@ def models_table(study: Mapping[str, Any]) -> str:
                 _number(loss),
                 "" if loss is None else f"{math.exp(loss):.3f}",
                 "" if loss is None or best is None else ("best" if loss == best else f"+{loss - best:.4f}"),
-                *(
-                    f"{speed[kind]['tokens_per_second']:,.0f}" if kind in speed else ""
-                    for kind in ("initial", "trained")
-                ),
+                f"{speed['tokens_per_second']:,.0f}" if speed else "",
+                f"{speed['mfu']:.0%}" if speed and speed["mfu"] else "",
                 ", ".join(f"{share:.0%} ({length})" for length, share in study["pruned"].get(name, {}).items()),
             ]
         )
     header = ["model", "body", "rate", "tokens", "training loss", "held-out loss", "perplexity", "above the best"]
-    header += ["tokens/s, random weights", "tokens/s, trained", "tiles pruned (text length)"]
+    header += ["tokens/s", "MFU", "tiles pruned (text length)"]
     return markdown_table(header, rows, "l" + 10 * "r")
 
 
@@ -222,6 +223,8 @@ def octaves_table(study: Mapping[str, Any]) -> str:
 
 def variants_table(study: Mapping[str, Any]) -> str:
     """One row per variant, like the paper's Table 3."""
+    if not study["variants"]:
+        return "Not run."
     rows = []
     reference = (study["variants"].get("fox_pro") or {}).get("heldout_loss")
     for name, variant in study["variants"].items():
@@ -252,7 +255,7 @@ def comparison_table(study: Mapping[str, Any], positions: Path) -> str:
                         display_name(name), arrays[name], model["per_token_loss"], arrays[f"{name}/octaves"]
                     )
                 )
-    return per_token_loss.comparison_table(results) if len(results) > 1 else ""
+    return per_token_loss.comparison_table(results, _COMPARED_FROM) if len(results) > 1 else ""
 
 
 def save_positions(position_loss: Path, models: Sequence[str], file: Path) -> None:
