@@ -1,4 +1,4 @@
-"""Hydra launchers for `python train.py -m …`: every job in a `fabric run` of its own.
+"""Hydra launchers for `python train.py -m …`: every job in processes of its own.
 
     hydra/launcher=fabric   (the default) on this machine
     hydra/launcher=slurm    as SLURM jobs

@@ -1,4 +1,4 @@
-"""A job of a sweep: one run of train.py, and the command that starts it in a fresh `fabric run`.
+"""A job of a sweep: one run of train.py, and the command that starts it in processes of its own.
 
 Jobs share no process. Hydra's own launcher would call the training function of every job in one process, where they
 would share a process group, CUDA's context and the random state, and where a job on several devices starts its other
