@@ -11,6 +11,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 HEADS_AND_CHANNELS = {"q_ptr", "k_ptr", "v_ptr", "d_out_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
 LOCATIONS = ("_0", "_1", "_2")
+KERNELS = ("forward", "key_gradient", "query_gradient")
 
 
 def compile_kernel(name: str, capability: int, head_dim: int, tiles: tuple[int, int, int, int], tma: bool) -> int:
@@ -50,7 +51,7 @@ def compile_kernel(name: str, capability: int, head_dim: int, tiles: tuple[int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["forward", "key_gradient", "query_gradient"])
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(("capability", "head_dim"), [(86, 64), *((capability, 256) for capability in SHARED_KIB)])
 def test_tiles_fit_the_shared_memory_of_every_generation(capability, head_dim, name, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -60,3 +61,55 @@ def test_tiles_fit_the_shared_memory_of_every_generation(capability, head_dim, n
     table = launcher._DESCRIPTORS if has_copy_engine else launcher._SAFE
     used = compile_kernel(name, capability, head_dim, table[name, head_dim], has_copy_engine)
     assert 0 < used <= SHARED_KIB[capability] * 1024
+
+
+def compile_for_hopper(name: str, head_dim: int, group: int) -> int:
+    """The same for a kernel of `hopper.py`."""
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from forgetting_transformer.ops.forgetting_attention import hopper
+
+    def descriptor(dtype: str, shape: list[int], swizzle: int, bits: int) -> str:
+        layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(shape))
+        return f"tensordesc<{dtype}{shape},{layout!r}>"
+
+    kernel = getattr(hopper, f"{name}_kernel")
+    tile, stages = hopper.TILES[name, head_dim]
+    constants = {"HEAD_DIM": head_dim, "STAGES": stages, "GROUP": group, "N": tile, "M": tile}
+    streamed = ("q", "d_out") if name == "key_gradient" else ("k", "v")
+    types, aligned = {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            types[argument] = "constexpr"
+        elif argument in ("q", "k", "v", "d_out"):
+            types[argument] = descriptor("bf16", [tile if argument in streamed else 128, head_dim], 128, 16)
+        elif argument in ("suffix_vector", "log_normaliser", "delta"):
+            types[argument] = descriptor("fp32", [tile], 0, 32)
+        elif argument in HEADS_AND_CHANNELS:
+            types[argument] = "*bf16"
+        elif argument in ("running_ptr", "reference_ptr"):
+            types[argument] = "*fp64"
+        elif argument in ("first_stretch_ptr", "end_block_ptr"):
+            types[argument] = "*i32"
+        else:
+            types[argument] = "*fp32" if argument.endswith("_ptr") else "fp32" if "scale" in argument else "i32"
+        if types[argument].startswith("*") or argument.endswith((*LOCATIONS, "num_queries", "num_keys")):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    known = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
+    source = GluonASTSource(kernel, types, {(kernel.arg_names.index(a),): value for a, value in known.items()}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=hopper._LAUNCH).metadata.shared
+
+
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the kernels are written for Triton 3.6")
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("name, head_dim", [("forward", 64), ("key_gradient", 64), *((n, 128) for n in KERNELS)])
+def test_products_of_the_hopper_kernels_stay_in_flight(name, head_dim, group, tmp_path, monkeypatch, capsys):
+    """The assembler says in its log when it makes every product wait for the one before: C7510 and so on."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+    used = compile_for_hopper(name, head_dim, group)
+    log = capsys.readouterr().out
+    assert "registers" in log and "serialized" not in log
+    assert 0 < used <= SHARED_KIB[90] * 1024

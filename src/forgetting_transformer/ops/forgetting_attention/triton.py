@@ -14,6 +14,7 @@ blocks of queries.
 
 import functools
 import math
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -170,6 +171,9 @@ def _forward(
     """
     q, k, v = (_with_whole_channels(x) for x in (q, k, v))
     sizes = _Sizes.of(q, k)
+    decay = Decay(suffix, running, reference, first_stretch, end_block)
+    if _hopper_has("forward", (q, k, v), first_key):
+        return _hopper().forward(q, k, v, decay, sizes, sm_scale)
     out = _empty_like(q)
     log_normaliser = torch.empty(sizes.batch, sizes.heads, sizes.queries, dtype=torch.float32, device=q.device)
     tiles = _tiles("forward", (q, k, v), first_key)
@@ -224,22 +228,29 @@ def _backward(
     dq, dk, dv = (_empty_like(x) for x in (q, k, v))
     row_sum = torch.empty_like(log_normaliser)
     column_sum = torch.empty(sizes.batch, sizes.heads, sizes.keys, dtype=torch.float32, device=q.device)
-    scales = (sm_scale * _LOG2_E, sm_scale)
-    tiles = _tiles("key_gradient", (q, k, v, d_out), first_key)
-    (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
-    key_gradient_kernel[(triton.cdiv(sizes.keys, block_n) * sizes.rows // sizes.group,)](
-        *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(d_out, block_m, tma),
-        *_locate(dk), *_locate(dv), shifted, delta, suffix, running, reference, end_block,
-        first_key, end_query, column_sum, sizes.heads, *sizes.lengths, *scales,
-        GROUP=sizes.group, HAS_FIRST=has_first, **tiles,
-    )  # fmt: skip
-    tiles = _tiles("query_gradient", (q, k, v, d_out), first_key)
-    (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
-    query_gradient_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
-        *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(d_out, block_m, tma),
-        *_locate(dq), shifted, delta, suffix, running, reference, first_stretch, first_key, row_sum,
-        sizes.heads, sizes.group, *sizes.lengths, *scales, HAS_FIRST=has_first, **tiles,
-    )  # fmt: skip
+    inputs, scales = (q, k, v, d_out), (sm_scale * _LOG2_E, sm_scale)
+    decay = Decay(suffix, running, reference, first_stretch, end_block)
+    if _hopper_has("key_gradient", inputs, first_key):
+        _hopper().key_gradient(*inputs, shifted, delta, decay, sizes, sm_scale, dk, dv, column_sum)
+    else:
+        tiles = _tiles("key_gradient", inputs, first_key)
+        (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
+        key_gradient_kernel[(triton.cdiv(sizes.keys, block_n) * sizes.rows // sizes.group,)](
+            *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(d_out, block_m, tma),
+            *_locate(dk), *_locate(dv), shifted, delta, suffix, running, reference, end_block,
+            first_key, end_query, column_sum, sizes.heads, *sizes.lengths, *scales,
+            GROUP=sizes.group, HAS_FIRST=has_first, **tiles,
+        )  # fmt: skip
+    if _hopper_has("query_gradient", inputs, first_key):
+        _hopper().query_gradient(*inputs, shifted, delta, decay, sizes, sm_scale, dq, row_sum)
+    else:
+        tiles = _tiles("query_gradient", inputs, first_key)
+        (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
+        query_gradient_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
+            *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(d_out, block_m, tma),
+            *_locate(dq), shifted, delta, suffix, running, reference, first_stretch, first_key, row_sum,
+            sizes.heads, sizes.group, *sizes.lengths, *scales, HAS_FIRST=has_first, **tiles,
+        )  # fmt: skip
 
     if not wants_gates:
         return dq, dk, dv, log_fgate.new_empty(0)
@@ -429,3 +440,25 @@ def _has_large_shared_memory(device_index: int) -> bool:
     if torch.version.hip is not None or torch.cuda.get_device_capability(device_index) < (9, 0):
         return False
     return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin >= 220 * 1024
+
+
+def _hopper_has(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | None) -> bool:
+    """Whether `hopper.py` has a kernel for these inputs, queries first, that is faster than Triton's."""
+    q = inputs[0]
+    if first_key is not None or q.element_size() != 2 or not (q.is_cuda and _is_hopper(q.device.index)):
+        return False
+    return (kernel, q.shape[3]) in _hopper().TILES and all(_fits_descriptor(x) for x in inputs)
+
+
+@functools.cache
+def _is_hopper(device_index: int) -> bool:
+    """A Hopper GPU, and the version of Triton whose Gluon the kernels are written in; other versions name things differently."""
+    if torch.version.hip is not None or not triton.__version__.startswith("3.6."):
+        return False
+    return torch.cuda.get_device_capability(device_index) == (9, 0)
+
+
+def _hopper() -> ModuleType:
+    from forgetting_transformer.ops.forgetting_attention import hopper
+
+    return hopper
