@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from forgetting_transformer.evaluation.models import EvaluationError, load_model, precision_context, run_steps
 from forgetting_transformer.model.forgetting_transformer import ForgettingAttentionLayer
-from forgetting_transformer.model.layers import GroupRMSNorm
 from forgetting_transformer.ops.forgetting_attention.pruning import score_bounds, skipped_share
 from forgetting_transformer.ops.rotary import rotate
 
@@ -128,18 +127,8 @@ def _attention_inputs(
         q_BTHD, k_BTHD = (rotate(x, 0, mixer.rope_base) for x in (q_BTHD, k_BTHD))
     q_HTD, k_HTD = q_BTHD[0].transpose(0, 1), k_BTHD[0].transpose(0, 1)
     log_fgate_HT = mixer.log_forget_gate(hidden_BTE)[0].T.double()
-    bound_H = None if mixer.q_norm is None else score_bound(mixer)
+    bound_H = None if mixer.q_norm is None else mixer.score_bound()
     return AttentionInputs(layer, q_HTD, k_HTD, log_fgate_HT, bound_H, mixer.log_pruning_tolerance)
-
-
-def score_bound(mixer: ForgettingAttentionLayer) -> Tensor:
-    """U `(H,)` with |s·q·k| ≤ U, from the weights of QK-norm."""
-    largest = []
-    for norm in (mixer.q_norm, mixer.k_norm):
-        weight = norm.weight.float().abs()
-        per_head = weight.view(-1, mixer.head_dim) if isinstance(norm, GroupRMSNorm) else weight[None]
-        largest.append(per_head.amax(-1))
-    return (largest[0] * largest[1] * math.sqrt(mixer.head_dim)).expand(mixer.num_heads)
 
 
 def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,8 +44,8 @@ class GrowingTensor:
 
     def append(self, x: Tensor) -> None:
         """Add positions `(B, G, T, …)` at the end."""
-        if torch.is_grad_enabled() and (x.requires_grad or self._buffer.requires_grad):
-            # Writing into a buffer would destroy what earlier calls saved for their backward pass.
+        if torch.is_grad_enabled():
+            # Writing into a buffer would destroy what earlier calls saved for their backward pass, if only that of queries.
             self._replace(torch.cat((self.held, x), dim=2), is_own=False)
             return
         # Buffers made in inference mode can be written in inference mode only.
@@ -56,10 +56,8 @@ class GrowingTensor:
         self._stop += x.shape[2]
 
     def drop_first(self, count: int) -> None:
-        """Forget the first positions. Their memory is given back when the buffer is full."""
+        """Forget the first positions. Their memory is given back when the buffer is full and something is added."""
         self._start += count
-        if count and self._stop == self._buffer.shape[2]:
-            self._replace(self.held.clone(), is_own=True)
 
     def drop_last(self, count: int) -> None:
         self._stop -= count

@@ -165,8 +165,9 @@ class ForgettingAttentionLayer(nn.Module):
         log_fgate_BHN = self.log_forget_gate(hidden_BTE).transpose(1, 2)
         if cache is not None:
             if padding_BT is not None:
-                # Whatever padding holds must not enter the running sum.
+                # Whatever padding holds must not enter the running sum and the largest norm.
                 log_fgate_BHN = log_fgate_BHN.masked_fill(padding_BT[:, None], 0)
+                k_BHND = k_BHND.masked_fill(padding_BT[:, None, :, None], 0)
             k_BHND, v_BHND = cache.update(k_BHND, v_BHND, log_fgate_BHN)
 
         if self.fgate_type == "none":
@@ -249,12 +250,16 @@ class ForgettingAttentionLayer(nn.Module):
             return {}
         if self.q_norm is None:
             return {"adaptive_threshold": "auto", "log_tolerance": self.log_pruning_tolerance}
-        # (H,) with one weight vector per head, (1,) if they share it
+        return {"adaptive_threshold": self.log_pruning_tolerance - (2 * self.score_bound() + math.log(num_keys))}
+
+    @torch.no_grad()
+    def score_bound(self) -> Tensor:
+        """U `(H,)`, float32, with |q·k| / √D ≤ U for any text, from the weights of QK-norm, without which there is none."""
+        # (H, D) with one weight vector per head, (1, D) if they share it
         q_max, k_max = (
             norm.weight.float().abs().view(-1, self.head_dim).amax(-1) for norm in (self.q_norm, self.k_norm)
         )
-        score_bound = q_max * k_max * math.sqrt(self.head_dim)
-        return {"adaptive_threshold": self.log_pruning_tolerance - (2 * score_bound + math.log(num_keys))}
+        return (q_max * k_max * math.sqrt(self.head_dim)).expand(self.num_heads)
 
     @torch.no_grad()
     def _decoding_threshold(self, q_BHTD: Tensor, k_BHND: Tensor, max_key_norm_BH: Tensor | None) -> Tensor | None:
@@ -267,7 +272,8 @@ class ForgettingAttentionLayer(nn.Module):
             return self._pruning_options(k_BHND.shape[2]).get("adaptive_threshold")
         q, k_new = q_BHTD.float(), k_BHND[:, :, -q_BHTD.shape[2] :].float()
         excess_BHT = q.norm(dim=-1) * max_key_norm_BH[..., None] - (q * k_new).sum(-1)
-        excess_BH = excess_BHT.amax(-1).clamp(min=0) / math.sqrt(self.head_dim)
+        # Queries in padding may be NaN, and what they skip does not matter.
+        excess_BH = excess_BHT.nan_to_num(nan=0.0).amax(-1).clamp(min=0) / math.sqrt(self.head_dim)
         return self.log_pruning_tolerance - math.log(k_BHND.shape[2]) - excess_BH
 
 

@@ -136,6 +136,7 @@ def running_kernel(
         stretch = start + tl.arange(0, CHUNK)
         exists = stretch < num_stretches
         total = tl.load(running + stretch + 1, mask=exists, other=0.0)
+        tl.debug_barrier()  # all have read before any overwrites
         tl.store(running + stretch + 1, tl.cumsum(total, axis=0) + before, mask=exists)
         before += tl.sum(total, axis=0)
         if HAS_BOUNDS:
@@ -182,7 +183,7 @@ def running_kernel(
                 if HAS_BOUNDS:
                     margin = query_norm * tl.load(largest_key + middle) + tl.load(log_mass + middle)
                     bias += margin.to(tl.float64)
-                # A threshold or bound that is NaN leaves out nothing.
+                # A threshold that is NaN leaves out nothing. (Norms are not: maxima pass over NaN.)
                 kept = (bias < threshold) == 0
                 searching = low < high
                 high = tl.where(searching & kept, middle, high)

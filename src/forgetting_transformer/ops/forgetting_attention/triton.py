@@ -6,7 +6,7 @@ positions in which the last query of the query's block of 128 lies; `decay.py` c
 
 The operators `forgetting_transformer::forgetting_attention_bounds`, `…_decay`, `…_forward` and `…_backward` are opaque to
 torch.compile and activation checkpointing, know their FLOPs, never wait for the GPU, and give the same bits every time. They
-are called in that order; what the first two find is passed on, and searched for once.
+are called in that order; what the first two find serves the forward and the backward pass.
 
 Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head, Z = B·H, S stretches of keys, Q
 blocks of queries.
@@ -39,6 +39,7 @@ from forgetting_transformer.ops.forgetting_attention.kernels import (
 from forgetting_transformer.ops.forgetting_attention.pruning import STRETCH
 
 _LOG2_E = math.log2(math.e)
+_MAX_CHUNK = 1024  # stretches or blocks that `running_kernel` works on at a time
 # exp(-256) is 0 in float32; -inf itself would give -inf - (-inf) = NaN, and a larger number costs digits after a reset.
 _MIN_LOG_FGATE = -256.0
 
@@ -109,7 +110,7 @@ def _decay(
         None if threshold is None else threshold.contiguous(), query_norm, self_score, key_norm, largest_key, log_mass, *decay,
         num_queries, num_keys, stretches, blocks, max(stretches, blocks).bit_length() + 1,
         HAS_THRESHOLD=threshold is not None, HAS_BOUNDS=has_bounds, STRETCH=STRETCH,
-        CHUNK=min(1024, triton.next_power_of_2(stretches)),
+        CHUNK=min(_MAX_CHUNK, triton.next_power_of_2(stretches)),
     )  # fmt: skip
     return tuple(decay)
 
