@@ -5,6 +5,7 @@
     python benchmarks/training.py --experiments mamba2/760m_16b transformer/llama_760m_16b --out results.json
     python benchmarks/training.py --experiments forgetting_transformer/pro_760m_16b \\
         --overrides model.config.log_pruning_tolerance=null          # FoX with its pruning off
+    python benchmarks/training.py --experiments output/run           # a run: its config, trained weights and held-out tokens
 
 A step is forward and backward of one micro-batch of random tokens on one device, with --optimizer_step also gradient
 clipping and AdamW. Each experiment runs in a process of its own, first with activation checkpointing, then without.
@@ -24,8 +25,8 @@ first step   seconds of the first step of a process, which compiles and tunes ke
 cold start   seconds from the start of the process to the end of its first step: imports, building the model, and that
              step. Kernels that earlier runs left in the disk caches are found there; --empty_kernel_cache hides them
 
-Weights are those of initialisation, where forget gates are near 1/2 and pruning skips most: its gain later in training
-is smaller.
+Weights are those of initialisation, where forget gates are near 1/2 and pruning skips most, unless --experiments names the
+output_dir of a run.
 """
 
 import argparse
@@ -74,7 +75,10 @@ CHECKPOINTING = {"both": (True, False), "on": (True,), "off": (False,)}
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--experiments", nargs="+", metavar="NAME", help="files of configs/experiment/longcrawl64, or demo/NAME"
+        "--experiments",
+        nargs="+",
+        metavar="NAME",
+        help="files of configs/experiment/longcrawl64, or demo/NAME, or runs",
     )
     parser.add_argument("--seq_len", type=int, help="tokens of a sequence")
     parser.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch (default 1)")
@@ -107,7 +111,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, key) is None:
             setattr(args, key, value)
     for name in args.experiments:
-        if not experiment_file(name).is_file():
+        if not is_run(name) and not experiment_file(name).is_file():
             folder = CONFIGS / "experiment"
             known = sorted(str(f.relative_to(folder).with_suffix("")) for f in folder.glob("**/*.yaml"))
             parser.error(f"there is no experiment {name!r}; choose from {', '.join(known)}")
@@ -118,6 +122,11 @@ def experiment_file(name: str) -> Path:
     """`mamba2/760m_16b` is short for `longcrawl64/mamba2/760m_16b`."""
     file = CONFIGS / "experiment" / f"{name}.yaml"
     return file if file.is_file() else CONFIGS / "experiment" / "longcrawl64" / f"{name}.yaml"
+
+
+def is_run(name: str) -> bool:
+    """Whether this is the output_dir of a run with checkpoints."""
+    return (Path(name) / "checkpoints").is_dir()
 
 
 # The parent: one process per experiment.
@@ -212,13 +221,17 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
 
     device = torch.device(args.device)
-    config = compose(experiment, args.overrides)
-    config.train.gradient_checkpointing = checkpointing
-    model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0))
+    if is_run(experiment):
+        model, config, tokens_BT = read_run(args, experiment, checkpointing)
+    else:
+        config = compose(experiment, args.overrides)
+        config.train.gradient_checkpointing = checkpointing
+        model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0))
+        tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
     undecayed = undecayed_parameters(model, config.train)
     model = model.to(device).train()
     optimizer = setup.build_optimizer(model, undecayed, config.optimizer)
-    tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1)).to(device)
+    tokens_BT = tokens_BT.to(device)
     inputs_BT, labels_BT = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16-mixed")
 
@@ -252,6 +265,7 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     peak = args.peak_flops or hardware.peak_flops(device, args.precision)
     total = sum(parameter.numel() for parameter in model.parameters())
     return {
+        "trained": is_run(experiment),
         "parameters": total,
         "tokens_per_step": tokens,
         "flops_per_token": flops_per_token,
@@ -262,6 +276,29 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
         "first_step_seconds": first_step if cold else None,
         "cold_start_seconds": cold_start if cold else None,
     }
+
+
+def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> tuple[Any, Any, Any]:
+    """A trained model as its run trains it, the run's config, and held-out tokens (batch_size, seq_len + 1)."""
+    import numpy as np
+    import torch
+    from omegaconf import OmegaConf
+
+    from forgetting_transformer.evaluation.models import load_model
+    from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
+    from forgetting_transformer.training.config import parse
+
+    config = parse(OmegaConf.load(Path(output_dir) / "config.yaml"))
+    model = load_model(output_dir).model
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if config.train.compile:
+        model.compile_parts()
+    folder = find_heldout(config.data_dir, config.datamodule.dataset)
+    data = open_heldout(folder, args.seq_len, args.batch_size * args.seq_len)
+    labels_BT = torch.from_numpy(np.concatenate([data.read(i) for i in range(args.batch_size)]).astype(np.int64))
+    first_B1 = torch.full((args.batch_size, 1), data.bos_token_id)
+    return model, config, torch.cat([first_B1, labels_BT], dim=1)
 
 
 def compose(experiment: str, overrides: list[str]) -> Any:

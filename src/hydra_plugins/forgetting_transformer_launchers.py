@@ -1,4 +1,4 @@
-"""Hydra launchers for `python train.py -m …`: every job in a `fabric run` of its own.
+"""Hydra launchers for `python train.py -m …`: every job in processes of its own.
 
     hydra/launcher=fabric   (the default) on this machine
     hydra/launcher=slurm    as SLURM jobs
@@ -31,6 +31,7 @@ class FabricLauncherConfig:
     _target_: str = "hydra_plugins.forgetting_transformer_launchers.FabricLauncher"
     gpus: list[str] | None = None
     jobs_at_once: int | None = None
+    jobs_per_gpu: int = 1
 
 
 @dataclass

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import zarr
+
+from forgetting_transformer.evaluation.models import load_model
+from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "training.py"
 
@@ -40,6 +44,17 @@ def test_measures_a_demo_model_with_and_without_checkpointing(benchmark, tmp_pat
     assert [line.split("|")[1:3] for line in printed[2:4]] == [[" demo/fox_pro ", " yes "], [" demo/fox_pro ", " no "]]
     assert {line.count("|") for line in printed[:4]} == {9}
     assert "forward, backward, clipping, AdamW" in printed[-1] and "MFU: causal-exact" in printed[-1]
+
+
+def test_a_run_is_measured_with_its_trained_weights_on_its_held_out_text(benchmark, quickstart):  # noqa: F811
+    args = benchmark.parse_args([*SMALL, "--experiments", str(quickstart.run), "--batch_size", "2"])
+    model, _, tokens_BT = benchmark.read_run(args, str(quickstart.run), checkpointing=False)
+    trained = load_model(str(quickstart.run)).model.state_dict()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
+    heldout = zarr.open_array(quickstart.data / "words" / "heldout.zarr")[0, :64].reshape(2, 32)
+    assert (tokens_BT[:, 0] == 0).all() and (tokens_BT[:, 1:].numpy() == heldout).all()
+    row = benchmark.measure(args, str(quickstart.run), checkpointing=False, cold=True)
+    assert row["trained"] and row["tokens_per_step"] == 64
 
 
 def test_overrides_reach_the_model(benchmark):

@@ -1,6 +1,7 @@
 """Reading order, token arrays and loaders: the same tokens at the same step, and never an invented one."""
 
 import itertools
+import json
 import shutil
 
 import numpy as np
@@ -214,3 +215,20 @@ def test_the_fingerprint_follows_the_contents_and_not_the_place(corpus, tmp_path
     shutil.rmtree(copy / "longcrawl64" / "train.zarr")
     write_array(copy / "longcrawl64" / "train.zarr", tokens_of_array()[::-1].copy(), chunks=(8, 24))
     assert module(copy).train_info().fingerprint != first
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"filters": [{"id": "pickle", "protocol": 5}]}, "pickle"),
+        ({"filters": [{"id": "base64"}]}, "stored with the codec base64; accepted are blosc"),
+        ({"chunks": [100_000, 100_000]}, "more than 1024 MiB each"),
+    ],
+)
+def test_metadata_from_a_stranger_cannot_name_a_codec_that_runs_code_or_a_chunk_that_fills_the_memory(
+    corpus, change, message
+):
+    metadata = corpus / "longcrawl64" / "train.zarr" / ".zarray"
+    metadata.write_text(json.dumps(json.loads(metadata.read_text()) | change))
+    with pytest.raises(DataError, match=message):
+        TokenArray(metadata.parent, VOCAB)

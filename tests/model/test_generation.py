@@ -253,10 +253,11 @@ def test_reset_empties_the_cache(model, ids):
     assert_close(model(input_ids=ids, past_key_values=cache).logits, model(input_ids=ids).logits)
 
 
-def test_gates_are_cached_in_float32(ids):
+def test_running_sums_of_gates_are_cached_in_float64(ids):
     model = small_model(**PRO).bfloat16()
     layer = model(input_ids=ids).past_key_values.layers[0]
-    assert layer.log_fgate.dtype == torch.float32 and layer.keys.dtype == torch.bfloat16
+    assert layer.cum_log_fgate.dtype == torch.float64 and layer.keys.dtype == torch.bfloat16
+    assert layer.log_fgate.dtype == torch.float32
 
 
 def test_generation_under_autocast(model, ids):

@@ -76,3 +76,14 @@ def test_the_slurm_script_requeues_what_was_preempted_and_nothing_else(tmp_path,
     rank = ["--node-rank", "0"] if nodes == 2 else []
     expected = ["scripts/launch.py", "--devices", "4", *rank, *many, f"output_dir={out}"]
     assert arguments == [*expected, "+experiment/demo=fox_pro", "data_dir=/a b"]
+
+
+def test_a_run_of_a_sweep_is_launched_with_the_same_settings(monkeypatch):
+    """Two places state them: this script must start without importing the package, which imports PyTorch."""
+    from forgetting_transformer.sweep.jobs import job_environment
+
+    settings = ("PET_SIGNALS_TO_HANDLE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    for name in settings:
+        monkeypatch.delenv(name, raising=False)
+    alone, in_sweep = launch.environment([], cores=16), job_environment()
+    assert {name: alone[name] for name in settings} == {name: in_sweep[name] for name in settings}

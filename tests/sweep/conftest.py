@@ -24,7 +24,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | float]:
     """Jobs are played by fake_train.py, with the faults that a test puts in here."""
     kinds: dict[str, str | float] = {}
 
-    def command(job, devices, extra=()):
+    def command(job, devices, extra=(), alone=False):
         return [sys.executable, str(FAKE), json.dumps(dataclasses.asdict(job.config)), json.dumps(kinds)]
 
     monkeypatch.setattr(machines, "training_command", command)

@@ -177,6 +177,9 @@ def test_the_command_of_a_job_is_a_fabric_run_with_nothing_of_another_launch(tmp
         composed = parse(compose("config", overrides=command[command.index(str(ROOT / "train.py")) + 1 :]))
     assert composed.output_dir == str(tmp_path / "a=1,b") and composed.seed == 3
     assert composed.fabric.devices == composed.fabric.accelerator == "auto"
+    alone = jobs.training_command(job, 1, alone=True)
+    assert alone[1] == str(ROOT / "train.py") and alone[2:-2] == list(job.overrides)
+    assert alone[-2:] == [f"output_dir='{tmp_path / 'a=1,b'}'", "fabric.devices=1"]
     for name in ("LT_DEVICES", "TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("MASTER_PLAN", "7")

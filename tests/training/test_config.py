@@ -258,3 +258,18 @@ def test_every_key_can_be_set_without_a_plus_sign():
         config = composed(f"+{group}={name}")
         mentioned = set(flatten(OmegaConf.to_container(config)))
         assert not [key for key in known_keys() if key not in mentioned and key != "model.config"], path
+
+
+def test_models_of_the_study_have_bodies_of_one_size_and_see_the_same_batches():
+    bodies, batches = {}, set()
+    for path in CONFIGS.glob("experiment/study/*.yaml"):
+        config = experiment(f"experiment/study/{path.stem}")
+        model = on_meta(config.model)
+        embedding = model.get_input_embeddings().weight.numel()
+        bodies[path.stem] = sum(parameter.numel() for parameter in model.parameters()) - 2 * embedding
+        batches.add((config.train.max_tokens, str(config.datamodule), str(config.schedule)))
+    assert {"fox_pro", "fox_llama", "transformer_pro", "transformer_llama", "mamba2", "hgrn2", "delta_net"} < set(
+        bodies
+    )
+    assert min(bodies.values()) > 19.6e6 and max(bodies.values()) < 20.7e6
+    assert len(batches) == 1

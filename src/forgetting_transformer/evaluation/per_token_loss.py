@@ -367,11 +367,12 @@ def slope_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comparison_table(results: Sequence[Result]) -> str:
+def comparison_table(results: Sequence[Result], from_position: int = 1) -> str:
     """Markdown: every model against the first, sequence by sequence; "" where none was evaluated on the same sequences.
 
     Documents differ much more than models do. On the same documents that cancels, so a difference of two models is known
-    much better than either model's slope. Results of one name are seeds, and are averaged first.
+    much better than either model's slope. Results of one name are seeds, and are averaged first. Octaves that begin before
+    `from_position` are left out.
     """
     by_name: dict[str, list[Result]] = {}
     for result in results:
@@ -391,7 +392,7 @@ def comparison_table(results: Sequence[Result]) -> str:
         edges = octave_edges(group[0].loss_T.size)
         one, two = (np.mean([r.octaves_NO for r in by_name[key]], axis=0) for key in (first, name))
         difference_NO = two - one
-        for o in range(1, difference_NO.shape[1]):
+        for o in (o for o in range(1, difference_NO.shape[1]) if edges[o] >= from_position):
             loss = _with_error(*_mean_and_error(difference_NO[:, o]))
             change = _with_error(*_mean_and_error(difference_NO[:, o] - difference_NO[:, o - 1]))
             lines.append(f"| {name} | {first} | {edges[o]:,} to {edges[o + 1]:,} | {loss} | {change} |")

@@ -19,10 +19,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from forgetting_transformer.evaluation.runs import LossHistory
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LINES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_STYLE = {
+STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.labelsize": 10,
@@ -102,11 +102,11 @@ def loss_against_tokens(runs: Sequence[LossHistory], path: Path, entropy: float 
     if sum(loss.size for loss in logged) == 0:
         names = ", ".join(run.name for run in runs) or "no runs given"
         raise ValueError(f"Nothing to plot: no finite loss ({names}).")
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 4.0))
         axes = figure.add_subplot()
         for number, run in enumerate(runs):
-            colour, line, marker = _look(number)
+            colour, line, marker = look(number)
             # A run that has logged once has no line yet, only this point.
             point = "." if run.train_loss.size == 1 else None
             axes.plot(
@@ -141,8 +141,8 @@ def loss_against_tokens(runs: Sequence[LossHistory], path: Path, entropy: float 
         axes.set_ylabel("loss (nats per token)")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: format_tokens(tokens)))
-        _add_legend(figure, _token_legend(runs, entropy))
-        _save(figure, path)
+        add_legend(figure, _token_legend(runs, entropy))
+        save(figure, path)
 
 
 def loss_against_position(
@@ -175,11 +175,11 @@ def loss_against_position(
     lengths = [loss.shape[-1] for loss in curves.values()]
     longest = max(lengths)
     first = max(1, min(longest // 512 if first is None else first, min(lengths) // 2))
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.6, 3.5))
         left, right = figure.subplots(1, 2)
         for number, losses in enumerate(curves.values()):
-            colour, line, _ = _look(number)
+            colour, line, _ = look(number)
             losses = np.atleast_2d(losses)
             # Evenly spaced on the logarithmic axis: a point for each of 65,536 positions would fill the gaps of dashes.
             position = np.unique(np.geomspace(first, losses.shape[1], 400).round().astype(np.int64))
@@ -195,13 +195,13 @@ def loss_against_position(
             if train_length is not None:
                 axes.axvline(train_length, color="#555555", linestyle=(0, (6, 3)), linewidth=1.1, zorder=1)
         handles = [
-            _line(number, name if losses.ndim == 1 else f"{name} ({len(losses)} seeds: mean and range)")
+            line_handle(number, name if losses.ndim == 1 else f"{name} ({len(losses)} seeds: mean and range)")
             for number, (name, losses) in enumerate(curves.items())
         ]
         if train_length is not None:
             handles.append(_reference_line(f"training length ({train_length:,} tokens)"))
-        _add_legend(figure, handles)
-        _save(figure, path)
+        add_legend(figure, handles)
+        save(figure, path)
 
 
 def _smooth_position(loss: np.ndarray) -> np.ndarray:
@@ -249,17 +249,17 @@ def _set_position_axis(axes: Axes, first: int, longest: int) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda position, _: f"{position:,.0f}"))
 
 
-def _look(number: int) -> tuple[str, str, str]:
+def look(number: int) -> tuple[str, str, str]:
     """Colour, line style and marker of the curve with this number."""
     return (
-        _COLOURS[number % len(_COLOURS)],
+        COLOURS[number % len(COLOURS)],
         _LINES[number % len(_LINES)],
         _MARKERS[number % len(_MARKERS)],
     )
 
 
-def _line(number: int, label: str, with_marker: bool = False) -> Line2D:
-    colour, line, marker = _look(number)
+def line_handle(number: int, label: str, with_marker: bool = False) -> Line2D:
+    colour, line, marker = look(number)
     handle = Line2D([], [], color=colour, linestyle=line, label=label)
     if with_marker:
         handle.set(marker=marker, markersize=5.5, markeredgecolor="white", markeredgewidth=0.7)
@@ -274,14 +274,14 @@ def _token_legend(runs: Sequence[LossHistory], entropy: float | None) -> list[Li
     """One run's legend explains its three kinds of marks; several runs each get a line, then what the marks mean."""
     has_heldout = any(run.heldout_loss.size for run in runs)
     if len(runs) == 1:
-        colour, _, marker = _look(0)
+        colour, _, marker = look(0)
         handles = [
             Line2D([], [], color=colour, alpha=0.35, linewidth=0.8, label="training loss, as logged"),
-            _line(0, "training loss, smoothed"),
+            line_handle(0, "training loss, smoothed"),
         ]
     else:
         colour, marker = "#555555", "o"
-        handles = [_line(number, run.name, run.heldout_loss.size > 0) for number, run in enumerate(runs)]
+        handles = [line_handle(number, run.name, run.heldout_loss.size > 0) for number, run in enumerate(runs)]
         handles.append(Line2D([], [], color=colour, label="line: training loss, smoothed (light: as logged)"))
     if has_heldout:
         label = "held-out loss" if len(runs) == 1 else "marker: held-out loss"
@@ -291,7 +291,7 @@ def _token_legend(runs: Sequence[LossHistory], entropy: float | None) -> list[Li
     return handles
 
 
-def _add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
+def add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
     """Puts the legend under the axes, in as many columns as fit, and makes the figure taller by its height."""
     labels = [_text(str(handle.get_label()), _LEGEND_CHARACTERS) for handle in handles]
     renderer = FigureCanvasAgg(figure).get_renderer()
@@ -313,6 +313,6 @@ def _text(name: str, characters: int) -> str:
     return f" {text}" if text.startswith("_") else text  # a leading underscore keeps a label out of a legend
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DPI)

@@ -4,7 +4,11 @@
 `CacheLayerMixin`; generation moves its batch axis around (beam search, several samples per prompt) and shortens it
 (assisted decoding), so every tensor a mixer stores must follow.
 
-Axes: B batch, H heads, G key and value heads, N cached positions, T new positions, D channels of a head, E model width.
+What grows with every token lives in buffers with room to spare, so that a new token is written beside the old ones and the
+old ones are not copied for it.
+
+Axes: B batch, H heads, G key and value heads, N cached positions, C positions a buffer has room for, T new positions, D
+channels of a head, E model width.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +16,69 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate
+
+
+class GrowingTensor:
+    """A tensor that grows at the end of its third axis and may shrink at both, held as part of a buffer `(B, G, C, …)`.
+
+    A full buffer is replaced by one with room for half as many positions again. So however many tokens come one by
+    one, each is copied three times or less on average. The first positions stay where they came from, and are never
+    written to: a cache that nothing is added to costs nothing.
+
+    Args:
+        x: the first positions `(B, G, T, …)`.
+    """
+
+    GROWTH = 1.5
+    MIN_ROOM = 64  # positions
+
+    def __init__(self, x: Tensor) -> None:
+        self._replace(x, is_own=False)
+
+    @property
+    def held(self) -> Tensor:
+        """What is held `(B, G, N, …)`, a view. After positions were taken back, new ones overwrite them in it."""
+        return self._buffer[:, :, self._start : self._stop]
+
+    def append(self, x: Tensor) -> None:
+        """Add positions `(B, G, T, …)` at the end."""
+        if torch.is_grad_enabled() and (x.requires_grad or self._buffer.requires_grad):
+            # Writing into a buffer would destroy what earlier calls saved for their backward pass.
+            self._replace(torch.cat((self.held, x), dim=2), is_own=False)
+            return
+        # Buffers made in inference mode can be written in inference mode only.
+        is_frozen = self._buffer.is_inference() and not torch.is_inference_mode_enabled()
+        if self._stop + x.shape[2] > self._buffer.shape[2] or is_frozen or not self._is_own:
+            self._grow(self._stop - self._start + x.shape[2])
+        self._buffer[:, :, self._stop : self._stop + x.shape[2]] = x
+        self._stop += x.shape[2]
+
+    def drop_first(self, count: int) -> None:
+        """Forget the first positions. Their memory is given back when the buffer is full."""
+        self._start += count
+        if count and self._stop == self._buffer.shape[2]:
+            self._replace(self.held.clone(), is_own=True)
+
+    def drop_last(self, count: int) -> None:
+        self._stop -= count
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function of the batch axis, which returns a new tensor."""
+        self._buffer, self._is_own = fn(self._buffer), True
+
+    def _grow(self, needed: int) -> None:
+        held = self.held
+        capacity = max(int(needed * self.GROWTH), needed + self.MIN_ROOM)
+        buffer = held.new_empty((*held.shape[:2], capacity, *held.shape[3:]))
+        buffer[:, :, : held.shape[2]] = held
+        self._replace(buffer, is_own=True)
+        self._stop = held.shape[2]
+
+    def _replace(self, buffer: Tensor, *, is_own: bool) -> None:
+        self._buffer, self._is_own = buffer, is_own
+        self._start, self._stop = 0, buffer.shape[2]
 
 
 class DecoderCache(Cache):
@@ -89,7 +156,7 @@ class AttentionCache(LayerCache):
     """Keys and values of the past tokens, all of them or those a sliding window can still reach.
 
     Attributes (None before the first update):
-        keys, values: `(B, G, N, D)`, after rotation, ready for attention.
+        keys, values: `(B, G, N, D)`, after rotation, ready for attention. Views of buffers: see `GrowingTensor`.
         num_dropped: tokens that came before `keys[:, :, 0]` and are no longer held.
 
     With a window of w tokens the next query sees w - 1 past keys. Those and CROP_HISTORY more are kept, so that `crop`
@@ -105,25 +172,23 @@ class AttentionCache(LayerCache):
         self.reset()
 
     def reset(self) -> None:
-        self.keys = self.values = None
+        self._tensors: tuple[GrowingTensor, ...] = ()
         self.num_dropped = 0
         self.is_initialized = False
+        self._refresh()
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Append new positions `(B, G, T, D)`; return all the new ones can see, themselves included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.keys is not None:
-            key_states = torch.cat((self.keys, key_states), dim=2)
-            value_states = torch.cat((self.values, value_states), dim=2)
-        self.keys, self.values = key_states, value_states
+        self._tensors = _appended(self._tensors, (key_states, value_states))
+        key_states, value_states = (x.held for x in self._tensors)
         if self.window is not None:
-            num_kept = self.window - 1 + self.CROP_HISTORY
-            surplus = key_states.shape[2] - num_kept
-            if surplus > 0:
-                # Copies: views of the last rows would keep the whole prompt alive.
-                self.keys, self.values = key_states[:, :, surplus:].clone(), value_states[:, :, surplus:].clone()
-                self.num_dropped += surplus
+            surplus = max(0, key_states.shape[2] - (self.window - 1 + self.CROP_HISTORY))
+            for x in self._tensors:
+                x.drop_first(surplus)
+            self.num_dropped += surplus
+        self._refresh()
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -143,11 +208,26 @@ class AttentionCache(LayerCache):
                 f"cannot remove {-tokens_to_remove} tokens from the cache: a sliding window of {self.window} keeps "
                 f"{self.CROP_HISTORY} more tokens than it needs. Reset the cache and run the prompt again"
             )
-        self.keys, self.values = self.keys[:, :, :num_held], self.values[:, :, :num_held]
+        for x in self._tensors:
+            x.drop_last(-tokens_to_remove)
+        self._refresh()
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        if self.keys is not None:
-            self.keys, self.values = fn(self.keys), fn(self.values)
+        for x in self._tensors:
+            x.map(fn)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.keys, self.values = (x.held for x in self._tensors) if self._tensors else (None, None)
+
+
+def _appended(tensors: tuple[GrowingTensor, ...], new: tuple[Tensor, ...]) -> tuple[GrowingTensor, ...]:
+    """The growing tensors with new positions at their ends; made from them if there were none."""
+    if not tensors:
+        return tuple(GrowingTensor(x) for x in new)
+    for x, new_x in zip(tensors, new, strict=True):
+        x.append(new_x)
+    return tensors
 
 
 class RecurrentCache(LayerCache):
@@ -194,11 +274,16 @@ class RecurrentCache(LayerCache):
 
 
 class ForgettingAttentionCache(LayerCache):
-    """Keys, values and forget gates of all past tokens, and the last outputs of shifted projections.
+    """Keys, values and running sums of log forget gates of all past tokens, and the last outputs of shifted projections.
+
+    Args:
+        keeps_key_norm: also keep the largest norm of each head's keys, for pruning bounds.
 
     Attributes (None before the first update):
-        keys, values: `(B, H, N, D)`, after normalisation and rotation, ready for attention.
-        log_fgate: `(B, H, N)`, float32.
+        keys, values: `(B, H, N, D)`, after normalisation and rotation, ready for attention. Views of buffers: see
+            `GrowingTensor`.
+        cum_log_fgate: running sums of log f `(B, H, N)`, float64: see `cumulative_log_fgate`.
+        max_key_norm: `(B, H)`, float32, no less than the norm of any key. None unless wanted.
         shift_states: name → `(B, up to SHIFT_HISTORY, E)`, what a `ShiftLinear` computed before mixing at the last
             tokens. One token is enough to go on; more of them allow `crop`.
     """
@@ -206,26 +291,37 @@ class ForgettingAttentionCache(LayerCache):
     SHIFT_HISTORY = 128
     is_croppable = True
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_key_norm: bool = False) -> None:
         super().__init__()
+        self.keeps_key_norm = keeps_key_norm
         self.reset()
 
     def reset(self) -> None:
-        self.keys = self.values = self.log_fgate = None
+        self._tensors: tuple[GrowingTensor, ...] = ()
+        self.max_key_norm: Tensor | None = None
         self.shift_states: dict[str, Tensor] = {}
         self.is_initialized = False
+        self._refresh()
 
-    def update(self, key_states: Tensor, value_states: Tensor, log_fgate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Append new positions (keys and values `(B, H, T, D)`, gates `(B, H, T)`); return past and new together."""
+    @property
+    def log_fgate(self) -> Tensor | None:
+        """The gates `(B, H, N)`, float32, as differences of their running sums; the first is 0, and acts on nothing."""
+        if self.cum_log_fgate is None:
+            return None
+        return self.cum_log_fgate.diff(dim=2, prepend=self.cum_log_fgate[:, :, :1]).float()
+
+    def update(self, key_states: Tensor, value_states: Tensor, log_fgate: Tensor) -> tuple[Tensor, Tensor]:
+        """Append new positions (keys and values `(B, H, T, D)`, gates `(B, H, T)`); return all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.keys is None:
-            self.keys, self.values, self.log_fgate = key_states, value_states, log_fgate
-        else:
-            self.keys = torch.cat((self.keys, key_states), dim=2)
-            self.values = torch.cat((self.values, value_states), dim=2)
-            self.log_fgate = torch.cat((self.log_fgate, log_fgate), dim=2)
-        return self.keys, self.values, self.log_fgate
+        previous = self.cum_log_fgate[:, :, -1:] if self._tensors else None
+        running = cumulative_log_fgate(log_fgate, previous, head_first=True)
+        self._tensors = _appended(self._tensors, (key_states, value_states, running))
+        if self.keeps_key_norm:
+            norm = key_states.detach().float().norm(dim=-1).amax(-1)
+            self.max_key_norm = norm if self.max_key_norm is None else torch.maximum(self.max_key_norm, norm)
+        self._refresh()
+        return self.keys, self.values
 
     def last_shift_state(self, name: str) -> Tensor | None:
         """The un-mixed output `(B, E)` of the shifted projection `name` at the last cached token."""
@@ -244,10 +340,9 @@ class ForgettingAttentionCache(LayerCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens."""
         length = self.get_seq_length()
-        kept = length + tokens_to_remove
         if tokens_to_remove == 0 or length == 0:
             return
-        if kept <= 0:
+        if length + tokens_to_remove <= 0:
             self.reset()
             return
         for name, y_BNE in self.shift_states.items():
@@ -258,11 +353,18 @@ class ForgettingAttentionCache(LayerCache):
                     f"{y_BNE.shape[1]} tokens, and needs one that stays. Reset the cache and run the prompt again"
                 )
             self.shift_states[name] = y_BNE[:, :kept_states]
-        self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
-        self.log_fgate = self.log_fgate[:, :, :kept]
+        for x in self._tensors:
+            x.drop_last(-tokens_to_remove)
+        self._refresh()
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        if self.keys is None:
-            return
-        self.keys, self.values, self.log_fgate = fn(self.keys), fn(self.values), fn(self.log_fgate)
+        for x in self._tensors:
+            x.map(fn)
+        if self.max_key_norm is not None:
+            self.max_key_norm = fn(self.max_key_norm)
         self.shift_states = {name: fn(y) for name, y in self.shift_states.items()}
+        self._refresh()
+
+    def _refresh(self) -> None:
+        views = (x.held for x in self._tensors) if self._tensors else (None, None, None)
+        self.keys, self.values, self.cum_log_fgate = views

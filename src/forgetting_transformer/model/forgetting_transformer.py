@@ -19,13 +19,15 @@ from forgetting_transformer.model.cache import ForgettingAttentionCache
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.layers import GroupRMSNorm, RMSNorm, ShiftLinear, SwiGLU, swiglu_width
 from forgetting_transformer.ops.attention import causal_attention
-from forgetting_transformer.ops.forgetting_attention import forgetting_attention
+from forgetting_transformer.ops.forgetting_attention import forgetting_attention, forgetting_attention_decode
 from forgetting_transformer.ops.rotary import rotate
 
 FGATE_TYPES = ("full", "bias_only", "fixed", "none")
 OGATE_ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": F.silu}
 # Fixed in the released models, whatever their norm_eps.
 QK_NORM_EPS = 1e-5
+# New tokens that a cache is read for by the op that is made for few of them: one, or the guesses of assisted generation.
+MAX_DECODED_TOKENS = 16
 
 
 class ForgettingAttentionLayer(nn.Module):
@@ -132,7 +134,7 @@ class ForgettingAttentionLayer(nn.Module):
         return decay_time_bias(self.num_heads, self.decay_time_min, self.decay_time_max)
 
     def new_cache(self) -> ForgettingAttentionCache:
-        return ForgettingAttentionCache()
+        return ForgettingAttentionCache(keeps_key_norm=self.log_pruning_tolerance is not None and self.q_norm is None)
 
     def forward(
         self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: ForgettingAttentionCache | None = None
@@ -162,27 +164,43 @@ class ForgettingAttentionLayer(nn.Module):
         v_BHND = self._split_heads(v_BTE).transpose(1, 2)
         log_fgate_BHN = self.log_forget_gate(hidden_BTE).transpose(1, 2)
         if cache is not None:
-            k_BHND, v_BHND, log_fgate_BHN = cache.update(k_BHND, v_BHND, log_fgate_BHN)
+            if padding_BT is not None:
+                # Whatever padding holds must not enter the running sum.
+                log_fgate_BHN = log_fgate_BHN.masked_fill(padding_BT[:, None], 0)
+            k_BHND, v_BHND = cache.update(k_BHND, v_BHND, log_fgate_BHN)
 
         if self.fgate_type == "none":
             k_BNHD, v_BNHD = k_BHND.transpose(1, 2), v_BHND.transpose(1, 2)
             out_BTHD = causal_attention(q_BTHD, k_BNHD, v_BNHD, seq_start_B=seq_start_B)
         else:
-            out_BTHD = forgetting_attention(
-                q_BHTD,
-                k_BHND,
-                v_BHND,
-                log_fgate_BHN,
-                head_first=True,
-                seq_start=seq_start_B,
-                **self._pruning_options(k_BHND.shape[2]),
-            ).transpose(1, 2)
+            out_BTHD = self._attend(q_BHTD, k_BHND, v_BHND, log_fgate_BHN, seq_start_B, cache).transpose(1, 2)
         out_BTE = out_BTHD.flatten(-2)
         if self.output_norm is not None:
             out_BTE = self.output_norm(out_BTE)
         if self.ogate_proj is not None:
             out_BTE = OGATE_ACTIVATIONS[self.ogate_act](self.ogate_proj(hidden_BTE)) * out_BTE
         return self.o_proj(out_BTE), cache
+
+    def _attend(
+        self,
+        q_BHTD: Tensor,
+        k_BHND: Tensor,
+        v_BHND: Tensor,
+        log_fgate_BHT: Tensor,
+        seq_start_B: Tensor | None,
+        cache: ForgettingAttentionCache | None,
+    ) -> Tensor:
+        """Forgetting attention from the new tokens to all, `(B, H, T, D)`."""
+        num_new, num_keys = q_BHTD.shape[2], k_BHND.shape[2]
+        options = {"head_first": True, "seq_start": seq_start_B}
+        if num_new < num_keys:
+            inputs = (q_BHTD, k_BHND, v_BHND, cache.cum_log_fgate)
+            wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+            if num_new <= MAX_DECODED_TOKENS and not wants_gradient:
+                threshold = self._decoding_threshold(q_BHTD, k_BHND, cache.max_key_norm)
+                return forgetting_attention_decode(*inputs, adaptive_threshold=threshold, **options)
+            log_fgate_BHT = cache.log_fgate
+        return forgetting_attention(q_BHTD, k_BHND, v_BHND, log_fgate_BHT, **options, **self._pruning_options(num_keys))
 
     def log_forget_gate(self, hidden_BTE: Tensor) -> Tensor:
         """Natural logarithm of the forget gates `(B, T, H)`, float32."""
@@ -237,6 +255,20 @@ class ForgettingAttentionLayer(nn.Module):
         )
         score_bound = q_max * k_max * math.sqrt(self.head_dim)
         return {"adaptive_threshold": self.log_pruning_tolerance - (2 * score_bound + math.log(num_keys))}
+
+    @torch.no_grad()
+    def _decoding_threshold(self, q_BHTD: Tensor, k_BHND: Tensor, max_key_norm_BH: Tensor | None) -> Tensor | None:
+        """What decoding may skip, `(B, H)` or `(H,)`: as `_pruning_options`, without reading any old key.
+
+        Without QK-norm: no score of query i is above U_i = |q_i|·max|k|/√D, and its own key has s_ii and no bias. So what
+        has a bias below ln ε - ln N - (U_i - s_ii) has a weight below ε/N.
+        """
+        if self.log_pruning_tolerance is None or self.q_norm is not None:
+            return self._pruning_options(k_BHND.shape[2]).get("adaptive_threshold")
+        q, k_new = q_BHTD.float(), k_BHND[:, :, -q_BHTD.shape[2] :].float()
+        excess_BHT = q.norm(dim=-1) * max_key_norm_BH[..., None] - (q * k_new).sum(-1)
+        excess_BH = excess_BHT.amax(-1).clamp(min=0) / math.sqrt(self.head_dim)
+        return self.log_pruning_tolerance - math.log(k_BHND.shape[2]) - excess_BH
 
 
 def _projection(hidden_size: int, num_heads: int, use_shift: bool) -> nn.Module:

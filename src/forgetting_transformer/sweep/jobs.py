@@ -1,4 +1,4 @@
-"""A job of a sweep: one run of train.py, and the command that starts it in a fresh `fabric run`.
+"""A job of a sweep: one run of train.py, and the command that starts it in processes of its own.
 
 Jobs share no process. Hydra's own launcher would call the training function of every job in one process, where they
 would share a process group, CUDA's context and the random state, and where a job on several devices starts its other
@@ -33,12 +33,14 @@ class Job:
         script: train.py.
         overrides: Hydra overrides of `script`, without `output_dir`.
         config: what they compose to, with the job's own `output_dir`.
+        priority: of two jobs that wait, the one with the higher priority starts first.
     """
 
     name: str
     script: Path
     overrides: tuple[str, ...]
     config: Config
+    priority: int = 0
 
     @property
     def output_dir(self) -> Path:
@@ -87,9 +89,15 @@ class State(StrEnum):
     FAILED = "failed"
 
 
-def training_command(job: Job, devices: int, extra: Sequence[str] = ()) -> list[str]:
-    """`fabric run train.py …` for this job; `extra` are more options of `fabric run`."""
+def training_command(job: Job, devices: int, extra: Sequence[str] = (), alone: bool = False) -> list[str]:
+    """`fabric run train.py …` for this job; `extra` are more options of `fabric run`.
+
+    `alone`: one process, started without `fabric run`, which would import PyTorch once more before it starts that process.
+    """
     config = job.config
+    if alone:
+        script = [sys.executable, str(job.script), *job.overrides, f"output_dir={quote(str(job.output_dir))}"]
+        return [*script, f"fabric.devices={devices}"]
     return [
         # The `fabric run` of this very interpreter, whatever PATH says.
         *(sys.executable, "-m", "lightning.fabric.cli"),

@@ -3,7 +3,7 @@ best rate has a worse one on either side, then do the same for every head dimens
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,7 +105,7 @@ class LearningRateSweep:
         script: train.py.
         overrides: what all runs have in common, as Hydra overrides.
         compose: overrides -> Config.
-        machine: where the runs are made (sweep/machines.py).
+        machine: where `run` makes the runs (sweep/machines.py); None for who only uses `rounds`.
         guess: learning rate to start from.
         seeds: at least one.
         head_dims: head dimensions to search around, one after another; () leaves the model as it is.
@@ -118,7 +118,7 @@ class LearningRateSweep:
         script: Path,
         overrides: Sequence[str],
         compose: Callable[[Sequence[str]], Config],
-        machine: runner.Machine,
+        machine: runner.Machine | None,
         guess: float,
         seeds: Sequence[int],
         head_dims: Sequence[int] = (),
@@ -150,12 +150,26 @@ class LearningRateSweep:
         Raises:
             SweepError: the folder holds a sweep with other settings, or the search cannot go on.
         """
+        rounds = self.rounds()
+        results: list[runner.JobResult] | None = None
+        hopeless = self._hopeless if self.hopeless_margin is not None else None
+        while True:
+            try:
+                jobs = rounds.send(results)
+            except StopIteration as end:
+                return end.value
+            results = runner.run_jobs(jobs, self.machine, self.folder / "logs", hopeless)
+
+    def rounds(self) -> Generator[list[Job], list[runner.JobResult], bool]:
+        """The search without the running of jobs: yields those of a round, is sent their results in the same order, and
+        returns what `run` does. For who has other jobs to run at the same time.
+        """
         self._state.open()
         start = self.start
         for head_dim in self.head_dims:
             search = self.searches[head_dim] = GridSearch(start, self.seeds)
             while todo := search.needed():
-                if not self._round(head_dim, search, todo):
+                if not (yield from self._round(head_dim, search, todo)):
                     return False
             start = search.best
         return True
@@ -238,8 +252,10 @@ class LearningRateSweep:
         }
         loss_against_learning_rate(curves, self.loss_name, self.folder / "sweep.png")
 
-    def _round(self, head_dim: int | None, search: GridSearch, todo: Sequence[tuple[int, int]]) -> bool:
-        """Makes these runs and enters their losses; False if one of them has none."""
+    def _round(
+        self, head_dim: int | None, search: GridSearch, todo: Sequence[tuple[int, int]]
+    ) -> Generator[list[Job], list[runner.JobResult], bool]:
+        """Has these runs made and enters their losses; False if one of them has none."""
         to_run = []
         for index, seed in todo:
             job = self.job(head_dim, index, seed)
@@ -248,12 +264,7 @@ class LearningRateSweep:
                 search.losses[index, seed] = math.inf
             else:
                 to_run.append(((index, seed), job))
-        results = runner.run_jobs(
-            [job for _, job in to_run],
-            self.machine,
-            self.folder / "logs",
-            self._hopeless if self.hopeless_margin is not None else None,
-        )
+        results = yield [job for _, job in to_run]
         for (key, job), result in zip(to_run, results, strict=True):
             if result.state == State.FINISHED:
                 loss = result.run.final_loss(self.heldout)

@@ -92,20 +92,25 @@ class Process:
 class LocalMachine:
     """This machine: jobs one after another on a CPU, as many at once as its GPUs have room for.
 
-    A job takes `fabric.devices` GPUs ("auto": all of them), its own by CUDA_VISIBLE_DEVICES.
+    A job takes `fabric.devices` GPUs ("auto": all of them), by CUDA_VISIBLE_DEVICES.
 
     Args:
         gpus: the GPUs to share, as CUDA_VISIBLE_DEVICES names them; None: those this process sees.
         jobs_at_once: most jobs that run at a time; None: on GPUs as many as fit, on a CPU one.
+        jobs_per_gpu: jobs that share a GPU. More than one where a job leaves its GPU idle, as small models and starts do.
     """
 
-    def __init__(self, gpus: Sequence[int | str] | None = None, jobs_at_once: int | None = None) -> None:
+    def __init__(
+        self, gpus: Sequence[int | str] | None = None, jobs_at_once: int | None = None, jobs_per_gpu: int = 1
+    ) -> None:
         if jobs_at_once is not None and jobs_at_once < 1:
             raise SweepError(f"jobs_at_once={jobs_at_once} must be 1 or more, or null for as many as the GPUs allow")
+        if jobs_per_gpu < 1:
+            raise SweepError(f"jobs_per_gpu={jobs_per_gpu} must be 1 or more")
         self.gpus = [str(gpu) for gpu in gpus] if gpus is not None else visible_gpus()
-        self._free = list(self.gpus)
+        self._jobs_on = dict.fromkeys(self.gpus, 0)
         self._running = 0
-        self.jobs_at_once = jobs_at_once
+        self.jobs_at_once, self.jobs_per_gpu = jobs_at_once, jobs_per_gpu
 
     def check(self, jobs: Sequence[Job]) -> None:
         """
@@ -126,29 +131,37 @@ class LocalMachine:
     def start(self, job: Job, log: Path) -> Process | None:
         """Starts the job, or returns None if it must wait for others to end."""
         devices, needed, limit = self._devices(job), self._gpus_of(job), self._limit(job)
-        if self._running >= limit or needed > len(self._free):
+        free = [gpu for gpu in self.gpus if self._jobs_on[gpu] < self.jobs_per_gpu]
+        if self._running >= limit or needed > len(free):
             return None
-        mine, self._free = self._free[:needed], self._free[needed:]
+        mine = sorted(free, key=self._jobs_on.__getitem__)[:needed]
         environment = job_environment()
         if self.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         # `fabric run` would otherwise give every rank of every job all cores.
         threads = max(1, _cores() // (limit * devices))
         environment.setdefault("OMP_NUM_THREADS", str(threads))
+        # torch.compile would start a process per core in every job.
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
         # A free port for every job instead of one port for all.
         environment.setdefault("PET_STANDALONE", "1")
 
         def at_end() -> None:
             self._running -= 1
-            self._free += mine
+            for gpu in mine:
+                self._jobs_on[gpu] -= 1
 
         self._running += 1
-        return Process(training_command(job, devices), environment, log, at_end)
+        for gpu in mine:
+            self._jobs_on[gpu] += 1
+        # Within SLURM a process that nothing launched takes itself for one of SLURM's tasks.
+        alone = devices == 1 and "SLURM_NTASKS" not in environment
+        return Process(training_command(job, devices, alone=alone), environment, log, at_end)
 
     def room(self, job: Job) -> int:
         """How many jobs like this one run at a time."""
         needed = self._gpus_of(job)
-        return min(self._limit(job), len(self.gpus) // needed) if needed else self._limit(job)
+        return min(self._limit(job), self.jobs_per_gpu * len(self.gpus) // needed) if needed else self._limit(job)
 
     def _devices(self, job: Job) -> int:
         return job.devices(len(self.gpus) if self.gpus and job.uses_cuda else 1)
@@ -157,7 +170,7 @@ class LocalMachine:
         return self._devices(job) if self.gpus and job.uses_cuda else 0
 
     def _limit(self, job: Job) -> int:
-        return self.jobs_at_once or (len(self.gpus) if self._gpus_of(job) else 1)
+        return self.jobs_at_once or (self.jobs_per_gpu * len(self.gpus) if self._gpus_of(job) else 1)
 
 
 class Slurm:

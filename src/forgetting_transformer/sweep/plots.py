@@ -13,13 +13,13 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from forgetting_transformer.evaluation.plots import (
-    _COLOURS,
-    _STYLE,
-    _add_legend,
-    _line,
-    _look,
-    _save,
+    COLOURS,
+    STYLE,
+    add_legend,
     format_tokens,
+    line_handle,
+    look,
+    save,
     smooth,
 )
 from forgetting_transformer.sweep.compare import Model
@@ -41,11 +41,11 @@ def loss_against_learning_rate(
     }
     finite = [loss for curve in curves.values() for losses in curve.values() for loss in losses if np.isfinite(loss)]
     best = min(((m, rate, name) for name, curve in means.items() for rate, m in curve.items()), default=None)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 3.8))
         axes = figure.add_subplot()
         for number, (name, curve) in enumerate(means.items()):
-            colour, line, marker = _look(number)
+            colour, line, marker = look(number)
             inside = {rate: loss for rate, loss in curve.items() if np.isfinite(loss)}
             axes.plot(list(inside), list(inside.values()), line, color=colour, marker=marker, markersize=6, zorder=3)
             for rate, losses in curves[name].items():
@@ -66,15 +66,15 @@ def loss_against_learning_rate(
             margin = 0.08 * max(max(finite) - min(finite), 1e-3)
             axes.set_ylim(min(finite) - margin, max(finite) + 2 * margin)
         axes.set(xlabel="peak learning rate", ylabel=f"{loss_name} (nats per token)")
-        handles = [_line(number, name, with_marker=True) for number, name in enumerate(means) if name]
+        handles = [line_handle(number, name, with_marker=True) for number, name in enumerate(means) if name]
         if best is not None and np.isfinite(best[0]):
             handles.append(_mark("o", "best", mfc="none", markersize=10))
         if any(len(losses) > 1 for curve in curves.values() for losses in curve.values()):
             handles.append(_mark(".", "one seed", alpha=0.6))
         if any(not np.isfinite(losses).all() for curve in curves.values() for losses in curve.values()):
             handles.append(_mark("x", "diverged or ended early"))
-        _add_legend(figure, handles)
-        _save(figure, path)
+        add_legend(figure, handles)
+        save(figure, path)
 
 
 def loss_against_parameters(
@@ -91,14 +91,14 @@ def loss_against_parameters(
     columns = min(3, len(parameters))
     lines = math.ceil(len(parameters) / columns)
     best = int(np.argmin(losses))
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(max(4.2, 3.1 * columns), 2.9 * lines))
         panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
         for axes, (name, values) in zip(panels, parameters.items(), strict=False):
             if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
                 values = [str(value) for value in values]
             age = np.linspace(0.25, 1, len(losses))
-            axes.scatter(values, losses, c=_COLOURS[0], alpha=age, s=24, linewidths=0, zorder=3)
+            axes.scatter(values, losses, c=COLOURS[0], alpha=age, s=24, linewidths=0, zorder=3)
             axes.plot([values[best]], [losses[best]], "o", mfc="none", mec="#000000", markersize=11, zorder=4)
             if name in log:
                 axes.set_xscale("log")
@@ -107,11 +107,11 @@ def loss_against_parameters(
             axes.set_axis_off()
         for axes in panels[::columns]:
             axes.set_ylabel(f"{loss_name}\n(nats per token)")
-        _add_legend(
+        add_legend(
             figure,
             [_mark(".", "a run, later ones darker", markersize=9), _mark("o", "best", mfc="none", markersize=10)],
         )
-        _save(figure, path)
+        save(figure, path)
 
 
 def loss_against_tokens_and_flops(
@@ -127,12 +127,12 @@ def loss_against_tokens_and_flops(
         tokens, flops: where the models are compared, drawn as vertical lines.
     """
     with_flops = all(np.isfinite(model.flops_per_token) for model in models)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.4, 3.9) if with_flops else (5.2, 3.9))
         panels = figure.subplots(1, 2 if with_flops else 1, sharey=True, squeeze=False)[0]
         low, high = [], []
         for number, model in enumerate(models):
-            colour, line, marker = _look(number)
+            colour, line, marker = look(number)
             steps, losses = _smoothed(model)
             late = losses[:, steps >= 0.25 * steps[-1]]
             low.append(late.min())
@@ -145,8 +145,8 @@ def loss_against_tokens_and_flops(
                     axes.fill_between(
                         steps * scale, losses.min(0), losses.max(0), color=colour, alpha=0.2, linewidth=0, zorder=2
                     )
-                look = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
-                axes.plot(heldout_steps * scale, heldout, marker, color=colour, zorder=20, **look)
+                appearance = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
+                axes.plot(heldout_steps * scale, heldout, marker, color=colour, zorder=20, **appearance)
         for axes, point in zip(panels, (tokens, flops), strict=False):
             if point is not None:
                 axes.axvline(point, color="#555555", linestyle=(0, (6, 3)), linewidth=1.1, zorder=1)
@@ -160,14 +160,14 @@ def loss_against_tokens_and_flops(
             panels[1].set_xlabel("training FLOPs")
             panels[1].xaxis.set_major_formatter(FuncFormatter(_format_flops))
         has_heldout = any(_heldout(model)[1].size for model in models)
-        handles = [_line(number, model.name, has_heldout) for number, model in enumerate(models)]
+        handles = [line_handle(number, model.name, has_heldout) for number, model in enumerate(models)]
         handles.append(Line2D([], [], color="#555555", label="line: training loss, smoothed, mean of seeds"))
         if any(len(model.runs) > 1 for model in models):
             handles.append(Patch(color="#555555", alpha=0.2, linewidth=0, label="shade: lowest to highest seed"))
         if has_heldout:
             handles.append(_mark("o", "marker: held-out loss, mean of seeds", markersize=5))
-        _add_legend(figure, handles)
-        _save(figure, path)
+        add_legend(figure, handles)
+        save(figure, path)
 
 
 def _smoothed(model: Model) -> tuple[np.ndarray, np.ndarray]:

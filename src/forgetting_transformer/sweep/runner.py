@@ -60,8 +60,14 @@ class _Running:
     hopeless: str | None = None
 
 
-def run_jobs(jobs: Sequence[Job], machine: Machine, log_dir: Path, hopeless: Hopeless | None = None) -> list[JobResult]:
-    """Runs every job and returns their results in the order of `jobs`.
+#: Told the result of a job, says which jobs to run because of it.
+Then = Callable[[JobResult], Sequence[Job]]
+
+
+def run_jobs(
+    jobs: Sequence[Job], machine: Machine, log_dir: Path, hopeless: Hopeless | None = None, then: Then | None = None
+) -> list[JobResult]:
+    """Runs every job and returns their results in the order of `jobs`, and of those that came of them.
 
     A job that is finished already, by its own files, is not started. Ctrl-C or SIGTERM asks the running ones to end,
     waits for them and returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A second Ctrl-C kills them.
@@ -69,17 +75,35 @@ def run_jobs(jobs: Sequence[Job], machine: Machine, log_dir: Path, hopeless: Hop
     Args:
         log_dir: gets what each job prints, `<name>.log`.
         hopeless: asked now and then about each running job; a reason ends the job.
+        then: told every result that is no interruption; the jobs it returns wait with the others.
 
     Raises:
         SweepError: two jobs share a folder, or the machine cannot run one of them. Nothing was started then.
     """
-    _check_folders(jobs)
-    machine.check(jobs)
-    results = {job.name: done for job in jobs if (done := finished_already(job)) is not None}
-    waiting = [job for job in jobs if job.name not in results]
+    known: list[Job] = []
+    results: dict[str, JobResult] = {}
+    waiting: list[Job] = []
     running: list[_Running] = []
-    _say(f"{len(jobs)} job{'s' * (len(jobs) != 1)}, {len(results)} finished before; logs in {log_dir}")
-    with _Bar(jobs) as bar, _Interrupts() as interrupts:
+
+    def add(jobs: Sequence[Job]) -> None:
+        _check_folders([*known, *jobs])
+        machine.check(jobs)
+        known.extend(jobs)
+        done = [result for job in jobs if (result := finished_already(job)) is not None]
+        finished = {result.job.name for result in done}
+        waiting.extend(job for job in jobs if job.name not in finished)
+        waiting.sort(key=lambda job: -job.priority)
+        for result in done:
+            settle(result)
+
+    def settle(result: JobResult) -> None:
+        results[result.job.name] = result
+        if then is not None and (more := then(result)):
+            add(more)
+
+    add(jobs)
+    _say(f"{len(known)} job{'s' * (len(known) != 1)}, {len(results)} finished before; logs in {log_dir}")
+    with _Bar(known) as bar, _Interrupts() as interrupts:
         while (waiting or running) and not interrupts.count:
             while waiting and (one := _start(waiting[0], machine, log_dir)) is not None:
                 running.append(one)
@@ -88,8 +112,9 @@ def run_jobs(jobs: Sequence[Job], machine: Machine, log_dir: Path, hopeless: Hop
             time.sleep(POLL_SECONDS)
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
-                result = results[one.job.name] = _result(one)
+                result = _result(one)
                 _say(f"{result.state:<9} {describe(result)}")
+                settle(result)
             records = {one.job.name: read_run(one.job.output_dir) for one in running}
             for one in running:
                 if hopeless is not None and one.hopeless is None:
@@ -108,7 +133,7 @@ def run_jobs(jobs: Sequence[Job], machine: Machine, log_dir: Path, hopeless: Hop
         results[one.job.name] = result
     for job in waiting:
         results[job.name] = JobResult(job, State.INTERRUPTED, read_run(job.output_dir), note="not started")
-    return [results[job.name] for job in jobs]
+    return [results[job.name] for job in known]
 
 
 def finished_already(job: Job) -> JobResult | None:
@@ -228,13 +253,12 @@ class _Bar:
     """Tokens of all jobs on a terminal; nothing elsewhere, where the lines of starts and ends suffice."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self._budgets = {job.name: job.config.train.max_tokens for job in jobs}
+        self._jobs = jobs  # becomes longer while they run
         self._bar: tqdm | None = None
 
     def __enter__(self) -> "_Bar":
         if sys.stderr.isatty():
-            total = sum(self._budgets.values())
-            self._bar = tqdm(total=total, unit="tok", unit_scale=True, desc="sweep", dynamic_ncols=True)
+            self._bar = tqdm(unit="tok", unit_scale=True, desc="sweep", dynamic_ncols=True)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -245,14 +269,14 @@ class _Bar:
         if self._bar is None:
             return
         # A job that has ended is done, however it ended: nothing of its budget is still to come.
-        done = sum(self._budgets[name] for name in results) + sum(run.tokens for run in running.values())
+        budgets = {job.name: job.config.train.max_tokens for job in self._jobs}
+        done = sum(budgets[name] for name in results) + sum(run.tokens for run in running.values())
+        self._bar.total = sum(budgets.values())
         losses = [f"{run.train_loss[-1]:.3f}" for run in running.values() if run.train_loss.size]
         if self._bar.n == 0:
             self._bar.initial = done  # what earlier starts have done says nothing about the speed of this one
         self._bar.n = done
-        self._bar.set_postfix_str(
-            f"{len(results)}/{len(self._budgets)} jobs, running at loss {' '.join(losses) or '-'}"
-        )
+        self._bar.set_postfix_str(f"{len(results)}/{len(budgets)} jobs, running at loss {' '.join(losses) or '-'}")
 
 
 class _Interrupts:

@@ -97,7 +97,8 @@ def _load_kernel(device_index: int) -> bool:
     if torch.cuda.get_device_capability(device_index) < (8, 0):
         return False
     try:
-        importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
+        for module in ("triton", "decode_triton"):
+            importlib.import_module(f"forgetting_transformer.ops.forgetting_attention.{module}")
     except ImportError as error:
         warnings.warn(
             f"attention runs without its GPU kernels, many times slower ({error}): pip install triton",

@@ -1,0 +1,197 @@
+#!/usr/bin/env python
+"""Measures one-token decoding with forgetting attention on a GPU against attention without a gate.
+
+    python benchmarks/decode.py                          # the cases of docs/performance.md, about a minute
+    python benchmarks/decode.py --shapes 1,24,24,64,16384 --kernels decode flash
+    python benchmarks/decode.py --out results.json
+
+A shape is B,H,G,D,N: sequences, query heads, key and value heads (fewer than query heads: grouped-query attention), channels of
+a head, tokens in the cache. Everything is in bf16, and the cache lies in memory as generation keeps it, (B, G, N, D).
+
+Kernels:
+  decode         forgetting_attention_decode, which splits the keys over the GPU, from running sums of log gates; slow gates
+  half           the same, pruned, all gates 1/2 as at initialisation, QK-normed inputs, tolerance e^-10
+  spread         the same, pruned, time constants spread logarithmically over the heads from 4 to 10^6 tokens
+  whole          forgetting_attention with one query, which adds up the gates anew and gives a head to one program
+  flash, cudnn   PyTorch's scaled_dot_product_attention without gates, through FlashAttention-2 and through cuDNN
+
+Columns: `us` per call. `tokens/s` is B tokens per call, as if a model were this one layer. `GB/s` is the size of keys and values
+(decode: and of running sums) over the time, the column after it the share of --peak_gb_s; pruned kernels read less, and have
+neither. `error` is ‖out - exact‖ / ‖exact‖ against float64.
+
+A call is timed inside a CUDA graph that makes at least 4 of them, on caches of their own of together --min_mib or more,
+as the layers of a model would: else a small cache would stay in the GPU's L2. The median of --repeats replays counts.
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SHAPES = ["1,24,24,64,16384", "1,24,24,64,65536", "8,24,24,64,16384", "1,24,4,64,16384", "8,24,4,64,16384"]
+KERNELS = ("decode", "half", "spread", "whole", "flash", "cudnn")
+PRUNED = ("half", "spread")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=SHAPES, metavar="B,H,G,D,N", help=f"default {' '.join(SHAPES)}")
+    parser.add_argument("--kernels", nargs="*", default=list(KERNELS), choices=KERNELS, help="default all")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--min_mib", type=int, default=400, help="MiB of caches that a CUDA graph goes through")
+    parser.add_argument("--peak_gb_s", type=float, default=4800, help="of the GPU's memory; default an H200's")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    shapes = [parse_shape(text) for text in args.shapes]
+    import torch
+
+    if not torch.cuda.is_available():
+        print("this benchmark measures GPU kernels, and PyTorch sees no GPU", file=sys.stderr)
+        return 2
+    rows = []
+    with torch.no_grad():
+        for shape, kernel in itertools.product(shapes, args.kernels):
+            rows.append({"shape": shape, "kernel": kernel, **measure(shape, kernel, args)})
+    result = {"environment": environment(), "rows": rows}
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(table(result))
+    return 0
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    try:
+        batch, heads, groups, head_dim, keys = (int(x) for x in text.split(","))
+    except ValueError:
+        sys.exit(f"a shape is five numbers B,H,G,D,N; got {text!r}")
+    if heads % groups:
+        sys.exit(f"query heads H must be a multiple of key heads G; got {text!r}")
+    return batch, heads, groups, head_dim, keys
+
+
+def environment() -> dict[str, str]:
+    import torch
+    import triton
+
+    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+
+
+def measure(shape: tuple[int, ...], kernel: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Time and error of a kernel; an `unavailable` reason where PyTorch has none for the shape."""
+    import torch
+
+    batch, heads, groups, head_dim, keys = shape
+    num_bytes = 2 * batch * groups * keys * head_dim * 2
+    num_caches = max(4, math.ceil(args.min_mib * 2**20 / num_bytes))
+    torch.manual_seed(0)
+    calls = [make_call(shape, kernel) for _ in range(num_caches)]
+    attend, exact = calls[0]
+    try:
+        error = (attend().double() - exact()).norm() / exact().norm()
+        seconds = replayed_seconds([attend for attend, _ in calls], args.repeats)
+    except RuntimeError as reason:
+        if kernel not in ("flash", "cudnn"):
+            raise
+        return {"unavailable": str(reason).splitlines()[0]}
+    if kernel == "decode":
+        num_bytes += 8 * batch * heads * keys
+    bandwidth = None if kernel in PRUNED else num_bytes / seconds / 1e9
+    return {
+        "us": seconds * 1e6, "tokens_per_second": batch / seconds, "gb_per_second": bandwidth,
+        "share_of_peak": bandwidth and bandwidth / args.peak_gb_s, "error": error.item(),
+    }  # fmt: skip
+
+
+def make_call(shape: tuple[int, ...], kernel: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A call of the kernel on a cache of its own, and one that computes the same in float64."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from forgetting_transformer import forgetting_attention, forgetting_attention_decode
+    from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate
+
+    batch, heads, groups, head_dim, keys = shape
+    q = torch.randn(batch, heads, 1, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(batch, groups, keys, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    log_fgate = F.logsigmoid(torch.randn(batch, heads, keys, device="cuda") + 6)
+    options: dict[str, Any] = {"head_first": True}
+    if kernel in PRUNED:
+        q, k = (F.normalize(x.float(), dim=-1).mul(math.sqrt(head_dim)).bfloat16() for x in (q, k))
+        times = torch.logspace(math.log10(4), 6, heads, dtype=torch.float64, device="cuda")
+        log_fgate_H = (-1 / times).float() if kernel == "spread" else torch.full((heads,), -math.log(2), device="cuda")
+        log_fgate = log_fgate_H[:, None].expand(batch, heads, keys).contiguous()
+        bound = -10 - 2 * math.sqrt(head_dim) - math.log(keys)
+        options["adaptive_threshold"] = torch.full((batch, heads), bound, device="cuda")
+    if kernel in ("flash", "cudnn"):
+        log_fgate = torch.zeros_like(log_fgate)
+    running = cumulative_log_fgate(log_fgate, head_first=True)
+
+    def exact() -> Any:
+        return forgetting_attention_decode(*(x.double() for x in (q, k, v)), running, head_first=True)
+
+    def sdpa() -> Any:
+        backend = SDPBackend.FLASH_ATTENTION if kernel == "flash" else SDPBackend.CUDNN_ATTENTION
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=heads != groups)
+
+    if kernel in ("flash", "cudnn"):
+        return sdpa, exact
+    if kernel == "whole":
+        return functools.partial(forgetting_attention, q, k, v, log_fgate, **options), exact
+    return functools.partial(forgetting_attention_decode, q, k, v, running, **options), exact
+
+
+def replayed_seconds(calls: list[Callable[[], Any]], repeats: int) -> float:
+    """Seconds of one call, from replays of a CUDA graph that makes them all."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(3):
+        graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3 / len(calls)
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = ["| B,H,G,D,N | kernel | us | tokens/s | GB/s | of peak | error |", "|---|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        name = f"| {','.join(str(n) for n in row['shape'])} | {row['kernel']} |"
+        if "unavailable" in row:
+            lines.append(f"{name} – | – | – | – | {row['unavailable']} |")
+            continue
+        bandwidth = " – | – "
+        if row["gb_per_second"] is not None:
+            bandwidth = f" {row['gb_per_second']:.0f} | {row['share_of_peak']:.0%} "
+        lines.append(f"{name} {row['us']:.1f} | {row['tokens_per_second']:.0f} |{bandwidth}| {row['error']:.1e} |")
+    versions = result["environment"]
+    lines += ["", f"{versions['gpu']}, torch {versions['torch']}, Triton {versions['triton']}, bf16."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

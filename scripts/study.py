@@ -1,0 +1,84 @@
+#!/usr/bin/env python
+"""Compares several models: a learning-rate search for each, a run at the rate found, and runs of variants at the same rate.
+
+    python scripts/study.py output_dir=output/study data_dir=data fabric.devices=1 hydra.launcher.jobs_per_gpu=3 \\
+        --group study --models mamba2 fox_pro transformer_llama \\
+        --search train.max_tokens=8388608 schedule.warmup_tokens=1048576 \\
+        --variants fox_pro fox_pro_rope fox_pro_no_qk_norm --variant train.max_tokens=33554432
+
+All jobs wait in one queue for the GPUs of this node. MODEL and VARIANT are files of configs/experiment/GROUP; OVERRIDE is any
+of train.py's. Runs are in output_dir/search/MODEL/…, output_dir/runs/MODEL and output_dir/variants/VARIANT. Ctrl-C or
+SIGTERM saves what is running; the same command goes on with it. docs/study.md shows a study.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of every run, as in key=value")
+    parser.add_argument("--group", required=True, help="folder of configs/experiment that has the models")
+    parser.add_argument("--models", nargs="+", required=True, metavar="MODEL", help="the slowest first")
+    parser.add_argument("--search", nargs="+", default=[], metavar="OVERRIDE", help="of the runs of searches")
+    parser.add_argument(
+        "--guess", type=float, metavar="RATE", help="where searches start; default: each config's own rate"
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("MODEL", "VARIANT"),
+        help="experiments that are run at the rate of MODEL, MODEL itself among them if named; may be repeated",
+    )
+    parser.add_argument("--variant", nargs="+", default=[], metavar="OVERRIDE", help="of the runs of variants")
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    # Only now, so that --help is quick.
+    from forgetting_transformer.sweep import SweepError, runner
+    from forgetting_transformer.sweep.composition import Composer
+    from forgetting_transformer.sweep.study import Study, unfinished
+    from forgetting_transformer.training import ConfigError
+
+    def experiment(name: str) -> list[str]:
+        return [f"+experiment/{args.group}={name}"]
+
+    try:
+        composer = Composer(ROOT / "configs", args.overrides)
+        shared = [o for o in composer.task_overrides if not o.startswith(("output_dir=", "seed="))]
+        base = composer.compose([*experiment(args.models[0]), *composer.task_overrides])
+        study = Study(
+            ROOT / "train.py",
+            composer.compose,
+            Path(base.output_dir).expanduser().absolute(),
+            {model: experiment(model) for model in args.models},
+            shared,
+            args.search,
+            base.seed,
+            args.guess,
+            {model: {name: experiment(name) for name in names} for model, *names in args.variants},
+            args.variant,
+        )
+        results = study.run(composer.machine())
+    except (SweepError, ConfigError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    table = runner.summary(results)
+    (study.folder / "study.md").write_text(f"{table}\n", encoding="utf-8")
+    print(f"\n{table}\n")
+    left = unfinished(results)
+    if left:
+        print(f"{len(left)} jobs are not finished; the same command goes on with them", file=sys.stderr)
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+#!/usr/bin/env bash
+# The study of docs/study.md: a corpus of the Python sources on this machine, seven models, each with a learning-rate search and
+# a run of 100M tokens, their loss at every position, and the ablations of the paper's Table 3 at a smaller budget.
+#
+#   bash scripts/study.sh FOLDER               everything; run again, it goes on where it stopped
+#   bash scripts/study.sh FOLDER corpus|train|evaluate|collect …    only these stages
+#
+# Uses all GPUs in CUDA_VISIBLE_DEVICES, or all there are, and `python` (PYTHON=… names another), with this project
+# installed. FOLDER/report gets what is worth keeping. Settings, as environment variables:
+#
+#   SECONDS_TO_TRAIN   after so many seconds `train` saves what is running and ends; the same command goes on (default: never)
+#   TOKENS             budget of the seven runs
+#   SEARCH_TOKENS      budget of the runs of the learning-rate searches
+#   ABLATION_TOKENS    budget of the ablations, 0 for none
+#   JOBS_PER_GPU       jobs that share a GPU: one starts while others compute
+#   MODELS             the slowest first
+#   SOURCES            folders with the texts of the corpus, VOCABULARY, DOC_LEN, HELDOUT_DOCS
+#   OVERRIDES          more overrides of train.py for all runs
+set -euo pipefail
+if [ $# -lt 1 ]; then
+    sed -n '2,22p' "$0"
+    exit 2
+fi
+mkdir -p "$1/logs" "$1/speed"
+folder="$(cd "$1" && pwd)"
+stages=("${@:2}")
+[ ${#stages[@]} -gt 0 ] || stages=(corpus train evaluate collect)
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python}
+export HF_HUB_OFFLINE=1
+
+vocabulary=${VOCABULARY:-8192}
+tokens=${TOKENS:-100663296}
+search_tokens=${SEARCH_TOKENS:-6291456}
+ablation_tokens=${ABLATION_TOKENS:-16777216}
+read -ra models <<<"${MODELS:-mamba2 delta_net hgrn2 transformer_llama transformer_pro fox_llama fox_pro}"
+read -ra overrides <<<"${OVERRIDES:-}"
+corpus="$folder/data/python_code"
+mapfile -t gpus < <("$python" -c 'from forgetting_transformer.sweep.machines import visible_gpus as v; print("\n".join(v()))')
+[ -n "${gpus[0]:-}" ] || gpus=("")
+cores=$(nproc)
+step() { printf '\n== %s (%d s)\n' "$*" "$SECONDS"; }
+
+# Runs the named function for each model, `jobs` of them at a time on every GPU.
+for_each_run() { # jobs function
+    local jobs=$1 action=$2 number=0 pids=() model
+    local slots=$((jobs * ${#gpus[@]}))
+    for ((slot = 0; slot < slots; slot++)); do
+        (
+            export OMP_NUM_THREADS=$((cores / slots > 0 ? cores / slots : 1))
+            [ -z "${gpus[0]}" ] || export CUDA_VISIBLE_DEVICES=${gpus[slot % ${#gpus[@]}]}
+            for ((number = slot; number < ${#models[@]}; number += slots)); do
+                model=${models[number]}
+                [ ! -d "$folder/runs/$model/checkpoints" ] || "$action" "$model" || echo "$action of $model failed" >&2
+            done
+        ) &
+        pids+=($!)
+    done
+    wait "${pids[@]}"
+}
+
+# While the CPUs make the corpus, the GPUs are idle: kernels that are compiled now are in the disk caches when runs start.
+compile_kernels() {
+    local number
+    [ -n "${gpus[0]}" ] && [ ${#overrides[@]} -eq 0 ] && [ ! -d "$folder/search" ] || return 0
+    for number in "${!models[@]}"; do
+        CUDA_VISIBLE_DEVICES=${gpus[number % ${#gpus[@]}]} OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 \
+            timeout 120 "$python" benchmarks/training.py --experiments "study/${models[number]}" --vocab_size "$vocabulary" \
+            --seq_len 4096 --batch_size 16 --checkpointing off --steps 1 --warmup_steps 1 \
+            >"$folder/logs/compile-${models[number]}.log" 2>&1 || true &
+    done
+}
+
+make_corpus() {
+    local sources
+    read -ra sources <<<"${SOURCES:-}"
+    if [ ${#sources[@]} -eq 0 ]; then
+        mapfile -t sources < <("$python" -c 'import sysconfig; p = sysconfig.get_paths(); print(p["stdlib"], p["purelib"], sep="\n")')
+    fi
+    "$python" scripts/prepare_data.py "${sources[@]}" --glob "*.py" --tokenizer "train:$vocabulary" \
+        --doc_len "${DOC_LEN:-16384}" --heldout_docs "${HELDOUT_DOCS:-128}" --out "$corpus"
+}
+
+train() {
+    local ablations=()
+    if [ "$ablation_tokens" -gt 0 ]; then
+        # Each group has its model at the same budget too.
+        ablations=(
+            --variants transformer_llama transformer_llama transformer_llama_no_rope
+            --variants fox_llama fox_llama fox_llama_rope fox_llama_qk_norm fox_llama_qk_norm_output_gate
+            --variants fox_pro fox_pro fox_pro_no_qk_norm fox_pro_no_output_gate fox_pro_no_output_norm
+            fox_pro_no_kv_shift fox_pro_rope fox_pro_no_forget_gate
+            --variants transformer_pro transformer_pro
+            --variant "train.max_tokens=$ablation_tokens" "schedule.warmup_tokens=$((ablation_tokens / 16))"
+        )
+    fi
+    ${SECONDS_TO_TRAIN:+timeout --signal=TERM "$SECONDS_TO_TRAIN"} "$python" scripts/study.py \
+        "output_dir=$folder" "data_dir=$folder/data" "train.max_tokens=$tokens" "schedule.warmup_tokens=$((tokens / 20))" \
+        fabric.devices=1 "hydra.launcher.jobs_per_gpu=${JOBS_PER_GPU:-3}" "${overrides[@]}" \
+        --group study --models "${models[@]}" \
+        --search "train.max_tokens=$search_tokens" "schedule.warmup_tokens=$((search_tokens / 8))" skip_eval=true \
+        "log_interval=$((search_tokens / 96))" "${ablations[@]}"
+}
+
+position_loss() {
+    "$python" eval/per_token_loss/run_per_token_loss.py --model_path "$folder/runs/$1" --data_path "$corpus" \
+        --save_dir "$folder/position_loss" --preset extrapolation --local_batch_size "${EVAL_BATCH:-4}" \
+        >"$folder/logs/position_loss-$1.log" 2>&1
+}
+
+speed() {
+    "$python" benchmarks/training.py --experiments "$folder/runs/$1" --seq_len "${SPEED_LEN:-4096}" \
+        --batch_size "${SPEED_BATCH:-16}" --checkpointing off --optimizer_step --steps 5 --time_limit 120 \
+        --out "$folder/speed/$1.json" >"$folder/logs/speed-$1.log" 2>&1
+}
+
+for stage in "${stages[@]}"; do
+    case "$stage" in
+    corpus)
+        step "corpus"
+        compile_kernels
+        make_corpus
+        wait
+        ;;
+    train)
+        step "training"
+        # 124: the time was up.
+        train || step "training is not complete ($?)"
+        ;;
+    evaluate)
+        step "loss at every position"
+        for_each_run 4 position_loss
+        step "tokens per second, each model alone on a GPU"
+        for_each_run 1 speed
+        ;;
+    collect)
+        step "report"
+        shopt -s nullglob
+        "$python" scripts/study_report.py collect "$folder" --data_path "$corpus" --position_loss "$folder/position_loss" \
+            --speed "$folder"/speed/*.json --out "$folder/report"
+        ;;
+    *)
+        echo "stages are corpus, train, evaluate and collect, not $stage" >&2
+        exit 2
+        ;;
+    esac
+done
+step "done"

@@ -1,0 +1,149 @@
+#!/usr/bin/env python
+"""What scripts/study.py found, as a few small files, and as tables in a page.
+
+    python scripts/study_report.py collect output/study --data_path data/python_code --position_loss output/positions \\
+        --speed output/speed/*.json --out output/report
+    python scripts/study_report.py tables output/report docs/study.md
+
+collect writes OUT/study.json (all numbers), OUT/positions.npz (loss at every position) and figures: per_token_loss.png,
+compare.png (training), search.png (learning rates), memory.png (of the first model with forget gates). It works on a
+study that is not finished. tables replaces what stands between <!-- NAME --> and <!-- end of NAME --> in the page; NAME is
+models, search, octaves, positions, comparison or variants.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    collect = commands.add_parser("collect", help="from the folder of a study to a few small files")
+    collect.add_argument("study", type=Path, help="output_dir of scripts/study.py")
+    collect.add_argument(
+        "--data_path", required=True, help="folder of the corpus, for the share of tiles that is pruned"
+    )
+    collect.add_argument("--position_loss", type=Path, required=True, help="save_dir of run_per_token_loss.py")
+    collect.add_argument("--speed", type=Path, nargs="*", default=[], help="files of benchmarks/training.py --out")
+    collect.add_argument(
+        "--documents", type=int, default=8, help="texts that the pruned share is a mean of; %(default)s"
+    )
+    collect.add_argument("--out", type=Path, required=True, metavar="DIR")
+    tables = commands.add_parser("tables", help="into a page")
+    tables.add_argument("report", type=Path, help="OUT of collect")
+    tables.add_argument("page", type=Path)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    from forgetting_transformer.data import DataError
+    from forgetting_transformer.evaluation.models import EvaluationError
+    from forgetting_transformer.sweep import SweepError
+
+    try:
+        if args.command == "collect":
+            collect(args)
+        else:
+            fill_page(args.report, args.page)
+    except (SweepError, EvaluationError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def collect(args: argparse.Namespace) -> None:
+    from forgetting_transformer.evaluation import per_token_loss
+    from forgetting_transformer.evaluation.plots import loss_against_position
+    from forgetting_transformer.sweep import compare, study_report
+    from forgetting_transformer.sweep.plots import loss_against_learning_rate, loss_against_tokens_and_flops
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    runs = study_report.runs_in(args.study / "runs")
+    pruned = pruned_shares(runs, args.data_path, args.documents, args.out / "memory.png")
+    study = study_report.collect(args.study, args.position_loss, args.speed, pruned)
+    (args.out / "study.json").write_text(json.dumps(study, indent=1) + "\n", encoding="utf-8")
+    study_report.save_positions(args.position_loss, list(runs), args.out / "positions.npz")
+    name = study_report.display_name
+    if study["search"]:
+        curves = {
+            name(model): {float(rate): [float("inf") if loss is None else loss] for rate, loss in losses.items()}
+            for model, losses in study["search"].items()
+        }
+        loss_against_learning_rate(curves, study["search_loss"], args.out / "search.png")
+    if runs:
+        models = [compare.named_model(name(model), [path]) for model, path in runs.items()]
+        loss_against_tokens_and_flops(models, args.out / "compare.png")
+    results = [per_token_loss.read_result(args.position_loss / model, name(model)) for model, entry in study["models"].items()
+               if "per_token_loss" in entry]  # fmt: skip
+    if results:
+        curves = per_token_loss.group_seeds(results)
+        loss_against_position(curves, args.out / "per_token_loss.png", results[0].summary.get("train_length"), None)
+    for table in study_report.TABLES.values():
+        print(f"{table(study)}\n")
+
+
+def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure: Path) -> dict[str, dict[str, float]]:
+    """Model -> text length -> mean share of tiles that pruning skips, for the models that forget. Draws the memory lengths of
+    the first such model on the first whole document."""
+    from forgetting_transformer.evaluation import heatmaps, per_token_loss
+    from forgetting_transformer.evaluation.models import EvaluationError, load_model, pick_device
+
+    folder = per_token_loss.find_heldout(data_path)
+    document_len = per_token_loss.open_heldout(folder).length
+    shares: dict[str, dict[str, float]] = {}
+    for name, path in runs.items():
+        try:
+            model = load_model(str(path), device=pick_device())
+        except EvaluationError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+            continue
+        if getattr(model.model.config, "log_pruning_tolerance", None) is None:
+            continue
+        for length in sorted({model.train_length or document_len, document_len}):
+            texts = per_token_loss.open_heldout(folder, length)
+            # Evenly spaced, so that they come from documents all over the held-out part.
+            chosen = range(0, texts.sequences, max(1, texts.sequences // documents))[:documents]
+            reports = [report_heads(model, texts.read(sequence)[0]) for sequence in chosen]
+            heads = [head for report in reports for head in report]
+            shares.setdefault(name, {})[f"{length:,}"] = sum(head.pruned for head in heads) / len(heads)
+        if len(shares) == 1:
+            first = reports[0]
+            columns = ([h.layer for h in first], [h.memory for h in first], [h.memory_is_bound for h in first])
+            heatmaps.heads_by_layer(*columns, figure)
+    return shares
+
+
+def report_heads(model: Any, tokens_T: Any) -> list[Any]:
+    """What every head of a model that forgets does on one text."""
+    import torch
+
+    from forgetting_transformer.evaluation import forget_gates
+    from forgetting_transformer.evaluation.models import precision_context
+
+    found: list[forget_gates.HeadReport] = []
+    tolerance = model.model.config.log_pruning_tolerance
+    layers = list(forget_gates.attention_layers(model.model))
+    ids_T = torch.from_numpy(tokens_T.astype("int64")).to(model.device)
+    with precision_context("auto", model.device):
+        forget_gates.visit(
+            model.model, ids_T, layers, lambda inputs: found.extend(forget_gates.report_heads(inputs, tolerance))
+        )
+    return found
+
+
+def fill_page(report: Path, page: Path) -> None:
+    from forgetting_transformer.sweep import study_report
+
+    study = json.loads((report / "study.json").read_text(encoding="utf-8"))
+    tables = {name: table(study) for name, table in study_report.TABLES.items()}
+    tables["comparison"] = study_report.comparison_table(study, report / "positions.npz")
+    page.write_text(study_report.fill_in(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

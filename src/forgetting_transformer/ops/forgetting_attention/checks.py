@@ -1,0 +1,136 @@
+"""Checks of arguments: errors name the argument, its value and the fix. Nothing here waits for a GPU."""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, head_first: bool, gates_name: str = "log_fgate"
+) -> None:
+    named = {"q": q, "k": k, "v": v, gates_name: gates}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} has dtype {x.dtype}; it must be a floating dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}; move them to one device")
+
+    axes = "(B, H, length, D)" if head_first else "(B, length, H, D)"
+    for name in ("q", "k", "v"):
+        if named[name].ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(named[name].shape)}; it must have 4 axes, {axes}")
+        if named[name].dtype != q.dtype:
+            raise ValueError(f"{name} is {named[name].dtype} and q {q.dtype}; cast q, k and v to one dtype")
+    if k.shape != v.shape:
+        raise ValueError(f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}; they must agree")
+
+    length_axis, head_axis = (2, 1) if head_first else (1, 2)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k has batch size {k.shape[0]} and q {q.shape[0]}; they must agree")
+    if k.shape[head_axis] == 0 or q.shape[head_axis] % k.shape[head_axis]:
+        raise ValueError(
+            f"k has {k.shape[head_axis]} heads and q {q.shape[head_axis]}; q's must be a multiple of k's (axes {axes}, "
+            f"head_first={head_first})"
+        )
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k has head dimension {k.shape[3]} and q {q.shape[3]}; they must agree")
+    if q.shape[length_axis] > k.shape[length_axis]:
+        raise ValueError(
+            f"q has {q.shape[length_axis]} positions and k only {k.shape[length_axis]}; the queries are the last "
+            f"positions of the keys, so there cannot be more of them (axes {axes}, head_first={head_first})"
+        )
+    if 0 in q.shape:
+        raise ValueError(f"q has shape {tuple(q.shape)}; every axis must have at least one element")
+    gates_shape = (*k.shape[:head_axis], q.shape[head_axis], *k.shape[head_axis + 1 : 3])
+    if gates.shape != gates_shape:
+        raise ValueError(
+            f"{gates_name} has shape {tuple(gates.shape)}; it must have one entry per key and query head, {gates_shape}"
+        )
+
+
+def check_seq_start(seq_start: Tensor | None, k: Tensor, head_first: bool) -> None:
+    _check_positions("seq_start", seq_start, 0, k, head_first)
+
+
+def check_seq_end(seq_end: Tensor | None, q: Tensor, k: Tensor, head_first: bool) -> None:
+    _check_positions("seq_end", seq_end, q.shape[2 if head_first else 1], k, head_first)
+
+
+def _check_positions(name: str, x: Tensor | None, lowest: int, k: Tensor, head_first: bool) -> None:
+    """One position per sequence, from `lowest` to the number of keys."""
+    if x is None:
+        return
+    batch, num_keys = k.shape[0], k.shape[2 if head_first else 1]
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor of shape ({batch},)")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be int64")
+    if x.shape != (batch,):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be ({batch},), one entry per sequence")
+    if x.device != k.device:
+        raise ValueError(f"{name} is on {x.device} and k on {k.device}; move them to one device")
+    # Looking at values would stall an accelerator and break a compiled graph, so the range is checked on the CPU only.
+    looks_at_values = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looks_at_values and not bool(((x >= lowest) & (x <= num_keys)).all()):
+        raise ValueError(f"{name} is {x.tolist()}; its entries must lie in [{lowest}, {num_keys}]")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, head_first: bool) -> None:
+    if cu_seqlens is None:
+        return
+    length_axis = 2 if head_first else 1
+    num_queries, num_keys = q.shape[length_axis], k.shape[length_axis]
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens is a {kind}; it must be an int32 or int64 tensor of shape (documents + 1,)")
+    if q.shape[0] != 1 or num_queries != num_keys:
+        raise ValueError(
+            f"cu_seqlens packs documents into one sequence: it needs batch size 1 (got {q.shape[0]}) and as many queries as "
+            f"keys (got {num_queries} and {num_keys})"
+        )
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (documents + 1,)")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and q on {q.device}; move them to one device")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds[-1] != num_keys or any(a > b for a, b in itertools.pairwise(bounds)):
+            raise ValueError(f"cu_seqlens is {bounds}; it must rise from 0 to the {num_keys} keys")
+
+
+def check_adaptive_threshold(threshold: str | float | Tensor | None, q: Tensor, head_first: bool) -> None:
+    if threshold is None:
+        return
+    if isinstance(threshold, str):
+        if threshold != "auto":
+            raise ValueError(f"adaptive_threshold is {threshold!r}; the only word it accepts is 'auto'")
+        return
+    if isinstance(threshold, Tensor):
+        batch_and_heads = (q.shape[0], q.shape[1 if head_first else 2])
+        if not threshold.is_floating_point():
+            raise TypeError(f"adaptive_threshold has dtype {threshold.dtype}; it must be a floating dtype")
+        if threshold.device != q.device:
+            raise ValueError(
+                f"adaptive_threshold is on {threshold.device} and q on {q.device}; move them to one device"
+            )
+        try:
+            fits = torch.broadcast_shapes(threshold.shape, batch_and_heads) == batch_and_heads
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"adaptive_threshold has shape {tuple(threshold.shape)}; it must broadcast to (B, H) = {batch_and_heads}"
+            )
+        looks_at_values = threshold.device.type == "cpu" and not torch.compiler.is_compiling()
+        if looks_at_values and not bool((threshold <= 0).all()):
+            raise ValueError("adaptive_threshold has entries that are positive or NaN; a decay bias is never positive")
+        return
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+        raise TypeError(
+            f"adaptive_threshold is a {type(threshold).__name__}; it must be None, 'auto', a number or a tensor"
+        )
+    if not threshold <= 0:
+        raise ValueError(f"adaptive_threshold is {threshold}; it must be ≤ 0, as a decay bias is never positive")

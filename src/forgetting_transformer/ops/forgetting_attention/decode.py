@@ -1,0 +1,178 @@
+"""Forgetting attention from the newest tokens of a sequence to a cache of all its keys: decoding, one token at a time.
+
+The decay of a pair is a difference of running sums, Σ_{l=j+1..i} log f_l = c_i - c_j. A cache that stores c has nothing to
+add up again when a token comes, and knows what pruning may skip: c never rises, so it is the oldest keys.
+
+c is kept in float64. With f near 1/2 it reaches -45,000 nats at 65,536 tokens, where float32 numbers are 0.004 apart; in
+float64 the bias of a pair is exact to 1e-11 and then rounded to float32 by itself. It takes 8 bytes per head and token, against
+256 of keys and values with 64 channels in 16 bits.
+
+Axes: B batch, H query heads, G key and value heads, M queries, N keys, T new tokens, D channels of a head.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from forgetting_transformer.ops.forgetting_attention.checks import (
+    check_adaptive_threshold,
+    check_seq_end,
+    check_seq_start,
+    check_tensors,
+)
+from forgetting_transformer.ops.forgetting_attention.dispatch import takes_kernel
+
+# exp(-256) is 0 in float32; -inf itself would give -inf - (-inf) = NaN.
+_MIN_LOG_FGATE = -256.0
+
+
+def cumulative_log_fgate(log_fgate: Tensor, previous: Tensor | None = None, *, head_first: bool = False) -> Tensor:
+    """Running sums c_i = Σ_{l ≤ i} log f_l of new tokens, to be stored for `forgetting_attention_decode`.
+
+    Args:
+        log_fgate: natural logarithm of the forget gates `(B, T, H)`, or `(B, H, T)` with `head_first`. Hard resets (-inf)
+            count as -256, which no softmax weight survives.
+        previous: what was returned for the token before these, `(B, 1, H)` or `(B, H, 1)`. None starts from 0.
+
+    Returns:
+        Tensor with log_fgate's shape, float64 (float32 on devices without it). Only differences of its entries mean anything.
+    """
+    axis = -1 if head_first else -2
+    has_float64 = log_fgate.device.type != "mps"
+    log_fgate = log_fgate.to(torch.float64 if has_float64 else torch.float32).clamp(min=_MIN_LOG_FGATE)
+    running = log_fgate.cumsum(axis) if log_fgate.shape[axis] > 1 else log_fgate
+    return running if previous is None else running + previous
+
+
+def forgetting_attention_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cum_log_fgate: Tensor,
+    *,
+    head_first: bool = False,
+    seq_start: Tensor | None = None,
+    seq_end: Tensor | None = None,
+    sm_scale: float | None = None,
+    adaptive_threshold: float | Tensor | None = None,
+    return_log_normaliser: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from the last M positions with weights `softmax_j(sm_scale · q_i·k_j + c_i - c_j)` over the keys j ≤ i.
+
+    The same numbers as `forgetting_attention`, without gradients, for M of 1 to 16 or so. The cost is one reading of the
+    visible keys and values, whatever the number of query heads that share them; with pruning, of those that are not pruned.
+
+    k, v and cum_log_fgate may be views of larger buffers, in any memory layout whose channels lie side by side (fastest:
+    head first, so that a head's keys are neighbours). With `seq_end` they may be the whole buffers: then no shape
+    changes while they fill, and one CUDA graph or one compiled graph serves every token.
+
+    Args:
+        q: queries `(B, M, H, D)`, or `(B, H, M, D)` with `head_first`. float16, bfloat16, float32 or float64.
+        k: keys `(B, N, G, D)`, in q's dtype. H must be a multiple of G: query head h reads key head h // (H / G).
+        v: values, like k.
+        cum_log_fgate: running sums c of the log forget gates `(B, N, H)`, as `cumulative_log_fgate` returns them, float64 or
+            float32. Only differences count: a sum may have started anywhere.
+        head_first: the head axis comes before the sequence axis in every argument and in the output.
+        seq_start: index `(B,)` of the first real token of each sequence, in [0, N]: left padding. Keys before it are
+            invisible whatever they hold (NaN included), queries before it give 0.
+        seq_end: index `(B,)` one past the last token of each sequence, in [M, N]. Its queries are the M positions before
+            that, and what lies behind is invisible whatever it holds. Default N.
+        sm_scale: factor on q·k. Default 1/√D.
+        adaptive_threshold: adaptive computation pruning: a backend may skip keys whose decay bias c_i - c_j is below
+            this value (nats, ≤ 0), a number or a tensor that broadcasts to `(B, H)`. None skips nothing. The Triton kernel
+            prunes, the portable backend computes every pair.
+        return_log_normaliser: also return ln Σ_j exp(score_ij), to merge attention over parts of the keys.
+
+    Returns:
+        Tensor with q's shape and dtype. With `return_log_normaliser` also the log-normalisers `(B, M, H)`, nats, float32 (or
+        float64), -inf for a query that sees nothing.
+
+    Raises:
+        TypeError: an argument is not a tensor, or of an unsupported dtype.
+        ValueError: shapes, dtypes, devices or ranges do not fit together. The message names the argument.
+        RuntimeError: a gradient is asked for.
+    """
+    check_tensors(q, k, v, cum_log_fgate, head_first, "cum_log_fgate")
+    if cum_log_fgate.dtype not in (torch.float64, torch.float32):
+        raise TypeError(
+            f"cum_log_fgate has dtype {cum_log_fgate.dtype}; it must be float64, or float32 where sequences are short"
+        )
+    check_seq_start(seq_start, k, head_first)
+    check_seq_end(seq_end, q, k, head_first)
+    if isinstance(adaptive_threshold, str):
+        raise TypeError(
+            f"adaptive_threshold is {adaptive_threshold!r}; decoding takes a number or a tensor, as norms of all keys would "
+            "cost as much as attending to them"
+        )
+    check_adaptive_threshold(adaptive_threshold, q, head_first)
+    if sm_scale is None:
+        sm_scale = 1 / math.sqrt(q.shape[-1])
+    elif not (math.isfinite(sm_scale) and sm_scale > 0):
+        raise ValueError(f"sm_scale is {sm_scale}; it must be a positive finite number, or None for 1/√D")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, cum_log_fgate)):
+        raise RuntimeError(
+            "forgetting_attention_decode has no gradients: call it under torch.no_grad(), or use forgetting_attention"
+        )
+
+    if not head_first:
+        q, k, v, cum_log_fgate = (x.transpose(1, 2) for x in (q, k, v, cum_log_fgate))
+    if takes_kernel(q):
+        if adaptive_threshold is not None and not isinstance(adaptive_threshold, Tensor):
+            adaptive_threshold = torch.full(q.shape[:2], adaptive_threshold, dtype=torch.float32, device=q.device)
+        elif adaptive_threshold is not None:
+            adaptive_threshold = adaptive_threshold.detach().float().expand(q.shape[:2])
+        kernel = torch.ops.forgetting_transformer.forgetting_attention_decode
+        out_BHMD, log_normaliser_BHM = kernel(q, k, v, cum_log_fgate, adaptive_threshold, seq_start, seq_end, sm_scale)
+    else:
+        # The op chooses its own precision: autocast would round scores to 16 bits inside it.
+        with torch.autocast(q.device.type, enabled=False):
+            out_BHMD, log_normaliser_BHM = forgetting_attention_decode_portable(
+                q, k, v, cum_log_fgate, seq_start, seq_end, sm_scale
+            )
+    out = out_BHMD if head_first else out_BHMD.transpose(1, 2)
+    if not return_log_normaliser:
+        return out
+    return out, log_normaliser_BHM if head_first else log_normaliser_BHM.transpose(1, 2)
+
+
+def forgetting_attention_decode_portable(
+    q_BHMD: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    cum_log_fgate_BHN: Tensor,
+    seq_start_B: Tensor | None,
+    seq_end_B: Tensor | None,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Decode on any device, with M·N scores in memory. Arguments as in `forgetting_attention_decode`, head first.
+
+    Returns:
+        The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)`, float32 or float64.
+    """
+    dtype = torch.promote_types(q_BHMD.dtype, torch.float32)
+    (batch, heads, num_queries, _), (groups, num_keys) = q_BHMD.shape, k_BGND.shape[1:3]
+    q, k, v = (x.to(dtype) for x in (q_BHMD, k_BGND, v_BGND))
+    key_N = torch.arange(num_keys, device=q.device)
+    end_B11 = num_keys if seq_end_B is None else seq_end_B[:, None, None]
+    query_BM1 = torch.arange(num_queries, device=q.device)[:, None] + (end_B11 - num_queries)
+    visible_BMN = (key_N <= query_BM1).expand(batch, -1, -1)
+    if seq_start_B is not None:
+        visible_BMN = visible_BMN & (key_N >= seq_start_B[:, None, None])
+    if seq_start_B is not None or seq_end_B is not None:
+        # Zeros, not whatever invisible keys hold: 0 · NaN would reach the sums below.
+        is_hidden_B1N1 = ~visible_BMN.any(1)[:, None, :, None]
+        k, v = k.masked_fill(is_hidden_B1N1, 0), v.masked_fill(is_hidden_B1N1, 0)
+
+    query_BHM = query_BM1.clamp(min=0).mT.expand(batch, heads, -1)
+    bias_BHMN = (cum_log_fgate_BHN.gather(2, query_BHM)[..., None] - cum_log_fgate_BHN[:, :, None]).to(dtype)
+    # The heads that share keys are rows of one product.
+    q_BGRD = q.reshape(batch, groups, -1, q.shape[3])
+    scores_BHMN = sm_scale * (q_BGRD @ k.mT).view(batch, heads, num_queries, num_keys) + bias_BHMN
+    visible_B1MN = visible_BMN[:, None]
+    scores_BHMN = scores_BHMN.masked_fill(~visible_B1MN, torch.finfo(dtype).min)
+    weights_BHMN = scores_BHMN.softmax(-1).masked_fill(~visible_B1MN, 0)
+    out_BGRD = weights_BHMN.view(batch, groups, -1, num_keys) @ v
+    sees_nothing_B1M = ~visible_B1MN.any(-1)
+    log_normaliser_BHM = scores_BHMN.logsumexp(-1).masked_fill(sees_nothing_B1M, -torch.inf)
+    return out_BGRD.view(q.shape).to(q_BHMD.dtype), log_normaliser_BHM

@@ -1,0 +1,123 @@
+"""A comparison of several models in one queue of jobs: each gets its own learning-rate search, then a run at the rate found,
+then runs of its variants at the same rate.
+
+The searches, runs and variants of all models wait together. One model's long run goes on while another is still searched, and
+GPUs are idle only when nothing is left to start. Runs start before searches, since the longest chain decides when all is done,
+and variants start last.
+"""
+
+import dataclasses
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+
+from forgetting_transformer.sweep import SweepError, runner
+from forgetting_transformer.sweep.jobs import Job, State, quote
+from forgetting_transformer.sweep.learning_rate import LearningRateSweep, grid_text
+from forgetting_transformer.training import Config
+
+# What starts first.
+_RUN, _SEARCH, _VARIANT = 2, 1, 0
+
+
+class Study:
+    """Runs go to `folder/search/MODEL/lr…_seed…`, `folder/runs/MODEL` and `folder/variants/MODEL`.
+
+    Args:
+        script: train.py.
+        compose: overrides -> Config.
+        folder: of the study; started again in it, the study goes on.
+        models: name -> overrides that make the model, in the order in which searches start: the slowest model first.
+        shared: overrides of every run.
+        search: overrides of the runs of searches, such as a smaller budget.
+        seed: of every run.
+        guess: learning rate to start the searches from; None: each model's own.
+        variants: model -> (name -> overrides) of runs at that model's rate.
+        variant: overrides of these runs.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        compose: Callable[[Sequence[str]], Config],
+        folder: Path,
+        models: Mapping[str, Sequence[str]],
+        shared: Sequence[str],
+        search: Sequence[str],
+        seed: int,
+        guess: float | None = None,
+        variants: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
+        variant: Sequence[str] = (),
+    ) -> None:
+        self.script, self.compose, self.folder = script, compose, folder
+        self.models, self.shared, self.seed = models, (*shared, f"seed={seed}"), seed
+        self.variants, self.variant = variants or {}, variant
+        if unknown := sorted(self.variants.keys() - models.keys()):
+            raise SweepError(
+                f"variants of {', '.join(unknown)}: their rate is that of a model of the study, {', '.join(models)}"
+            )
+        self.searches: dict[str, LearningRateSweep] = {}
+        for name, own in models.items():
+            overrides = [*own, *self.shared, *search, f"output_dir={quote(str(folder / 'search' / name))}"]
+            rate = compose(overrides).optimizer.lr if guess is None else guess
+            self.searches[name] = LearningRateSweep(script, overrides, compose, None, rate, [seed])
+        self._rounds: dict[str, Generator[list[Job], list[runner.JobResult], bool]] = {}
+        #: Model -> results of the round that its search is in, in the round's order; None: not yet.
+        self._results: dict[str, dict[str, runner.JobResult | None]] = {}
+        self._model_of: dict[str, str] = {}
+
+    def run(self, machine: runner.Machine) -> list[runner.JobResult]:
+        """Runs all that is not finished, and returns the results of all jobs."""
+        first = []
+        for name, search in self.searches.items():
+            self._rounds[name] = search.rounds()
+            first += self._advance(name, None)
+        return runner.run_jobs(first, machine, self.folder / "logs", then=self._then)
+
+    def rate(self, model: str) -> str:
+        """The best learning rate of a model's search, as text."""
+        return grid_text(self.searches[model].winner()[1])
+
+    def _then(self, result: runner.JobResult) -> list[Job]:
+        name = self._model_of.get(result.job.name)
+        if name is None:
+            return []
+        self._results[name][result.job.name] = result
+        results = list(self._results[name].values())
+        return [] if any(one is None for one in results) else self._advance(name, results)
+
+    def _advance(self, name: str, results: list[runner.JobResult] | None) -> list[Job]:
+        """The next jobs of a model: a round of its search, or, when that has ended, its runs."""
+        while True:
+            try:
+                jobs = self._rounds[name].send(results)
+            except StopIteration as end:
+                return self._runs(name) if end.value else []
+            if jobs:
+                break
+            results = []  # a round of nothing but runs that are known to have diverged
+        priority = self._priority(_SEARCH, name)
+        jobs = [dataclasses.replace(job, name=f"search/{name}/{job.name}", priority=priority) for job in jobs]
+        self._results[name] = dict.fromkeys(job.name for job in jobs)
+        self._model_of |= dict.fromkeys(self._results[name], name)
+        return jobs
+
+    def _runs(self, name: str) -> list[Job]:
+        rate = f"optimizer.lr={self.rate(name)}"
+        jobs = [self._job(f"runs/{name}", [*self.models[name], *self.shared, rate], self._priority(_RUN, name))]
+        for variant, own in self.variants.get(name, {}).items():
+            overrides = [*own, *self.shared, *self.variant, rate]
+            jobs.append(self._job(f"variants/{variant}", overrides, self._priority(_VARIANT, name)))
+        return jobs
+
+    def _priority(self, kind: int, model: str) -> int:
+        """By kind of job, and within a kind by the order of the models."""
+        return (kind + 1) * len(self.models) - list(self.models).index(model)
+
+    def _job(self, name: str, overrides: Sequence[str], priority: int) -> Job:
+        config = self.compose([*overrides, f"output_dir={quote(str(self.folder / name))}"])
+        return Job(name, self.script, tuple(overrides), config, priority)
+
+
+def unfinished(results: Sequence[runner.JobResult]) -> list[runner.JobResult]:
+    """Those that the same command would run again."""
+    return [result for result in results if result.state not in (State.FINISHED, State.DIVERGED)]

@@ -1,0 +1,298 @@
+"""What a study (sweep/study.py) found: all numbers as one JSON file, and the tables that are made of them.
+
+The folder of a study is large; what is worth keeping of it is small. `collect` reads the folder, `TABLES` turn what it
+returns into Markdown, `fill_in` puts that into a page between marks, so that no number is copied by hand.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forgetting_transformer.evaluation import per_token_loss
+from forgetting_transformer.evaluation.runs import read_metrics
+from forgetting_transformer.sweep import SweepError
+from forgetting_transformer.sweep.learning_rate import grid_text, nearest_grid_index
+from forgetting_transformer.sweep.results import TRAIN_WINDOW, RunRecord, read_run
+from forgetting_transformer.sweep.tables import markdown_table
+
+#: How models are called in tables and figures; others go by the name of their config.
+NAMES = {
+    "fox_pro": "FoX (Pro)",
+    "fox_llama": "FoX (LLaMA)",
+    "transformer_pro": "Transformer (Pro)",
+    "transformer_llama": "Transformer (LLaMA)",
+    "mamba2": "Mamba-2",
+    "hgrn2": "HGRN2",
+    "delta_net": "DeltaNet",
+}
+#: Points of a training curve that are kept.
+_CURVE_POINTS = 200
+#: Position from which models are compared document by document, in tables.
+_COMPARED_FROM = 256
+
+
+def display_name(model: str) -> str:
+    return NAMES.get(model, model)
+
+
+def in_order(models: Sequence[str]) -> list[str]:
+    """The models that have a name of their own in its order, then the others by name."""
+    known = list(NAMES)
+    return sorted(models, key=lambda model: (known.index(model) if model in known else len(known), model))
+
+
+def runs_in(folder: Path) -> dict[str, Path]:
+    """Runs in a folder of a study, by name, those that have logged."""
+    found = {file.parents[2].name: file.parents[2] for file in folder.glob("*/metrics/jsonlines/train.jsonl")}
+    return {name: found[name] for name in in_order(list(found))}
+
+
+def collect(
+    folder: Path,
+    position_loss: Path,
+    speed: Sequence[Path] = (),
+    pruned: Mapping[str, Mapping[str, float]] | None = None,
+) -> dict[str, Any]:
+    """All numbers of a study, for JSON; what is not there yet is left out.
+
+    Args:
+        folder: of the study.
+        position_loss: folder of per_token_loss with a result per model.
+        speed: results of benchmarks/training.py on runs of the study.
+        pruned: model -> text length -> share of tiles that pruning skips.
+
+    Raises:
+        SweepError: there is no run in the folder.
+    """
+    runs, variants = runs_in(folder / "runs"), runs_in(folder / "variants")
+    searched = sorted(path for path in (folder / "search").glob("*/lr*_seed*") if path.is_dir())
+    if not runs and not searched:
+        raise SweepError(f"{folder}: neither search/ nor runs/ holds a run; give the output_dir of scripts/study.py")
+    search: dict[str, dict[str, float | None]] = {}
+    heldout = False
+    for path in searched:
+        run = read_run(path)
+        if run.finished(run.config.get("train", {}).get("max_tokens", math.inf)) or run.diverged:
+            rates = search.setdefault(path.parent.name, {})
+            heldout = heldout or run.heldout_loss.size > 0
+            loss = math.nan if run.diverged else run.final_loss(run.heldout_loss.size > 0)
+            rates[grid_text(nearest_grid_index(run.config["optimizer"]["lr"]))] = loss if math.isfinite(loss) else None
+    found: dict[str, Any] = {
+        "models": {name: _describe(path) for name, path in runs.items()},
+        "search": {name: search[name] for name in in_order(list(search))},
+        "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
+        "variants": {name: _describe(path) for name, path in variants.items()},
+        "speed": _speeds(speed),
+        "pruned": {name: dict(shares) for name, shares in (pruned or {}).items()},
+    }
+    for name in runs:
+        if (file := position_loss / name / "results.json").is_file():
+            found["models"][name]["per_token_loss"] = json.loads(file.read_text(encoding="utf-8"))
+    for path in [*runs.values(), *searched]:
+        if (starts := path / "starts.jsonl").is_file():
+            start = json.loads(starts.read_text(encoding="utf-8").splitlines()[0])
+            found["environment"] = {
+                "versions": start["versions"],
+                "machine": start["machine"],
+                "commit": start["git"].get("commit"),
+            }
+            found["corpus"] = read_metrics(path / "metrics" / "jsonlines" / "train_data_info.jsonl")[0]
+            break
+    return found
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    run = read_run(path)
+    info = read_metrics(path / "metrics" / "jsonlines" / "model_info.jsonl")[0]
+    config = run.config
+    keep = np.unique(np.linspace(0, run.tokens and len(run.train_tokens) - 1, _CURVE_POINTS).round().astype(int))
+    return {
+        "finished": run.finished(config["train"]["max_tokens"]),
+        "tokens": run.tokens,
+        "budget": config["train"]["max_tokens"],
+        "seed": config["seed"],
+        "learning_rate": config["optimizer"]["lr"],
+        "parameters": info["total_params"],
+        # Without embedding and output layer, which have the same size in all models.
+        "body_parameters": info["total_params"] - 2 * info["embedding_params"],
+        "flops_per_token": run.flops_per_token,
+        "train_loss": _finite(run.final_loss(heldout=False)),
+        "heldout_loss": _heldout_at_end(run),
+        "curve": [[int(run.train_tokens[i]), round(float(run.train_loss[i]), 4)] for i in keep],
+    }
+
+
+def _heldout_at_end(run: RunRecord) -> float | None:
+    """The held-out loss, if the last evaluation was at the end of the budget."""
+    at_end = run.heldout_tokens.size and run.heldout_tokens[-1] >= run.config["train"]["max_tokens"]
+    return float(run.heldout_loss[-1]) if at_end else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _speeds(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Model -> what the benchmark measured of its run."""
+    speeds: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+            if row["status"] == "ok" and row["trained"]:
+                kept = ("tokens_per_second", "mfu", "peak_memory_bytes", "tokens_per_step")
+                speeds[Path(row["experiment"]).name] = {key: row[key] for key in kept}
+    return speeds
+
+
+def models_table(study: Mapping[str, Any]) -> str:
+    """One row per model: losses and speed."""
+    best = min((model["heldout_loss"] for model in study["models"].values() if model["heldout_loss"]), default=None)
+    rows = []
+    for name, model in study["models"].items():
+        loss, speed = model["heldout_loss"], study["speed"].get(name, {})
+        rows.append(
+            [
+                display_name(name),
+                f"{model['body_parameters'] / 1e6:.1f}M",
+                f"{model['learning_rate']:.0e}".replace("e-0", "e-"),
+                f"{model['tokens'] / 1e6:,.1f}M",
+                _number(model["train_loss"]),
+                _number(loss),
+                "" if loss is None else f"{math.exp(loss):.3f}",
+                "" if loss is None or best is None else ("best" if loss == best else f"+{loss - best:.4f}"),
+                f"{speed['tokens_per_second']:,.0f}" if speed else "",
+                f"{speed['mfu']:.0%}" if speed and speed["mfu"] else "",
+                ", ".join(f"{share:.0%} ({length})" for length, share in study["pruned"].get(name, {}).items()),
+            ]
+        )
+    header = ["model", "body", "rate", "tokens", "training loss", "held-out loss", "perplexity", "above the best"]
+    header += ["tokens/s", "MFU", "tiles pruned (text length)"]
+    return markdown_table(header, rows, "l" + 10 * "r")
+
+
+def search_table(study: Mapping[str, Any]) -> str:
+    """Loss of every model at every learning rate tried."""
+    rates = sorted({rate for losses in study["search"].values() for rate in losses}, key=float)
+    rows = []
+    for name, losses in study["search"].items():
+        best = min((loss for loss in losses.values() if loss is not None), default=None)
+        cells = [("diverged" if losses[r] is None else f"{losses[r]:.4f}") if r in losses else "" for r in rates]
+        rows.append(
+            [
+                display_name(name),
+                *(
+                    f"**{c}**" if c and best is not None and losses.get(r) == best else c
+                    for r, c in zip(rates, cells, strict=True)
+                ),
+            ]
+        )
+    return markdown_table(["model", *rates], rows, "l" + "r" * len(rates))
+
+
+def positions_table(study: Mapping[str, Any]) -> str:
+    """By how much the loss changes with every doubling of the context, per model."""
+    results = {name: m["per_token_loss"] for name, m in study["models"].items() if "per_token_loss" in m}
+    positions = sorted({e["position"] for result in results.values() for e in result["slope"] if e["position"] >= 128})
+    rows = []
+    for name, result in results.items():
+        by_position = {entry["position"]: entry for entry in result["slope"]}
+        cells = [
+            f"{e['per_doubling']:+.3f} ± {e['standard_error'] or math.nan:.3f}"
+            if (e := by_position.get(position))
+            else ""
+            for position in positions
+        ]
+        rows.append([display_name(name), *cells])
+    return markdown_table(["model", *(f"at {p:,}" for p in positions)], rows, "l" + "r" * len(positions))
+
+
+def octaves_table(study: Mapping[str, Any]) -> str:
+    """Mean loss in every octave of positions, per model."""
+    results = {name: m["per_token_loss"] for name, m in study["models"].items() if "per_token_loss" in m}
+    positions = sorted({e["position"] for result in results.values() for e in result["slope"] if e["position"] >= 128})
+    rows = []
+    for name, result in results.items():
+        after = {entry["position"]: entry["after"] for entry in result["slope"]}
+        rows.append([display_name(name), *(_number(after.get(position)) for position in positions)])
+    return markdown_table(["model", *(f"{p:,} to {2 * p:,}" for p in positions)], rows, "l" + "r" * len(positions))
+
+
+def variants_table(study: Mapping[str, Any]) -> str:
+    """One row per variant, like the paper's Table 3."""
+    if not study["variants"]:
+        return "Not run."
+    rows = []
+    reference = (study["variants"].get("fox_pro") or {}).get("heldout_loss")
+    for name, variant in study["variants"].items():
+        loss = variant["heldout_loss"]
+        rows.append(
+            [
+                display_name(name),
+                f"{variant['body_parameters'] / 1e6:.1f}M",
+                f"{variant['learning_rate']:.0e}".replace("e-0", "e-"),
+                f"{variant['tokens'] / 1e6:,.1f}M",
+                _number(loss),
+                "" if loss is None else f"{math.exp(loss):.3f}",
+                "" if loss is None or reference is None else f"{loss - reference:+.4f}",
+            ]
+        )
+    header = ["model", "body", "rate", "tokens", "held-out loss", "perplexity", "against FoX (Pro)"]
+    return markdown_table(header, rows, "lrrrrrr")
+
+
+def comparison_table(study: Mapping[str, Any], positions: Path) -> str:
+    """Models against the first on the same documents, octave by octave, from the file that `save_positions` wrote."""
+    results = []
+    with np.load(positions, allow_pickle=False) as arrays:
+        for name, model in study["models"].items():
+            if name in arrays:
+                results.append(
+                    per_token_loss.Result(
+                        display_name(name), arrays[name], model["per_token_loss"], arrays[f"{name}/octaves"]
+                    )
+                )
+    return per_token_loss.comparison_table(results, _COMPARED_FROM) if len(results) > 1 else ""
+
+
+def save_positions(position_loss: Path, models: Sequence[str], file: Path) -> None:
+    """Loss at every position `(T,)`, and per document and octave `(documents, octaves)`, of every model in one .npz."""
+    arrays: dict[str, np.ndarray] = {}
+    for name in models:
+        if (position_loss / name / "results.npz").is_file():
+            result = per_token_loss.read_result(position_loss / name)
+            arrays[name] = result.loss_T.astype(np.float32)
+            arrays[f"{name}/octaves"] = result.octaves_NO
+    np.savez_compressed(file, **arrays)
+
+
+TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "models": models_table,
+    "search": search_table,
+    "octaves": octaves_table,
+    "positions": positions_table,
+    "variants": variants_table,
+}
+
+
+def fill_in(page: str, tables: Mapping[str, str]) -> str:
+    """A page with what stands between `<!-- NAME -->` and `<!-- end of NAME -->` replaced by the table of that name.
+
+    Raises:
+        SweepError: the page has marks for a table that is not there.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in tables:
+            raise SweepError(f"the page wants a table {name!r}; there are {', '.join(tables)}")
+        return f"<!-- {name} -->\n{tables[name].strip()}\n<!-- end of {name} -->"
+
+    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end of \1 -->", replace, page, flags=re.DOTALL)
+
+
+def _number(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f}"

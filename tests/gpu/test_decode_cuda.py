@@ -1,0 +1,179 @@
+"""On CUDA: decoding against float64, the same bits twice, in one compiled graph, from a CUDA graph, in a model."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forgetting_transformer import forgetting_attention, forgetting_attention_decode
+from forgetting_transformer.model import ForgettingTransformerConfig, ForgettingTransformerForCausalLM
+from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate, decode, forgetting_attention_reference
+from tests.gpu.test_cuda import relative_error
+
+PRECISIONS = [(torch.float32, 1e-5), (torch.bfloat16, 4e-3), (torch.float16, 1e-3)]
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def kernel_only(monkeypatch):
+    """Nothing may fall back to the portable backend unseen."""
+    monkeypatch.setattr(decode, "forgetting_attention_decode_portable", None)
+
+
+def make_inputs(queries=1, keys=3000, heads=6, groups=6, head_dim=64, batch=2, dtype=torch.bfloat16, shift=2.0):
+    """Head first: queries, keys, values and log gates."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    q = normal(batch, heads, queries, head_dim).to(dtype)
+    k, v = (normal(batch, groups, keys, head_dim).to(dtype) for _ in range(2))
+    return q, k, v, F.logsigmoid(normal(batch, heads, keys) + shift)
+
+
+def attend(q, k, v, log_fgate, **options):
+    running = cumulative_log_fgate(log_fgate, head_first=True)
+    return forgetting_attention_decode(q, k, v, running, head_first=True, return_log_normaliser=True, **options)
+
+
+def assert_like_reference(inputs, tolerance, seq_start=None):
+    got = attend(*inputs, seq_start=seq_start)
+    doubles = [x.double() for x in inputs]
+    want = forgetting_attention_reference(*doubles, seq_start, inputs[0].shape[-1] ** -0.5)
+    for a, e in zip(got, want, strict=True):
+        finite = e.isfinite()
+        assert torch.equal(a.isfinite(), finite)
+        assert relative_error(a[finite], e[finite]) < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("shift", [0.0, 6.0], ids=["half", "slow"])
+@pytest.mark.parametrize("queries", [1, 5, 16])
+@pytest.mark.parametrize("heads, groups", [(6, 6), (24, 4), (8, 1)])
+def test_agrees_with_float64(heads, groups, queries, shift, dtype, tolerance, poisoned, kernel_only):
+    for keys in (queries, 65, 3000):
+        inputs = make_inputs(queries, keys, heads, groups, dtype=dtype, shift=shift)
+        assert_like_reference(inputs, tolerance)
+        seq_start = torch.tensor([0, keys // 2], device="cuda")
+        assert_like_reference(inputs, tolerance, seq_start)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("head_dim", [1, 8, 16, 48, 80, 96, 128, 192, 256])
+def test_every_head_dimension_agrees_with_float64(head_dim, dtype, tolerance, poisoned, kernel_only):
+    for sizes in ({}, {"heads": 6, "groups": 2, "queries": 3}):
+        assert_like_reference(make_inputs(keys=1111, head_dim=head_dim, dtype=dtype, **sizes), tolerance)
+
+
+def test_resets_padding_and_long_sequences(poisoned, kernel_only):
+    q, k, v, log_fgate = make_inputs(2, 70_000, heads=3, groups=3, dtype=torch.float32)
+    log_fgate[:, :, ::1001] = -torch.inf
+    k[1, :, :60_000] = v[1, :, :60_000] = torch.nan
+    assert_like_reference((q, k, v, log_fgate), 1e-5, torch.tensor([0, 60_000], device="cuda"))
+
+
+def test_biases_of_near_pairs_are_exact_after_65536_tokens(kernel_only):
+    _, _, _, log_fgate = make_inputs(1, 65536, 1, 1, batch=1, shift=0.0)
+    q, k = torch.ones(1, 1, 1, 16, device="cuda"), torch.full((1, 1, 65536, 16), -1e4, device="cuda")
+    for distance in (1, 16, 63):
+        one_key = k.clone()
+        one_key[:, :, 65535 - distance] = 0.0
+        seq_start = torch.tensor([65536 - 128], device="cuda")
+        _, log_normaliser = attend(q, one_key, one_key, log_fgate, seq_start=seq_start)
+        assert abs(log_normaliser.item() - log_fgate[0, 0, 65536 - distance :].double().sum().item()) < 1e-4
+
+
+def test_pruning_skips_the_oldest_keys_and_changes_rows_by_less_than_its_tolerance(kernel_only):
+    q, k, v, log_fgate = make_inputs(1, 20_000, dtype=torch.float32, shift=0.0)
+    log_fgate[:, 3:] *= 1e-4  # heads that remember
+    v = F.normalize(v, dim=-1)
+    bound = q.shape[-1] ** -0.5 * q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1)
+    threshold = -10 - 2 * bound - torch.log(torch.tensor(20_000.0))
+    exact, pruned = attend(q, k, v, log_fgate)[0], attend(q, k, v, log_fgate, adaptive_threshold=threshold)[0]
+    assert (exact - pruned).norm(dim=-1).max() <= 2 * torch.tensor(-10.0).exp() + 1e-6
+    k[:, :3, :19_000] = torch.nan  # never read
+    assert torch.equal(attend(q, k, v, log_fgate, adaptive_threshold=threshold)[0], pruned)
+
+
+def test_two_runs_give_the_same_bits(kernel_only):
+    for sizes in ({}, {"heads": 24, "groups": 4, "queries": 3}):
+        inputs = make_inputs(keys=30_000, **sizes)
+        for a, b in zip(attend(*inputs), attend(*inputs), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_buffers_that_fill_up_are_served_by_one_cuda_graph(kernel_only):
+    """`seq_end` says on the device how much of the buffers is filled."""
+    q, k, v, log_fgate = make_inputs(keys=5000)
+    running = cumulative_log_fgate(log_fgate, head_first=True)
+    ends = torch.tensor([5000, 5000], device="cuda")
+    call = functools.partial(
+        forgetting_attention_decode, q, k, v, running, head_first=True, seq_end=ends, adaptive_threshold=-1e3
+    )
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for filled in ([5000, 5000], [1, 64], [1000, 4999]):
+        ends.copy_(torch.tensor(filled))
+        graph.replay()
+        for i, end in enumerate(filled):
+            one = [x[i : i + 1, :, :end] for x in (k, v, running)]
+            want = forgetting_attention_decode(q[i : i + 1], *one, head_first=True)
+            assert relative_error(out[i : i + 1], want) < 4e-3
+
+
+def test_compiles_into_one_graph_for_all_lengths(kernel_only):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counts = CompileCounterWithBackend("inductor")
+    q, k, v, log_fgate = make_inputs(keys=800)
+    running = cumulative_log_fgate(log_fgate, head_first=True)
+    seq_start = torch.tensor([0, 5], device="cuda")
+
+    def step(k, v, running):
+        options = {"head_first": True, "seq_start": seq_start, "adaptive_threshold": -20.0}
+        return 2 * forgetting_attention_decode(q, k, v, running, **options)
+
+    compiled = torch.compile(step, fullgraph=True, backend=counts)
+    for length in (500, 501, 600, 700):
+        arguments = (x[:, :, :length] for x in (k, v, running))
+        assert torch.equal(compiled(*arguments), step(*(x[:, :, :length] for x in (k, v, running))))
+    assert counts.frame_count <= 2  # the second length makes it a symbol
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+def test_a_model_decodes_what_a_full_pass_computes(dtype, tolerance):
+    torch.manual_seed(0)
+    config = ForgettingTransformerConfig(
+        vocab_size=61, hidden_size=128, num_heads=2, num_hidden_layers=2, qk_norm=True, use_k_shift=True, use_v_shift=True,
+        log_pruning_tolerance=-10.0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = ForgettingTransformerForCausalLM(config).to("cuda", dtype).eval()
+    ids = torch.randint(0, 61, (2, 700), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[0, :233] = 0
+    full = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    cache, logits = model.new_cache(), []
+    for start, stop in [(0, 300), (300, 600), (600, 610), *((i, i + 1) for i in range(610, 700))]:
+        out = model(input_ids=ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+        logits.append(out.logits)
+    got = torch.cat(logits, 1)
+    assert relative_error(got[0, 233:], full[0, 233:]) < tolerance
+    assert relative_error(got[1], full[1]) < tolerance
+
+
+def test_the_op_for_whole_sequences_agrees(kernel_only):
+    q, k, v, log_fgate = make_inputs(1, 5000, dtype=torch.float32)
+    want = forgetting_attention(q, k, v, log_fgate, head_first=True)
+    assert relative_error(attend(q, k, v, log_fgate)[0], want) < 1e-5

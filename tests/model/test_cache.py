@@ -1,0 +1,275 @@
+"""Layer caches: what they hold is what was put in, growing copies little, and nobody else's tensors are written to."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forgetting_transformer.model import forgetting_transformer as fox
+from forgetting_transformer.model.cache import (
+    AttentionCache,
+    DecoderCache,
+    ForgettingAttentionCache,
+    GrowingTensor,
+)
+from tests.model.small_models import PRO, small_model
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+def states(tokens: int, batch: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(batch, 3, tokens, 4, generator=generator) for _ in range(2))
+    return k, v, F.logsigmoid(torch.randn(batch, 3, tokens, generator=generator) + 2)
+
+
+def filled(pieces: list[int], **options) -> tuple[ForgettingAttentionCache, tuple[Tensor, Tensor, Tensor]]:
+    """A cache that got its tokens in pieces, and all the tokens."""
+    everything = states(sum(pieces))
+    cache = ForgettingAttentionCache(**options)
+    for piece in zip(*(x.split(pieces, dim=2) for x in everything), strict=True):
+        cache.update(*piece)
+    return cache, everything
+
+
+def assert_holds(cache: ForgettingAttentionCache, k: Tensor, v: Tensor, log_fgate: Tensor) -> None:
+    assert torch.equal(cache.keys, k) and torch.equal(cache.values, v)
+    assert cache.get_seq_length() == k.shape[2]
+    # A sum may start anywhere: what counts is what lies between two positions.
+    c = log_fgate.double().cumsum(-1)
+    assert cache.cum_log_fgate.dtype == torch.float64
+    torch.testing.assert_close(cache.cum_log_fgate.diff(dim=2), c.diff(dim=2), rtol=0, atol=1e-12)
+    torch.testing.assert_close(cache.log_fgate[:, :, 1:], log_fgate[:, :, 1:], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("pieces", [[300], [1] * 300, [5, *[1] * 200], [100, 64, 1, 135], [1, 299]], ids=len)
+def test_a_cache_holds_what_was_put_in(pieces):
+    cache, everything = filled(pieces)
+    assert_holds(cache, *everything)
+
+
+def test_growing_copies_a_token_three_times_at_most_on_average(monkeypatch):
+    copied, grow = [], GrowingTensor._grow
+
+    def counted(self, needed):
+        copied.append(self._stop - self._start)
+        grow(self, needed)
+
+    monkeypatch.setattr(GrowingTensor, "_grow", counted)
+    growing = GrowingTensor(torch.zeros(1, 1, 1, 2))
+    for i in range(1, 5000):
+        growing.append(torch.full((1, 1, 1, 2), float(i)))
+        if i > 300:
+            assert growing._buffer.shape[2] <= 1.5 * (i + 1)
+    assert torch.equal(growing.held[0, 0, :, 0], torch.arange(5000.0))
+    assert sum(copied) <= 3 * 5000 and len(copied) < 15
+
+
+def test_tokens_are_written_beside_the_old_ones():
+    cache, _ = filled([100, 1])
+    places = cache.keys.data_ptr(), cache.values.data_ptr(), cache.cum_log_fgate.data_ptr()
+    for _ in range(20):
+        cache.update(*states(1))
+        assert places == (cache.keys.data_ptr(), cache.values.data_ptr(), cache.cum_log_fgate.data_ptr())
+
+
+def test_a_prompt_is_not_copied_until_a_token_follows_and_never_written_to():
+    prompt = states(10)
+    before = [x.clone() for x in prompt]
+    cache = ForgettingAttentionCache()
+    cache.update(*prompt)
+    assert cache.keys.data_ptr() == prompt[0].data_ptr()
+    cache.crop(-4)
+    cache.update(*states(3, seed=1))
+    assert all(torch.equal(a, b) for a, b in zip(prompt, before, strict=True))
+    assert_holds(cache, *(torch.cat((a[:, :, :6], b), 2) for a, b in zip(prompt, states(3, seed=1), strict=True)))
+
+
+@pytest.mark.parametrize("removed", [1, 5, 30])
+def test_tokens_taken_back_leave_no_trace(removed):
+    cache, everything = filled([20, 1, 1, 1, 17])
+    cache.crop(-removed)
+    kept = [x[:, :, : 40 - removed] for x in everything]
+    assert_holds(cache, *kept)
+    cache.update(*states(7, seed=2))
+    assert_holds(cache, *(torch.cat((a, b), 2) for a, b in zip(kept, states(7, seed=2), strict=True)))
+
+
+@pytest.mark.parametrize(
+    "method, argument, rows",
+    [
+        ("reorder_cache", torch.tensor([1, 1, 0]), [1, 1, 0]),
+        ("batch_select_indices", torch.tensor([1]), [1]),
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1]),
+    ],
+)
+def test_the_batch_axis_moves_and_tokens_follow(method, argument, rows):
+    cache, everything = filled([9, 1, 1], keeps_key_norm=True)
+    getattr(cache, method)(argument)
+    cache.update(*states(2, batch=len(rows), seed=3))
+    both = zip(everything, states(2, batch=len(rows), seed=3), strict=True)
+    assert_holds(cache, *(torch.cat((a[rows], b), 2) for a, b in both))
+    torch.testing.assert_close(cache.max_key_norm, cache.keys.norm(dim=-1).amax(-1))
+
+
+def test_copies_of_a_cache_are_independent():
+    cache, everything = filled([9, 1])
+    twin = copy.deepcopy(cache)
+    twin.update(*states(1, seed=4))
+    cache.update(*states(1, seed=5))
+    assert_holds(cache, *(torch.cat((a, b), 2) for a, b in zip(everything, states(1, seed=5), strict=True)))
+    assert_holds(twin, *(torch.cat((a, b), 2) for a, b in zip(everything, states(1, seed=4), strict=True)))
+
+
+def test_a_cache_filled_in_inference_mode_goes_on_without_it():
+    with torch.inference_mode():
+        cache, everything = filled([9, 1])
+    cache.update(*states(1, seed=5))
+    assert_holds(cache, *(torch.cat((a, b), 2) for a, b in zip(everything, states(1, seed=5), strict=True)))
+
+
+def test_hard_resets_stay_finite_and_come_back_as_gates_that_keep_nothing():
+    k, v, log_fgate = states(40)
+    log_fgate[:, :, ::3] = -torch.inf
+    cache = ForgettingAttentionCache()
+    cache.update(k[:, :, :30], v[:, :, :30], log_fgate[:, :, :30])
+    cache.update(k[:, :, 30:], v[:, :, 30:], log_fgate[:, :, 30:])
+    assert cache.cum_log_fgate.isfinite().all()
+    torch.testing.assert_close(cache.log_fgate[:, :, 1:], log_fgate[:, :, 1:].clamp(min=-256), rtol=1e-6, atol=0)
+
+
+def test_biases_of_near_tokens_are_exact_after_65536():
+    """With f near 1/2 the sum reaches -53,000; its float32 neighbours are 4e-3 apart."""
+    log_fgate = F.logsigmoid(torch.randn(1, 1, 65536, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    log_fgate = log_fgate.float()
+    cache = ForgettingAttentionCache()
+    empty = torch.zeros(1, 1, 65536, 0)
+    for piece in (slice(0, 65000), slice(65000, 65535), slice(65535, 65536)):
+        cache.update(empty[:, :, piece], empty[:, :, piece], log_fgate[:, :, piece])
+    c = cache.cum_log_fgate[0, 0]
+    assert c[-1] < -40_000
+    exact = log_fgate[0, 0, -64:].double().flip(0).cumsum(0)
+    assert ((c[-1] - c[-65:-1].flip(0)) - exact).abs().max() < 1e-9
+
+
+def test_a_window_holds_little_more_memory_than_it_needs():
+    cache, kept = AttentionCache(window=50), 49 + AttentionCache.CROP_HISTORY
+    everything, _, _ = states(2000)
+    for position in range(2000):
+        k = everything[:, :, position : position + 1].clone()
+        seen, _ = cache.update(k, k)
+        assert torch.equal(seen[:, :, -50:], everything[:, :, max(0, position - 49) : position + 1])
+        assert cache.keys.shape[2] == min(position + 1, kept)
+        assert cache.keys.untyped_storage().nbytes() <= k.nbytes * 1.5 * (kept + 1)
+    assert cache.get_seq_length() == 2000
+
+
+@pytest.mark.parametrize("trained", ["", "fgate"], ids=["everything", "gates only"])
+def test_gradients_flow_through_a_cache_where_they_are_wanted(trained):
+    """Tokens in pieces, one of them alone, give the gradients of the whole."""
+    model, ids = small_model(**PRO), torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    with torch.enable_grad():
+        for lengths in ([12], [5, 1, 6]):
+            model.zero_grad()
+            cache, logits = model.new_cache(), []
+            for piece in ids.split(lengths, dim=1):
+                logits.append(model(input_ids=piece, past_key_values=cache).logits)
+            torch.cat(logits, 1).square().mean().backward()
+            gradients.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-5)
+
+
+def test_one_token_goes_through_the_decoding_op_and_a_prompt_does_not(monkeypatch):
+    calls = []
+
+    def recorded(name):
+        op = getattr(fox, name)
+
+        def record(q, *args, **options):
+            calls.append((name, q.shape[2]))
+            return op(q, *args, **options)
+
+        return record
+
+    for name in ("forgetting_attention", "forgetting_attention_decode"):
+        monkeypatch.setattr(fox, name, recorded(name))
+    model, ids = small_model(), random_ids(60)
+    cache, logits = model.new_cache(), []
+    for piece in ids.split([20, 1, 16, 17, 6], dim=1):
+        logits.append(model(input_ids=piece, past_key_values=cache).logits)
+    whole, decode = "forgetting_attention", "forgetting_attention_decode"
+    want = [(whole, 20), (decode, 1), (decode, 16), (whole, 17), (decode, 6)]
+    assert calls == [call for call in want for _ in model.decoder.layers]
+    full = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(logits, 1), full, rtol=1e-3, atol=1e-4)
+
+
+def test_the_same_tokens_give_the_same_bits_wherever_the_buffers_are():
+    """Straight through, again, and after tokens were taken back; buffers are replaced at other tokens each time."""
+    model, ids = small_model(qk_norm=True, use_rope=True), random_ids(150)
+
+    def decode(cache: DecoderCache) -> list[Tensor]:
+        return [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(20, 150)]
+
+    cache = model(input_ids=ids[:, :20]).past_key_values
+    straight = decode(cache)
+    cache.crop(-100)
+    model(input_ids=ids[:, :30], past_key_values=cache)
+    cache.crop(-60)
+    again = decode(cache)
+    detour = decode(model(input_ids=ids[:, :20]).past_key_values)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(straight, again, detour, strict=True))
+
+
+def random_ids(tokens: int) -> Tensor:
+    return torch.randint(0, 61, (1, tokens), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("fields", [{"qk_norm": True}, {}], ids=["qk-norm", "norms of the cache"])
+def test_what_decoding_may_skip_weighs_less_than_the_tolerance(fields, monkeypatch):
+    """Gates near 0.2 and scores of up to ±10; the newest 30 tokens one by one and four at once."""
+    calls, op = [], fox.forgetting_attention_decode
+
+    def spy(q, k, v, c, *, adaptive_threshold, **options):
+        calls.append((q, k, c.clone(), adaptive_threshold))
+        return op(q, k, v, c, adaptive_threshold=adaptive_threshold, **options)
+
+    monkeypatch.setattr(fox, "forgetting_attention_decode", spy)
+    model, ids = small_model(log_pruning_tolerance=-5.0, **fields), random_ids(150)
+    layers = [block.sequence_mixer for block in model.decoder.layers]
+    for layer in layers:
+        layer.fgate_proj.bias.fill_(-1.5)
+    cache = model.new_cache()
+    assert all(layer_cache.keeps_key_norm == (not fields) for layer_cache in cache.layers)
+    for piece in ids.split([120, *[1] * 26, 4], dim=1):
+        model(input_ids=piece, past_key_values=cache)
+    assert len(calls) == 27 * len(layers)
+    may_skip = 0
+    for q, k, c, threshold in calls:
+        queries, keys = q.shape[2], k.shape[2]
+        bias = c[:, :, keys - queries :, None] - c[:, :, None]
+        visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        scores = (q @ k.mT / q.shape[-1] ** 0.5 + bias).masked_fill(~visible, -torch.inf)
+        skipped = bias < threshold.expand(q.shape[:2])[..., None, None]
+        assert (scores.softmax(-1) * skipped).sum(-1).max() < math.exp(-5.0)
+        may_skip += skipped.sum().item()
+    assert may_skip > 0
+
+
+def test_the_largest_key_norm_is_never_too_small():
+    cache, (k, _, _) = filled([20, 1, 1], keeps_key_norm=True)
+    assert torch.equal(cache.max_key_norm, k.norm(dim=-1).amax(-1))
+    cache.crop(-15)
+    assert (cache.max_key_norm >= cache.keys.norm(dim=-1).amax(-1)).all()
+    assert filled([3])[0].max_key_norm is None

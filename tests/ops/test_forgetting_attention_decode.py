@@ -1,0 +1,437 @@
+"""Decoding: the portable backend, and the Triton kernels in Triton's interpreter, against the float64 reference.
+
+The reference adds up log gates itself and knows nothing of running sums, parts or caches.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from forgetting_transformer import forgetting_attention, forgetting_attention_decode
+from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate, forgetting_attention_reference
+from tests.ops.test_forgetting_attention_kernel import interpret
+
+
+def make_inputs(queries=1, keys=40, heads=4, groups=2, head_dim=8, batch=2, dtype=torch.float64, shift=2.0):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q = normal(batch, queries, heads, head_dim).to(dtype)
+    k, v = (normal(batch, keys, groups, head_dim).to(dtype) for _ in range(2))
+    return q, k, v, F.logsigmoid(normal(batch, keys, heads) + shift)
+
+
+def reference(q, k, v, log_fgate, seq_start=None, sm_scale=None):
+    heads_first = (x.double().transpose(1, 2) for x in (q, k, v, log_fgate))
+    results = forgetting_attention_reference(*heads_first, seq_start, sm_scale or q.shape[-1] ** -0.5)
+    return tuple(x.transpose(1, 2) for x in results)
+
+
+def decode(q, k, v, log_fgate, **options):
+    return forgetting_attention_decode(q, k, v, cumulative_log_fgate(log_fgate), return_log_normaliser=True, **options)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("queries, keys", [(1, 1), (1, 40), (5, 40), (40, 40)])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_equals_the_definition(queries, keys, groups, dtype, tolerance):
+    inputs = make_inputs(queries, keys, groups=groups, dtype=dtype)
+    out, log_normaliser = decode(*inputs)
+    want, want_log_normaliser = reference(*inputs)
+    assert out.dtype == dtype and out.shape == inputs[0].shape
+    torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(log_normaliser.double(), want_log_normaliser, rtol=tolerance, atol=tolerance)
+
+
+def test_head_first_scale_and_the_single_output():
+    inputs = make_inputs(2)
+    running = cumulative_log_fgate(inputs[3])
+    got = forgetting_attention_decode(
+        *(x.transpose(1, 2) for x in (*inputs[:3], running)), head_first=True, sm_scale=0.3
+    )
+    torch.testing.assert_close(got.transpose(1, 2), reference(*inputs, sm_scale=0.3)[0])
+
+
+def test_padding_on_both_sides_is_invisible_whatever_it_holds():
+    """Sequences of different lengths in buffers with room to spare; both ends hold NaN."""
+    q, k, v, log_fgate = make_inputs(3, 40)
+    starts, ends = torch.tensor([4, 39]), torch.tensor([30, 40])
+    want = []
+    for row, end in enumerate(ends):
+        one = [x[row : row + 1] for x in (k, v, log_fgate)]
+        want.append(reference(q[row : row + 1], *(x[:, :end] for x in one), seq_start=starts[row : row + 1]))
+    running = cumulative_log_fgate(log_fgate)
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        for x in (k, v, running):
+            x[row, :start], x[row, end:] = math.nan, math.nan
+    got = forgetting_attention_decode(q, k, v, running, seq_start=starts, seq_end=ends, return_log_normaliser=True)
+    for a, b in zip(got, zip(*want, strict=True), strict=True):
+        torch.testing.assert_close(a, torch.cat(b))
+    assert (got[0][1, :2] == 0).all() and got[1][1, :2].isneginf().all()  # queries in padding
+
+
+def test_gates_that_reset_and_gates_that_keep_everything():
+    q, k, v, log_fgate = make_inputs(3)
+    log_fgate[:, ::7] = -torch.inf
+    for gates in (log_fgate, torch.zeros_like(log_fgate)):
+        torch.testing.assert_close(decode(q, k, v, gates)[0], reference(q, k, v, gates)[0])
+
+
+def test_running_sums_may_come_in_pieces_and_start_anywhere():
+    q, k, v, log_fgate = make_inputs(2)
+    running, previous = [], torch.full((2, 1, 4), -1234.5, dtype=torch.float64)
+    for piece in log_fgate.split([1, 20, 1, 1, 17], dim=1):
+        running.append(cumulative_log_fgate(piece, previous))
+        previous = running[-1][:, -1:]
+    got = forgetting_attention_decode(q, k, v, torch.cat(running, 1))
+    torch.testing.assert_close(got, reference(q, k, v, log_fgate)[0])
+
+
+def test_decoding_equals_the_op_for_whole_sequences():
+    inputs = make_inputs(4, 60, dtype=torch.float32)
+    whole, whole_normaliser = forgetting_attention(*inputs, return_log_normaliser=True)
+    out, log_normaliser = decode(*inputs)
+    torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(log_normaliser, whole_normaliser.float(), rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+def test_compiles_into_one_graph_for_all_lengths():
+    from torch._dynamo.testing import CompileCounter
+
+    q, k, v, log_fgate = make_inputs(keys=80, dtype=torch.float32)
+    running, start = cumulative_log_fgate(log_fgate), torch.tensor([0, 5])
+    counts = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counts)
+    def step(k, v, running):
+        return forgetting_attention_decode(q, k, v, running, seq_start=start, adaptive_threshold=-20.0)
+
+    for length in (50, 51, 55, 60):
+        got = step(k[:, :length], v[:, :length], running[:, :length])
+        assert torch.equal(got, reference_at(length, q, k, v, running, start))
+    assert counts.frame_count <= 2  # the second length makes it a symbol
+
+
+def reference_at(length, q, k, v, running, start):
+    return forgetting_attention_decode(q, k[:, :length], v[:, :length], running[:, :length], seq_start=start)
+
+
+def with_argument(name, value):
+    q, k, v, log_fgate = make_inputs(2)
+    arguments = {"q": q, "k": k, "v": v, "cum_log_fgate": cumulative_log_fgate(log_fgate)}
+    return arguments | {name: value}
+
+
+@pytest.mark.parametrize(
+    "name, value, error, message",
+    [
+        ("cum_log_fgate", torch.zeros(2, 39, 4), ValueError, r"cum_log_fgate has shape \(2, 39, 4\)"),
+        (
+            "cum_log_fgate",
+            torch.zeros(2, 40, 4, dtype=torch.bfloat16),
+            TypeError,
+            "cum_log_fgate has dtype torch.bfloat16",
+        ),
+        ("q", torch.zeros(2, 41, 4, 8, dtype=torch.float64), ValueError, "q has 41 positions and k only 40"),
+        ("seq_end", torch.tensor([1, 40]), ValueError, r"seq_end is \[1, 40\]; .* in \[2, 40\]"),
+        ("seq_end", torch.tensor([40]), ValueError, r"seq_end has shape \(1,\)"),
+        ("seq_start", torch.tensor([0, 41]), ValueError, r"seq_start is \[0, 41\]; .* in \[0, 40\]"),
+        ("seq_start", torch.zeros(2), TypeError, "seq_start has dtype torch.float32"),
+        ("adaptive_threshold", "auto", TypeError, "adaptive_threshold is 'auto'; decoding takes a number or a tensor"),
+        ("adaptive_threshold", 1.0, ValueError, "adaptive_threshold is 1.0"),
+        ("sm_scale", -1.0, ValueError, "sm_scale is -1.0"),
+        ("q", torch.zeros(2, 2, 4, 8, dtype=torch.float64, requires_grad=True), RuntimeError, "has no gradients"),
+    ],
+)
+def test_calls_that_cannot_be_right_are_refused(name, value, error, message):
+    with pytest.raises(error, match=message):
+        forgetting_attention_decode(**with_argument(name, value))
+
+
+SETUP = """
+import forgetting_transformer.ops.forgetting_attention.decode_triton as decoding
+from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate
+
+def use_splits(n):
+    decoding._num_splits = lambda num_programs, num_keys, num_slots: n
+
+def attend(q, k, v, log_fgate, threshold=None, seq_start=None, seq_end=None, scale=None):
+    running = cumulative_log_fgate(log_fgate, head_first=True)
+    return decoding.decode(q, k, v, running, threshold, seq_start, seq_end, scale or q.shape[-1] ** -0.5)
+
+def error(a, e):
+    return ((a.double() - e).norm() / e.norm().clamp(min=1e-3)).item()
+
+def check(inputs, tolerance, seq_start=None):
+    q, k, v, log_fgate = inputs[:4]
+    out, log_normaliser = attend(q, k, v, log_fgate, seq_start=seq_start)
+    doubles = [x.double() for x in (q, k, v, log_fgate)]
+    want, want_normaliser = forgetting_attention_reference(*doubles, seq_start, q.shape[-1] ** -0.5)
+    assert torch.equal(log_normaliser.isneginf(), want_normaliser.isneginf())
+    assert (out[want == 0] == 0).all() and out.isfinite().all()
+    sees = want_normaliser.isfinite()
+    assert error(out, want) < tolerance, error(out, want)
+    assert error(log_normaliser[sees], want_normaliser[sees]) < tolerance
+"""
+
+
+def test_kernel_at_ragged_lengths_and_any_number_of_parts():
+    """More parts than tiles, too: those that get no keys write nothing, and memory holds NaN."""
+    interpret(
+        SETUP
+        + """
+for splits in (1, 3, 40):
+    use_splits(splits)
+    for length in (1, 2, 63, 64, 65, 300, 700):
+        check(inputs(length, 16, queries=1), 1e-5)
+"""
+    )
+
+
+def test_kernel_at_head_dimensions_of_all_kinds():
+    interpret(
+        SETUP
+        + """
+use_splits(3)
+for head_dim in (1, 24, 64, 80, 256):
+    check(inputs(200, head_dim, queries=1), 1e-5)
+    check(inputs(200, head_dim, torch.float16, queries=1, heads=6, groups=2, batch=2), 2e-3)
+"""
+    )
+
+
+def test_kernel_with_shared_keys_and_several_queries():
+    """Rows of a tile are heads × queries; 60 of them take several tiles."""
+    interpret(
+        SETUP
+        + """
+use_splits(4)
+for heads, groups, queries in ((6, 1, 1), (6, 2, 1), (4, 4, 5), (6, 2, 3), (6, 2, 20), (2, 1, 17)):
+    check(inputs(150, 16, heads=heads, groups=groups, queries=queries, batch=2), 1e-5)
+check(inputs(5, 16, queries=5), 1e-5)
+"""
+    )
+
+
+def test_kernel_with_padding_resets_and_absent_gates():
+    interpret(
+        SETUP
+        + """
+use_splits(5)
+for queries in (1, 5):
+    q, k, v, log_fgate, _ = inputs(258, 16, queries=queries, batch=3)
+    start = torch.tensor([0, 137, 258 - queries + 1])  # the last has a query in padding, or nothing but padding
+    for row, first in enumerate(start):
+        for x in (k, v):
+            x[row, :, :first] = math.nan
+        log_fgate[row, :, :first] = -3e38  # a running sum, so not NaN: that would not stay in the padding
+    check((q, k, v, log_fgate), 1e-5, start)
+    running = cumulative_log_fgate(log_fgate, head_first=True)
+    want = decoding.decode(q, k, v, running, None, start, None, 0.25)
+    for garbage in (math.nan, 1e30, -1e25 * torch.arange(258.0)):
+        for row, first in enumerate(start):
+            running[row, :, :first] = garbage[:first] if isinstance(garbage, torch.Tensor) else garbage
+        got = decoding.decode(q, k, v, running, torch.full((3, 2), -1e3), start, None, 0.25)
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+    q, k, v, _, _ = inputs(258, 16, queries=queries)
+    check((q, k, v, torch.zeros(1, 2, 258)), 1e-5)
+    check((q, k, v, torch.full((1, 2, 258), -8.0)), 1e-5)
+    log_fgate = F.logsigmoid(torch.randn(1, 2, 258) + 2)
+    log_fgate[:, :, [0, 5, 127, 128, 200, 250]] = -math.inf
+    check((q, k, v, log_fgate), 1e-5)
+    log_fgate[:, :, -1] = -math.inf  # the newest token sees itself only
+    check((q, k, v, log_fgate), 1e-5)
+"""
+    )
+
+
+def test_kernel_on_whole_buffers_with_an_end_for_every_sequence():
+    """What lies before the start and behind the end holds NaN, and no bit depends on it or on the length of the buffer."""
+    interpret(
+        SETUP
+        + """
+use_splits(4)
+starts, ends = torch.tensor([0, 3, 70, 399]), torch.tensor([1, 64, 129, 400])
+q, k, v, log_fgate, _ = inputs(400, 16, queries=1, batch=4)
+running = cumulative_log_fgate(log_fgate, head_first=True)
+want = []
+for i, end in enumerate(ends):
+    want.append(attend(q[i:i+1], *(x[i:i+1, :, :end] for x in (k, v, log_fgate)), seq_start=starts[i:i+1]))
+    for x in (k, v, running):
+        x[i, :, :starts[i]], x[i, :, end:] = math.nan, math.nan
+for threshold in (None, torch.full((4, 2), -1e4)):
+    got = decoding.decode(q, k, v, running, threshold, starts, ends, 0.25)
+    for a, b in zip(got, zip(*want)):
+        assert torch.equal(a, torch.cat(b))
+"""
+    )
+
+
+def test_kernel_biases_are_exact_after_65536_tokens():
+    """Log-normalisers of queries that see one key, 1 to 64 tokens back, are the bias itself; f is near 1/2."""
+    interpret(
+        SETUP
+        + """
+use_splits(2)
+log_fgate = F.logsigmoid(torch.randn(1, 1, 65536, dtype=torch.float64)).float()
+running = cumulative_log_fgate(log_fgate, head_first=True)
+assert running[0, 0, -1] < -40_000
+q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 65536, 16), torch.zeros(1, 1, 65536, 16)
+for distance in (1, 16, 63):
+    # Other keys are orthogonal and 10^4 nats below.
+    q[..., 0], k[..., 0] = 1.0, -1e4
+    k[0, 0, 65535 - distance, 0] = 0.0
+    _, log_normaliser = decoding.decode(q, k, v, running, None, torch.tensor([65536 - 128]), None, 1.0)
+    exact = log_fgate[0, 0, 65536 - distance:].double().sum()
+    assert abs(log_normaliser.item() - exact) < 1e-4 and exact < -0.5
+"""
+    )
+
+
+def test_kernel_pruning_skips_the_oldest_tiles_and_changes_rows_by_less_than_its_tolerance():
+    """Keys that must be left out hold NaN, and a threshold that is too high changes the output: both can fail."""
+    interpret(
+        SETUP
+        + """
+for queries, heads, groups in ((1, 2, 2), (3, 4, 2)):
+    use_splits(3)
+    q, k, v, log_fgate, _ = inputs(900, 16, shift=1.0, queries=queries, heads=heads, groups=groups)
+    log_fgate[:, heads // 2:] *= 1e-3  # heads that remember
+    v = v / v.norm(dim=-1, keepdim=True)
+    bound = 0.25 * q.norm(dim=-1).amax(-1) * k.norm(dim=-1).amax(-1).repeat_interleave(heads // groups, 1)
+    exact = attend(q, k, v, log_fgate)
+    for tolerance in (-10.0, -3.0):
+        threshold = tolerance - 2 * bound - math.log(900)
+        pruned = attend(q, k, v, log_fgate, threshold)
+        # Weights are non-negative and values have norm 1: a row moves by at most twice what was left out.
+        assert (exact[0] - pruned[0]).norm(dim=-1).max() <= 2 * math.exp(tolerance) + 1e-6
+    unseen = k.clone()
+    unseen[:, 0, :640] = math.nan
+    bias = log_fgate[0, :heads // groups, 640:900 - queries + 1].sum(-1)
+    assert (bias < threshold[0, :heads // groups]).all()
+    got = attend(q, unseen, v, log_fgate, threshold)
+    assert torch.equal(got[0], pruned[0]) and torch.equal(got[1], pruned[1])
+    unseen[:, -1, :640] = math.nan  # a head that remembers does look there
+    assert attend(q, unseen, v, log_fgate, threshold)[0][:, -1].isnan().all()
+    wrong = attend(q, k, v, log_fgate, torch.full((1, heads), -0.5))
+    assert (wrong[0] - exact[0]).abs().max() > 1e-3
+    nothing = attend(q, k, v, log_fgate, torch.full((1, heads), math.nan))
+    assert all(torch.equal(a, b) for a, b in zip(nothing, exact))
+    # Padding and pruning together: what is pruned depends on positions, not on where the sequence starts.
+    start = torch.tensor([700])
+    padded = attend(q, k, v, log_fgate, threshold, start)
+    assert (padded[0] - attend(q, k, v, log_fgate, None, start)[0]).norm(dim=-1).max() <= 2 * math.exp(-3.0)
+"""
+    )
+
+
+def test_kernel_prunes_a_group_only_where_all_its_heads_forget():
+    interpret(
+        SETUP
+        + """
+use_splits(2)
+q, k, v, log_fgate, _ = inputs(500, 16, queries=1, heads=3, groups=1)
+log_fgate[:, 0], log_fgate[:, 1], log_fgate[:, 2] = -1.0, -0.01, -1.0
+threshold = torch.full((1, 3), -30.0)
+exact = attend(q, k, v, log_fgate)
+assert all(torch.equal(a, b) for a, b in zip(attend(q, k, v, log_fgate, threshold), exact))
+log_fgate[:, 1] = -0.5
+k[:, :, :384] = math.nan
+assert attend(q, k, v, log_fgate, threshold)[0].isfinite().all()
+"""
+    )
+
+
+def test_kernel_takes_any_layout_and_the_operator_is_registered_right():
+    interpret(
+        SETUP
+        + """
+from torch.utils.flop_counter import FlopCounterMode
+use_splits(3)
+q, k, v, log_fgate, _ = inputs(130, 16, queries=2, heads=4, groups=2, batch=2)
+want = attend(q, k, v, log_fgate)
+running = cumulative_log_fgate(log_fgate, head_first=True)
+def strided(x):
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+def in_buffer(x):
+    buffer = torch.full((*x.shape[:2], 200, *x.shape[3:]), math.nan, dtype=x.dtype)
+    buffer[:, :, :x.shape[2]] = x
+    return buffer[:, :, :x.shape[2]]
+def apart(x):  # channels that are not neighbours
+    return x.mT.contiguous().mT if x.ndim == 4 else x
+for layout in (strided, in_buffer, apart):
+    got = decoding.decode(*(layout(x) for x in (q, k, v, running)), None, None, None, 0.25)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+half = decoding.decode(q, k, v, running.float(), None, None, None, 0.25)
+assert error(half[0], want[0].double()) < 1e-4
+arguments = (q, k, v, running, torch.full((2, 4), -20.0), torch.tensor([0, 3]), torch.tensor([130, 120]), 0.25)
+torch.library.opcheck(decoding.decode, arguments, test_utils=("test_schema", "test_faketensor"))
+with FlopCounterMode(display=False) as counter:
+    attend(q, k, v, log_fgate)
+assert counter.get_total_flops() == 4 * 2 * 4 * 16 * (129 + 130)
+"""
+    )
+
+
+def test_parts_are_as_many_as_fill_the_gpu_and_not_shorter_than_they_are_worth():
+    pytest.importorskip("triton")
+    from forgetting_transformer.ops.forgetting_attention.decode_triton import _num_splits
+
+    assert _num_splits(num_programs=24, num_keys=16384, num_slots=396) == 16
+    assert _num_splits(num_programs=192, num_keys=16384, num_slots=396) == 2
+    assert _num_splits(num_programs=1000, num_keys=16384, num_slots=396) == 1
+    assert _num_splits(num_programs=24, num_keys=600, num_slots=396) == 3
+    assert _num_splits(num_programs=1, num_keys=10**7, num_slots=396) == 256
+
+
+# Integers that are 1 are compiled in, and so are pointers that are None: other code than the interpreter's.
+ONES = {"num_queries": 1, "groups": 1, "num_splits": 1, "num_keys": 1, "heads": 1, "SPLITS": 1}
+OPTIONAL = {"seq_start_ptr": "*i64", "seq_end_ptr": "*i32", "threshold_ptr": "*fp32"}
+COMPILED = {
+    "one token": (64, torch.bfloat16, {"num_queries": 1}),
+    "one of everything": (64, torch.float16, ONES),
+    "everything optional": (64, torch.bfloat16, {**OPTIONAL, "GROUP": 3}),
+    "wide heads": (256, torch.bfloat16, {**OPTIONAL, "num_queries": 1}),
+    "float32": (64, torch.float32, {**OPTIONAL, "SPLITS": 64}),
+    "float32, wide heads": (256, torch.float32, {"GROUP": 6}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [86, 90])
+@pytest.mark.parametrize("case", COMPILED)
+def test_kernels_compile_for_gpus_that_are_not_here(case, capability, tmp_path, monkeypatch):
+    """The compiler refuses what the interpreter lets pass, such as a variable whose shape changes in a loop."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from forgetting_transformer.ops.forgetting_attention import decode_kernels, decode_triton
+
+    head_dim, dtype, given = COMPILED[case]
+    types = dict.fromkeys(("acc_ptr", "maximum_ptr", "total_ptr", "log_normaliser_ptr"), "*fp32")
+    element = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+    types |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), element) | {"running_ptr": "*fp64", "scale": "fp32"}
+    types |= {name: value for name, value in given.items() if isinstance(value, str)}
+    constants = {"GROUP": 1, "CHANNELS": head_dim, "SPLITS": 32, "CHUNK": 16, "running_2": 1}
+    constants |= decode_triton._tiles(torch.empty(1, 1, 1, head_dim, dtype=dtype))
+    warps = constants.pop("num_warps")
+    for option, pointer in zip(("HAS_START", "HAS_END", "HAS_THRESHOLD"), OPTIONAL, strict=True):
+        constants |= {option: pointer in types} | ({} if pointer in types else {pointer: None})
+    constants |= {name: value for name, value in given.items() if not isinstance(value, str)}
+    for kernel in (decode_kernels.split_kernel, decode_kernels.merge_kernel):
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if signature[name].startswith("*") or (name.endswith(("_0", "_1", "_2")) and signature[name] == "i32")
+        }
+        source = ASTSource(kernel, signature, {name: constants[name] for name in names if name in constants}, aligned)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+        assert compiled.metadata.shared <= 99 * 1024  # what every generation has

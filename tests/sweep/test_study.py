@@ -1,0 +1,140 @@
+"""A study: which jobs come of which, in what order, and what is kept of them."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from forgetting_transformer.sweep import SweepError, machines, study_report
+from forgetting_transformer.sweep.jobs import State
+from forgetting_transformer.sweep.runner import run_jobs
+from forgetting_transformer.sweep.study_report import fill_in
+from tests.sweep.conftest import load_script, starts
+from tests.sweep.test_multirun import make_job
+
+MODELS = ["--group", "demo", "--models", "mamba2", "fox_pro", "--guess", "2e-3"]
+
+
+@pytest.fixture
+def study(faults, tmp_path, monkeypatch, capfd):
+    """Runs scripts/study.py on two models of the demo; returns exit code, output and the jobs in the order they started."""
+
+    def run(*arguments: str) -> tuple[int, str, list[str]]:
+        monkeypatch.chdir(tmp_path)
+        code = load_script("study").main(
+            ["output_dir=out", "data_dir=data", "fabric.accelerator=cpu", *MODELS, *arguments]
+        )
+        out, err = capfd.readouterr()
+        return code, out + err, [line.split()[1] for line in err.splitlines() if line.startswith("started")]
+
+    return run
+
+
+def test_each_model_is_searched_run_at_its_best_rate_and_then_its_variants(study, tmp_path):
+    variants = ["--variants", "fox_pro", "fox_llama", "fox_pro", "--variant", "exp=short"]
+    code, out, order = study("--search", "train.max_tokens=4096", *variants)
+    assert code == 0, out
+    searched = [f"lr{rate}_seed0" for rate in ("1e-3", "2e-3", "5e-3")]
+    # The run of a model that is searched starts before the search of the next model, and variants wait until the end.
+    assert order == [
+        *(f"search/mamba2/{name}" for name in searched), "runs/mamba2",
+        *(f"search/fox_pro/{name}" for name in searched), "runs/fox_pro", "variants/fox_llama", "variants/fox_pro",
+    ]  # fmt: skip
+    budgets = {}
+    for folder in ("search/fox_pro/lr2e-3_seed0", "runs/fox_pro", "variants/fox_pro"):
+        config = json.loads(json.dumps(study_report.read_run(tmp_path / "out" / folder).config))
+        assert config["optimizer"]["lr"] == 2e-3
+        budgets[folder.split("/")[0]] = (config["train"]["max_tokens"], config["exp"])
+    assert budgets == {"search": (4096, "demo"), "runs": (1572864, "demo"), "variants": (1572864, "short")}
+
+
+def test_started_again_it_runs_only_what_is_missing(study, faults, tmp_path):
+    faults["preempt"] = "search/fox_pro/lr5e-3"
+    code, out, _ = study()
+    assert code == 1 and "1 jobs are not finished" in out
+    # One model's trouble does not keep another from being run.
+    assert starts(tmp_path / "out/runs/mamba2") and not starts(tmp_path / "out/runs/fox_pro")
+    del faults["preempt"]
+    code, _, order = study()
+    assert code == 0 and order == ["search/fox_pro/lr5e-3_seed0", "runs/fox_pro"]
+    assert study()[2] == []
+
+
+def test_variants_are_of_models_of_the_study(study):
+    code, out, order = study("--variants", "hgrn2", "fox_llama")
+    assert code == 1 and "variants of hgrn2" in out and not order
+
+
+def test_jobs_that_share_a_gpu(faults, tmp_path):
+    """Six jobs at a time on two GPUs, three on each; a job of two GPUs waits for one place on both."""
+    machine = machines.LocalMachine(gpus=[0, 1], jobs_per_gpu=3)
+    todo = [make_job(tmp_path, name, "fabric.devices=1") for name in "abcdefg"]
+    assert machine.room(todo[0]) == 6
+    processes = [machine.start(job, tmp_path / f"{job.name}.log") for job in todo]
+    assert [process is not None for process in processes] == [True] * 6 + [False]
+    assert machine.start(make_job(tmp_path, "both", "fabric.devices=2"), tmp_path / "log") is None
+    for process in processes[:6]:
+        process._process.wait()
+        process.poll()
+    assert sorted(starts(tmp_path / name)[0].split()[0] for name in "abcdef") == ["0"] * 3 + ["1"] * 3
+    both = make_job(tmp_path, "both", "fabric.devices=2")
+    assert machine.room(both) == 3
+    assert run_jobs([both], machine, tmp_path / "logs")[0].state == State.FINISHED
+    with pytest.raises(SweepError, match="jobs_per_gpu=0"):
+        machines.LocalMachine(gpus=[0], jobs_per_gpu=0)
+
+
+def test_jobs_that_come_of_a_result_wait_by_priority(faults, tmp_path, capsys):
+    machine = machines.LocalMachine(gpus=[])
+    late = make_job(tmp_path, "late")
+    urgent = dataclasses.replace(make_job(tmp_path, "urgent"), priority=1)
+    first = make_job(tmp_path, "first")
+    results = run_jobs([first, late], machine, tmp_path / "logs", then=lambda r: [urgent] if r.job is first else [])
+    assert [result.job.name for result in results] == ["first", "late", "urgent"]
+    begun = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("started")]
+    assert begun == ["first", "urgent", "late"]
+
+
+def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, tmp_path):
+    assert study("--search", "train.max_tokens=4096", "--variants", "fox_pro", "fox_pro")[0] == 0
+    for name in ("mamba2", "fox_pro"):
+        folder = tmp_path / "positions" / name
+        folder.mkdir(parents=True)
+        slope = [
+            {"position": 256, "before": 3.0, "after": 2.5, "per_doubling": -0.5, "standard_error": 0.01, "per_token": 0}
+        ]
+        (folder / "results.json").write_text(json.dumps({"data": "x", "slope": slope}))
+        octaves = np.full((4, 7), 2.5 if name == "fox_pro" else 3.0) + np.arange(4)[:, None]
+        np.savez(folder / "results.npz", **{"val/loss_per_token": np.ones(512), "val/loss_per_octave": octaves})
+    row = {"status": "ok", "trained": True, "experiment": "out/runs/mamba2", "tokens_per_second": 123456.0, "mfu": None}
+    row |= {"peak_memory_bytes": 0, "tokens_per_step": 1}
+    (tmp_path / "speed.json").write_text(json.dumps({"rows": [row, {"status": "out of memory"}]}))
+    for path in (tmp_path / "out").glob("*/**/model_info.jsonl"):
+        path.write_text(
+            json.dumps({"step": 0, "flops_per_token": 1e6, "total_params": 10**6, "embedding_params": 10**5})
+        )
+    found = study_report.collect(
+        tmp_path / "out", tmp_path / "positions", [tmp_path / "speed.json"], {"fox_pro": {"4,096": 0.25}}
+    )
+    assert json.loads(json.dumps(found)) == found
+    study_report.save_positions(tmp_path / "positions", list(found["models"]), tmp_path / "positions.npz")
+    tables = {name: table(found) for name, table in study_report.TABLES.items()}
+    fox, mamba = (line.split("|") for line in tables["models"].splitlines()[2:])
+    wanted = "|FoX (Pro)|0.8M|2e-3|1.6M|2.9980|2.9980|20.045|best||25% (4,096)|"
+    assert [cell.strip() for cell in fox] == wanted.split("|")
+    assert mamba[9].strip() == "123,456"
+    assert "**2.9980**" in tables["search"] and tables["search"].splitlines()[0].count("e-3") == 3
+    assert "-0.500 ± 0.010" in tables["positions"] and "2.5000" in tables["octaves"]
+    against = study_report.comparison_table(found, tmp_path / "positions.npz")
+    assert "| Mamba-2 | FoX (Pro) | 256 to 512 | +0.5000 ± 0.0000 |" in against
+
+
+def test_only_what_is_between_marks_of_a_page_is_replaced():
+    page = "a\n<!-- models -->\nold\n<!-- end of models -->\nb\n"
+    filled = fill_in(page, {"models": "| new |\n"})
+    assert (
+        filled == "a\n<!-- models -->\n| new |\n<!-- end of models -->\nb\n" == fill_in(filled, {"models": "| new |"})
+    )
+    with pytest.raises(SweepError, match="wants a table 'models'"):
+        fill_in(page, {})
