@@ -252,6 +252,7 @@ def _query_gradient(
     dq = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
     mbarrier.wait(once_ready.index(0), 0)
 
+    # `old` is a zero of its own: two names that have one value before a loop are one name in it, to Triton 3.6.
     stage, phase, old = 0, 0, 0
     for i in range(_STRETCH // N):  # the block on the diagonal
         n = (last_tile - i) * N
