@@ -171,10 +171,14 @@ def test_a_window_holds_little_more_memory_than_it_needs():
     assert cache.get_seq_length() == 2000
 
 
-@pytest.mark.parametrize("trained", ["", "fgate"], ids=["everything", "gates only"])
-def test_gradients_flow_through_a_cache_where_they_are_wanted(trained):
+@pytest.mark.parametrize(
+    ("trained", "options"),
+    [("", PRO), ("fgate", PRO), ("layers.0.attn.q_proj", {"fgate_type": "none", "use_rope": True})],
+    ids=["everything", "gates only", "queries only"],
+)
+def test_gradients_flow_through_a_cache_where_they_are_wanted(trained, options):
     """Tokens in pieces, one of them alone, give the gradients of the whole."""
-    model, ids = small_model(**PRO), torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+    model, ids = small_model(**options), torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
     gradients = []
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
@@ -273,3 +277,19 @@ def test_the_largest_key_norm_is_never_too_small():
     cache.crop(-15)
     assert (cache.max_key_norm >= cache.keys.norm(dim=-1).amax(-1)).all()
     assert filled([3])[0].max_key_norm is None
+
+
+def test_padding_that_is_nan_disturbs_no_threshold():
+    """Without QK-norm pruning bounds come from norms, of a cache that holds padding too."""
+    torch.manual_seed(0)
+    layer = small_model(log_pruning_tolerance=-5.0).model.layers[0].attn
+    hidden, start = torch.randn(2, 9, 32), torch.tensor([0, 4])
+    clean = hidden.masked_fill((torch.arange(9) < start[:, None])[..., None], 0.0)
+    hidden[1, :4] = torch.nan
+    outputs = []
+    for x in (hidden, clean):
+        cache = layer.new_cache()
+        with torch.no_grad():
+            outputs.append(torch.cat([layer(piece, start, cache)[0] for piece in x.split([6, 2, 1], dim=1)], 1))
+        assert cache.max_key_norm.isfinite().all()
+    assert torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(outputs[0][1, 4:], outputs[1][1, 4:])

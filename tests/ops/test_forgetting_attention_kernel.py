@@ -170,7 +170,7 @@ for distance in (1, 16, 64):
     j = i - distance
     def to_end(x):  # sum of log f from x + 1 to the end of i's stretch, as the kernel adds it up
         return suffix[0, x] + (running[0, i // 128 + 1] - running[0, x // 128 + 1]).float()
-    bias = (to_end(j) - to_end(i)) / kernel._LOG2_E
+    bias = (to_end(j) - to_end(i)) / kernel.LOG2_E
     assert (bias.double() - (exact[i + 1] - exact[j + 1])).abs().max() < 1e-4
 """
     )
@@ -217,7 +217,7 @@ def test_the_search_finds_what_a_walk_over_all_blocks_finds():
         """
 from forgetting_transformer.ops.forgetting_attention import pruning
 totals = torch.zeros(2)
-for queries, keys, groups in ((1, 129, 3), (1000, 1000, 1), (700, 1025, 3), (1536, 1536, 3)):
+for queries, keys, groups, kernel._MAX_CHUNK in ((1, 129, 3, 1024), (1000, 1000, 1, 4), (700, 1025, 3, 1024), (1536, 1536, 3, 2)):
     q, k, _, log_fgate, _ = inputs(keys, 16, heads=3, groups=groups, queries=queries)
     log_fgate += torch.tensor([-1.0, 0.1, 0.0])[:, None]
     log_fgate = log_fgate.clamp(max=0)
@@ -231,7 +231,7 @@ for queries, keys, groups in ((1, 129, 3), (1000, 1000, 1), (700, 1025, 3), (153
         found = kernel._bounds(q, k, None, 0.25) if bounds else (None, None, None)
         if bounds:
             for actual, expected in zip(found, (bounds.query_norm_BHQ, bounds.self_score_BHQ, bounds.key_norm_BHS)):
-                scale = 1 if expected is bounds.key_norm_BHS else kernel._LOG2_E
+                scale = 1 if expected is bounds.key_norm_BHS else kernel.LOG2_E
                 torch.testing.assert_close(actual.double(), expected[0] * scale, rtol=1e-5, atol=1e-5)
         first = kernel.Decay(*kernel._decay(log_fgate, queries, given, *found, None)).first_stretch
         assert torch.equal(first.long(), pruning.first_kept_stretch(log_fgate, queries, given, bounds)[0])

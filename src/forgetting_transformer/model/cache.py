@@ -56,8 +56,10 @@ class GrowingTensor:
         self._stop += x.shape[2]
 
     def drop_first(self, count: int) -> None:
-        """Forget the first positions. Their memory is given back when the buffer is full and something is added."""
+        """Forget the first positions. Their memory is given back when the buffer is full."""
         self._start += count
+        if count and self._stop == self._buffer.shape[2]:
+            self._replace(self.held.clone(), is_own=True)
 
     def drop_last(self, count: int) -> None:
         self._stop -= count

@@ -4,9 +4,13 @@ Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gat
 
 Axes in this folder: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head.
 
-Files: `reference.py` is the yardstick every backend is held to, `portable.py` runs on any device, `dispatch.py` says which
-calls the GPU kernels serve, `triton.py` launches them (`kernels.py`: attention and its gradients, `decay.py`: what surrounds
-them). `decode.py` attends from the newest tokens to a cache, on a GPU through `decode_triton.py` and `decode_kernels.py`.
+Files, from the call down:
+    checks, dispatch          refuse what does not fit; which calls the GPU kernels serve
+    reference, portable       the yardstick every backend is held to; any device
+    triton, layout            the operators and their launches; how tensors of heads lie in memory
+    kernels, hopper, decay    attention and its gradients; the same for Hopper GPUs; what surrounds them, and what pruning skips
+    pruning                   the same search in PyTorch: a yardstick, and for reports
+    decode, decode_triton, decode_kernels    from the newest tokens to a cache
 """
 
 import math

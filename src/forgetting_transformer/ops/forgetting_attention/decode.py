@@ -21,10 +21,8 @@ from forgetting_transformer.ops.forgetting_attention.checks import (
     check_seq_start,
     check_tensors,
 )
+from forgetting_transformer.ops.forgetting_attention.constants import MIN_LOG_FGATE
 from forgetting_transformer.ops.forgetting_attention.dispatch import takes_kernel
-
-# exp(-256) is 0 in float32; -inf itself would give -inf - (-inf) = NaN.
-_MIN_LOG_FGATE = -256.0
 
 
 def cumulative_log_fgate(log_fgate: Tensor, previous: Tensor | None = None, *, head_first: bool = False) -> Tensor:
@@ -40,7 +38,7 @@ def cumulative_log_fgate(log_fgate: Tensor, previous: Tensor | None = None, *, h
     """
     axis = -1 if head_first else -2
     has_float64 = log_fgate.device.type != "mps"
-    log_fgate = log_fgate.to(torch.float64 if has_float64 else torch.float32).clamp(min=_MIN_LOG_FGATE)
+    log_fgate = log_fgate.to(torch.float64 if has_float64 else torch.float32).clamp(min=MIN_LOG_FGATE)
     running = log_fgate.cumsum(axis) if log_fgate.shape[axis] > 1 else log_fgate
     return running if previous is None else running + previous
 

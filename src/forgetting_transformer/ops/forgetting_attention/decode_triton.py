@@ -7,7 +7,6 @@ Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channe
 """
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -15,9 +14,11 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
 from forgetting_transformer.ops.forgetting_attention.decode_kernels import merge_kernel, split_kernel
+from forgetting_transformer.ops.forgetting_attention.layout import empty_heads_like, with_whole_channels
+from forgetting_transformer.ops.forgetting_attention.triton import attention_flops
 
-_LOG2_E = math.log2(math.e)
 # A part shorter than this costs more to merge than it saves.
 _MIN_KEYS_PER_SPLIT = 256
 _MAX_SPLITS = 256
@@ -44,7 +45,7 @@ def decode(
         seq_start: `(B,)`, the first key that is visible; None is 0.
         seq_end: `(B,)`, one past the last; None is N. The queries are the M positions before it.
     """
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (with_whole_channels(x) for x in (q, k, v))
     batch, heads, num_queries, head_dim = q.shape
     groups, num_keys = k.shape[1:3]
     tiles = _tiles(q)
@@ -57,7 +58,7 @@ def decode(
     split_kernel[(num_programs * num_splits,)](
         q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], cum_log_fgate, *cum_log_fgate.stride(),
         seq_start, seq_end, None if threshold is None else threshold.contiguous(), acc, maximum, total,
-        groups, num_queries, num_keys, num_splits, sm_scale * _LOG2_E,
+        groups, num_queries, num_keys, num_splits, sm_scale * LOG2_E,
         GROUP=heads // groups, HAS_START=seq_start is not None, HAS_END=seq_end is not None,
         HAS_THRESHOLD=threshold is not None, CHANNELS=head_dim, **tiles,
     )  # fmt: skip
@@ -77,15 +78,11 @@ def _(q, k, v, cum_log_fgate, threshold, seq_start, seq_end, sm_scale):
 @register_flop_formula(torch.ops.forgetting_transformer.forgetting_attention_decode)
 def _decode_flops(q_shape, k_shape, *args, **kwargs) -> int:
     """Two products over the causal pairs, as if nothing were pruned or hidden."""
-    batch, heads, queries, head_dim = q_shape
-    pairs = queries * k_shape[2] - queries * (queries - 1) // 2
-    return 4 * batch * heads * head_dim * pairs
+    return attention_flops(q_shape, k_shape)
 
 
 def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    batch, heads, num_queries, head_dim = q.shape
-    out = torch.empty(batch, num_queries, heads, head_dim, dtype=q.dtype, device=q.device).transpose(1, 2)
-    return out, torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
+    return empty_heads_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 def _num_splits(num_programs: int, num_keys: int, num_slots: int) -> int:

@@ -35,7 +35,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from forgetting_transformer.ops.forgetting_attention.triton import _LOG2_E, Decay, _empty_like, _locate, _Sizes
+from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
+from forgetting_transformer.ops.forgetting_attention.layout import Sizes, empty_heads_like, locate
+from forgetting_transformer.ops.forgetting_attention.triton import Decay
 
 _STRETCH = gl.constexpr(128)
 _ROWS = gl.constexpr(64)  # of a warpgroup
@@ -585,52 +587,52 @@ _LAUNCH = {"num_warps": 4, "maxnreg": 168}
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, decay: Decay, sizes: _Sizes, sm_scale: float
+    q: Tensor, k: Tensor, v: Tensor, decay: Decay, sizes: Sizes, sm_scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the operator `_forward` of `triton.py` returns."""
     n, stages = TILES["forward", q.shape[3]]
-    out = _empty_like(q)
+    out = empty_heads_like(q)
     log_normaliser = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     forward_kernel[(sizes.blocks * sizes.rows,)](
-        *_describe(q, _STRETCH.value), *_describe(k, n), *_describe(v, n), *_locate(out), _vector(decay.suffix, n),
+        *_describe(q, _STRETCH.value), *_describe(k, n), *_describe(v, n), *locate(out), _vector(decay.suffix, n),
         decay.suffix, decay.running, decay.reference, decay.first_stretch, log_normaliser,
-        sizes.heads, sizes.group, *sizes.lengths, sm_scale * _LOG2_E, HEAD_DIM=q.shape[3], N=n, STAGES=stages, **_LAUNCH,
+        sizes.heads, sizes.group, *sizes.lengths, sm_scale * LOG2_E, HEAD_DIM=q.shape[3], N=n, STAGES=stages, **_LAUNCH,
     )  # fmt: skip
     return out, log_normaliser
 
 
 def key_gradient(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor, decay: Decay, sizes: _Sizes,
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor, decay: Decay, sizes: Sizes,
     sm_scale: float, dk: Tensor, dv: Tensor, column_sum: Tensor,
 ) -> None:  # fmt: skip
     """Write dk, dv and column sums; `log_normaliser` and `delta` as `delta_kernel` wrote them."""
     m, stages = TILES["key_gradient", q.shape[3]]
     key_gradient_kernel[(sizes.stretches * sizes.rows // sizes.group,)](
         *_describe(q, m), *_describe(k, _STRETCH.value), *_describe(v, _STRETCH.value), *_describe(d_out, m),
-        *_locate(dk), *_locate(dv), _vector(log_normaliser, m), _vector(delta, m),
+        *locate(dk), *locate(dv), _vector(log_normaliser, m), _vector(delta, m),
         decay.suffix, decay.running, decay.reference, decay.end_block, column_sum,
-        sizes.heads, *sizes.lengths, sm_scale * _LOG2_E, sm_scale, GROUP=sizes.group, HEAD_DIM=q.shape[3], M=m, STAGES=stages,
+        sizes.heads, *sizes.lengths, sm_scale * LOG2_E, sm_scale, GROUP=sizes.group, HEAD_DIM=q.shape[3], M=m, STAGES=stages,
         **_LAUNCH,
     )  # fmt: skip
 
 
 def query_gradient(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor, decay: Decay, sizes: _Sizes,
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor, decay: Decay, sizes: Sizes,
     sm_scale: float, dq: Tensor, row_sum: Tensor,
 ) -> None:  # fmt: skip
     """Write dq and row sums; `log_normaliser` and `delta` as `delta_kernel` wrote them."""
     n, stages = TILES["query_gradient", q.shape[3]]
     query_gradient_kernel[(sizes.blocks * sizes.rows,)](
-        *_describe(q, _STRETCH.value), *_describe(k, n), *_describe(v, n), *_describe(d_out, _STRETCH.value), *_locate(dq),
+        *_describe(q, _STRETCH.value), *_describe(k, n), *_describe(v, n), *_describe(d_out, _STRETCH.value), *locate(dq),
         log_normaliser, delta, decay.suffix, decay.running, decay.reference, decay.first_stretch, row_sum,
-        sizes.heads, sizes.group, *sizes.lengths, sm_scale * _LOG2_E, sm_scale, HEAD_DIM=q.shape[3], N=n, STAGES=stages,
+        sizes.heads, sizes.group, *sizes.lengths, sm_scale * LOG2_E, sm_scale, HEAD_DIM=q.shape[3], N=n, STAGES=stages,
         **_LAUNCH,
     )  # fmt: skip
 
 
 def _describe(x: Tensor, rows: int) -> tuple[TensorDescriptor, int, int, int]:
-    """As `_locate` with a descriptor, which here also says how tiles lie in shared memory."""
-    descriptor, *numbers = _locate(x, rows, True)
+    """As `locate` with a descriptor, which here also says how tiles lie in shared memory."""
+    descriptor, *numbers = locate(x, rows, True)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(x, descriptor.shape, descriptor.strides, descriptor.block_shape, layout), *numbers
 

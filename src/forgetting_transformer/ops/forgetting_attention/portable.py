@@ -25,9 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# log f is clamped here: finite numbers keep -inf - (-inf) = NaN out of the running sums. exp(-256) is 0 in float32 even
-# against a score difference of 150, and a larger number would cost accuracy after a hard reset (2e-5 with this one).
-_MIN_LOG_FGATE = -256.0
+from forgetting_transformer.ops.forgetting_attention.constants import MIN_LOG_FGATE
+
 # Bias of padded keys: exactly 0 weight for every real query, and far from float32's limits.
 _PADDING_BIAS = -1e9
 
@@ -68,7 +67,7 @@ def forgetting_attention_portable(
     if group > 1:
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     bias_dtype = torch.promote_types(compute_dtype, torch.float32)
-    log_fgate = log_fgate_BHN.to(bias_dtype).clamp(min=_MIN_LOG_FGATE)
+    log_fgate = log_fgate_BHN.to(bias_dtype).clamp(min=MIN_LOG_FGATE)
 
     padding_BN = None
     if seq_start_B is not None:

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Queries of a block, keys of a stretch.
-STRETCH = 128
+from forgetting_transformer.ops.forgetting_attention.constants import MIN_LOG_FGATE, STRETCH
 
 
 class ScoreBounds(NamedTuple):
@@ -48,8 +47,7 @@ def first_kept_stretch(
     """
     num_keys = log_fgate_BHN.shape[-1]
     shift, blocks, stretches = num_keys - num_queries, math.ceil(num_queries / STRETCH), math.ceil(num_keys / STRETCH)
-    # exp(-256) is 0; -inf would give -inf - (-inf).
-    c_BHN = log_fgate_BHN.double().clamp(min=-256.0).cumsum(-1)
+    c_BHN = log_fgate_BHN.double().clamp(min=MIN_LOG_FGATE).cumsum(-1)
     device = c_BHN.device
     first_query_Q = torch.arange(blocks, device=device) * STRETCH + shift
     last_key_S = (torch.arange(stretches, device=device) * STRETCH + STRETCH - 1).clamp(max=num_keys - 1)

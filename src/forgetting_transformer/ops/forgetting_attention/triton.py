@@ -13,7 +13,6 @@ blocks of queries.
 """
 
 import functools
-import math
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,8 +20,8 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E, MIN_LOG_FGATE, STRETCH
 from forgetting_transformer.ops.forgetting_attention.decay import (
     bound_kernel,
     delta_kernel,
@@ -36,12 +35,15 @@ from forgetting_transformer.ops.forgetting_attention.kernels import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from forgetting_transformer.ops.forgetting_attention.pruning import STRETCH
+from forgetting_transformer.ops.forgetting_attention.layout import (
+    Sizes,
+    empty_heads_like,
+    fits_descriptor,
+    locate,
+    with_whole_channels,
+)
 
-_LOG2_E = math.log2(math.e)
 _MAX_CHUNK = 1024  # stretches or blocks that `running_kernel` works on at a time
-# exp(-256) is 0 in float32; -inf itself would give -inf - (-inf) = NaN, and a larger number costs digits after a reset.
-_MIN_LOG_FGATE = -256.0
 
 
 @torch.library.custom_op("forgetting_transformer::forgetting_attention_bounds", mutates_args=())
@@ -52,19 +54,19 @@ def _bounds(q: Tensor, k: Tensor, first_key: Tensor | None, sm_scale: float) -> 
         float32, base 2: the largest norm of a query times the scale `(Z, Q)`, the least score of a query with itself
         `(Z, Q)`, the largest norm of a key `(Z, S)`.
     """
-    q, k = _with_whole_channels(q), _with_whole_channels(k)
-    sizes = _Sizes.of(q, k)
+    q, k = with_whole_channels(q), with_whole_channels(k)
+    sizes = Sizes.of(q, k)
     query_norm, self_score, key_norm = _bounds_like(q, k)
     bound_kernel[(max(sizes.blocks, sizes.stretches) * sizes.rows,)](
-        *_locate(q), *_locate(k), first_key, query_norm, self_score, key_norm, sizes.heads, sizes.group, *sizes.lengths,
-        sm_scale * _LOG2_E, HAS_FIRST=first_key is not None, HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3],
+        *locate(q), *locate(k), first_key, query_norm, self_score, key_norm, sizes.heads, sizes.group, *sizes.lengths,
+        sm_scale * LOG2_E, HAS_FIRST=first_key is not None, HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3],
         STRETCH=STRETCH, num_warps=8,
     )  # fmt: skip
     return query_norm, self_score, key_norm
 
 
 def _bounds_like(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = _Sizes.of(q, k)
+    sizes = Sizes.of(q, k)
     lengths = sizes.blocks, sizes.blocks, sizes.stretches
     return tuple(torch.empty(sizes.rows, n, dtype=torch.float32, device=q.device) for n in lengths)
 
@@ -103,7 +105,7 @@ def _decay(
     has_first, has_bounds = first_key is not None, query_norm is not None
     stretch_kernel[(batch * heads * triton.cdiv(stretches, 8),)](
         log_fgate, *log_fgate.stride(), first_key, decay.suffix, decay.running,
-        heads, num_queries, num_keys, stretches, _MIN_LOG_FGATE, HAS_FIRST=has_first, STRETCH=STRETCH, CHUNK=8,
+        heads, num_queries, num_keys, stretches, MIN_LOG_FGATE, HAS_FIRST=has_first, STRETCH=STRETCH, CHUNK=8,
     )  # fmt: skip
     largest_key, log_mass = (torch.empty_like(key_norm), torch.empty_like(key_norm)) if has_bounds else (None, None)
     running_kernel[(batch * heads,)](
@@ -170,26 +172,26 @@ def _forward(
         first_key: `(B, M)` int32, the first key each query sees, not falling along a sequence, up to N; None is 0. Queries
             that see nothing give 0 and a log-normaliser of -inf.
     """
-    q, k, v = (_with_whole_channels(x) for x in (q, k, v))
-    sizes = _Sizes.of(q, k)
+    q, k, v = (with_whole_channels(x) for x in (q, k, v))
+    sizes = Sizes.of(q, k)
     decay = Decay(suffix, running, reference, first_stretch, end_block)
     if _hopper_has("forward", (q, k, v), first_key):
         return _hopper().forward(q, k, v, decay, sizes, sm_scale)
-    out = _empty_like(q)
+    out = empty_heads_like(q)
     log_normaliser = torch.empty(sizes.batch, sizes.heads, sizes.queries, dtype=torch.float32, device=q.device)
     tiles = _tiles("forward", (q, k, v), first_key)
     (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
     forward_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
-        *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(out, block_m, False),
+        *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma), *locate(out, block_m, False),
         suffix, running, reference, first_stretch, first_key, log_normaliser,
-        sizes.heads, sizes.group, *sizes.lengths, sm_scale * _LOG2_E, HAS_FIRST=first_key is not None, **tiles,
+        sizes.heads, sizes.group, *sizes.lengths, sm_scale * LOG2_E, HAS_FIRST=first_key is not None, **tiles,
     )  # fmt: skip
     return out, log_normaliser
 
 
 @_forward.register_fake
 def _(q, k, v, log_fgate, suffix, running, reference, first_stretch, end_block, first_key, sm_scale):
-    return _empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return empty_heads_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op("forgetting_transformer::forgetting_attention_backward", mutates_args=())
@@ -212,8 +214,8 @@ def _backward(
     wants_gates: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and log f; the last is empty unless wanted, as for gates that are constants."""
-    d_out, q, k, v = (_with_whole_channels(x) for x in (d_out, q, k, v))
-    sizes = _Sizes.of(q, k)
+    d_out, q, k, v = (with_whole_channels(x) for x in (d_out, q, k, v))
+    sizes = Sizes.of(q, k)
     has_first = first_key is not None
     end_query = None
     if has_first:
@@ -221,15 +223,15 @@ def _backward(
         end_query = torch.searchsorted(first_key.contiguous(), positions, right=True, out_int32=True)
     delta, shifted = torch.empty_like(log_normaliser), torch.empty_like(log_normaliser)
     delta_kernel[(sizes.blocks * sizes.rows,)](
-        *_locate(out), *_locate(d_out), log_normaliser, d_log_normaliser.contiguous(),
+        *locate(out), *locate(d_out), log_normaliser, d_log_normaliser.contiguous(),
         suffix, running, reference, delta, shifted, sizes.heads, *sizes.lengths,
         HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3], STRETCH=STRETCH,
     )  # fmt: skip
 
-    dq, dk, dv = (_empty_like(x) for x in (q, k, v))
+    dq, dk, dv = (empty_heads_like(x) for x in (q, k, v))
     row_sum = torch.empty_like(log_normaliser)
     column_sum = torch.empty(sizes.batch, sizes.heads, sizes.keys, dtype=torch.float32, device=q.device)
-    inputs, scales = (q, k, v, d_out), (sm_scale * _LOG2_E, sm_scale)
+    inputs, scales = (q, k, v, d_out), (sm_scale * LOG2_E, sm_scale)
     decay = Decay(suffix, running, reference, first_stretch, end_block)
     if _hopper_has("key_gradient", inputs, first_key):
         _hopper().key_gradient(*inputs, shifted, delta, decay, sizes, sm_scale, dk, dv, column_sum)
@@ -237,8 +239,8 @@ def _backward(
         tiles = _tiles("key_gradient", inputs, first_key)
         (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
         key_gradient_kernel[(triton.cdiv(sizes.keys, block_n) * sizes.rows // sizes.group,)](
-            *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(d_out, block_m, tma),
-            *_locate(dk), *_locate(dv), shifted, delta, suffix, running, reference, end_block,
+            *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma), *locate(d_out, block_m, tma),
+            *locate(dk), *locate(dv), shifted, delta, suffix, running, reference, end_block,
             first_key, end_query, column_sum, sizes.heads, *sizes.lengths, *scales,
             GROUP=sizes.group, HAS_FIRST=has_first, **tiles,
         )  # fmt: skip
@@ -248,8 +250,8 @@ def _backward(
         tiles = _tiles("query_gradient", inputs, first_key)
         (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
         query_gradient_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
-            *_locate(q, block_m, tma), *_locate(k, block_n, tma), *_locate(v, block_n, tma), *_locate(d_out, block_m, tma),
-            *_locate(dq), shifted, delta, suffix, running, reference, first_stretch, first_key, row_sum,
+            *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma), *locate(d_out, block_m, tma),
+            *locate(dq), shifted, delta, suffix, running, reference, first_stretch, first_key, row_sum,
             sizes.heads, sizes.group, *sizes.lengths, *scales, HAS_FIRST=has_first, **tiles,
         )  # fmt: skip
 
@@ -272,7 +274,7 @@ def _(
     log_normaliser, sm_scale, wants_gates,
 ):  # fmt: skip
     d_log_fgate = torch.empty_like(log_fgate) if wants_gates else log_fgate.new_empty(0)
-    return *(_empty_like(x) for x in (q, k, v)), d_log_fgate
+    return *(empty_heads_like(x) for x in (q, k, v)), d_log_fgate
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
@@ -305,72 +307,6 @@ def _forward_flops(q_shape, k_shape, *args, **kwargs) -> int:
 def _backward_flops(d_out_shape, d_log_normaliser_shape, q_shape, k_shape, *args, **kwargs) -> int:
     """Two and a half times the forward pass: five products, of which one repeats the scores."""
     return attention_flops(q_shape, k_shape) * 5 // 2
-
-
-class _Sizes(NamedTuple):
-    batch: int
-    heads: int
-    group: int  # query heads per key head
-    queries: int
-    keys: int
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor) -> "_Sizes":
-        return cls(q.shape[0], q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2])
-
-    @property
-    def rows(self) -> int:
-        return self.batch * self.heads
-
-    @property
-    def stretches(self) -> int:
-        return triton.cdiv(self.keys, STRETCH)
-
-    @property
-    def blocks(self) -> int:
-        return triton.cdiv(self.queries, STRETCH)
-
-    @property
-    def lengths(self) -> tuple[int, int, int, int]:
-        return self.queries, self.keys, self.stretches, self.blocks
-
-
-def _with_whole_channels(x: Tensor) -> Tensor:
-    """Kernels want the channels of a head side by side; any other strides will do."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _empty_like(x: Tensor) -> Tensor:
-    """Of x's shape `(B, H, T, D)`, in memory `(B, T, H, D)`, which is how projections before and after read and write."""
-    batch, heads, length, head_dim = x.shape
-    return torch.empty(batch, length, heads, head_dim, dtype=x.dtype, device=x.device).transpose(1, 2)
-
-
-def _locate(x: Tensor, block: int = 0, tma: bool = False) -> tuple[Any, int, int, int]:
-    """A tensor `(B, H, T, D)` and the three numbers that locate a head in it: see `kernels.py`."""
-    if not tma:
-        return x, *x.stride()[:3]
-    batch, heads, length, head_dim = x.shape
-    per_row = x.stride(2)
-    if _heads_within_rows(x):
-        shape, numbers = [batch * length, heads * x.stride(1)], (length, 0, x.stride(1))
-    else:
-        shape, numbers = [batch * heads * length, head_dim], (heads * length, length, 0)
-    return TensorDescriptor(x, shape, [per_row, 1], [block, head_dim]), *numbers
-
-
-def _heads_within_rows(x: Tensor) -> bool:
-    """Whether a row of memory holds all heads of a position: `(B, T, H, D)`, or a slice of several such tensors."""
-    batch, heads, length, head_dim = x.shape
-    fits = head_dim <= x.stride(1) and heads * x.stride(1) <= x.stride(2)
-    return fits and (batch == 1 or x.stride(0) == length * x.stride(2))
-
-
-def _fits_descriptor(x: Tensor) -> bool:
-    """Whether one two-dimensional descriptor reaches all heads, whole tiles at a time."""
-    if x.shape[2] % STRETCH or x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:3]):
-        return False
-    return _heads_within_rows(x) or x.is_contiguous()
 
 
 # (kernel, padded head dimension): queries and keys of a tile, warps, pipeline stages. The tables were measured on an H200 in 16
@@ -425,7 +361,7 @@ def _tiles(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | None) ->
         # Float32 is for correctness: products of float32 accuracy, small tiles.
         block_m, block_n, warps, stages = (32, 32, 4, 1) if head_dim <= 128 else (16, 16, 4, 1)
     elif q.is_cuda and _has_large_shared_memory(q.device.index):
-        tma = first_key is None and head_dim == q.shape[3] and all(_fits_descriptor(x) for x in inputs)
+        tma = first_key is None and head_dim == q.shape[3] and all(fits_descriptor(x) for x in inputs)
         block_m, block_n, warps, stages = (_DESCRIPTORS if tma else _POINTERS)[key]
     else:
         block_m, block_n, warps, stages = _SAFE[key]
@@ -448,7 +384,7 @@ def _hopper_has(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | Non
     q = inputs[0]
     if first_key is not None or q.element_size() != 2 or not (q.is_cuda and _is_hopper(q.device.index)):
         return False
-    return (kernel, q.shape[3]) in _hopper().TILES and all(_fits_descriptor(x) for x in inputs)
+    return (kernel, q.shape[3]) in _hopper().TILES and all(fits_descriptor(x) for x in inputs)
 
 
 @functools.cache

@@ -1,0 +1,79 @@
+"""Where heads lie in memory: tensors `(B, H, T, D)` as the kernels read and write them.
+
+Axes: B batch, H heads, T positions, D channels of a head.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from forgetting_transformer.ops.forgetting_attention.constants import STRETCH
+
+
+class Sizes(NamedTuple):
+    batch: int
+    heads: int
+    group: int  # query heads per key head
+    queries: int
+    keys: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor) -> "Sizes":
+        return cls(q.shape[0], q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2])
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.heads
+
+    @property
+    def stretches(self) -> int:
+        return triton.cdiv(self.keys, STRETCH)
+
+    @property
+    def blocks(self) -> int:
+        return triton.cdiv(self.queries, STRETCH)
+
+    @property
+    def lengths(self) -> tuple[int, int, int, int]:
+        return self.queries, self.keys, self.stretches, self.blocks
+
+
+def with_whole_channels(x: Tensor) -> Tensor:
+    """Kernels want the channels of a head side by side; any other strides will do."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def empty_heads_like(x: Tensor) -> Tensor:
+    """Of x's shape `(B, H, T, D)`, in memory `(B, T, H, D)`, which is how projections before and after read and write."""
+    batch, heads, length, head_dim = x.shape
+    return torch.empty(batch, length, heads, head_dim, dtype=x.dtype, device=x.device).transpose(1, 2)
+
+
+def locate(x: Tensor, block: int = 0, tma: bool = False) -> tuple[Any, int, int, int]:
+    """A tensor `(B, H, T, D)` and the three numbers that locate a head in it: see `kernels.py`."""
+    if not tma:
+        return x, *x.stride()[:3]
+    batch, heads, length, head_dim = x.shape
+    per_row = x.stride(2)
+    if _heads_within_rows(x):
+        shape, numbers = [batch * length, heads * x.stride(1)], (length, 0, x.stride(1))
+    else:
+        shape, numbers = [batch * heads * length, head_dim], (heads * length, length, 0)
+    return TensorDescriptor(x, shape, [per_row, 1], [block, head_dim]), *numbers
+
+
+def _heads_within_rows(x: Tensor) -> bool:
+    """Whether a row of memory holds all heads of a position: `(B, T, H, D)`, or a slice of several such tensors."""
+    batch, heads, length, head_dim = x.shape
+    fits = head_dim <= x.stride(1) and heads * x.stride(1) <= x.stride(2)
+    return fits and (batch == 1 or x.stride(0) == length * x.stride(2))
+
+
+def fits_descriptor(x: Tensor) -> bool:
+    """Whether one two-dimensional descriptor reaches all heads, whole tiles at a time."""
+    if x.shape[2] % STRETCH or x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:3]):
+        return False
+    return _heads_within_rows(x) or x.is_contiguous()
