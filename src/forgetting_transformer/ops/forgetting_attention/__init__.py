@@ -7,7 +7,7 @@ Axes in this folder: B batch, H query heads, G key and value heads, M queries, N
 Files, from the call down:
     checks, dispatch          refuse what does not fit; which calls the GPU kernels serve
     reference, portable       the yardstick every backend is held to; any device
-    triton, layout            the operators and their launches; how tensors of heads lie in memory
+    triton, layout            the operators and their launches; what launches share
     kernels, hopper, decay    attention and its gradients; the same for Hopper GPUs; what surrounds them, and what pruning skips
     pruning                   the same search in PyTorch: a yardstick, and for reports
     decode, decode_triton, decode_kernels    from the newest tokens to a cache

@@ -36,8 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
-from forgetting_transformer.ops.forgetting_attention.layout import Sizes, empty_heads_like, locate
-from forgetting_transformer.ops.forgetting_attention.triton import Decay
+from forgetting_transformer.ops.forgetting_attention.layout import Decay, Sizes, empty_heads_like, locate
 
 _STRETCH = gl.constexpr(128)
 _ROWS = gl.constexpr(64)  # of a warpgroup

@@ -1,4 +1,4 @@
-"""Where heads lie in memory: tensors `(B, H, T, D)` as the kernels read and write them.
+"""What launches share: sizes, what is known of the gates, and where heads `(B, H, T, D)` lie in memory.
 
 Axes: B batch, H heads, T positions, D channels of a head.
 """
@@ -39,6 +39,16 @@ class Sizes(NamedTuple):
     @property
     def lengths(self) -> tuple[int, int, int, int]:
         return self.queries, self.keys, self.stretches, self.blocks
+
+
+class Decay(NamedTuple):
+    """What `stretch_kernel` and `running_kernel` compute; they say what each is."""
+
+    suffix: Tensor  # (Z, S·128) float32
+    running: Tensor  # (Z, S + 1) float64
+    reference: Tensor  # (Z, Q) float64
+    first_stretch: Tensor  # (Z, Q) int32
+    end_block: Tensor  # (Z, S) int32
 
 
 def with_whole_channels(x: Tensor) -> Tensor:

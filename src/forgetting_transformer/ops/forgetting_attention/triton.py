@@ -14,7 +14,7 @@ blocks of queries.
 
 import functools
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -36,6 +36,7 @@ from forgetting_transformer.ops.forgetting_attention.kernels import (
     query_gradient_kernel,
 )
 from forgetting_transformer.ops.forgetting_attention.layout import (
+    Decay,
     Sizes,
     empty_heads_like,
     fits_descriptor,
@@ -115,16 +116,6 @@ def _decay(
         CHUNK=min(_MAX_CHUNK, triton.next_power_of_2(stretches)),
     )  # fmt: skip
     return tuple(decay)
-
-
-class Decay(NamedTuple):
-    """What `stretch_kernel` and `running_kernel` compute; they say what each is."""
-
-    suffix: Tensor  # (Z, S·128) float32
-    running: Tensor  # (Z, S + 1) float64
-    reference: Tensor  # (Z, Q) float64
-    first_stretch: Tensor  # (Z, Q) int32
-    end_block: Tensor  # (Z, S) int32
 
 
 def _decay_like(log_fgate: Tensor, num_queries: int) -> Decay:
