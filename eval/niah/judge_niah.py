@@ -9,6 +9,7 @@ asked for.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def main() -> None:
     judge = Judge(args.judge_url, args.judge_model, args.results / "judge_cache.jsonl", key, args.tries)
     try:
         failed = niah.judge_records(args.results, judge)
-        print(f"mean rating {niah.draw(args.results, 'judge'):.2f} of 10; {args.results / 'judge.png'}")
+        mean = niah.draw(args.results, "judge")
+        rated = "no answer was rated" if math.isnan(mean) else f"mean rating {mean:.2f} of 10"
+        print(f"{rated}; {args.results / 'judge.png'}")
     except EvaluationError as error:
         sys.exit(f"error: {error}")
     if failed:

@@ -194,7 +194,8 @@ def test_data_that_cannot_be_loaded_says_what_to_download_and_where_to_put_it(qu
     arguments = ["--model_path", quickstart.hf, "--save_dir", tmp_path, "--tasks"]
     done = run_script(SCRIPT, *arguments, "sciq,piqa")
     assert done.returncode == 1
-    assert "hf download --repo-type dataset baber/piqa" in done.stderr and "HF_HOME" in done.stderr
+    assert "piqa, baber/piqa," in done.stderr and "TaskManager().load(['piqa'])" in done.stderr
+    assert "~/.cache/huggingface/datasets" in done.stderr and "HF_DATASETS_CACHE" in done.stderr
     assert list(json.loads((tmp_path / "hf/results.json").read_text())) == ["sciq"], "what was finished is kept"
     done = run_script(SCRIPT, *arguments, "no_such_task")
     assert done.returncode == 1 and "--tasks=no_such_task: lm_eval does not know them" in done.stderr
@@ -231,5 +232,5 @@ def test_equal_values_share_a_rank_and_a_single_model_has_none():
     assert tables.ranks(column, [0.42, 0.44, 0.3, None, 0.1]) == [1, 1, 2, None, None]
     assert tables.ranks(column, [0.5]) == [None]
     assert tables.ranks(tables.Column("a", "A"), [1.0, 2.0]) == [None, None]
-    with pytest.raises(EvaluationError, match="cannot be read"):
+    with pytest.raises(EvaluationError, match="run the evaluation that writes it first"):
         tables.read_results(["/nonexistent"])

@@ -134,7 +134,7 @@ def test_finished_prompts_are_not_asked_again_whatever_the_number_of_processes(m
     cells = niah.grid([100, 200], [0.0, 0.5, 1.0], 2)
     options = {"needle": NEEDLE, "mode": "easy"}
     second_of_two = Workers(1, 2, torch.device("cpu"))
-    with pytest.raises(EvaluationError, match=r"predictions/length_100_depth_0.0_sample_0.json cannot be read"):
+    with pytest.raises(EvaluationError, match=r"predictions/length_100_depth_0.0_sample_0.json: run the evaluation"):
         niah.evaluate(model, haystack(), cells, tmp_path, second_of_two, **options)  # the other one never ran
     assert len(asked) == 6
     records = niah.evaluate(model, haystack(), cells, tmp_path, ALONE, **options, batch_size=4)
@@ -240,3 +240,16 @@ def test_the_judges_command_keeps_what_it_has_when_some_fail(endpoint, tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(endpoint.requests) == 4, "only the failed one was asked for again"
     assert (tmp_path / "judge.png").is_file()
+
+
+def test_the_judge_says_when_nothing_is_there_to_rate_and_when_nothing_was_rated(endpoint, tmp_path):
+    common = ["--judge_url", endpoint.url, "--judge_model", "grader", "--tries", 1]
+    done = run_script(JUDGE, tmp_path, *common)
+    assert done.returncode == 1 and "scores.json: run the evaluation that writes it first" in done.stderr
+    record = {"length": 60, "depth": 0.5, "sample": 0, "prediction": "a"}
+    scores = {"model": "m", "mode": "easy", "lengths": [60], "depths": [0.5], "train_length": None, "records": [record]}
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    (tmp_path / "settings.json").write_text(json.dumps(vars(NEEDLE)))
+    endpoint.replies = [(500, "")]
+    done = run_script(JUDGE, tmp_path, *common)
+    assert done.returncode == 1 and "no answer was rated" in done.stdout and "nan" not in done.stdout

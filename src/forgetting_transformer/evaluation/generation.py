@@ -85,6 +85,8 @@ def read_json(file: Path) -> Any:
     """
     try:
         return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise EvaluationError(f"there is no {file}: run the evaluation that writes it first, to its end") from error
     except (OSError, ValueError) as error:
         raise EvaluationError(f"{file} cannot be read ({error}); delete it and start the evaluation again") from error
 

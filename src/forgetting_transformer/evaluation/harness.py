@@ -227,9 +227,11 @@ def _check_data(task: str, manager: TaskManager) -> None:
     try:
         manager.load([task])
     except (OSError, ValueError, ImportError) as error:  # what datasets raises without network, cache or permission
-        dataset = next((entry.dataset for entry in TASKS if entry.name == task), "the dataset named in its task file")
+        dataset = next((f", {entry.dataset}," for entry in TASKS if entry.name == task), "")
+        # `hf download` would not do: without a network, datasets reads what it has itself prepared, and nothing else.
+        load = f"from lm_eval.tasks import TaskManager; TaskManager().load(['{task}'])"
         raise EvaluationError(
-            f"the data of task {task} cannot be loaded ({str(error).strip().splitlines()[0]}). On a machine with a network "
-            f"run `hf download --repo-type dataset {dataset}` and copy its ~/.cache/huggingface here; elsewhere than at "
-            "that path, set HF_HOME to it. With the copy in place set HF_HUB_OFFLINE=1"
+            f"the data of task {task}{dataset} cannot be loaded ({str(error).strip().splitlines()[0]}). On a machine with a "
+            f'network run `python -c "{load}"`, copy its ~/.cache/huggingface/datasets to the same path here (or to another '
+            "one, and set HF_DATASETS_CACHE to it), and set HF_HUB_OFFLINE=1"
         ) from error

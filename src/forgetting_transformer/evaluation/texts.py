@@ -39,7 +39,8 @@ def read_tokens(
 
 def encode(model: EvaluatedModel, text: str) -> list[int]:
     """Token ids of a text, without any token that the tokenizer would put before or after it."""
-    return model.require_tokenizer()(text, add_special_tokens=False).input_ids
+    # A text may well be longer than the model's training sequences, of which the tokenizer would warn.
+    return model.require_tokenizer()(text, add_special_tokens=False, verbose=False).input_ids
 
 
 def begin(model: EvaluatedModel) -> np.ndarray:
