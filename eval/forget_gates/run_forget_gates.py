@@ -116,8 +116,9 @@ def run(args: argparse.Namespace) -> None:
 
     by_head = {(report.layer, report.head): report for report in reports}
     titles = {
-        key: f"layer {key[0]}, head {key[1]}\nmemory {'≥ ' * by_head[key].memory_is_bound}{by_head[key].memory:,.0f}"
-        for key in gates
+        key: f"layer {key[0]}, head {key[1]}\nmemory {'≥ ' * report.memory_is_bound}{report.memory:,.0f} tokens"
+        for key, report in by_head.items()
+        if key in gates
     }
     label = "decay $F_{ij}$"
     heatmaps.head_matrices(gates, args.out / "gates.png", len(ids), label, titles)
@@ -141,11 +142,12 @@ def run(args: argparse.Namespace) -> None:
     if args.over_training:
         history = forget_gates.memory_over_training(args.model_path, ids, args.precision)
         (args.out / "training.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
-        lines = {(layer, head): [] for layer in available for head in range(num_heads)}
-        for entry in history:
-            for report in entry["heads"]:
-                lines[report["layer"], report["head"]].append(report["memory"])
-        heatmaps.heads_over_training([entry["train_tokens"] for entry in history], lines, args.out / "training.png")
+        memory, is_bound = {}, {}
+        for report in (report for entry in history for report in entry["heads"]):
+            memory.setdefault((report["layer"], report["head"]), []).append(report["memory"])
+            is_bound.setdefault((report["layer"], report["head"]), []).append(report["memory_is_bound"])
+        tokens = [entry["train_tokens"] for entry in history]
+        heatmaps.heads_over_training(tokens, memory, is_bound, args.out / "training.png")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forgetting_transformer.evaluation import forget_gates, heatmaps
 from forgetting_transformer.evaluation.models import EvaluationError
+from forgetting_transformer.model.layers import GroupRMSNorm
 from tests.evaluation.conftest import TRAIN_LENGTH, sentences
 from tests.evaluation.scripts import run_script
 from tests.model.small_models import PRO, small, small_model
@@ -78,6 +79,23 @@ def test_what_is_recorded_is_what_attention_gets(fields, monkeypatch):
         torch.testing.assert_close(expected, options["adaptive_threshold"].flatten().expand(2), check_dtype=False)
         scores = inputs.scale * inputs.q_HTD @ inputs.k_HTD.transpose(1, 2)
         assert (scores.abs().amax((1, 2)) <= inputs.score_bound_H + 1e-5).all()
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_rope": True}])
+def test_heads_of_a_group_share_its_keys(fields):
+    """As if the shared key head, and the weight of its norm, were there once for every query head."""
+    layer = small_model(**PRO, **fields).decoder.layers[0].sequence_mixer
+    length, width = 20, layer.head_dim
+    hidden, q = torch.randn(1, length, layer.hidden_size), torch.randn(1, length, layer.num_heads, width)
+    shared, weight = torch.randn(1, length, width), 1 + torch.rand(width)
+    layer.k_norm = GroupRMSNorm(1, width)
+    layer.k_norm.weight.data = weight
+    grouped = forget_gates._attention_inputs(0, layer, hidden, q, shared)
+    layer.k_norm = GroupRMSNorm(layer.num_heads, layer.hidden_size)
+    layer.k_norm.weight.data = weight.repeat(layer.num_heads)
+    apart = forget_gates._attention_inputs(0, layer, hidden, q, shared.repeat(1, 1, layer.num_heads))
+    assert grouped.k_HTD.shape == (layer.num_heads, length, width)
+    torch.testing.assert_close(vars(grouped), vars(apart))
 
 
 @pytest.mark.parametrize(("length", "pixels"), [(50, 50), (50, 7), (50, 200), (129, 16)])
@@ -206,3 +224,14 @@ def test_values_below_the_threshold_and_above_the_diagonal_are_not_drawn(tmp_pat
     heatmaps.head_matrices({(3, 1): picture}, tmp_path / "a.png", 2, "weight", threshold=0.5)
     shown = figures[0].axes[0].images[0].get_array()
     assert shown.mask.tolist() == [[False, True], [True, False]]
+
+
+def test_memories_that_are_lower_bounds_are_marked_over_training_too(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(heatmaps.Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    memory, is_bound = {(0, 0): [4, 8], (1, 0): [16, 64]}, {(0, 0): [False, False], (1, 0): [False, True]}
+    heatmaps.heads_over_training([100, 200], memory, is_bound, tmp_path / "a.png")
+    axes = figures[0].axes[0]
+    marked = [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines if line.get_marker() == "^"]
+    assert marked == [([], []), ([200], [64.0])]
+    assert "at least" in axes.get_title(loc="left")

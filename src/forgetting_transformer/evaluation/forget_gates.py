@@ -38,7 +38,7 @@ class AttentionInputs:
 
     Attributes:
         layer: index of the block.
-        q_HTD, k_HTD: after normalisation and rotation, float32.
+        q_HTD, k_HTD: after normalisation and rotation, float32. Keys that a group of heads shares are repeated for each.
         log_fgate_HT: float64, so that sums over a long text are exact enough to be compared.
         score_bound_H: U with |s·q_i·k_j| ≤ U for all pairs, by the weights of QK-norm, which hold for every text. None without
             QK-norm.
@@ -121,14 +121,19 @@ def visit(model: nn.Module, input_ids_T: Tensor, layers: Sequence[int], use: Cal
 def _attention_inputs(
     layer: int, mixer: ForgettingAttentionLayer, hidden_BTE: Tensor, q: Tensor, k: Tensor
 ) -> AttentionInputs:
-    heads = (mixer.num_heads, mixer.head_dim)
-    q_BTHD, k_BTHD = (x.float().reshape(1, -1, *heads) for x in (q, k))
+    per_head = (1, hidden_BTE.shape[1], -1, mixer.head_dim)
+    q_BTHD, k_BTHD = (x.float().reshape(per_head) for x in (q, k))
     if mixer.use_rope:
         q_BTHD, k_BTHD = (rotate(x, 0, mixer.rope_base) for x in (q_BTHD, k_BTHD))
-    q_HTD, k_HTD = q_BTHD[0].transpose(0, 1), k_BTHD[0].transpose(0, 1)
+    q_HTD, k_HTD = q_BTHD[0].transpose(0, 1), _per_query_head(k_BTHD[0].transpose(0, 1), mixer.num_heads)
     log_fgate_HT = mixer.log_forget_gate(hidden_BTE)[0].T.double()
     bound_H = None if mixer.q_norm is None else mixer.score_bound()
     return AttentionInputs(layer, q_HTD, k_HTD, log_fgate_HT, bound_H, mixer.log_pruning_tolerance)
+
+
+def _per_query_head(values: Tensor, num_heads: int) -> Tensor:
+    """`(H, …)` of `(G, …)`: head h belongs to group h // (H / G), as in grouped-query attention."""
+    return values.repeat_interleave(num_heads // len(values), 0)
 
 
 def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,8 +56,7 @@ def head_matrices(
                     interpolation="nearest",
                 )
                 axes.set_title((titles or {}).get((layer, head), f"layer {layer}, head {head}"), fontsize=7.5)
-                axes.xaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
-                axes.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
+                axes.set(xticks=(0, length // 2, length), yticks=(0, length // 2, length))
                 axes.tick_params(length=2, labelsize=6.5)
             for axes in row[len(heads) :]:
                 axes.set_axis_off()
@@ -84,17 +83,30 @@ def heads_by_layer(layers: Sequence[int], memory: Sequence[float], is_bound: Seq
         _save(figure, path)
 
 
-def heads_over_training(tokens: Sequence[int], memory: Mapping[tuple[int, int], Sequence[float]], path: Path) -> None:
-    """Draws the memory length of every head against training tokens; layers have colours, heads of a layer share one."""
+def heads_over_training(
+    tokens: Sequence[int],
+    memory: Mapping[tuple[int, int], Sequence[float]],
+    is_bound: Mapping[tuple[int, int], Sequence[bool]],
+    path: Path,
+) -> None:
+    """Draws the memory length of every head against training tokens; layers have colours, heads of a layer share one.
+
+    Args:
+        memory, is_bound: (layer, head) -> tokens, and whether that is a lower bound, at each of the checkpoints.
+    """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(5.8, 3.4))
         axes = figure.add_subplot()
         _memory_axis(axes)
         layers = sorted({layer for layer, _ in memory})
         colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(layers)))
-        for (layer, _), values in memory.items():
-            colour = colours[layers.index(layer)]
-            axes.plot(tokens, np.maximum(values, 0.5), color=colour, marker="o", markersize=2.5, linewidth=1.1)
+        for key, values in memory.items():
+            colour, values = colours[layers.index(key[0])], np.maximum(values, 0.5)
+            axes.plot(tokens, values, color=colour, marker="o", markersize=2.5, linewidth=1.1)
+            at_least = np.array(is_bound[key])
+            axes.plot(np.array(tokens)[at_least], values[at_least], "^", color=colour, markersize=6)
+        if any(map(any, is_bound.values())):
+            axes.set_title(_AT_LEAST, fontsize=7.5, loc="left")
         axes.set_xlabel("training tokens")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tokens(value)))
         shown = (
@@ -141,7 +153,10 @@ def score_grid(
         if train_length is not None:
             within = sum(length <= train_length for length in lengths)
             if 0 < within < len(lengths):
-                axes.axvline(within - 0.5, color="black", linestyle="--", linewidth=1.3)
+                # White over black is seen on every colour of the scale.
+                axes.axvline(within - 0.5, color="black", linewidth=2.6)
+                axes.axvline(within - 0.5, color="white", linestyle=(0, (4, 2)), linewidth=1.3)
+                axes.set_xlabel(f"context length (tokens); dashed line: training length, {train_length:,}")
         figure.colorbar(image, ax=axes, label=label)
         _save(figure, path)
 
