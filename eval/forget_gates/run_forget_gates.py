@@ -115,11 +115,11 @@ def run(args: argparse.Namespace) -> None:
         forget_gates.visit(model.model, ids, list(available), use)
 
     by_head = {(report.layer, report.head): report for report in reports}
-    titles = {
-        key: f"layer {key[0]}, head {key[1]}\nmemory {'≥ ' * report.memory_is_bound}{report.memory:,.0f} tokens"
-        for key, report in by_head.items()
-        if key in gates
-    }
+    titles = {}
+    for layer, head in gates:
+        report = by_head[layer, head]
+        memory = f"{'≥ ' * report.memory_is_bound}{report.memory:,.0f} token{'s' * (report.memory != 1)}"
+        titles[layer, head] = f"layer {layer}, head {head}\nmemory {memory}"
     label = "decay $F_{ij}$"
     heatmaps.head_matrices(gates, args.out / "gates.png", len(ids), label, titles)
     label = f"attention weight $A_{{ij}}$ (below {args.threshold:g}: white)"

@@ -42,7 +42,7 @@ def main() -> None:
 
     import transformers
 
-    from forgetting_transformer.evaluation import harness_tables
+    from forgetting_transformer.evaluation import harness_tables, tables
     from forgetting_transformer.evaluation.models import EvaluationError, load_model
     from forgetting_transformer.evaluation.workers import start_workers
 
@@ -71,9 +71,8 @@ def main() -> None:
             include_path=args.include_path,
         )
         if workers.is_first:
-            of_the_paper = any(task.name in results for task in harness_tables.TASKS)
-            table = harness_tables.tables({model.name: results})[0] if of_the_paper else ""
-            print(f"{folder}/results.json\n\n{table}{harness_tables.listing(results)}", end="")
+            table = tables.markdown(*harness_tables.table({model.name: results}))
+            print(f"{folder}/results.json\n\n{table}", end="")
         workers.close()
     except EvaluationError as error:
         sys.exit(f"error: {error}")

@@ -3,7 +3,7 @@
     python eval/lm_eval_harness/table_lm_eval.py output/lm_eval/fox output/lm_eval/llama --out tables
     python eval/lm_eval_harness/table_lm_eval.py "FoX (Pro)=output/lm_eval/fox" …
 
-Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md and OUT/table.tex if --out is given.
+Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md, OUT/table.tex and OUT/scores.png if --out is given.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> None:
     from forgetting_transformer.evaluation.tables import read_results, write_tables
 
     try:
-        write_tables(*harness_tables.tables(read_results(args.results)), args.out)
+        write_tables(*harness_tables.table(read_results(args.results)), args.out)
     except EvaluationError as error:
         sys.exit(f"error: {error}")
 

@@ -49,7 +49,7 @@ def main() -> None:
 
     import transformers
 
-    from forgetting_transformer.evaluation import longbench
+    from forgetting_transformer.evaluation import longbench, tables
     from forgetting_transformer.evaluation.models import EvaluationError, load_model
     from forgetting_transformer.evaluation.workers import start_workers
 
@@ -71,7 +71,7 @@ def main() -> None:
             limit=args.limit,
         )
         if workers.is_first:
-            print(f"{folder}/results.json\n\n{longbench.tables({model.name: scores})[0]}", end="")
+            print(f"{folder}/results.json\n\n{tables.markdown(*longbench.table({model.name: scores}))}", end="")
         workers.close()
     except EvaluationError as error:
         sys.exit(f"error: {error}")

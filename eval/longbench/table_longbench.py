@@ -3,7 +3,7 @@
     python eval/longbench/table_longbench.py output/longbench/fox output/longbench/llama --out tables
     python eval/longbench/table_longbench.py "FoX (Pro)=output/longbench/fox" …
 
-Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md and OUT/table.tex if --out is given.
+Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md, OUT/table.tex and OUT/scores.png if --out is given.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> None:
     from forgetting_transformer.evaluation.tables import read_results, write_tables
 
     try:
-        write_tables(*longbench.tables(read_results(args.results)), args.out)
+        write_tables(*longbench.table(read_results(args.results)), args.out)
     except EvaluationError as error:
         sys.exit(f"error: {error}")
 

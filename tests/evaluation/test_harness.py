@@ -11,7 +11,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not install
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from forgetting_transformer.evaluation import harness, harness_tables, tables  # noqa: E402
+from forgetting_transformer.evaluation import harness, harness_tables, plots, tables  # noqa: E402
 from forgetting_transformer.evaluation.models import EvaluationError, load_model  # noqa: E402
 from forgetting_transformer.evaluation.workers import Workers  # noqa: E402
 from tests.evaluation.scripts import run_script  # noqa: E402
@@ -221,10 +221,41 @@ def test_the_table_marks_the_best_and_the_second_best(tmp_path):
     assert fox.startswith("| fox | <u>20.00</u> |") and fox.endswith("| **50.00** | **50.00** |")
     assert llama.endswith("| <u>40.00</u> | <u>40.00</u> |") and rnn.startswith("| An RNN | 40.00 |")
     assert half.startswith("| half | **10.00** |") and half.endswith("| – | – |"), "no mean of nine"
+    assert (tmp_path / "out/scores.png").is_file()
     latex = (tmp_path / "out/table.tex").read_text()
     assert r"llama\_7 & 30.00" in latex and r"\textbf{50.00} \\" in latex and r"$\downarrow$" in latex
     done = run_script("eval/lm_eval_harness/table_lm_eval.py", tmp_path / "fox", tmp_path / "fox")
     assert done.returncode == 1 and "two results are called 'fox'" in done.stderr
+
+
+def test_other_tasks_have_columns_of_their_own_and_the_papers_only_where_it_was_asked():
+    mine = {"acc,none": 0.5, "acc_stderr,none": 0.1, "alias": "mine"}
+    texts = {"word_perplexity,none": 30.0}
+    head, _, row, _ = tables.markdown(
+        *harness_tables.table({"a": {"mine": mine, "texts": texts}, "b": {"mine": {"acc,none": 0.25}}})
+    ).splitlines()
+    assert head == "| Model | mine acc ↑ | texts word_perplexity ↓ |" and row == "| a | **0.5000** | 30.0000 |"
+    head, _, row = tables.markdown(*harness_tables.table({"a": {"piqa": {"acc,none": 0.5}, "mine": mine}})).splitlines()
+    assert head.startswith("| Model | Wiki. ppl ↓ |") and head.endswith("| Avg ↑ | mine acc ↑ |")
+    assert row.endswith("| – | 0.5000 |") and "| 50.00 |" in row
+
+
+def test_the_figure_has_a_row_a_task_and_a_marker_a_model(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
+    columns = [tables.Column("ppl", "Perplexity", "lower"), tables.Column("acc", "Accuracy", "higher")]
+    columns.append(tables.Column("none", "Nobody has it", "higher"))
+    rows = {"fox": {"ppl": 20.0, "acc": 60.0}, "llama": {"ppl": 25.0, "acc": 60.0}, "half": {"acc": 10.0}}
+    tables.draw_scores(rows, columns, tmp_path / "x.png")
+    scores, perplexities = drawn[0].axes
+    for axes, name, values in ((scores, "Accuracy", [60.0, 60.0, 10.0]), (perplexities, "Perplexity", [20.0, 25.0])):
+        assert [label.get_text() for label in axes.get_yticklabels()] == [name]
+        assert [x for line in axes.lines for x in line.get_xdata()] == values
+        heights = [y for line in axes.lines for y in line.get_ydata()]
+        assert len(set(heights)) == len(values) and all(abs(y) < 0.5 for y in heights), "equal values are both seen"
+    assert "higher is better" in scores.get_xlabel() and "lower is better" in perplexities.get_xlabel()
+    with pytest.raises(EvaluationError, match=r"nothing to table: .*fox"):
+        tables.write_tables({"fox": {}}, columns, tmp_path)
 
 
 def test_equal_values_share_a_rank_and_a_single_model_has_none():

@@ -203,7 +203,7 @@ def test_the_table_has_the_papers_groups(tmp_path):
         (tmp_path / name / "results.json").write_text(json.dumps(dict.fromkeys(longbench.SETS, score)))
     done = run_script("eval/longbench/table_longbench.py", tmp_path / "fox", tmp_path / "llama", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "| fox | **30.00** |" in (tmp_path / "table.md").read_text()
+    assert "| fox | **30.00** |" in (tmp_path / "table.md").read_text() and (tmp_path / "scores.png").is_file()
     latex = (tmp_path / "table.tex").read_text()
     assert r"\multicolumn{3}{c}{Single-Document QA} & \multicolumn{3}{c}{Multi-Document QA}" in latex
     assert latex.count(r"\underline{20.00}") == 14

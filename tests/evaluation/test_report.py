@@ -1,5 +1,6 @@
 """The report: one file, everything in it, differences marked, and nothing but text from a run's texts."""
 
+import base64
 import json
 import re
 import shutil
@@ -83,6 +84,7 @@ def results(folder):
     (folder / "gates/heads.json").write_text(
         json.dumps({"model": "fox", "tokens": 128, "pruned": 0.4, "heads": [head]})
     )
+    (folder / "gates/gates.png").write_bytes(b"a picture")
     return folder
 
 
@@ -104,7 +106,8 @@ def test_one_page_holds_everything(runs, tmp_path):
         "Configurations",
     ]
     pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
-    assert len(pictures) == 4 and all(source.startswith("data:image/png;base64,") for source in pictures)
+    assert len(pictures) == 7 and all(source.startswith("data:image/png;base64,") for source in pictures)
+    assert f"data:image/png;base64,{base64.b64encode(b'a picture').decode()}" in pictures
     cells = {cell for row in page.rows for cell in row}
     assert {"62.50", "12.50", "-0.5000 ± 0.1000", "≥ 17", "40.0 %"} <= cells
     val = json.loads((runs[0] / "metrics/jsonlines/val.jsonl").read_text().splitlines()[-1])["val/loss"]

@@ -173,5 +173,7 @@ def test_the_figure_has_the_mean_the_range_of_seeds_and_the_points_of_comparison
     assert list(heldout.get_xdata()) == [500, 1000] and heldout.get_ydata() == pytest.approx([4.35, 3.6])
     assert point.get_xdata()[0] == 900 and right.lines[-1].get_xdata()[0] == 9e8
     assert right.lines[0].get_xdata()[-1] == 1000 * 1e6
+    (legend,) = drawn[0].legends
+    assert "dashed: where the models are compared" in [text.get_text() for text in legend.get_texts()]
     shade = left.collections[0].get_paths()[0].vertices
     assert shade[:, 1].min() < 3.1 and 3.9 < shade[shade[:, 0] > 990][:, 1].max() < 4.1

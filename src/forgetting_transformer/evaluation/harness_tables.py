@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forgetting_transformer.evaluation.tables import Column, latex, markdown
+from forgetting_transformer.evaluation.tables import Column
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,15 @@ TASKS = (
     _accuracy("boolq", "BoolQ", "aps/super_glue"),
 )
 AVERAGE = Column("average", "Avg", "higher")
+# Which values are good, by what the names of lm_eval's metrics contain.
+_BETTER = {"perplexity": "lower", "per_byte": "lower", "acc": "higher", "exact_match": "higher", "f1": "higher"}
 
 
 def table_row(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """The numbers of one model's row: perplexities as they are, accuracies and their mean in percent."""
+    """The numbers of one model's row: perplexities as they are, accuracies and their mean in percent.
+
+    Metrics of tasks that are not in the paper's table are as lm_eval gives them.
+    """
     row: dict[str, float] = {}
     for task in TASKS:
         for metric, column in task.columns.items():
@@ -71,24 +76,32 @@ def table_row(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     accuracies = [column.key for task in TASKS for column in task.columns.values() if column.better == "higher"]
     if all(key in row for key in accuracies):
         row[AVERAGE.key] = sum(row[key] for key in accuracies) / len(accuracies)
-    return row
+    return row | {column.key: value for column, value in _other_metrics(results)}
 
 
-def tables(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[str, str]:
-    """Markdown and LaTeX of the paper's Table 1 for models by name; the mean is there when all ten accuracies are."""
+def table(
+    results: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> tuple[dict[str, dict[str, float]], list[Column]]:
+    """Rows and columns of the paper's Table 1 for models by name; the mean is there when all ten accuracies are.
+
+    Other tasks of lm_eval follow, a column for each metric; where no model has a task of the paper, they are the table.
+    """
     rows = {name: table_row(tasks) for name, tasks in results.items()}
     columns = [column for task in TASKS for column in task.columns.values()] + [AVERAGE]
-    return markdown(rows, columns), latex(rows, columns)
+    if not any(task.name in tasks for task in TASKS for tasks in results.values()):
+        columns = []
+    others = {column.key: column for tasks in results.values() for column, _ in _other_metrics(tasks)}
+    return rows, [*columns, *others.values()]
 
 
-def listing(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown: every metric of the tasks that are not in the paper's table; empty if there is none."""
+def _other_metrics(results: Mapping[str, Mapping[str, Any]]) -> list[tuple[Column, float]]:
+    """Metrics of the tasks that are not in the paper's table, without their standard errors."""
     known = {task.name for task in TASKS}
-    rows = [
-        f"| {task} | {metric.removesuffix(',none')} | {value:.4f} |"
-        for task, metrics in results.items()
-        if task not in known
-        for metric, value in metrics.items()
-        if isinstance(value, float) and "_stderr" not in metric
-    ]
-    return "\n".join(["| Task | Metric | Value |", "|---|---|---:|", *rows]) + "\n" if rows else ""
+    found = []
+    for task, metrics in results.items():
+        for metric, value in metrics.items():
+            if task not in known and isinstance(value, float) and "_stderr" not in metric:
+                name = metric.removesuffix(",none")
+                better = next((better for part, better in _BETTER.items() if part in name), None)
+                found.append((Column(f"{task}/{metric}", f"{task} {name}", better, digits=4), value))
+    return found

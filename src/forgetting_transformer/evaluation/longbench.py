@@ -33,7 +33,7 @@ from forgetting_transformer.evaluation.generation import (
     write_json,
 )
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
-from forgetting_transformer.evaluation.tables import Column, latex, markdown
+from forgetting_transformer.evaluation.tables import Column
 from forgetting_transformer.evaluation.workers import Workers
 
 HUB_ID, ARCHIVE = "THUDM/LongBench", "data.zip"
@@ -379,7 +379,6 @@ def _line_break(model: EvaluatedModel) -> list[int]:
     return ids[-1:] if ids and model.tokenizer.decode(ids[-1:]) == "\n" else []
 
 
-def tables(results: Mapping[str, Mapping[str, float]]) -> tuple[str, str]:
-    """Markdown and LaTeX of the paper's Table 2 for models by name."""
-    columns = [Column(name, entry.title, "higher", group=entry.group) for name, entry in SETS.items()]
-    return markdown(results, columns), latex(results, columns)
+def table(results: Mapping[str, Mapping[str, float]]) -> tuple[Mapping[str, Mapping[str, float]], list[Column]]:
+    """Rows and columns of the paper's Table 2 for models by name."""
+    return results, [Column(name, entry.title, "higher", group=entry.group) for name, entry in SETS.items()]

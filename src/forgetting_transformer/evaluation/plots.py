@@ -199,13 +199,62 @@ def loss_against_position(
             for number, (name, losses) in enumerate(curves.items())
         ]
         if train_length is not None:
-            handles.append(_reference_line(f"training length ({train_length:,} tokens)"))
+            handles.append(reference_line(f"training length ({train_length:,} tokens)"))
         add_legend(figure, handles)
         save(figure, path)
 
 
 def _smooth_position(loss: np.ndarray) -> np.ndarray:
     return smooth(loss, 0.1)
+
+
+def scores_by_task(
+    models: Sequence[str],
+    scores: Mapping[str, Sequence[float | None]],
+    perplexities: Mapping[str, Sequence[float | None]],
+    path: Path,
+) -> None:
+    """Draws a row for each task and in it a marker for each model; perplexities, if any, in a panel of their own.
+
+    Args:
+        models: names.
+        scores: task -> a value for each model, None where it has none. Higher is better.
+        perplexities: likewise for what is better lower and spans powers of ten.
+        path: where to write; the suffix chooses the format.
+
+    Raises:
+        ValueError: there is no value at all.
+    """
+    panels = [(tasks, lower) for tasks, lower in ((scores, False), (perplexities, True)) if tasks]
+    if not panels:
+        raise ValueError(f"Nothing to plot: no scores of {', '.join(models)}.")
+    most = max(len(tasks) for tasks, _ in panels)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(3.9 * len(panels) + 0.8, 0.7 + most * (0.18 + 0.07 * len(models))))
+        for axes, (tasks, lower) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            for number in range(len(models)):
+                # One below the other, as equal values would hide each other.
+                shift = 0.6 * ((number + 0.5) / len(models) - 0.5)
+                points = [(values[number], row + shift) for row, values in enumerate(tasks.values())]
+                x, y = np.array([point for point in points if point[0] is not None], dtype=float).reshape(-1, 2).T
+                colour, _, marker = look(number)
+                axes.plot(x, y, marker, color=colour, markersize=6, markeredgecolor="white", markeredgewidth=0.7)
+            axes.set_yticks(range(len(tasks)), [_text(task, _LEGEND_CHARACTERS) for task in tasks])
+            axes.set_ylim(most - 0.5, -0.5)
+            axes.grid(axis="y", visible=False)
+            for row in range(1, len(tasks)):
+                axes.axhline(row - 0.5, color="#dddddd", linewidth=0.6, zorder=0)
+            axes.margins(x=0.08)
+            found = [value for values in tasks.values() for value in values if value is not None]
+            if lower and max(found) > 20 * min(found) > 0:
+                axes.set_xscale("log")
+            axes.set_xlabel("lower is better" if lower else "score, higher is better")
+        handles = [
+            Line2D([], [], color=look(n)[0], marker=look(n)[2], linestyle="none", markersize=6, label=name)
+            for n, name in enumerate(models)
+        ]
+        add_legend(figure, handles)
+        save(figure, path)
 
 
 def format_tokens(tokens: float) -> str:
@@ -266,7 +315,7 @@ def line_handle(number: int, label: str, with_marker: bool = False) -> Line2D:
     return handle
 
 
-def _reference_line(label: str) -> Line2D:
+def reference_line(label: str) -> Line2D:
     return Line2D([], [], color="#555555", linestyle=(0, (6, 3)), linewidth=1.1, label=label)
 
 
@@ -287,7 +336,7 @@ def _token_legend(runs: Sequence[LossHistory], entropy: float | None) -> list[Li
         label = "held-out loss" if len(runs) == 1 else "marker: held-out loss"
         handles.append(Line2D([], [], color=colour, linestyle="none", marker=marker, markersize=5, label=label))
     if entropy is not None:
-        handles.append(_reference_line(f"token frequencies alone ({entropy:.2f} nats)"))
+        handles.append(reference_line(f"token frequencies alone ({entropy:.2f} nats)"))
     return handles
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from forgetting_transformer.evaluation import harness_tables, longbench, niah, per_token_loss
+from forgetting_transformer.evaluation import harness_tables, longbench, niah, per_token_loss, tables
 from forgetting_transformer.evaluation.generation import read_json
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.evaluation.plots import format_tokens, loss_against_position, loss_against_tokens
@@ -30,6 +30,13 @@ from forgetting_transformer.evaluation.runs import (
     run_names,
 )
 
+# What run_forget_gates.py writes beside heads.json.
+_GATE_PICTURES = {
+    "memory.png": "memory length of every head",
+    "training.png": "memory lengths over training",
+    "gates.png": "forget-gate matrices",
+    "attention.png": "attention maps",
+}
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
@@ -190,9 +197,9 @@ def _evaluations(folders: Sequence[Path], left_out: list[str]) -> list[tuple[str
     if gates:
         sections.append(("Forget gates", "".join(_gates(file) for file in gates)))
     if harness_rows:
-        sections.append(("lm-evaluation-harness", _from_markdown(harness_tables.tables(harness_rows)[0])))
+        sections.append(("lm-evaluation-harness", _scores(*harness_tables.table(harness_rows))))
     if longbench_rows:
-        sections.append(("LongBench", _from_markdown(longbench.tables(longbench_rows)[0])))
+        sections.append(("LongBench", _scores(*longbench.table(longbench_rows))))
     return sections
 
 
@@ -218,6 +225,13 @@ def _one_length_a_name(losses: Sequence[per_token_loss.Result]) -> list[per_toke
     ]
 
 
+def _scores(rows: Mapping[str, Mapping[str, float]], columns: Sequence[tables.Column]) -> str:
+    if not tables.has_numbers(rows, columns):
+        return _from_markdown(tables.markdown(rows, columns))
+    picture = _picture(lambda path: tables.draw_scores(rows, columns, path), "scores of the models, task by task")
+    return picture + _from_markdown(tables.markdown(rows, columns))
+
+
 def _needle(folder: Path) -> str:
     score = "judge" if (folder / "judge.json").is_file() else "words"
     results = read_json(folder / ("judge.json" if score == "judge" else "scores.json"))
@@ -237,7 +251,12 @@ def _gates(file: Path) -> str:
     ]
     said = f"{summary['model']}, a text of {summary['tokens']:,} tokens: pruning skips {_percent(summary['pruned'])} of the tiles."
     head = ["Layer", "Head", "Memory length (tokens)", "Tiles pruned"]
-    return f"<p>{html.escape(said)}</p>\n{_table(head, rows)}"
+    pictures = [
+        _embedded(picture.read_bytes(), description)
+        for name, description in _GATE_PICTURES.items()
+        if (picture := file.with_name(name)).is_file()
+    ]
+    return f"<p>{html.escape(said)}</p>\n{''.join(pictures)}{_table(head, rows)}"
 
 
 def _configurations(runs: Mapping[str, Path]) -> str:
@@ -277,7 +296,11 @@ def _picture(draw: Callable[[Path], object], description: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "picture.png"
         draw(path)
-        data = base64.b64encode(path.read_bytes()).decode()
+        return _embedded(path.read_bytes(), description)
+
+
+def _embedded(picture: bytes, description: str) -> str:
+    data = base64.b64encode(picture).decode()
     return f'<p><img alt="{html.escape(description)}" src="data:image/png;base64,{data}"></p>\n'
 
 

@@ -1,10 +1,11 @@
-"""Tables of results in Markdown and LaTeX, with the best and the second best value of each column marked."""
+"""Tables of results in Markdown and LaTeX, with the best and the second best value of each column marked, and their figure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from forgetting_transformer.evaluation import plots
 from forgetting_transformer.evaluation.generation import read_json
 from forgetting_transformer.evaluation.models import EvaluationError
 
@@ -125,10 +126,39 @@ def read_results(named: Sequence[str]) -> dict[str, Any]:
     return results
 
 
-def write_tables(in_markdown: str, in_latex: str, folder: Path | None) -> None:
-    """Prints both tables, and writes `folder/table.md` and `folder/table.tex` if there is a folder."""
+def write_tables(
+    rows: Mapping[str, Mapping[str, float | None]], columns: Sequence[Column], folder: Path | None
+) -> None:
+    """Prints both tables and, if there is a folder, writes `table.md`, `table.tex` and `scores.png` into it.
+
+    Raises:
+        EvaluationError: there is no number at all.
+    """
+    if not has_numbers(rows, columns):
+        raise EvaluationError(f"nothing to table: the results of {', '.join(rows)} hold no number")
+    in_markdown, in_latex = markdown(rows, columns), latex(rows, columns)
     print(f"{in_markdown}\n{in_latex}", end="")
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "table.md").write_text(in_markdown, encoding="utf-8")
         (folder / "table.tex").write_text(in_latex, encoding="utf-8")
+        draw_scores(rows, columns, folder / "scores.png")
+
+
+def has_numbers(rows: Mapping[str, Mapping[str, float | None]], columns: Sequence[Column]) -> bool:
+    """Whether any model has a value in any column."""
+    return any(row.get(column.key) is not None for row in rows.values() for column in columns)
+
+
+def draw_scores(rows: Mapping[str, Mapping[str, float | None]], columns: Sequence[Column], path: Path) -> None:
+    """Draws the table: a line of dots a column, one for each model; scores at the left, perplexities and the like at the
+    right. Columns that no model has a value in are left out."""
+    panels = [
+        {
+            column.title: [row.get(column.key) for row in rows.values()]
+            for column in columns
+            if (column.better == "lower") == lower and any(row.get(column.key) is not None for row in rows.values())
+        }
+        for lower in (False, True)
+    ]
+    plots.scores_by_task(list(rows), panels[0], panels[1], path)

@@ -19,6 +19,7 @@ from forgetting_transformer.evaluation.plots import (
     format_tokens,
     line_handle,
     look,
+    reference_line,
     save,
     smooth,
 )
@@ -166,6 +167,8 @@ def loss_against_tokens_and_flops(
             handles.append(Patch(color="#555555", alpha=0.2, linewidth=0, label="shade: lowest to highest seed"))
         if has_heldout:
             handles.append(_mark("o", "marker: held-out loss, mean of seeds", markersize=5))
+        if tokens is not None or flops is not None:
+            handles.append(reference_line("dashed: where the models are compared"))
         add_legend(figure, handles)
         save(figure, path)
 
