@@ -10,7 +10,7 @@ gates.png       forget-gate matrix F of the chosen heads: how much of the weight
 attention.png   their attention weights, those of at least --threshold
 memory.png      memory length of every head: tokens after which its decay reaches 1/e, median over the text
 heads.json      memory length, and the share of tiles that pruning skips, for every head
-training.png    with --over_training and a run's output_dir: memory lengths at each of its checkpoints (training.json too)
+training.png    with --over_training and a run's output_dir: both at each of its checkpoints (training.json too)
 """
 
 import argparse
@@ -43,7 +43,9 @@ def parse_args() -> argparse.Namespace:
         default=-10.0,
         help="ln ε of pruning, for models without one of their own; default %(default)s",
     )
-    parser.add_argument("--over_training", action="store_true", help="memory lengths at every checkpoint of a run")
+    parser.add_argument(
+        "--over_training", action="store_true", help="memory lengths and pruned shares at every checkpoint of a run"
+    )
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to; made if needed")
@@ -140,14 +142,15 @@ def run(args: argparse.Namespace) -> None:
     )
 
     if args.over_training:
-        history = forget_gates.memory_over_training(args.model_path, ids, args.precision)
+        history = forget_gates.heads_over_training(args.model_path, ids, args.log_pruning_tolerance, args.precision)
         (args.out / "training.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
         memory, is_bound = {}, {}
         for report in (report for entry in history for report in entry["heads"]):
             memory.setdefault((report["layer"], report["head"]), []).append(report["memory"])
             is_bound.setdefault((report["layer"], report["head"]), []).append(report["memory_is_bound"])
         tokens = [entry["train_tokens"] for entry in history]
-        heatmaps.heads_over_training(tokens, memory, is_bound, args.out / "training.png")
+        shares = [np.mean([report["pruned"] for report in entry["heads"]]) for entry in history]
+        heatmaps.heads_over_training(tokens, memory, is_bound, shares, args.out / "training.png")
 
 
 if __name__ == "__main__":

@@ -196,6 +196,8 @@ def test_memory_over_training_reads_every_checkpoint_of_a_run(quickstart, tmp_pa
     history = json.loads((tmp_path / "training.json").read_text())
     assert [entry["train_tokens"] for entry in history] == [4 * 4 * TRAIN_LENGTH, 8 * 4 * TRAIN_LENGTH]
     assert all(len(entry["heads"]) == 4 for entry in history)
+    newest = json.loads((tmp_path / "heads.json").read_text())["heads"]
+    assert history[-1]["heads"] == newest, "what is evaluated without --over_training is the newest checkpoint"
     assert (tmp_path / "training.png").is_file()
     done = run_script(SCRIPT, "--model_path", quickstart.hf, *arguments, "--over_training")
     assert done.returncode == 1 and "--over_training reads the checkpoints of a training run" in done.stderr
@@ -230,8 +232,9 @@ def test_memories_that_are_lower_bounds_are_marked_over_training_too(tmp_path, m
     figures = []
     monkeypatch.setattr(heatmaps.Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
     memory, is_bound = {(0, 0): [4, 8], (1, 0): [16, 64]}, {(0, 0): [False, False], (1, 0): [False, True]}
-    heatmaps.heads_over_training([100, 200], memory, is_bound, tmp_path / "a.png")
-    axes = figures[0].axes[0]
+    heatmaps.heads_over_training([100, 200], memory, is_bound, [0.25, 0.5], tmp_path / "a.png")
+    axes, below = figures[0].axes
+    assert below.lines[0].get_ydata().tolist() == [25, 50] and "%" in below.get_ylabel()
     marked = [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines if line.get_marker() == "^"]
     assert marked == [([], []), ([200], [64.0])]
     assert "at least" in axes.get_title(loc="left")

@@ -233,11 +233,13 @@ def report_heads(inputs: AttentionInputs, tolerance: float) -> list[HeadReport]:
     return [HeadReport(inputs.layer, head, *row) for head, row in enumerate(rows)]
 
 
-def memory_over_training(run_folder: str, input_ids_T: Tensor, precision: str = "auto") -> list[dict[str, Any]]:
-    """The memory length of every head at every valid checkpoint of a run, oldest first.
+def heads_over_training(
+    run_folder: str, input_ids_T: Tensor, tolerance: float, precision: str = "auto"
+) -> list[dict[str, Any]]:
+    """Memory length and pruned share of every head at every valid checkpoint of a run, oldest first.
 
     Returns:
-        A dict per checkpoint: `train_tokens`, and `heads`, a list of {layer, head, memory, memory_is_bound}.
+        A dict per checkpoint: `train_tokens`, and `heads`, a list of the fields of `HeadReport`.
 
     Raises:
         EvaluationError: the folder is not a run's, or none of its checkpoints is valid.
@@ -254,9 +256,7 @@ def memory_over_training(run_folder: str, input_ids_T: Tensor, precision: str = 
         heads: list[dict[str, Any]] = []
 
         def use(inputs: AttentionInputs, heads: list[dict[str, Any]] = heads) -> None:
-            memory_H, is_bound_H = memory_lengths(inputs.log_fgate_HT)
-            for head, (memory, is_bound) in enumerate(zip(memory_H.tolist(), is_bound_H.tolist(), strict=True)):
-                heads.append({"layer": inputs.layer, "head": head, "memory": memory, "memory_is_bound": is_bound})
+            heads.extend(vars(report) for report in report_heads(inputs, tolerance))
 
         with precision_context(precision, input_ids_T.device):
             visit(model.model, input_ids_T, list(attention_layers(model.model)), use)

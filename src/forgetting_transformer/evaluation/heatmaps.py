@@ -87,17 +87,25 @@ def heads_over_training(
     tokens: Sequence[int],
     memory: Mapping[tuple[int, int], Sequence[float]],
     is_bound: Mapping[tuple[int, int], Sequence[bool]],
+    pruned: Sequence[float],
     path: Path,
 ) -> None:
-    """Draws the memory length of every head against training tokens; layers have colours, heads of a layer share one.
+    """Draws the memory length of every head against training tokens, and below it the share of tiles that pruning skips.
+
+    Layers have colours, heads of a layer share one.
 
     Args:
         memory, is_bound: (layer, head) -> tokens, and whether that is a lower bound, at each of the checkpoints.
+        pruned: share of the tiles of all heads, 0 to 1, at each of them.
     """
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(5.8, 3.4))
-        axes = figure.add_subplot()
+        figure = Figure(figsize=(5.8, 4.6))
+        axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
         _memory_axis(axes)
+        _light_grid(below)
+        below.plot(tokens, 100 * np.array(pruned), color="black", marker="o", markersize=2.5, linewidth=1.1)
+        below.set(ylim=(-4, 104), yticks=(0, 50, 100), ylabel="tiles pruned (%)", xlabel="training tokens")
+        below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tokens(value)))
         layers = sorted({layer for layer, _ in memory})
         colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(layers)))
         for key, values in memory.items():
@@ -107,8 +115,6 @@ def heads_over_training(
             axes.plot(np.array(tokens)[at_least], values[at_least], "^", color=colour, markersize=6)
         if any(map(any, is_bound.values())):
             axes.set_title(_AT_LEAST, fontsize=7.5, loc="left")
-        axes.set_xlabel("training tokens")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tokens(value)))
         shown = (
             layers if len(layers) <= 8 else [layers[i] for i in np.linspace(0, len(layers) - 1, 6).round().astype(int)]
         )
@@ -165,6 +171,10 @@ def _memory_axis(axes) -> None:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "<1" if value < 1 else f"{value:,.4g}"))
     axes.set_ylabel("memory length (tokens)")
+    _light_grid(axes)
+
+
+def _light_grid(axes) -> None:
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
