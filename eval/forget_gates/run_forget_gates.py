@@ -120,7 +120,8 @@ def run(args: argparse.Namespace) -> None:
     titles = {}
     for layer, head in gates:
         report = by_head[layer, head]
-        memory = f"{'≥ ' * report.memory_is_bound}{report.memory:,.0f} token{'s' * (report.memory != 1)}"
+        memory = f"{'≥ ' * report.memory_is_bound}{report.memory:,.0f}" if report.memory >= 1 else "<1"
+        memory += " token" if report.memory <= 1 else " tokens"
         titles[layer, head] = f"layer {layer}, head {head}\nmemory {memory}"
     label = "decay $F_{ij}$"
     heatmaps.head_matrices(gates, args.out / "gates.png", len(ids), label, titles)
