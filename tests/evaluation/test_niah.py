@@ -223,6 +223,13 @@ def test_an_endpoint_that_refuses_the_key_is_not_asked_again(endpoint, tmp_path)
     assert len(endpoint.requests) == 1
 
 
+def test_an_address_where_nothing_answers_is_given_up_after_one_rating(endpoint, tmp_path):
+    endpoint.url = "http://127.0.0.1:9/v1"  # the port `discard`, where nothing listens
+    with pytest.raises(EvaluationError, match=r"127\.0\.0\.1:9/v1 cannot be reached \(ConnectError.*check --judge_url"):
+        judge(endpoint, tmp_path, tries=2).rate("q?", "a", "b")
+    assert json.loads((tmp_path / "cache.jsonl").read_text())["rating"] is None
+
+
 def test_the_judges_command_keeps_what_it_has_when_some_fail(endpoint, tmp_path):
     records = [
         {"length": 60, "depth": depth, "sample": 0, "prediction": f"answer {depth}"} for depth in (0.0, 0.5, 1.0)

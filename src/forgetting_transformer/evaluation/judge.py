@@ -53,13 +53,19 @@ class Judge:
     wait: Callable[[float], None] = time.sleep
 
     def rate(self, question: str, reference: str, answer: str) -> int | None:
-        """1 to 10, or None where the endpoint gave no rating; the cache says why."""
+        """1 to 10, or None where the endpoint gave no rating; the cache says why.
+
+        Raises:
+            EvaluationError: the endpoint refuses, or after all tries nothing answers at its address.
+        """
+        import httpx
+
         prompt = PROMPT.format(question=question, reference=reference, answer=answer)
         key = hashlib.sha256(f"{self.base_url}\n{self.model}\n{prompt}".encode()).hexdigest()
         known = self._known()
         if known.get(key) is not None:
             return known[key]
-        error = ""
+        error, unreachable = "", False
         for number in range(self.tries):
             if number:
                 self.wait(2.0**number)
@@ -74,7 +80,13 @@ class Judge:
                 raise
             except Exception as failure:  # a network has many ways to fail, and none may cost the other ratings
                 error = f"{type(failure).__name__}: {failure}"
+                unreachable = isinstance(failure, httpx.ConnectError)
         append_record(self.cache, {"key": key, "rating": None, "error": error, "tries": self.tries})
+        if unreachable:
+            # It would be the same, after the same waits, for every other answer.
+            raise EvaluationError(
+                f"{self.base_url} cannot be reached ({error}): check --judge_url. Ratings so far are kept"
+            )
         return None
 
     def _known(self) -> dict[str, int | None]:
