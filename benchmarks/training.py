@@ -6,6 +6,7 @@
     python benchmarks/training.py --experiments forgetting_transformer/pro_760m_16b \\
         --overrides model.config.log_pruning_tolerance=null          # FoX with its pruning off
     python benchmarks/training.py --experiments output/run           # a run: its config, trained weights and held-out tokens
+    python benchmarks/training.py --experiments output/run --overrides model.config.log_pruning_tolerance=null
 
 A step is forward and backward of one micro-batch of random tokens on one device, with --optimizer_step also gradient
 clipping and AdamW. Each experiment runs in a process of its own, first with activation checkpointing, then without.
@@ -279,21 +280,31 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
 
 
 def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> tuple[Any, Any, Any]:
-    """A trained model as its run trains it, the run's config, and held-out tokens (batch_size, seq_len + 1)."""
+    """A trained model as its run trains it, the run's config, and held-out tokens (batch_size, seq_len + 1).
+
+    --overrides change both; what does not fit the trained weights is an error.
+    """
     import numpy as np
     import torch
     from omegaconf import OmegaConf
 
     from forgetting_transformer.evaluation.models import load_model
     from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
-    from forgetting_transformer.training.config import parse
+    from forgetting_transformer.training import setup
+    from forgetting_transformer.training.config import ConfigError, parse
 
-    config = parse(OmegaConf.load(Path(output_dir) / "config.yaml"))
-    model = load_model(output_dir).model
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    if config.train.compile:
-        model.compile_parts()
+    stored = OmegaConf.load(Path(output_dir) / "config.yaml")
+    # A run's config.yaml is resolved: it knows values of keys, and no groups that could be chosen anew.
+    for override in args.overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key.replace(".", "").isidentifier() or OmegaConf.is_dict(OmegaConf.select(stored, key)):
+            raise ConfigError(f"--overrides {override}: for a run, give KEY=VALUE with a key of its config.yaml")
+    config = parse(OmegaConf.merge(stored, OmegaConf.from_dotlist(args.overrides)))
+    config.train.gradient_checkpointing = checkpointing
+    trained = load_model(output_dir).model
+    vocabulary = SimpleNamespace(vocab_size=trained.config.vocab_size, bos_token_id=trained.config.bos_token_id)
+    model = setup.build_model(config, vocabulary)
+    model.load_state_dict(trained.state_dict())
     folder = find_heldout(config.data_dir, config.datamodule.dataset)
     data = open_heldout(folder, args.seq_len, args.batch_size * args.seq_len)
     labels_BT = torch.from_numpy(np.concatenate([data.read(i) for i in range(args.batch_size)]).astype(np.int64))

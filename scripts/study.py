@@ -34,7 +34,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar=("MODEL", "VARIANT"),
-        help="experiments that are run at the rate of MODEL, MODEL itself among them if named; may be repeated",
+        help="experiments that are run at the rate of MODEL, MODEL itself among them if named; may be repeated, also for "
+        "one MODEL",
     )
     parser.add_argument("--variant", nargs="+", default=[], metavar="OVERRIDE", help="of the runs of variants")
     return parser.parse_intermixed_args(argv)
@@ -52,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return [f"+experiment/{args.group}={name}"]
 
     try:
+        for model in {model for model in args.models if args.models.count(model) > 1}:
+            raise SweepError(f"--models names {model} twice")
+        variants = merged_variants(args.variants)
         composer = Composer(ROOT / "configs", args.overrides)
         shared = [o for o in composer.task_overrides if not o.startswith(("output_dir=", "seed="))]
         base = composer.compose([*experiment(args.models[0]), *composer.task_overrides])
@@ -64,20 +68,40 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.search,
             base.seed,
             args.guess,
-            {model: {name: experiment(name) for name in names} for model, *names in args.variants},
+            {model: {name: experiment(name) for name in names} for model, names in variants.items()},
             args.variant,
         )
         results = study.run(composer.machine())
     except (SweepError, ConfigError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    table = runner.summary(results)
-    (study.folder / "study.md").write_text(f"{table}\n", encoding="utf-8")
-    print(f"\n{table}\n")
+    failures = [f"{model}: its search stopped, and it was not run: {why}" for model, why in study.failures.items()]
+    text = "\n\n".join([runner.summary(results), *failures])
+    (study.folder / "study.md").write_text(f"{text}\n", encoding="utf-8")
+    print(f"\n{text}\n")
     left = unfinished(results)
     if left:
         print(f"{len(left)} jobs are not finished; the same command goes on with them", file=sys.stderr)
-    return 1 if left else 0
+    return 1 if left or failures else 0
+
+
+def merged_variants(given: Sequence[Sequence[str]]) -> dict[str, list[str]]:
+    """Model -> its variants, of all --variants that name it.
+
+    Raises:
+        SweepError: one of them names no variant, or one variant twice.
+    """
+    from forgetting_transformer.sweep import SweepError
+
+    merged: dict[str, list[str]] = {}
+    for model, *names in given:
+        if not names:
+            raise SweepError(f"--variants {model} names no variant: --variants MODEL VARIANT …, where MODEL may be one")
+        for name in names:
+            if name in merged.setdefault(model, []):
+                raise SweepError(f"--variants {model} names {name} twice")
+            merged[model].append(name)
+    return merged
 
 
 if __name__ == "__main__":

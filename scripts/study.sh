@@ -6,9 +6,11 @@
 #   bash scripts/study.sh FOLDER corpus|train|evaluate|collect …    only these stages
 #
 # Uses all GPUs in CUDA_VISIBLE_DEVICES, or all there are, and `python` (PYTHON=… names another), with this project
-# installed. FOLDER/report gets what is worth keeping. Settings, as environment variables:
+# installed. FOLDER/report gets what is worth keeping. A stage does what it can with what is there and says what it skips;
+# the exit code is not 0 if something failed. Settings, as environment variables:
 #
-#   SECONDS_TO_TRAIN   after so many seconds `train` saves what is running and ends; the same command goes on (default: never)
+#   SECONDS_TO_TRAIN   after so many seconds `train` saves what is running and ends, which is no failure; the same command
+#                      goes on (default: never)
 #   TOKENS             budget of the seven runs
 #   SEARCH_TOKENS      budget of the runs of the learning-rate searches
 #   ABLATION_TOKENS    budget of the ablations, 0 for none
@@ -17,8 +19,10 @@
 #   SOURCES            folders with the texts of the corpus, VOCABULARY, DOC_LEN, HELDOUT_DOCS
 #   OVERRIDES          more overrides of train.py for all runs
 set -euo pipefail
+# Ctrl-C, which training answers by saving, must not lead to the next stage.
+trap 'exit 130' INT
 if [ $# -lt 1 ]; then
-    sed -n '2,22p' "$0"
+    sed -n '2,/^set /{/^#/p;}' "$0"
     exit 2
 fi
 mkdir -p "$1/logs" "$1/speed"
@@ -39,11 +43,13 @@ corpus="$folder/data/python_code"
 mapfile -t gpus < <("$python" -c 'from forgetting_transformer.sweep.machines import visible_gpus as v; print("\n".join(v()))')
 [ -n "${gpus[0]:-}" ] || gpus=("")
 cores=$(nproc)
+# Of the script: that of the last stage that failed.
+status=0
 step() { printf '\n== %s (%d s)\n' "$*" "$SECONDS"; }
 
-# Runs the named function for each model, `jobs` of them at a time on every GPU.
+# Runs the named function for each model that has a run, `jobs` of them at a time on every GPU; fails if one of them did.
 for_each_run() { # jobs function
-    local jobs=$1 action=$2 number=0 pids=() model
+    local jobs=$1 action=$2 number=0 pids=() pid model failed=0
     local slots=$((jobs * ${#gpus[@]}))
     for ((slot = 0; slot < slots; slot++)); do
         (
@@ -51,12 +57,26 @@ for_each_run() { # jobs function
             [ -z "${gpus[0]}" ] || export CUDA_VISIBLE_DEVICES=${gpus[slot % ${#gpus[@]}]}
             for ((number = slot; number < ${#models[@]}; number += slots)); do
                 model=${models[number]}
-                [ ! -d "$folder/runs/$model/checkpoints" ] || "$action" "$model" || echo "$action of $model failed" >&2
+                if [ ! -d "$folder/runs/$model/checkpoints" ]; then
+                    echo "$action of $model is skipped: it has no run yet"
+                elif ! "$action" "$model"; then
+                    echo "$action of $model failed: $folder/logs/$action-$model.log" >&2
+                    failed=1
+                fi
             done
+            exit "$failed"
         ) &
         pids+=($!)
     done
-    wait "${pids[@]}"
+    for pid in "${pids[@]}"; do
+        wait "$pid" || failed=1
+    done
+    return "$failed"
+}
+
+# Whether a file is newer than the checkpoints of a model's run, so that it need not be made again.
+is_current() { # file model
+    [ "$1" -nt "$folder/runs/$2/checkpoints" ] && echo "${1#"$folder"/} is there already"
 }
 
 # While the CPUs make the corpus, the GPUs are idle: kernels that are compiled now are in the disk caches when runs start.
@@ -82,19 +102,23 @@ make_corpus() {
 }
 
 train() {
-    local ablations=()
+    local ablations=() model
+    # Each group has its model at the same budget too.
+    local -A variants=(
+        [transformer_llama]="transformer_llama transformer_llama_no_rope"
+        [fox_llama]="fox_llama fox_llama_rope fox_llama_qk_norm fox_llama_qk_norm_output_gate"
+        [fox_pro]="fox_pro fox_pro_no_qk_norm fox_pro_no_output_gate fox_pro_no_output_norm fox_pro_no_kv_shift fox_pro_rope
+            fox_pro_no_forget_gate"
+        [transformer_pro]="transformer_pro"
+    )
     if [ "$ablation_tokens" -gt 0 ]; then
-        # Each group has its model at the same budget too.
-        ablations=(
-            --variants transformer_llama transformer_llama transformer_llama_no_rope
-            --variants fox_llama fox_llama fox_llama_rope fox_llama_qk_norm fox_llama_qk_norm_output_gate
-            --variants fox_pro fox_pro fox_pro_no_qk_norm fox_pro_no_output_gate fox_pro_no_output_norm
-            fox_pro_no_kv_shift fox_pro_rope fox_pro_no_forget_gate
-            --variants transformer_pro transformer_pro
-            --variant "train.max_tokens=$ablation_tokens" "schedule.warmup_tokens=$((ablation_tokens / 16))"
-        )
+        for model in "${models[@]}"; do
+            # shellcheck disable=SC2206 # words
+            [ -z "${variants[$model]:-}" ] || ablations+=(--variants "$model" ${variants[$model]})
+        done
+        ablations+=(--variant "train.max_tokens=$ablation_tokens" "schedule.warmup_tokens=$((ablation_tokens / 16))")
     fi
-    ${SECONDS_TO_TRAIN:+timeout --signal=TERM "$SECONDS_TO_TRAIN"} "$python" scripts/study.py \
+    ${SECONDS_TO_TRAIN:+timeout --foreground --signal=TERM "$SECONDS_TO_TRAIN"} "$python" scripts/study.py \
         "output_dir=$folder" "data_dir=$folder/data" "train.max_tokens=$tokens" "schedule.warmup_tokens=$((tokens / 20))" \
         fabric.devices=1 "hydra.launcher.jobs_per_gpu=${JOBS_PER_GPU:-3}" "${overrides[@]}" \
         --group study --models "${models[@]}" \
@@ -103,15 +127,21 @@ train() {
 }
 
 position_loss() {
+    local results="$folder/position_loss/$1" resume=()
+    ! is_current "$results/results.json" "$1" || return 0
+    # An evaluation of weights that have been trained further since is of no use.
+    [ "$results/state.npz" -nt "$folder/runs/$1/checkpoints" ] || resume=(--no-resume)
     "$python" eval/per_token_loss/run_per_token_loss.py --model_path "$folder/runs/$1" --data_path "$corpus" \
         --save_dir "$folder/position_loss" --preset extrapolation --local_batch_size "${EVAL_BATCH:-4}" \
-        >"$folder/logs/position_loss-$1.log" 2>&1
+        "${resume[@]}" >"$folder/logs/position_loss-$1.log" 2>&1
 }
 
 speed() {
+    local results="$folder/speed/$1.json"
+    ! { [ -f "$results" ] && grep -q '"status": "ok"' "$results" && is_current "$results" "$1"; } || return 0
     "$python" benchmarks/training.py --experiments "$folder/runs/$1" --seq_len "${SPEED_LEN:-4096}" \
         --batch_size "${SPEED_BATCH:-16}" --checkpointing off --optimizer_step --steps 5 --time_limit 120 \
-        --out "$folder/speed/$1.json" >"$folder/logs/speed-$1.log" 2>&1
+        --out "$results" >"$folder/logs/speed-$1.log" 2>&1
 }
 
 for stage in "${stages[@]}"; do
@@ -124,20 +154,25 @@ for stage in "${stages[@]}"; do
         ;;
     train)
         step "training"
-        # 124: the time was up.
-        train || step "training is not complete ($?)"
+        code=0
+        train || code=$?
+        case $code in
+        0) ;;
+        124) step "training was stopped after $SECONDS_TO_TRAIN s; the same command goes on with it" ;;
+        *) step "training is not complete: exit code $code" && status=$code ;;
+        esac
         ;;
     evaluate)
         step "loss at every position"
-        for_each_run 4 position_loss
+        for_each_run 4 position_loss || status=1
         step "tokens per second, each model alone on a GPU"
-        for_each_run 1 speed
+        for_each_run 1 speed || status=1
         ;;
     collect)
         step "report"
         shopt -s nullglob
         "$python" scripts/study_report.py collect "$folder" --data_path "$corpus" --position_loss "$folder/position_loss" \
-            --speed "$folder"/speed/*.json --out "$folder/report"
+            --speed "$folder"/speed/*.json --out "$folder/report" || status=$?
         ;;
     *)
         echo "stages are corpus, train, evaluate and collect, not $stage" >&2
@@ -145,4 +180,5 @@ for stage in "${stages[@]}"; do
         ;;
     esac
 done
-step "done"
+step "done$([ $status -eq 0 ] || echo ", not everything worked")"
+exit "$status"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What scripts/study.py found, as a few small files, and as tables in a page.
+"""What scripts/study.py found, as a few small files, and as tables and figures in a page.
 
     python scripts/study_report.py collect output/study --data_path data/python_code --position_loss output/positions \\
         --speed output/speed/*.json --out output/report
@@ -7,12 +7,14 @@
 
 collect writes OUT/study.json (all numbers), OUT/positions.npz (loss at every position) and figures: per_token_loss.png,
 compare.png (training), search.png (learning rates), memory.png (of the first model with forget gates). It works on a
-study that is not finished. tables replaces what stands between <!-- NAME --> and <!-- end of NAME --> in the page; NAME is
-models, search, octaves, positions, comparison or variants.
+study that is not finished, and says what it skips. tables replaces what stands between <!-- NAME --> and <!-- end of NAME --> in
+the page, where NAME is source, models, search, octaves, positions, comparison, variants, or that of a figure with _figure after it,
+and copies the figures to images/PAGE beside the page.
 """
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +35,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--documents", type=int, default=8, help="texts that the pruned share is a mean of; %(default)s"
     )
     collect.add_argument("--out", type=Path, required=True, metavar="DIR")
-    tables = commands.add_parser("tables", help="into a page")
+    tables = commands.add_parser("tables", help="and figures, into a page")
     tables.add_argument("report", type=Path, help="OUT of collect")
     tables.add_argument("page", type=Path)
     return parser.parse_args(argv)
@@ -57,16 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def collect(args: argparse.Namespace) -> None:
+    from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation import per_token_loss
+    from forgetting_transformer.evaluation.models import EvaluationError
     from forgetting_transformer.evaluation.plots import loss_against_position
     from forgetting_transformer.sweep import compare, study_report
     from forgetting_transformer.sweep.plots import loss_against_learning_rate, loss_against_tokens_and_flops
 
     args.out.mkdir(parents=True, exist_ok=True)
     runs = study_report.runs_in(args.study / "runs")
-    pruned = pruned_shares(runs, args.data_path, args.documents, args.out / "memory.png")
-    study = study_report.collect(args.study, args.position_loss, args.speed, pruned)
-    (args.out / "study.json").write_text(json.dumps(study, indent=1) + "\n", encoding="utf-8")
+    study = study_report.collect(args.study, args.position_loss, args.speed)
+    write(study, args.out)
     study_report.save_positions(args.position_loss, list(runs), args.out / "positions.npz")
     name = study_report.display_name
     if study["search"]:
@@ -83,8 +86,24 @@ def collect(args: argparse.Namespace) -> None:
     if results:
         curves = per_token_loss.group_seeds(results)
         loss_against_position(curves, args.out / "per_token_loss.png", results[0].summary.get("train_length"), None)
+    # Last, since it runs models: whoever has no time for that has the rest.
+    try:
+        study["pruned"] = pruned_shares(runs, args.data_path, args.documents, args.out / "memory.png")
+        write(study, args.out)
+    except (EvaluationError, DataError) as error:
+        skip(f"the share of tiles that is pruned: {error}")
     for table in study_report.TABLES.values():
         print(f"{table(study)}\n")
+    for missing in study_report.missing(study):
+        skip(missing)
+
+
+def write(study: dict[str, Any], folder: Path) -> None:
+    (folder / "study.json").write_text(json.dumps(study, indent=1) + "\n", encoding="utf-8")
+
+
+def skip(what: str) -> None:
+    print(f"skipped: {what}", file=sys.stderr)
 
 
 def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure: Path) -> dict[str, dict[str, float]]:
@@ -100,7 +119,7 @@ def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure:
         try:
             model = load_model(str(path), device=pick_device())
         except EvaluationError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
+            skip(f"the share of tiles that is pruned in {name}: {error}")
             continue
         if getattr(model.model.config, "log_pruning_tolerance", None) is None:
             continue
@@ -140,9 +159,17 @@ def fill_page(report: Path, page: Path) -> None:
     from forgetting_transformer.sweep import study_report
 
     study = json.loads((report / "study.json").read_text(encoding="utf-8"))
-    tables = {name: table(study) for name, table in study_report.TABLES.items()}
-    tables["comparison"] = study_report.comparison_table(study, report / "positions.npz")
-    page.write_text(study_report.fill_in(page.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    sections = {name: table(study) for name, table in study_report.TABLES.items()}
+    sections["source"] = study_report.source(study)
+    sections["comparison"] = study_report.comparison_table(study, report / "positions.npz")
+    images = Path("images", page.stem)
+    for name, title in study_report.FIGURES.items():
+        there = (report / f"{name}.png").is_file()
+        sections[f"{name}_figure"] = f"![{title}]({(images / name).as_posix()}.png)" if there else study_report.NOT_RUN
+        if there:
+            (page.parent / images).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(report / f"{name}.png", page.parent / images / f"{name}.png")
+    page.write_text(study_report.fill_in(page.read_text(encoding="utf-8"), sections), encoding="utf-8")
 
 
 if __name__ == "__main__":

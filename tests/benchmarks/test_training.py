@@ -57,6 +57,25 @@ def test_a_run_is_measured_with_its_trained_weights_on_its_held_out_text(benchma
     assert row["trained"] and row["tokens_per_step"] == 64
 
 
+def test_overrides_change_a_run_where_its_weights_allow_it(benchmark, quickstart):  # noqa: F811
+    def read(*overrides: str):
+        args = benchmark.parse_args([*SMALL, "--experiments", str(quickstart.run), "--overrides", *overrides])
+        return benchmark.read_run(args, str(quickstart.run), checkpointing=False)
+
+    model, config, _ = read("model.config.log_pruning_tolerance=-3", "optimizer.lr=0.5")
+    assert model.config.log_pruning_tolerance == -3 and config.optimizer.lr == 0.5
+    trained = load_model(str(quickstart.run)).model.state_dict()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        read("model.config.intermediate_size=96")
+    with pytest.raises(
+        ValueError, match=r"--overrides model=mamba2: for a run, give KEY=VALUE with a key of its config"
+    ):
+        read("model=mamba2")
+    with pytest.raises(ValueError, match=r"unknown config key 'optimizer\.rate'"):
+        read("optimizer.rate=0.5")
+
+
 def test_overrides_reach_the_model(benchmark):
     args = benchmark.parse_args([*SMALL, "--experiments", "demo/fox_pro", "--overrides", "scale.num_hidden_layers=1"])
     shallow = benchmark.measure(args, "demo/fox_pro", checkpointing=False, cold=True)

@@ -47,7 +47,8 @@ def main() -> None:
     (output_dir / "config.yaml").write_text(yaml.safe_dump(config))
     if "fail" in hit:
         sys.exit("Traceback (most recent call last):\nRuntimeError: the GPU fell off the bus")
-    append(lines / "model_info.jsonl", step=0, flops_per_token=FLOPS_PER_TOKEN)
+    sizes = {"total_params": 10**6, "embedding_params": 10**5}
+    append(lines / "model_info.jsonl", step=0, flops_per_token=FLOPS_PER_TOKEN, **sizes)
     log = lines / "train.jsonl"
     done = len(log.read_text().splitlines()) if log.exists() else 0
     max_tokens = config["train"]["max_tokens"]

@@ -2,15 +2,18 @@
 
 import dataclasses
 import json
+import re
+import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from forgetting_transformer.sweep import SweepError, machines, study_report
+from forgetting_transformer.sweep import SweepError, learning_rate, machines, runner, study_report
 from forgetting_transformer.sweep.jobs import State
 from forgetting_transformer.sweep.runner import run_jobs
 from forgetting_transformer.sweep.study_report import fill_in
-from tests.sweep.conftest import load_script, starts
+from tests.sweep.conftest import ROOT, load_script, starts
 from tests.sweep.test_multirun import make_job
 
 MODELS = ["--group", "demo", "--models", "mamba2", "fox_pro", "--guess", "2e-3"]
@@ -61,9 +64,69 @@ def test_started_again_it_runs_only_what_is_missing(study, faults, tmp_path):
     assert study()[2] == []
 
 
-def test_variants_are_of_models_of_the_study(study):
-    code, out, order = study("--variants", "hgrn2", "fox_llama")
-    assert code == 1 and "variants of hgrn2" in out and not order
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--variants hgrn2 fox_llama", "variants of hgrn2"),
+        ("--variants fox_pro no_such_experiment", "no_such_experiment"),
+        ("--variants fox_pro fox_llama --variants mamba2 fox_llama", "would both write to output_dir="),
+        ("--variants fox_pro fox_llama --variant train.max_tokns=4096", "train.max_tokns"),
+        ("--variants fox_pro fox_llama --variants fox_pro", "--variants fox_pro names no variant"),
+        ("--variants fox_pro fox_llama fox_llama", "--variants fox_pro names fox_llama twice"),
+        ("--models fox_pro mamba2 fox_pro", "--models names fox_pro twice"),
+        (
+            "--variants fox_pro fox_llama --variant fabric.accelerator=cuda",
+            "variants/fox_llama: fabric.accelerator=cuda",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_before_the_first_search(study, tmp_path, arguments, message):
+    """A variant starts hours after the study."""
+    code, out, order = study(*arguments.split())
+    assert code == 1 and message in out and not order and not (tmp_path / "out").exists()
+
+
+def test_variants_of_a_model_may_be_given_in_several_lists(study, tmp_path):
+    assert study("--variants", "fox_pro", "fox_llama", "--variants", "fox_pro", "fox_pro")[0] == 0
+    assert {path.name for path in (tmp_path / "out/variants").iterdir()} == {"fox_llama", "fox_pro"}
+
+
+def test_a_search_that_cannot_go_on_leaves_the_other_models_alone(study, faults, tmp_path, monkeypatch):
+    monkeypatch.setattr(learning_rate, "FARTHEST", 2)
+    faults["diverge"] = "search/mamba2"
+    code, out, order = study()
+    why = "mamba2: its search stopped, and it was not run: the loss still falls at a learning rate of 5e-4"
+    assert code == 1 and why in out and why in (tmp_path / "out/study.md").read_text()
+    assert order[-1] == "runs/fox_pro" and not (tmp_path / "out/runs/mamba2").exists()
+    # Started again, it says the same, with nothing to run.
+    code, out, order = study()
+    assert code == 1 and why in out and not order
+
+
+def test_an_error_of_the_one_who_asks_for_jobs_ends_those_that_run(faults, tmp_path):
+    faults["hang"] = "hanging"
+    machine = machines.LocalMachine(gpus=[], jobs_at_once=2)
+
+    def fail(result):
+        assert machine._running == 1
+        raise SweepError("what comes next is unknown")
+
+    with pytest.raises(SweepError, match="what comes next is unknown"):
+        run_jobs([make_job(tmp_path, "hanging"), make_job(tmp_path, "quick")], machine, tmp_path / "logs", then=fail)
+    assert machine._running == 0
+
+
+def test_timeout_which_signals_twice_interrupts_once_and_later_signals_count(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now))
+    with runner._Interrupts() as interrupts:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+            now += 0.01
+        assert interrupts.count == 1
+        now += 1
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.count == 2
 
 
 def test_jobs_that_share_a_gpu(faults, tmp_path):
@@ -77,7 +140,8 @@ def test_jobs_that_share_a_gpu(faults, tmp_path):
     for process in processes[:6]:
         process._process.wait()
         process.poll()
-    assert sorted(starts(tmp_path / name)[0].split()[0] for name in "abcdef") == ["0"] * 3 + ["1"] * 3
+    # In turn, so that the jobs of one model, which start one after another, are on both.
+    assert [starts(tmp_path / name)[0].split()[0] for name in "abcdef"] == ["0", "1"] * 3
     both = make_job(tmp_path, "both", "fabric.devices=2")
     assert machine.room(both) == 3
     assert run_jobs([both], machine, tmp_path / "logs")[0].state == State.FINISHED
@@ -110,13 +174,8 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, tmp_pat
     row = {"status": "ok", "trained": True, "experiment": "out/runs/mamba2", "tokens_per_second": 123456.0, "mfu": None}
     row |= {"peak_memory_bytes": 0, "tokens_per_step": 1}
     (tmp_path / "speed.json").write_text(json.dumps({"rows": [row, {"status": "out of memory"}]}))
-    for path in (tmp_path / "out").glob("*/**/model_info.jsonl"):
-        path.write_text(
-            json.dumps({"step": 0, "flops_per_token": 1e6, "total_params": 10**6, "embedding_params": 10**5})
-        )
-    found = study_report.collect(
-        tmp_path / "out", tmp_path / "positions", [tmp_path / "speed.json"], {"fox_pro": {"4,096": 0.25}}
-    )
+    found = study_report.collect(tmp_path / "out", tmp_path / "positions", [tmp_path / "speed.json"])
+    found["pruned"] = {"fox_pro": {"4,096": 0.25}}
     assert json.loads(json.dumps(found)) == found
     study_report.save_positions(tmp_path / "positions", list(found["models"]), tmp_path / "positions.npz")
     tables = {name: table(found) for name, table in study_report.TABLES.items()}
@@ -138,3 +197,29 @@ def test_only_what_is_between_marks_of_a_page_is_replaced():
     )
     with pytest.raises(SweepError, match="wants a table 'models'"):
         fill_in(page, {})
+
+
+def test_a_study_without_evaluation_is_collected_and_its_page_shows_the_figures_there_are(study, tmp_path, capfd):
+    assert study("--search", "train.max_tokens=4096")[0] == 0
+    report = load_script("study_report")
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text((ROOT / "docs/study.md").read_text())
+    collect = ["collect", "out", "--data_path", "nowhere", "--position_loss", "nowhere", "--out", "report"]
+    assert report.main(collect) == 0
+    skipped = [line for line in capfd.readouterr().err.splitlines() if line.startswith("skipped: ")]
+    assert [line.removeprefix("skipped: ").partition(":")[0] for line in skipped] == [
+        "the share of tiles that is pruned", "loss at every position", "speed", "variants",
+    ]  # fmt: skip
+    assert all("fox_pro, mamba2" in line for line in skipped[1:3])
+    assert report.main(["tables", "report", str(page)]) == 0
+    shown = re.findall(r"!\[.+\]\((.+)\)", page.read_text())
+    assert shown == ["images/page/compare.png", "images/page/search.png"]
+    for image in shown:
+        assert (page.parent / image).read_bytes() == (tmp_path / "report" / image.rpartition("/")[2]).read_bytes()
+
+
+def test_pages_show_no_figures_that_are_not_there():
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("eval/**/*.md")]:
+        for image in re.findall(r"!\[[^\]]*\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / image).is_file(), f"{page} shows {image}"

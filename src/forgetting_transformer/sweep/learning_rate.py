@@ -160,11 +160,19 @@ class LearningRateSweep:
                 return end.value
             results = runner.run_jobs(jobs, self.machine, self.folder / "logs", hopeless)
 
+    def open(self) -> None:
+        """Takes up the search in the folder, or makes the folder a new one's.
+
+        Raises:
+            SweepError: it holds a sweep with other settings, or something that is no sweep.
+        """
+        self._state.open()
+
     def rounds(self) -> Generator[list[Job], list[runner.JobResult], bool]:
         """The search without the running of jobs: yields those of a round, is sent their results in the same order, and
         returns what `run` does. For who has other jobs to run at the same time.
         """
-        self._state.open()
+        self.open()
         start = self.start
         for head_dim in self.head_dims:
             search = self.searches[head_dim] = GridSearch(start, self.seeds)

@@ -1,6 +1,7 @@
 """Runs the jobs of a sweep on a machine: reports each, survives the failure of any, ends cleanly on Ctrl-C."""
 
 import dataclasses
+import math
 import re
 import signal
 import sys
@@ -78,7 +79,8 @@ def run_jobs(
         then: told every result that is no interruption; the jobs it returns wait with the others.
 
     Raises:
-        SweepError: two jobs share a folder, or the machine cannot run one of them. Nothing was started then.
+        SweepError: two jobs share a folder, or the machine cannot run one of them. If they are among `jobs`, nothing was
+            started; if `then` returned them, what was running has saved and ended, as after Ctrl-C.
     """
     known: list[Job] = []
     results: dict[str, JobResult] = {}
@@ -86,7 +88,7 @@ def run_jobs(
     running: list[_Running] = []
 
     def add(jobs: Sequence[Job]) -> None:
-        _check_folders([*known, *jobs])
+        check_folders([*known, *jobs])
         machine.check(jobs)
         known.extend(jobs)
         done = [result for job in jobs if (result := finished_already(job)) is not None]
@@ -104,26 +106,26 @@ def run_jobs(
     add(jobs)
     _say(f"{len(known)} job{'s' * (len(known) != 1)}, {len(results)} finished before; logs in {log_dir}")
     with _Bar(known) as bar, _Interrupts() as interrupts:
-        while (waiting or running) and not interrupts.count:
-            while waiting and (one := _start(waiting[0], machine, log_dir)) is not None:
-                running.append(one)
-                waiting.pop(0)
-                _say(f"started   {one.job.name} -> {one.job.output_dir}")
-            time.sleep(POLL_SECONDS)
-            for one in [one for one in running if one.process.poll() is not None]:
-                running.remove(one)
-                result = _result(one)
-                _say(f"{result.state:<9} {describe(result)}")
-                settle(result)
-            records = {one.job.name: read_run(one.job.output_dir) for one in running}
-            for one in running:
-                if hopeless is not None and one.hopeless is None:
-                    one.hopeless = hopeless(one.job, records[one.job.name])
-                    if one.hopeless is not None:
-                        one.process.stop()
-            bar.show(results, records)
-        if running:
-            _say(f"stopping {len(running)} jobs (again to kill them)")
+        try:
+            while (waiting or running) and not interrupts.count:
+                while waiting and (one := _start(waiting[0], machine, log_dir)) is not None:
+                    running.append(one)
+                    waiting.pop(0)
+                    _say(f"started   {one.job.name} -> {one.job.output_dir}")
+                time.sleep(POLL_SECONDS)
+                for one in [one for one in running if one.process.poll() is not None]:
+                    running.remove(one)
+                    result = _result(one)
+                    _say(f"{result.state:<9} {describe(result)}")
+                    settle(result)
+                records = {one.job.name: read_run(one.job.output_dir) for one in running}
+                for one in running:
+                    if hopeless is not None and one.hopeless is None:
+                        one.hopeless = hopeless(one.job, records[one.job.name])
+                        if one.hopeless is not None:
+                            one.process.stop()
+                bar.show(results, records)
+        finally:
             _end(running, interrupts)
     for one in running:
         result = _result(one)
@@ -217,12 +219,17 @@ def _start(job: Job, machine: Machine, log_dir: Path) -> _Running | None:
 
 
 def _end(running: Sequence[_Running], interrupts: "_Interrupts") -> None:
-    """Waits until all have ended after being asked to; a second interrupt kills them."""
+    """Waits until all have ended after being asked to; an interrupt beyond the one that led here kills them."""
+    if not running:
+        return
+    _say(f"stopping {len(running)} jobs (Ctrl-C kills them)")
+    # None if it was no interrupt but an error that led here.
+    led_here = min(interrupts.count, 1)
     for one in running:
         one.process.leave()
     killed = False
     while any([one.process.poll() is None for one in running]):
-        if interrupts.count > 1 and not killed:
+        if interrupts.count > led_here and not killed:
             killed = True
             for one in running:
                 if one.process.poll() is None:
@@ -230,7 +237,11 @@ def _end(running: Sequence[_Running], interrupts: "_Interrupts") -> None:
         time.sleep(0.1)
 
 
-def _check_folders(jobs: Sequence[Job]) -> None:
+def check_folders(jobs: Sequence[Job]) -> None:
+    """
+    Raises:
+        SweepError: two jobs share a folder.
+    """
     seen: dict[Path, str] = {}
     for job in jobs:
         if job.output_dir in seen:
@@ -280,10 +291,14 @@ class _Bar:
 
 
 class _Interrupts:
-    """Counts SIGINT and SIGTERM instead of raising somewhere: a batch system ends a sweep as Ctrl-C does."""
+    """Counts SIGINT and SIGTERM instead of raising somewhere: a batch system ends a sweep as Ctrl-C does.
+
+    Signals within half a second count once: `timeout` signals its child and then its process group, child included.
+    """
 
     def __enter__(self) -> "_Interrupts":
         self.count = 0
+        self._last = -math.inf
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
@@ -292,4 +307,6 @@ class _Interrupts:
             signal.signal(number, handler)
 
     def _note(self, *_: Any) -> None:
-        self.count += 1
+        now = time.monotonic()
+        self.count += now - self._last > 0.5
+        self._last = now

@@ -36,7 +36,7 @@ def mean(losses: Sequence[float]) -> Estimate:
 def difference(losses: Sequence[float], baseline: Sequence[float]) -> Estimate:
     """Mean of `losses` minus mean of `baseline` with Welch's t interval, which allows unequal spreads and seed counts."""
     one, other = np.asarray(losses, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
-    value = float(one.mean() - other.mean())
+    value = float(one.mean()) - float(other.mean())
     if min(one.size, other.size) < 2 or not math.isfinite(value):
         return Estimate(value, math.nan)
     shares = np.array([one.var(ddof=1) / one.size, other.var(ddof=1) / other.size])

@@ -33,6 +33,13 @@ class Study:
         guess: learning rate to start the searches from; None: each model's own.
         variants: model -> (name -> overrides) of runs at that model's rate.
         variant: overrides of these runs.
+
+    Attributes:
+        failures: model -> why its search could not go on; the other models are not affected.
+
+    Raises:
+        SweepError: two runs would share a folder, or the variants are of a model that is not in the study.
+        ConfigError: a run or variant that train.py would refuse. All are composed here, since they start hours later.
     """
 
     def __init__(
@@ -64,9 +71,21 @@ class Study:
         #: Model -> results of the round that its search is in, in the round's order; None: not yet.
         self._results: dict[str, dict[str, runner.JobResult | None]] = {}
         self._model_of: dict[str, str] = {}
+        self.failures: dict[str, str] = {}
+        # As they will be, but for the rate.
+        self._planned = [job for name in models for job in self._runs(name, grid_text(self.searches[name].start))]
+        runner.check_folders(self._planned)
 
     def run(self, machine: runner.Machine) -> list[runner.JobResult]:
-        """Runs all that is not finished, and returns the results of all jobs."""
+        """Runs all that is not finished, and returns the results of all jobs.
+
+        Raises:
+            SweepError: the folder holds a study with other settings, or the machine cannot run one of the jobs. Nothing
+                was started then.
+        """
+        machine.check(self._planned)
+        for search in self.searches.values():
+            search.open()
         first = []
         for name, search in self.searches.items():
             self._rounds[name] = search.rounds()
@@ -91,7 +110,10 @@ class Study:
             try:
                 jobs = self._rounds[name].send(results)
             except StopIteration as end:
-                return self._runs(name) if end.value else []
+                return self._runs(name, self.rate(name)) if end.value else []
+            except SweepError as error:
+                self.failures[name] = str(error)
+                return []
             if jobs:
                 break
             results = []  # a round of nothing but runs that are known to have diverged
@@ -101,8 +123,9 @@ class Study:
         self._model_of |= dict.fromkeys(self._results[name], name)
         return jobs
 
-    def _runs(self, name: str) -> list[Job]:
-        rate = f"optimizer.lr={self.rate(name)}"
+    def _runs(self, name: str, rate: str) -> list[Job]:
+        """The run of a model and its variants at a learning rate."""
+        rate = f"optimizer.lr={rate}"
         jobs = [self._job(f"runs/{name}", [*self.models[name], *self.shared, rate], self._priority(_RUN, name))]
         for variant, own in self.variants.get(name, {}).items():
             overrides = [*own, *self.shared, *self.variant, rate]

@@ -30,6 +30,8 @@ NAMES = {
     "hgrn2": "HGRN2",
     "delta_net": "DeltaNet",
 }
+#: In the place of a table or figure of which there is nothing.
+NOT_RUN = "Not run yet."
 #: Points of a training curve that are kept.
 _CURVE_POINTS = 200
 #: Position from which models are compared document by document, in tables.
@@ -56,7 +58,6 @@ def collect(
     folder: Path,
     position_loss: Path,
     speed: Sequence[Path] = (),
-    pruned: Mapping[str, Mapping[str, float]] | None = None,
 ) -> dict[str, Any]:
     """All numbers of a study, for JSON; what is not there yet is left out.
 
@@ -64,7 +65,9 @@ def collect(
         folder: of the study.
         position_loss: folder of per_token_loss with a result per model.
         speed: results of benchmarks/training.py on runs of the study.
-        pruned: model -> text length -> share of tiles that pruning skips.
+
+    Returns:
+        Among others an empty "pruned", for model -> text length -> share of tiles that pruning skips.
 
     Raises:
         SweepError: there is no run in the folder.
@@ -88,7 +91,7 @@ def collect(
         "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
         "variants": {name: _describe(path) for name, path in variants.items()},
         "speed": _speeds(speed),
-        "pruned": {name: dict(shares) for name, shares in (pruned or {}).items()},
+        "pruned": {},
     }
     for name in runs:
         if (file := position_loss / name / "results.json").is_file():
@@ -101,6 +104,7 @@ def collect(
                 "machine": start["machine"],
                 "commit": start["git"].get("commit"),
             }
+            found["started"] = start["time"]
             found["corpus"] = read_metrics(path / "metrics" / "jsonlines" / "train_data_info.jsonl")[0]
             break
     return found
@@ -171,7 +175,7 @@ def models_table(study: Mapping[str, Any]) -> str:
         )
     header = ["model", "body", "rate", "tokens", "training loss", "held-out loss", "perplexity", "above the best"]
     header += ["tokens/s", "MFU", "tiles pruned (text length)"]
-    return markdown_table(header, rows, "l" + 10 * "r")
+    return markdown_table(header, rows, "l" + 10 * "r") if rows else NOT_RUN
 
 
 def search_table(study: Mapping[str, Any]) -> str:
@@ -190,7 +194,7 @@ def search_table(study: Mapping[str, Any]) -> str:
                 ),
             ]
         )
-    return markdown_table(["model", *rates], rows, "l" + "r" * len(rates))
+    return markdown_table(["model", *rates], rows, "l" + "r" * len(rates)) if rows else NOT_RUN
 
 
 def positions_table(study: Mapping[str, Any]) -> str:
@@ -207,6 +211,8 @@ def positions_table(study: Mapping[str, Any]) -> str:
             for position in positions
         ]
         rows.append([display_name(name), *cells])
+    if not rows:
+        return NOT_RUN
     return markdown_table(["model", *(f"at {p:,}" for p in positions)], rows, "l" + "r" * len(positions))
 
 
@@ -218,13 +224,15 @@ def octaves_table(study: Mapping[str, Any]) -> str:
     for name, result in results.items():
         after = {entry["position"]: entry["after"] for entry in result["slope"]}
         rows.append([display_name(name), *(_number(after.get(position)) for position in positions)])
+    if not rows:
+        return NOT_RUN
     return markdown_table(["model", *(f"{p:,} to {2 * p:,}" for p in positions)], rows, "l" + "r" * len(positions))
 
 
 def variants_table(study: Mapping[str, Any]) -> str:
     """One row per variant, like the paper's Table 3."""
     if not study["variants"]:
-        return "Not run."
+        return NOT_RUN
     rows = []
     reference = (study["variants"].get("fox_pro") or {}).get("heldout_loss")
     for name, variant in study["variants"].items():
@@ -255,20 +263,59 @@ def comparison_table(study: Mapping[str, Any], positions: Path) -> str:
                         display_name(name), arrays[name], model["per_token_loss"], arrays[f"{name}/octaves"]
                     )
                 )
-    return per_token_loss.comparison_table(results, _COMPARED_FROM) if len(results) > 1 else ""
+    return per_token_loss.comparison_table(results, _COMPARED_FROM) if len(results) > 1 else NOT_RUN
 
 
 def save_positions(position_loss: Path, models: Sequence[str], file: Path) -> None:
     """Loss at every position `(T,)`, and per document and octave `(documents, octaves)`, of every model in one .npz."""
     arrays: dict[str, np.ndarray] = {}
     for name in models:
-        if (position_loss / name / "results.npz").is_file():
+        if (position_loss / name / "results.json").is_file():  # written after results.npz
             result = per_token_loss.read_result(position_loss / name)
             arrays[name] = result.loss_T.astype(np.float32)
             arrays[f"{name}/octaves"] = result.octaves_NO
     np.savez_compressed(file, **arrays)
 
 
+def missing(study: Mapping[str, Any]) -> list[str]:
+    """What a study does not have yet, a line each."""
+    lines = []
+    for name, model in {**study["models"], **{f"variant {n}": v for n, v in study["variants"].items()}}.items():
+        if not model["finished"]:
+            lines.append(f"the rest of {name}: {model['tokens']:,} of {model['budget']:,} tokens are done")
+    for what, have in (
+        ("a run at the rate found", study["models"]),
+        ("loss at every position", {n for n, model in study["models"].items() if "per_token_loss" in model}),
+        ("speed", study["speed"]),
+    ):
+        known = in_order([*{**study["search"], **study["models"]}])
+        if lacking := [name for name in known if name not in have]:
+            lines.append(f"{what}: none of {', '.join(lacking)}")
+    if not study["variants"]:
+        lines.append("variants: none has run")
+    return lines
+
+
+def source(study: Mapping[str, Any]) -> str:
+    """On what and from what the study was made, in a sentence."""
+    if "environment" not in study:
+        return ""
+    environment, corpus = study["environment"], study["corpus"]
+    machine, versions = environment["machine"], environment["versions"]
+    day = study["started"][:10]
+    return (
+        f"Started on {day} on {machine['device']}, PyTorch {versions['torch']}, commit "
+        f"{(environment['commit'] or 'unknown')[:7]}; {corpus['total_tokens']:,} training tokens."
+    )
+
+
+#: Figures that `collect` of scripts/study_report.py draws, and what they show.
+FIGURES = {
+    "compare": "loss against training tokens and training FLOPs",
+    "per_token_loss": "loss at every position, and perplexity over the context",
+    "memory": "memory length of every head of the first model that forgets",
+    "search": "loss against learning rate",
+}
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "models": models_table,
     "search": search_table,

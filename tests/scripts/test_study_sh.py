@@ -1,0 +1,96 @@
+"""scripts/study.sh with a stand-in for Python: its stages say what they skip, and its exit code is that of what it ran."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+#: Says what it was called with; code that is given by -c prints nothing, as on a machine without GPUs.
+PYTHON = """#!/usr/bin/env bash
+[ "$1" != -c ] || exit 0
+echo "$*" >> "$CALLS"
+case "$1" in
+scripts/study.py) sleep "${TRAIN_SECONDS:-0}"; exit "${TRAIN_CODE:-0}" ;;
+eval/per_token_loss/*) [[ "$4$*" != *"runs/${FAILING:-none} "* ]] ;;
+*) exit 0 ;;
+esac
+"""
+
+
+@pytest.fixture
+def study_sh(tmp_path):
+    """Runs stages of the script on runs that are there; returns exit code, output and the calls of Python."""
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+
+    def run(*stages: str, runs: str = "mamba2 fox_pro", **environment: str) -> tuple[int, str, list[str]]:
+        for model in runs.split():
+            (tmp_path / "study/runs" / model / "checkpoints").mkdir(parents=True, exist_ok=True)
+        calls = tmp_path / "calls"
+        calls.write_text("")
+        settings = {"PYTHON": str(python), "CALLS": str(calls), "MODELS": "mamba2 hgrn2 fox_pro", **environment}
+        command = ["bash", str(ROOT / "scripts/study.sh"), str(tmp_path / "study"), *stages]
+        done = subprocess.run(
+            command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+        )
+        return done.returncode, done.stdout, calls.read_text().splitlines()
+
+    return run
+
+
+def test_a_study_whose_training_fails_goes_on_with_what_there_is_and_fails(study_sh):
+    code, out, calls = study_sh("train", "collect", TRAIN_CODE="3")
+    assert code == 3 and "training is not complete: exit code 3" in out
+    assert [call.split()[0] for call in calls] == ["scripts/study.py", "scripts/study_report.py"]
+    assert study_sh("train")[0] == 0
+
+
+def test_a_study_that_was_given_so_many_seconds_to_train_has_not_failed(study_sh):
+    code, out, _ = study_sh("train", "collect", TRAIN_SECONDS="30", SECONDS_TO_TRAIN="1")
+    assert code == 0 and "training was stopped after 1 s" in out
+
+
+def test_an_evaluation_that_fails_makes_the_script_fail_after_the_others(study_sh):
+    code, out, calls = study_sh("evaluate", "collect", FAILING="mamba2")
+    assert code == 1 and "position_loss of mamba2 failed" in out and "position_loss of hgrn2 is skipped" in out
+    assert sum("per_token_loss" in call for call in calls) == 2 and "study_report.py collect" in calls[-1]
+
+
+def test_what_was_evaluated_is_not_evaluated_again_until_the_run_goes_on(study_sh, tmp_path):
+    assert study_sh("evaluate")[0] == 0
+    for model in ("mamba2", "fox_pro"):
+        results = tmp_path / "study/position_loss" / model / "results.json"
+        results.parent.mkdir(parents=True)
+        results.write_text("{}")
+        (tmp_path / "study/speed" / f"{model}.json").write_text('{"status": "ok"}')
+    newest = (tmp_path / "study/speed/mamba2.json").stat().st_mtime
+    for checkpoints, calls in ((newest - 10, 0), (newest + 10, 2)):
+        os.utime(tmp_path / "study/runs/mamba2/checkpoints", (checkpoints, checkpoints))
+        os.utime(tmp_path / "study/runs/fox_pro/checkpoints", (newest - 10, newest - 10))
+        code, out, made = study_sh("evaluate")
+        assert code == 0 and len(made) == calls and "position_loss/fox_pro/results.json is there already" in out
+    assert all("runs/mamba2" in call for call in made) and "--no-resume" in made[0]
+
+
+def test_ablations_are_those_of_the_models_that_were_chosen(study_sh):
+    _, _, (call,) = study_sh("train", MODELS="mamba2 transformer_llama")
+    assert "--models mamba2 transformer_llama --search" in call
+    assert "--variants transformer_llama transformer_llama transformer_llama_no_rope --variant " in call
+    assert call.count("--variants") == 1
+
+
+def test_usage_is_the_comment_and_nothing_else():
+    done = subprocess.run(["bash", "scripts/study.sh"], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 2 and len(lines) > 15 and all(line.startswith("#") for line in lines)
+
+
+def test_what_says_which_program_runs_it_can_be_run():
+    """Files that begin with #! are executable, and those that are executable begin with #!."""
+    for folder in ("scripts", "benchmarks", "eval"):
+        for path in [*ROOT.glob(f"{folder}/**/*.py"), *ROOT.glob(f"{folder}/**/*.sh")]:
+            assert path.read_bytes().startswith(b"#!") == os.access(path, os.X_OK), path
