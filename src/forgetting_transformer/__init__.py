@@ -7,6 +7,10 @@ Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", ICLR
 >>> import forgetting_transformer.tokenizer  # registers LongCrawl64's tokenizer
 """
 
-from forgetting_transformer.ops.forgetting_attention import forgetting_attention, forgetting_attention_decode
+from forgetting_transformer.ops.forgetting_attention import (
+    cumulative_log_fgate,
+    forgetting_attention,
+    forgetting_attention_decode,
+)
 
-__all__ = ["forgetting_attention", "forgetting_attention_decode"]
+__all__ = ["cumulative_log_fgate", "forgetting_attention", "forgetting_attention_decode"]

@@ -5,7 +5,9 @@ Axes: B batch, T queries, N keys, H query heads, G key and value heads, D channe
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from forgetting_transformer import cumulative_log_fgate, forgetting_attention, forgetting_attention_decode
 from forgetting_transformer.model.transformer import TransformerConfig, TransformerForCausalLM
 from forgetting_transformer.ops import attention
 from forgetting_transformer.ops.attention import causal_attention
@@ -116,3 +118,21 @@ def test_a_transformer_block_trains_compiled_with_the_kernel_inside(
     monkeypatch.undo()
     for a, e in zip(gradients(torch.compile(block, fullgraph=True, dynamic=False)), expected, strict=True):
         assert relative_error(a, e) < 3e-2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_tensors_on_another_gpu_than_the_current_one():
+    """A model that is spread over GPUs does not switch the current one."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, 256, 2, 64, dtype=torch.bfloat16) for _ in range(3)]
+    gates = F.logsigmoid(torch.randn(1, 256, 2) + 2)
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        leaves = [x.to(device).requires_grad_() for x in (*inputs, gates)]
+        out = forgetting_attention(*leaves, adaptive_threshold="auto")
+        out.square().sum().backward()
+        q, k, v, log_fgate = (x.detach() for x in leaves)
+        last = forgetting_attention_decode(q[:, -1:], k, v, cumulative_log_fgate(log_fgate))
+        results.append([x.cpu() for x in (out, last, *(leaf.grad for leaf in leaves))])
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -365,3 +365,28 @@ with FlopCounterMode(display=False) as backward:
 assert backward.get_total_flops() == 5 * 2 * 4 * 16 * pairs
 """
     )
+
+
+def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
+    """Triton launches on the current GPU, whatever the tensors are on."""
+    from types import SimpleNamespace
+
+    from forgetting_transformer.ops.forgetting_attention.layout import on_device_of_first
+
+    current = []
+
+    class Device:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            current.append(self.device)
+
+        def __exit__(self, *error):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    launch = on_device_of_first(lambda x, factor, offset=0: (list(current), x.value * factor + offset))
+    elsewhere = SimpleNamespace(is_cuda=True, device="cuda:1", value=3)
+    assert launch(elsewhere, 2, offset=1) == (["cuda:1"], 7) and current == []
+    assert launch(SimpleNamespace(is_cuda=False, value=3), 2) == ([], 6)

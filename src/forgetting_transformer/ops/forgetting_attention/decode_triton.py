@@ -16,7 +16,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
 from forgetting_transformer.ops.forgetting_attention.decode_kernels import merge_kernel, split_kernel
-from forgetting_transformer.ops.forgetting_attention.layout import empty_heads_like, with_whole_channels
+from forgetting_transformer.ops.forgetting_attention.layout import (
+    empty_heads_like,
+    on_device_of_first,
+    with_whole_channels,
+)
 from forgetting_transformer.ops.forgetting_attention.triton import attention_flops
 
 # A part shorter than this costs more to merge than it saves.
@@ -25,6 +29,7 @@ _MAX_SPLITS = 256
 
 
 @torch.library.custom_op("forgetting_transformer::forgetting_attention_decode", mutates_args=())
+@on_device_of_first
 def decode(
     q: Tensor,
     k: Tensor,

@@ -3,6 +3,8 @@
 Axes: B batch, H heads, T positions, D channels of a head.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +13,20 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from forgetting_transformer.ops.forgetting_attention.constants import STRETCH
+
+
+def on_device_of_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs it with the GPU of its first tensor as the current one, on which Triton launches kernels: models that are spread
+    over GPUs, and whoever passes `cuda:1`, do not switch. Tensors on the CPU are for Triton's interpreter."""
+
+    @functools.wraps(function)
+    def on_device(x: Tensor, *args: Any, **options: Any) -> Any:
+        if not x.is_cuda:
+            return function(x, *args, **options)
+        with torch.cuda.device(x.device):
+            return function(x, *args, **options)
+
+    return on_device
 
 
 class Sizes(NamedTuple):

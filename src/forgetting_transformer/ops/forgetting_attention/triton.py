@@ -41,6 +41,7 @@ from forgetting_transformer.ops.forgetting_attention.layout import (
     empty_heads_like,
     fits_descriptor,
     locate,
+    on_device_of_first,
     with_whole_channels,
 )
 
@@ -48,6 +49,7 @@ _MAX_CHUNK = 1024  # stretches or blocks that `running_kernel` works on at a tim
 
 
 @torch.library.custom_op("forgetting_transformer::forgetting_attention_bounds", mutates_args=())
+@on_device_of_first
 def _bounds(q: Tensor, k: Tensor, first_key: Tensor | None, sm_scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """What bounds the scores of blocks of 128 queries and stretches of 128 keys; arguments as `_forward`'s.
 
@@ -78,6 +80,7 @@ def _(q, k, first_key, sm_scale):
 
 
 @torch.library.custom_op("forgetting_transformer::forgetting_attention_decay", mutates_args=())
+@on_device_of_first
 def _decay(
     log_fgate: Tensor,
     num_queries: int,
@@ -140,6 +143,7 @@ def _(log_fgate, num_queries, threshold, query_norm, self_score, key_norm, first
 
 
 @torch.library.custom_op("forgetting_transformer::forgetting_attention_forward", mutates_args=())
+@on_device_of_first
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -186,6 +190,7 @@ def _(q, k, v, log_fgate, suffix, running, reference, first_stretch, end_block, 
 
 
 @torch.library.custom_op("forgetting_transformer::forgetting_attention_backward", mutates_args=())
+@on_device_of_first
 def _backward(
     d_out: Tensor,
     d_log_normaliser: Tensor,
