@@ -68,17 +68,12 @@ class Counters:
         return {name: float(value) for name, value in vars(self).items()}
 
 
-def run(config: Config) -> str:
+def train(config: Config) -> str:
     """Trains one model, from its newest checkpoint or from the start, to `train.max_tokens`.
 
     Returns:
         "done", or "preempted" if a signal stopped it; then the same config continues it.
     """
-    if config.preflight:
-        from forgetting_transformer.training.preflight import preflight
-
-        preflight(config)
-        return "done"
     with Sentinel(config.strategy.timeout_seconds) as sentinel:
         trainer = Trainer(config, sentinel)
         try:
