@@ -13,13 +13,13 @@ queries of one block and the keys that it is given.
 """
 
 import functools
-import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from forgetting_transformer.ops.forgetting_attention.checks import checked_scale
 from forgetting_transformer.ops.forgetting_attention.dispatch import (
     attend_with_kernel,
     first_visible_key,
@@ -63,8 +63,8 @@ def causal_attention(
     Raises:
         TypeError, ValueError: arguments that do not fit together. The message names the argument.
     """
-    _check(q_BTHD, k_BNGD, v_BNGD, window, seq_start_B, sm_scale)
-    scale = 1 / math.sqrt(q_BTHD.shape[-1]) if sm_scale is None else sm_scale
+    _check(q_BTHD, k_BNGD, v_BNGD, window, seq_start_B)
+    scale = checked_scale(sm_scale, q_BTHD.shape[-1])
     q_BHTD, k_BGND, v_BGND = (x.transpose(1, 2) for x in (q_BTHD, k_BNGD, v_BNGD))
     if q_BHTD.shape[2] > 1 and q_BHTD.dtype in (torch.float16, torch.bfloat16) and takes_kernel(q_BHTD):
         first_key_BT = first_visible_key(q_BHTD, k_BGND, window=window)
@@ -162,9 +162,7 @@ def _mask(
     return torch.zeros_like(is_visible, dtype=q_BHtD.dtype).masked_fill(~is_visible, -torch.inf)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, seq_start: Tensor | None, sm_scale: float | None
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None, seq_start: Tensor | None) -> None:
     for name, x in {"q": q, "k": k, "v": v}.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
@@ -193,8 +191,6 @@ def _check(
         )
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; a query sees itself, so it must be at least 1, or None for no window")
-    if sm_scale is not None and not (math.isfinite(sm_scale) and sm_scale > 0):
-        raise ValueError(f"sm_scale is {sm_scale}; it must be a positive finite number, or None for 1/√D")
     if seq_start is None:
         return
     batch, num_keys = k.shape[:2]

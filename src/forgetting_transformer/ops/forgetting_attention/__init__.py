@@ -23,9 +23,15 @@ from forgetting_transformer.ops.forgetting_attention.checks import (
     check_cu_seqlens,
     check_seq_start,
     check_tensors,
+    checked_scale,
 )
 from forgetting_transformer.ops.forgetting_attention.decode import cumulative_log_fgate, forgetting_attention_decode
-from forgetting_transformer.ops.forgetting_attention.dispatch import attend_with_kernel, first_visible_key, takes_kernel
+from forgetting_transformer.ops.forgetting_attention.dispatch import (
+    attend_with_kernel,
+    first_visible_key,
+    takes_kernel,
+    threshold_tensor,
+)
 from forgetting_transformer.ops.forgetting_attention.portable import forgetting_attention_portable
 from forgetting_transformer.ops.forgetting_attention.reference import forgetting_attention_reference
 
@@ -102,10 +108,7 @@ def forgetting_attention(
         raise ValueError(f"window_size is {window_size!r}; it must be an integer of at least 1, or None for no window")
     if not -math.inf < log_tolerance < 0:
         raise ValueError(f"log_tolerance is {log_tolerance}; it is ln ε of a small ε, so negative and finite")
-    if sm_scale is None:
-        sm_scale = 1 / math.sqrt(q.shape[-1])
-    elif not (math.isfinite(sm_scale) and sm_scale > 0):
-        raise ValueError(f"sm_scale is {sm_scale}; it must be a positive finite number, or None for 1/√D")
+    sm_scale = checked_scale(sm_scale, q.shape[-1])
 
     if not head_first:
         q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
@@ -149,19 +152,9 @@ def _attend(
         is_bounded = isinstance(adaptive_threshold, str)  # "auto"
         return attend_with_kernel(
             q_BHMD, k_BGND, v_BGND, log_fgate_BHN, sm_scale=sm_scale, seq_start_B=seq_start_B, first_key_BM=first_key_BM,
-            threshold_BH=_as_tensor(log_tolerance if is_bounded else adaptive_threshold, q_BHMD), is_bounded=is_bounded,
+            threshold_BH=threshold_tensor(log_tolerance if is_bounded else adaptive_threshold, q_BHMD), is_bounded=is_bounded,
         )  # fmt: skip
     return forgetting_attention_portable(
         q_BHMD, k_BGND, v_BGND, log_fgate_BHN, seq_start_B, sm_scale, first_key_BM=first_key_BM, window=window,
         return_log_normaliser=return_log_normaliser,
     )  # fmt: skip
-
-
-def _as_tensor(threshold: float | Tensor | None, q_BHMD: Tensor) -> Tensor | None:
-    """The threshold as float32 `(B, H)`; None stays None."""
-    shape = q_BHMD.shape[:2]
-    if threshold is None:
-        return None
-    if not isinstance(threshold, Tensor):
-        return torch.full(shape, threshold, dtype=torch.float32, device=q_BHMD.device)
-    return threshold.detach().float().expand(shape)

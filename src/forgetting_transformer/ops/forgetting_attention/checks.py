@@ -1,6 +1,7 @@
 """Checks of arguments: errors name the argument, its value and the fix. Nothing here waits for a GPU."""
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -134,3 +135,12 @@ def check_adaptive_threshold(threshold: str | float | Tensor | None, q: Tensor, 
         )
     if not threshold <= 0:
         raise ValueError(f"adaptive_threshold is {threshold}; it must be ≤ 0, as a decay bias is never positive")
+
+
+def checked_scale(sm_scale: float | None, head_dim: int) -> float:
+    """The factor on q·k: sm_scale, or 1/√D for None."""
+    if sm_scale is None:
+        return 1 / math.sqrt(head_dim)
+    if not (math.isfinite(sm_scale) and sm_scale > 0):
+        raise ValueError(f"sm_scale is {sm_scale}; it must be a positive finite number, or None for 1/√D")
+    return sm_scale

@@ -10,8 +10,6 @@ float64 the bias of a pair is exact to 1e-11 and then rounded to float32 by itse
 Axes: B batch, H query heads, G key and value heads, M queries, N keys, T new tokens, D channels of a head.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -20,9 +18,10 @@ from forgetting_transformer.ops.forgetting_attention.checks import (
     check_seq_end,
     check_seq_start,
     check_tensors,
+    checked_scale,
 )
 from forgetting_transformer.ops.forgetting_attention.constants import MIN_LOG_FGATE
-from forgetting_transformer.ops.forgetting_attention.dispatch import takes_kernel
+from forgetting_transformer.ops.forgetting_attention.dispatch import takes_kernel, threshold_tensor
 
 
 def cumulative_log_fgate(log_fgate: Tensor, previous: Tensor | None = None, *, head_first: bool = False) -> Tensor:
@@ -104,10 +103,7 @@ def forgetting_attention_decode(
             "cost as much as attending to them"
         )
     check_adaptive_threshold(adaptive_threshold, q, head_first)
-    if sm_scale is None:
-        sm_scale = 1 / math.sqrt(q.shape[-1])
-    elif not (math.isfinite(sm_scale) and sm_scale > 0):
-        raise ValueError(f"sm_scale is {sm_scale}; it must be a positive finite number, or None for 1/√D")
+    sm_scale = checked_scale(sm_scale, q.shape[-1])
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, cum_log_fgate)):
         raise RuntimeError(
             "forgetting_attention_decode has no gradients: call it under torch.no_grad(), or use forgetting_attention"
@@ -116,12 +112,9 @@ def forgetting_attention_decode(
     if not head_first:
         q, k, v, cum_log_fgate = (x.transpose(1, 2) for x in (q, k, v, cum_log_fgate))
     if takes_kernel(q):
-        if adaptive_threshold is not None and not isinstance(adaptive_threshold, Tensor):
-            adaptive_threshold = torch.full(q.shape[:2], adaptive_threshold, dtype=torch.float32, device=q.device)
-        elif adaptive_threshold is not None:
-            adaptive_threshold = adaptive_threshold.detach().float().expand(q.shape[:2])
+        threshold_BH = threshold_tensor(adaptive_threshold, q)
         kernel = torch.ops.forgetting_transformer.forgetting_attention_decode
-        out_BHMD, log_normaliser_BHM = kernel(q, k, v, cum_log_fgate, adaptive_threshold, seq_start, seq_end, sm_scale)
+        out_BHMD, log_normaliser_BHM = kernel(q, k, v, cum_log_fgate, threshold_BH, seq_start, seq_end, sm_scale)
     else:
         # The op chooses its own precision: autocast would round scores to 16 bits inside it.
         with torch.autocast(q.device.type, enabled=False):

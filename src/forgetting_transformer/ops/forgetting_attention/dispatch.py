@@ -63,6 +63,16 @@ def attend_with_kernel(
     return kernels.forgetting_attention_forward(q_BHMD, k_BGND, v_BGND, log_fgate_BHN, *decay, first_key_BM, sm_scale)
 
 
+def threshold_tensor(threshold: float | Tensor | None, q_BHMD: Tensor) -> Tensor | None:
+    """A threshold as the kernels want it, float32 `(B, H)`; None stays None."""
+    shape = q_BHMD.shape[:2]
+    if threshold is None:
+        return None
+    if not isinstance(threshold, Tensor):
+        return torch.full(shape, threshold, dtype=torch.float32, device=q_BHMD.device)
+    return threshold.detach().float().expand(shape)
+
+
 def first_visible_key(
     q_BHMD: Tensor, k_BGND: Tensor, *, window: int | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor | None:

@@ -40,6 +40,12 @@ class Sizes(NamedTuple):
     def of(cls, q: Tensor, k: Tensor) -> "Sizes":
         return cls(q.shape[0], q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2])
 
+    @classmethod
+    def of_gates(cls, log_fgate: Tensor, num_queries: int) -> "Sizes":
+        """Of gates `(B, H, N)`, of which each query head has its own."""
+        batch, heads, num_keys = log_fgate.shape
+        return cls(batch, heads, 1, num_queries, num_keys)
+
     @property
     def rows(self) -> int:
         return self.batch * self.heads

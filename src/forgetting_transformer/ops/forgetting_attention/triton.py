@@ -103,37 +103,34 @@ def _decay(
     Returns:
         The fields of `Decay`.
     """
-    decay = _decay_like(log_fgate, num_queries)
-    batch, heads, num_keys = log_fgate.shape
-    stretches, blocks = triton.cdiv(num_keys, STRETCH), triton.cdiv(num_queries, STRETCH)
+    decay, sizes = _decay_like(log_fgate, num_queries), Sizes.of_gates(log_fgate, num_queries)
     has_first, has_bounds = first_key is not None, query_norm is not None
-    stretch_kernel[(batch * heads * triton.cdiv(stretches, 8),)](
+    stretch_kernel[(sizes.rows * triton.cdiv(sizes.stretches, 8),)](
         log_fgate, *log_fgate.stride(), first_key, decay.suffix, decay.running,
-        heads, num_queries, num_keys, stretches, MIN_LOG_FGATE, HAS_FIRST=has_first, STRETCH=STRETCH, CHUNK=8,
+        sizes.heads, sizes.queries, sizes.keys, sizes.stretches, MIN_LOG_FGATE, HAS_FIRST=has_first, STRETCH=STRETCH, CHUNK=8,
     )  # fmt: skip
     largest_key, log_mass = (torch.empty_like(key_norm), torch.empty_like(key_norm)) if has_bounds else (None, None)
-    running_kernel[(batch * heads,)](
+    running_kernel[(sizes.rows,)](
         None if threshold is None else threshold.contiguous(), query_norm, self_score, key_norm, largest_key, log_mass, *decay,
-        num_queries, num_keys, stretches, blocks, max(stretches, blocks).bit_length() + 1,
+        *sizes.lengths, max(sizes.stretches, sizes.blocks).bit_length() + 1,
         HAS_THRESHOLD=threshold is not None, HAS_BOUNDS=has_bounds, STRETCH=STRETCH,
-        CHUNK=min(_MAX_CHUNK, triton.next_power_of_2(stretches)),
+        CHUNK=min(_MAX_CHUNK, triton.next_power_of_2(sizes.stretches)),
     )  # fmt: skip
     return tuple(decay)
 
 
 def _decay_like(log_fgate: Tensor, num_queries: int) -> Decay:
-    batch, heads, num_keys = log_fgate.shape
-    stretches, blocks = triton.cdiv(num_keys, STRETCH), triton.cdiv(num_queries, STRETCH)
+    sizes = Sizes.of_gates(log_fgate, num_queries)
 
     def empty(length: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(batch * heads, length, dtype=dtype, device=log_fgate.device)
+        return torch.empty(sizes.rows, length, dtype=dtype, device=log_fgate.device)
 
     return Decay(
-        empty(stretches * STRETCH, torch.float32),
-        empty(stretches + 1, torch.float64),
-        empty(blocks, torch.float64),
-        empty(blocks, torch.int32),
-        empty(stretches, torch.int32),
+        empty(sizes.stretches * STRETCH, torch.float32),
+        empty(sizes.stretches + 1, torch.float64),
+        empty(sizes.blocks, torch.float64),
+        empty(sizes.blocks, torch.int32),
+        empty(sizes.stretches, torch.int32),
     )
 
 
