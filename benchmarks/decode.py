@@ -28,11 +28,14 @@ import functools
 import itertools
 import json
 import math
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from attention import environment, median_ms
 
 SHAPES = ["1,24,24,64,16384", "1,24,24,64,65536", "8,24,24,64,16384", "1,24,4,64,16384", "8,24,4,64,16384"]
 KERNELS = ("decode", "half", "spread", "whole", "flash", "cudnn")
@@ -78,13 +81,6 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if heads % groups:
         sys.exit(f"query heads H must be a multiple of key heads G; got {text!r}")
     return batch, heads, groups, head_dim, keys
-
-
-def environment() -> dict[str, str]:
-    import torch
-    import triton
-
-    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
 
 
 def measure(shape: tuple[int, ...], kernel: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -166,15 +162,7 @@ def replayed_seconds(calls: list[Callable[[], Any]], repeats: int) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    for _ in range(3):
-        graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events)) / 1e3 / len(calls)
+    return median_ms(graph.replay, repeats) / 1e3 / len(calls)
 
 
 def table(result: dict[str, Any]) -> str:
