@@ -109,7 +109,9 @@ def skip(what: str) -> None:
 def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure: Path) -> dict[str, dict[str, float]]:
     """Model -> text length -> mean share of tiles that pruning skips, for the models that forget. Draws the memory lengths of
     the first such model on the first whole document."""
-    from forgetting_transformer.evaluation import heatmaps, per_token_loss
+    import torch
+
+    from forgetting_transformer.evaluation import forget_gates, heatmaps, per_token_loss
     from forgetting_transformer.evaluation.models import EvaluationError, load_model, pick_device
 
     folder = per_token_loss.find_heldout(data_path)
@@ -121,13 +123,15 @@ def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure:
         except EvaluationError as error:
             skip(f"the share of tiles that is pruned in {name}: {error}")
             continue
-        if getattr(model.model.config, "log_pruning_tolerance", None) is None:
+        tolerance = getattr(model.model.config, "log_pruning_tolerance", None)
+        if tolerance is None:
             continue
         for length in sorted({model.train_length or document_len, document_len}):
             texts = per_token_loss.open_heldout(folder, length)
             # Evenly spaced, so that they come from documents all over the held-out part.
             chosen = range(0, texts.sequences, max(1, texts.sequences // documents))[:documents]
-            reports = [report_heads(model, texts.read(sequence)[0]) for sequence in chosen]
+            ids = [torch.from_numpy(texts.read(i)[0].astype("int64")).to(model.device) for i in chosen]
+            reports = [forget_gates.report_model(model.model, ids_T, tolerance) for ids_T in ids]
             heads = [head for report in reports for head in report]
             shares.setdefault(name, {})[f"{length:,}"] = sum(head.pruned for head in heads) / len(heads)
         if len(shares) == 1:
@@ -135,24 +139,6 @@ def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure:
             columns = ([h.layer for h in first], [h.memory for h in first], [h.memory_is_bound for h in first])
             heatmaps.heads_by_layer(*columns, figure)
     return shares
-
-
-def report_heads(model: Any, tokens_T: Any) -> list[Any]:
-    """What every head of a model that forgets does on one text."""
-    import torch
-
-    from forgetting_transformer.evaluation import forget_gates
-    from forgetting_transformer.evaluation.models import precision_context
-
-    found: list[forget_gates.HeadReport] = []
-    tolerance = model.model.config.log_pruning_tolerance
-    layers = list(forget_gates.attention_layers(model.model))
-    ids_T = torch.from_numpy(tokens_T.astype("int64")).to(model.device)
-    with precision_context("auto", model.device):
-        forget_gates.visit(
-            model.model, ids_T, layers, lambda inputs: found.extend(forget_gates.report_heads(inputs, tolerance))
-        )
-    return found
 
 
 def fill_page(report: Path, page: Path) -> None:

@@ -233,6 +233,19 @@ def report_heads(inputs: AttentionInputs, tolerance: float) -> list[HeadReport]:
     return [HeadReport(inputs.layer, head, *row) for head, row in enumerate(rows)]
 
 
+def report_model(model: nn.Module, input_ids_T: Tensor, tolerance: float, precision: str = "auto") -> list[HeadReport]:
+    """`report_heads` of all layers of a model on one text."""
+    reports: list[HeadReport] = []
+    with precision_context(precision, input_ids_T.device):
+        visit(
+            model,
+            input_ids_T,
+            list(attention_layers(model)),
+            lambda inputs: reports.extend(report_heads(inputs, tolerance)),
+        )
+    return reports
+
+
 def heads_over_training(
     run_folder: str, input_ids_T: Tensor, tolerance: float, precision: str = "auto"
 ) -> list[dict[str, Any]]:
@@ -253,14 +266,8 @@ def heads_over_training(
         except EvaluationError as error:
             log.warning("left out: %s", error)
             continue
-        heads: list[dict[str, Any]] = []
-
-        def use(inputs: AttentionInputs, heads: list[dict[str, Any]] = heads) -> None:
-            heads.extend(vars(report) for report in report_heads(inputs, tolerance))
-
-        with precision_context(precision, input_ids_T.device):
-            visit(model.model, input_ids_T, list(attention_layers(model.model)), use)
-        history.append({"train_tokens": step, "heads": heads})
+        heads = report_model(model.model, input_ids_T, tolerance, precision)
+        history.append({"train_tokens": step, "heads": [vars(report) for report in heads]})
     if not history:
         raise EvaluationError(f"none of the checkpoints in {run_folder} can be read; the warnings above say why")
     return history

@@ -150,6 +150,7 @@ class LearningRateSweep:
         Raises:
             SweepError: the folder holds a sweep with other settings, or the search cannot go on.
         """
+        self.open()
         rounds = self.rounds()
         results: list[runner.JobResult] | None = None
         hopeless = self._hopeless if self.hopeless_margin is not None else None
@@ -170,9 +171,8 @@ class LearningRateSweep:
 
     def rounds(self) -> Generator[list[Job], list[runner.JobResult], bool]:
         """The search without the running of jobs: yields those of a round, is sent their results in the same order, and
-        returns what `run` does. For who has other jobs to run at the same time.
+        returns what `run` does. For who has other jobs to run at the same time, after `open`.
         """
-        self.open()
         start = self.start
         for head_dim in self.head_dims:
             search = self.searches[head_dim] = GridSearch(start, self.seeds)

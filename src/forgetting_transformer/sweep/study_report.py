@@ -199,34 +199,37 @@ def search_table(study: Mapping[str, Any]) -> str:
 
 def positions_table(study: Mapping[str, Any]) -> str:
     """By how much the loss changes with every doubling of the context, per model."""
-    results = {name: m["per_token_loss"] for name, m in study["models"].items() if "per_token_loss" in m}
-    positions = sorted({e["position"] for result in results.values() for e in result["slope"] if e["position"] >= 128})
-    rows = []
-    for name, result in results.items():
-        by_position = {entry["position"]: entry for entry in result["slope"]}
-        cells = [
-            f"{e['per_doubling']:+.3f} ± {e['standard_error'] or math.nan:.3f}"
-            if (e := by_position.get(position))
-            else ""
-            for position in positions
-        ]
-        rows.append([display_name(name), *cells])
-    if not rows:
-        return NOT_RUN
-    return markdown_table(["model", *(f"at {p:,}" for p in positions)], rows, "l" + "r" * len(positions))
+    return _by_position(
+        study,
+        lambda position: f"at {position:,}",
+        lambda entry: f"{entry['per_doubling']:+.3f} ± {entry['standard_error'] or math.nan:.3f}",
+    )
 
 
 def octaves_table(study: Mapping[str, Any]) -> str:
     """Mean loss in every octave of positions, per model."""
-    results = {name: m["per_token_loss"] for name, m in study["models"].items() if "per_token_loss" in m}
-    positions = sorted({e["position"] for result in results.values() for e in result["slope"] if e["position"] >= 128})
-    rows = []
-    for name, result in results.items():
-        after = {entry["position"]: entry["after"] for entry in result["slope"]}
-        rows.append([display_name(name), *(_number(after.get(position)) for position in positions)])
-    if not rows:
+    return _by_position(
+        study, lambda position: f"{position:,} to {2 * position:,}", lambda entry: _number(entry["after"])
+    )
+
+
+def _by_position(
+    study: Mapping[str, Any], title: Callable[[int], str], cell: Callable[[Mapping[str, Any]], str]
+) -> str:
+    """A row per model, a column for each position from 128 on at which loss before and after is compared."""
+    slopes = {
+        name: {entry["position"]: entry for entry in model["per_token_loss"]["slope"]}
+        for name, model in study["models"].items()
+        if "per_token_loss" in model
+    }
+    if not slopes:
         return NOT_RUN
-    return markdown_table(["model", *(f"{p:,} to {2 * p:,}" for p in positions)], rows, "l" + "r" * len(positions))
+    positions = sorted({position for slope in slopes.values() for position in slope if position >= 128})
+    rows = [
+        [display_name(name), *(cell(slope[position]) if position in slope else "" for position in positions)]
+        for name, slope in slopes.items()
+    ]
+    return markdown_table(["model", *(title(position) for position in positions)], rows, "l" + "r" * len(positions))
 
 
 def variants_table(study: Mapping[str, Any]) -> str:
