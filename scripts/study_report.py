@@ -77,7 +77,7 @@ def collect(args: argparse.Namespace) -> None:
             name(model): {float(rate): [float("inf") if loss is None else loss] for rate, loss in losses.items()}
             for model, losses in study["search"].items()
         }
-        loss_against_learning_rate(curves, study["search_loss"], args.out / "search.png")
+        loss_against_learning_rate(curves, study["search_loss"], args.out / "search.png", ring_each=True)
     if runs:
         models = [compare.named_model(name(model), [path]) for model, path in runs.items()]
         loss_against_tokens_and_flops(models, args.out / "compare.png")

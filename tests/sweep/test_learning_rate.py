@@ -199,3 +199,15 @@ def test_the_figure_shows_every_rate_every_seed_and_what_diverged(monkeypatch, t
     } <= drawn_points
     labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert labels == ["head dimension 64", "head dimension 128", "best", "one seed", "diverged or ended early"]
+
+    def rings(figure):
+        return [
+            (*line.get_xdata(), round(float(*line.get_ydata()), 6))
+            for line in figure.axes[0].lines
+            if line.get_mfc() == "none"
+        ]
+
+    # One search over head dimensions has one best; searches of several models have one each.
+    assert rings(drawn[0]) == [(2e-3, 3.025)]
+    plots.loss_against_learning_rate(curves, "held-out loss", tmp_path / "x.png", ring_each=True)
+    assert rings(drawn[1]) == [(2e-3, 3.025), (1e-3, 3.3)]

@@ -27,7 +27,7 @@ from forgetting_transformer.sweep.compare import Model
 
 
 def loss_against_learning_rate(
-    curves: Mapping[str, Mapping[float, Sequence[float]]], loss_name: str, path: Path
+    curves: Mapping[str, Mapping[float, Sequence[float]]], loss_name: str, path: Path, ring_each: bool = False
 ) -> None:
     """Draws a search: the mean loss at each learning rate as a line, each seed as a dot, the best ringed, and runs
     without a loss (diverged or ended early) as crosses on the upper edge.
@@ -36,12 +36,14 @@ def loss_against_learning_rate(
         curves: name -> learning rate -> the loss of each seed in nats per token, infinite where there is none. The
             name "" is not shown.
         path: where to write; the suffix chooses the format.
+        ring_each: the best of every curve is ringed and not only the best of all, since each is a search of its own.
     """
     means = {
         name: {rate: float(np.mean(losses)) for rate, losses in sorted(curve.items())} for name, curve in curves.items()
     }
     finite = [loss for curve in curves.values() for losses in curve.values() for loss in losses if np.isfinite(loss)]
-    best = min(((m, rate, name) for name, curve in means.items() for rate, m in curve.items()), default=None)
+    best = [min((loss, rate) for rate, loss in curve.items()) for curve in means.values() if curve]
+    best = [(loss, rate) for loss, rate in (best if ring_each else [min(best)]) if np.isfinite(loss)]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 3.8))
         axes = figure.add_subplot()
@@ -55,8 +57,8 @@ def loss_against_learning_rate(
                     axes.plot([rate] * len(seen), seen, ".", color=colour, alpha=0.5, markersize=5, zorder=2)
                 if len(seen) < len(losses):
                     axes.plot([rate], [0.97], "x", color=colour, transform=axes.get_xaxis_transform(), zorder=3)
-        if best is not None and np.isfinite(best[0]):
-            axes.plot([best[1]], [best[0]], "o", mfc="none", mec="#000000", markersize=12, zorder=4)
+        for loss, rate in best:
+            axes.plot([rate], [loss], "o", mfc="none", mec="#000000", markersize=12, zorder=4)
         rates = sorted({rate for curve in means.values() for rate in curve})
         axes.set_xscale("log")
         axes.set_xlim(rates[0] / 1.4, rates[-1] * 1.4)
@@ -66,10 +68,10 @@ def loss_against_learning_rate(
         if finite:
             margin = 0.08 * max(max(finite) - min(finite), 1e-3)
             axes.set_ylim(min(finite) - margin, max(finite) + 2 * margin)
-        axes.set(xlabel="peak learning rate", ylabel=f"{loss_name} (nats per token)")
+        axes.set(xlabel="peak learning rate", ylabel=f"{loss_name}\n(nats per token)")
         handles = [line_handle(number, name, with_marker=True) for number, name in enumerate(means) if name]
-        if best is not None and np.isfinite(best[0]):
-            handles.append(_mark("o", "best", mfc="none", markersize=10))
+        if best:
+            handles.append(_mark("o", "best of each" if ring_each else "best", mfc="none", markersize=10))
         if any(len(losses) > 1 for curve in curves.values() for losses in curve.values()):
             handles.append(_mark(".", "one seed", alpha=0.6))
         if any(not np.isfinite(losses).all() for curve in curves.values() for losses in curve.values()):
