@@ -3,12 +3,13 @@
 
     python scripts/study.py output_dir=output/study data_dir=data fabric.devices=1 hydra.launcher.jobs_per_gpu=3 \\
         --group study --models mamba2 fox_pro transformer_llama \\
-        --search train.max_tokens=8388608 schedule.warmup_tokens=1048576 \\
+        --search train.max_tokens=8388608 schedule.warmup_tokens=1048576 --seeds 0 1 2 \\
         --variants fox_pro fox_pro_rope fox_pro_no_qk_norm --variant train.max_tokens=33554432
 
 All jobs wait in one queue for the GPUs of this node. MODEL and VARIANT are files of configs/experiment/GROUP; OVERRIDE is any
-of train.py's. Runs are in output_dir/search/MODEL/…, output_dir/runs/MODEL and output_dir/variants/VARIANT. Ctrl-C or
-SIGTERM saves what is running; the same command goes on with it. docs/study.md shows a study.
+of train.py's. Runs are in output_dir/search/MODEL/…, output_dir/runs/MODEL_seed0 and output_dir/variants/VARIANT_seed0. Ctrl-C
+or SIGTERM saves what is running; the same command goes on with it, and with more --seeds it adds to what is there.
+docs/study.md shows a study.
 """
 
 import argparse
@@ -27,6 +28,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--search", nargs="+", default=[], metavar="OVERRIDE", help="of the runs of searches")
     parser.add_argument(
         "--guess", type=float, metavar="RATE", help="where searches start; default: each config's own rate"
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="of runs and variants; searches have the first. Default: the config's seed, of which nothing says how much of a "
+        "difference is noise",
     )
     parser.add_argument(
         "--variants",
@@ -66,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             {model: experiment(model) for model in args.models},
             shared,
             args.search,
-            base.seed,
+            args.seeds or [base.seed],
             args.guess,
             {model: {name: experiment(name) for name in names} for model, names in variants.items()},
             args.variant,

@@ -14,6 +14,7 @@
 #   TOKENS             budget of the seven runs
 #   SEARCH_TOKENS      budget of the runs of the learning-rate searches
 #   ABLATION_TOKENS    budget of the ablations, 0 for none
+#   SEEDS              of the runs and ablations, as in "0 1 2"; the searches, speeds and shares pruned are of the first
 #   JOBS_PER_GPU       jobs that share a GPU: one starts while others compute
 #   MODELS             the slowest first
 #   SOURCES            folders with the texts of the corpus, VOCABULARY, DOC_LEN, HELDOUT_DOCS
@@ -38,6 +39,7 @@ tokens=${TOKENS:-100663296}
 search_tokens=${SEARCH_TOKENS:-6291456}
 ablation_tokens=${ABLATION_TOKENS:-16777216}
 read -ra models <<<"${MODELS:-mamba2 delta_net hgrn2 transformer_llama transformer_pro fox_llama fox_pro}"
+read -ra seeds <<<"${SEEDS:-0}"
 read -ra overrides <<<"${OVERRIDES:-}"
 corpus="$folder/data/python_code"
 mapfile -t gpus < <("$python" -c 'from forgetting_transformer.sweep.machines import visible_gpus as v; print("\n".join(v()))')
@@ -47,20 +49,24 @@ cores=$(nproc)
 status=0
 step() { printf '\n== %s (%d s)\n' "$*" "$SECONDS"; }
 
-# Runs the named function for each model that has a run, `jobs` of them at a time on every GPU; fails if one of them did.
-for_each_run() { # jobs function
-    local jobs=$1 action=$2 number=0 pids=() pid model failed=0
+# Runs the named function for each run of the models with these seeds, `jobs` of them at a time on every GPU; fails if one of
+# them did.
+for_each_run() { # jobs function seed …
+    local jobs=$1 action=$2 number=0 names=() pids=() pid name seed model failed=0
+    for seed in "${@:3}"; do
+        for model in "${models[@]}"; do names+=("${model}_seed$seed"); done
+    done
     local slots=$((jobs * ${#gpus[@]}))
     for ((slot = 0; slot < slots; slot++)); do
         (
             export OMP_NUM_THREADS=$((cores / slots > 0 ? cores / slots : 1))
             [ -z "${gpus[0]}" ] || export CUDA_VISIBLE_DEVICES=${gpus[slot % ${#gpus[@]}]}
-            for ((number = slot; number < ${#models[@]}; number += slots)); do
-                model=${models[number]}
-                if [ ! -d "$folder/runs/$model/checkpoints" ]; then
-                    echo "$action of $model is skipped: it has no run yet"
-                elif ! "$action" "$model"; then
-                    echo "$action of $model failed: $folder/logs/$action-$model.log" >&2
+            for ((number = slot; number < ${#names[@]}; number += slots)); do
+                name=${names[number]}
+                if [ ! -d "$folder/runs/$name/checkpoints" ]; then
+                    echo "$action of $name is skipped: there is no such run yet"
+                elif ! "$action" "$name"; then
+                    echo "$action of $name failed: $folder/logs/$action-$name.log" >&2
                     failed=1
                 fi
             done
@@ -74,8 +80,8 @@ for_each_run() { # jobs function
     return "$failed"
 }
 
-# Whether a file is newer than the checkpoints of a model's run, so that it need not be made again.
-is_current() { # file model
+# Whether a file is newer than the checkpoints of a run, so that it need not be made again.
+is_current() { # file run
     [ "$1" -nt "$folder/runs/$2/checkpoints" ] && echo "${1#"$folder"/} is there already"
 }
 
@@ -121,12 +127,12 @@ train() {
     ${SECONDS_TO_TRAIN:+timeout --foreground --signal=TERM "$SECONDS_TO_TRAIN"} "$python" scripts/study.py \
         "output_dir=$folder" "data_dir=$folder/data" "train.max_tokens=$tokens" "schedule.warmup_tokens=$((tokens / 20))" \
         fabric.devices=1 "hydra.launcher.jobs_per_gpu=${JOBS_PER_GPU:-3}" "${overrides[@]}" \
-        --group study --models "${models[@]}" \
+        --group study --models "${models[@]}" --seeds "${seeds[@]}" \
         --search "train.max_tokens=$search_tokens" "schedule.warmup_tokens=$((search_tokens / 8))" skip_eval=true \
         "log_interval=$((search_tokens / 96))" "${ablations[@]}"
 }
 
-position_loss() {
+position_loss() { # run
     local results="$folder/position_loss/$1" resume=()
     ! is_current "$results/results.json" "$1" || return 0
     # An evaluation of weights that have been trained further since is of no use.
@@ -136,7 +142,7 @@ position_loss() {
         "${resume[@]}" >"$folder/logs/position_loss-$1.log" 2>&1
 }
 
-speed() {
+speed() { # run
     local results="$folder/speed/$1.json"
     ! { [ -f "$results" ] && grep -q '"status": "ok"' "$results" && is_current "$results" "$1"; } || return 0
     "$python" benchmarks/training.py --experiments "$folder/runs/$1" --seq_len "${SPEED_LEN:-4096}" \
@@ -164,9 +170,9 @@ for stage in "${stages[@]}"; do
         ;;
     evaluate)
         step "loss at every position"
-        for_each_run 4 position_loss || status=1
+        for_each_run 4 position_loss "${seeds[@]}" || status=1
         step "tokens per second, each model alone on a GPU"
-        for_each_run 1 speed || status=1
+        for_each_run 1 speed "${seeds[0]}" || status=1
         ;;
     collect)
         step "report"

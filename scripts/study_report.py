@@ -70,7 +70,8 @@ def collect(args: argparse.Namespace) -> None:
     runs = study_report.runs_in(args.study / "runs")
     study = study_report.collect(args.study, args.position_loss, args.speed)
     write(study, args.out)
-    study_report.save_positions(args.position_loss, list(runs), args.out / "positions.npz")
+    names = [(path.name, study_report.display_name(model)) for model, paths in runs.items() for path in paths]
+    study_report.save_positions(args.position_loss, [run for run, _ in names], args.out / "positions.npz")
     name = study_report.display_name
     if study["search"]:
         curves = {
@@ -79,16 +80,21 @@ def collect(args: argparse.Namespace) -> None:
         }
         loss_against_learning_rate(curves, study["search_loss"], args.out / "search.png", ring_each=True)
     if runs:
-        models = [compare.named_model(name(model), [path]) for model, path in runs.items()]
+        models = [compare.named_model(name(model), paths) for model, paths in runs.items()]
         loss_against_tokens_and_flops(models, args.out / "compare.png")
-    results = [per_token_loss.read_result(args.position_loss / model, name(model)) for model, entry in study["models"].items()
-               if "per_token_loss" in entry]  # fmt: skip
+    results = [
+        per_token_loss.read_result(args.position_loss / run, shown)
+        for run, shown in names
+        if (args.position_loss / run / "results.json").is_file()
+    ]
     if results:
         curves = per_token_loss.group_seeds(results)
         loss_against_position(curves, args.out / "per_token_loss.png", results[0].summary.get("train_length"), None)
     # Last, since it runs models: whoever has no time for that has the rest.
     try:
-        study["pruned"] = pruned_shares(runs, args.data_path, args.documents, args.out / "memory.png")
+        study["pruned"] = pruned_shares(
+            {model: paths[0] for model, paths in runs.items()}, args.data_path, args.documents, args.out / "memory.png"
+        )
         write(study, args.out)
     except (EvaluationError, DataError) as error:
         skip(f"the share of tiles that is pruned: {error}")

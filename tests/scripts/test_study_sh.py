@@ -27,9 +27,9 @@ def study_sh(tmp_path):
     python.write_text(PYTHON)
     python.chmod(0o755)
 
-    def run(*stages: str, runs: str = "mamba2 fox_pro", **environment: str) -> tuple[int, str, list[str]]:
-        for model in runs.split():
-            (tmp_path / "study/runs" / model / "checkpoints").mkdir(parents=True, exist_ok=True)
+    def run(*stages: str, runs: str = "mamba2_seed0 fox_pro_seed0", **environment: str) -> tuple[int, str, list[str]]:
+        for name in runs.split():
+            (tmp_path / "study/runs" / name / "checkpoints").mkdir(parents=True, exist_ok=True)
         calls = tmp_path / "calls"
         calls.write_text("")
         settings = {"PYTHON": str(python), "CALLS": str(calls), "MODELS": "mamba2 hgrn2 fox_pro", **environment}
@@ -55,32 +55,45 @@ def test_a_study_that_was_given_so_many_seconds_to_train_has_not_failed(study_sh
 
 
 def test_an_evaluation_that_fails_makes_the_script_fail_after_the_others(study_sh):
-    code, out, calls = study_sh("evaluate", "collect", FAILING="mamba2")
-    assert code == 1 and "position_loss of mamba2 failed" in out and "position_loss of hgrn2 is skipped" in out
+    code, out, calls = study_sh("evaluate", "collect", FAILING="mamba2_seed0")
+    assert code == 1 and "position_loss of mamba2_seed0 failed" in out
+    assert "position_loss of hgrn2_seed0 is skipped" in out
     assert sum("per_token_loss" in call for call in calls) == 2 and "study_report.py collect" in calls[-1]
 
 
 def test_what_was_evaluated_is_not_evaluated_again_until_the_run_goes_on(study_sh, tmp_path):
     assert study_sh("evaluate")[0] == 0
-    for model in ("mamba2", "fox_pro"):
-        results = tmp_path / "study/position_loss" / model / "results.json"
+    for name in ("mamba2_seed0", "fox_pro_seed0"):
+        results = tmp_path / "study/position_loss" / name / "results.json"
         results.parent.mkdir(parents=True)
         results.write_text("{}")
-        (tmp_path / "study/speed" / f"{model}.json").write_text('{"status": "ok"}')
-    newest = (tmp_path / "study/speed/mamba2.json").stat().st_mtime
+        (tmp_path / "study/speed" / f"{name}.json").write_text('{"status": "ok"}')
+    newest = (tmp_path / "study/speed/mamba2_seed0.json").stat().st_mtime
     for checkpoints, calls in ((newest - 10, 0), (newest + 10, 2)):
-        os.utime(tmp_path / "study/runs/mamba2/checkpoints", (checkpoints, checkpoints))
-        os.utime(tmp_path / "study/runs/fox_pro/checkpoints", (newest - 10, newest - 10))
+        os.utime(tmp_path / "study/runs/mamba2_seed0/checkpoints", (checkpoints, checkpoints))
+        os.utime(tmp_path / "study/runs/fox_pro_seed0/checkpoints", (newest - 10, newest - 10))
         code, out, made = study_sh("evaluate")
-        assert code == 0 and len(made) == calls and "position_loss/fox_pro/results.json is there already" in out
-    assert all("runs/mamba2" in call for call in made) and "--no-resume" in made[0]
+        assert code == 0 and len(made) == calls and "position_loss/fox_pro_seed0/results.json is there already" in out
+    assert all("runs/mamba2_seed0" in call for call in made) and "--no-resume" in made[0]
 
 
 def test_ablations_are_those_of_the_models_that_were_chosen(study_sh):
     _, _, (call,) = study_sh("train", MODELS="mamba2 transformer_llama")
-    assert "--models mamba2 transformer_llama --search" in call
+    assert "--models mamba2 transformer_llama --seeds 0 --search" in call
     assert "--variants transformer_llama transformer_llama transformer_llama_no_rope --variant " in call
     assert call.count("--variants") == 1
+
+
+def test_every_seed_is_evaluated_and_the_speed_of_the_first_is_measured(study_sh):
+    runs = "mamba2_seed3 fox_pro_seed3 mamba2_seed4"
+    code, out, calls = study_sh("train", "evaluate", runs=runs, SEEDS="3 4", MODELS="mamba2 fox_pro")
+    assert code == 0 and "--seeds 3 4" in calls[0]
+    evaluated = {(call.split("/")[0], name) for call in calls[1:] for name in call.split() if "study/runs/" in name}
+    assert {(kind, name.rpartition("/")[2]) for kind, name in evaluated} == {
+        ("eval", "mamba2_seed3"), ("eval", "fox_pro_seed3"), ("eval", "mamba2_seed4"),
+        ("benchmarks", "mamba2_seed3"), ("benchmarks", "fox_pro_seed3"),
+    }  # fmt: skip
+    assert "position_loss of fox_pro_seed4 is skipped: there is no such run yet" in out
 
 
 def test_usage_is_the_comment_and_nothing_else():

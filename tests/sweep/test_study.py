@@ -41,11 +41,12 @@ def test_each_model_is_searched_run_at_its_best_rate_and_then_its_variants(study
     searched = [f"lr{rate}_seed0" for rate in ("1e-3", "2e-3", "5e-3")]
     # The run of a model that is searched starts before the search of the next model, and variants wait until the end.
     assert order == [
-        *(f"search/mamba2/{name}" for name in searched), "runs/mamba2",
-        *(f"search/fox_pro/{name}" for name in searched), "runs/fox_pro", "variants/fox_llama", "variants/fox_pro",
+        *(f"search/mamba2/{name}" for name in searched), "runs/mamba2_seed0",
+        *(f"search/fox_pro/{name}" for name in searched), "runs/fox_pro_seed0",
+        "variants/fox_llama_seed0", "variants/fox_pro_seed0",
     ]  # fmt: skip
     budgets = {}
-    for folder in ("search/fox_pro/lr2e-3_seed0", "runs/fox_pro", "variants/fox_pro"):
+    for folder in ("search/fox_pro/lr2e-3_seed0", "runs/fox_pro_seed0", "variants/fox_pro_seed0"):
         config = json.loads(json.dumps(study_report.read_run(tmp_path / "out" / folder).config))
         assert config["optimizer"]["lr"] == 2e-3
         budgets[folder.split("/")[0]] = (config["train"]["max_tokens"], config["exp"])
@@ -57,10 +58,10 @@ def test_started_again_it_runs_only_what_is_missing(study, faults, tmp_path):
     code, out, _ = study()
     assert code == 1 and "1 jobs are not finished" in out
     # One model's trouble does not keep another from being run.
-    assert starts(tmp_path / "out/runs/mamba2") and not starts(tmp_path / "out/runs/fox_pro")
+    assert starts(tmp_path / "out/runs/mamba2_seed0") and not starts(tmp_path / "out/runs/fox_pro_seed0")
     del faults["preempt"]
     code, _, order = study()
-    assert code == 0 and order == ["search/fox_pro/lr5e-3_seed0", "runs/fox_pro"]
+    assert code == 0 and order == ["search/fox_pro/lr5e-3_seed0", "runs/fox_pro_seed0"]
     assert study()[2] == []
 
 
@@ -73,10 +74,11 @@ def test_started_again_it_runs_only_what_is_missing(study, faults, tmp_path):
         ("--variants fox_pro fox_llama --variant train.max_tokns=4096", "train.max_tokns"),
         ("--variants fox_pro fox_llama --variants fox_pro", "--variants fox_pro names no variant"),
         ("--variants fox_pro fox_llama fox_llama", "--variants fox_pro names fox_llama twice"),
+        ("--seeds 1 2 1", "seeds 1, 2, 1: each once"),
         ("--models fox_pro mamba2 fox_pro", "--models names fox_pro twice"),
         (
             "--variants fox_pro fox_llama --variant fabric.accelerator=cuda",
-            "variants/fox_llama: fabric.accelerator=cuda",
+            "variants/fox_llama_seed0: fabric.accelerator=cuda",
         ),
     ],
 )
@@ -88,7 +90,7 @@ def test_what_cannot_run_is_refused_before_the_first_search(study, tmp_path, arg
 
 def test_variants_of_a_model_may_be_given_in_several_lists(study, tmp_path):
     assert study("--variants", "fox_pro", "fox_llama", "--variants", "fox_pro", "fox_pro")[0] == 0
-    assert {path.name for path in (tmp_path / "out/variants").iterdir()} == {"fox_llama", "fox_pro"}
+    assert {path.name for path in (tmp_path / "out/variants").iterdir()} == {"fox_llama_seed0", "fox_pro_seed0"}
 
 
 def test_a_search_that_cannot_go_on_leaves_the_other_models_alone(study, faults, tmp_path, monkeypatch):
@@ -97,7 +99,7 @@ def test_a_search_that_cannot_go_on_leaves_the_other_models_alone(study, faults,
     code, out, order = study()
     why = "mamba2: its search stopped, and it was not run: the loss still falls at a learning rate of 5e-4"
     assert code == 1 and why in out and why in (tmp_path / "out/study.md").read_text()
-    assert order[-1] == "runs/fox_pro" and not (tmp_path / "out/runs/mamba2").exists()
+    assert order[-1] == "runs/fox_pro_seed0" and not (tmp_path / "out/runs/mamba2_seed0").exists()
     # Started again, it says the same, with nothing to run.
     code, out, order = study()
     assert code == 1 and why in out and not order
@@ -160,33 +162,85 @@ def test_jobs_that_come_of_a_result_wait_by_priority(faults, tmp_path, capsys):
     assert begun == ["first", "urgent", "late"]
 
 
-def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, tmp_path):
-    assert study("--search", "train.max_tokens=4096", "--variants", "fox_pro", "fox_pro")[0] == 0
-    for name in ("mamba2", "fox_pro"):
+def test_seeds_add_runs_and_variants_after_those_of_the_first_and_leave_searches_alone(study, tmp_path):
+    only = ("--models", "fox_pro", "--variants", "fox_pro", "fox_llama")
+    assert study(*only, "--seeds", "5")[2] == [
+        *(f"search/fox_pro/lr{rate}_seed5" for rate in ("1e-3", "2e-3", "5e-3")),
+        "runs/fox_pro_seed5", "variants/fox_llama_seed5",
+    ]  # fmt: skip
+    code, out, order = study(*only, "--seeds", "5", "6")
+    assert code == 0 and order == ["runs/fox_pro_seed6", "variants/fox_llama_seed6"], out
+    seeds = [study_report.read_run(tmp_path / "out/runs" / f"fox_pro_seed{seed}").config["seed"] for seed in (5, 6)]
+    assert seeds == [5, 6]
+    # What is stopped early has everything once.
+    assert study("output_dir=again", *only, "--seeds", "7", "8")[2][3:] == [
+        "runs/fox_pro_seed7", "variants/fox_llama_seed7", "runs/fox_pro_seed8", "variants/fox_llama_seed8",
+    ]  # fmt: skip
+
+
+def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults, tmp_path):
+    faults["noise"] = 0
+    arguments = ("--search", "train.max_tokens=4096", "--variants", "fox_pro", "fox_pro", "fox_llama")
+    assert study(*arguments, "--seeds", "0", "1")[0] == 0
+    for name in ("mamba2_seed0", "fox_pro_seed0", "fox_pro_seed1"):
         folder = tmp_path / "positions" / name
         folder.mkdir(parents=True)
         slope = [
             {"position": 256, "before": 3.0, "after": 2.5, "per_doubling": -0.5, "standard_error": 0.01, "per_token": 0}
         ]
         (folder / "results.json").write_text(json.dumps({"data": "x", "slope": slope}))
-        octaves = np.full((4, 7), 2.5 if name == "fox_pro" else 3.0) + np.arange(4)[:, None]
+        # The second seed would change the comparison, which is of the first.
+        octaves = np.full((4, 7), {"mamba2_seed0": 3.0, "fox_pro_seed0": 2.5, "fox_pro_seed1": 9.0}[name])
+        octaves += np.arange(4)[:, None]
         np.savez(folder / "results.npz", **{"val/loss_per_token": np.ones(512), "val/loss_per_octave": octaves})
-    row = {"status": "ok", "trained": True, "experiment": "out/runs/mamba2", "tokens_per_second": 123456.0, "mfu": None}
-    row |= {"peak_memory_bytes": 0, "tokens_per_step": 1}
+    row = {"status": "ok", "trained": True, "experiment": "out/runs/mamba2_seed0", "tokens_per_second": 123456.0}
+    row |= {"mfu": None, "peak_memory_bytes": 0, "tokens_per_step": 1}
     (tmp_path / "speed.json").write_text(json.dumps({"rows": [row, {"status": "out of memory"}]}))
+    log = tmp_path / "out/variants/fox_pro_seed1/metrics/jsonlines/val.jsonl"
+    log.write_text(log.read_text().replace('"val/loss": 3.0', '"val/loss": 3.2'))
     found = study_report.collect(tmp_path / "out", tmp_path / "positions", [tmp_path / "speed.json"])
     found["pruned"] = {"fox_pro": {"4,096": 0.25}}
     assert json.loads(json.dumps(found)) == found
-    study_report.save_positions(tmp_path / "positions", list(found["models"]), tmp_path / "positions.npz")
+    runs = study_report.runs_in(tmp_path / "out/runs")
+    assert {model: [path.name for path in paths] for model, paths in runs.items()} == {
+        "fox_pro": ["fox_pro_seed0", "fox_pro_seed1"],
+        "mamba2": ["mamba2_seed0", "mamba2_seed1"],
+    }
+    names = [path.name for paths in runs.values() for path in paths]
+    study_report.save_positions(tmp_path / "positions", names, tmp_path / "positions.npz")
     tables = {name: table(found) for name, table in study_report.TABLES.items()}
     fox, mamba = (line.split("|") for line in tables["models"].splitlines()[2:])
-    wanted = "|FoX (Pro)|0.8M|2e-3|1.6M|2.9980|2.9980|20.045|best||25% (4,096)|"
+    wanted = "|FoX (Pro)|0.8M|2e-3|1.6M|2|3.0000 ± 0.0000|3.0000 ± 0.0000|20.086|best||25% (4,096)|"
     assert [cell.strip() for cell in fox] == wanted.split("|")
-    assert mamba[9].strip() == "123,456"
-    assert "**2.9980**" in tables["search"] and tables["search"].splitlines()[0].count("e-3") == 3
+    assert mamba[9].strip() == "+0.1000 ± 0.0000" and mamba[10].strip() == "123,456"
+    fox, llama = (line.split("|") for line in tables["variants"].splitlines()[2:])
+    # Student's t of one degree of freedom, 12.706, times the standard error of the mean, 0.1.
+    assert [fox[i].strip() for i in (6, 8)] == ["3.1000 ± 1.2706", ""]
+    assert llama[8].strip() == "-0.1000 ± 1.2706"
+    assert "**3.0000**" in tables["search"] and tables["search"].splitlines()[0].count("e-3") == 3
     assert "-0.500 ± 0.010" in tables["positions"] and "2.5000" in tables["octaves"]
     against = study_report.comparison_table(found, tmp_path / "positions.npz")
     assert "| Mamba-2 | FoX (Pro) | 256 to 512 | +0.5000 ± 0.0000 |" in against
+
+
+def test_a_seed_that_is_not_finished_is_not_in_the_mean(study, tmp_path):
+    assert study("--models", "fox_pro", "--seeds", "0", "1")[0] == 0
+    logs = tmp_path / "out/runs/fox_pro_seed1/metrics/jsonlines"
+    for name in ("train.jsonl", "val.jsonl", "checkpoint.jsonl"):
+        lines = (logs / name).read_text().splitlines(keepends=True)
+        (logs / name).write_text("".join(lines[: len(lines) // 2]))
+    found = study_report.collect(tmp_path / "out", tmp_path / "positions")
+    model = found["models"]["fox_pro"]
+    assert not model["finished"] and model["tokens"] < model["budget"]
+    assert model["train_loss"][0] is not None and model["train_loss"][1] is None and model["heldout_loss"][1] is None
+    assert study_report.missing(found)[0].startswith("the rest of fox_pro: ")
+
+
+def test_a_folder_without_a_seed_in_its_name_is_refused(study, tmp_path):
+    assert study("--models", "fox_pro")[0] == 0
+    (tmp_path / "out/runs/fox_pro_seed0").rename(tmp_path / "out/runs/fox_pro")
+    with pytest.raises(SweepError, match="'fox_pro' is not the name of a study's run"):
+        study_report.collect(tmp_path / "out", tmp_path / "positions")
 
 
 def test_only_what_is_between_marks_of_a_page_is_replaced():

@@ -172,8 +172,8 @@ def table(comparison: Comparison, models: Sequence[Model], baseline: str) -> str
                 str(len(losses)),
                 f"{tokens:,.0f}",
                 "" if math.isnan(one.flops_per_token) else f"{tokens * one.flops_per_token:.3e}",
-                _estimate(mean),
-                "baseline" if one.name == baseline else _estimate(apart, "+"),
+                mean.text(),
+                "baseline" if one.name == baseline else apart.text("+"),
                 "" if left <= _SCHEDULE_TOLERANCE else f"{left:.0%}",
             ]
         )
@@ -255,8 +255,3 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
     if len(set(names)) < len(names):
         names = [str(run.output_dir) for run in runs]
     return names
-
-
-def _estimate(estimate: statistics.Estimate, sign: str = "") -> str:
-    text = f"{estimate.value:{sign}.4f}"
-    return text if math.isnan(estimate.half_width) else f"{text} ± {estimate.half_width:.4f}"

@@ -24,6 +24,11 @@ class Estimate(NamedTuple):
         """Whether the interval leaves zero out; False where there is none."""
         return abs(self.value) > self.half_width
 
+    def text(self, sign: str = "") -> str:
+        """As in "1.2345 ± 0.0123", without the second part where there is none; `sign` "+" shows that of a positive value."""
+        text = f"{self.value:{sign}.4f}"
+        return text if math.isnan(self.half_width) else f"{text} ± {self.half_width:.4f}"
+
 
 def mean(losses: Sequence[float]) -> Estimate:
     """The mean over seeds with Student's t interval; `losses` has one loss per seed, at least one."""

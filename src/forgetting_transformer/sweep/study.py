@@ -1,9 +1,10 @@
 """A comparison of several models in one queue of jobs: each gets its own learning-rate search, then a run at the rate found,
-then runs of its variants at the same rate.
+then runs of its variants at the same rate. Runs and variants may be repeated with other seeds.
 
 The searches, runs and variants of all models wait together. One model's long run goes on while another is still searched, and
-GPUs are idle only when nothing is left to start. Runs start before searches, since the longest chain decides when all is done,
-and variants start last.
+GPUs are idle only when nothing is left to start. Runs with the first seed start before searches, since the longest chain decides
+when all is done; then come the variants, and the other seeds of runs and variants last, so that what is stopped early has
+something of everything.
 """
 
 import dataclasses
@@ -15,12 +16,9 @@ from forgetting_transformer.sweep.jobs import Job, State, quote
 from forgetting_transformer.sweep.learning_rate import LearningRateSweep, grid_text
 from forgetting_transformer.training import Config
 
-# What starts first.
-_RUN, _SEARCH, _VARIANT = 2, 1, 0
-
 
 class Study:
-    """Runs go to `folder/search/MODEL/lr…_seed…`, `folder/runs/MODEL` and `folder/variants/MODEL`.
+    """Runs go to `folder/search/MODEL/lr…_seed…`, `folder/runs/MODEL_seed…` and `folder/variants/VARIANT_seed…`.
 
     Args:
         script: train.py.
@@ -29,7 +27,7 @@ class Study:
         models: name -> overrides that make the model, in the order in which searches start: the slowest model first.
         shared: overrides of every run.
         search: overrides of the runs of searches, such as a smaller budget.
-        seed: of every run.
+        seeds: of the runs and variants; the searches have the first.
         guess: learning rate to start the searches from; None: each model's own.
         variants: model -> (name -> overrides) of runs at that model's rate.
         variant: overrides of these runs.
@@ -38,7 +36,8 @@ class Study:
         failures: model -> why its search could not go on; the other models are not affected.
 
     Raises:
-        SweepError: two runs would share a folder, or the variants are of a model that is not in the study.
+        SweepError: two runs would share a folder, a seed is given twice, or the variants are of a model that is not in the
+            study.
         ConfigError: a run or variant that train.py would refuse. All are composed here, since they start hours later.
     """
 
@@ -50,13 +49,15 @@ class Study:
         models: Mapping[str, Sequence[str]],
         shared: Sequence[str],
         search: Sequence[str],
-        seed: int,
+        seeds: Sequence[int],
         guess: float | None = None,
         variants: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
         variant: Sequence[str] = (),
     ) -> None:
         self.script, self.compose, self.folder = script, compose, folder
-        self.models, self.shared, self.seed = models, (*shared, f"seed={seed}"), seed
+        self.models, self.shared, self.seeds = models, shared, seeds
+        if len(set(seeds)) < len(seeds) or not seeds:
+            raise SweepError(f"seeds {', '.join(map(str, seeds))}: each once, and at least one")
         self.variants, self.variant = variants or {}, variant
         if unknown := sorted(self.variants.keys() - models.keys()):
             raise SweepError(
@@ -64,9 +65,10 @@ class Study:
             )
         self.searches: dict[str, LearningRateSweep] = {}
         for name, own in models.items():
-            overrides = [*own, *self.shared, *search, f"output_dir={quote(str(folder / 'search' / name))}"]
+            first = f"seed={seeds[0]}"
+            overrides = [*own, *shared, first, *search, f"output_dir={quote(str(folder / 'search' / name))}"]
             rate = compose(overrides).optimizer.lr if guess is None else guess
-            self.searches[name] = LearningRateSweep(script, overrides, compose, None, rate, [seed])
+            self.searches[name] = LearningRateSweep(script, overrides, compose, None, rate, seeds[:1])
         self._rounds: dict[str, Generator[list[Job], list[runner.JobResult], bool]] = {}
         #: Model -> results of the round that its search is in, in the round's order; None: not yet.
         self._results: dict[str, dict[str, runner.JobResult | None]] = {}
@@ -117,24 +119,31 @@ class Study:
             if jobs:
                 break
             results = []  # a round of nothing but runs that are known to have diverged
-        priority = self._priority(_SEARCH, name)
+        priority = self._priority(2 * len(self.seeds) - 1, name)
         jobs = [dataclasses.replace(job, name=f"search/{name}/{job.name}", priority=priority) for job in jobs]
         self._results[name] = dict.fromkeys(job.name for job in jobs)
         self._model_of |= dict.fromkeys(self._results[name], name)
         return jobs
 
     def _runs(self, name: str, rate: str) -> list[Job]:
-        """The run of a model and its variants at a learning rate."""
+        """The runs of a model and its variants at a learning rate."""
         rate = f"optimizer.lr={rate}"
-        jobs = [self._job(f"runs/{name}", [*self.models[name], *self.shared, rate], self._priority(_RUN, name))]
-        for variant, own in self.variants.get(name, {}).items():
-            overrides = [*own, *self.shared, *self.variant, rate]
-            jobs.append(self._job(f"variants/{variant}", overrides, self._priority(_VARIANT, name)))
+        jobs = []
+        for number, seed in enumerate(self.seeds):
+            shared = [*self.shared, f"seed={seed}"]
+            # Of the first seed, searches stand between runs and variants.
+            later = 2 * (len(self.seeds) - 1 - number)
+            rank = later + 2 if number == 0 else later + 1
+            overrides = [*self.models[name], *shared, rate]
+            jobs.append(self._job(f"runs/{name}_seed{seed}", overrides, self._priority(rank, name)))
+            for variant, own in self.variants.get(name, {}).items():
+                overrides = [*own, *shared, *self.variant, rate]
+                jobs.append(self._job(f"variants/{variant}_seed{seed}", overrides, self._priority(later, name)))
         return jobs
 
-    def _priority(self, kind: int, model: str) -> int:
-        """By kind of job, and within a kind by the order of the models."""
-        return (kind + 1) * len(self.models) - list(self.models).index(model)
+    def _priority(self, rank: int, model: str) -> int:
+        """By rank, and within a rank by the order of the models."""
+        return (rank + 1) * len(self.models) - list(self.models).index(model)
 
     def _job(self, name: str, overrides: Sequence[str], priority: int) -> Job:
         config = self.compose([*overrides, f"output_dir={quote(str(self.folder / name))}"])

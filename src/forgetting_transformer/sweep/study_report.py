@@ -15,7 +15,7 @@ import numpy as np
 
 from forgetting_transformer.evaluation import per_token_loss
 from forgetting_transformer.evaluation.runs import read_metrics
-from forgetting_transformer.sweep import SweepError
+from forgetting_transformer.sweep import SweepError, statistics
 from forgetting_transformer.sweep.learning_rate import grid_text, nearest_grid_index
 from forgetting_transformer.sweep.results import TRAIN_WINDOW, RunRecord, read_run
 from forgetting_transformer.sweep.tables import markdown_table
@@ -48,10 +48,25 @@ def in_order(models: Sequence[str]) -> list[str]:
     return sorted(models, key=lambda model: (known.index(model) if model in known else len(known), model))
 
 
-def runs_in(folder: Path) -> dict[str, Path]:
-    """Runs in a folder of a study, by name, those that have logged."""
-    found = {file.parents[2].name: file.parents[2] for file in folder.glob("*/metrics/jsonlines/train.jsonl")}
-    return {name: found[name] for name in in_order(list(found))}
+def split_seed(run: str) -> tuple[str, int]:
+    """ "fox_pro_seed0" -> ("fox_pro", 0).
+
+    Raises:
+        SweepError: the name does not end with a seed.
+    """
+    model, found, seed = run.rpartition("_seed")
+    if not found or not seed.isdecimal():
+        raise SweepError(f"{run!r} is not the name of a study's run, which ends with its seed as in fox_pro_seed0")
+    return model, int(seed)
+
+
+def runs_in(folder: Path) -> dict[str, list[Path]]:
+    """Runs in a folder of a study that have logged: model -> its runs, by seed."""
+    found: dict[str, dict[int, Path]] = {}
+    for file in folder.glob("*/metrics/jsonlines/train.jsonl"):
+        model, seed = split_seed(file.parents[2].name)
+        found.setdefault(model, {})[seed] = file.parents[2]
+    return {model: [path for _, path in sorted(found[model].items())] for model in in_order(list(found))}
 
 
 def collect(
@@ -63,7 +78,7 @@ def collect(
 
     Args:
         folder: of the study.
-        position_loss: folder of per_token_loss with a result per model.
+        position_loss: folder of per_token_loss with a result per run.
         speed: results of benchmarks/training.py on runs of the study.
 
     Returns:
@@ -86,17 +101,17 @@ def collect(
             loss = math.nan if run.diverged else run.final_loss(run.heldout_loss.size > 0)
             rates[grid_text(nearest_grid_index(run.config["optimizer"]["lr"]))] = loss if math.isfinite(loss) else None
     found: dict[str, Any] = {
-        "models": {name: _describe(path) for name, path in runs.items()},
+        "models": {name: _describe(paths) for name, paths in runs.items()},
         "search": {name: search[name] for name in in_order(list(search))},
         "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
-        "variants": {name: _describe(path) for name, path in variants.items()},
+        "variants": {name: _describe(paths) for name, paths in variants.items()},
         "speed": _speeds(speed),
         "pruned": {},
     }
-    for name in runs:
-        if (file := position_loss / name / "results.json").is_file():
+    for name, paths in runs.items():
+        if (file := position_loss / paths[0].name / "results.json").is_file():
             found["models"][name]["per_token_loss"] = json.loads(file.read_text(encoding="utf-8"))
-    for path in [*runs.values(), *searched]:
+    for path in [*(paths[0] for paths in runs.values()), *searched]:
         if (starts := path / "starts.jsonl").is_file():
             start = json.loads(starts.read_text(encoding="utf-8").splitlines()[0])
             found["environment"] = {
@@ -110,25 +125,36 @@ def collect(
     return found
 
 
-def _describe(path: Path) -> dict[str, Any]:
-    run = read_run(path)
-    info = read_metrics(path / "metrics" / "jsonlines" / "model_info.jsonl")[0]
-    config = run.config
-    keep = np.unique(np.linspace(0, run.tokens and len(run.train_tokens) - 1, _CURVE_POINTS).round().astype(int))
+def _describe(paths: Sequence[Path]) -> dict[str, Any]:
+    """Runs that differ in their seed: what they share, and of each its losses."""
+    runs = [read_run(path) for path in paths]
+    info = read_metrics(paths[0] / "metrics" / "jsonlines" / "model_info.jsonl")[0]
+    config = runs[0].config
+    finished = [run.finished(config["train"]["max_tokens"]) for run in runs]
     return {
-        "finished": run.finished(config["train"]["max_tokens"]),
-        "tokens": run.tokens,
+        "finished": all(finished),
+        "tokens": min(run.tokens for run in runs),
         "budget": config["train"]["max_tokens"],
-        "seed": config["seed"],
         "learning_rate": config["optimizer"]["lr"],
         "parameters": info["total_params"],
         # Without embedding and output layer, which have the same size in all models.
         "body_parameters": info["total_params"] - 2 * info["embedding_params"],
-        "flops_per_token": run.flops_per_token,
-        "train_loss": _finite(run.final_loss(heldout=False)),
-        "heldout_loss": _heldout_at_end(run),
-        "curve": [[int(run.train_tokens[i]), round(float(run.train_loss[i]), 4)] for i in keep],
+        "flops_per_token": runs[0].flops_per_token,
+        # Of each seed; None where a run has no such loss (yet).
+        "seeds": [run.config["seed"] for run in runs],
+        # What an unfinished run has come to is no loss to take a mean of with finished ones.
+        "train_loss": [
+            _finite(run.final_loss(heldout=False)) if done or not any(finished) else None
+            for run, done in zip(runs, finished, strict=True)
+        ],
+        "heldout_loss": [_heldout_at_end(run) for run in runs],
+        "curve": [_curve(run) for run in runs],
     }
+
+
+def _curve(run: RunRecord) -> list[list[float]]:
+    keep = np.unique(np.linspace(0, run.tokens and len(run.train_tokens) - 1, _CURVE_POINTS).round().astype(int))
+    return [[int(run.train_tokens[i]), round(float(run.train_loss[i]), 4)] for i in keep]
 
 
 def _heldout_at_end(run: RunRecord) -> float | None:
@@ -148,34 +174,34 @@ def _speeds(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
         for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
             if row["status"] == "ok" and row["trained"]:
                 kept = ("tokens_per_second", "mfu", "peak_memory_bytes", "tokens_per_step")
-                speeds[Path(row["experiment"]).name] = {key: row[key] for key in kept}
+                model, _ = split_seed(Path(row["experiment"]).name)
+                speeds[model] = {key: row[key] for key in kept}
     return speeds
 
 
 def models_table(study: Mapping[str, Any]) -> str:
     """One row per model: losses and speed."""
-    best = min((model["heldout_loss"] for model in study["models"].values() if model["heldout_loss"]), default=None)
+    models = study["models"]
+    with_loss = [name for name in models if _mean(models[name]) is not None]
+    best = min(with_loss, key=lambda name: _mean(models[name]).value, default=None)
     rows = []
-    for name, model in study["models"].items():
-        loss, speed = model["heldout_loss"], study["speed"].get(name, {})
+    for name, model in models.items():
+        speed = study["speed"].get(name, {})
         rows.append(
             [
                 display_name(name),
-                f"{model['body_parameters'] / 1e6:.1f}M",
-                f"{model['learning_rate']:.0e}".replace("e-0", "e-"),
-                f"{model['tokens'] / 1e6:,.1f}M",
-                _number(model["train_loss"]),
-                _number(loss),
-                "" if loss is None else f"{math.exp(loss):.3f}",
-                "" if loss is None or best is None else ("best" if loss == best else f"+{loss - best:.4f}"),
+                *_settings(model),
+                _text(_mean(model, "train_loss")),
+                *_heldout(model),
+                "best" if name == best else _against(model, models.get(best)),
                 f"{speed['tokens_per_second']:,.0f}" if speed else "",
                 f"{speed['mfu']:.0%}" if speed and speed["mfu"] else "",
                 ", ".join(f"{share:.0%} ({length})" for length, share in study["pruned"].get(name, {}).items()),
             ]
         )
-    header = ["model", "body", "rate", "tokens", "training loss", "held-out loss", "perplexity", "above the best"]
-    header += ["tokens/s", "MFU", "tiles pruned (text length)"]
-    return markdown_table(header, rows, "l" + 10 * "r") if rows else NOT_RUN
+    header = ["model", "body", "rate", "tokens", "seeds", "training loss", "held-out loss", "perplexity"]
+    header += ["above the best", "tokens/s", "MFU", "tiles pruned (text length)"]
+    return markdown_table(header, rows, "l" + 11 * "r") if rows else NOT_RUN
 
 
 def search_table(study: Mapping[str, Any]) -> str:
@@ -236,43 +262,77 @@ def variants_table(study: Mapping[str, Any]) -> str:
     """One row per variant, like the paper's Table 3."""
     if not study["variants"]:
         return NOT_RUN
-    rows = []
-    reference = (study["variants"].get("fox_pro") or {}).get("heldout_loss")
-    for name, variant in study["variants"].items():
-        loss = variant["heldout_loss"]
-        rows.append(
-            [
-                display_name(name),
-                f"{variant['body_parameters'] / 1e6:.1f}M",
-                f"{variant['learning_rate']:.0e}".replace("e-0", "e-"),
-                f"{variant['tokens'] / 1e6:,.1f}M",
-                _number(loss),
-                "" if loss is None else f"{math.exp(loss):.3f}",
-                "" if loss is None or reference is None else f"{loss - reference:+.4f}",
-            ]
-        )
-    header = ["model", "body", "rate", "tokens", "held-out loss", "perplexity", "against FoX (Pro)"]
-    return markdown_table(header, rows, "lrrrrrr")
+    reference = study["variants"].get("fox_pro")
+    rows = [
+        [
+            display_name(name),
+            *_settings(variant),
+            *_heldout(variant),
+            "" if name == "fox_pro" else _against(variant, reference),
+        ]
+        for name, variant in study["variants"].items()
+    ]
+    header = ["model", "body", "rate", "tokens", "seeds", "held-out loss", "perplexity", "against FoX (Pro)"]
+    return markdown_table(header, rows, "l" + 7 * "r")
+
+
+def _settings(model: Mapping[str, Any]) -> list[str]:
+    """Cells of what a model is and how long it was trained."""
+    return [
+        f"{model['body_parameters'] / 1e6:.1f}M",
+        f"{model['learning_rate']:.0e}".replace("e-0", "e-"),
+        f"{model['tokens'] / 1e6:,.1f}M",
+        str(len(model["seeds"])),
+    ]
+
+
+def _heldout(model: Mapping[str, Any]) -> list[str]:
+    """Cells of the held-out loss and its perplexity."""
+    mean = _mean(model)
+    return [_text(mean), "" if mean is None else f"{math.exp(mean.value):.3f}"]
+
+
+def _losses(model: Mapping[str, Any], which: str = "heldout_loss") -> list[float]:
+    """Of the seeds that have one."""
+    return [loss for loss in model[which] if loss is not None]
+
+
+def _mean(model: Mapping[str, Any], which: str = "heldout_loss") -> statistics.Estimate | None:
+    losses = _losses(model, which)
+    return statistics.mean(losses) if losses else None
+
+
+def _against(model: Mapping[str, Any], other: Mapping[str, Any] | None) -> str:
+    """The difference in held-out loss to another model, if both have one."""
+    if other is None or not _losses(model) or not _losses(other):
+        return ""
+    return statistics.difference(_losses(model), _losses(other)).text("+")
+
+
+def _text(estimate: statistics.Estimate | None) -> str:
+    return "" if estimate is None else estimate.text()
 
 
 def comparison_table(study: Mapping[str, Any], positions: Path) -> str:
-    """Models against the first on the same documents, octave by octave, from the file that `save_positions` wrote."""
+    """Models against the first on the same documents, octave by octave, from the file that `save_positions` wrote; of each the
+    first seed."""
     results = []
     with np.load(positions, allow_pickle=False) as arrays:
         for name, model in study["models"].items():
-            if name in arrays:
+            run = f"{name}_seed{model['seeds'][0]}"
+            if run in arrays:
                 results.append(
                     per_token_loss.Result(
-                        display_name(name), arrays[name], model["per_token_loss"], arrays[f"{name}/octaves"]
+                        display_name(name), arrays[run], model["per_token_loss"], arrays[f"{run}/octaves"]
                     )
                 )
     return per_token_loss.comparison_table(results, _COMPARED_FROM) if len(results) > 1 else NOT_RUN
 
 
-def save_positions(position_loss: Path, models: Sequence[str], file: Path) -> None:
-    """Loss at every position `(T,)`, and per document and octave `(documents, octaves)`, of every model in one .npz."""
+def save_positions(position_loss: Path, runs: Sequence[str], file: Path) -> None:
+    """Loss at every position `(T,)`, and per document and octave `(documents, octaves)`, of every run in one .npz."""
     arrays: dict[str, np.ndarray] = {}
-    for name in models:
+    for name in runs:
         if (position_loss / name / "results.json").is_file():  # written after results.npz
             result = per_token_loss.read_result(position_loss / name)
             arrays[name] = result.loss_T.astype(np.float32)
