@@ -34,8 +34,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         type=int,
         metavar="N",
-        help="of runs and variants; searches have the first. Default: the config's seed, of which nothing says how much of a "
-        "difference is noise",
+        help="of runs and variants; searches have the first, which must stay first when seeds are added. Three or more show how "
+        "much of a difference is noise. Default: the config's seed",
     )
     parser.add_argument(
         "--variants",
@@ -65,6 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for model in {model for model in args.models if args.models.count(model) > 1}:
             raise SweepError(f"--models names {model} twice")
         variants = merged_variants(args.variants)
+        if args.seeds and (given := [override for override in args.overrides if override.startswith("seed=")]):
+            raise SweepError(
+                f"{given[0]} and --seeds {' '.join(map(str, args.seeds))} both set the seed; leave one out"
+            )
         composer = Composer(ROOT / "configs", args.overrides)
         shared = [o for o in composer.task_overrides if not o.startswith(("output_dir=", "seed="))]
         base = composer.compose([*experiment(args.models[0]), *composer.task_overrides])

@@ -14,7 +14,8 @@
 #   TOKENS             budget of the seven runs
 #   SEARCH_TOKENS      budget of the runs of the learning-rate searches
 #   ABLATION_TOKENS    budget of the ablations, 0 for none
-#   SEEDS              of the runs and ablations, as in "0 1 2"; the searches, speeds and shares pruned are of the first
+#   SEEDS              of the runs and ablations, as in "0 1 2"; the searches, speeds and shares pruned are of the first, which
+#                      must stay the first when seeds are added
 #   JOBS_PER_GPU       jobs that share a GPU: one starts while others compute
 #   MODELS             the slowest first
 #   SOURCES            folders with the texts of the corpus, VOCABULARY, DOC_LEN, HELDOUT_DOCS
@@ -40,6 +41,7 @@ search_tokens=${SEARCH_TOKENS:-6291456}
 ablation_tokens=${ABLATION_TOKENS:-16777216}
 read -ra models <<<"${MODELS:-mamba2 delta_net hgrn2 transformer_llama transformer_pro fox_llama fox_pro}"
 read -ra seeds <<<"${SEEDS:-0}"
+[[ "${seeds[*]}" =~ ^[0-9]+(\ [0-9]+)*$ ]] || { echo "SEEDS=$SEEDS: give numbers, as in SEEDS=\"0 1 2\"" >&2 && exit 2; }
 read -ra overrides <<<"${OVERRIDES:-}"
 corpus="$folder/data/python_code"
 mapfile -t gpus < <("$python" -c 'from forgetting_transformer.sweep.machines import visible_gpus as v; print("\n".join(v()))')

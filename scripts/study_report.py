@@ -67,11 +67,11 @@ def collect(args: argparse.Namespace) -> None:
     from forgetting_transformer.sweep.plots import loss_against_learning_rate, loss_against_tokens_and_flops
 
     args.out.mkdir(parents=True, exist_ok=True)
-    runs = study_report.runs_in(args.study / "runs")
+    runs = study_report.runs_in(args.study, "runs")
     study = study_report.collect(args.study, args.position_loss, args.speed)
     write(study, args.out)
-    names = [(path.name, study_report.display_name(model)) for model, paths in runs.items() for path in paths]
-    study_report.save_positions(args.position_loss, [run for run, _ in names], args.out / "positions.npz")
+    evaluated = study_report.evaluated_runs(study)
+    study_report.save_positions(args.position_loss, [run for run, _ in evaluated], args.out / "positions.npz")
     name = study_report.display_name
     if study["search"]:
         curves = {
@@ -83,8 +83,8 @@ def collect(args: argparse.Namespace) -> None:
         models = [compare.named_model(name(model), paths) for model, paths in runs.items()]
         loss_against_tokens_and_flops(models, args.out / "compare.png")
     results = [
-        per_token_loss.read_result(args.position_loss / run, shown)
-        for run, shown in names
+        per_token_loss.read_result(args.position_loss / run, name(model))
+        for run, model in evaluated
         if (args.position_loss / run / "results.json").is_file()
     ]
     if results:

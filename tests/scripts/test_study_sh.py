@@ -96,6 +96,11 @@ def test_every_seed_is_evaluated_and_the_speed_of_the_first_is_measured(study_sh
     assert "position_loss of fox_pro_seed4 is skipped: there is no such run yet" in out
 
 
+def test_seeds_that_are_no_numbers_are_refused(study_sh):
+    code, out, calls = study_sh("train", SEEDS="0,1")
+    assert code == 2 and 'SEEDS=0,1: give numbers, as in SEEDS="0 1 2"' in out and not calls
+
+
 def test_usage_is_the_comment_and_nothing_else():
     done = subprocess.run(["bash", "scripts/study.sh"], cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -32,6 +33,14 @@ def study(faults, tmp_path, monkeypatch, capfd):
         return code, out + err, [line.split()[1] for line in err.splitlines() if line.startswith("started")]
 
     return run
+
+
+def tables_of(found: dict) -> dict[str, list[list[str]]]:
+    """Name of a table -> its rows as cells; the first and the last are empty."""
+    return {
+        name: [[cell.strip() for cell in line.split("|")] for line in table(found).splitlines()]
+        for name, table in study_report.TABLES.items()
+    }
 
 
 def test_each_model_is_searched_run_at_its_best_rate_and_then_its_variants(study, tmp_path):
@@ -74,7 +83,9 @@ def test_started_again_it_runs_only_what_is_missing(study, faults, tmp_path):
         ("--variants fox_pro fox_llama --variant train.max_tokns=4096", "train.max_tokns"),
         ("--variants fox_pro fox_llama --variants fox_pro", "--variants fox_pro names no variant"),
         ("--variants fox_pro fox_llama fox_llama", "--variants fox_pro names fox_llama twice"),
-        ("--seeds 1 2 1", "seeds 1, 2, 1: each once"),
+        ("--seeds 1 2 1", "seeds 1, 2, 1: at least one, each once, none negative"),
+        ("--seeds -1", "seeds -1: "),
+        ("seed=3 --seeds 0 1", "seed=3 and --seeds 0 1 both set the seed"),
         ("--models fox_pro mamba2 fox_pro", "--models names fox_pro twice"),
         (
             "--variants fox_pro fox_llama --variant fabric.accelerator=cuda",
@@ -162,20 +173,33 @@ def test_jobs_that_come_of_a_result_wait_by_priority(faults, tmp_path, capsys):
     assert begun == ["first", "urgent", "late"]
 
 
-def test_seeds_add_runs_and_variants_after_those_of_the_first_and_leave_searches_alone(study, tmp_path):
-    only = ("--models", "fox_pro", "--variants", "fox_pro", "fox_llama")
-    assert study(*only, "--seeds", "5")[2] == [
-        *(f"search/fox_pro/lr{rate}_seed5" for rate in ("1e-3", "2e-3", "5e-3")),
-        "runs/fox_pro_seed5", "variants/fox_llama_seed5",
-    ]  # fmt: skip
-    code, out, order = study(*only, "--seeds", "5", "6")
-    assert code == 0 and order == ["runs/fox_pro_seed6", "variants/fox_llama_seed6"], out
-    seeds = [study_report.read_run(tmp_path / "out/runs" / f"fox_pro_seed{seed}").config["seed"] for seed in (5, 6)]
-    assert seeds == [5, 6]
+def test_seeds_add_runs_and_variants_after_all_of_the_first_and_leave_searches_alone(study, tmp_path):
+    variants = ("--variants", "fox_pro", "fox_llama")
+    searched = {name: [f"search/{name}/lr{rate}_seed5" for rate in ("1e-3", "2e-3", "5e-3")] for name in MODELS[3:5]}
     # What is stopped early has everything once.
-    assert study("output_dir=again", *only, "--seeds", "7", "8")[2][3:] == [
-        "runs/fox_pro_seed7", "variants/fox_llama_seed7", "runs/fox_pro_seed8", "variants/fox_llama_seed8",
+    first = [
+        *searched["mamba2"], "runs/mamba2_seed5", *searched["fox_pro"], "runs/fox_pro_seed5", "variants/fox_llama_seed5",
     ]  # fmt: skip
+    second = ["runs/mamba2_seed4", "runs/fox_pro_seed4", "variants/fox_llama_seed4"]
+    assert study("output_dir=at_once", *variants, "--seeds", "5", "4")[2] == [*first, *second]
+    assert study(*variants, "--seeds", "5")[2] == first
+    code, out, order = study(*variants, "--seeds", "5", "4")
+    assert code == 0 and order == second, out
+    runs = study_report.runs_in(tmp_path / "out", "runs")["fox_pro"]
+    assert [study_report.read_run(path).config["seed"] for path in runs] == [5, 4]
+    # The searches would be made again with it.
+    code, out, order = study(*variants, "--seeds", "4", "5")
+    assert code == 1 and "first seed: 5 -> 4" in out and not order
+
+
+def test_seeds_of_different_settings_are_not_averaged(study, tmp_path):
+    study("--models", "fox_pro")
+    config = (tmp_path / "out/runs/fox_pro_seed0/config.yaml").read_text()
+    other = tmp_path / "out/runs/fox_pro_seed1"
+    shutil.copytree(tmp_path / "out/runs/fox_pro_seed0", other)
+    (other / "config.yaml").write_text(config.replace("seed: 0", "seed: 1").replace("lr: 0.002", "lr: 0.005"))
+    with pytest.raises(SweepError, match=r"fox_pro_seed0 and .*fox_pro_seed1 differ in optimizer\.lr, and seeds"):
+        study_report.collect(tmp_path / "out", tmp_path / "positions")
 
 
 def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults, tmp_path):
@@ -189,8 +213,7 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults,
             {"position": 256, "before": 3.0, "after": 2.5, "per_doubling": -0.5, "standard_error": 0.01, "per_token": 0}
         ]
         (folder / "results.json").write_text(json.dumps({"data": "x", "slope": slope}))
-        # The second seed would change the comparison, which is of the first.
-        octaves = np.full((4, 7), {"mamba2_seed0": 3.0, "fox_pro_seed0": 2.5, "fox_pro_seed1": 9.0}[name])
+        octaves = np.full((4, 7), {"mamba2_seed0": 3.0, "fox_pro_seed0": 2.5, "fox_pro_seed1": 2.7}[name])
         octaves += np.arange(4)[:, None]
         np.savez(folder / "results.npz", **{"val/loss_per_token": np.ones(512), "val/loss_per_octave": octaves})
     row = {"status": "ok", "trained": True, "experiment": "out/runs/mamba2_seed0", "tokens_per_second": 123456.0}
@@ -201,39 +224,49 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults,
     found = study_report.collect(tmp_path / "out", tmp_path / "positions", [tmp_path / "speed.json"])
     found["pruned"] = {"fox_pro": {"4,096": 0.25}}
     assert json.loads(json.dumps(found)) == found
-    runs = study_report.runs_in(tmp_path / "out/runs")
+    runs = study_report.runs_in(tmp_path / "out", "runs")
     assert {model: [path.name for path in paths] for model, paths in runs.items()} == {
         "fox_pro": ["fox_pro_seed0", "fox_pro_seed1"],
         "mamba2": ["mamba2_seed0", "mamba2_seed1"],
     }
-    names = [path.name for paths in runs.values() for path in paths]
+    names = [run for run, _ in study_report.evaluated_runs(found)]
     study_report.save_positions(tmp_path / "positions", names, tmp_path / "positions.npz")
-    tables = {name: table(found) for name, table in study_report.TABLES.items()}
-    fox, mamba = (line.split("|") for line in tables["models"].splitlines()[2:])
+    tables = tables_of(found)
+    fox, mamba = tables["models"][2:]
     wanted = "|FoX (Pro)|0.8M|2e-3|1.6M|2|3.0000 ± 0.0000|3.0000 ± 0.0000|20.086|best||25% (4,096)|"
-    assert [cell.strip() for cell in fox] == wanted.split("|")
-    assert mamba[9].strip() == "+0.1000 ± 0.0000" and mamba[10].strip() == "123,456"
-    fox, llama = (line.split("|") for line in tables["variants"].splitlines()[2:])
+    assert fox == wanted.split("|")
+    assert mamba[9:11] == ["+0.1000 ± 0.0000", "123,456"]
+    fox, llama = tables["variants"][2:]
     # Student's t of one degree of freedom, 12.706, times the standard error of the mean, 0.1.
-    assert [fox[i].strip() for i in (6, 8)] == ["3.1000 ± 1.2706", ""]
-    assert llama[8].strip() == "-0.1000 ± 1.2706"
-    assert "**3.0000**" in tables["search"] and tables["search"].splitlines()[0].count("e-3") == 3
-    assert "-0.500 ± 0.010" in tables["positions"] and "2.5000" in tables["octaves"]
+    assert (fox[6], fox[8], llama[8]) == ("3.1000 ± 1.2706", "", "-0.1000 ± 1.2706")
+    assert "**3.0000**" in tables["search"][2] and tables["search"][0][2:5] == ["1e-3", "2e-3", "5e-3"]
+    assert "-0.500 ± 0.010" in tables["positions"][2] and "2.5000" in tables["octaves"][2]
     against = study_report.comparison_table(found, tmp_path / "positions.npz")
-    assert "| Mamba-2 | FoX (Pro) | 256 to 512 | +0.5000 ± 0.0000 |" in against
+    assert "| Mamba-2 | FoX (Pro) | 256 to 512 | +0.4000 ± 0.0000 |" in against
 
 
-def test_a_seed_that_is_not_finished_is_not_in_the_mean(study, tmp_path):
-    assert study("--models", "fox_pro", "--seeds", "0", "1")[0] == 0
-    logs = tmp_path / "out/runs/fox_pro_seed1/metrics/jsonlines"
-    for name in ("train.jsonl", "val.jsonl", "checkpoint.jsonl"):
-        lines = (logs / name).read_text().splitlines(keepends=True)
-        (logs / name).write_text("".join(lines[: len(lines) // 2]))
+def test_seeds_that_are_not_finished_or_diverged_are_not_in_the_mean(study, faults, tmp_path):
+    faults |= {"preempt": "runs/fox_pro_seed1", "diverge": "runs/fox_pro_seed2"}
+    study("--models", "fox_pro", "--seeds", "0", "1", "2", "3")
+    shutil.rmtree(tmp_path / "out/runs/fox_pro_seed3")
     found = study_report.collect(tmp_path / "out", tmp_path / "positions")
-    model = found["models"]["fox_pro"]
-    assert not model["finished"] and model["tokens"] < model["budget"]
-    assert model["train_loss"][0] is not None and model["train_loss"][1] is None and model["heldout_loss"][1] is None
-    assert study_report.missing(found)[0].startswith("the rest of fox_pro: ")
+    (row,) = tables_of(found)["models"][2:]
+    assert row[4:8] == ["1.6M", "1 of 3, 1 diverged", "2.9980", "2.9980"]
+    assert [run for run, _ in study_report.evaluated_runs(found)] == ["fox_pro_seed0"]
+    assert study_report.missing(found)[:2] == [
+        "the rest of fox_pro_seed1: 786,432 of 1,572,864 tokens are done",
+        "the rest of fox_pro_seed2: which diverged",
+    ]
+
+
+def test_a_model_whose_only_run_is_not_finished_is_shown_with_what_it_has(study, faults, tmp_path):
+    faults["preempt"] = "runs/fox_pro"
+    study("--models", "fox_pro", "mamba2", "--seeds", "0", "1")
+    shutil.rmtree(tmp_path / "out/runs/fox_pro_seed1")
+    found = study_report.collect(tmp_path / "out", tmp_path / "positions")
+    fox, mamba = tables_of(found)["models"][2:]
+    assert fox[4:8] == ["0.8M", "1", "4.9980", ""] and mamba[5] == "2"
+    assert "fox_pro_seed1: others have a run with it" in study_report.missing(found)
 
 
 def test_a_folder_without_a_seed_in_its_name_is_refused(study, tmp_path):

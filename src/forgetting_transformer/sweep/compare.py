@@ -223,6 +223,12 @@ def _schedule_left(model: Model, tokens: float) -> float:
     return max(0.0, 1 - tokens / model.schedule_tokens) if model.schedule_tokens else 0.0
 
 
+def differing_settings(one: Path, other: Path) -> list[str]:
+    """Keys in which two runs differ, except their seed and what does not decide a model's weights."""
+    first, second = _identity(_read(one).config), _identity(_read(other).config)
+    return sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
+
+
 def _read(folder: Path) -> RunRecord:
     run = read_run(folder)
     if not run.config:

@@ -133,9 +133,10 @@ class LearningRateSweep:
         self.head_dims: tuple[int | None, ...] = tuple(head_dims) or (None,)
         self.searches: dict[int | None, GridSearch] = {}
         own_keys = ["optimizer.lr", "seed", *(["model.config.num_heads"] if head_dims else [])]
-        self._state = SweepState(self.folder, "learning rate", self.base, own_keys)
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise SweepError(f"--seeds {','.join(map(str, self.seeds))}: each seed once, and at least one")
+        # Another first seed would search anew beside the runs of this one.
+        self._state = SweepState(self.folder, "learning rate", self.base, own_keys, {"first seed": str(self.seeds[0])})
         if hopeless is not None and hopeless <= 0:
             raise SweepError(f"--hopeless {hopeless} must be positive: nats above the best run at the same tokens")
         for head_dim in head_dims:

@@ -42,8 +42,11 @@ def loss_against_learning_rate(
         name: {rate: float(np.mean(losses)) for rate, losses in sorted(curve.items())} for name, curve in curves.items()
     }
     finite = [loss for curve in curves.values() for losses in curve.values() for loss in losses if np.isfinite(loss)]
-    best = [min((loss, rate) for rate, loss in curve.items()) for curve in means.values() if curve]
-    best = [(loss, rate) for loss, rate in (best if ring_each else [min(best)]) if np.isfinite(loss)]
+    best = [
+        (*min((loss, rate) for rate, loss in curve.items()), look(number)[0] if ring_each else "#000000")
+        for number, curve in enumerate(means.values())
+    ]
+    best = [point for point in (best if ring_each else [min(best)]) if np.isfinite(point[0])]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 3.8))
         axes = figure.add_subplot()
@@ -57,8 +60,8 @@ def loss_against_learning_rate(
                     axes.plot([rate] * len(seen), seen, ".", color=colour, alpha=0.5, markersize=5, zorder=2)
                 if len(seen) < len(losses):
                     axes.plot([rate], [0.97], "x", color=colour, transform=axes.get_xaxis_transform(), zorder=3)
-        for loss, rate in best:
-            axes.plot([rate], [loss], "o", mfc="none", mec="#000000", markersize=12, zorder=4)
+        for loss, rate, colour in best:
+            axes.plot([rate], [loss], "o", mfc="none", mec=colour, markersize=12, zorder=4)
         rates = sorted({rate for curve in means.values() for rate in curve})
         axes.set_xscale("log")
         axes.set_xlim(rates[0] / 1.4, rates[-1] * 1.4)
@@ -164,11 +167,13 @@ def loss_against_tokens_and_flops(
             panels[1].xaxis.set_major_formatter(FuncFormatter(_format_flops))
         has_heldout = any(_heldout(model)[1].size for model in models)
         handles = [line_handle(number, model.name, has_heldout) for number, model in enumerate(models)]
-        handles.append(Line2D([], [], color="#555555", label="line: training loss, smoothed, mean of seeds"))
-        if any(len(model.runs) > 1 for model in models):
+        several = any(len(model.runs) > 1 for model in models)
+        mean = ", mean of seeds" if several else ""
+        handles.append(Line2D([], [], color="#555555", label=f"line: training loss, smoothed{mean}"))
+        if several:
             handles.append(Patch(color="#555555", alpha=0.2, linewidth=0, label="shade: lowest to highest seed"))
         if has_heldout:
-            handles.append(_mark("o", "marker: held-out loss, mean of seeds", markersize=5))
+            handles.append(_mark("o", f"marker: held-out loss{mean}", markersize=5))
         if tokens is not None or flops is not None:
             handles.append(reference_line("dashed: where the models are compared"))
         add_legend(figure, handles)

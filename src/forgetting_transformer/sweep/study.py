@@ -36,8 +36,8 @@ class Study:
         failures: model -> why its search could not go on; the other models are not affected.
 
     Raises:
-        SweepError: two runs would share a folder, a seed is given twice, or the variants are of a model that is not in the
-            study.
+        SweepError: two runs would share a folder, a seed is negative or given twice, or the variants are of a model that is
+            not in the study.
         ConfigError: a run or variant that train.py would refuse. All are composed here, since they start hours later.
     """
 
@@ -56,8 +56,8 @@ class Study:
     ) -> None:
         self.script, self.compose, self.folder = script, compose, folder
         self.models, self.shared, self.seeds = models, shared, seeds
-        if len(set(seeds)) < len(seeds) or not seeds:
-            raise SweepError(f"seeds {', '.join(map(str, seeds))}: each once, and at least one")
+        if len(set(seeds)) < len(seeds) or min(seeds, default=-1) < 0:
+            raise SweepError(f"seeds {', '.join(map(str, seeds))}: at least one, each once, none negative")
         self.variants, self.variant = variants or {}, variant
         if unknown := sorted(self.variants.keys() - models.keys()):
             raise SweepError(

@@ -16,6 +16,7 @@ import numpy as np
 from forgetting_transformer.evaluation import per_token_loss
 from forgetting_transformer.evaluation.runs import read_metrics
 from forgetting_transformer.sweep import SweepError, statistics
+from forgetting_transformer.sweep.compare import differing_settings
 from forgetting_transformer.sweep.learning_rate import grid_text, nearest_grid_index
 from forgetting_transformer.sweep.results import TRAIN_WINDOW, RunRecord, read_run
 from forgetting_transformer.sweep.tables import markdown_table
@@ -30,6 +31,8 @@ NAMES = {
     "hgrn2": "HGRN2",
     "delta_net": "DeltaNet",
 }
+#: States of a run.
+FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
 #: In the place of a table or figure of which there is nothing.
 NOT_RUN = "Not run yet."
 #: Points of a training curve that are kept.
@@ -60,13 +63,32 @@ def split_seed(run: str) -> tuple[str, int]:
     return model, int(seed)
 
 
-def runs_in(folder: Path) -> dict[str, list[Path]]:
-    """Runs in a folder of a study that have logged: model -> its runs, by seed."""
+def runs_in(study: Path, kind: str) -> dict[str, list[Path]]:
+    """Runs of a study that have logged: model -> a run per seed, that of the searches first.
+
+    Args:
+        study: its folder.
+        kind: "runs" or "variants".
+
+    Raises:
+        SweepError: runs of one model differ in more than their seed, so that a mean of them would be of no model.
+    """
+    first = {split_seed(path.name)[1] for path in study.glob("search/*/lr*_seed*")}
     found: dict[str, dict[int, Path]] = {}
-    for file in folder.glob("*/metrics/jsonlines/train.jsonl"):
+    for file in (study / kind).glob("*/metrics/jsonlines/train.jsonl"):
         model, seed = split_seed(file.parents[2].name)
         found.setdefault(model, {})[seed] = file.parents[2]
-    return {model: [path for _, path in sorted(found[model].items())] for model in in_order(list(found))}
+    runs: dict[str, list[Path]] = {}
+    for model in in_order(list(found)):
+        seeds = sorted(found[model], key=lambda seed: (seed not in first, seed))
+        runs[model] = [found[model][seed] for seed in seeds]
+        for other in runs[model][1:]:
+            if keys := differing_settings(runs[model][0], other):
+                raise SweepError(
+                    f"{runs[model][0]} and {other} differ in {', '.join(keys)}, and seeds of one model are averaged: train "
+                    "them with the same settings, or move one of them away"
+                )
+    return runs
 
 
 def collect(
@@ -87,7 +109,7 @@ def collect(
     Raises:
         SweepError: there is no run in the folder.
     """
-    runs, variants = runs_in(folder / "runs"), runs_in(folder / "variants")
+    runs, variants = runs_in(folder, "runs"), runs_in(folder, "variants")
     searched = sorted(path for path in (folder / "search").glob("*/lr*_seed*") if path.is_dir())
     if not runs and not searched:
         raise SweepError(f"{folder}: neither search/ nor runs/ holds a run; give the output_dir of scripts/study.py")
@@ -105,7 +127,7 @@ def collect(
         "search": {name: search[name] for name in in_order(list(search))},
         "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
         "variants": {name: _describe(paths) for name, paths in variants.items()},
-        "speed": _speeds(speed),
+        "speed": _speeds(speed, {paths[0].name: name for name, paths in runs.items()}),
         "pruned": {},
     }
     for name, paths in runs.items():
@@ -130,26 +152,32 @@ def _describe(paths: Sequence[Path]) -> dict[str, Any]:
     runs = [read_run(path) for path in paths]
     info = read_metrics(paths[0] / "metrics" / "jsonlines" / "model_info.jsonl")[0]
     config = runs[0].config
-    finished = [run.finished(config["train"]["max_tokens"]) for run in runs]
+    states = [_state(run) for run in runs]
     return {
-        "finished": all(finished),
-        "tokens": min(run.tokens for run in runs),
         "budget": config["train"]["max_tokens"],
         "learning_rate": config["optimizer"]["lr"],
         "parameters": info["total_params"],
         # Without embedding and output layer, which have the same size in all models.
         "body_parameters": info["total_params"] - 2 * info["embedding_params"],
         "flops_per_token": runs[0].flops_per_token,
-        # Of each seed; None where a run has no such loss (yet).
+        # Of each seed, that of the searches first; a loss is None where there is none (yet).
         "seeds": [run.config["seed"] for run in runs],
+        "states": states,
+        "tokens": [run.tokens for run in runs],
         # What an unfinished run has come to is no loss to take a mean of with finished ones.
         "train_loss": [
-            _finite(run.final_loss(heldout=False)) if done or not any(finished) else None
-            for run, done in zip(runs, finished, strict=True)
+            _finite(run.final_loss(heldout=False)) if state == FINISHED or FINISHED not in states else None
+            for run, state in zip(runs, states, strict=True)
         ],
         "heldout_loss": [_heldout_at_end(run) for run in runs],
         "curve": [_curve(run) for run in runs],
     }
+
+
+def _state(run: RunRecord) -> str:
+    if run.diverged:
+        return DIVERGED
+    return FINISHED if run.finished(run.config["train"]["max_tokens"]) else UNFINISHED
 
 
 def _curve(run: RunRecord) -> list[list[float]]:
@@ -160,22 +188,21 @@ def _curve(run: RunRecord) -> list[list[float]]:
 def _heldout_at_end(run: RunRecord) -> float | None:
     """The held-out loss, if the last evaluation was at the end of the budget."""
     at_end = run.heldout_tokens.size and run.heldout_tokens[-1] >= run.config["train"]["max_tokens"]
-    return float(run.heldout_loss[-1]) if at_end else None
+    return _finite(float(run.heldout_loss[-1])) if at_end else None
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _speeds(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Model -> what the benchmark measured of its run."""
+def _speeds(files: Sequence[Path], models: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Model -> what the benchmark measured of its run; `models` maps the names of the runs of interest to them."""
     speeds: dict[str, dict[str, Any]] = {}
     for file in files:
         for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
-            if row["status"] == "ok" and row["trained"]:
+            if row["status"] == "ok" and row["trained"] and (run := Path(row["experiment"]).name) in models:
                 kept = ("tokens_per_second", "mfu", "peak_memory_bytes", "tokens_per_step")
-                model, _ = split_seed(Path(row["experiment"]).name)
-                speeds[model] = {key: row[key] for key in kept}
+                speeds[models[run]] = {key: row[key] for key in kept}
     return speeds
 
 
@@ -277,13 +304,26 @@ def variants_table(study: Mapping[str, Any]) -> str:
 
 
 def _settings(model: Mapping[str, Any]) -> list[str]:
-    """Cells of what a model is and how long it was trained."""
+    """Cells of what a model is, how long it was trained, and how many seeds the losses are a mean of."""
+    counted, diverged = _counted(model), model["states"].count(DIVERGED)
+    seeds = f"{len(counted)} of {len(model['seeds'])}" if len(counted) < len(model["seeds"]) else str(len(counted))
     return [
         f"{model['body_parameters'] / 1e6:.1f}M",
         f"{model['learning_rate']:.0e}".replace("e-0", "e-"),
-        f"{model['tokens'] / 1e6:,.1f}M",
-        str(len(model["seeds"])),
+        f"{min((model['tokens'][i] for i in counted), default=0) / 1e6:,.1f}M",
+        f"{seeds}, {diverged} diverged" if diverged else seeds,
     ]
+
+
+def _counted(model: Mapping[str, Any]) -> list[int]:
+    """Indices of the seeds whose losses are averaged: the finished ones, or all while none is."""
+    return [i for i, loss in enumerate(model["train_loss"]) if loss is not None]
+
+
+def evaluated_runs(study: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Folder name and model of each run whose loss is in the tables."""
+    models = study["models"].items()
+    return [(f"{name}_seed{model['seeds'][i]}", name) for name, model in models for i in _counted(model)]
 
 
 def _heldout(model: Mapping[str, Any]) -> list[str]:
@@ -314,17 +354,15 @@ def _text(estimate: statistics.Estimate | None) -> str:
 
 
 def comparison_table(study: Mapping[str, Any], positions: Path) -> str:
-    """Models against the first on the same documents, octave by octave, from the file that `save_positions` wrote; of each the
-    first seed."""
+    """Models against the first on the same documents, octave by octave, mean of seeds, from the file that `save_positions`
+    wrote."""
     results = []
     with np.load(positions, allow_pickle=False) as arrays:
-        for name, model in study["models"].items():
-            run = f"{name}_seed{model['seeds'][0]}"
-            if run in arrays:
+        for run, name in evaluated_runs(study):
+            summary = study["models"][name].get("per_token_loss")
+            if run in arrays and summary is not None:
                 results.append(
-                    per_token_loss.Result(
-                        display_name(name), arrays[run], model["per_token_loss"], arrays[f"{run}/octaves"]
-                    )
+                    per_token_loss.Result(display_name(name), arrays[run], summary, arrays[f"{run}/octaves"])
                 )
     return per_token_loss.comparison_table(results, _COMPARED_FROM) if len(results) > 1 else NOT_RUN
 
@@ -343,9 +381,18 @@ def save_positions(position_loss: Path, runs: Sequence[str], file: Path) -> None
 def missing(study: Mapping[str, Any]) -> list[str]:
     """What a study does not have yet, a line each."""
     lines = []
-    for name, model in {**study["models"], **{f"variant {n}": v for n, v in study["variants"].items()}}.items():
-        if not model["finished"]:
-            lines.append(f"the rest of {name}: {model['tokens']:,} of {model['budget']:,} tokens are done")
+    for kind, models in (("", study["models"]), ("variant ", study["variants"])):
+        seeds = {seed: None for model in models.values() for seed in model["seeds"]}
+        for name, model in models.items():
+            for seed, state, tokens in zip(model["seeds"], model["states"], model["tokens"], strict=True):
+                if state != FINISHED:
+                    why = (
+                        "which diverged" if state == DIVERGED else f"{tokens:,} of {model['budget']:,} tokens are done"
+                    )
+                    lines.append(f"the rest of {kind}{name}_seed{seed}: {why}")
+            lines += [
+                f"{kind}{name}_seed{seed}: others have a run with it" for seed in seeds if seed not in model["seeds"]
+            ]
     for what, have in (
         ("a run at the rate found", study["models"]),
         ("loss at every position", {n for n, model in study["models"].items() if "per_token_loss" in model}),
