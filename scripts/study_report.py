@@ -63,16 +63,16 @@ def collect(args: argparse.Namespace) -> None:
     from forgetting_transformer.evaluation import per_token_loss
     from forgetting_transformer.evaluation.models import EvaluationError
     from forgetting_transformer.evaluation.plots import loss_against_position
-    from forgetting_transformer.sweep import compare, study_report
+    from forgetting_transformer.sweep import compare, study_report, study_results
     from forgetting_transformer.sweep.plots import loss_against_learning_rate, loss_against_tokens_and_flops
 
     args.out.mkdir(parents=True, exist_ok=True)
-    runs = study_report.runs_in(args.study, "runs")
-    study = study_report.collect(args.study, args.position_loss, args.speed)
+    runs = study_results.runs_in(args.study, "runs")
+    study = study_results.collect(args.study, args.position_loss, args.speed)
     write(study, args.out)
-    evaluated = study_report.evaluated_runs(study)
-    study_report.save_positions(args.position_loss, [run for run, _ in evaluated], args.out / "positions.npz")
-    name = study_report.display_name
+    evaluated = study_results.evaluated_runs(study)
+    study_results.save_positions(args.position_loss, [run for run, _ in evaluated], args.out / "positions.npz")
+    name = study_results.display_name
     if study["search"]:
         curves = {
             name(model): {float(rate): [float("inf") if loss is None else loss] for rate, loss in losses.items()}

@@ -3,8 +3,9 @@
 jobs.py       a job is one run of train.py with its overrides, in processes of its own
 machines.py   where jobs run: the GPUs of this node, or SLURM
 runner.py     runs a list of jobs, reports each, survives the failure of any
-study.py      searches and runs of several models in one queue; study_report.py keeps what came of them
 results.py    what a run's folder says about how far it came and how good it is
+study.py      searches and runs of several models in one queue; study_results.py keeps what came of them, study_report.py
+              makes tables of it
 """
 
 
