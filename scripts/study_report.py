@@ -70,8 +70,8 @@ def collect(args: argparse.Namespace) -> None:
     runs = study_results.runs_in(args.study, "runs")
     study = study_results.collect(args.study, args.position_loss, args.speed)
     write(study, args.out)
-    evaluated = study_results.evaluated_runs(study)
-    study_results.save_positions(args.position_loss, [run for run, _ in evaluated], args.out / "positions.npz")
+    positions = study_results.read_positions(study, args.position_loss)
+    study_results.save_positions(positions, args.out / "positions.npz")
     name = study_results.display_name
     if study["search"]:
         curves = {
@@ -82,12 +82,7 @@ def collect(args: argparse.Namespace) -> None:
     if runs:
         models = [compare.named_model(name(model), paths) for model, paths in runs.items()]
         loss_against_tokens_and_flops(models, args.out / "compare.png")
-    results = [
-        per_token_loss.read_result(args.position_loss / run, name(model))
-        for run, model in evaluated
-        if (args.position_loss / run / "results.json").is_file()
-    ]
-    if results:
+    if results := list(positions.values()):
         curves = per_token_loss.group_seeds(results)
         loss_against_position(curves, args.out / "per_token_loss.png", results[0].summary.get("train_length"), None)
     # Last, since it runs models: whoever has no time for that has the rest.

@@ -229,8 +229,8 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults,
         "fox_pro": ["fox_pro_seed0", "fox_pro_seed1"],
         "mamba2": ["mamba2_seed0", "mamba2_seed1"],
     }
-    names = [run for run, _ in study_results.evaluated_runs(found)]
-    study_results.save_positions(tmp_path / "positions", names, tmp_path / "positions.npz")
+    positions = study_results.read_positions(found, tmp_path / "positions")
+    study_results.save_positions(positions, tmp_path / "positions.npz")
     tables = tables_of(found)
     fox, mamba = tables["models"][2:]
     wanted = "|FoX (Pro)|0.8M|2e-3|1.6M|2|3.0000 ± 0.0000|3.0000 ± 0.0000|20.086|best||25% (4,096)|"

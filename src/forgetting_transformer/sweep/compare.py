@@ -223,9 +223,9 @@ def _schedule_left(model: Model, tokens: float) -> float:
     return max(0.0, 1 - tokens / model.schedule_tokens) if model.schedule_tokens else 0.0
 
 
-def differing_settings(one: Path, other: Path) -> list[str]:
+def differing_settings(one: RunRecord, other: RunRecord) -> list[str]:
     """Keys in which two runs differ, except their seed and what does not decide a model's weights."""
-    first, second = _identity(_read(one).config), _identity(_read(other).config)
+    first, second = _identity(one.config), _identity(other.config)
     return sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
 
 

@@ -24,6 +24,7 @@ from forgetting_transformer.evaluation.plots import (
     smooth,
 )
 from forgetting_transformer.sweep.compare import Model
+from forgetting_transformer.sweep.tables import rate_text
 
 
 def loss_against_learning_rate(
@@ -67,7 +68,7 @@ def loss_against_learning_rate(
         axes.set_xlim(rates[0] / 1.4, rates[-1] * 1.4)
         axes.xaxis.set_major_locator(FixedLocator(rates))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:.0e}".replace("e-0", "e-")))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: rate_text(rate)))
         if finite:
             margin = 0.08 * max(max(finite) - min(finite), 1e-3)
             axes.set_ylim(min(finite) - margin, max(finite) + 2 * margin)

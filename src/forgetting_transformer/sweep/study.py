@@ -16,6 +16,9 @@ from forgetting_transformer.sweep.jobs import Job, State, quote
 from forgetting_transformer.sweep.learning_rate import LearningRateSweep, grid_text
 from forgetting_transformer.training import Config
 
+# What starts first, of one seed.
+_RUN, _SEARCH, _VARIANT = 2, 1, 0
+
 
 class Study:
     """Runs go to `folder/search/MODEL/lr…_seed…`, `folder/runs/MODEL_seed…` and `folder/variants/VARIANT_seed…`.
@@ -119,7 +122,7 @@ class Study:
             if jobs:
                 break
             results = []  # a round of nothing but runs that are known to have diverged
-        priority = self._priority(2 * len(self.seeds) - 1, name)
+        priority = self._priority(0, _SEARCH, name)
         jobs = [dataclasses.replace(job, name=f"search/{name}/{job.name}", priority=priority) for job in jobs]
         self._results[name] = dict.fromkeys(job.name for job in jobs)
         self._model_of |= dict.fromkeys(self._results[name], name)
@@ -131,19 +134,18 @@ class Study:
         jobs = []
         for number, seed in enumerate(self.seeds):
             shared = [*self.shared, f"seed={seed}"]
-            # Of the first seed, searches stand between runs and variants.
-            later = 2 * (len(self.seeds) - 1 - number)
-            rank = later + 2 if number == 0 else later + 1
             overrides = [*self.models[name], *shared, rate]
-            jobs.append(self._job(f"runs/{name}_seed{seed}", overrides, self._priority(rank, name)))
+            jobs.append(self._job(f"runs/{name}_seed{seed}", overrides, self._priority(number, _RUN, name)))
             for variant, own in self.variants.get(name, {}).items():
                 overrides = [*own, *shared, *self.variant, rate]
-                jobs.append(self._job(f"variants/{variant}_seed{seed}", overrides, self._priority(later, name)))
+                priority = self._priority(number, _VARIANT, name)
+                jobs.append(self._job(f"variants/{variant}_seed{seed}", overrides, priority))
         return jobs
 
-    def _priority(self, rank: int, model: str) -> int:
-        """By rank, and within a rank by the order of the models."""
-        return (rank + 1) * len(self.models) - list(self.models).index(model)
+    def _priority(self, seed_number: int, kind: int, model: str) -> int:
+        """By seed, of one seed by kind of job, and of one kind by the order of the models."""
+        rank = 3 * (len(self.seeds) - seed_number) + kind
+        return rank * len(self.models) - list(self.models).index(model)
 
     def _job(self, name: str, overrides: Sequence[str], priority: int) -> Job:
         config = self.compose([*overrides, f"output_dir={quote(str(self.folder / name))}"])

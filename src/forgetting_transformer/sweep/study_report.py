@@ -20,7 +20,7 @@ from forgetting_transformer.sweep.study_results import (
     evaluated_runs,
     in_order,
 )
-from forgetting_transformer.sweep.tables import markdown_table
+from forgetting_transformer.sweep.tables import markdown_table, rate_text
 
 #: In the place of a table or figure of which there is nothing.
 NOT_RUN = "Not run yet."
@@ -31,7 +31,7 @@ _COMPARED_FROM = 256
 def models_table(study: Mapping[str, Any]) -> str:
     """One row per model: losses and speed."""
     models = study["models"]
-    with_loss = [name for name in models if _mean(models[name]) is not None]
+    with_loss = (name for name in models if _losses(models[name]))
     best = min(with_loss, key=lambda name: _mean(models[name]).value, default=None)
     rows = []
     for name, model in models.items():
@@ -84,7 +84,7 @@ def positions_table(study: Mapping[str, Any]) -> str:
 def octaves_table(study: Mapping[str, Any]) -> str:
     """Mean loss in every octave of positions, per model."""
     return _by_position(
-        study, lambda position: f"{position:,} to {2 * position:,}", lambda entry: _number(entry["after"])
+        study, lambda position: f"{position:,} to {2 * position:,}", lambda entry: f"{entry['after']:.4f}"
     )
 
 
@@ -131,7 +131,7 @@ def _settings(model: Mapping[str, Any]) -> list[str]:
     seeds = f"{len(counted)} of {len(model['seeds'])}" if len(counted) < len(model["seeds"]) else str(len(counted))
     return [
         f"{model['body_parameters'] / 1e6:.1f}M",
-        f"{model['learning_rate']:.0e}".replace("e-0", "e-"),
+        rate_text(model["learning_rate"]),
         f"{min((model['tokens'][i] for i in counted), default=0) / 1e6:,.1f}M",
         f"{seeds}, {diverged} diverged" if diverged else seeds,
     ]
@@ -249,7 +249,3 @@ def fill_in(page: str, tables: Mapping[str, str]) -> str:
         return f"<!-- {name} -->\n{tables[name].strip()}\n<!-- end of {name} -->"
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end of \1 -->", replace, page, flags=re.DOTALL)
-
-
-def _number(loss: float | None) -> str:
-    return "" if loss is None else f"{loss:.4f}"

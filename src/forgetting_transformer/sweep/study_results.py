@@ -59,9 +59,6 @@ def runs_in(study: Path, kind: str) -> dict[str, list[Path]]:
     Args:
         study: its folder.
         kind: "runs" or "variants".
-
-    Raises:
-        SweepError: runs of one model differ in more than their seed, so that a mean of them would be of no model.
     """
     first = {split_seed(path.name)[1] for path in study.glob("search/*/lr*_seed*")}
     found: dict[str, dict[int, Path]] = {}
@@ -72,12 +69,6 @@ def runs_in(study: Path, kind: str) -> dict[str, list[Path]]:
     for model in in_order(list(found)):
         seeds = sorted(found[model], key=lambda seed: (seed not in first, seed))
         runs[model] = [found[model][seed] for seed in seeds]
-        for other in runs[model][1:]:
-            if keys := differing_settings(runs[model][0], other):
-                raise SweepError(
-                    f"{runs[model][0]} and {other} differ in {', '.join(keys)}, and seeds of one model are averaged: train "
-                    "them with the same settings, or move one of them away"
-                )
     return runs
 
 
@@ -97,7 +88,8 @@ def collect(
         Among others an empty "pruned", for model -> text length -> share of tiles that pruning skips.
 
     Raises:
-        SweepError: there is no run in the folder.
+        SweepError: there is no run in the folder, or runs of one model differ in more than their seed, so that a mean of them
+            would be of no model.
     """
     runs, variants = runs_in(folder, "runs"), runs_in(folder, "variants")
     searched = sorted(path for path in (folder / "search").glob("*/lr*_seed*") if path.is_dir())
@@ -140,6 +132,12 @@ def collect(
 def _describe(paths: Sequence[Path]) -> dict[str, Any]:
     """Runs that differ in their seed: what they share, and of each its losses."""
     runs = [read_run(path) for path in paths]
+    for other in runs[1:]:
+        if keys := differing_settings(runs[0], other):
+            raise SweepError(
+                f"{runs[0].output_dir} and {other.output_dir} differ in {', '.join(keys)}, and seeds of one model are averaged: "
+                "train them with the same settings, or move one of them away"
+            )
     info = read_metrics(paths[0] / "metrics" / "jsonlines" / "model_info.jsonl")[0]
     config = runs[0].config
     states = [_state(run) for run in runs]
@@ -207,12 +205,19 @@ def evaluated_runs(study: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(f"{name}_seed{model['seeds'][i]}", name) for name, model in models for i in counted_seeds(model)]
 
 
-def save_positions(position_loss: Path, runs: Sequence[str], file: Path) -> None:
+def read_positions(study: Mapping[str, Any], position_loss: Path) -> dict[str, per_token_loss.Result]:
+    """Loss at every position of the runs whose loss is in the tables, by the names of their folders; those that have one."""
+    return {
+        run: per_token_loss.read_result(position_loss / run, display_name(model))
+        for run, model in evaluated_runs(study)
+        if (position_loss / run / "results.json").is_file()  # written after results.npz
+    }
+
+
+def save_positions(results: Mapping[str, per_token_loss.Result], file: Path) -> None:
     """Loss at every position `(T,)`, and per document and octave `(documents, octaves)`, of every run in one .npz."""
     arrays: dict[str, np.ndarray] = {}
-    for name in runs:
-        if (position_loss / name / "results.json").is_file():  # written after results.npz
-            result = per_token_loss.read_result(position_loss / name)
-            arrays[name] = result.loss_T.astype(np.float32)
-            arrays[f"{name}/octaves"] = result.octaves_NO
+    for run, result in results.items():
+        arrays[run] = result.loss_T.astype(np.float32)
+        arrays[f"{run}/octaves"] = result.octaves_NO
     np.savez_compressed(file, **arrays)

@@ -22,3 +22,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], alignme
 
     rule = ["-" * (w - 1) + ":" if a == "r" else "-" * w for w, a in zip(widths, alignment, strict=True)]
     return "\n".join([line(cells[0]), line(rule), *map(line, cells[1:])])
+
+
+def rate_text(rate: float) -> str:
+    """A learning rate of the grid, as in "2e-3"."""
+    return f"{rate:.0e}".replace("e-0", "e-")
