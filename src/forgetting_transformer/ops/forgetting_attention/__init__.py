@@ -29,6 +29,7 @@ from forgetting_transformer.ops.forgetting_attention.decode import cumulative_lo
 from forgetting_transformer.ops.forgetting_attention.dispatch import (
     attend_with_kernel,
     first_visible_key,
+    in_layout_of_caller,
     takes_kernel,
     threshold_tensor,
 )
@@ -127,10 +128,7 @@ def forgetting_attention(
             log_tolerance,
             return_log_normaliser,
         )
-    out = out_BHMD if head_first else out_BHMD.transpose(1, 2)
-    if not return_log_normaliser:
-        return out
-    return out, log_normaliser_BHM if head_first else log_normaliser_BHM.transpose(1, 2)
+    return in_layout_of_caller(out_BHMD, log_normaliser_BHM if return_log_normaliser else None, head_first)
 
 
 def _attend(

@@ -21,7 +21,7 @@ from forgetting_transformer.ops.forgetting_attention.checks import (
     checked_scale,
 )
 from forgetting_transformer.ops.forgetting_attention.constants import MIN_LOG_FGATE
-from forgetting_transformer.ops.forgetting_attention.dispatch import takes_kernel, threshold_tensor
+from forgetting_transformer.ops.forgetting_attention.dispatch import in_layout_of_caller, takes_kernel, threshold_tensor
 
 
 def cumulative_log_fgate(log_fgate: Tensor, previous: Tensor | None = None, *, head_first: bool = False) -> Tensor:
@@ -121,10 +121,7 @@ def forgetting_attention_decode(
             out_BHMD, log_normaliser_BHM = forgetting_attention_decode_portable(
                 q, k, v, cum_log_fgate, seq_start, seq_end, sm_scale
             )
-    out = out_BHMD if head_first else out_BHMD.transpose(1, 2)
-    if not return_log_normaliser:
-        return out
-    return out, log_normaliser_BHM if head_first else log_normaliser_BHM.transpose(1, 2)
+    return in_layout_of_caller(out_BHMD, log_normaliser_BHM if return_log_normaliser else None, head_first)
 
 
 def forgetting_attention_decode_portable(

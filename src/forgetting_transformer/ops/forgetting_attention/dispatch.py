@@ -63,6 +63,16 @@ def attend_with_kernel(
     return kernels.forgetting_attention_forward(q_BHMD, k_BGND, v_BGND, log_fgate_BHN, *decay, first_key_BM, sm_scale)
 
 
+def in_layout_of_caller(
+    out_BHMD: Tensor, log_normaliser_BHM: Tensor | None, head_first: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What the ops return: the output and, if wanted, the log-normalisers, with the axes that the caller uses."""
+    out = out_BHMD if head_first else out_BHMD.transpose(1, 2)
+    if log_normaliser_BHM is None:
+        return out
+    return out, log_normaliser_BHM if head_first else log_normaliser_BHM.transpose(1, 2)
+
+
 def threshold_tensor(threshold: float | Tensor | None, q_BHMD: Tensor) -> Tensor | None:
     """A threshold as the kernels want it, float32 `(B, H)`; None stays None."""
     shape = q_BHMD.shape[:2]
