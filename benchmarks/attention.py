@@ -96,6 +96,20 @@ def median_ms(function: Callable[[], Any], repeats: int) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
+def replayed_ms(function: Callable[[], Any], repeats: int) -> float:
+    """The median of replays of a CUDA graph of it, without the time it takes to launch kernels."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        function()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return median_ms(graph.replay, repeats)
+
+
 def time_both_ways(attend: Callable[..., Any], inputs: list[Any], repeats: int) -> tuple[float, float]:
     """Milliseconds of the forward pass, and of the backward pass."""
     import torch
@@ -165,16 +179,7 @@ def time_replayed(attend: Callable[..., Any], inputs: list[Any], repeats: int) -
     def both() -> Any:
         return torch.autograd.grad(attend(*leaves), leaves, d_out)
 
-    times = []
-    for function in (forward, both):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            function()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            function()
-        times.append(median_ms(graph.replay, repeats))
+    times = [replayed_ms(function, repeats) for function in (forward, both)]
     return times[0], times[1] - times[0]
 
 
@@ -230,11 +235,7 @@ def time_search(q: Any, k: Any, log_fgate: Any, threshold: Any, is_bounded: bool
             found = ops.forgetting_attention_bounds(q, k, None, 1 / math.sqrt(q.shape[-1]))
         ops.forgetting_attention_decay(log_fgate, q.shape[2], threshold, *found, None)
 
-    search()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        search()
-    return median_ms(graph.replay, repeats)
+    return replayed_ms(search, repeats)
 
 
 def table(result: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from attention import environment, median_ms
+from attention import environment, replayed_ms
 
 SHAPES = ["1,24,24,64,16384", "1,24,24,64,65536", "8,24,24,64,16384", "1,24,4,64,16384", "8,24,4,64,16384"]
 KERNELS = ("decode", "half", "spread", "whole", "flash", "cudnn")
@@ -151,18 +151,12 @@ def make_call(shape: tuple[int, ...], kernel: str) -> tuple[Callable[[], Any], C
 
 def replayed_seconds(calls: list[Callable[[], Any]], repeats: int) -> float:
     """Seconds of one call, from replays of a CUDA graph that makes them all."""
-    import torch
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    def call_all() -> None:
         for call in calls:
             call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return median_ms(graph.replay, repeats) / 1e3 / len(calls)
+
+    return replayed_ms(call_all, repeats) / 1e3 / len(calls)
 
 
 def table(result: dict[str, Any]) -> str:
