@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from forgetting_transformer.training import goodput, setup
+from forgetting_transformer.training.backends import choose_backends
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     Checkpointer,
@@ -114,6 +115,7 @@ class Trainer:
         self._check_budget()
         model = setup.build_model(config, self.data_info)
         self.flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
+        self.backends = choose_backends(model, self.fabric.device)
         self.undecayed = undecayed_parameters(model, config.train)
         # Order matters: the optimizer must see the parameters that the strategy leaves behind.
         self.model = self.fabric.setup_module(model)
