@@ -88,7 +88,8 @@ def run(args: argparse.Namespace) -> None:
     from forgetting_transformer.evaluation.models import EvaluationError, load_model, pick_device, precision_context
     from forgetting_transformer.evaluation.texts import read_tokens
 
-    model = load_model(args.model_path, step=args.step, tokenizer=args.tokenizer, device=pick_device(args.device))
+    device = pick_device(args.device)
+    model = load_model(args.model_path, step=args.step, tokenizer=args.tokenizer, device=device, precision=args.precision)
     available = forget_gates.attention_layers(model.model)
     spaced = np.linspace(0, len(available) - 1, min(4, len(available))).round().astype(int)
     layers = args.layers or [list(available)[i] for i in spaced]

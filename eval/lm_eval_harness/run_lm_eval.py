@@ -54,7 +54,12 @@ def main() -> None:
     try:
         workers = start_workers(args.device)
         model = load_model(
-            args.model_path, name=args.model, step=args.step, tokenizer=args.tokenizer, device=workers.device
+            args.model_path,
+            name=args.model,
+            step=args.step,
+            tokenizer=args.tokenizer,
+            device=workers.device,
+            precision=args.precision,
         )
         if args.max_len is None and model.train_length is None:
             raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_len")

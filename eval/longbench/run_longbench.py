@@ -57,7 +57,12 @@ def main() -> None:
     try:
         workers = start_workers(args.device)
         model = load_model(
-            args.model_path, name=args.model, step=args.step, tokenizer=args.tokenizer, device=workers.device
+            args.model_path,
+            name=args.model,
+            step=args.step,
+            tokenizer=args.tokenizer,
+            device=workers.device,
+            precision=args.precision,
         )
         folder = args.save_dir / model.name
         scores = longbench.evaluate(

@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> None:
         tokenizer=args.tokenizer,
         train_length=args.train_len,
         device=workers.device,
+        precision=args.precision,
     )
     chosen = {key: getattr(args, key) for key in ("question", "statement", "answer")}
     needle = niah.Needle(**{key: value for key, value in chosen.items() if value is not None})

@@ -68,7 +68,12 @@ def main() -> None:
         )
         workers = start_workers(args.device)
         model = load_model(
-            args.model_path, name=args.model, step=args.step, train_length=args.train_len, device=workers.device
+            args.model_path,
+            name=args.model,
+            step=args.step,
+            train_length=args.train_len,
+            device=workers.device,
+            precision=args.precision,
         )
         if args.preset == "extrapolation":
             per_token_loss.check_extrapolates(model, data)

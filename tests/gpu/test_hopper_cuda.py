@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from forgetting_transformer import forgetting_attention
+from forgetting_transformer.ops import backends
 from tests.gpu.test_cuda import assert_like_reference, relative_error
 
 triton_attention = pytest.importorskip("forgetting_transformer.ops.forgetting_attention.triton")
@@ -18,8 +19,9 @@ KERNELS = ("forward", "key_gradient", "query_gradient")
 @pytest.fixture
 def kernels(monkeypatch):
     """Names of Hopper's kernels, in the order they are launched."""
-    if not triton_attention._is_hopper(torch.cuda.current_device()):
-        pytest.skip("needs a Hopper GPU and Triton 3.6")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    assert triton_attention.has_gluon(torch.cuda.current_device(), 64), backends.faults()
     hopper, names = triton_attention._hopper(), []
 
     def record(name, launch):

@@ -5,6 +5,8 @@ import os
 import pytest
 
 triton = pytest.importorskip("triton")
+from forgetting_transformer.ops.forgetting_attention.layout import FUSED  # noqa: E402  (needs Triton)
+
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 # Compute capability: KiB of shared memory a program may have (CUDA C++ Programming Guide, "Technical Specifications").
@@ -46,7 +48,7 @@ def compile_kernel(name: str, capability: int, head_dim: int, tiles: tuple[int, 
             aligned[(i,)] = [["tt.divisibility", 16]]
     known = {name: value for name, value in constants.items() if name in kernel.arg_names}
     source = ASTSource(kernel, types, known, aligned)
-    options = {"num_warps": warps, "num_stages": stages}
+    options = {"num_warps": warps, "num_stages": stages, **FUSED}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
 
 
@@ -102,7 +104,6 @@ def compile_for_hopper(name: str, head_dim: int, group: int) -> int:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=hopper._LAUNCH).metadata.shared
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the kernels are written for Triton 3.6")
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("name, head_dim", [("forward", 64), ("key_gradient", 64), *((n, 128) for n in KERNELS)])
 def test_products_of_the_hopper_kernels_stay_in_flight(name, head_dim, group, tmp_path, monkeypatch, capsys):

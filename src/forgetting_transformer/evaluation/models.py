@@ -9,6 +9,7 @@ Axes: B batch, T positions, V vocabulary, d hidden width.
 import contextlib
 import hashlib
 import logging
+import sys
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -88,6 +90,7 @@ def load_model(
     tokenizer: str | None = None,
     train_length: int | None = None,
     device: torch.device | str = "cpu",
+    precision: str = "auto",
 ) -> EvaluatedModel:
     """Loads a model by what `source` is: a run's output_dir, a folder in Hugging Face format, or a hub id.
 
@@ -97,6 +100,7 @@ def load_model(
         step: training tokens of a run's checkpoint; default the newest valid one.
         tokenizer: folder or hub id, where the model has none of its own.
         train_length: overrides what the model says.
+        precision: what the evaluation will run in, for which the kernels are tested here.
 
     Raises:
         EvaluationError: nothing there that can be loaded.
@@ -119,7 +123,20 @@ def load_model(
                 "config.json); give a run's output_dir, what save_model.py wrote, or a hub id"
             )
         model, found, length, tokens = _load_pretrained(source, tokenizer)
-    return EvaluatedModel(model.to(device).eval(), found, name, source, train_length or length, tokens)
+    model = model.to(device).eval()
+    _check_kernels(model, precision, torch.device(device))
+    return EvaluatedModel(model, found, name, source, train_length or length, tokens)
+
+
+def _check_kernels(model: nn.Module, precision: str, device: torch.device) -> None:
+    """Tests the kernels that the model will use, before anything relies on them, and says on a GPU which they are."""
+    from forgetting_transformer.training.backends import choose_on_all_ranks
+
+    dtype = torch.bfloat16 if resolve(precision, device) == "bf16" else torch.float32
+    chosen = choose_on_all_ranks(model, dtype, device, lengths=None)
+    if device.type == "cuda" and not (dist.is_initialized() and dist.get_rank() > 0):
+        for op, backend in chosen.items():
+            print(f"{op}: {backend.text}", file=sys.stderr)
 
 
 def run_steps(run_folder: str | Path) -> list[int]:

@@ -8,6 +8,7 @@ An architecture is a mixer and a configuration. The configuration builds the mix
     new_cache() -> CacheLayerMixin, an empty layer cache
     init_own_weights(), optional: called after its submodules got the default initialisation, to change it. It must
         write through `transformers.initialization`, whose functions leave weights alone that came from a checkpoint
+    op_use() -> OpUse, optional: how it calls its op, so that the op's kernels are tested before the first step on a GPU
 
 and registers itself with `model.registry`.
 
@@ -31,6 +32,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from forgetting_transformer.model.cache import DecoderCache
 from forgetting_transformer.model.layers import RMSNorm, SwiGLU, swiglu_width
+from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
 
 
@@ -230,6 +232,11 @@ class DecoderModel(DecoderPreTrainedModel):
         """Make an empty cache for this model."""
         return DecoderCache([block.sequence_mixer.new_cache() for block in self.layers])
 
+    def op_uses(self) -> list[OpUse]:
+        """How the mixers call ops whose kernels can be tested before they are used; see `ops/selftest.py`."""
+        mixers = [block.sequence_mixer for block in self.layers]
+        return [mixer.op_use() for mixer in mixers if hasattr(mixer, "op_use")]
+
     def add_shared_parameters(self) -> None:
         """Make the parameters that mixers of several blocks share. Called once; by default there are none."""
 
@@ -326,6 +333,10 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def decoder(self) -> DecoderModel:
         """The model without the output layer, whatever its name is."""
         return getattr(self, self.base_model_prefix)
+
+    def op_uses(self) -> list[OpUse]:
+        """How the model calls ops: `DecoderModel.op_uses`."""
+        return self.decoder.op_uses()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embeddings

@@ -18,6 +18,7 @@ from transformers import initialization as init
 from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, zero_padding
+from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.norm import l2_norm
 from forgetting_transformer.ops.recurrence import delta_rule, delta_rule_flops_per_token
 
@@ -92,6 +93,9 @@ class DeltaNetAttention(nn.Module):
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.g_proj, self.o_proj):
             if projection is not None:
                 init.xavier_uniform_(projection.weight, gain=PROJECTION_GAIN)
+
+    def op_use(self) -> OpUse:
+        return OpUse("delta_rule", self.num_heads, self.key_dim, self.v_proj.out_features // self.num_heads)
 
     def new_cache(self) -> RecurrentCache:
         return RecurrentCache()

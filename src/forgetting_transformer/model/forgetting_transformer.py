@@ -19,6 +19,7 @@ from forgetting_transformer.model.cache import ForgettingAttentionCache
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.layers import GroupRMSNorm, RMSNorm, ShiftLinear, SwiGLU, swiglu_width
 from forgetting_transformer.ops.attention import causal_attention
+from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention, forgetting_attention_decode
 from forgetting_transformer.ops.rotary import rotate
 
@@ -132,6 +133,13 @@ class ForgettingAttentionLayer(nn.Module):
         if not self.fgate_bias_init:
             return torch.zeros(self.num_heads)
         return decay_time_bias(self.num_heads, self.decay_time_min, self.decay_time_max)
+
+    def op_use(self) -> OpUse:
+        is_gated = self.fgate_type != "none"
+        pruning = None
+        if is_gated and self.log_pruning_tolerance is not None:
+            pruning = "auto" if self.q_norm is None else "threshold"
+        return OpUse("attention", self.num_heads, self.head_dim, self.head_dim, is_gated=is_gated, pruning=pruning)
 
     def new_cache(self) -> ForgettingAttentionCache:
         return ForgettingAttentionCache(keeps_key_norm=self.log_pruning_tolerance is not None and self.q_norm is None)

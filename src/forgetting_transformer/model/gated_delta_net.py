@@ -16,6 +16,7 @@ from transformers import initialization as init
 from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, initial_dt_bias, zero_padding
+from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.norm import l2_norm
 from forgetting_transformer.ops.recurrence import delta_rule_flops_per_token, gated_delta_rule
 
@@ -75,6 +76,9 @@ class GatedDeltaNetAttention(nn.Module):
 
     def _initial_dt_bias(self) -> Tensor:
         return initial_dt_bias(self.num_heads, dt_min=1e-3, dt_max=0.1, dt_floor=1e-4)
+
+    def op_use(self) -> OpUse:
+        return OpUse("gated_delta_rule", self.num_heads, self.key_dim, self.v_proj.out_features // self.num_heads)
 
     def new_cache(self) -> RecurrentCache:
         return RecurrentCache()

@@ -19,6 +19,7 @@ from transformers import initialization as init
 from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.layers import RMSNorm, zero_padding
+from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import gla, gla_flops_per_token
 
 # Gain of the projections' Xavier initialisation, as in the paper's runs.
@@ -50,6 +51,9 @@ class HGRN2Attention(nn.Module):
     def init_own_weights(self) -> None:
         for projection in (self.q_proj, self.f_proj, self.i_proj, self.o_proj):
             init.xavier_uniform_(projection.weight, gain=PROJECTION_GAIN)
+
+    def op_use(self) -> OpUse:
+        return OpUse("gla", self.num_heads, self.head_dim, self.head_dim)
 
     def new_cache(self) -> RecurrentCache:
         return RecurrentCache()

@@ -25,6 +25,7 @@ from forgetting_transformer.model.layers import (
     initial_dt_bias,
     zero_padding,
 )
+from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import simple_gla, simple_gla_flops_per_token
 
 
@@ -104,6 +105,9 @@ class Mamba2Mixer(nn.Module):
 
     def _initial_A_log(self) -> Tensor:
         return torch.arange(1, self.num_heads + 1, dtype=torch.float32).log()
+
+    def op_use(self) -> OpUse:
+        return OpUse("simple_gla", self.num_heads, self.state_size, self.head_dim)
 
     def new_cache(self) -> RecurrentCache:
         return RecurrentCache()

@@ -27,6 +27,7 @@ from forgetting_transformer.model.layers import (
     zero_padding,
 )
 from forgetting_transformer.model.transformer import AttentionLayer, check_attention_options
+from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import selective_scan
 
 ATTN_KEYS = ("num_heads", "num_kv_heads", "window_size", "layers")
@@ -104,6 +105,9 @@ class MambaMixer(nn.Module):
 
     def _initial_A_log(self) -> Tensor:
         return torch.arange(1, self.state_size + 1, dtype=torch.float32).log().repeat(self.inner_size, 1)
+
+    def op_use(self) -> OpUse:
+        return OpUse("selective_scan", 1, self.state_size, self.inner_size)
 
     def new_cache(self) -> RecurrentCache:
         return RecurrentCache()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from forgetting_transformer.model.cache import AttentionCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.ops.attention import causal_attention
+from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.rotary import rotate
 
 
@@ -60,6 +61,11 @@ class AttentionLayer(nn.Module):
         self.k_proj = nn.Linear(hidden_size, kv_width, bias=False)
         self.v_proj = nn.Linear(hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def op_use(self) -> OpUse:
+        return OpUse(
+            "attention", self.num_heads, self.head_dim, self.head_dim, key_heads=self.num_kv_heads, window=self.window_size
+        )
 
     def new_cache(self) -> AttentionCache:
         return AttentionCache(self.window_size)

@@ -66,11 +66,14 @@ def causal_attention(
     _check(q_BTHD, k_BNGD, v_BNGD, window, seq_start_B)
     scale = checked_scale(sm_scale, q_BTHD.shape[-1])
     q_BHTD, k_BGND, v_BGND = (x.transpose(1, 2) for x in (q_BTHD, k_BNGD, v_BNGD))
+    found = None
     if q_BHTD.shape[2] > 1 and q_BHTD.dtype in (torch.float16, torch.bfloat16) and takes_kernel(q_BHTD):
         first_key_BT = first_visible_key(q_BHTD, k_BGND, window=window)
-        out_BHTD, _ = attend_with_kernel(
+        found = attend_with_kernel(
             q_BHTD, k_BGND, v_BGND, None, sm_scale=scale, seq_start_B=seq_start_B, first_key_BM=first_key_BT
         )
+    if found is not None:
+        out_BHTD = found[0]
     else:
         # Autocast would change the dtype, which is the caller's choice here.
         with torch.autocast(q_BHTD.device.type, enabled=False):

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.training import goodput, setup
-from forgetting_transformer.training.backends import choose_backends
+from forgetting_transformer.training.backends import choose_on_all_ranks
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     Checkpointer,
@@ -115,7 +116,8 @@ class Trainer:
         self._check_budget()
         model = setup.build_model(config, self.data_info)
         self.flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
-        self.backends = choose_backends(model, self.fabric.device)
+        #: op: what runs it, tested here and now.
+        self.backends = self._choose_backends(model)
         self.undecayed = undecayed_parameters(model, config.train)
         # Order matters: the optimizer must see the parameters that the strategy leaves behind.
         self.model = self.fabric.setup_module(model)
@@ -379,6 +381,12 @@ class Trainer:
         """In place. Fabric's own all_reduce would put a barrier before it, for which the host waits."""
         if self.fabric.world_size > 1:
             dist.all_reduce(tensor)
+
+    def _choose_backends(self, model: nn.Module) -> dict[str, Backend]:
+        config = self.config
+        dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
+        lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
+        return choose_on_all_ranks(model, dtype, self.fabric.device, lengths)
 
     def _check_budget(self) -> None:
         """Held-out data and the token budget are looked at now, not after hours of training."""

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
 from forgetting_transformer.ops.forgetting_attention.decode_kernels import merge_kernel, split_kernel
 from forgetting_transformer.ops.forgetting_attention.layout import (
+    FUSED,
     empty_heads_like,
     on_device_of_first,
     with_whole_channels,
@@ -70,7 +71,7 @@ def decode(
     merge_kernel[(batch * heads * num_queries,)](
         acc, maximum, total, out, *out.stride()[:3], log_normaliser, heads, num_queries, num_splits,
         HEAD_DIM=tiles["HEAD_DIM"], CHANNELS=head_dim, SPLITS=triton.next_power_of_2(num_splits), CHUNK=16,
-        num_warps=4 if head_dim > 64 else 2,
+        num_warps=4 if head_dim > 64 else 2, **FUSED,
     )  # fmt: skip
     return out, log_normaliser
 
@@ -118,5 +119,5 @@ def _tiles(q: Tensor) -> dict[str, Any]:
     edges = 1024 if q.element_size() == 2 else 256  # more would take the registers that float32 products need
     return {
         "HEAD_DIM": head_dim, "ROWS": 16, "BLOCK": block, "EDGES": edges, "STAGES": stages, "PRECISION": "ieee",
-        "num_warps": 4,
+        "num_warps": 4, **FUSED,
     }  # fmt: skip

@@ -7,10 +7,11 @@ Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channe
 
 import functools
 import importlib
-import warnings
 
 import torch
 from torch import Tensor
+
+from forgetting_transformer.ops import backends
 
 #: Largest head dimension of the Triton kernels.
 MAX_KERNEL_HEAD_DIM = 256
@@ -33,7 +34,7 @@ def attend_with_kernel(
     first_key_BM: Tensor | None = None,
     threshold_BH: Tensor | None = None,
     is_bounded: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """Forgetting attention with arguments as in `forgetting_attention`, head first. Only where `takes_kernel`.
 
     Args:
@@ -44,8 +45,32 @@ def attend_with_kernel(
             to say what that is.
 
     Returns:
-        The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)`, nats, float32.
+        The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)`, nats, float32. None, after a warning, where
+        Triton cannot compile the kernels.
     """
+    arguments = (q_BHMD, k_BGND, v_BGND, log_fgate_BHN, sm_scale, seq_start_B, first_key_BM, threshold_BH, is_bounded)
+    if torch.compiler.is_compiling():
+        return _launch(*arguments)
+    try:
+        return _launch(*arguments)
+    except Exception as error:  # what a compiler raises is not one class
+        if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
+            raise
+        backends.rule_out("attention", backends.TRITON, f"its kernels do not compile: {backends.describe_error(error)}")
+        return None
+
+
+def _launch(
+    q_BHMD: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    log_fgate_BHN: Tensor | None,
+    sm_scale: float,
+    seq_start_B: Tensor | None,
+    first_key_BM: Tensor | None,
+    threshold_BH: Tensor | None,
+    is_bounded: bool,
+) -> tuple[Tensor, Tensor]:
     if log_fgate_BHN is None:
         gates = (*q_BHMD.shape[:2], k_BGND.shape[2])
         log_fgate_BHN = torch.zeros((), dtype=torch.float32, device=q_BHMD.device).expand(gates)
@@ -103,7 +128,7 @@ def first_visible_key(
 
 def _has_kernel(device_index: int) -> bool:
     """Whether the Triton backend can be used on this GPU; a constant to compiled graphs."""
-    return _load_kernel(device_index)
+    return backends.is_usable("attention", backends.TRITON) and _load_kernel(device_index)
 
 
 # What `torch.compiler.assume_constant_result` sets. The decorator itself would import the compiler, and with it Triton,
@@ -119,10 +144,26 @@ def _load_kernel(device_index: int) -> bool:
     try:
         for module in ("triton", "decode_triton"):
             importlib.import_module(f"forgetting_transformer.ops.forgetting_attention.{module}")
-    except ImportError as error:
-        warnings.warn(
-            f"attention runs without its GPU kernels, many times slower ({error}): pip install triton",
-            stacklevel=2,
-        )
+    except Exception as error:  # a package that is broken fails in any way
+        version = backends.installed_version("triton")
+        if version is None:
+            reason, cure = "it is not installed", "pip install triton"
+        else:
+            reason, cure = f"Triton {version} is installed but broken, {backends.describe_error(error)}", None
+        backends.rule_out("attention", backends.TRITON, reason, cure)
         return False
     return True
+
+
+def attention_backend(use: backends.OpUse, dtype: torch.dtype, device: torch.device) -> str:
+    """The backend that runs most of this use on tensors of whole tiles, one of `backends.BACKENDS["attention"]`."""
+    if device.type != "cuda" or dtype == torch.float64 or use.key_dim > MAX_KERNEL_HEAD_DIM:
+        return backends.PYTORCH
+    if not use.is_gated and dtype == torch.float32:
+        return backends.PYTORCH
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if not _has_kernel(index):
+        return backends.PYTORCH
+    launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
+    on_hopper = use.window is None and dtype.itemsize == 2 and launcher.has_gluon(index, use.key_dim)
+    return backends.GLUON if on_hopper else backends.TRITON

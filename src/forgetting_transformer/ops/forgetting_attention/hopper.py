@@ -1,6 +1,6 @@
 """Forgetting attention on Hopper GPUs: the kernels of `kernels.py` for 16-bit tensors of whole tiles, in Gluon.
 
-Gluon is Triton one level lower. Triton 3.6 waits for every product whose result is not an accumulator, so that products and
+Gluon is Triton one level lower. Triton waits for every product whose result is not an accumulator, so that products and
 exponentials take turns; here a product is started, other work is done, and the wait comes where its result is used. In
 each program one warp loads tiles through the copy engine, and two warpgroups of four warps compute, each with 64 rows, one's
 exponentials beside the other's products (Shah et al. 2024, FlashAttention-3). Tiles of the other tensor come in a ring of
@@ -36,8 +36,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
-from forgetting_transformer.ops.forgetting_attention.layout import Decay, Sizes, empty_heads_like, locate
+from forgetting_transformer.ops.forgetting_attention.layout import FUSED, Decay, Sizes, empty_heads_like, locate
 
+# The copy engine's load of a tile, by the name that the installed Triton has for it; both take the same arguments.
+_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _STRETCH = gl.constexpr(128)
 _ROWS = gl.constexpr(64)  # of a warpgroup
 
@@ -84,8 +86,8 @@ def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 def _start_load(x, row, column, vector, vector_start, tiles, vectors, ready, stage):
     """Have a tile loaded, and with it the part of a vector that belongs to its rows."""
     mbarrier.expect(ready.index(stage), x.block_type.nbytes + vector.block_type.nbytes)
-    tma.async_copy_global_to_shared(x, [row, column], ready.index(stage), tiles.index(stage))
-    tma.async_copy_global_to_shared(vector, [vector_start], ready.index(stage), vectors.index(stage))
+    _load_tile(x, [row, column], ready.index(stage), tiles.index(stage))
+    _load_tile(vector, [vector_start], ready.index(stage), vectors.index(stage))
 
 
 @gluon.jit
@@ -171,14 +173,14 @@ def _load_for_forward(
 ):  # fmt: skip
     """The warp of `forward_kernel` that loads."""
     mbarrier.expect(q_ready.index(0), q.block_type.nbytes)
-    tma.async_copy_global_to_shared(q, [q_row, q_column], q_ready.index(0), q_tile)
+    _load_tile(q, [q_row, q_column], q_ready.index(0), q_tile)
     stage, phase = 0, 0
     for tile in range(last_tile, first_tile - 1, -1):
         mbarrier.wait(k_free.index(stage), phase ^ 1)
         _start_load(k, k_row + tile * N, k_column, suffix, suffix_start + tile * N, k_tiles, biases, k_ready, stage)
         mbarrier.wait(v_free.index(stage), phase ^ 1)
         mbarrier.expect(v_ready.index(stage), v.block_type.nbytes)
-        tma.async_copy_global_to_shared(v, [v_row + tile * N, v_column], v_ready.index(stage), v_tiles.index(stage))
+        _load_tile(v, [v_row + tile * N, v_column], v_ready.index(stage), v_tiles.index(stage))
         stage, phase = _next_stage(stage, phase, STAGES)
 
 
@@ -253,7 +255,7 @@ def _query_gradient(
     dq = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
     mbarrier.wait(once_ready.index(0), 0)
 
-    # `old` is a zero of its own: two names that have one value before a loop are one name in it, to Triton 3.6.
+    # `old` is a zero of its own: two names that have one value before a loop are one name in it, to Triton.
     stage, phase, old = 0, 0, 0
     for i in range(_STRETCH // N):  # the block on the diagonal
         n = (last_tile - i) * N
@@ -313,16 +315,16 @@ def _load_for_query_gradient(
 ):  # fmt: skip
     """The warp of `query_gradient_kernel` that loads."""
     mbarrier.expect(once_ready.index(0), q.block_type.nbytes + d_out.block_type.nbytes)
-    tma.async_copy_global_to_shared(q, [q_row, q_column], once_ready.index(0), q_tile)
-    tma.async_copy_global_to_shared(d_out, [d_out_row, d_out_column], once_ready.index(0), d_out_tile)
+    _load_tile(q, [q_row, q_column], once_ready.index(0), q_tile)
+    _load_tile(d_out, [d_out_row, d_out_column], once_ready.index(0), d_out_tile)
     stage, phase = 0, 0
     for tile in range(last_tile, first_tile - 1, -1):
         mbarrier.wait(k_free.index(stage), phase ^ 1)
         mbarrier.expect(k_ready.index(stage), k.block_type.nbytes)
-        tma.async_copy_global_to_shared(k, [k_row + tile * N, k_column], k_ready.index(stage), k_tiles.index(stage))
+        _load_tile(k, [k_row + tile * N, k_column], k_ready.index(stage), k_tiles.index(stage))
         mbarrier.wait(v_free.index(stage), phase ^ 1)
         mbarrier.expect(v_ready.index(stage), v.block_type.nbytes)
-        tma.async_copy_global_to_shared(v, [v_row + tile * N, v_column], v_ready.index(stage), v_tiles.index(stage))
+        _load_tile(v, [v_row + tile * N, v_column], v_ready.index(stage), v_tiles.index(stage))
         stage, phase = _next_stage(stage, phase, STAGES)
 
 
@@ -486,8 +488,8 @@ def _load_for_key_gradient(
 ):  # fmt: skip
     """The warp of `key_gradient_kernel` that loads."""
     mbarrier.expect(once_ready.index(0), k.block_type.nbytes + v.block_type.nbytes)
-    tma.async_copy_global_to_shared(k, [k_row, k_column], once_ready.index(0), k_tile)
-    tma.async_copy_global_to_shared(v, [v_row, v_column], once_ready.index(0), v_tile)
+    _load_tile(k, [k_row, k_column], once_ready.index(0), k_tile)
+    _load_tile(v, [v_row, v_column], once_ready.index(0), v_tile)
     start = gl.maximum(start_n - before, 0)
     stage, phase = 0, 0
     for member in range(GROUP):
@@ -582,7 +584,7 @@ TILES = {
     ("query_gradient", 128): (64, 4),
 }
 # Of three warpgroups, one of which is only its loading warp: 65,536 registers by 384 threads, in steps of 8.
-_LAUNCH = {"num_warps": 4, "maxnreg": 168}
+_LAUNCH = {"num_warps": 4, "maxnreg": 168, **FUSED}
 
 
 def forward(
@@ -603,8 +605,8 @@ def forward(
 def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor, decay: Decay, sizes: Sizes,
     sm_scale: float, dk: Tensor, dv: Tensor, column_sum: Tensor,
-) -> None:  # fmt: skip
-    """Write dk, dv and column sums; `log_normaliser` and `delta` as `delta_kernel` wrote them."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Write dk, dv and column sums, and return them; `log_normaliser` and `delta` as `delta_kernel` wrote them."""
     m, stages = TILES["key_gradient", q.shape[3]]
     key_gradient_kernel[(sizes.stretches * sizes.rows // sizes.group,)](
         *_describe(q, m), *_describe(k, _STRETCH.value), *_describe(v, _STRETCH.value), *_describe(d_out, m),
@@ -613,13 +615,14 @@ def key_gradient(
         sizes.heads, *sizes.lengths, sm_scale * LOG2_E, sm_scale, GROUP=sizes.group, HEAD_DIM=q.shape[3], M=m, STAGES=stages,
         **_LAUNCH,
     )  # fmt: skip
+    return dk, dv, column_sum
 
 
 def query_gradient(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor, decay: Decay, sizes: Sizes,
     sm_scale: float, dq: Tensor, row_sum: Tensor,
-) -> None:  # fmt: skip
-    """Write dq and row sums; `log_normaliser` and `delta` as `delta_kernel` wrote them."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Write dq and row sums, and return them; `log_normaliser` and `delta` as `delta_kernel` wrote them."""
     n, stages = TILES["query_gradient", q.shape[3]]
     query_gradient_kernel[(sizes.blocks * sizes.rows,)](
         *_describe(q, _STRETCH.value), *_describe(k, n), *_describe(v, n), *_describe(d_out, _STRETCH.value), *locate(dq),
@@ -627,6 +630,7 @@ def query_gradient(
         sizes.heads, sizes.group, *sizes.lengths, sm_scale * LOG2_E, sm_scale, HEAD_DIM=q.shape[3], N=n, STAGES=stages,
         **_LAUNCH,
     )  # fmt: skip
+    return dq, row_sum
 
 
 def _describe(x: Tensor, rows: int) -> tuple[TensorDescriptor, int, int, int]:

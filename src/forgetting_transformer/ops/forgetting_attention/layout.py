@@ -14,6 +14,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from forgetting_transformer.ops.forgetting_attention.constants import STRETCH
 
+#: Launch option of every kernel: multiplications and additions are fused, as the kernels were measured. Said here because
+#: Triton's own default is to change with version 3.10.
+FUSED = {"enable_fp_fusion": True}
+
 
 def on_device_of_first(function: Callable[..., Any]) -> Callable[..., Any]:
     """Runs it with the GPU of its first tensor as the current one, on which Triton launches kernels: models that are spread

@@ -21,6 +21,7 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E, MIN_LOG_FGATE, STRETCH
 from forgetting_transformer.ops.forgetting_attention.decay import (
     bound_kernel,
@@ -36,6 +37,7 @@ from forgetting_transformer.ops.forgetting_attention.kernels import (
     query_gradient_kernel,
 )
 from forgetting_transformer.ops.forgetting_attention.layout import (
+    FUSED,
     Decay,
     Sizes,
     empty_heads_like,
@@ -63,7 +65,7 @@ def _bounds(q: Tensor, k: Tensor, first_key: Tensor | None, sm_scale: float) -> 
     bound_kernel[(max(sizes.blocks, sizes.stretches) * sizes.rows,)](
         *locate(q), *locate(k), first_key, query_norm, self_score, key_norm, sizes.heads, sizes.group, *sizes.lengths,
         sm_scale * LOG2_E, HAS_FIRST=first_key is not None, HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3],
-        STRETCH=STRETCH, num_warps=8,
+        STRETCH=STRETCH, num_warps=8, **FUSED,
     )  # fmt: skip
     return query_norm, self_score, key_norm
 
@@ -108,13 +110,14 @@ def _decay(
     stretch_kernel[(sizes.rows * triton.cdiv(sizes.stretches, 8),)](
         log_fgate, *log_fgate.stride(), first_key, decay.suffix, decay.running,
         sizes.heads, sizes.queries, sizes.keys, sizes.stretches, MIN_LOG_FGATE, HAS_FIRST=has_first, STRETCH=STRETCH, CHUNK=8,
+        **FUSED,
     )  # fmt: skip
     largest_key, log_mass = (torch.empty_like(key_norm), torch.empty_like(key_norm)) if has_bounds else (None, None)
     running_kernel[(sizes.rows,)](
         None if threshold is None else threshold.contiguous(), query_norm, self_score, key_norm, largest_key, log_mass, *decay,
         *sizes.lengths, max(sizes.stretches, sizes.blocks).bit_length() + 1,
         HAS_THRESHOLD=threshold is not None, HAS_BOUNDS=has_bounds, STRETCH=STRETCH,
-        CHUNK=min(_MAX_CHUNK, triton.next_power_of_2(sizes.stretches)),
+        CHUNK=min(_MAX_CHUNK, triton.next_power_of_2(sizes.stretches)), **FUSED,
     )  # fmt: skip
     return tuple(decay)
 
@@ -167,8 +170,8 @@ def _forward(
     q, k, v = (with_whole_channels(x) for x in (q, k, v))
     sizes = Sizes.of(q, k)
     decay = Decay(suffix, running, reference, first_stretch, end_block)
-    if _hopper_has("forward", (q, k, v), first_key):
-        return _hopper().forward(q, k, v, decay, sizes, sm_scale)
+    if (found := _on_hopper("forward", (q, k, v), first_key, decay, sizes, sm_scale)) is not None:
+        return found
     out = empty_heads_like(q)
     log_normaliser = torch.empty(sizes.batch, sizes.heads, sizes.queries, dtype=torch.float32, device=q.device)
     tiles = _tiles("forward", (q, k, v), first_key)
@@ -218,7 +221,7 @@ def _backward(
     delta_kernel[(sizes.blocks * sizes.rows,)](
         *locate(out), *locate(d_out), log_normaliser, d_log_normaliser.contiguous(),
         suffix, running, reference, delta, shifted, sizes.heads, *sizes.lengths,
-        HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3], STRETCH=STRETCH,
+        HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3], STRETCH=STRETCH, **FUSED,
     )  # fmt: skip
 
     dq, dk, dv = (empty_heads_like(x) for x in (q, k, v))
@@ -226,9 +229,8 @@ def _backward(
     column_sum = torch.empty(sizes.batch, sizes.heads, sizes.keys, dtype=torch.float32, device=q.device)
     inputs, scales = (q, k, v, d_out), (sm_scale * LOG2_E, sm_scale)
     decay = Decay(suffix, running, reference, first_stretch, end_block)
-    if _hopper_has("key_gradient", inputs, first_key):
-        _hopper().key_gradient(*inputs, shifted, delta, decay, sizes, sm_scale, dk, dv, column_sum)
-    else:
+    rows = shifted, delta, decay, sizes, sm_scale
+    if _on_hopper("key_gradient", inputs, first_key, *rows, dk, dv, column_sum) is None:
         tiles = _tiles("key_gradient", inputs, first_key)
         (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
         key_gradient_kernel[(triton.cdiv(sizes.keys, block_n) * sizes.rows // sizes.group,)](
@@ -237,9 +239,7 @@ def _backward(
             first_key, end_query, column_sum, sizes.heads, *sizes.lengths, *scales,
             GROUP=sizes.group, HAS_FIRST=has_first, **tiles,
         )  # fmt: skip
-    if _hopper_has("query_gradient", inputs, first_key):
-        _hopper().query_gradient(*inputs, shifted, delta, decay, sizes, sm_scale, dq, row_sum)
-    else:
+    if _on_hopper("query_gradient", inputs, first_key, *rows, dq, row_sum) is None:
         tiles = _tiles("query_gradient", inputs, first_key)
         (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
         query_gradient_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
@@ -253,10 +253,13 @@ def _backward(
     d_log_fgate = torch.empty_like(log_fgate)
     num_chunks = triton.cdiv(sizes.keys, 1024)
     sums = torch.empty(sizes.rows, num_chunks, dtype=torch.float64, device=q.device)
-    gate_sum_kernel[(sizes.rows * num_chunks,)](column_sum, row_sum, sums, sizes.queries, sizes.keys, CHUNK=1024)
+    gate_sum_kernel[(sizes.rows * num_chunks,)](
+        column_sum, row_sum, sums, sizes.queries, sizes.keys, CHUNK=1024, **FUSED
+    )
     gate_gradient_kernel[(sizes.rows * num_chunks,)](
         column_sum, row_sum, sums, first_key, d_log_fgate, *d_log_fgate.stride(), sizes.heads, sizes.queries, sizes.keys,
         HAS_FIRST=has_first, CHUNK=1024, CHUNKS=triton.next_power_of_2(num_chunks),
+        **FUSED,
     )  # fmt: skip
     return dq, dk, dv, d_log_fgate
 
@@ -360,7 +363,7 @@ def _tiles(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | None) ->
         block_m, block_n, warps, stages = _SAFE[key]
     return {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages, "TMA": tma,
-        "HEAD_DIM": head_dim, "CHANNELS": q.shape[3], "STRETCH": STRETCH, "PRECISION": "ieee",
+        "HEAD_DIM": head_dim, "CHANNELS": q.shape[3], "STRETCH": STRETCH, "PRECISION": "ieee", **FUSED,
     }  # fmt: skip
 
 
@@ -372,20 +375,44 @@ def _has_large_shared_memory(device_index: int) -> bool:
     return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin >= 220 * 1024
 
 
-def _hopper_has(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | None) -> bool:
-    """Whether `hopper.py` has a kernel for these inputs, queries first, that is faster than Triton's."""
+def _on_hopper(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | None, *arguments: Any) -> Any:
+    """What `hopper.py`'s function of that name returns; None where it has no kernel for these inputs, queries first."""
     q = inputs[0]
-    if first_key is not None or q.element_size() != 2 or not (q.is_cuda and _is_hopper(q.device.index)):
-        return False
-    return (kernel, q.shape[3]) in _hopper().TILES and all(fits_descriptor(x) for x in inputs)
+    if (
+        first_key is not None
+        or q.element_size() != 2
+        or not (q.is_cuda and has_gluon(q.device.index, q.shape[3], kernel))
+    ):
+        return None
+    if not all(fits_descriptor(x) for x in inputs):
+        return None
+    try:
+        return getattr(_hopper(), kernel)(*inputs, *arguments)
+    except Exception as error:  # names that are gone, and whatever a compiler raises
+        if backends.is_failure_of_gpu(error):
+            raise
+        reason = f"its {kernel.replace('_', ' ')} kernel does not run with Triton {triton.__version__}"
+        backends.rule_out("attention", backends.GLUON, f"{reason}: {backends.describe_error(error)}")
+        return None
+
+
+def has_gluon(device_index: int, head_dim: int, kernel: str = "forward") -> bool:
+    """Whether this GPU runs a Gluon kernel at this head dimension: a Hopper GPU, and a Triton that has what it is written with."""
+    usable = backends.is_usable("attention", backends.GLUON) and _loads_hopper(device_index)
+    return usable and (kernel, head_dim) in _hopper().TILES
 
 
 @functools.cache
-def _is_hopper(device_index: int) -> bool:
-    """A Hopper GPU, and the version of Triton whose Gluon the kernels are written in; other versions name things differently."""
-    if torch.version.hip is not None or not triton.__version__.startswith("3.6."):
+def _loads_hopper(device_index: int) -> bool:
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device_index) != (9, 0):
         return False
-    return torch.cuda.get_device_capability(device_index) == (9, 0)
+    try:
+        _hopper()
+    except Exception as error:  # names that are missing, a module that moved, an assertion in Triton
+        reason = f"Triton {triton.__version__} lacks what it needs: {backends.describe_error(error)}"
+        backends.rule_out("attention", backends.GLUON, reason)
+        return False
+    return True
 
 
 def _hopper() -> ModuleType:

@@ -7,12 +7,12 @@ decay of e^-10,000 the others of its chunk keep three digits, as many as the 16-
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.recurrence import fla_on_hopper
 
 # op: module and function of FLA.
@@ -38,17 +38,17 @@ def supports(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> bool:
     Only head dimensions that are multiples of 16, the shape of a tensor core's tile; of 64 for the delta rules, up to
     128 key channels.
     """
-    return _supports(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index)
+    return serves(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index)
 
 
-def _supports(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
+def serves(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
     """`supports` of plain values, so that compiled graphs can take the answer as a constant."""
     if dtype not in (torch.float16, torch.bfloat16) or key_dim % 16 or value_dim % 16:
         return False
     is_delta = op in ("delta_rule", "gated_delta_rule")
     if is_delta and (key_dim > _MAX_DELTA_KEY_DIM or key_dim % _DELTA_BLOCK or value_dim % _DELTA_BLOCK):
         return False
-    if not _is_installed():
+    if not backends.is_usable(op, backends.FLA) or not _is_installed():
         return False
     if fla_on_hopper.is_hopper(device_index):
         fla_on_hopper.choose_configurations()
@@ -62,7 +62,7 @@ def _has_gated_backward(op: str, key_dim: int, value_dim: int, dtype: torch.dtyp
 
 
 # What `torch.compiler.assume_constant_result` sets, without importing the compiler.
-_supports._dynamo_marked_constant = True
+serves._dynamo_marked_constant = True
 _has_gated_backward._dynamo_marked_constant = True
 
 
@@ -145,14 +145,16 @@ def _call(
 
 @functools.cache
 def _is_installed() -> bool:
+    """Import FLA; False where that fails, with a warning for each op it would have served."""
     try:
         for op, (module, name) in _KERNELS.items():
             _loaded[op] = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        warnings.warn(
-            f"flash-linear-attention cannot be imported ({error}): Mamba-2, HGRN2 and DeltaNet run on PyTorch's own kernels, "
-            'several times slower. Install it with: pip install "forgetting-transformer[cuda]"',
-            stacklevel=2,
-        )
+    except Exception as error:  # a package that is broken, or beside a Triton that is, fails in any way
+        version = backends.installed_version("fla-core")
+        if version is None:
+            reason, cure = "it is not installed", 'pip install "forgetting-transformer[cuda]"'
+        else:
+            reason, cure = f"version {version} is installed but does not import, {backends.describe_error(error)}", None
+        backends.rule_out("recurrences", backends.FLA, reason, cure)
         return False
     return True

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from packaging.version import Version
 from torch import Tensor
 
 from forgetting_transformer.ops.recurrence import chunked
@@ -83,10 +82,11 @@ def choose_configurations() -> None:
 
 
 def refuses_gated_backward(device_index: int) -> bool:
-    """Whether FLA itself, as installed, refuses the gated backward pass on this GPU."""
-    import triton
-
-    return is_hopper(device_index) and Version("3.4.0") <= Version(triton.__version__) < Version("3.7.1")
+    """Whether FLA itself, as installed beside this Triton, refuses the gated backward pass on this GPU."""
+    if not is_hopper(device_index):
+        return False
+    chunk_o = importlib.import_module("fla.ops.common.chunk_o")
+    return getattr(chunk_o, "TRITON_ABOVE_3_4_0", False) and not getattr(chunk_o, "TRITON_ABOVE_3_7_1", True)
 
 
 @functools.cache

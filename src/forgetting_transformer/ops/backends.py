@@ -1,0 +1,122 @@
+"""The backends of the ops, and which of them may not be used in this process.
+
+The backends of an op stand in the order in which they are tried, the fastest first. A backend is ruled out, for the rest of the
+process, when its package does not import, a kernel of it does not compile, or its self-test (`selftest.py`) finds it wrong.
+PyTorch is never ruled out. Importing this imports neither Triton nor flash-linear-attention.
+"""
+
+import importlib.metadata
+import importlib.util
+import warnings
+from typing import NamedTuple
+
+import torch
+
+GLUON, TRITON, FLA, PYTORCH = "gluon", "triton", "fla", "pytorch"
+
+#: Attention with and without forget gates shares its kernels. A recurrence that is not listed runs in PyTorch alone.
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "attention": (GLUON, TRITON, PYTORCH),
+    "simple_gla": (FLA, PYTORCH),
+    "gla": (FLA, PYTORCH),
+    "delta_rule": (FLA, PYTORCH),
+    "gated_delta_rule": (FLA, PYTORCH),
+    "recurrences": (FLA, PYTORCH),  # all of them, where the package itself is what is wrong
+}
+TITLES = {GLUON: "Gluon for Hopper", TRITON: "Triton", FLA: "flash-linear-attention", PYTORCH: "PyTorch"}
+# What it costs to go on with the next backend, measured on an H200 (docs/performance.md), and what to do about it.
+_COSTS = {
+    GLUON: "attention takes 1.2 to 1.3 times as long",
+    TRITON: "attention takes many times as long, and its gradients are not bitwise reproducible",
+    FLA: "it takes several times as long",
+}
+_CURES = {
+    GLUON: "install a Triton with which these kernels were measured: 3.6.0, 3.7.1 or 3.9.0",
+    TRITON: "install Triton again: pip install --force-reinstall --no-deps triton=={triton}",
+    FLA: 'install it again: pip install --force-reinstall "forgetting-transformer[cuda]"',
+}
+
+# (op, backend): the warning that says why it may not be used.
+_faults: dict[tuple[str, str], str] = {}
+
+
+class OpUse(NamedTuple):
+    """How a model calls an op, as far as it decides which kernels run.
+
+    Attributes:
+        op: a name in `BACKENDS`, or another op, which runs in PyTorch.
+        heads: query heads.
+        key_dim: channels of a head of queries and keys.
+        value_dim: channels of a head of values.
+        key_heads: attention: heads of keys and values. Default as many as of queries.
+        is_gated: attention: whether it has forget gates.
+        window: attention: keys that a query sees at most; None is all.
+        pruning: attention: how it is told what to skip: "threshold", "auto", or None for not at all.
+    """
+
+    op: str
+    heads: int
+    key_dim: int
+    value_dim: int
+    key_heads: int | None = None
+    is_gated: bool = False
+    window: int | None = None
+    pruning: str | None = None
+
+
+def is_usable(op: str, backend: str) -> bool:
+    """Whether nothing speaks against this backend so far."""
+    return (op, backend) not in _faults
+
+
+def faults() -> dict[tuple[str, str], str]:
+    """(op, backend): the warning about it, of all that were ruled out."""
+    return dict(_faults)
+
+
+def rule_out(op: str, backend: str, reason: str, cure: str | None = None) -> None:
+    """Use this backend no more, and warn once: what failed, what runs instead, what that costs, what to do about it."""
+    if (op, backend) in _faults:
+        return
+    order = BACKENDS[op]
+    following = TITLES[order[order.index(backend) + 1]]
+    cure = cure or _CURES[backend].format(triton=installed_version("triton"))
+    message = f"{op}: {TITLES[backend]} is not used: {reason}. {following} runs instead: {_COSTS[backend]}. To mend it, {cure}"
+    _faults[op, backend] = message
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def adopt(others: dict[tuple[str, str], str]) -> None:
+    """Rule out what another process ruled out; `others` is its `faults`."""
+    for key, message in others.items():
+        _faults.setdefault(key, message)
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, also of one that does not import; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        module = package.replace("-", "_")
+        return "unknown" if importlib.util.find_spec(module) is not None else None
+
+
+def is_failure_of_gpu(error: Exception) -> bool:
+    """Whether a GPU ran out of memory or failed while a kernel ran: nothing that another backend would mend."""
+    return isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) or "Triton Error [CUDA]" in str(error)
+
+
+def is_raised_by_triton(error: Exception) -> bool:
+    """Whether it comes from inside of Triton, as against an error in how a kernel is called."""
+    frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "triton":
+            return True
+        frame = frame.tb_next
+    return False
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: the kind of error and the first line of what it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

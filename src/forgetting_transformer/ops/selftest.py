@@ -1,0 +1,304 @@
+"""Self-tests of kernels: the backend of each op, held to the float64 reference before a run relies on it.
+
+A kernel that is right on the GPU and compiler it was written on may be wrong, or not compile, on others. So before the first
+step each kernel that a run will use computes a small problem of the run's own head dimensions and dtype, forward and
+backward, and is compared with the reference in float64. One that fails is ruled out, and the next backend is tested.
+
+The problems have the run's number of heads, and lengths that Triton specialises in the same way, so that what is
+compiled here is what the run needs and is not compiled again. They cover several tiles, and what the run has of pruning,
+windows, ragged lengths and padding. They use no global random numbers.
+
+Axes: B batch, T positions, H query heads, G key heads, D channels of a head; K, V key and value channels of a recurrence.
+"""
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forgetting_transformer.ops import attention, backends, recurrence
+from forgetting_transformer.ops.backends import OpUse
+from forgetting_transformer.ops.forgetting_attention import (
+    cumulative_log_fgate,
+    forgetting_attention,
+    forgetting_attention_decode,
+    forgetting_attention_reference,
+)
+from forgetting_transformer.ops.forgetting_attention.constants import STRETCH
+from forgetting_transformer.ops.forgetting_attention.dispatch import attention_backend, first_visible_key
+
+log = logging.getLogger(__name__)
+
+#: ‖x - reference‖ / ‖reference‖ of outputs and gradients, of attention. In 16 bits the kernels measured 1.8e-3 to 3.4e-3
+#: (bfloat16) and a quarter of that (float16); a kernel that is wrong is off by far more.
+TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 5e-5}
+#: The same of recurrences, whose kernels keep inputs and states in 16 bits.
+RECURRENCE_TOLERANCE = 2e-2
+# Positions of a recurrence's problem: four chunks of 64, the last one ragged.
+_RECURRENCE_LENGTH = 200
+# What pruning may leave out of a row in a self-test, far below every tolerance.
+_LOG_PRUNING_TOLERANCE = -25.0
+
+
+class Backend(NamedTuple):
+    """What runs one op.
+
+    Attributes:
+        name: the backend, as in `backends.BACKENDS`.
+        text: the same for people: with versions, and the largest error of its self-test.
+    """
+
+    name: str
+    text: str
+
+
+class _Problem(NamedTuple):
+    """One call of attention to be checked."""
+
+    length: int
+    window: int | None = None
+    padding: int = 0
+    decodes: bool = False
+
+
+def choose_backends(
+    uses: Iterable[OpUse], dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None
+) -> dict[str, Backend]:
+    """Test what will run these uses on this device, rule out what fails, and say what is left.
+
+    Args:
+        uses: how the model calls ops.
+        dtype: of queries, keys and values.
+        device: where the model is. Nothing is tested on devices other than GPUs, which run everything in PyTorch.
+        lengths: tokens of the sequences that will come; None if any may, with left padding and decoding too, as in
+            evaluation.
+
+    Returns:
+        op: what runs it. Nothing is warned of: `backends.faults` has the warnings.
+    """
+    by_op: dict[str, list[OpUse]] = {}
+    for use in uses:
+        known = by_op.setdefault(use.op, [])
+        if use not in known:
+            known.append(use)
+    generator = torch.Generator().manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return {op: _choose(op, op_uses, dtype, device, lengths, generator) for op, op_uses in by_op.items()}
+
+
+def _choose(
+    op: str,
+    uses: Sequence[OpUse],
+    dtype: torch.dtype,
+    device: torch.device,
+    lengths: Sequence[int] | None,
+    generator: torch.Generator,
+) -> Backend:
+    find = _attention_of if op == "attention" else _recurrence_of
+    check = _check_attention if op == "attention" else _check_recurrence
+    tolerance = TOLERANCES.get(dtype, 0.0) if op == "attention" else RECURRENCE_TOLERANCE
+    while True:
+        names = [find(use, dtype, device) for use in uses]
+        # The one that does most of the work stands for all: the fastest that any use has.
+        order = backends.BACKENDS.get(op, (backends.PYTORCH,))
+        name = min(names, key=order.index)
+        if name == backends.PYTORCH:
+            return Backend(name, describe(name))
+        try:
+            tested = [use for use, found in zip(uses, names, strict=True) if found != backends.PYTORCH]
+            with torch.inference_mode(False), torch.enable_grad():
+                error, where = max(check(use, dtype, device, lengths, generator) for use in tested)
+            if not backends.is_usable(op, name):  # the op itself went on to the next one
+                continue
+            if error <= tolerance:
+                return Backend(name, f"{describe(name)}, self-test within {_rounded_up(error)}")
+            reason = f"its self-test found {where} off by {error:.1e} of its size where {tolerance:.0e} is allowed"
+        except Exception as failure:  # what a compiler raises is not one class
+            if backends.is_failure_of_gpu(failure):
+                raise
+            reason = f"its self-test failed with {backends.describe_error(failure)}"
+        backends.rule_out(op, name, f"with Triton {backends.installed_version('triton')} {reason}")
+
+
+def describe(name: str) -> str:
+    """A backend for people, with the versions of what its kernels come from and are compiled with."""
+    if name == backends.PYTORCH:
+        return "PyTorch"
+    compiler = f"Triton {backends.installed_version('triton')}"
+    if name == backends.TRITON:
+        return compiler
+    source = backends.TITLES[name] if name == backends.GLUON else f"FLA {backends.installed_version('fla-core')}"
+    return f"{source}, {compiler}"
+
+
+def _rounded_up(error: float) -> str:
+    """2.31e-3 -> "3e-3"."""
+    exponent = math.floor(math.log10(error)) if error > 0 else -16
+    digit = math.ceil(round(error / 10**exponent, 6))
+    return f"{digit}e{exponent}" if digit < 10 else f"1e{exponent + 1}"
+
+
+def _attention_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
+    return attention_backend(use, dtype, device)
+
+
+def _recurrence_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
+    if device.type != "cuda" or use.op not in backends.BACKENDS:
+        return backends.PYTORCH
+    index = torch.cuda.current_device() if device.index is None else device.index
+    served = recurrence.fla.serves(use.op, use.key_dim, use.value_dim, dtype, index)
+    return backends.FLA if served else backends.PYTORCH
+
+
+def problem_length(length: int) -> int:
+    """A short length of which kernels see what they see of `length`: whether it is whole tiles, and a multiple of 16 of them."""
+    if length <= 3 * STRETCH:
+        return length
+    if length % (16 * STRETCH) == 0:
+        return 16 * STRETCH
+    return 2 * STRETCH + (length % STRETCH or STRETCH)
+
+
+def _problems(use: OpUse, lengths: Sequence[int] | None) -> list[_Problem]:
+    window = use.window
+    if lengths is None:
+        whole, ragged = 3 * STRETCH, 2 * STRETCH + 37
+        found = [_Problem(whole), _Problem(ragged), _Problem(ragged, padding=STRETCH + 5)]
+        if use.is_gated:
+            found.append(_Problem(ragged, decodes=True))
+    else:
+        found = [_Problem(length) for length in sorted({problem_length(length) for length in lengths})]
+    if window is None:
+        return found
+    # A window as long as a sequence hides nothing; what it compiles and skips does not depend on how long it is.
+    longest = max(lengths, default=0) if lengths is not None else window + 1
+    shortened = min(window, STRETCH + STRETCH // 2)
+    return [problem._replace(window=shortened) for problem in found] if longest > window else found
+
+
+def _check_attention(
+    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
+) -> tuple[float, str]:
+    """The largest error of outputs and gradients, and where it is."""
+    return max(_attention_error(use, problem, dtype, device, generator) for problem in _problems(use, lengths))
+
+
+def _attention_error(
+    use: OpUse, problem: _Problem, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> tuple[float, str]:
+    length, heads, groups = problem.length, use.heads, use.key_heads or use.heads
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    # As after QK-norm: no score is above √D, which is what makes a threshold safe.
+    q = F.normalize(normal(1, length, heads, use.key_dim), dim=-1) * use.key_dim**0.5
+    k = F.normalize(normal(1, length, groups, use.key_dim), dim=-1) * use.key_dim**0.5
+    v = normal(1, length, groups, use.value_dim)
+    # Every other head forgets within a few tokens, so that pruning has something to skip; the rest within hundreds.
+    speed_H = torch.where(torch.arange(heads) % 2 == 0, 0.0, 6.0)
+    log_fgate = F.logsigmoid(normal(1, length, heads) + speed_H)
+    d_out = normal(1, length, heads, use.value_dim)
+    q, k, v, d_out = (x.to(device, dtype) for x in (q, k, v, d_out))
+    log_fgate = log_fgate.to(device)
+    seq_start = torch.tensor([problem.padding], device=device) if problem.padding else None
+    if problem.decodes:
+        return _decoding_error(q, k, v, log_fgate)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+        if not use.is_gated:
+            return attention.causal_attention(q, k, v, window=problem.window, seq_start_B=seq_start)
+        options = {}
+        if use.pruning == "auto":
+            options = {"adaptive_threshold": "auto", "log_tolerance": _LOG_PRUNING_TOLERANCE}
+        elif use.pruning == "threshold":
+            bound = _LOG_PRUNING_TOLERANCE - (2 * use.key_dim**0.5 + math.log(length))
+            options = {"adaptive_threshold": torch.full((heads,), bound, device=device)}
+        return forgetting_attention(q, k, v, *gates, seq_start=seq_start, window_size=problem.window, **options)
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
+        q, k, v, log_f = (
+            x.transpose(1, 2) for x in (q, k, v, gates[0] if gates else q.new_zeros(1, length, q.shape[2]))
+        )
+        first_key = first_visible_key(q, k, window=problem.window)
+        out, _ = forgetting_attention_reference(q, k, v, log_f, seq_start, use.key_dim**-0.5, first_key_BM=first_key)
+        return out.transpose(1, 2)
+
+    names = ["the output", "the gradient of q", "the gradient of k", "the gradient of v"]
+    inputs = [q, k, v]
+    if use.is_gated:
+        names.append("the gradient of log f")
+        inputs.append(log_fgate)
+    got = _results(run, inputs, d_out)
+    # All scores of all heads in float64 would be gigabytes: the first and the last key head stand for all.
+    errors = []
+    for group in sorted({0, groups - 1}):
+        queries = slice(group * (heads // groups), (group + 1) * (heads // groups))
+        parts = [slice(group, group + 1) if i in (1, 2) else queries for i in range(len(inputs))]
+        want = _results(
+            reference, [x[:, :, part].double() for x, part in zip(inputs, parts, strict=True)], d_out[:, :, queries]
+        )
+        for name, a, b, part in zip(names, got, want, [queries, *parts], strict=True):
+            errors.append((_relative_error(a[:, :, part], b), name))
+    return max(errors)
+
+
+def _decoding_error(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor) -> tuple[float, str]:
+    with torch.no_grad():
+        got = forgetting_attention_decode(q[:, -1:], k, v, cumulative_log_fgate(log_fgate))
+        wide = [x.double().transpose(1, 2) for x in (q[:, -1:], k, v, log_fgate)]
+        want, _ = forgetting_attention_reference(*wide, None, q.shape[-1] ** -0.5)
+    return _relative_error(got, want.transpose(1, 2)), "the output of decoding"
+
+
+def _check_recurrence(
+    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
+) -> tuple[float, str]:
+    """As `_check_attention`. Lengths do not matter to these kernels."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    shape = (1, _RECURRENCE_LENGTH, use.heads)
+    inputs = {
+        "q": normal(*shape, use.key_dim).to(dtype),
+        "k": F.normalize(normal(*shape, use.key_dim), dim=-1).to(dtype),
+        "v": normal(*shape, use.value_dim).to(dtype),
+    }
+    if use.op in ("delta_rule", "gated_delta_rule"):
+        inputs["beta"] = normal(*shape).sigmoid()
+    if use.op != "delta_rule":
+        inputs["log decay"] = F.logsigmoid(normal(*shape, *([use.key_dim] if use.op == "gla" else [])) + 2)
+    d_out = normal(*shape, use.value_dim).to(dtype)
+
+    def run(*tensors: Tensor) -> Tensor:
+        return getattr(recurrence, use.op)(*tensors, scale=1.0)[0]
+
+    def reference(*tensors: Tensor) -> Tensor:
+        return getattr(recurrence.reference, use.op)(*tensors, 1.0, None)[0]
+
+    got = _results(run, [x.to(device) for x in inputs.values()], d_out.to(device))
+    heads = sorted({0, use.heads - 1})
+    want = _results(reference, [x[:, :, heads].double() for x in inputs.values()], d_out[:, :, heads])
+    names = ["the output", *(f"the gradient of {name}" for name in inputs)]
+    errors = [_relative_error(a[:, :, heads].cpu(), b) for a, b in zip(got, want, strict=True)]
+    return max(zip(errors, names, strict=True))
+
+
+def _results(function: Callable[..., Tensor], inputs: Sequence[Tensor], d_out: Tensor) -> list[Tensor]:
+    """The output and the gradients of all inputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))]
+
+
+def _relative_error(got: Tensor, want: Tensor) -> float:
+    """‖got - want‖ / ‖want‖; infinite where got is not finite."""
+    error = ((got.double() - want).norm() / want.norm()).item()
+    return error if math.isfinite(error) else math.inf

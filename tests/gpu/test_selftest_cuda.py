@@ -1,0 +1,93 @@
+"""On CUDA: the self-tests pass for every kernel, name what runs, and catch a kernel that is wrong."""
+
+import time
+
+import pytest
+import torch
+
+from forgetting_transformer.ops import backends, selftest
+from forgetting_transformer.ops.backends import FLA, GLUON, PYTORCH, TRITON, OpUse
+
+FOX = OpUse("attention", heads=4, key_dim=64, value_dim=64, is_gated=True, pruning="threshold")
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def no_faults(monkeypatch):
+    monkeypatch.setattr(backends, "_faults", {})
+
+
+def choose(*uses, dtype=torch.bfloat16, lengths=(2048,)):
+    return selftest.choose_backends(uses, dtype, GPU, lengths)
+
+
+@pytest.mark.parametrize("lengths", [(16384,), (4096, 1000), (384,), None])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_kernel_of_attention_passes(head_dim, lengths, dtype):
+    gated = FOX._replace(key_dim=head_dim, value_dim=head_dim)
+    for use in (
+        gated,
+        gated._replace(pruning="auto"),
+        gated._replace(pruning=None, key_heads=2),
+        gated._replace(window=700, pruning=None),
+        gated._replace(is_gated=False, pruning=None),
+        gated._replace(is_gated=False, pruning=None, window=700, key_heads=1),
+    ):
+        found = choose(use, dtype=dtype, lengths=lengths)["attention"]
+        assert not backends.faults()
+        if dtype == torch.float32:
+            assert found.name == (TRITON if use.is_gated else PYTORCH)
+        elif torch.cuda.get_device_capability() == (9, 0):
+            assert found.name == (TRITON if use.window else GLUON)
+        assert found.name == PYTORCH or "self-test within" in found.text
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        OpUse("simple_gla", 24, 128, 64),
+        OpUse("gla", 12, 128, 128),
+        OpUse("delta_rule", 12, 128, 128),
+        OpUse("gated_delta_rule", 12, 128, 128),
+    ],
+    ids=lambda use: use.op,
+)
+def test_every_kernel_of_a_recurrence_passes(use):
+    pytest.importorskip("fla")
+    found = choose(use)[use.op]
+    assert not backends.faults() and found.name == FLA and "self-test within" in found.text
+
+
+def test_a_warm_self_test_takes_little_time_and_memory():
+    """Not a bound on time, which other processes share; the number is printed for benchmarks."""
+    choose(FOX)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    choose(FOX)
+    print(f"warm self-test: {time.perf_counter() - began:.3f} s")
+    assert torch.cuda.max_memory_allocated() < 4 << 30
+
+
+def test_no_random_numbers_of_the_gpu_are_used():
+    before = torch.cuda.get_rng_state()
+    choose(FOX)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_a_wrong_gluon_kernel_is_found_and_triton_runs(monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    from forgetting_transformer.ops.forgetting_attention import hopper
+
+    right = hopper.forward
+
+    def wrong(*args):
+        out, log_normaliser = right(*args)
+        out[:, :, 200:220] = 0
+        return out, log_normaliser
+
+    monkeypatch.setattr(hopper, "forward", wrong)
+    found = choose(FOX)["attention"]
+    assert found.name == TRITON and "self-test found the output off by" in next(iter(backends.faults().values()))
