@@ -17,18 +17,24 @@ the share of the time that finding bounds, sums of gates and what to leave out t
 
 Times are medians of --repeats runs measured with device events, forward and backward apart. Pruned attention is over before
 Python has launched the next kernel, so runs of the second table are replayed from CUDA graphs.
+
+A row is printed when it is measured, and kept in --out (record.py): stopped and started again with the same --out, it measures
+what is missing.
 """
 
 import argparse
 import functools
 import itertools
-import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from record import Record, RecordError, add_options, device_name
 
 SHAPES = ["1,16384,24,64", "1,16384,12,128", "1,65536,24,64", "8,2048,24,64"]
 PRUNE_SHAPES = ["1,16384,24,64", "8,2048,24,64"]
@@ -43,7 +49,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--prune_shapes", nargs="*", default=PRUNE_SHAPES, metavar="B,T,H,D", help="none: no second table"
     )
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    add_options(parser)
     return parser.parse_args(argv)
 
 
@@ -54,16 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("this benchmark measures GPU kernels, and PyTorch sees no GPU", file=sys.stderr)
         return 2
-    rows, pruned_rows = [], []
-    for text in args.shapes:
-        rows += measure_shape(parse_shape(text), args)
-    for text in args.prune_shapes:
-        pruned_rows += measure_pruning(parse_shape(text), args.repeats)
-    result = {"environment": environment(), "kernels": rows, "pruning": pruned_rows}
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(table(result))
+    shapes, prune_shapes = ([parse_shape(text) for text in texts] for texts in (args.shapes, args.prune_shapes))
+    try:
+        record = Record("attention", args, argv, "cuda")
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(KERNELS_HEADER, flush=True)
+    for shape in shapes:
+        for row in measure_shape(shape, args, record):
+            print(describe_kernel(row), flush=True)
+    if prune_shapes:
+        print(f"\n{PRUNING_HEADER}", flush=True)
+    for shape in prune_shapes:
+        for row in measure_pruning(shape, args.repeats, record):
+            print(describe_pruning(row), flush=True)
+    print(footer(record.content))
     return 0
 
 
@@ -73,13 +85,6 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
     except ValueError:
         sys.exit(f"a shape is four numbers B,T,H,D; got {text!r}")
     return batch, length, heads, head_dim
-
-
-def environment() -> dict[str, str]:
-    import torch
-    import triton
-
-    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
 
 
 def median_ms(function: Callable[[], Any], repeats: int) -> float:
@@ -123,7 +128,10 @@ def time_both_ways(attend: Callable[..., Any], inputs: list[Any], repeats: int) 
     return forward, backward
 
 
-def measure_shape(shape: tuple[int, int, int, int], args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_shape(
+    shape: tuple[int, int, int, int], args: argparse.Namespace, record: Record
+) -> Iterator[dict[str, Any]]:
+    """A row per kernel, of table "kernels"."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -155,14 +163,14 @@ def measure_shape(shape: tuple[int, int, int, int], args: argparse.Namespace) ->
 
         kernels["FLA forgetting attention"] = (parallel_forgetting_attn, [q, k, v, log_fgate])
     flops = 2 * batch * heads * length**2 * head_dim
-    rows = []
-    for name, (attend, inputs) in kernels.items():
+
+    def measure(attend: Callable[..., Any], inputs: list[Any]) -> dict[str, float]:
         forward, backward = time_both_ways(attend, inputs, args.repeats)
-        rows.append({
-            "shape": shape, "kernel": name, "forward_ms": forward, "backward_ms": backward,
-            "tflops": 3.5 * flops / (forward + backward) / 1e9,
-        })  # fmt: skip
-    return rows
+        return {"forward_ms": forward, "backward_ms": backward, "tflops": 3.5 * flops / (forward + backward) / 1e9}
+
+    for name, kernel in kernels.items():
+        case = {"table": "kernels", "shape": shape, "kernel": name}
+        yield record.row(case, functools.partial(measure, *kernel))
 
 
 def time_replayed(attend: Callable[..., Any], inputs: list[Any], repeats: int) -> tuple[float, float]:
@@ -183,7 +191,8 @@ def time_replayed(attend: Callable[..., Any], inputs: list[Any], repeats: int) -
     return times[0], times[1] - times[0]
 
 
-def measure_pruning(shape: tuple[int, int, int, int], repeats: int) -> list[dict[str, Any]]:
+def measure_pruning(shape: tuple[int, int, int, int], repeats: int, record: Record) -> Iterator[dict[str, Any]]:
+    """A row per kind of gates and of bounds, of table "pruning"."""
     import torch
     import torch.nn.functional as F
 
@@ -199,28 +208,32 @@ def measure_pruning(shape: tuple[int, int, int, int], repeats: int) -> list[dict
     log_tolerance = torch.full((batch, heads), tolerance, device="cuda")
     threshold = log_tolerance - 2 * math.sqrt(head_dim) - math.log(length)
     times = torch.logspace(math.log10(4), 6, heads, dtype=torch.float64)
-    rows = []
     gates = {"half": torch.full((heads,), -math.log(2)), "spread": -1 / times, "one": torch.zeros(heads)}
-    for name, log_fgate_H in gates.items():
-        log_fgate = log_fgate_H.float().cuda().expand(batch, length, heads).contiguous()
-        log_fgate_BHN = log_fgate.transpose(1, 2)
+
+    @functools.cache
+    def unpruned(name: str) -> tuple[list[Any], tuple[float, float]]:
+        """Inputs with these gates, and the time without pruning."""
+        log_fgate = gates[name].float().cuda().expand(batch, length, heads).contiguous()
         inputs = [q, k, v, log_fgate]
-        full = time_replayed(forgetting_attention, inputs, repeats)
-        for bounds, option in {"weights": threshold, "tile": "auto"}.items():
-            pruned = time_replayed(
-                functools.partial(forgetting_attention, adaptive_threshold=option, log_tolerance=tolerance),
-                inputs,
-                repeats,
-            )
-            rule = (threshold, None) if bounds == "weights" else (log_tolerance, score_bounds(*heads_first, scale))
-            search = time_search(*heads_first, log_fgate_BHN, rule[0], bounds == "tile", repeats)
-            rows.append({
-                "shape": shape, "gates": name, "bounds": bounds, "full_ms": full, "pruned_ms": pruned,
-                "speedup": sum(full) / sum(pruned),
-                "skipped": skipped_share(log_fgate_BHN, length, *rule).mean().item(),
-                "search": search / sum(pruned),
-            })  # fmt: skip
-    return rows
+        return inputs, time_replayed(forgetting_attention, inputs, repeats)
+
+    def measure(name: str, bounds: str) -> dict[str, Any]:
+        inputs, full = unpruned(name)
+        option = threshold if bounds == "weights" else "auto"
+        attend = functools.partial(forgetting_attention, adaptive_threshold=option, log_tolerance=tolerance)
+        pruned = time_replayed(attend, inputs, repeats)
+        log_fgate_BHN = inputs[-1].transpose(1, 2)
+        rule = (threshold, None) if bounds == "weights" else (log_tolerance, score_bounds(*heads_first, scale))
+        search = time_search(*heads_first, log_fgate_BHN, rule[0], bounds == "tile", repeats)
+        return {
+            "full_ms": full, "pruned_ms": pruned, "speedup": sum(full) / sum(pruned),
+            "skipped": skipped_share(log_fgate_BHN, length, *rule).mean().item(),
+            "search": search / sum(pruned),
+        }  # fmt: skip
+
+    for name, bounds in itertools.product(gates, ("weights", "tile")):
+        case = {"table": "pruning", "shape": shape, "gates": name, "bounds": bounds}
+        yield record.row(case, functools.partial(measure, name, bounds))
 
 
 def time_search(q: Any, k: Any, log_fgate: Any, threshold: Any, is_bounded: bool, repeats: int) -> float:
@@ -238,27 +251,26 @@ def time_search(q: Any, k: Any, log_fgate: Any, threshold: Any, is_bounded: bool
     return replayed_ms(search, repeats)
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = ["| B,T,H,D | kernel | forward ms | backward ms | both TFLOP/s |", "|---|---|---|---|---|"]
-    for row in result["kernels"]:
-        shape = ",".join(str(n) for n in row["shape"])
-        times = f"{row['forward_ms']:.2f} | {row['backward_ms']:.2f}"
-        lines.append(f"| {shape} | {row['kernel']} | {times} | {row['tflops']:.0f} |")
-    if result["pruning"]:
-        lines += [
-            "",
-            "| B,T,H,D | gates | bounds | full ms | pruned ms | speed-up | skipped | search |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for row in result["pruning"]:
-            shape = ",".join(str(n) for n in row["shape"])
-            full, pruned = (f"{f:.2f} + {b:.2f}" for f, b in (row["full_ms"], row["pruned_ms"]))
-            shares = f"{row['skipped']:.1%} | {row['search']:.1%}"
-            rule = f"{row['gates']} | {row['bounds']}"
-            lines.append(f"| {shape} | {rule} | {full} | {pruned} | {row['speedup']:.2f} | {shares} |")
-    versions = result["environment"]
-    lines += ["", f"{versions['gpu']}, torch {versions['torch']}, Triton {versions['triton']}, bf16."]
-    return "\n".join(lines)
+KERNELS_HEADER = "| B,T,H,D | kernel | forward ms | backward ms | both TFLOP/s |\n|---|---|---|---|---|"
+PRUNING_HEADER = "| B,T,H,D | gates | bounds | full ms | pruned ms | speed-up | skipped | search |\n|---|---|---|---|---|---|---|---|"
+
+
+def describe_kernel(row: dict[str, Any]) -> str:
+    shape = ",".join(str(n) for n in row["shape"])
+    times = f"{row['forward_ms']:.2f} | {row['backward_ms']:.2f}"
+    return f"| {shape} | {row['kernel']} | {times} | {row['tflops']:.0f} |"
+
+
+def describe_pruning(row: dict[str, Any]) -> str:
+    shape = ",".join(str(n) for n in row["shape"])
+    full, pruned = (f"{f:.2f} + {b:.2f}" for f, b in (row["full_ms"], row["pruned_ms"]))
+    shares = f"{row['skipped']:.1%} | {row['search']:.1%}"
+    return f"| {shape} | {row['gates']} | {row['bounds']} | {full} | {pruned} | {row['speedup']:.2f} | {shares} |"
+
+
+def footer(result: dict[str, Any]) -> str:
+    versions = result["environment"]["versions"]
+    return f"\n{device_name(result['environment'])}, torch {versions['torch']}, Triton {versions['triton']}, bf16."
 
 
 if __name__ == "__main__":

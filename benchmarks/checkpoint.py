@@ -5,9 +5,10 @@
     python benchmarks/checkpoint.py --folder /scratch/x --saves 5     # on the file system that a run would use
     python benchmarks/checkpoint.py --experiment demo/fox_pro --device cpu --seq-len 128
 
-Takes real steps on random tokens. Prints a line of JSON per save: `copy_seconds` the loop waited (the first save without
-having reserved its memory in `reserve_seconds` before), `write_seconds` in the background, and the median step in between.
-Every byte is written and flushed: the folder needs room for two checkpoints.
+Takes real steps on random tokens. Prints a line of JSON for the reserving of memory (`reserve_seconds`) and one per save:
+`copy_seconds` the loop waited, `write_seconds` in the background, and the median step in between. Every byte is written and
+flushed: the folder needs room for two checkpoints. --out keeps each line when it is measured (record.py). The lines of one
+process belong together, so that a start that was stopped is measured again from its first line.
 """
 
 import argparse
@@ -16,14 +17,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from record import Record, RecordError, add_options
 
-def parse_args() -> argparse.Namespace:
+from training import compose
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="longcrawl64/forgetting_transformer/pro_760m_48b")
     parser.add_argument("--device", default="cuda")
@@ -34,17 +40,31 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
     parser.add_argument("--foreground", action="store_true", help="training waits for the writing")
-    return parser.parse_args()
+    add_options(parser)
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    args = parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        record = Record("checkpoint", args, argv, args.device, leave_out=("folder",))
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if 0 < len(record.rows) < 1 + args.saves:
+        record.start_over("an earlier start did not finish")
+    for row in record.rows or map(record.add, measure(args)):
+        print(json.dumps(row), flush=True)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row of what is reserved, with the step before it, and a row per save."""
     import torch
 
     from forgetting_transformer.training import setup
     from forgetting_transformer.training.checkpoint import Checkpointer
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
-    from training import compose
 
     device = torch.device(args.device)
     config = compose(args.experiment, [])
@@ -81,17 +101,12 @@ def main() -> None:
         while_reserving = []
         while checkpointer.reserving:
             while_reserving.append(timed(step))
-        print(
-            json.dumps(
-                {
-                    "parameters": sum(p.numel() for p in model.parameters()),
-                    "step_seconds": alone,
-                    "reserve_seconds": time.perf_counter() - began,
-                    "slowest_step_while_reserving": max(while_reserving, default=None),
-                }
-            ),
-            flush=True,
-        )
+        yield {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "step_seconds": alone,
+            "reserve_seconds": time.perf_counter() - began,
+            "slowest_step_while_reserving": max(while_reserving, default=None),
+        }
         for number in range(1, args.saves + 1):
             # Until the copy is whole, as the GPU sees it: nothing launched later runs before.
             waited = timed(
@@ -104,7 +119,7 @@ def main() -> None:
             if saved.error is not None:
                 sys.exit(str(saved.error))
             size = sum(file.stat().st_size for file in Path(folder).glob(f"step-{number:015d}/**/*") if file.is_file())
-            found = {
+            yield {
                 "save": number,
                 "bytes": size,
                 "device_waits_seconds": waited,
@@ -112,9 +127,8 @@ def main() -> None:
                 "write_seconds": saved.write_seconds,
                 "step_seconds_meanwhile": statistics.median(meanwhile),
             }
-            print(json.dumps(found), flush=True)
         checkpointer.close()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

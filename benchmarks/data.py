@@ -5,13 +5,14 @@
 
 Makes an array with LongCrawl64's chunks (2048 documents × 2048 tokens, Blosc lz4) of random tokens that compress about
 as well as text, and reads all of it as rank 0 of a training run would, without training. "plain zarr" is
-`array[documents, tokens]` per batch in the same kind of loader: what a reader without kept chunks does. Prints a
-Markdown table. The decode factor is bytes decoded per byte used; CPU is that of all processes. The clock runs from the
-first batch to the last.
+`array[documents, tokens]` per batch in the same kind of loader: what a reader without kept chunks does. Prints a row of a
+Markdown table when it is measured, and keeps it in --out (record.py): stopped and started again with the same --out, it
+measures what is missing. The decode factor is bytes decoded per byte used; CPU is that of all processes. The clock runs
+from the first batch to the last.
 """
 
 import argparse
-import json
+import functools
 import multiprocessing
 import resource
 import statistics
@@ -29,6 +30,10 @@ import zarr
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from zarr.storage import LocalStore, WrapperStore
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from record import Record, RecordError, add_options
 
 from forgetting_transformer.data import LongCrawl64DataModule, ReadingOrder
 from forgetting_transformer.data.longcrawl64 import PREFETCHED_BATCHES
@@ -50,7 +55,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="passes, of which the median counts (default 3)")
     parser.add_argument("--plain_batches", type=int, default=32, help="batches read with plain zarr (default 32)")
     parser.add_argument("--data_dir", type=Path, help="folder for the array, kept and used again (default: temporary)")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    add_options(parser)
     args = parser.parse_args(argv)
     for name in ("documents", "doc_len", "seq_len", "batch_size", "world_size", "repeats", "plain_batches"):
         if getattr(args, name) < 1:
@@ -62,27 +67,35 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    try:
+        record = Record("data", args, argv, "cpu", leave_out=("data_dir",), packages=("numcodecs",))
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(HEADER, flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         data_dir = args.data_dir or Path(temporary)
         stored = make_array(data_dir / "longcrawl64" / "train.zarr", (args.documents, args.doc_len))
-        rows = []
         for reader in (plain_zarr, kept_chunks):
             for workers in args.workers:
-                rows.append(measure(reader, data_dir, args, workers))
-    result = {"settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}, "rows": rows}
-    result |= {"stored_share": stored, "versions": {"zarr": zarr.__version__, "numcodecs": numcodecs.__version__}}
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1))
-    print(table(result))
+                case = {"reader": reader.__name__.replace("_", " "), "workers": workers}
+                row = record.row(case, functools.partial(measure, reader, data_dir, args, workers, stored))
+                print(describe_row(row), flush=True)
+    rank = "" if args.world_size == 1 else f", the share of one of {args.world_size} ranks"
+    print(
+        f"\n{args.documents:,} x {args.doc_len:,} tokens stored in {stored:.0%} of their size, batches of {args.batch_size} x "
+        f"{args.seq_len:,}{rank}; median of {args.repeats} passes."
+    )
     return 0
 
 
 def make_array(path: Path, shape: tuple[int, int]) -> float:
     """Writes the array unless it is there; returns stored bytes per byte of tokens."""
-    if not (path / ".zarray").exists():
+    if not path.exists():
+        # Under another name until it is whole: chunks that are missing would be read as zeros, which costs nothing.
+        unfinished = path.with_name(f"{path.name}.unfinished")
         array = zarr.create_array(
-            path,
+            unfinished,
             shape=shape,
             chunks=CHUNK,
             dtype="<u2",
@@ -98,6 +111,7 @@ def make_array(path: Path, shape: tuple[int, int]) -> float:
                 tokens = np.minimum(random.zipf(ZIPF_EXPONENT, CHUNK), VOCAB_SIZE - 1).astype(np.uint16)
                 part = array[first : first + CHUNK[0], begin : begin + CHUNK[1]].shape
                 array[first : first + CHUNK[0], begin : begin + CHUNK[1]] = tokens[: part[0], : part[1]]
+        unfinished.rename(path)
     elif zarr.open_array(path, mode="r").shape != shape:
         raise SystemExit(
             f"{path} has another shape than --documents and --doc_len say; delete it or name another folder"
@@ -172,7 +186,7 @@ class _PlainBatches(Dataset):
         return {"input_ids": input_ids, "labels": labels}
 
 
-def measure(reader: Any, data_dir: Path, args: argparse.Namespace, workers: int) -> dict[str, Any]:
+def measure(reader: Any, data_dir: Path, args: argparse.Namespace, workers: int, stored_share: float) -> dict[str, Any]:
     rates, factors, cpus, kept_bytes = [], [], [], 0
     for _ in tqdm(range(args.repeats), desc=f"{reader.__name__}, {workers} workers", unit="pass", leave=False):
         reading = reader(data_dir, args, workers)
@@ -184,12 +198,11 @@ def measure(reader: Any, data_dir: Path, args: argparse.Namespace, workers: int)
         del reading.loader  # ends the workers, whose time counts when they are gone
         cpus.append((cpu_seconds() - before) / tokens)
     return {
-        "reader": reader.__name__.replace("_", " "),
-        "workers": workers,
         "tokens_per_second": rates,
         "decode_factor": statistics.median(factors),
         "cpu_seconds_per_token": statistics.median(cpus),
         "kept_bytes": kept_bytes,
+        "stored_share": stored_share,
     }
 
 
@@ -207,26 +220,14 @@ def cpu_seconds() -> float:
     return sum(part.ru_utime + part.ru_stime for part in usage)
 
 
-def table(result: dict[str, Any]) -> str:
-    chosen = result["settings"]
-    lines = [
-        "| reader | workers | M tokens/s | decode factor | CPU ns per token | kept MiB |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        lines.append(
-            f"| {row['reader']} | {row['workers']} | {statistics.median(row['tokens_per_second']) / 1e6:,.1f} "
-            f"| {row['decode_factor']:.2f} | {row['cpu_seconds_per_token'] * 1e9:,.1f} | {row['kept_bytes'] / 2**20:,.0f} |"
-        )
-    rank = "" if chosen["world_size"] == 1 else f", the share of one of {chosen['world_size']} ranks"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"{chosen['documents']:,} x {chosen['doc_len']:,} tokens stored in {result['stored_share']:.0%} of their size, "
-            f"batches of {chosen['batch_size']} x {chosen['seq_len']:,}{rank}; median of {chosen['repeats']} passes.",
-        ]
-    )
+HEADER = "| reader | workers | M tokens/s | decode factor | CPU ns per token | kept MiB |\n|---|---|---|---|---|---|"
+
+
+def describe_row(row: dict[str, Any]) -> str:
+    rate = statistics.median(row["tokens_per_second"]) / 1e6
+    cpu = row["cpu_seconds_per_token"] * 1e9
+    sizes = f"{row['decode_factor']:.2f} | {cpu:,.1f} | {row['kept_bytes'] / 2**20:,.0f}"
+    return f"| {row['reader']} | {row['workers']} | {rate:,.1f} | {sizes} |"
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ neither. `error` is ‖out - exact‖ / ‖exact‖ against float64.
 
 A call is timed inside a CUDA graph that makes at least 4 of them, on caches of their own of together --min_mib or more,
 as the layers of a model would: else a small cache would stay in the GPU's L2. The median of --repeats replays counts.
+
+A row is printed when it is measured, and kept in --out (record.py): stopped and started again with the same --out, it measures
+what is missing.
 """
 
 import argparse
 import functools
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -35,7 +37,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from attention import environment, replayed_ms
+from attention import footer, replayed_ms
+from record import Record, RecordError, add_options
 
 SHAPES = ["1,24,24,64,16384", "1,24,24,64,65536", "8,24,24,64,16384", "1,24,4,64,16384", "8,24,4,64,16384"]
 KERNELS = ("decode", "half", "spread", "whole", "flash", "cudnn")
@@ -49,7 +52,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--min_mib", type=int, default=400, help="MiB of caches that a CUDA graph goes through")
     parser.add_argument("--peak_gb_s", type=float, default=4800, help="of the GPU's memory; default an H200's")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    add_options(parser)
     return parser.parse_args(argv)
 
 
@@ -61,15 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("this benchmark measures GPU kernels, and PyTorch sees no GPU", file=sys.stderr)
         return 2
-    rows = []
+    try:
+        record = Record("decode", args, argv, "cuda")
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(HEADER, flush=True)
     with torch.no_grad():
         for shape, kernel in itertools.product(shapes, args.kernels):
-            rows.append({"shape": shape, "kernel": kernel, **measure(shape, kernel, args)})
-    result = {"environment": environment(), "rows": rows}
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(table(result))
+            case = {"shape": shape, "kernel": kernel}
+            print(describe_row(record.row(case, functools.partial(measure, shape, kernel, args))), flush=True)
+    print(footer(record.content))
     return 0
 
 
@@ -159,20 +164,17 @@ def replayed_seconds(calls: list[Callable[[], Any]], repeats: int) -> float:
     return replayed_ms(call_all, repeats) / 1e3 / len(calls)
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = ["| B,H,G,D,N | kernel | us | tokens/s | GB/s | of peak | error |", "|---|---|---|---|---|---|---|"]
-    for row in result["rows"]:
-        name = f"| {','.join(str(n) for n in row['shape'])} | {row['kernel']} |"
-        if "unavailable" in row:
-            lines.append(f"{name} – | – | – | – | {row['unavailable']} |")
-            continue
-        bandwidth = " – | – "
-        if row["gb_per_second"] is not None:
-            bandwidth = f" {row['gb_per_second']:.0f} | {row['share_of_peak']:.0%} "
-        lines.append(f"{name} {row['us']:.1f} | {row['tokens_per_second']:.0f} |{bandwidth}| {row['error']:.1e} |")
-    versions = result["environment"]
-    lines += ["", f"{versions['gpu']}, torch {versions['torch']}, Triton {versions['triton']}, bf16."]
-    return "\n".join(lines)
+HEADER = "| B,H,G,D,N | kernel | us | tokens/s | GB/s | of peak | error |\n|---|---|---|---|---|---|---|"
+
+
+def describe_row(row: dict[str, Any]) -> str:
+    name = f"| {','.join(str(n) for n in row['shape'])} | {row['kernel']} |"
+    if "unavailable" in row:
+        return f"{name} – | – | – | – | {row['unavailable']} |"
+    bandwidth = " – | – "
+    if row["gb_per_second"] is not None:
+        bandwidth = f" {row['gb_per_second']:.0f} | {row['share_of_peak']:.0%} "
+    return f"{name} {row['us']:.1f} | {row['tokens_per_second']:.0f} |{bandwidth}| {row['error']:.1e} |"
 
 
 if __name__ == "__main__":

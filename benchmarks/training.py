@@ -10,7 +10,8 @@
 
 A step is forward and backward of one micro-batch of random tokens on one device, with --optimizer_step also gradient
 clipping and AdamW. Each experiment runs in a process of its own, first with activation checkpointing, then without.
-Prints a Markdown table and writes all there is to know as JSON. Running out of memory or of time is a result, not an
+Prints a row of a Markdown table when it is measured, and --out keeps all there is to know of it as JSON (record.py): stopped
+and started again with the same --out, it measures what is missing. Running out of memory or of time is a result, not an
 error; anything else that goes wrong is in the table too, and the exit code is 1.
 
 Defaults on a GPU: the 760M models, 16,384 tokens, bf16 autocast. On a CPU, so that it can be tried: the demo models,
@@ -41,10 +42,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from record import Record, RecordError, add_options, device_name, end_with_parent
 
 STARTED = time.perf_counter()
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -99,7 +104,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="seconds an experiment may take before it is stopped (default 900)",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    add_options(parser)
     parser.add_argument("--worker", nargs=2, metavar=("EXPERIMENT", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if min(args.steps, args.warmup_steps, args.batch_size) < 1:
@@ -137,51 +142,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.worker:
         experiment, file = args.worker
+        end_with_parent()
         work(args, experiment, Path(file))
         return 0
-    rows = []
+    try:
+        record = Record("training", args, argv, args.device, leave_out=("worker", "time_limit"))
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(HEADER, flush=True)
     for experiment in args.experiments:
-        rows += run_in_process(args, experiment, list(sys.argv[1:] if argv is None else argv))
-        print(f"{experiment}: {rows[-1]['status']}", file=sys.stderr)
-    result = {"environment": environment(args), "settings": settings(args), "rows": rows}
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(table(result))
-    return 1 if any(row["status"].startswith("failed") for row in rows) else 0
+        missing = []
+        for checkpointing in CHECKPOINTING[args.checkpointing]:
+            if row := record.find({"experiment": experiment, "checkpointing": checkpointing}):
+                print(describe_row(row), flush=True)
+            else:
+                missing.append(checkpointing)
+        if missing:
+            for row in run_in_process(args, experiment, missing, list(sys.argv[1:] if argv is None else argv)):
+                print(describe_row(record.add(row)), flush=True)
+    print(footer(record.content))
+    return 1 if any(row["status"].startswith("failed") for row in record.rows) else 0
 
 
-def run_in_process(args: argparse.Namespace, experiment: str, argv: list[str]) -> list[dict[str, Any]]:
-    """Rows of one experiment, one per checkpointing setting; what did not finish says why."""
+def run_in_process(
+    args: argparse.Namespace, experiment: str, settings: Sequence[bool], argv: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Rows of one experiment as they are measured, one per checkpointing setting; what did not finish says why."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
         file.touch()
         environ = dict(os.environ)
         if args.empty_kernel_cache:
             environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        command = [sys.executable, __file__, *argv, "--device", args.device, "--worker", experiment, str(file)]
+        chosen = ["--checkpointing", "both" if len(settings) > 1 else "on" if settings[0] else "off"]
+        command = [sys.executable, __file__, *argv, *chosen, "--device", args.device]
+        process = subprocess.Popen([*command, "--worker", experiment, str(file)], env=environ)
+        deadline, done = time.monotonic() + args.time_limit, 0
+        problem = None
         try:
-            done = subprocess.run(command, env=environ, timeout=args.time_limit)
-            problem = f"failed: the process ended with code {done.returncode}"
-        except subprocess.TimeoutExpired:
-            problem = f"stopped after {args.time_limit:g} s"
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    for checkpointing in CHECKPOINTING[args.checkpointing][len(rows) :]:
-        rows.append({"experiment": experiment, "checkpointing": checkpointing, "status": problem})
-    return rows
-
-
-def environment(args: argparse.Namespace) -> dict[str, Any]:
-    import torch
-
-    from forgetting_transformer.training.provenance import describe
-
-    found = describe(torch.device(args.device))
-    return {"versions": found["versions"], "commit": found["git"].get("commit"), "machine": found["machine"]}
-
-
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {key: value for key, value in vars(args).items() if key not in ("worker", "out")}
+            while problem is None:
+                try:
+                    process.wait(min(0.2, max(0.0, deadline - time.monotonic())))
+                    problem = f"failed: the process ended with code {process.returncode}"
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() >= deadline:
+                        process.kill()
+                        process.wait()
+                        problem = f"stopped after {args.time_limit:g} s"
+                # A line that is being written has no end yet.
+                lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+                whole = [line for line in lines if line.endswith("\n")]
+                for line in whole[done:]:
+                    yield json.loads(line)
+                done = len(whole)
+        finally:
+            process.kill()
+            process.wait()
+    for checkpointing in settings[done:]:
+        yield {"experiment": experiment, "checkpointing": checkpointing, "status": problem}
 
 
 # The worker: measures one experiment and appends a line of JSON per checkpointing setting.
@@ -219,6 +238,7 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     import torch
 
     from forgetting_transformer.training import hardware, setup
+    from forgetting_transformer.training.backends import choose_backends
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
 
     device = torch.device(args.device)
@@ -267,6 +287,9 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     total = sum(parameter.numel() for parameter in model.parameters())
     return {
         "trained": is_run(experiment),
+        "compiled": model._is_compiled,
+        "pruned": getattr(model.config, "log_pruning_tolerance", None) is not None,
+        "backends": {op: backend.text for op, backend in choose_backends(model, device).items()},
         "parameters": total,
         "tokens_per_step": tokens,
         "flops_per_token": flops_per_token,
@@ -325,7 +348,7 @@ def compose(experiment: str, overrides: list[str]) -> Any:
         )
 
 
-# The table.
+# The table: HEADER, a line per row, and the footer.
 
 HEADER = (
     "| experiment | checkpointing | ms per step | tokens/s | MFU | memory GB | first step s | cold start s |\n"
@@ -333,19 +356,14 @@ HEADER = (
 )
 
 
-def table(result: dict[str, Any]) -> str:
-    """Markdown: a line per row, and below them what they mean."""
-    chosen, machine = result["settings"], result["environment"]["machine"]
+def footer(result: dict[str, Any]) -> str:
+    """What the rows mean."""
+    chosen = result["settings"]
     step = "forward, backward, clipping, AdamW" if chosen["optimizer_step"] else "forward and backward"
-    return "\n".join(
-        [
-            HEADER,
-            *map(describe_row, result["rows"]),
-            "",
-            f"{machine['device']}, {chosen['precision']}, {chosen['batch_size']} x {chosen['seq_len']:,} tokens a step; "
-            f"a step is {step}. MFU: causal-exact model FLOPs, recomputation not counted, pruned attention as if full, "
-            "over dense peak.",
-        ]
+    return (
+        f"\n{device_name(result['environment'])}, {chosen['precision']}, {chosen['batch_size']} x {chosen['seq_len']:,} "
+        f"tokens a step; a step is {step}. MFU: causal-exact model FLOPs, recomputation not counted, pruned attention as if "
+        "full, over dense peak."
     )
 
 

@@ -148,7 +148,7 @@ speed() { # run
     local results="$folder/speed/$1.json"
     ! { [ -f "$results" ] && grep -q '"status": "ok"' "$results" && is_current "$results" "$1"; } || return 0
     "$python" benchmarks/training.py --experiments "$folder/runs/$1" --seq_len "${SPEED_LEN:-4096}" \
-        --batch_size "${SPEED_BATCH:-16}" --checkpointing off --optimizer_step --steps 5 --time_limit 120 \
+        --batch_size "${SPEED_BATCH:-16}" --checkpointing off --optimizer_step --steps 5 --time_limit 120 --replace \
         --out "$results" >"$folder/logs/speed-$1.log" 2>&1
 }
 

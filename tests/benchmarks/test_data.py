@@ -1,20 +1,15 @@
 """benchmarks/data.py: a table and a JSON file of how fast arrays are read and how much is decoded for it."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "data.py"
+from tests.benchmarks.conftest import load
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("benchmarks_data", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("data")
 
 
 SMALL = ["--documents", "2048", "--doc_len", "2048", "--seq_len", "2048", "--workers", "0", "--repeats", "1"]

@@ -1,20 +1,14 @@
 """benchmarks/decode.py: what can be said about it without a GPU."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "decode.py"
+from tests.benchmarks.conftest import load
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("benchmarks_decode", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("decode")
 
 
 def test_help_explains_every_kernel_and_column(benchmark, capsys):
@@ -22,8 +16,7 @@ def test_help_explains_every_kernel_and_column(benchmark, capsys):
         benchmark.parse_args(["--help"])
     printed = capsys.readouterr().out
     assert all(f"  {kernel}" in printed or f", {kernel}" in printed for kernel in benchmark.KERNELS)
-    columns = benchmark.table({"environment": dict.fromkeys(("gpu", "torch", "triton")), "rows": []}).splitlines()[0]
-    assert all(f"`{name}`" in printed for name in ("us", "tokens/s", "GB/s", "error") if name in columns)
+    assert all(f"`{name}`" in printed for name in ("us", "tokens/s", "GB/s", "error") if name in benchmark.HEADER)
 
 
 @pytest.mark.parametrize("shape, message", [("1,24,64", "five numbers"), ("1,24,5,64,128", "multiple of key heads")])
@@ -53,7 +46,7 @@ def test_rows_say_what_was_measured_and_what_could_not_be(benchmark):
         {"shape": (1, 24, 24, 64, 16384), "kernel": "half", **pruned},
         {"shape": (1, 24, 24, 64, 16384), "kernel": "cudnn", "unavailable": "No available kernel."},
     ]
-    lines = benchmark.table({"environment": {"gpu": "X", "torch": "2", "triton": "3"}, "rows": rows}).splitlines()
+    lines = [*benchmark.HEADER.splitlines(), *map(benchmark.describe_row, rows)]
     assert lines[2] == "| 1,24,24,64,16384 | decode | 25.0 | 40000 | 4000 | 83% | 2.0e-03 |"
     assert lines[3] == "| 1,24,24,64,16384 | half | 25.0 | 40000 | – | – | 2.0e-03 |"
     assert lines[4] == "| 1,24,24,64,16384 | cudnn | – | – | – | – | No available kernel. |"

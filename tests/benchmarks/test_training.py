@@ -1,25 +1,19 @@
 """benchmarks/training.py: a table and a JSON file of what it measured, and of what could not be measured."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import zarr
 
 from forgetting_transformer.evaluation.models import load_model
+from tests.benchmarks.conftest import load
 from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "training.py"
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    spec = importlib.util.spec_from_file_location("benchmarks_training", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("training")
 
 
 SMALL = ["--device", "cpu", "--seq_len", "32", "--steps", "3", "--warmup_steps", "1", "--vocab_size", "64"]
@@ -106,8 +100,7 @@ def test_out_of_memory_is_a_row_and_another_error_says_what_it_was(benchmark):
     assert benchmark.describe_row(row) == "| mamba2/760m_16b | no | out of memory | | | | | |"
 
 
-def test_an_experiment_that_takes_too_long_is_stopped_and_the_next_one_runs(benchmark, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "environment", lambda args: {"machine": {"device": "none"}})
+def test_an_experiment_that_takes_too_long_is_stopped_and_the_next_one_runs(benchmark, capsys):
     arguments = [*SMALL, "--experiments", "demo/fox_pro", "demo/fox_llama", "--time_limit", "0.05"]
     assert benchmark.main(arguments) == 0
     printed = capsys.readouterr().out.splitlines()
