@@ -7,7 +7,8 @@
 
 First table: forward and backward of B,T,H,D in bf16. TFLOP/s counts 2·B·H·T²·D forward, the causal half of two products, and
 2.5 times that backward, for every kernel, whatever it really computes. Baselines: PyTorch's scaled_dot_product_attention
-through cuDNN and FlashAttention-2, without gates, and flash-linear-attention's forgetting attention if it is installed.
+through cuDNN and FlashAttention-2, without gates (cudnn, flash); flash-linear-attention's forgetting attention (fla); and what
+this project falls back to without Gluon (triton), and without Triton (pytorch).
 
 Second table: pruning, with QK-normed inputs (weights 1, so that scores are at most √D) and tolerance e^-10. `half`: all gates
 1/2, as at initialisation. `spread`: constant gates whose time constants are spread logarithmically over the heads, from 4 to 10^6
@@ -38,7 +39,7 @@ from record import Record, RecordError, add_options, device_name
 
 SHAPES = ["1,16384,24,64", "1,16384,12,128", "1,65536,24,64", "8,2048,24,64"]
 PRUNE_SHAPES = ["1,16384,24,64", "8,2048,24,64"]
-BASELINES = ("cudnn", "flash", "fla")
+BASELINES = ("cudnn", "flash", "fla", "triton", "pytorch")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -137,6 +138,7 @@ def measure_shape(
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from forgetting_transformer import forgetting_attention
+    from forgetting_transformer.ops import backends
 
     batch, length, heads, head_dim = shape
     torch.manual_seed(0)
@@ -151,9 +153,9 @@ def measure_shape(
 
         return attend
 
-    kernels: dict[str, tuple[Callable[..., Any], list[Any]]] = {
-        "forgetting attention": (forgetting_attention, [q, k, v, log_fgate])
-    }
+    ours = (forgetting_attention, [q, k, v, log_fgate])
+    kernels: dict[str, tuple[Callable[..., Any], list[Any]]] = {"forgetting attention": ours}
+    left_out: dict[str, tuple[str, ...]] = {}
     if "cudnn" in args.baselines:
         kernels["cuDNN, no gate"] = (sdpa(SDPBackend.CUDNN_ATTENTION), [q, k, v])
     if "flash" in args.baselines:
@@ -162,15 +164,21 @@ def measure_shape(
         from fla.ops.forgetting_attn import parallel_forgetting_attn
 
         kernels["FLA forgetting attention"] = (parallel_forgetting_attn, [q, k, v, log_fgate])
+    if "triton" in args.baselines:
+        kernels["forgetting attention, without Gluon"] = ours
+        left_out["forgetting attention, without Gluon"] = (backends.GLUON,)
+    if "pytorch" in args.baselines:
+        kernels["forgetting attention, in PyTorch"] = ours
+        left_out["forgetting attention, in PyTorch"] = (backends.GLUON, backends.TRITON)
     flops = 2 * batch * heads * length**2 * head_dim
 
-    def measure(attend: Callable[..., Any], inputs: list[Any]) -> dict[str, float]:
-        forward, backward = time_both_ways(attend, inputs, args.repeats)
+    def measure(name: str) -> dict[str, float]:
+        with backends.without("attention", *left_out.get(name, ())):
+            forward, backward = time_both_ways(*kernels[name], args.repeats)
         return {"forward_ms": forward, "backward_ms": backward, "tflops": 3.5 * flops / (forward + backward) / 1e9}
 
-    for name, kernel in kernels.items():
-        case = {"table": "kernels", "shape": shape, "kernel": name}
-        yield record.row(case, functools.partial(measure, *kernel))
+    for name in kernels:
+        yield record.row({"table": "kernels", "shape": shape, "kernel": name}, functools.partial(measure, name))
 
 
 def time_replayed(attend: Callable[..., Any], inputs: list[Any], repeats: int) -> tuple[float, float]:

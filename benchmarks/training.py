@@ -238,7 +238,7 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     import torch
 
     from forgetting_transformer.training import hardware, setup
-    from forgetting_transformer.training.backends import choose_backends
+    from forgetting_transformer.training.backends import choose_on_all_ranks
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
 
     device = torch.device(args.device)
@@ -255,6 +255,9 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     tokens_BT = tokens_BT.to(device)
     inputs_BT, labels_BT = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16-mixed")
+
+    dtype = torch.bfloat16 if args.precision == "bf16-mixed" else torch.float32
+    chosen = choose_on_all_ranks(model, dtype, device, [inputs_BT.shape[1]])
 
     def step() -> float:
         started = time.perf_counter()
@@ -289,7 +292,7 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
         "trained": is_run(experiment),
         "compiled": model._is_compiled,
         "pruned": getattr(model.config, "log_pruning_tolerance", None) is not None,
-        "backends": {op: backend.text for op, backend in choose_backends(model, device).items()},
+        "backends": {op: backend.text for op, backend in chosen.items()},
         "parameters": total,
         "tokens_per_step": tokens,
         "flops_per_token": flops_per_token,

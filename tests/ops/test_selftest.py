@@ -50,7 +50,7 @@ def choose(*uses, dtype=torch.float32, lengths=(512,)):
 
 
 def test_nothing_is_tested_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(selftest, "_check_attention", None)
+    monkeypatch.setattr(selftest, "check_attention", None)
     assert choose(FOX, FOX, OpUse("selective_scan", 1, 4, 64)) == {
         "attention": (PYTORCH, "PyTorch"),
         "selective_scan": (PYTORCH, "PyTorch"),

@@ -5,9 +5,11 @@ process, when its package does not import, a kernel of it does not compile, or i
 PyTorch is never ruled out. Importing this imports neither Triton nor flash-linear-attention.
 """
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import warnings
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -90,6 +92,18 @@ def adopt(others: dict[tuple[str, str], str]) -> None:
     """Rule out what another process ruled out; `others` is its `faults`."""
     for key, message in others.items():
         _faults.setdefault(key, message)
+
+
+@contextlib.contextmanager
+def without(op: str, *names: str) -> Iterator[None]:
+    """For measurements: go without these backends for a while, and say nothing."""
+    before = dict(_faults)
+    _faults.update({(op, name): "left out on purpose" for name in names})
+    try:
+        yield
+    finally:
+        _faults.clear()
+        _faults.update(before)
 
 
 def installed_version(package: str) -> str | None:

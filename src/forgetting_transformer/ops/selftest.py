@@ -101,7 +101,7 @@ def _choose(
     generator: torch.Generator,
 ) -> Backend:
     find = _attention_of if op == "attention" else _recurrence_of
-    check = _check_attention if op == "attention" else _check_recurrence
+    check = check_attention if op == "attention" else check_recurrence
     tolerance = TOLERANCES.get(dtype, 0.0) if op == "attention" else RECURRENCE_TOLERANCE
     while True:
         names = [find(use, dtype, device) for use in uses]
@@ -182,7 +182,7 @@ def _problems(use: OpUse, lengths: Sequence[int] | None) -> list[_Problem]:
     return [problem._replace(window=shortened) for problem in found] if longest > window else found
 
 
-def _check_attention(
+def check_attention(
     use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
 ) -> tuple[float, str]:
     """The largest error of outputs and gradients, and where it is."""
@@ -257,10 +257,10 @@ def _decoding_error(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor) -> tuple
     return _relative_error(got, want.transpose(1, 2)), "the output of decoding"
 
 
-def _check_recurrence(
+def check_recurrence(
     use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
 ) -> tuple[float, str]:
-    """As `_check_attention`. Lengths do not matter to these kernels."""
+    """As `check_attention`. Lengths do not matter to these kernels."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)

@@ -1,0 +1,110 @@
+#!/usr/bin/env python
+"""Measures the recurrences on a GPU: flash-linear-attention's kernels as this project launches them, and in PyTorch.
+
+    python benchmarks/recurrence.py                  # the head dimensions of the 760M models, about a minute
+    python benchmarks/recurrence.py --ops gla --length 4096 --out results.json
+
+`forward ms` and `backward ms` are medians of --repeats runs measured with device events, bf16, one sequence. `error` is the
+largest of ‖x - reference‖ / ‖reference‖ over the output and the gradients, against float64, of the self-test that training makes
+before its first step. `backend` is what ran: on Hopper GPUs FLA's kernels have one fixed launch configuration each
+(ops/recurrence/fla_on_hopper.py), elsewhere FLA tunes them in the first call, which takes minutes.
+
+A row is printed when it is measured, and kept in --out (record.py): stopped and started again with the same --out, it measures
+what is missing.
+"""
+
+import argparse
+import functools
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from attention import time_both_ways
+from record import Record, RecordError, add_options, device_name
+
+#: op: heads, key channels, value channels.
+SHAPES = {
+    "simple_gla": (48, 128, 64),
+    "gla": (12, 128, 128),
+    "delta_rule": (12, 128, 128),
+    "gated_delta_rule": (12, 128, 128),
+}
+BACKENDS = ("fla", "pytorch")
+HEADER = "| op | H,K,V | backend | forward ms | backward ms | error |\n|---|---|---|---|---|---|"
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    parser.add_argument("--length", type=int, default=16384, help="tokens (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=10, help="runs of which the median counts (default %(default)s)")
+    add_options(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    import torch
+
+    if not torch.cuda.is_available():
+        print("this benchmark measures GPU kernels, and PyTorch sees no GPU", file=sys.stderr)
+        return 2
+    try:
+        record = Record("recurrence", args, argv, "cuda")
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(HEADER, flush=True)
+    for op, backend in itertools.product(args.ops, args.backends):
+        case = {"op": op, "shape": SHAPES[op], "wanted": backend}
+        print(describe_row(record.row(case, functools.partial(measure, op, backend, args))), flush=True)
+    versions = record.environment["versions"]
+    print(
+        f"\n{device_name(record.environment)}, torch {versions['torch']}, Triton {versions['triton']}, T = {args.length:,}."
+    )
+    return 0
+
+
+def measure(op: str, backend: str, args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    import torch.nn.functional as F
+
+    from forgetting_transformer.ops import backends, recurrence, selftest
+
+    heads, key_dim, value_dim = SHAPES[op]
+    device = torch.device("cuda", torch.cuda.current_device())
+    left_out = (backends.FLA,) if backend == "pytorch" else ()
+    with backends.without(op, *left_out):
+        use = backends.OpUse(op, heads, key_dim, value_dim)
+        error, _ = selftest.check_recurrence(use, torch.bfloat16, device, None, torch.Generator().manual_seed(0))
+        torch.manual_seed(0)
+        shape = (1, args.length, heads)
+        inputs = [torch.randn(*shape, key_dim, device=device).bfloat16()]
+        inputs.append(F.normalize(torch.randn(*shape, key_dim, device=device), dim=-1).bfloat16())
+        inputs.append(torch.randn(*shape, value_dim, device=device).bfloat16())
+        if op in ("delta_rule", "gated_delta_rule"):
+            inputs.append(torch.rand(*shape, device=device))
+        if op != "delta_rule":
+            channels = (key_dim,) if op == "gla" else ()
+            inputs.append(F.logsigmoid(torch.randn(*shape, *channels, device=device) + 4))
+
+        def run(*tensors: torch.Tensor) -> torch.Tensor:
+            return getattr(recurrence, op)(*tensors, scale=key_dim**-0.5)[0]
+
+        forward, backward = time_both_ways(run, inputs, args.repeats)
+        served = recurrence.fla.serves(op, key_dim, value_dim, torch.bfloat16, device.index)
+    return {"backend": "fla" if served else "pytorch", "forward_ms": forward, "backward_ms": backward, "error": error}
+
+
+def describe_row(row: dict[str, Any]) -> str:
+    times = f"{row['forward_ms']:.2f} | {row['backward_ms']:.2f} | {row['error']:.1e}"
+    return f"| {row['op']} | {','.join(str(n) for n in row['shape'])} | {row['backend']} | {times} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
