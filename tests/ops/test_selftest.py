@@ -96,7 +96,7 @@ def test_a_wrong_kernel_is_replaced_by_the_next(pretend_gpu, monkeypatch, how):
     assert found.name == TRITON and found.text.startswith("Triton 9.9.9, self-test within ")
     (message,) = backends.faults().values()
     assert "Gluon for Hopper is not used: with Triton 9.9.9 its self-test found the " in message
-    assert "Triton runs instead: attention takes 1.2 to 1.3 times as long. To mend it, install a Triton" in message
+    assert "Triton runs instead: attention takes 1.1 to 1.2 times as long. To mend it, install a Triton" in message
 
 
 def test_kernels_that_do_not_compile_leave_pytorch(pretend_gpu, monkeypatch):
@@ -316,7 +316,7 @@ print(*(str(w.message) for w in caught), sep="\\n")
         assert said.split() == ["True", "True", "False"]
     else:
         assert said.startswith("False False False\n") and cause in said and said.count("attention:") == 1
-        assert "Triton runs instead: attention takes 1.2 to 1.3 times as long" in said
+        assert "Triton runs instead: attention takes 1.1 to 1.2 times as long" in said
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -357,3 +357,25 @@ def test_a_gpu_that_fails_is_no_fault_of_the_compiler(monkeypatch, error):
     with pytest.raises(type(error)):
         launcher._on_hopper("forward", (q,), None)
     assert not backends.faults()
+
+
+def test_a_recurrence_whose_kernel_does_not_compile_runs_in_pytorch():
+    """As where the package is there and the compiler is not: the error comes from inside of Triton."""
+    from forgetting_transformer.ops.recurrence import chunked, fla
+
+    def no_compiler(**tensors):
+        exec("raise OSError('no C compiler ' + 400 * 'x' + ' at all')", {"__name__": "triton.runtime.build"})
+
+    q, k, v = torch.randn(3, 1, 70, 2, 16).unbind()
+    beta, log_decay = torch.rand(1, 70, 2), -torch.rand(1, 70, 2)
+    gates = {"beta": beta, "g": log_decay}
+    with pytest.warns(
+        RuntimeWarning, match=r"gated_delta_rule: .* OSError: no C compiler x+ … x+ at all\. PyTorch runs instead"
+    ):
+        out, _ = fla._call("gated_delta_rule", q, k, v, 1.0, None, gates, kernel=no_compiler)
+    assert torch.equal(out, chunked.gated_delta_rule(q, k, v, beta, log_decay, 1.0, None)[0])
+    assert not backends.is_usable("gated_delta_rule", FLA)
+    assert (
+        "To mend it, look whether a C compiler and Python's headers are installed"
+        in backends.faults()["gated_delta_rule", FLA]
+    )

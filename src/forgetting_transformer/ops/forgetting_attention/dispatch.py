@@ -56,7 +56,8 @@ def attend_with_kernel(
     except Exception as error:  # what a compiler raises is not one class
         if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
             raise
-        backends.rule_out("attention", backends.TRITON, f"its kernels do not compile: {backends.describe_error(error)}")
+        reason = f"its kernels do not compile: {backends.describe_error(error)}"
+        backends.rule_out("attention", backends.TRITON, reason, backends.COMPILER_CURE)
         return None
 
 

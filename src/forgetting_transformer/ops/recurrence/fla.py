@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forgetting_transformer.ops import backends
-from forgetting_transformer.ops.recurrence import fla_on_hopper
+from forgetting_transformer.ops.recurrence import chunked, fla_on_hopper
 
 # op: module and function of FLA.
 _KERNELS = {
@@ -76,8 +76,9 @@ def simple_gla(
 ) -> tuple[Tensor, Tensor]:
     key_dim, value_dim, device_index = q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.device.index
     is_right = _has_gated_backward("simple_gla", key_dim, value_dim, q_BTHK.dtype, device_index)
-    kernel = _loaded["simple_gla" if is_right else "fused_simple_gla"]
-    return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, g=log_decay_BTH.float())
+    name = "simple_gla" if is_right else "fused_simple_gla"
+    gates = {"g": log_decay_BTH.float()}
+    return _call("simple_gla", q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, gates, kernel=_loaded[name])
 
 
 def gla(
@@ -88,8 +89,7 @@ def gla(
     scale: float,
     initial_state_BHKV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    kernel = _loaded["gla"]
-    return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, g=log_decay_BTHK.float())
+    return _call("gla", q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, {"g": log_decay_BTHK.float()})
 
 
 def delta_rule(
@@ -100,8 +100,7 @@ def delta_rule(
     scale: float,
     initial_state_BHKV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    kernel = _loaded["delta_rule"]
-    return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, beta=beta_BTH.float())
+    return _call("delta_rule", q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, {"beta": beta_BTH.float()})
 
 
 def gated_delta_rule(
@@ -113,33 +112,46 @@ def gated_delta_rule(
     scale: float,
     initial_state_BHKV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    kernel = _loaded["gated_delta_rule"]
     gates = {"beta": beta_BTH.float(), "g": log_decay_BTH.float()}
-    return _call(kernel, q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, **gates)
+    return _call("gated_delta_rule", q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, gates)
 
 
 def _call(
-    kernel: Callable[..., tuple[Tensor, Tensor]],
+    op: str,
     q_BTHK: Tensor,
     k_BTHK: Tensor,
     v_BTHV: Tensor,
     scale: float,
     initial_state_BHKV: Tensor | None,
-    **gates: Tensor,
+    gates: dict[str, Tensor],
+    kernel: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Run FLA's kernel for the op; PyTorch's chunks, after a warning, where Triton cannot compile it.
+
+    Args:
+        gates: what comes after the values, in the order in which `chunked` takes it, by FLA's names.
+        kernel: default the one of the op's own name.
+    """
     if initial_state_BHKV is not None:
         initial_state_BHKV = initial_state_BHKV.float()
-    # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned, not two.
-    # scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.
-    out_BTHV, state_BHKV = kernel(
-        q=q_BTHK,
-        k=k_BTHK,
-        v=v_BTHV,
-        scale=scale,
-        initial_state=initial_state_BHKV,
-        output_final_state=True,
-        **gates,
-    )
+    try:
+        # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned, not two.
+        # scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.
+        out_BTHV, state_BHKV = (kernel or _loaded[op])(
+            q=q_BTHK,
+            k=k_BTHK,
+            v=v_BTHV,
+            scale=scale,
+            initial_state=initial_state_BHKV,
+            output_final_state=True,
+            **gates,
+        )
+    except Exception as error:  # what a compiler raises is not one class
+        if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
+            raise
+        reason = f"its kernels do not compile: {backends.describe_error(error)}"
+        backends.rule_out(op, backends.FLA, reason, backends.COMPILER_CURE)
+        return getattr(chunked, op)(q_BTHK, k_BTHK, v_BTHV, *gates.values(), scale, initial_state_BHKV)
     return out_BTHV.to(v_BTHV.dtype), state_BHKV
 
 
