@@ -55,7 +55,7 @@ class Record:
         args: its options, with those of `add_options`.
         argv: its command line without the script; None: that of this process.
         device: "cuda" or "cpu", what it measures.
-        leave_out: options that say where files are, and not what is measured.
+        leave_out: options of one value that do not change what is measured, such as where files are.
         packages: whose versions matter beside those of training.
 
     Raises:
@@ -73,7 +73,9 @@ class Record:
     ) -> None:
         self.name = name
         self.file: Path | None = args.out
-        self.environment = environment(name, sys.argv[1:] if argv is None else argv, device, packages)
+        self.environment = environment(
+            command(name, sys.argv[1:] if argv is None else argv, leave_out), device, packages
+        )
         options = {key: value for key, value in vars(args).items() if key not in (*_OUTPUT_OPTIONS, *leave_out)}
         self.settings: dict[str, Any] = _as_json(options)
         self.rows: list[dict[str, Any]] = []
@@ -148,7 +150,7 @@ def dumps(content: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join([*parts, f'"rows": [\n{rows}\n]']) + "\n}\n"
 
 
-def environment(name: str, argv: Sequence[str], device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
+def environment(command_line: str, device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
     """Command, date, commit, hardware and versions of a measurement on `device` ("cuda" or "cpu")."""
     from forgetting_transformer.training.provenance import PACKAGES, git_state
     from forgetting_transformer.versions import installed_versions
@@ -166,7 +168,7 @@ def environment(name: str, argv: Sequence[str], device: str, packages: Sequence[
         versions |= {"torch": torch.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         versions["triton"] = _imported_version("triton")
     return _as_json({
-        "command": command(name, argv),
+        "command": command_line,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": state.get("commit") or os.environ.get(COMMIT_VARIABLE),
         "changed": bool(changed),
@@ -175,10 +177,12 @@ def environment(name: str, argv: Sequence[str], device: str, packages: Sequence[
     })  # fmt: skip
 
 
-def command(name: str, argv: Sequence[str]) -> str:
-    """The command line, without where its results go."""
+def command(name: str, argv: Sequence[str], leave_out: Sequence[str] = ()) -> str:
+    """The command line, without where results go and without the options `leave_out`, which have one value each."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_options(parser)
+    for option in leave_out:
+        parser.add_argument(f"--{option}")
     return shlex.join(["python", f"benchmarks/{name}.py", *parser.parse_known_args(list(argv))[1]])
 
 

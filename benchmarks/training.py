@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         work(args, experiment, Path(file))
         return 0
     try:
-        record = Record("training", args, argv, args.device, leave_out=("worker", "time_limit"))
+        record = Record("training", args, argv, args.device, leave_out=("time_limit", "worker"))
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -3,22 +3,24 @@
 
     python scripts/study_report.py collect output/study --data_path data/python_code --position_loss output/positions \\
         --speed output/speed/*.json --out output/report
-    python scripts/study_report.py tables output/report docs/study.md
+    python scripts/study_report.py tables output/report my_study.md
 
-collect writes OUT/study.json (all numbers), OUT/positions.npz (loss at every position) and figures: per_token_loss.png,
-compare.png (training), search.png (learning rates), memory.png (of the first model with forget gates). It works on a
-study that is not finished, and says what it skips. tables replaces what stands between <!-- NAME --> and <!-- end of NAME --> in
-the page, where NAME is source, models, search, octaves, positions, comparison, variants, or that of a figure with _figure after it,
-and copies the figures to images/PAGE beside the page.
+collect writes OUT/study.json (all numbers of the tables), OUT/positions.npz (loss at every position) and figures:
+per_token_loss.png, compare.png (training), search.png (learning rates), memory.png (of the first model with forget gates). It
+works on a study that is not finished, and says what it skips. tables replaces what stands between <!-- NAME --> and
+<!-- end of NAME --> in a page, where NAME is source, models, search, octaves, positions, comparison, variants, or that of a figure
+with _figure after it. Figures are shown from where they are. (docs/study.md is filled by scripts/pages.py.)
 """
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+#: Position from which models are compared document by document.
+COMPARED_FROM = 256
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -45,13 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
-    from forgetting_transformer.sweep import SweepError
+    from forgetting_transformer.sweep import SweepError, study_report
+    from forgetting_transformer.sweep.tables import fill_in
 
     try:
         if args.command == "collect":
             collect(args)
         else:
-            fill_page(args.report, args.page)
+            page = args.page.read_text(encoding="utf-8")
+            args.page.write_text(fill_in(page, study_report.sections(args.report, args.page)), encoding="utf-8")
     except (SweepError, EvaluationError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -69,8 +73,9 @@ def collect(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     runs = study_results.runs_in(args.study, "runs")
     study = study_results.collect(args.study, args.position_loss, args.speed)
-    write(study, args.out)
     positions = study_results.read_positions(study, args.position_loss)
+    study["comparison"] = per_token_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
+    write(study, args.out)
     study_results.save_positions(positions, args.out / "positions.npz")
     name = study_results.display_name
     if study["search"]:
@@ -140,23 +145,6 @@ def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure:
             columns = ([h.layer for h in first], [h.memory for h in first], [h.memory_is_bound for h in first])
             heatmaps.heads_by_layer(*columns, figure)
     return shares
-
-
-def fill_page(report: Path, page: Path) -> None:
-    from forgetting_transformer.sweep import study_report
-
-    study = json.loads((report / "study.json").read_text(encoding="utf-8"))
-    sections = {name: table(study) for name, table in study_report.TABLES.items()}
-    sections["source"] = study_report.source(study)
-    sections["comparison"] = study_report.comparison_table(study, report / "positions.npz")
-    images = Path("images", page.stem)
-    for name, title in study_report.FIGURES.items():
-        there = (report / f"{name}.png").is_file()
-        sections[f"{name}_figure"] = f"![{title}]({(images / name).as_posix()}.png)" if there else study_report.NOT_RUN
-        if there:
-            (page.parent / images).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(report / f"{name}.png", page.parent / images / f"{name}.png")
-    page.write_text(study_report.fill_in(page.read_text(encoding="utf-8"), sections), encoding="utf-8")
 
 
 if __name__ == "__main__":

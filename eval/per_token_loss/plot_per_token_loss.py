@@ -35,7 +35,7 @@ def main() -> None:
             loss_against_position(curves, path, train_length, args.first)
             print(path)
         table = per_token_loss.slope_table(per_token_loss.unique_names(results))
-        comparison = per_token_loss.comparison_table(results)
+        comparison = per_token_loss.comparison_table(per_token_loss.compare(results))
     except (EvaluationError, ValueError) as error:
         sys.exit(f"error: {error}")
     (args.out / "slopes.md").write_text(table, encoding="utf-8")

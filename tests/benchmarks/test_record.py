@@ -44,7 +44,7 @@ def test_a_file_says_what_was_measured_where_and_with_what(record, tmp_path, mon
     assert list(found) == ["benchmark", "environment", "settings", "rows"]
     assert found["settings"] == {"steps": 3} and found["rows"] == [{"shape": [1, 2], "ms": 0.5}]
     place = found["environment"]
-    assert place["command"] == "python benchmarks/speed.py --steps 3 --folder somewhere"
+    assert place["command"] == "python benchmarks/speed.py --steps 3"
     assert place["commit"] == "0123abc" and place["changed"] is False and place["date"].endswith("+00:00")
     assert place["versions"]["torch"] == torch.__version__ and place["hardware"]["cores"] == os.cpu_count()
 
@@ -54,7 +54,7 @@ def test_only_changed_code_counts_as_a_change(record, monkeypatch):
         patch = "".join(f"diff --git a/{name} b/{name}\n+x\n" for name in names)
         state = {"commit": "c", "patch": patch}
         monkeypatch.setattr("forgetting_transformer.training.provenance.git_state", lambda folder: state)
-        return record.environment("speed", [], "cpu")["changed"]
+        return record.environment("speed", "cpu")["changed"]
 
     assert not changed() and not changed("benchmarks/results/decode.json", "docs/performance.md")
     assert changed("docs/performance.md", "src/forgetting_transformer/ops/norm.py") and changed("configs/config.yaml")

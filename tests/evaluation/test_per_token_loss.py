@@ -232,12 +232,13 @@ def test_models_are_compared_sequence_by_sequence(quickstart, model, tmp_path):
     results = [per_token_loss.read_named(f"{name}={tmp_path / name}") for name in ("late", "early")]
     difference = (expected_losses(early, data) - expected_losses(model, data))[:, 64:128].mean(1)
     error = difference.std(ddof=1) / np.sqrt(DOCUMENTS)
-    table = per_token_loss.comparison_table(results)
+    table = per_token_loss.comparison_table(per_token_loss.compare(results))
     assert f"| early | late | 64 to 128 | {difference.mean():+.4f} ± {error:.4f} |" in table
     shorter = per_token_loss.Result("short", np.ones(64), {}, np.ones((DOCUMENTS, 3)))
-    assert per_token_loss.comparison_table([results[0], shorter]) == "", "other sequences cannot be compared"
+    assert per_token_loss.compare([results[0], shorter]) == [], "other sequences cannot be compared"
     foreign = per_token_loss.Result("official", np.ones(DOC_LEN), {})
-    assert per_token_loss.comparison_table([results[0], foreign]) == ""
+    assert per_token_loss.compare([results[0], foreign]) == []
+    assert per_token_loss.comparison_table([]) == ""
 
 
 def test_seeds_of_different_lengths_are_refused(tmp_path):

@@ -367,21 +367,25 @@ def slope_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comparison_table(results: Sequence[Result], from_position: int = 1) -> str:
-    """Markdown: every model against the first, sequence by sequence; "" where none was evaluated on the same sequences.
+def compare(results: Sequence[Result], from_position: int = 1) -> list[dict[str, Any]]:
+    """Every model against the first, sequence by sequence; nothing of a model that was not evaluated on the same sequences.
 
     Documents differ much more than models do. On the same documents that cancels, so a difference of two models is known
-    much better than either model's slope. Results of one name are seeds, and are averaged first. Octaves that begin before
-    `from_position` are left out.
+    much better than either model's slope. Results of one name are seeds, and are averaged first.
+
+    Args:
+        results: of at least one model.
+        from_position: octaves that begin before it are left out.
+
+    Returns:
+        Per model and octave `begin` to `end` of positions: the mean difference in `loss`, and in its `change` from the octave
+        before (nats), each with its standard error over sequences, which is None for a single one.
     """
     by_name: dict[str, list[Result]] = {}
     for result in results:
         by_name.setdefault(result.name, []).append(result)
     first, *others = by_name
-    lines = [
-        "| Model | against | positions | difference in loss (nats) | difference in change per doubling (nats) |",
-        "|---|---|---|---:|---:|",
-    ]
+    rows = []
     for name in others:
         group = by_name[first] + by_name[name]
         same = {
@@ -393,10 +397,24 @@ def comparison_table(results: Sequence[Result], from_position: int = 1) -> str:
         one, two = (np.mean([r.octaves_NO for r in by_name[key]], axis=0) for key in (first, name))
         difference_NO = two - one
         for o in (o for o in range(1, difference_NO.shape[1]) if edges[o] >= from_position):
-            loss = _with_error(*_mean_and_error(difference_NO[:, o]))
-            change = _with_error(*_mean_and_error(difference_NO[:, o] - difference_NO[:, o - 1]))
-            lines.append(f"| {name} | {first} | {edges[o]:,} to {edges[o + 1]:,} | {loss} | {change} |")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+            row = {"model": name, "against": first, "begin": int(edges[o]), "end": int(edges[o + 1])}
+            row["loss"], row["loss_error"] = _mean_and_error(difference_NO[:, o])
+            row["change"], row["change_error"] = _mean_and_error(difference_NO[:, o] - difference_NO[:, o - 1])
+            rows.append(row)
+    return rows
+
+
+def comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown of what `compare` found; "" if that is nothing."""
+    lines = [
+        "| Model | against | positions | difference in loss (nats) | difference in change per doubling (nats) |",
+        "|---|---|---|---:|---:|",
+    ]
+    for row in rows:
+        loss, change = (_with_error(row[key], row[f"{key}_error"]) for key in ("loss", "change"))
+        positions = f"{row['begin']:,} to {row['end']:,}"
+        lines.append(f"| {row['model']} | {row['against']} | {positions} | {loss} | {change} |")
+    return "\n".join(lines) + "\n" if rows else ""
 
 
 def check_extrapolates(model: EvaluatedModel, data: HeldOut) -> None:

@@ -189,7 +189,7 @@ def _evaluations(folders: Sequence[Path], left_out: list[str]) -> list[tuple[str
         train_length = lengths.pop() if len(lengths) == 1 else None
         picture = _picture(lambda path: loss_against_position(curves, path, train_length), "loss at every position")
         table = per_token_loss.slope_table(per_token_loss.unique_names(losses))
-        comparison = per_token_loss.comparison_table(losses)
+        comparison = per_token_loss.comparison_table(per_token_loss.compare(losses))
         compared = _from_markdown(comparison) if comparison else ""
         sections.append(("Loss at every position, evaluated", picture + compared + _from_markdown(table)))
     if needles:

@@ -1,31 +1,27 @@
-"""A study as tables: what study_results.py collected becomes Markdown, which `fill_in` puts into a page between marks, so that
-no number is copied by hand.
+"""A study as tables: what study_results.py collected becomes Markdown, which `tables.fill_in` puts into a page between marks, so
+that no number is copied by hand.
 """
 
+import json
 import math
-import re
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from forgetting_transformer.evaluation import per_token_loss
-from forgetting_transformer.sweep import SweepError, statistics
+from forgetting_transformer.sweep import statistics
 from forgetting_transformer.sweep.study_results import (
     DIVERGED,
     FINISHED,
     counted_seeds,
     display_name,
-    evaluated_runs,
     in_order,
 )
 from forgetting_transformer.sweep.tables import markdown_table, rate_text
 
 #: In the place of a table or figure of which there is nothing.
 NOT_RUN = "Not run yet."
-#: Position from which models are compared document by document, in tables.
-_COMPARED_FROM = 256
 
 
 def models_table(study: Mapping[str, Any]) -> str:
@@ -164,18 +160,9 @@ def _text(estimate: statistics.Estimate | None) -> str:
     return "" if estimate is None else estimate.text()
 
 
-def comparison_table(study: Mapping[str, Any], positions: Path) -> str:
-    """Models against the first on the same documents, octave by octave, mean of seeds, from the file that `save_positions`
-    wrote."""
-    results = []
-    with np.load(positions, allow_pickle=False) as arrays:
-        for run, name in evaluated_runs(study):
-            summary = study["models"][name].get("per_token_loss")
-            if run in arrays and summary is not None:
-                results.append(
-                    per_token_loss.Result(display_name(name), arrays[run], summary, arrays[f"{run}/octaves"])
-                )
-    return per_token_loss.comparison_table(results, _COMPARED_FROM) if len(results) > 1 else NOT_RUN
+def comparison_table(study: Mapping[str, Any]) -> str:
+    """Models against the first on the same documents, octave by octave, mean of seeds."""
+    return per_token_loss.comparison_table(study.get("comparison", ())) or NOT_RUN
 
 
 def missing(study: Mapping[str, Any]) -> list[str]:
@@ -207,16 +194,18 @@ def missing(study: Mapping[str, Any]) -> list[str]:
 
 
 def source(study: Mapping[str, Any]) -> str:
-    """On what and from what the study was made, in a sentence."""
+    """On what and from what the study was made, in a sentence or two."""
     if "environment" not in study:
         return ""
     environment, corpus = study["environment"], study["corpus"]
     machine, versions = environment["machine"], environment["versions"]
     day = study["started"][:10]
-    return (
+    text = (
         f"Started on {day} on {machine['device']}, PyTorch {versions['torch']}, commit "
         f"{(environment['commit'] or 'unknown')[:7]}; {corpus['total_tokens']:,} training tokens."
     )
+    # Only where something else than `collect` wrote the file.
+    return f"{text} {study['source'][0].upper()}{study['source'][1:]}." if "source" in study else text
 
 
 #: Figures that `collect` of scripts/study_report.py draws, and what they show.
@@ -231,21 +220,22 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "search": search_table,
     "octaves": octaves_table,
     "positions": positions_table,
+    "comparison": comparison_table,
     "variants": variants_table,
 }
 
 
-def fill_in(page: str, tables: Mapping[str, str]) -> str:
-    """A page with what stands between `<!-- NAME -->` and `<!-- end of NAME -->` replaced by the table of that name.
+def sections(report: Path, page: Path) -> dict[str, str]:
+    """What `tables.fill_in` needs for a page about a study: its tables, its figures, and on what and from what it was made.
 
-    Raises:
-        SweepError: the page has marks for a table that is not there.
+    Args:
+        report: folder with study.json and figures, which `collect` of scripts/study_report.py wrote.
+        page: the file that will show them, for paths to the figures.
     """
-
-    def replace(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in tables:
-            raise SweepError(f"the page wants a table {name!r}; there are {', '.join(tables)}")
-        return f"<!-- {name} -->\n{tables[name].strip()}\n<!-- end of {name} -->"
-
-    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end of \1 -->", replace, page, flags=re.DOTALL)
+    study = json.loads((report / "study.json").read_text(encoding="utf-8"))
+    found = {name: table(study) for name, table in TABLES.items()} | {"source": source(study)}
+    for name, title in FIGURES.items():
+        figure = report / f"{name}.png"
+        path = Path(os.path.relpath(figure, page.parent)).as_posix()
+        found[f"{name}_figure"] = f"![{title}]({path})" if figure.is_file() else NOT_RUN
+    return found

@@ -120,7 +120,7 @@ def collect(
             start = json.loads(starts.read_text(encoding="utf-8").splitlines()[0])
             found["environment"] = {
                 "versions": start["versions"],
-                "machine": start["machine"],
+                "machine": {key: start["machine"][key] for key in ("device", "platform") if key in start["machine"]},
                 "commit": start["git"].get("commit"),
             }
             found["started"] = start["time"]
@@ -195,8 +195,9 @@ def _speeds(files: Sequence[Path], models: Mapping[str, str]) -> dict[str, dict[
 
 
 def counted_seeds(model: Mapping[str, Any]) -> list[int]:
-    """Indices of the seeds whose losses are averaged: the finished ones, or all while none is."""
-    return [i for i, loss in enumerate(model["train_loss"]) if loss is not None]
+    """Indices of the seeds whose losses are averaged, those that have one: the finished ones, or all while none is."""
+    losses = zip(model["train_loss"], model["heldout_loss"], strict=True)
+    return [i for i, either in enumerate(losses) if either != (None, None)]
 
 
 def evaluated_runs(study: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,6 +1,14 @@
-"""Markdown tables that also read well on a terminal."""
+"""Markdown tables that also read well on a terminal, and pages whose tables and numbers come from files."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+
+from forgetting_transformer.sweep import SweepError
+
+#: A table stands on lines of its own between <!-- NAME --> and <!-- end of NAME -->, a number in a sentence between
+#: <!-- NAME --> and <!-- end -->.
+_MARKED = re.compile(r"<!-- (\w+) -->(?:\n.*?<!-- end of \1 -->|[^\n]*?<!-- end -->)", re.DOTALL)
+_MARK = re.compile(r"<!-- (?:end|end of \w+|\w+) -->")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) -> str:
@@ -27,3 +35,29 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], alignme
 def rate_text(rate: float) -> str:
     """A learning rate of the grid, as in "2e-3"."""
     return f"{rate:.0e}".replace("e-0", "e-")
+
+
+def fill_in(page: str, sections: Mapping[str, str]) -> str:
+    """A page in which what stands between marks is replaced by the section of that name.
+
+    Args:
+        page: Markdown with marks, `<!-- NAME -->` and `<!-- end of NAME -->` around lines, `<!-- NAME -->` and `<!-- end -->`
+            within a line.
+        sections: tables and numbers by name.
+
+    Raises:
+        SweepError: the page has marks for a section that is not there, or a mark without the one that ends it.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in sections:
+            raise SweepError(f"the page wants {name!r}, and there is no such section; there are {', '.join(sections)}")
+        text = sections[name].strip()
+        if match[0].endswith("<!-- end -->"):
+            return f"<!-- {name} -->{text}<!-- end -->"
+        return f"<!-- {name} -->\n{text}\n<!-- end of {name} -->"
+
+    if unpaired := _MARK.search(_MARKED.sub("", page)):
+        raise SweepError(f"the mark {unpaired[0]} has no other one to pair with")
+    return _MARKED.sub(replace, page)

@@ -1,0 +1,337 @@
+"""Files of results (record.py) as tables and numbers of the documentation. scripts/pages.py puts them into pages.
+
+A table takes all files whose names match its pattern in benchmarks/results, so that a new file replaces an old one by its name,
+or adds a column or rows, for another Triton for example.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from record import device_name
+
+from forgetting_transformer.sweep.tables import markdown_table
+
+RESULTS = Path(__file__).resolve().parent / "results"
+#: How experiments are called, in the order of the tables; the size is left out.
+NAMES = {
+    "forgetting_transformer/pro": "FoX (Pro)",
+    "forgetting_transformer/llama": "FoX (LLaMA)",
+    "transformer/pro": "Transformer (Pro)",
+    "transformer/llama": "Transformer (LLaMA)",
+    "transformer_swa/": "Transformer, window 2,048",
+    "hgrn2/": "HGRN2",
+    "delta_net/": "DeltaNet",
+    "mamba2/": "Mamba-2",
+    "samba/": "Samba",
+    "demo/fox_pro": "FoX (Pro)",
+    "demo/fox_llama": "FoX (LLaMA)",
+    "demo/transformer_pro": "Transformer (Pro)",
+    "demo/transformer_llama": "Transformer (LLaMA)",
+    "demo/transformer_swa": "Transformer (window)",
+    "demo/mamba2": "Mamba-2",
+    "demo/hgrn2": "HGRN2",
+    "demo/delta_net": "DeltaNet",
+    "demo/gated_delta_net": "Gated DeltaNet",
+    "demo/samba": "Samba",
+}
+GATES = {"half": "all ½", "spread": "time constants 4…10⁶", "one": "all 1"}
+PACKAGES = {"torch": "PyTorch", "triton": "Triton", "fla-core": "fla-core"}
+PARTS = {
+    "train": "`train.py`",
+    "train_unpruned": "`train.py`, pruning off",
+    "step": "a step with the weights it trained",
+    "step_unpruned": "the same, pruning off",
+}
+
+
+class Results:
+    """The files of RESULTS that match a pattern, oldest Triton first."""
+
+    def __init__(self, pattern: str) -> None:
+        files = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob(pattern))]
+        if not files:
+            raise FileNotFoundError(f"{RESULTS / pattern}: no such file of results; a table needs it")
+        self.files = sorted(files, key=lambda file: _version(triton(file)))
+
+    def rows(self, **wanted: Any) -> list[dict[str, Any]]:
+        """Rows of all files with these values, each with its file's Triton as `triton`."""
+        found = ({**row, "triton": triton(file)} for file in self.files for row in file["rows"])
+        return [row for row in found if all(row.get(key) == value for key, value in wanted.items())]
+
+    def row(self, **wanted: Any) -> dict[str, Any]:
+        """The only row with these values, or that of the newest Triton."""
+        rows = self.rows(**wanted)
+        if not rows:
+            raise LookupError(f"no file of results has a row with {wanted}")
+        return rows[-1]
+
+    @property
+    def source(self) -> str:
+        """Commands, and on what, with what and when they were run."""
+        commands = dict.fromkeys(file["environment"]["command"] for file in self.files)
+        lines = ["```bash", *(line for line in commands if line.startswith("python ")), "```", ""]
+        if len(lines) == 3:
+            lines = []
+        made = list(dict.fromkeys(map(describe, self.files)))
+        return "\n".join([*lines, *(made if len(made) == 1 else (f"* {text}" for text in made))])
+
+
+def describe(file: Mapping[str, Any]) -> str:
+    """Where the numbers of a file come from, in a sentence or two."""
+    place = file["environment"]
+    hardware, versions = place["hardware"], place["versions"]
+    parts = [device_name(place)]
+    parts += [f"driver {hardware['driver']}"] if hardware.get("driver") else []
+    parts += [f"{name} {versions[key]}" for key, name in PACKAGES.items() if versions.get(key)]
+    parts += [place["date"][:10]]
+    parts += (
+        [f"commit {place['commit'][:7]}{' with changes' if place.get('changed') else ''}"] if place["commit"] else []
+    )
+    text = f"{', '.join(parts)}."
+    return f"{text} {file['source'][0].upper()}{file['source'][1:]}." if "source" in file else text
+
+
+def triton(file: Mapping[str, Any]) -> str:
+    return file["environment"]["versions"].get("triton") or ""
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdigit())
+
+
+def name_of(experiment: str) -> str:
+    """How an experiment is called."""
+    return next((name for start, name in NAMES.items() if experiment.startswith(start)), experiment)
+
+
+def _sized_name(experiment: str) -> str:
+    """The same with the number of parameters, as in "FoX (Pro) 125M"."""
+    size = re.search(r"_(\d+)m(_|$)", experiment) or re.search(r"/(\d+)m(_|$)", experiment)
+    return f"{name_of(experiment)} {size[1]}M" if size else f"{name_of(experiment)}, demo"
+
+
+def _order(experiment: str) -> int:
+    return next((i for i, start in enumerate(NAMES) if experiment.startswith(start)), len(NAMES))
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown; columns of numbers but the first are aligned at the right, and a column that is empty in all rows is left out."""
+    columns = [[row[i] for row in rows if row[i]] for i in range(1, len(header))]
+    alignment = "".join("r" if all(cell[0].isdigit() for cell in column) else "l" for column in columns)
+    return markdown_table(header, rows, f"l{alignment}")
+
+
+def _shape(row: Mapping[str, Any]) -> str:
+    return ",".join(str(n) for n in row["shape"])
+
+
+def _optional(value: float | None, text: Callable[[float], str]) -> str:
+    return "" if value is None else text(value)
+
+
+# Training.
+
+
+def whole_run(results: Results) -> str:
+    """What a run of train.py gets, and steps with the weights it trained."""
+    several = len({row["triton"] for row in results.rows()}) > 1
+    rows = []
+    for row in results.rows():
+        end, first = row.get("tokens_per_second_at_the_end"), row.get("first_loss_seconds")
+        rows.append([
+            _sized_name(row["experiment"]), PARTS[row["part"]], row["triton"] if several else "",
+            _optional(row.get("tokens"), lambda n: f"{n / 1e6:.0f}M"), f"{row['tokens_per_second']:,.0f}",
+            _optional(end, lambda x: f"{x:,.0f}"), _optional(row.get("mfu"), lambda x: f"{x * 100:.1f} %"),
+            _optional(first, lambda x: f"{x:.0f}"),
+        ])  # fmt: skip
+    header = [
+        "model",
+        "what",
+        "Triton",
+        "tokens trained",
+        "tokens/s",
+        "in the last quarter",
+        "MFU",
+        "first loss after s",
+    ]
+    return table(header, rows)
+
+
+def whole_models(results: Results) -> str:
+    """One micro-batch of every architecture, with the weights of initialisation."""
+
+    def key(row: Mapping[str, Any]) -> tuple:
+        return _order(row["experiment"]), row.get("compiled") is False, _unpruned(row), not row["checkpointing"]
+
+    kinds = {True: ", compiled", False: ", eager", None: ""}
+    rows = []
+    for row in sorted((row for row in results.rows() if not row.get("trained")), key=key):
+        name = f"{name_of(row['experiment'])}{kinds[row.get('compiled')]}{', no pruning' if _unpruned(row) else ''}"
+        cells = [name, "yes" if row["checkpointing"] else "no"]
+        if row["status"] == "ok":
+            ms = statistics.median(row["step_seconds"]) * 1e3
+            mfu, memory = row["mfu"], row["peak_memory_bytes"]
+            cells += [f"{ms:,.1f}", f"{row['tokens_per_second']:,.0f}", _optional(mfu, lambda x: f"{x * 100:.1f} %")]
+            cells += [_optional(memory, lambda x: f"{x / 1e9:.1f}")]
+        else:
+            cells += ["", row["status"], "", ""]
+        rows.append(cells)
+    return table(["model", "activation checkpointing", "ms per step", "tokens/s", "MFU", "memory GB"], rows)
+
+
+def _unpruned(row: Mapping[str, Any]) -> bool:
+    """Of a model that could prune."""
+    return row["experiment"].startswith("forgetting_transformer") and row.get("pruned") is False
+
+
+def against_others(others: Results, ours: Results) -> str:
+    """Code that a user would take instead, with our compiled model under the same conditions."""
+    rows = []
+    for row in others.rows():
+        case = {key: row[key] for key in ("experiment", "checkpointing", "pruned")}
+        mine = ours.rows(**case, compiled=True, status="ok")
+        rows.append([
+            name_of(row["experiment"]), row["code"], "yes" if row["checkpointing"] else "no", "yes" if row["pruned"] else "no",
+            f"{row['tokens_per_second']:,.0f}", f"{mine[-1]['tokens_per_second']:,.0f}" if mine else "",
+        ])  # fmt: skip
+    return table(["model", "other code", "activation checkpointing", "pruned", "its tokens/s", "ours"], rows)
+
+
+def cold_start(results: Results) -> str:
+    """Seconds from the start of a process to the end of its first step."""
+    rows = []
+    for file in results.files:
+        for row in sorted(file["rows"], key=lambda row: (row["compiled"], _order(row["experiment"]))):
+            if row.get("cold_start_seconds") is not None:
+                empty = row.get("empty_kernel_cache", file["settings"]["empty_kernel_cache"])
+                caches = "not recorded" if empty is None else "empty" if empty else "warm"
+                compiled = "yes" if row["compiled"] else "no"
+                rows.append([name_of(row["experiment"]), compiled, caches, f"{row['cold_start_seconds']:.1f}"])
+    return table(["model", "compiled", "kernel caches", "seconds"], rows)
+
+
+def demo_losses(results: Results) -> str:
+    """Training losses of the demo models after some steps, and their held-out loss."""
+    rows = sorted(results.rows(part="train"), key=lambda row: _order(row["experiment"]))
+    batch = rows[0]["tokens"] // rows[0]["steps"]
+    steps = [24, 48, 96, 144, rows[0]["steps"]]
+    cells = []
+    for row in rows:
+        losses = dict(map(tuple, row["losses"]))
+        cells.append(
+            [name_of(row["experiment"]), *(f"{losses[n * batch]:.3f}" for n in steps), f"{row['heldout_loss']:.3f}"]
+        )
+    first, *others = (str(n) for n in steps)
+    return table(["model", f"training loss after {first} steps", *others, "held-out loss"], cells)
+
+
+# Kernels.
+
+
+def attention_kernels(results: Results) -> str:
+    """Attention alone, for every Triton; what does not depend on Triton once."""
+    shapes = list(dict.fromkeys(_shape(row) for row in results.rows(table="kernels")))
+    rows = []
+    for shape in shapes:
+        here = [row for row in results.rows(table="kernels") if _shape(row) == shape]
+        for kernel in dict.fromkeys(row["kernel"] for row in here):
+            same = [row for row in here if row["kernel"] == kernel]
+            needs_triton = "orgetting attention" in kernel and "in PyTorch" not in kernel
+            for row in same if needs_triton else same[-1:]:
+                rows.append([
+                    shape, kernel, row["triton"] if needs_triton else "", f"{row['forward_ms']:.2f}",
+                    f"{row['backward_ms']:.2f}", f"{row['tflops']:.0f}",
+                ])  # fmt: skip
+    return table(["B,T,H,D", "kernel", "Triton", "forward ms", "backward ms", "both TFLOP/s"], rows)
+
+
+def attention_pruning(results: Results) -> str:
+    """Pruned against unpruned attention: times with the newest Triton, and the speed-up with the others."""
+    rows = results.rows(table="pruning")
+    versions = list(dict.fromkeys(row["triton"] for row in rows))
+    *others, newest = versions
+    speedups = {(row["triton"], _shape(row), row["gates"], row["bounds"]): row["speedup"] for row in rows}
+    cells = []
+    for row in (row for row in rows if row["triton"] == newest):
+        case = (_shape(row), row["gates"], row["bounds"])
+        full, pruned = (f"{forward:.2f} + {backward:.2f}" for forward, backward in (row["full_ms"], row["pruned_ms"]))
+        cells.append([
+            case[0], GATES[case[1]], case[2], full, pruned, f"{row['speedup']:.2f}",
+            *(_optional(speedups.get((other, *case)), lambda x: f"{x:.2f}") for other in others),
+            f"{row['skipped'] * 100:.1f} %", f"{row['search'] * 100:.1f} %",
+        ])  # fmt: skip
+    header = ["B,T,H,D", "gates", "bounds", "full ms", "pruned ms"]
+    header += [f"speed-up, Triton {version}" for version in (newest, *others)] if others else ["speed-up"]
+    return table([*header, "skipped", "search"], cells)
+
+
+def recurrences(results: Results) -> str:
+    """Recurrences alone, for every Triton."""
+    rows = [
+        [
+            row["op"], _shape(row), row["backend"], row["triton"], f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}",
+            f"{row['error']:.1e}",
+        ]
+        for row in sorted(results.rows(), key=lambda row: (row["op"], row["wanted"], _version(row["triton"])))
+    ]  # fmt: skip
+    return table(["op", "H,K,V", "backend", "Triton", "forward ms", "backward ms", "error"], rows)
+
+
+def decoding(results: Results) -> str:
+    """One token against a cache: microseconds of every kernel, per shape and Triton."""
+    several = len(results.files) > 1
+    titles = {"half": "ours, f = ½, pruned", "cudnn": "cuDNN, no gate", "flash": "FlashAttention, no gate"}
+    titles["whole"] = "the training kernel"
+    rows = []
+    for file in results.files:
+        for shape in dict.fromkeys(_shape(row) for row in file["rows"]):
+            here = {row["kernel"]: row for row in file["rows"] if _shape(row) == shape}
+            ours = here["decode"]
+            cells = [shape.replace(",", ", "), *([triton(file)] if several else [])]
+            cells.append(f"{ours['us']:.1f} ({ours['share_of_peak'] * 100:.0f} %)")
+            for kernel in titles:
+                us = here.get(kernel, {}).get("us")
+                cells.append(_optional(us, lambda x: f"{x:,.0f}" if x >= 300 else f"{x:.1f}"))
+            rows.append(cells)
+    header = ["B, query heads, key heads, D, N", *(["Triton"] if several else []), "ours", *titles.values()]
+    return table(header, rows)
+
+
+def errors(results: Results) -> str:
+    rows = []
+    for row in results.rows():
+        low, high = (None if row[key] is None else f"{row[key]:.1e}" for key in ("low", "high"))
+        size = f"below {high}" if low is None else high if low == high else f"{low} to {high}"
+        rows.append([row["dtype"], row["gates"], row["what"], size])
+    return table(["dtype", "gates", "of what", "‖Δ‖ / ‖reference‖"], rows)
+
+
+# Data and checkpoints.
+
+
+def reading(results: Results) -> str:
+    titles = {"plain zarr": "plain Zarr, a read per batch", "kept chunks": "kept chunks"}
+    rows = []
+    for row in results.rows():
+        rate, cpu = statistics.median(row["tokens_per_second"]) / 1e6, row["cpu_seconds_per_token"] * 1e9
+        cells = [titles[row["reader"]], str(row["workers"]), f"{rate:,.1f}" if rate < 10 else f"{rate:,.0f}"]
+        rows.append([*cells, f"{row['decode_factor']:.2f}", f"{cpu:,.0f}" if cpu >= 100 else f"{cpu:.1f}"])
+    return table(["reader", "workers", "M tokens/s", "bytes decoded per byte used", "CPU ns per token"], rows)
+
+
+def checkpoints(results: Results) -> str:
+    first, *saves = results.rows()
+    rows = []
+    for save in saves:
+        written = _optional(save["write_seconds"], lambda x: f"{x:.0f}")
+        step = f"{save['step_seconds_meanwhile'] * 1e3:.0f}"
+        rows.append(
+            [str(save["save"]), f"{save['bytes'] / 1e9:.1f}", f"{save['device_waits_seconds']:.2f}", written, step]
+        )
+    before = f"{first['step_seconds'] * 1e3:.0f}"
+    header = ["save", "GB", "the GPU waits, s", "written in, s", f"ms per step meanwhile ({before} before)"]
+    return table(header, rows)

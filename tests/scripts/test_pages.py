@@ -1,0 +1,147 @@
+"""scripts/pages.py: what pages say of measurements is what files in the repository say."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.sweep.conftest import load_script
+
+ROOT = Path(__file__).parents[2]
+PAGES_WITH_MARKS = [
+    path.relative_to(ROOT).as_posix()
+    for path in [
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("eval/**/*.md"),
+        *ROOT.glob("benchmarks/**/*.md"),
+    ]
+    if re.search(r"<!-- end\b", path.read_text(encoding="utf-8"))
+]
+RESULTS = [
+    *ROOT.glob("benchmarks/results/*.json"),
+    *ROOT.glob("studies/*/*.json"),
+    *ROOT.glob("eval/*/example_results.json"),
+]
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return load_script("pages")
+
+
+def test_pages_say_what_the_files_say(pages, capsys):
+    assert pages.main(["--check"]) == 0, capsys.readouterr().err
+    assert sorted(pages.PAGES) == sorted(PAGES_WITH_MARKS)
+
+
+def test_a_number_that_is_typed_into_a_page_is_noticed(pages, monkeypatch, capsys):
+    read = pages.read
+    monkeypatch.setattr(pages, "read", lambda page: read(page).replace("67,052", "76,052"))
+    assert pages.main(["--check"]) == 1
+    said = capsys.readouterr().err
+    assert "README.md is not what the files of results say; run python scripts/pages.py" in said
+    assert "docs/performance.md" in said and "docs/study.md" not in said
+
+
+@pytest.fixture
+def copy(pages, monkeypatch, tmp_path):
+    """A copy of the repository's pages and results, which the script works on; the folder."""
+    for folder in ("benchmarks/results", "docs", "eval", "studies"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "STUDY", tmp_path / "studies" / "seven_models")
+    monkeypatch.setattr(pages.tables, "RESULTS", tmp_path / "benchmarks" / "results")
+    return tmp_path
+
+
+def change(file: Path, edit) -> None:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    edit(content)
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def test_a_new_measurement_changes_the_pages_that_show_it(pages, copy, capsys):
+    def edit(content):
+        next(row for row in content["rows"] if row["part"] == "step")["tokens_per_second"] = 512_345.0
+
+    change(copy / "benchmarks/results/whole_run_125m.json", edit)
+    assert pages.main(["--check"]) == 1 and "docs/performance.md" in capsys.readouterr().err
+    assert pages.main([]) == 0 and pages.main(["--check"]) == 0
+    assert ">512,000<" in (copy / "README.md").read_text() and "512,345" in (copy / "docs/performance.md").read_text()
+    change(
+        copy / "studies/seven_models/study.json", lambda study: study["models"]["fox_llama"].update(heldout_loss=[1.0])
+    )
+    assert pages.main([]) == 0
+    assert ">0.23<" not in (copy / "docs/study.md").read_text()
+
+
+def test_another_triton_adds_rows_and_a_column(pages, copy):
+    folder = copy / "benchmarks/results"
+    content = json.loads((folder / "attention_triton_3.6.0.json").read_text())
+    content["environment"]["versions"]["triton"] = "3.10.1"
+    del content["source"]
+    content["environment"]["commit"] = "0123456789"
+    for row in content["rows"]:
+        row["speedup"] = 7.77
+    (folder / "attention_triton_3.10.1.json").write_text(json.dumps(content))
+    assert pages.main([]) == 0
+    page = (copy / "docs/performance.md").read_text()
+    rows = [
+        [c.strip() for c in line.split("|")[1:4]]
+        for line in page.splitlines()
+        if re.match(r"\| 1,16384,24,64 +\|", line)
+    ]
+    assert [row[2] for row in rows if row[1] == "forgetting attention"] == ["3.6.0", "3.7.1", "3.9.0", "3.10.1"]
+    assert [row[2] for row in rows if row[1] == "cuDNN, no gate"] == [""], "it does not depend on Triton"
+    assert (
+        re.search(r"speed-up, Triton 3\.10\.1 +\| +speed-up, Triton 3\.6\.0", page)
+        and "Triton 3.10.1, fla-core 0.6.0" in page
+    )
+
+
+def test_a_missing_file_is_named(pages, copy, capsys):
+    (copy / "benchmarks/results/decode.json").unlink()
+    assert pages.main(["--check"]) == 1
+    assert "decode*.json: no such file of results" in capsys.readouterr().err
+
+
+def test_failed_measurements_are_shown(pages, copy):
+    def edit(content):
+        content["rows"].append({"experiment": "samba/760m_16b", "checkpointing": True, "status": "out of memory"})
+
+    change(copy / "benchmarks/results/training_760m_compiled.json", edit)
+    assert re.search(r"\| Samba +\| yes +\| +\| +out of memory \|", pages.performance()["whole_models"])
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_MARKS)
+def test_no_line_begins_with_a_number_in_marks(page):
+    """Markdown would take the line for HTML, and show what else is on it as it is written."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert not re.findall(r"^\s*(?:[-*] +)?<!-- \w+ -->.*<!-- end -->.*", text, re.MULTILINE)
+
+
+MEASURED = r"\d(?:[\d,.]*\d)?\s*(?:tokens/s|TFLOP/s|ms\b|µs|GB\b|nats|%|seconds|s\b|times\b)"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_a_number_with_the_unit_of_a_measurement_is_in_marks(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!-- (\w+) -->(?:\n.*?<!-- end of \1 -->|[^\n]*?<!-- end -->)", "", text, flags=re.DOTALL)
+    assert not re.findall(rf".*{MEASURED}.*", text)
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_a_file_of_results_says_how_it_was_made_and_names_no_machine(file):
+    text = file.read_text(encoding="utf-8")
+    content = json.loads(text)
+    place = content["environment"]
+    assert place["versions"] is not None and (place.get("hardware") or place.get("machine"))
+    assert re.match(r"20\d\d-\d\d-\d\d", place.get("date") or content["started"])
+    # What a benchmark wrote knows its commit (BENCHMARK_COMMIT says it in a copy without .git); else `source` tells.
+    assert place["commit"] or "source" in content
+    assert not re.search(r"(?<![\w.…])/(?:tmp|root|home|work|mnt|var)/", text) and '"host"' not in text
