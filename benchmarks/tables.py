@@ -250,23 +250,23 @@ def attention_kernels(results: Results) -> str:
 
 
 def attention_pruning(results: Results) -> str:
-    """Pruned against unpruned attention: times with the newest Triton, and the speed-up with the others."""
+    """Pruned against unpruned attention: times with the newest Triton that measured a case, and the speed-up with each."""
     rows = results.rows(table="pruning")
-    versions = list(dict.fromkeys(row["triton"] for row in rows))
-    *others, newest = versions
-    speedups = {(row["triton"], _shape(row), row["gates"], row["bounds"]): row["speedup"] for row in rows}
+    versions = sorted({row["triton"] for row in rows}, key=_version)
+    cases: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: _version(row["triton"])):
+        cases.setdefault((_shape(row), row["gates"], row["bounds"]), {})[row["triton"]] = row
     cells = []
-    for row in (row for row in rows if row["triton"] == newest):
-        case = (_shape(row), row["gates"], row["bounds"])
-        full, pruned = (f"{forward:.2f} + {backward:.2f}" for forward, backward in (row["full_ms"], row["pruned_ms"]))
-        cells.append([
-            case[0], GATES[case[1]], case[2], full, pruned, f"{row['speedup']:.2f}",
-            *(_optional(speedups.get((other, *case)), lambda x: f"{x:.2f}") for other in others),
-            f"{row['skipped'] * 100:.1f} %", f"{row['search'] * 100:.1f} %",
-        ])  # fmt: skip
-    header = ["B,T,H,D", "gates", "bounds", "full ms", "pruned ms"]
-    header += [f"speed-up, Triton {version}" for version in (newest, *others)] if others else ["speed-up"]
-    return table([*header, "skipped", "search"], cells)
+    for (shape, gates, bounds), by_version in cases.items():
+        newest = list(by_version.values())[-1]
+        full, pruned = (
+            f"{forward:.2f} + {backward:.2f}" for forward, backward in (newest["full_ms"], newest["pruned_ms"])
+        )
+        speedups = [_optional(by_version.get(version), lambda row: f"{row['speedup']:.2f}") for version in versions]
+        shares = (f"{newest[key] * 100:.1f} %" for key in ("skipped", "search"))
+        cells.append([shape, GATES[gates], bounds, full, pruned, *speedups, *shares])
+    names = [f"speed-up, Triton {version}" for version in versions] if len(versions) > 1 else ["speed-up"]
+    return table(["B,T,H,D", "gates", "bounds", "full ms", "pruned ms", *names, "skipped", "search"], cells)
 
 
 def recurrences(results: Results) -> str:

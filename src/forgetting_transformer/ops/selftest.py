@@ -109,7 +109,8 @@ def _choose(
         order = backends.BACKENDS.get(op, (backends.PYTORCH,))
         name = min(names, key=order.index)
         if name == backends.PYTORCH:
-            return Backend(name, describe(name))
+            loses_bits = op == "attention" and device.type == "cuda"
+            return Backend(name, describe(name) + ", gradients not bitwise reproducible" * loses_bits)
         try:
             tested = [use for use, found in zip(uses, names, strict=True) if found != backends.PYTORCH]
             with torch.inference_mode(False), torch.enable_grad():
