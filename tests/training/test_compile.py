@@ -36,11 +36,6 @@ compiling.compiled = lambda function: torch.compile(function, dynamic=False, bac
 ATTENTION = {"attention": Backend("triton", "Triton 3.6.0")}
 
 
-def processes(device: str) -> SimpleNamespace:
-    """What `choose` looks at of Fabric."""
-    return SimpleNamespace(device=torch.device(device), is_global_zero=True)
-
-
 def warnings(caplog) -> list[str]:
     """What this project warned of; torch.compile logs as well."""
     ours = (record for record in caplog.records if record.name.startswith("forgetting_transformer"))
@@ -57,7 +52,7 @@ def working_triton(monkeypatch):
 
 @pytest.mark.parametrize(("device", "compiles"), [("cuda", True), ("cpu", False), ("mps", False)])
 def test_a_new_run_compiles_on_cuda_and_nowhere_else(working_triton, device, compiles):
-    assert execution.choose("auto", processes(device), None, ATTENTION) == Execution(
+    assert execution.choose("auto", torch.device(device), None, ATTENTION) == Execution(
         compiles, device, {"attention": "triton"}
     )
 
@@ -66,8 +61,8 @@ def test_a_new_run_compiles_on_cuda_and_nowhere_else(working_triton, device, com
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_run_that_continues_does_as_before(working_triton, caplog, device, compiles):
     before = Execution(compiles, device, {"attention": "triton"})
-    assert execution.choose("auto", processes(device), before, ATTENTION) == before
-    assert execution.choose(compiles, processes(device), before, ATTENTION) == before
+    assert execution.choose("auto", torch.device(device), before, ATTENTION) == before
+    assert execution.choose(compiles, torch.device(device), before, ATTENTION) == before
     assert not warnings(caplog)
 
 
@@ -77,14 +72,14 @@ def test_a_run_that_continues_does_as_before(working_triton, caplog, device, com
 )
 def test_a_run_older_than_auto_stays_what_it_was(working_triton, caplog, train, compiles):
     before = execution.recorded({"config": {"train": train}})
-    assert execution.choose("auto", processes("cuda"), before, ATTENTION).compile is compiles
+    assert execution.choose("auto", torch.device("cuda"), before, ATTENTION).compile is compiles
     assert not warnings(caplog), "its checkpoints do not say what ran its ops"
 
 
 def test_another_choice_is_one_warning_that_names_all_that_changed(working_triton, caplog):
     before = Execution(False, "cuda", {"attention": "gluon", "gla": "fla", "an op that is gone": "fla"})
     now = ATTENTION | {"gla": Backend("fla", ""), "a new op": Backend("pytorch", "")}
-    assert execution.choose(True, processes("cuda"), before, now).compile
+    assert execution.choose(True, torch.device("cuda"), before, now).compile
     assert warnings(caplog) == [
         "not bitwise from here: blocks and loss were not compiled and are compiled now (train.compile); "
         "attention ran on gluon and runs on triton now"
@@ -93,18 +88,18 @@ def test_another_choice_is_one_warning_that_names_all_that_changed(working_trito
 
 def test_on_another_kind_of_device_auto_chooses_anew(working_triton, caplog):
     before = Execution(True, "cuda", {"attention": "gluon"})
-    assert not execution.choose("auto", processes("cpu"), before, {"attention": Backend("pytorch", "")}).compile
+    assert not execution.choose("auto", torch.device("cpu"), before, {"attention": Backend("pytorch", "")}).compile
     (message,) = warnings(caplog)
     assert "the device was cuda and is cpu now" in message
 
 
 def test_without_a_triton_that_works_auto_warns_and_true_is_refused(monkeypatch, caplog):
     monkeypatch.setattr(execution, "_obstacle", lambda device: "no Triton")
-    assert not execution.choose("auto", processes("cuda"), None, {}).compile
+    assert not execution.choose("auto", torch.device("cuda"), None, {}).compile
     assert warnings(caplog) == ["train.compile=auto: nothing is compiled, which about halves the speed: no Triton"]
     with pytest.raises(ConfigError, match=r"train\.compile=true cannot work here: no Triton"):
-        execution.choose(True, processes("cuda"), None, {})
-    assert not execution.choose(False, processes("cuda"), None, {}).compile
+        execution.choose(True, torch.device("cuda"), None, {})
+    assert not execution.choose(False, torch.device("cuda"), None, {}).compile
 
 
 @pytest.mark.parametrize("value", ["yes", "true", "Auto", 1, None, 0.5])
@@ -224,7 +219,7 @@ def one_process_group(folder: Path):
 
 
 def compilation_of(config: Config) -> Compilation:
-    return Compilation(config, SimpleNamespace(device=torch.device("cpu"), is_global_zero=True, world_size=1), VOCAB)
+    return Compilation(config, VOCAB, torch.device("cpu"))
 
 
 def build(config: Config) -> nn.Module:
@@ -402,15 +397,13 @@ def test_the_first_step_is_foretold_from_starts_like_this_one(tiny, monkeypatch,
     other = parse(OmegaConf.create(changed(tiny, model__config__num_heads=4)))
 
     def foretold(config, device: str = "cpu", rank: int = 0) -> list[str]:
-        fabric = SimpleNamespace(device=torch.device(device), is_global_zero=rank == 0, world_size=2)
-        run = Compilation(config, fabric, VOCAB)
+        run = Compilation(config, VOCAB, torch.device(device), rank)
         caplog.clear()
         run.foretell()
         return [record.getMessage() for record in caplog.records]
 
     def took(seconds: float) -> None:
-        fabric = SimpleNamespace(device=torch.device("cpu"), is_global_zero=True, world_size=2)
-        Compilation(config, fabric, VOCAB).first_step_took(seconds)
+        Compilation(config, VOCAB, torch.device("cpu")).first_step_took(seconds)
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     kept = f"the next start finds the compiled code in {tmp_path}"

@@ -11,7 +11,6 @@ import threading
 from pathlib import Path
 
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 
 from forgetting_transformer.training.checkpoint import write_atomically
@@ -47,18 +46,20 @@ class Compilation:
 
     Args:
         config: of the run.
-        fabric: its processes.
         vocab_size: of the corpus.
+        device: of this rank.
     """
 
-    def __init__(self, config: Config, fabric: Fabric, vocab_size: int) -> None:
-        self._talks = fabric.is_global_zero
+    def __init__(
+        self, config: Config, vocab_size: int, device: torch.device, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self._talks = rank == 0
         self._told: set[str] = set()
         self._starting: threading.Thread | None = None
-        on_cuda = fabric.device.type == "cuda"
+        on_cuda = device.type == "cuda"
         if config.train.compile is True or (config.train.compile == "auto" and on_cuda):
             _keep_code()
-            _configure(fabric.world_size)
+            _configure(world_size)
             if on_cuda:
                 # PyTorch's settings belong to a thread and what it takes over.
                 settings = contextvars.copy_context()
@@ -69,8 +70,8 @@ class Compilation:
         like_this = (
             (config.model.name, config.model.config, vocab_size),
             (min(config.train.grad_acc_tokens, data.train_batch_size * data.train_batch_len), data.train_batch_len),
-            (config.fabric.precision, config.train.gradient_checkpointing, config.strategy.name, fabric.world_size),
-            (torch.cuda.get_device_name(fabric.device) if on_cuda else fabric.device.type, torch.__version__),
+            (config.fabric.precision, config.train.gradient_checkpointing, config.strategy.name, world_size),
+            (torch.cuda.get_device_name(device) if on_cuda else device.type, torch.__version__),
         )
         text = json.dumps(like_this, sort_keys=True, default=str)
         self._key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.training.config import ConfigError
@@ -46,17 +45,19 @@ def recorded(state: dict[str, Any]) -> Execution:
     return Execution(found["compile"], found["device"], found["backends"])
 
 
-def choose(choice: bool | str, fabric: Fabric, before: Execution | None, backends: dict[str, Backend]) -> Execution:
-    """Resolve `train.compile`, the same on every rank, and say on rank 0 what is not as it was before.
+def choose(
+    choice: bool | str, device: torch.device, before: Execution | None, backends: dict[str, Backend], rank: int = 0
+) -> Execution:
+    """Resolve `train.compile`, the same on every rank; rank 0 warns of what is not as it was before.
 
     Args:
         choice: True, False or "auto": as `before`, and for a new run, or on another type of device, on for CUDA.
-        before: what the checkpoint that the run continues from was trained with.
+        before: what the checkpoint that the run continues from was trained with, if it continues.
+        backends: what runs each op.
 
     Raises:
         ConfigError: True, and the compiler cannot work here.
     """
-    device = fabric.device
     if choice == "auto":
         on_same_device = before is not None and before.device in (None, device.type)
         wanted = before.compile if on_same_device else device.type == "cuda"
@@ -72,7 +73,7 @@ def choose(choice: bool | str, fabric: Fabric, before: Execution | None, backend
             log.warning("train.compile=auto: nothing is compiled, which about halves the speed: %s", reason)
     now = Execution(wanted, device.type, {op: found.name for op, found in backends.items()})
     changes = differences(before, now) if before is not None else []
-    if changes and fabric.is_global_zero:
+    if changes and rank == 0:
         log.warning("not bitwise from here: %s", "; ".join(changes))
     return now
 

@@ -119,7 +119,13 @@ class Trainer:
         self.order = self.data.open_train()[1]
         self._check_budget()
         self.startup.done("data")
-        self.compilation = Compilation(config, self.fabric, self.data_info.vocab_size)
+        self.compilation = Compilation(
+            config,
+            self.data_info.vocab_size,
+            self.fabric.device,
+            self.fabric.global_rank,
+            self.fabric.world_size,
+        )
         model = setup.build_model(config, self.data_info)
         self.flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
         self.startup.done("model")
@@ -160,7 +166,9 @@ class Trainer:
         #: What the checkpoint that this start continues from was trained with.
         self.before: execution.Execution | None = None
         self.saved_step = self._restore()
-        self.execution = execution.choose(config.train.compile, self.fabric, self.before, self.backends)
+        self.execution = execution.choose(
+            config.train.compile, self.fabric.device, self.before, self.backends, self.fabric.global_rank
+        )
         self.compilation.settle(self.model.module if self.compiled else None)
         self.startup.done("checkpoint")
         self.goodput.begin(self.counters.token_count)
