@@ -24,8 +24,8 @@ from forgetting_transformer.training.config import check_choices
 from forgetting_transformer.training.execution import Execution
 from forgetting_transformer.training.launch import shard
 from tests.model.small_models import SMALL_FIELDS
-from tests.training.conftest import STEP, VOCAB, Job, changed
-from tests.training.test_resume import assert_same_run, losses
+from tests.training.conftest import STEP, VOCAB, Job, changed, checkpoint_tensors
+from tests.training.test_resume import lines, losses
 
 #: For a training process: torch.compile that captures graphs and runs them as they are, within a second.
 CAPTURE_ONLY = """
@@ -331,6 +331,14 @@ def test_what_is_left_uncompiled_is_a_warning(captured, tiny, caplog, monkeypatc
 # The real compiler
 
 
+def assert_same_bits(a: str, b: str, step: int) -> None:
+    """Weights, moments, losses and norms of two runs without evaluations."""
+    first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, step)
+    assert first.keys() == second.keys() and len(first) > 20
+    assert not [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
+    assert losses(a) == losses(b) and lines(a, "norm") == lines(b, "norm")
+
+
 @pytest.mark.slow
 def test_two_starts_with_empty_caches_are_bitwise_one_run(tiny, tmp_path):
     """Nothing that a start compiled is left for the next."""
@@ -349,7 +357,7 @@ def test_two_starts_with_empty_caches_are_bitwise_one_run(tiny, tmp_path):
     compiled(straight, "first")
     compiled(changed(config, train__max_tokens=4 * STEP), "first")
     compiled(config, "second")
-    assert_same_run(straight["output_dir"], config["output_dir"], 8 * STEP, files=1)
+    assert_same_bits(straight["output_dir"], config["output_dir"], 8 * STEP)
     eager = changed(config, train__compile=False, output_dir=str(tmp_path / "eager"))
     assert Job(eager).wait() == [0]
     ours, theirs = losses(config["output_dir"]), losses(eager["output_dir"])
