@@ -237,8 +237,9 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     """Builds the model as a training run would, and times its steps. `cold`: the first measurement of a process."""
     import torch
 
-    from forgetting_transformer.training import hardware, setup
+    from forgetting_transformer.training import execution, hardware, setup
     from forgetting_transformer.training.backends import choose_on_all_ranks
+    from forgetting_transformer.training.compilation import Compilation
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
 
     device = torch.device(args.device)
@@ -258,6 +259,8 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
 
     dtype = torch.bfloat16 if args.precision == "bf16-mixed" else torch.float32
     chosen = choose_on_all_ranks(model, dtype, device, [inputs_BT.shape[1]])
+    if execution.choose(config.train.compile, device, None, chosen).compile:
+        Compilation(config, model.config.vocab_size, device).settle(model)
 
     def step() -> float:
         started = time.perf_counter()

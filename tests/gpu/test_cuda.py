@@ -214,7 +214,8 @@ def test_straight_run_equals_interrupted_run_bitwise_on_gpus(tiny, tmp_path, str
     if torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs")
     tiny = changed(tiny, fabric={"precision": precision, "accelerator": "cuda", "devices": world_size})
-    tiny = changed(tiny, train__grad_acc_tokens=32)
+    # test_compile_cuda.py does the same with compiled blocks.
+    tiny = changed(tiny, train__grad_acc_tokens=32, train__compile=False)
     straight = changed(tiny, strategy__name=strategy, output_dir=str(tmp_path / "straight"))
     train(straight, world_size, accelerator="cuda")
     stopped = changed(straight, output_dir=str(tmp_path / "stopped"))
@@ -230,7 +231,7 @@ def test_straight_run_equals_interrupted_run_bitwise_on_gpus(tiny, tmp_path, str
 def test_two_gpus_continue_on_one_with_the_same_losses(tiny, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    tiny = changed(tiny, fabric={"precision": "32-true", "accelerator": "cuda", "devices": 1})
+    tiny = changed(tiny, fabric={"precision": "32-true", "accelerator": "cuda", "devices": 1}, train__compile=False)
     straight, moved = (changed(tiny, output_dir=str(tmp_path / name)) for name in ("straight", "moved"))
     train(straight, accelerator="cuda")
     for steps, strategy, world_size in [(7, "fsdp", 2), (13, "auto", 1), (20, "ddp", 2)]:

@@ -22,7 +22,9 @@ def on_gpus(tiny):
 
     def configure(strategy: str, world_size: int, **changes) -> dict:
         fabric = {"precision": "32-true", "accelerator": "cuda", "devices": world_size}
-        return changed(tiny, strategy__name=strategy, fabric=fabric, train__grad_acc_tokens=32, **changes)
+        # Compiling would take most of the time; tests/gpu/test_compile_cuda.py is about that.
+        tiny["train"] |= {"grad_acc_tokens": 32, "compile": False}
+        return changed(tiny, strategy__name=strategy, fabric=fabric, **changes)
 
     return configure
 

@@ -20,7 +20,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -32,6 +31,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from forgetting_transformer.model.cache import DecoderCache
 from forgetting_transformer.model.layers import RMSNorm, SwiGLU, swiglu_width
+from forgetting_transformer.ops import compiling
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
 
@@ -326,7 +326,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         """
         for module in self.modules():
             if isinstance(module, DecoderBlock):
-                module._transform = torch.compile(module._transform, dynamic=False)
+                module._transform = compiling.compiled(module._transform)
         self._is_compiled = True
 
     @property

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from forgetting_transformer.ops import compiling
+
 # Logits per slice: 512 MiB in float32, about 2,700 tokens of a 50,257-word vocabulary.
 _MAX_LOGITS = 2**27
 
@@ -114,4 +116,4 @@ def _slice_loss(
 
 @functools.cache
 def _compiled_slice_loss() -> Callable[..., Tensor]:
-    return torch.compile(_slice_loss, dynamic=False)
+    return compiling.compiled(_slice_loss)

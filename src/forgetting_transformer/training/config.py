@@ -48,8 +48,9 @@ class TrainConfig:
     spike_factor: float | None = None
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
-    #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer.
-    compile: bool = False
+    #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer. true, false or
+    #: "auto": on for CUDA, off elsewhere; a run that continues does as it did before.
+    compile: Any = "auto"
     #: Whether biases, norm weights and convolution kernels are decayed.
     bias_weight_decay: bool = False
     normalization_weight_decay: bool = False
@@ -327,6 +328,8 @@ def check_choices(config: Config) -> None:
         raise ConfigError(f"strategy.name={config.strategy.name!r} is unknown; use 'auto', 'ddp' or 'fsdp'")
     if config.wandb.mode not in ("online", "offline", "disabled"):
         raise ConfigError(f"wandb.mode={config.wandb.mode!r} is unknown; use 'online', 'offline' or 'disabled'")
+    if config.train.compile not in (True, False, "auto") or not isinstance(config.train.compile, bool | str):
+        raise ConfigError(f"train.compile={config.train.compile!r} is unknown; use auto, true or false")
     if config.optimizer.name != "adamw":
         raise ConfigError(f"optimizer.name={config.optimizer.name!r} is unknown; use 'adamw'")
     if config.datamodule.missing_chunks not in ("error", "skip"):

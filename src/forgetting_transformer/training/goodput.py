@@ -8,7 +8,7 @@
     lost         all of the above, after the checkpoint that the next start went on from
 
 `output_dir/goodput.json` has an entry for every start: seconds by category, and the same as they stood at its
-checkpoints ("marks"). What came after the mark that a later start began from was lost. Time between starts, in a
+checkpoints ("marks"). "stages" divides "start" and "first step" further (startup.py). What came after the mark that a later start began from was lost. Time between starts, in a
 queue, is not counted. All times are of rank 0's host, which waits for the device where it logs.
 """
 
@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from forgetting_transformer.training.startup import seconds_since_process_start
 
 CATEGORIES = ("steps", "first step", "data", "evaluation", "checkpoint", "log", "start")
 #: Marks kept of every start; older checkpoints than that are gone or permanent, and few go back to those.
@@ -37,7 +39,7 @@ class Goodput:
         self._seconds = dict.fromkeys(CATEGORIES, 0.0)
         self._category = "start"
         self._since = time.perf_counter()
-        self._seconds["start"] = _seconds_since_process_start()
+        self._seconds["start"] = seconds_since_process_start()
         self._start: dict[str, Any] = {}
         self._earlier: list[dict[str, Any]] = []
 
@@ -49,6 +51,10 @@ class Goodput:
             except (OSError, ValueError, LookupError):
                 self._earlier = []  # bookkeeping that was damaged must not stop a run
         self._start = {"from_step": step, "step": step, "marks": []}
+
+    def started(self, stages: dict[str, float]) -> None:
+        """The first step is done; `stages` are seconds by what was done before it and in it."""
+        self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in stages.items()}
 
     def switch(self, category: str) -> str:
         """Time runs in `category` from now on; returns the one before."""
@@ -105,13 +111,3 @@ def describe(shares_: dict[str, float]) -> str:
     """One line for the log."""
     parts = [f"{name} {value:.1%}" for name, value in shares_.items() if name != "hours" and value >= 0.0005]
     return f"{shares_['hours']:.2f} h of wall time: {', '.join(parts)}"
-
-
-def _seconds_since_process_start() -> float:
-    """Imports and Hydra come before any clock of ours; Linux knows when the process began, elsewhere this is 0."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-        return max(0.0, uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
-    except (OSError, ValueError, IndexError):
-        return 0.0

@@ -66,6 +66,8 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     tokens = data.train_batch_size * data.train_batch_len
     total_steps = math.ceil(config.train.max_tokens / tokens)
     problems, seconds = [], []
+    if trainer.compiled:
+        trainer.compilation.foretell()
     try:
         loader = trainer.data.train_loader(0, min(1 + STEPS, total_steps), fabric.global_rank, fabric.world_size)
         for batch in loader:

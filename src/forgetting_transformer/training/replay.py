@@ -69,7 +69,6 @@ def replay(
     checkpoint = next(filter(None, (newest_valid(directory.checkpoints, s) for s in reversed(earlier))), None)
 
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    config.train.compile = False
     model = setup.build_model(config, data.train_info())
     if checkpoint is not None:
         load_weights(checkpoint, model)

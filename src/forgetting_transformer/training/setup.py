@@ -94,8 +94,9 @@ def build_model(config: Config, data: DataInfo) -> nn.Module:
     model = architecture.lm_class(model_config)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    if config.train.compile:
-        model.compile_parts()
+        # Meant for frozen embeddings. Without gradients, in an evaluation, it would make the first block's input a kind of its
+        # own, for which torch.compile compiles everything once more.
+        model.disable_input_require_grads()
     return model
 
 

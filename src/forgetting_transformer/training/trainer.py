@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from forgetting_transformer.ops.selftest import Backend
-from forgetting_transformer.training import goodput, setup
+from forgetting_transformer.training import execution, goodput, setup
 from forgetting_transformer.training.backends import choose_on_all_ranks
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
@@ -33,6 +33,7 @@ from forgetting_transformer.training.checkpoint import (
     CheckpointError,
     steps_in,
 )
+from forgetting_transformer.training.compilation import Compilation
 from forgetting_transformer.training.config import Config, ConfigError, check, check_choices, check_continues
 from forgetting_transformer.training.descriptions import model_info, write_descriptions
 from forgetting_transformer.training.feed import DataWorkerError, feed
@@ -45,6 +46,7 @@ from forgetting_transformer.training.provenance import describe
 from forgetting_transformer.training.run_directory import RunDirectory
 from forgetting_transformer.training.schedule import build_schedule
 from forgetting_transformer.training.sentinel import Sentinel
+from forgetting_transformer.training.startup import Startup
 from forgetting_transformer.training.status import write_status
 from forgetting_transformer.training.step_guard import StepGuard
 from forgetting_transformer.training.stop import Stop, Vote
@@ -98,11 +100,13 @@ def train(config: Config) -> str:
 
 class Trainer:
     def __init__(self, config: Config, sentinel: Sentinel | None = None) -> None:
+        self.startup = Startup()
         self.config = config
         self.sentinel = sentinel or Sentinel(config.strategy.timeout_seconds)
         check_choices(config)
         self.fabric = launch(config)
         check(config, self.fabric.world_size)
+        self.startup.done("processes")
         self.directory = RunDirectory(config.output_dir)
         self.goodput = goodput.Goodput(self.directory.goodput if self.fabric.is_global_zero else None)
         self.schedule = build_schedule(config.schedule, config.optimizer.lr)
@@ -114,16 +118,27 @@ class Trainer:
         self.data_info = self.data.train_info()
         self.order = self.data.open_train()[1]
         self._check_budget()
+        self.startup.done("data")
+        self.compilation = Compilation(
+            config,
+            self.data_info.vocab_size,
+            self.fabric.device,
+            self.fabric.global_rank,
+            self.fabric.world_size,
+        )
         model = setup.build_model(config, self.data_info)
         self.flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
+        self.startup.done("model")
         #: op: what runs it, tested here and now.
         self.backends = self._choose_backends(model)
+        self.startup.done("self-test")
         self.undecayed = undecayed_parameters(model, config.train)
         # Order matters: the optimizer must see the parameters that the strategy leaves behind.
         self.model = self.fabric.setup_module(model)
         optimizer = setup.build_optimizer(self.model.module, self.undecayed, config.optimizer)
         self.optimizer = self.fabric.setup_optimizers(optimizer)
         setup.check_optimizer_owns(self.model, self.optimizer)
+        self.startup.done("strategy")
         if not config.resume:
             # Only now: a command that is refused must leave the old run where it was.
             setup.on_rank_zero(self.fabric, self._move_aside)
@@ -148,12 +163,25 @@ class Trainer:
             config.checkpoint_background,
         )
         self.vote = Vote(self.fabric.world_size, timeout)
+        #: What the checkpoint that this start continues from was trained with.
+        self.before: execution.Execution | None = None
         self.saved_step = self._restore()
+        self.execution = execution.choose(
+            config.train.compile, self.fabric.device, self.before, self.backends, self.fabric.global_rank
+        )
+        self.compilation.settle(self.model.module if self.compiled else None)
+        self.startup.done("checkpoint")
         self.goodput.begin(self.counters.token_count)
         self.metrics = self._open_metrics() if self.fabric.is_global_zero else None
         peak = config.fabric.peak_flops or peak_flops(self.fabric.device, config.fabric.precision)
         self.throughput = Throughput(peak and peak * self.fabric.world_size, self.counters.as_floats())
         self.progress = Progress(config.train.max_tokens, self.counters.token_count, self.fabric.is_global_zero)
+        self.startup.done("logs")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether blocks and loss are compiled: what `train.compile` came to."""
+        return self.execution.compile
 
     def run(self) -> str:
         """Returns "done" or "preempted"."""
@@ -165,11 +193,15 @@ class Trainer:
         remaining = math.ceil((config.train.max_tokens - counters.token_count) / tokens_per_batch)
         if remaining <= 0:
             log.info("nothing left to train: %s tokens are done", f"{counters.token_count:,}")
+        elif self.compiled:
+            self.compilation.foretell()
         clock = time.perf_counter() - counters.total_time
         category = "first step"
         for batch in self._batches(remaining) if remaining > 0 and not stop else ():
             started = time.perf_counter()
             self.goodput.switch(category)
+            if category == "first step":
+                self.startup.done("first batch")
             before = counters.token_count
             loss, grad_norm, lr = self.step(self.fabric.to_device(batch))
             counters.token_count += tokens_per_batch
@@ -178,6 +210,8 @@ class Trainer:
             counters.update_time += time.perf_counter() - started
             counters.total_time = time.perf_counter() - clock
             self.progress.advance(tokens_per_batch)
+            if category == "first step":
+                self._report_first_step(loss)
 
             last = counters.token_count >= config.train.max_tokens
             if last or self._due(config.log_interval, before):
@@ -269,6 +303,8 @@ class Trainer:
             loss_T += batch["weight"] @ loss_BT.double()
             sequences += batch["weight"].sum()
         self.model.train()
+        if self.compiled:
+            self.compilation.warn_of_uncompiled()
         if stop:
             log.info("the evaluation after %s tokens was broken off", f"{self.counters.token_count:,}")
             return stop
@@ -424,6 +460,7 @@ class Trainer:
     def _load(self, checkpoint: Checkpoint, forked: bool) -> None:
         state = checkpoint.trainer_state()
         check_continues(str(checkpoint.path), state, self.config, self.data_info, forked)
+        self.before = None if forked else execution.recorded(state)
         self.checkpointer.load(checkpoint, self.model.module, self.optimizer.optimizer)
         self.counters = Counters(**{f.name: state[f.name] for f in dataclasses.fields(Counters)})
         windows = checkpoint.windows()
@@ -473,6 +510,15 @@ class Trainer:
         rate = rates.get("throughput/token_count_per_second_total_recent")
         self.progress.show(step, self.config.train.max_tokens, value, lr, rate)
 
+    def _report_first_step(self, loss: Tensor) -> None:
+        self._wait_for_device()
+        self.startup.done("first step")
+        self.goodput.started(self.startup.seconds)
+        log.info("the first step is done, loss %.4f, %s", loss.item(), self.startup)
+        if self.compiled:
+            self.compilation.first_step_took(self.startup.seconds["first step"])
+            self.compilation.warn_of_uncompiled()
+
     def _report_position_loss(self) -> None:
         mean_T = (self.position_loss_T / self.position_sequences).cpu().numpy()
         sequences = int(self.position_sequences.item())
@@ -517,6 +563,7 @@ class Trainer:
             "data_fingerprint": self.data_info.fingerprint,
             "world_size": self.fabric.world_size,
             "environment": self.environment,
+            "execution": self.execution.as_json(),
         }
         windows = {"position_loss": self.position_loss_T, "position_sequences": self.position_sequences}
         self.goodput.mark(self.counters.token_count)

@@ -112,13 +112,35 @@ def _over_segments(
     segment: Callable[..., tuple[Tensor, Tensor]], state: Tensor, *sequences: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Apply `out, state = segment(state, *slices)` along axis 1 of the sequences, and join the outputs."""
-    if sequences[0].shape[1] > _SEGMENT_LENGTH and torch.is_grad_enabled():
+    if sequences[0].shape[1] <= _SEGMENT_LENGTH:
+        return segment(state, *sequences)
+    if torch.compiler.is_compiling() and _keep_out_of_graphs():
+        return _opaque["walk"](segment, state, *sequences)
+    return _walk(segment, state, *sequences)
+
+
+def _walk(segment: Callable[..., tuple[Tensor, Tensor]], state: Tensor, *sequences: Tensor) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled():
         segment = functools.partial(checkpoint, segment, use_reentrant=False, preserve_rng_state=False)
     outs = []
     for slices in zip(*(x.split(_SEGMENT_LENGTH, dim=1) for x in sequences), strict=True):
         out, state = segment(state, *slices)
         outs.append(out)
-    return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)), state
+    return torch.cat(outs, dim=1), state
+
+
+# `_walk` as torch.compile is to see it, once `_keep_out_of_graphs` has been asked for it.
+_opaque: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
+
+
+def _keep_out_of_graphs() -> bool:
+    """Lets torch.compile leave `_walk` alone: unrolled, 16 segments are thousands of nodes, minutes to compile."""
+    _opaque.setdefault("walk", torch.compiler.disable(_walk))
+    return True
+
+
+# What `torch.compiler.assume_constant_result` sets, without importing the compiler.
+_keep_out_of_graphs._dynamo_marked_constant = True
 
 
 def _simple_gla_segment(

@@ -11,6 +11,9 @@ g of the states is the same recurrence from right to left,
 
 Memory: the inputs and the state before each segment are kept; the states of one segment at a time are computed again.
 
+The operators `forgetting_transformer::selective_scan` and `…_backward` are opaque to torch.compile: traced, the steps of all
+segments would become a graph of thousands of nodes.
+
 Axes: see `__init__.py`; sequences are time first in here. S: positions of a segment; c: positions of a chunk.
 """
 
@@ -19,7 +22,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from forgetting_transformer.ops.recurrence.reference import compute_dtype
 
@@ -46,7 +49,7 @@ def selective_scan(
     x_TBE, dt_TBE, B_TBN, C_TBN = (
         F.pad(x.transpose(0, 1), (0, 0, 0, 0, 0, missing)) for x in (x_BTE, dt_BTE, B_BTN, C_BTN)
     )
-    y_TBE, state_BEN = _SelectiveScan.apply(x_TBE, dt_TBE, A_EN.to(dtype), B_TBN, C_TBN, initial_state_BEN.to(dtype))
+    y_TBE, state_BEN, _ = _selective_scan(x_TBE, dt_TBE, A_EN.to(dtype), B_TBN, C_TBN, initial_state_BEN.to(dtype))
     return y_TBE[:length].transpose(0, 1), state_BEN
 
 
@@ -57,50 +60,87 @@ def selective_scan_flops_per_token(channels: int, states: int) -> int:
     return 7 * channels * states + channels
 
 
-class _SelectiveScan(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, x_TBE: Tensor, dt_TBE: Tensor, A_EN: Tensor, B_TBN: Tensor, C_TBN: Tensor, state_BEN: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        outs, states = [], []
-        for x, dt, B, C in _segments(A_EN, x_TBE, dt_TBE, B_TBN, C_TBN):
-            states.append(state_BEN)
-            h = _scan(dt, A_EN, _outer(dt * x, B), state_BEN)
-            outs.append(_contract_states(h, C).to(x_TBE.dtype))
-            state_BEN = h[-1].clone()
-        ctx.save_for_backward(x_TBE, dt_TBE, A_EN, B_TBN, C_TBN, *states)
-        return torch.cat(outs), state_BEN
+@torch.library.custom_op("forgetting_transformer::selective_scan", mutates_args=())
+def _selective_scan(
+    x_TBE: Tensor, dt_TBE: Tensor, A_EN: Tensor, B_TBN: Tensor, C_TBN: Tensor, state_BEN: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs `(T, B, E)` in x's dtype, the final state, and the state before each segment `(segments, B, E, N)`."""
+    outs, states = [], []
+    for x, dt, B, C in _segments(A_EN, x_TBE, dt_TBE, B_TBN, C_TBN):
+        states.append(state_BEN)
+        h = _scan(dt, A_EN, _outer(dt * x, B), state_BEN)
+        outs.append(_contract_states(h, C).to(x_TBE.dtype))
+        state_BEN = h[-1].clone()
+    return torch.cat(outs), state_BEN, torch.stack(states)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, dy_TBE: Tensor, dstate_BEN: Tensor) -> tuple[Tensor, ...]:
-        x_TBE, dt_TBE, A_EN, B_TBN, C_TBN, *states = ctx.saved_tensors
-        dA_EN, gradients = torch.zeros_like(A_EN), []
-        segments = _segments(A_EN, x_TBE, dt_TBE, B_TBN, C_TBN, dy_TBE)
-        for (x, dt, B, C, dy), state_BEN in reversed(list(zip(segments, states, strict=True))):
-            h = _scan(dt, A_EN, _outer(dt * x, B), state_BEN)
-            # dstate is already the gradient of the last state, so the first step from the right does not decay it.
-            dt_reversed = torch.cat((torch.zeros_like(dt[:1]), dt.flip(0)[:-1]))
-            g = _scan(dt_reversed, A_EN, _outer(dy.flip(0), C.flip(0)), dstate_BEN).flip(0)
-            d_dt_x, dB, dC = _contract_states(g, B), _contract_channels(g, dt * x), _contract_channels(h, dy)
-            # From here on g holds g_t a_t: the gradient of the state before t, and all but a factor of d(dt A).
-            g.mul_((dt[..., None] * A_EN).exp_())
-            dstate_BEN = g[0].clone()
-            g[0].mul_(state_BEN)
-            g[1:].mul_(h[:-1])
-            dA_EN += torch.einsum("sben,sbe->en", g, dt)
-            gradients.append((d_dt_x * dt, d_dt_x * x + torch.einsum("sben,en->sbe", g, A_EN), dB, dC))
-        dx_TBE, ddt_TBE, dB_TBN, dC_TBN = (torch.cat(parts[::-1]) for parts in zip(*gradients, strict=True))
-        return dx_TBE, ddt_TBE, dA_EN, dB_TBN, dC_TBN, dstate_BEN
+
+@_selective_scan.register_fake
+def _(x_TBE, dt_TBE, A_EN, B_TBN, C_TBN, state_BEN):
+    states = state_BEN.new_empty(-(-x_TBE.shape[0] // _segment_length(x_TBE, A_EN)), *state_BEN.shape)
+    return x_TBE.new_empty(x_TBE.shape), torch.empty_like(state_BEN), states
+
+
+@torch.library.custom_op("forgetting_transformer::selective_scan_backward", mutates_args=())
+def _selective_scan_backward(
+    dy_TBE: Tensor,
+    dstate_BEN: Tensor,
+    x_TBE: Tensor,
+    dt_TBE: Tensor,
+    A_EN: Tensor,
+    B_TBN: Tensor,
+    C_TBN: Tensor,
+    states_sBEN: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, dt, A, B, C and the initial state, each in its own dtype."""
+    dA_EN, gradients = torch.zeros_like(A_EN), []
+    segments = _segments(A_EN, x_TBE, dt_TBE, B_TBN, C_TBN, dy_TBE)
+    for (x, dt, B, C, dy), state_BEN in reversed(list(zip(segments, states_sBEN, strict=True))):
+        h = _scan(dt, A_EN, _outer(dt * x, B), state_BEN)
+        # dstate is already the gradient of the last state, so the first step from the right does not decay it.
+        dt_reversed = torch.cat((torch.zeros_like(dt[:1]), dt.flip(0)[:-1]))
+        g = _scan(dt_reversed, A_EN, _outer(dy.flip(0), C.flip(0)), dstate_BEN).flip(0)
+        d_dt_x, dB, dC = _contract_states(g, B), _contract_channels(g, dt * x), _contract_channels(h, dy)
+        # From here on g holds g_t a_t: the gradient of the state before t, and all but a factor of d(dt A).
+        g.mul_((dt[..., None] * A_EN).exp_())
+        dstate_BEN = g[0].clone()
+        g[0].mul_(state_BEN)
+        g[1:].mul_(h[:-1])
+        dA_EN += torch.einsum("sben,sbe->en", g, dt)
+        ddt = d_dt_x * x + torch.einsum("sben,en->sbe", g, A_EN)
+        inputs = ((d_dt_x * dt, x_TBE), (ddt, dt_TBE), (dB, B_TBN), (dC, C_TBN))
+        gradients.append([gradient.to(like.dtype) for gradient, like in inputs])
+    dx_TBE, ddt_TBE, dB_TBN, dC_TBN = (torch.cat(parts[::-1]) for parts in zip(*gradients, strict=True))
+    return dx_TBE, ddt_TBE, dA_EN, dB_TBN, dC_TBN, dstate_BEN
+
+
+@_selective_scan_backward.register_fake
+def _(dy_TBE, dstate_BEN, x_TBE, dt_TBE, A_EN, B_TBN, C_TBN, states_sBEN):
+    return tuple(x.new_empty(x.shape) for x in (x_TBE, dt_TBE, A_EN, B_TBN, C_TBN, dstate_BEN))
+
+
+def _save(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:-1], output[2])
+    ctx.mark_non_differentiable(output[2])
+
+
+def _backward(ctx: FunctionCtx, dy_TBE: Tensor, dstate_BEN: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
+    return _selective_scan_backward(dy_TBE, dstate_BEN, *ctx.saved_tensors)
+
+
+_selective_scan.register_autograd(_backward, setup_context=_save)
 
 
 def _segments(A_EN: Tensor, *sequences: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Slices in A's dtype, equally long (a multiple of the chunk length) but for the last."""
-    states_per_position = sequences[0].shape[1] * A_EN.numel()
-    budget = _CPU_STATES if A_EN.device.type == "cpu" else _ACCELERATOR_STATES
-    length = max(1, budget // (states_per_position * _CHUNK_LENGTH)) * _CHUNK_LENGTH
+    length = _segment_length(sequences[0], A_EN)
     for slices in zip(*(x.split(length) for x in sequences), strict=True):
         yield tuple(x.to(A_EN.dtype) for x in slices)
+
+
+def _segment_length(x_TBE: Tensor, A_EN: Tensor) -> int:
+    states_per_position = x_TBE.shape[1] * A_EN.numel()
+    budget = _CPU_STATES if A_EN.device.type == "cpu" else _ACCELERATOR_STATES
+    return max(1, budget // (states_per_position * _CHUNK_LENGTH)) * _CHUNK_LENGTH
 
 
 def _scan(dt_SBE: Tensor, A_EN: Tensor, inputs_SBEN: Tensor, state_BEN: Tensor) -> Tensor:

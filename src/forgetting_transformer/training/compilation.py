@@ -1,0 +1,183 @@
+"""torch.compile in a training run: where compiled code is kept, how long it will take, and whether all of it was compiled."""
+
+import contextvars
+import hashlib
+import importlib
+import json
+import logging
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from forgetting_transformer.training.checkpoint import write_atomically
+from forgetting_transformer.training.config import Config
+
+log = logging.getLogger(__name__)
+
+#: Versions of one function that are compiled before torch.compile gives up on it: kinds of blocks x shapes x (training,
+#: evaluation). PyTorch's own limit, 8, is reached by two kinds of blocks and three lengths.
+_MAX_VERSIONS = 64
+#: Most processes that compile kernels for one rank, TorchInductor's own limit.
+_MAX_WORKERS = 32
+#: Seconds of the first step on an H200 with nothing in the caches, 760M. Blocks of a kind share one compilation, so depth
+#: changes little.
+_USUAL_SECONDS = {
+    "delta_net": 30,
+    "forgetting_transformer": 20,
+    "gated_delta_net": 30,
+    "hgrn2": 25,
+    "mamba2": 30,
+    "samba": 25,
+    "transformer": 20,
+}
+#: In the folder of compiled code: how long first steps took.
+_FIRST_STEPS = "first_steps.json"
+
+
+class Compilation:
+    """torch.compile in one run. Logs on rank 0.
+
+    Where something may be compiled, making one prepares it: folders, limits, and on a thread, since it takes seconds, the compiler
+    and its processes.
+
+    Args:
+        config: of the run.
+        vocab_size: of the corpus.
+        device: of this rank.
+    """
+
+    def __init__(
+        self, config: Config, vocab_size: int, device: torch.device, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self._talks = rank == 0
+        self._told: set[str] = set()
+        self._starting: threading.Thread | None = None
+        on_cuda = device.type == "cuda"
+        if config.train.compile is True or (config.train.compile == "auto" and on_cuda):
+            _keep_code()
+            _configure(world_size)
+            if on_cuda:
+                # PyTorch's settings belong to a thread and what it takes over.
+                settings = contextvars.copy_context()
+                self._starting = threading.Thread(target=settings.run, args=(_start_compiler,), daemon=True)
+                self._starting.start()
+        data = config.datamodule
+        # What changes the compiled code, or how long it takes to make.
+        like_this = (
+            (config.model.name, config.model.config, vocab_size),
+            (min(config.train.grad_acc_tokens, data.train_batch_size * data.train_batch_len), data.train_batch_len),
+            (config.fabric.precision, config.train.gradient_checkpointing, config.strategy.name, world_size),
+            (torch.cuda.get_device_name(device) if on_cuda else device.type, torch.__version__),
+        )
+        text = json.dumps(like_this, sort_keys=True, default=str)
+        self._key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        self._usual_seconds = _USUAL_SECONDS.get(config.model.name) if on_cuda else None
+
+    def settle(self, model: nn.Module | None) -> None:
+        """Compile blocks and loss of the model, as the strategy left it, at their first call; None: nothing after all."""
+        if self._starting is not None:
+            # Data workers are forked soon: not while another thread holds locks.
+            self._starting.join()
+        if model is not None:
+            model.compile_parts()
+
+    def foretell(self) -> None:
+        """Says how long the first step will take, from what starts like this one took before."""
+        if not self._talks:
+            return
+        before, folder = self._read().get(self._key), code_folder()
+        if before is None:
+            how_long = f"about {self._usual_seconds} s on an H200" if self._usual_seconds else "up to some minutes"
+            log.info("compiling, %s; the next start finds the compiled code in %s", how_long, folder)
+        elif len(before) == 1:
+            log.info("compiling, less than the %.0f s of the first time: compiled code is in %s", before[0], folder)
+        else:
+            log.info("compiling, about %.0f s as at the last start: compiled code is in %s", before[-1], folder)
+
+    def first_step_took(self, seconds: float) -> None:
+        """Remembers it for the next start: the first time with nothing in the caches, and the last."""
+        if self._talks:
+            known = self._read()
+            known[self._key] = [*known.get(self._key, [])[:1], round(seconds, 1)]
+            try:
+                write_atomically(code_folder() / _FIRST_STEPS, json.dumps(known))
+            except OSError as error:
+                log.debug("how long the first step took was not noted: %s", error)
+
+    def warn_of_uncompiled(self) -> None:
+        """One WARNING for each reason for which torch.compile left something uncompiled, which it does without saying so. Kernels that are
+        meant to stay outside of graphs are no such reason."""
+        from torch._dynamo.utils import counters
+
+        for kind in ("graph_break", "unimplemented"):
+            for reason in counters[kind]:
+                if "torch.compiler.disable" not in reason and reason not in self._told:
+                    self._told.add(reason)
+                    if self._talks:
+                        log.warning("a part of the model runs uncompiled, which is slower: %s", _first_lines(reason))
+
+    def _read(self) -> dict[str, list[float]]:
+        try:
+            known = json.loads((code_folder() / _FIRST_STEPS).read_text(encoding="utf-8"))
+            return {key: [float(x) for x in seconds] for key, seconds in known.items() if seconds}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+
+def _first_lines(reason: str) -> str:
+    """What torch.compile could not do, and its explanation."""
+    return " ".join(line.strip() for line in reason.strip().splitlines()[:2])
+
+
+def _configure(world_size: int) -> None:
+    import torch._dynamo
+    import torch._inductor.config
+
+    torch._dynamo.config.recompile_limit = _MAX_VERSIONS
+    # It would cut a block into pieces as large as DDP's buckets, for sums over ranks to begin before the block ends.
+    torch._dynamo.config.optimize_ddp = False
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        # Its own choice does not know of the other ranks of this node.
+        ranks = max(1, world_size // int(os.environ.get("LT_NUM_NODES", 1)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch._inductor.config.compile_threads = max(1, min(_MAX_WORKERS, cores // ranks))
+
+
+def _start_compiler() -> None:
+    try:
+        importlib.import_module("torch._inductor.async_compile").maybe_warm_pool()
+        importlib.import_module("torch._inductor.compile_fx")
+    except Exception as error:  # the first step will do the same, and say what is wrong
+        log.debug("the compiler did not start early: %s", error)
+
+
+def _keep_code() -> None:
+    """Keeps compiled code where the next start finds it, unless the user has said where."""
+    folder = code_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"no permission to write in {folder}")
+    except OSError as error:
+        log.warning("compiled code is not kept for the next start (%s): set TORCHINDUCTOR_CACHE_DIR", error)
+        return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    # TorchInductor would give Triton, and so our own kernels, a folder per GPU. This one is Triton's own choice.
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    if os.path.isabs(home):
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(home, ".triton", "cache"))
+
+
+def code_folder() -> Path:
+    """TORCHINDUCTOR_CACHE_DIR, or a folder of the user's cache: PyTorch's own choice, in /tmp, is often gone after a job."""
+    chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(cache):  # nobody's home
+        cache = tempfile.gettempdir()
+    return Path(cache) / "forgetting_transformer" / "inductor"

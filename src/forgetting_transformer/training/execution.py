@@ -1,0 +1,116 @@
+"""How a run computes: compiled or not, and what runs each op.
+
+Other kernels add in another order. So what a run computes with is in its checkpoints; a resume takes the recorded choice where
+the config leaves one (`train.compile: auto`), and warns where it computes otherwise: from there on the run is not bitwise the
+one that was not interrupted. A fork is a new run and chooses for itself.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from forgetting_transformer.ops.selftest import Backend
+from forgetting_transformer.training.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What decides in which order numbers are added, besides the config and the number of processes.
+
+    Attributes:
+        compile: whether blocks and loss are compiled.
+        device: type of the device; None where a checkpoint does not say.
+        backends: op: name of what runs it; empty where a checkpoint does not say.
+    """
+
+    compile: bool
+    device: str | None
+    backends: dict[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {"compile": self.compile, "device": self.device, "backends": self.backends}
+
+
+def recorded(state: dict[str, Any]) -> Execution:
+    """What the checkpoint with this trainer.json was trained with. Checkpoints that do not say so are older than `auto`:
+    their config has it, and compiled only where `train.compile` is there and true."""
+    found = state.get("execution")
+    if found is None:
+        return Execution(state["config"]["train"].get("compile") is True, None, {})
+    return Execution(found["compile"], found["device"], found["backends"])
+
+
+def choose(
+    choice: bool | str, device: torch.device, before: Execution | None, backends: dict[str, Backend], rank: int = 0
+) -> Execution:
+    """Resolve `train.compile`, the same on every rank; rank 0 warns of what is not as it was before.
+
+    Args:
+        choice: True, False or "auto": as `before`, and for a new run, or on another type of device, on for CUDA.
+        before: what the checkpoint that the run continues from was trained with, if it continues.
+        backends: what runs each op.
+
+    Raises:
+        ConfigError: True, and the compiler cannot work here.
+    """
+    if choice == "auto":
+        on_same_device = before is not None and before.device in (None, device.type)
+        wanted = before.compile if on_same_device else device.type == "cuda"
+    else:
+        wanted = choice
+    if wanted:
+        obstacle = _obstacle(device)
+        wanted = _all_ranks(obstacle is None, device)
+        reason = obstacle or "another rank's Triton does not work, its log says why"
+        if not wanted and choice is True:
+            raise ConfigError(f"train.compile=true cannot work here: {reason}. Mend that, or leave train.compile=auto")
+        if not wanted:
+            log.warning("train.compile=auto: nothing is compiled, which about halves the speed: %s", reason)
+    now = Execution(wanted, device.type, {op: found.name for op, found in backends.items()})
+    changes = differences(before, now) if before is not None else []
+    if changes and rank == 0:
+        log.warning("not bitwise from here: %s", "; ".join(changes))
+    return now
+
+
+def differences(before: Execution, now: Execution) -> list[str]:
+    """What makes the run not bitwise the one that was not interrupted, in words; nothing that a checkpoint does not say."""
+    found = []
+    if before.compile != now.compile:
+        found.append(f"blocks and loss were {_compiled(before)} and are {_compiled(now)} now (train.compile)")
+    if before.device not in (None, now.device):
+        found.append(f"the device was {before.device} and is {now.device} now")
+    for op in sorted(before.backends.keys() & now.backends.keys()):
+        if before.backends[op] != now.backends[op]:
+            found.append(f"{op} ran on {before.backends[op]} and runs on {now.backends[op]} now")
+    return found
+
+
+def _compiled(execution: Execution) -> str:
+    return "compiled" if execution.compile else "not compiled"
+
+
+def _obstacle(device: torch.device) -> str | None:
+    """Why torch.compile cannot work on this device, if that is known before it is tried."""
+    if device.type != "cuda":
+        return None
+    try:
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "PyTorch finds no Triton that works with this GPU (pip install triton)"
+    except Exception as error:  # a Triton that is broken raises whatever it wants
+        return f"Triton cannot be used ({type(error).__name__}: {error})"
+
+
+def _all_ranks(mine: bool, device: torch.device) -> bool:
+    """Whether all ranks say so: what is compiled on some ranks only would make their steps differ."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return mine
+    votes = torch.tensor(int(mine), device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes.item())

@@ -1,0 +1,107 @@
+"""On CUDA: every architecture trains compiled with nothing left out, and starts with empty caches compute the same bits.
+
+Models and batches are large enough for TorchInductor to have choices between launch configurations of reductions.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from forgetting_transformer.model import registry
+from tests.training.conftest import Job, changed, tiny_config
+from tests.training.test_compile import assert_same_bits
+
+LENGTH, SEQUENCES, VOCABULARY = 512, 16, 2048
+STEP = LENGTH * SEQUENCES
+PRO = {"qk_norm": True, "use_output_gate": True, "use_output_norm": True, "use_k_shift": True, "use_v_shift": True}
+FIELDS = {
+    "forgetting_transformer": {"num_heads": 8, "log_pruning_tolerance": -10.0, **PRO},
+    "transformer": {"num_heads": 8},
+    "mamba2": {"num_heads": 16, "head_dim": 64, "state_size": 128},
+    "hgrn2": {"expand_ratio": 128},
+    "delta_net": {"num_heads": 4},
+    "gated_delta_net": {"num_heads": 4},
+    "samba": {"attn": {"num_heads": 8, "window_size": 128, "layers": None}},
+}
+#: (strategy, processes) that this machine can run.
+RUNS = [("auto", 1)] if torch.cuda.device_count() < 2 else [("auto", 1), ("ddp", 2), ("fsdp", 2)]
+CACHES = """
+import os
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = {folder!r} + "/inductor"
+os.environ["TRITON_CACHE_DIR"] = {folder!r} + "/triton"
+"""
+
+
+@pytest.fixture(scope="module")
+def long_corpus(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(0)
+    for split in ("train", "heldout"):
+        tokens = generator.zipf(1.3, size=(16 * SEQUENCES, LENGTH)).clip(max=VOCABULARY - 1).astype(np.uint16)
+        array = zarr.create_array(
+            folder / "tiny" / f"{split}.zarr", shape=tokens.shape, dtype="uint16", chunks=(16, LENGTH)
+        )
+        array[:] = tokens
+    return folder
+
+
+def large_config(output_dir: Path, corpus: Path, name: str, strategy: str = "auto", world_size: int = 1) -> dict:
+    """Eight steps in bf16, gradient accumulation included; `train.compile` is left alone."""
+    config = changed(
+        tiny_config(output_dir, corpus),
+        log_interval=STEP,
+        train_eval_interval=8 * STEP,
+        skip_eval=True,
+        checkpoint_interval=4 * STEP,
+        checkpoint_keep_interval=4 * STEP,
+        fabric={"precision": "bf16-mixed", "accelerator": "cuda", "devices": world_size},
+        strategy__name=strategy,
+        model={"name": name, "config": {"hidden_size": 512, "num_hidden_layers": 2, **FIELDS[name]}},
+        schedule={"name": "constant", "warmup_tokens": 0},
+        optimizer={"lr": 1e-3},
+    )
+    config["train"] |= {"max_tokens": 8 * STEP, "grad_acc_tokens": STEP // 4}
+    config["datamodule"] |= {
+        "train_batch_len": LENGTH, "train_batch_size": SEQUENCES, "eval_batch_len": LENGTH, "eval_tokens": 4 * LENGTH,
+        "vocab_size": VOCABULARY,
+    }  # fmt: skip
+    return config
+
+
+def run(config: dict, world_size: int, caches: Path) -> str:
+    """Trains to the end with these caches; returns rank 0's log."""
+    job = Job(config, world_size, patch=CACHES.format(folder=str(caches)), accelerator="cuda")
+    assert job.wait(900) == [0] * world_size, job.errors()
+    assert any(caches.rglob("*.py")), "nothing was compiled"
+    return (Path(config["output_dir"]) / "logs/rank-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "world_size"),
+    [("forgetting_transformer", *how) for how in RUNS] + [(name, "auto", 1) for name in ("hgrn2", "mamba2", "samba")],
+)
+def test_a_resume_with_empty_caches_is_bitwise_the_straight_run(long_corpus, tmp_path, name, strategy, world_size):
+    config = large_config(tmp_path / "stopped", long_corpus, name, strategy, world_size)
+    straight = changed(config, output_dir=str(tmp_path / "straight"))
+    logs = [run(straight, world_size, tmp_path / "first")]
+    logs.append(run(changed(config, train__max_tokens=4 * STEP), world_size, tmp_path / "second"))
+    logs.append(run(config, world_size, tmp_path / "third"))
+    assert_same_bits(straight["output_dir"], config["output_dir"], 8 * STEP)
+    for log in logs:
+        assert "not bitwise from here" not in log and "runs uncompiled" not in log
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", registry.model_names())
+def test_auto_compiles_every_architecture_and_leaves_nothing_out(long_corpus, tmp_path, name, checkpointing):
+    config = large_config(tmp_path / "run", long_corpus, name)
+    config["train"] |= {"max_tokens": 2 * STEP, "gradient_checkpointing": checkpointing}
+    log = run(changed(config, skip_eval=False, eval_interval=2 * STEP), 1, tmp_path / "caches")
+    assert "compiling, about" in log and "the first step is done" in log
+    assert "runs uncompiled" not in log
+    state = json.loads((tmp_path / f"run/checkpoints/step-{2 * STEP:015d}/trainer.json").read_text())
+    assert state["execution"]["compile"] is True and state["execution"]["device"] == "cuda"

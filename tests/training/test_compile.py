@@ -1,0 +1,428 @@
+"""train.compile: what `auto` comes to, what a checkpoint says of it, every architecture under it, and nothing left out unseen."""
+
+import contextlib
+import json
+import logging
+import os
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.ops import compiling, cross_entropy
+from forgetting_transformer.ops.selftest import Backend
+from forgetting_transformer.training import Config, ConfigError, compilation, execution, parse, setup
+from forgetting_transformer.training.compilation import Compilation
+from forgetting_transformer.training.config import check_choices
+from forgetting_transformer.training.execution import Execution
+from forgetting_transformer.training.launch import shard
+from tests.model.small_models import SMALL_FIELDS
+from tests.training.conftest import STEP, VOCAB, Job, changed, checkpoint_tensors
+from tests.training.test_resume import lines, losses
+
+#: For a training process: torch.compile that captures graphs and runs them as they are, within a second.
+CAPTURE_ONLY = """
+import torch
+from forgetting_transformer.ops import compiling
+compiling.compiled = lambda function: torch.compile(function, dynamic=False, backend="eager")
+"""
+ATTENTION = {"attention": Backend("triton", "Triton 3.6.0")}
+
+
+def warnings(caplog) -> list[str]:
+    """What this project warned of; torch.compile logs as well."""
+    ours = (record for record in caplog.records if record.name.startswith("forgetting_transformer"))
+    return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def working_triton(monkeypatch):
+    monkeypatch.setattr(execution, "_obstacle", lambda device: None)
+
+
+# What `auto` comes to
+
+
+@pytest.mark.parametrize(("device", "compiles"), [("cuda", True), ("cpu", False), ("mps", False)])
+def test_a_new_run_compiles_on_cuda_and_nowhere_else(working_triton, device, compiles):
+    assert execution.choose("auto", torch.device(device), None, ATTENTION) == Execution(
+        compiles, device, {"attention": "triton"}
+    )
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_run_that_continues_does_as_before(working_triton, caplog, device, compiles):
+    before = Execution(compiles, device, {"attention": "triton"})
+    assert execution.choose("auto", torch.device(device), before, ATTENTION) == before
+    assert execution.choose(compiles, torch.device(device), before, ATTENTION) == before
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize(
+    ("train", "compiles"),
+    [({"compile": False}, False), ({"compile": True}, True), ({}, False), ({"max_tokens": 1}, False)],
+)
+def test_a_run_older_than_auto_stays_what_it_was(working_triton, caplog, train, compiles):
+    before = execution.recorded({"config": {"train": train}})
+    assert execution.choose("auto", torch.device("cuda"), before, ATTENTION).compile is compiles
+    assert not warnings(caplog), "its checkpoints do not say what ran its ops"
+
+
+def test_another_choice_is_one_warning_that_names_all_that_changed(working_triton, caplog):
+    before = Execution(False, "cuda", {"attention": "gluon", "gla": "fla", "an op that is gone": "fla"})
+    now = ATTENTION | {"gla": Backend("fla", ""), "a new op": Backend("pytorch", "")}
+    assert execution.choose(True, torch.device("cuda"), before, now).compile
+    assert warnings(caplog) == [
+        "not bitwise from here: blocks and loss were not compiled and are compiled now (train.compile); "
+        "attention ran on gluon and runs on triton now"
+    ]
+
+
+def test_on_another_kind_of_device_auto_chooses_anew(working_triton, caplog):
+    before = Execution(True, "cuda", {"attention": "gluon"})
+    assert not execution.choose("auto", torch.device("cpu"), before, {"attention": Backend("pytorch", "")}).compile
+    (message,) = warnings(caplog)
+    assert "the device was cuda and is cpu now" in message
+
+
+def test_without_a_triton_that_works_auto_warns_and_true_is_refused(monkeypatch, caplog):
+    monkeypatch.setattr(execution, "_obstacle", lambda device: "no Triton")
+    assert not execution.choose("auto", torch.device("cuda"), None, {}).compile
+    assert warnings(caplog) == ["train.compile=auto: nothing is compiled, which about halves the speed: no Triton"]
+    with pytest.raises(ConfigError, match=r"train\.compile=true cannot work here: no Triton"):
+        execution.choose(True, torch.device("cuda"), None, {})
+    assert not execution.choose(False, torch.device("cuda"), None, {}).compile
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "Auto", 1, None, 0.5])
+def test_anything_but_auto_true_and_false_is_refused_by_name(tiny, value):
+    config = parse(OmegaConf.create(changed(tiny, train__compile=value)))
+    with pytest.raises(ConfigError, match=rf"train\.compile={value!r} is unknown; use auto, true or false"):
+        check_choices(config)
+
+
+# What a checkpoint says
+
+
+def trainer_state(config: dict, step: int) -> Path:
+    return Path(config["output_dir"]) / f"checkpoints/step-{step * STEP:015d}/trainer.json"
+
+
+def rewrite(file: Path, change) -> None:
+    """Changes a checkpoint's trainer.json as an older version would have written it, manifest included."""
+    state = json.loads(file.read_text())
+    change(state)
+    file.write_text(json.dumps(state))
+    manifest = json.loads(file.with_name("manifest.json").read_text())
+    content = file.read_bytes()
+    manifest["files"]["trainer.json"] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+    file.with_name("manifest.json").write_text(json.dumps(manifest))
+
+
+def run(config: dict, world_size: int = 1, patch: str = CAPTURE_ONLY) -> str:
+    """Trains to the end; returns what this start logged, on rank 0."""
+    log = Path(config["output_dir"]) / "logs/rank-0.log"
+    before = log.stat().st_size if log.exists() else 0
+    job = Job(config, world_size, patch=patch)
+    assert job.wait() == [0] * world_size, job.errors()
+    return log.read_bytes()[before:].decode()
+
+
+def test_a_resume_takes_the_choice_of_its_checkpoint(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    tiny = changed(tiny, skip_eval=True)
+    for steps, choice, compiles, warned in [
+        (2, True, True, ""),
+        (4, "auto", True, ""),
+        (6, False, False, "were compiled and are not compiled now"),
+    ]:
+        config = changed(tiny, train__compile=choice, train__max_tokens=steps * STEP)
+        log = run(config)
+        assert log.count("not bitwise from here") == bool(warned) and warned in log
+        assert log.count("compiling, ") == compiles
+        assert log.count("the first step is done, loss ") == 1
+        state = json.loads(trainer_state(config, steps).read_text())
+        assert state["execution"] == {"compile": compiles, "device": "cpu", "backends": {"attention": "pytorch"}}
+        assert state["config"]["train"]["compile"] == choice
+
+    def as_an_old_version(state: dict) -> None:
+        del state["execution"], state["config"]["train"]["compile"]
+
+    rewrite(trainer_state(tiny, 6), as_an_old_version)
+    assert "not bitwise" not in run(changed(tiny, train__max_tokens=8 * STEP))
+    state = json.loads(trainer_state(tiny, 8).read_text())
+    assert state["execution"]["compile"] is False
+
+
+def test_a_fork_chooses_for_itself(tiny, tmp_path):
+    tiny = changed(tiny, skip_eval=True)
+    source = changed(tiny, output_dir=str(tmp_path / "source"), train__max_tokens=2 * STEP, train__compile=True)
+    run(source)
+    fork = changed(tiny, fork_dir=source["output_dir"], fork_step=2 * STEP, train__max_tokens=4 * STEP)
+    assert "not bitwise" not in run(fork)
+    assert json.loads(trainer_state(fork, 4).read_text())["execution"]["compile"] is False
+
+
+# Every architecture
+
+
+@pytest.fixture
+def captured(monkeypatch, tmp_path):
+    """torch.compile that captures graphs and runs them as they are; counters that begin at 0."""
+    monkeypatch.setattr(compiling, "compiled", lambda function: torch.compile(function, dynamic=False, backend="eager"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    cross_entropy._compiled_slice_loss.cache_clear()
+    torch.compiler.reset()
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    yield counters
+    cross_entropy._compiled_slice_loss.cache_clear()
+    torch.compiler.reset()
+    counters.clear()
+
+
+def architecture(tiny: dict, name: str, **train) -> dict:
+    fields = {"hidden_size": 32, "num_hidden_layers": 2, **SMALL_FIELDS[name], "initializer_range": 0.02}
+    if name == "forgetting_transformer":
+        fields |= tiny["model"]["config"] | {"log_pruning_tolerance": -10.0}
+    return changed(tiny, model={"name": name, "config": fields}, train=tiny["train"] | train)
+
+
+class AsUnderFabric(nn.Module):
+    """DDP wants a module whose forward takes what it is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs):
+        return self.model(**inputs)
+
+
+@contextlib.contextmanager
+def one_process_group(folder: Path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def compilation_of(config: Config) -> Compilation:
+    return Compilation(config, VOCAB, torch.device("cpu"))
+
+
+def build(config: Config) -> nn.Module:
+    return setup.build_model(config, SimpleNamespace(vocab_size=VOCAB, bos_token_id=0))
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("strategy", "checkpointing"), [("ddp", False), ("fsdp", True)])
+@pytest.mark.parametrize("name", registry.model_names())
+def test_blocks_of_a_kind_share_one_graph_per_shape(captured, tiny, tmp_path, caplog, name, strategy, checkpointing):
+    """Without breaks, in training and in evaluations of another length."""
+    config = parse(OmegaConf.create(architecture(tiny, name, compile=True, gradient_checkpointing=checkpointing)))
+    watch, ids = compilation_of(config), tokens(2, 40)
+    want = build(config).train()(input_ids=ids, labels=ids).loss
+    with one_process_group(tmp_path):
+        model = build(config)
+        if strategy == "fsdp":
+            wrapped = shard(model, {"data_parallel": init_device_mesh("cpu", (1,))})
+        else:
+            wrapped = DistributedDataParallel(AsUnderFabric(model), find_unused_parameters=True)
+        watch.settle(model)
+        for _ in range(2):
+            got = wrapped.train()(input_ids=ids, labels=ids).loss
+            got.sum().backward()
+        with torch.no_grad():
+            wrapped.eval()(input_ids=ids[:1, :24], labels=ids[:1, :24])
+    assert torch.equal(got, want)
+    kinds = len({type(block.sequence_mixer) for block in model.decoder.layers})
+    assert captured["stats"]["unique_graphs"] == 2 * (kinds + 1), "of each kind, and of the loss, for two shapes"
+    assert captured["frames"]["total"] == captured["frames"]["ok"]
+    watch.warn_of_uncompiled()
+    assert not captured["graph_break"] and not warnings(caplog)
+
+
+def test_buckets_of_ddp_do_not_divide_a_block(captured, tiny, tmp_path):
+    tiny = changed(tiny, model__config__hidden_size=320, model__config__num_hidden_layers=1, train__compile=True)
+    config = parse(OmegaConf.create(tiny))
+    watch, ids = compilation_of(config), tokens(1, 16)
+    with one_process_group(tmp_path):
+        model = build(config)
+        # A block's weights fill several such buckets.
+        wrapped = DistributedDataParallel(AsUnderFabric(model), find_unused_parameters=True, bucket_cap_mb=1)
+        watch.settle(model)
+        wrapped(input_ids=ids, labels=ids).loss.sum().backward()
+    assert captured["stats"]["unique_graphs"] == 2
+
+
+def test_two_kinds_of_blocks_may_see_many_lengths(captured, tiny, caplog):
+    """More versions of a block than PyTorch's own limit, 8."""
+    config = parse(OmegaConf.create(architecture(tiny, "samba", compile=True)))
+    watch, model = compilation_of(config), build(config).eval()
+    watch.settle(model)
+    with torch.no_grad():
+        for length in range(16, 96, 16):
+            model(input_ids=tokens(1, length), labels=tokens(1, length))
+    assert captured["frames"] == {"total": 15, "ok": 15}
+    watch.warn_of_uncompiled()
+    assert not warnings(caplog)
+
+
+def test_a_long_sequence_of_a_portable_recurrence_stays_out_of_graphs(captured, tiny, caplog, monkeypatch):
+    """Unrolled it would take minutes to compile. The break around it is meant, and warns of nothing."""
+    from forgetting_transformer.ops.recurrence import chunked
+
+    monkeypatch.setattr(chunked, "_SEGMENT_LENGTH", 64)
+    config = parse(OmegaConf.create(architecture(tiny, "delta_net", compile=True)))
+    watch, model = compilation_of(config), build(config).train()
+    calls = {}
+    for length in (64, 65, 640):
+        ids = tokens(1, length)
+        want = model(input_ids=ids, labels=ids).loss
+        watch.settle(model)
+        before = captured["stats"]["calls_captured"]
+        got = model(input_ids=ids, labels=ids).loss
+        torch.testing.assert_close(got, want)
+        calls[length] = captured["stats"]["calls_captured"] - before
+    assert calls[640] == calls[65] < calls[64]
+    watch.warn_of_uncompiled()
+    assert captured["graph_break"] and not warnings(caplog)
+
+
+@pytest.mark.parametrize("fault", ["graph break", "too many versions"])
+def test_what_is_left_uncompiled_is_a_warning(captured, tiny, caplog, monkeypatch, fault):
+    monkeypatch.setattr(compilation, "_MAX_VERSIONS", 1 if fault == "too many versions" else 64)
+    config = parse(OmegaConf.create(changed(tiny, train__compile=True)))
+    watch, model = compilation_of(config), build(config).train()
+    if fault == "graph break":
+        forward = model.decoder.layers[0].mlp.forward
+
+        def with_a_break(hidden_BTE):
+            torch._dynamo.graph_break()
+            return forward(hidden_BTE)
+
+        model.decoder.layers[0].mlp.forward = with_a_break
+    watch.settle(model)
+    for length in (32, 48):
+        ids = torch.ones(2, length, dtype=torch.long)
+        model(input_ids=ids, labels=ids)
+    for _ in range(2):
+        watch.warn_of_uncompiled()
+    (message,) = warnings(caplog)
+    assert message.startswith("a part of the model runs uncompiled, which is slower: ")
+    assert ("graph_break" if fault == "graph break" else "recompile_limit") in message
+
+
+# The real compiler
+
+
+def assert_same_bits(a: str, b: str, step: int) -> None:
+    """Weights, moments, losses and norms of two runs without evaluations."""
+    first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, step)
+    assert first.keys() == second.keys() and len(first) > 20
+    assert not [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
+    assert losses(a) == losses(b) and lines(a, "norm") == lines(b, "norm")
+
+
+@pytest.mark.slow
+def test_two_starts_with_empty_caches_are_bitwise_one_run(tiny, tmp_path):
+    """Nothing that a start compiled is left for the next."""
+    config = changed(tiny, train__compile=True, train__max_tokens=8 * STEP, skip_eval=True)
+    config["model"]["config"]["num_hidden_layers"] = 1
+
+    def patch(folder: str) -> str:
+        return f"import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path / folder)!r}"
+
+    def compiled(run: dict, folder: str) -> None:
+        job = Job(run, patch=patch(folder))
+        assert job.wait(900) == [0], job.errors()
+        assert list((tmp_path / folder).rglob("*.so")), "nothing was compiled"
+
+    straight = changed(config, output_dir=str(tmp_path / "straight"))
+    compiled(straight, "first")
+    compiled(changed(config, train__max_tokens=4 * STEP), "first")
+    compiled(config, "second")
+    assert_same_bits(straight["output_dir"], config["output_dir"], 8 * STEP)
+    eager = changed(config, train__compile=False, output_dir=str(tmp_path / "eager"))
+    assert Job(eager).wait() == [0]
+    ours, theirs = losses(config["output_dir"]), losses(eager["output_dir"])
+    assert max(abs(ours[step] - theirs[step]) for step in ours) < 1e-4
+
+
+# Where compiled code is kept, and how long compiling will take
+
+
+def test_compiled_code_goes_to_the_cache_of_the_user(monkeypatch, tmp_path):
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compilation._keep_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache/forgetting_transformer/inductor")
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / ".triton/cache")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert compilation.code_folder() == tmp_path / ".cache/forgetting_transformer/inductor"
+
+
+def test_what_the_user_has_set_stays(monkeypatch, tmp_path):
+    chosen = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "mine"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    for name, folder in chosen.items():
+        monkeypatch.setenv(name, folder)
+    compilation._keep_code()
+    assert {name: os.environ[name] for name in chosen} == chosen
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    compilation._keep_code()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    (message,) = warnings(caplog)
+    assert "compiled code is not kept for the next start" in message
+
+
+def test_the_first_step_is_foretold_from_starts_like_this_one(tiny, monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    config = parse(OmegaConf.create(changed(tiny, train__compile=False)))
+    other = parse(OmegaConf.create(changed(tiny, model__config__num_heads=4)))
+
+    def foretold(config, device: str = "cpu", rank: int = 0) -> list[str]:
+        run = Compilation(config, VOCAB, torch.device(device), rank)
+        caplog.clear()
+        run.foretell()
+        return [record.getMessage() for record in caplog.records]
+
+    def took(seconds: float) -> None:
+        Compilation(config, VOCAB, torch.device("cpu")).first_step_took(seconds)
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    kept = f"the next start finds the compiled code in {tmp_path}"
+    assert foretold(config) == [f"compiling, up to some minutes; {kept}"]
+    assert foretold(config, "cuda") == [f"compiling, about 20 s on an H200; {kept}"]
+    assert foretold(config, rank=1) == []
+    took(31.4)
+    assert foretold(config) == [f"compiling, less than the 31 s of the first time: compiled code is in {tmp_path}"]
+    took(8.2)
+    took(9.4)
+    assert foretold(config) == [f"compiling, about 9 s as at the last start: compiled code is in {tmp_path}"]
+    assert foretold(other) == [f"compiling, up to some minutes; {kept}"]
+    (tmp_path / "first_steps.json").write_text("damaged")
+    assert foretold(config) == [f"compiling, up to some minutes; {kept}"]
