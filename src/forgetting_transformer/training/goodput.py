@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer.training.metrics import duration
+
 CATEGORIES = ("steps", "first step", "data", "evaluation", "checkpoint", "log", "start")
 #: Marks kept of every start; older checkpoints than that are gone or permanent, and few go back to those.
 _MARKS = 64
@@ -104,7 +106,7 @@ def shares(starts: list[dict[str, Any]]) -> dict[str, float]:
 def describe(shares_: dict[str, float]) -> str:
     """One line for the log."""
     parts = [f"{name} {value:.1%}" for name, value in shares_.items() if name != "hours" and value >= 0.0005]
-    return f"{shares_['hours']:.2f} h of wall time: {', '.join(parts)}"
+    return f"{duration(shares_['hours'] * 3600)} of wall time: {', '.join(parts)}"
 
 
 def _seconds_since_process_start() -> float:
