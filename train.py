@@ -18,16 +18,19 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer import console, elastic, hydra_errors
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training import Config
 
 log = logging.getLogger(__name__)
 _composed: list[DictConfig] = []
@@ -40,7 +43,7 @@ def compose(composed: DictConfig) -> None:
         if elastic.started_this_process():
             # All jobs would share one process group and mix their gradients.
             raise CompactHydraException("-m under `fabric run` is not possible; start one `fabric run` per job")
-        train(composed)
+        train(parse(composed))
     else:
         _composed.append(composed)
 
@@ -51,6 +54,7 @@ def main() -> None:
         composed = compose_or_explain()
         if composed is None:
             return
+        config = parse(composed)
         console.start_log()
         log.info("loading PyTorch")
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
@@ -58,7 +62,7 @@ def main() -> None:
             # nodes the warnings of this level tell when one cannot be reached.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from forgetting_transformer.training import trainer  # noqa: F401 (what takes the time)
-    train(composed)
+    train(config)
 
 
 def compose_or_explain() -> DictConfig | None:
@@ -72,7 +76,11 @@ def compose_or_explain() -> DictConfig | None:
     except (HydraException, OmegaConfBaseException) as error:
         if full_errors == "1":
             raise
-        refuse(hydra_errors.explain(error), hydra_errors.output_dir_of(sys.argv[1:]))
+        refuse(hydra_errors.explain(error))
+    except SystemExit as end:
+        if end.code:
+            console.leave_it_to_the_first()  # an option that is not there, which the argument parser has said
+        raise
     finally:
         os.environ.pop("HYDRA_FULL_ERROR")
         if full_errors is not None:
@@ -80,7 +88,18 @@ def compose_or_explain() -> DictConfig | None:
     return _composed.pop() if _composed else None
 
 
-def train(composed: DictConfig) -> None:
+def parse(composed: DictConfig) -> "Config":
+    from forgetting_transformer import training
+
+    try:
+        if problem := hydra_errors.unknown_group(composed, Path(__file__).parent / "configs"):
+            raise training.ConfigError(problem)
+        return training.parse(composed)
+    except training.ConfigError as error:
+        refuse(f"ConfigError: {error}")
+
+
+def train(config: "Config") -> None:
     from forgetting_transformer import training
     from forgetting_transformer.data import DataError
     from forgetting_transformer.training.checkpoint import CheckpointError
@@ -89,13 +108,6 @@ def train(composed: DictConfig) -> None:
     from forgetting_transformer.training.trainer import TrainingError
 
     warnings.filterwarnings("ignore", message=".*tensorboardX.*|.*srun.*")
-    try:
-        if problem := hydra_errors.unknown_group(composed, Path(__file__).parent / "configs"):
-            raise training.ConfigError(problem)
-        config = training.parse(composed)
-    except training.ConfigError as error:
-        preflight = OmegaConf.is_missing(composed, "output_dir") or composed.get("preflight")
-        refuse(f"ConfigError: {error}", None if preflight else composed.output_dir)
     try:
         code = console.exit_code(training.run(config))
     except (
@@ -109,8 +121,9 @@ def train(composed: DictConfig) -> None:
         sys.exit(code)
 
 
-def refuse(reason: str, output_dir: str | None) -> NoReturn:
-    """Ends with an error of the command line; what an earlier start left in `output_dir` must not pass for this one's."""
+def refuse(reason: str) -> NoReturn:
+    """Ends with an error of the command line; what an earlier start left in its output_dir must not pass for this one's."""
+    output_dir = hydra_errors.output_dir_of(sys.argv[1:])
     if output_dir and console.rank() == 0:
         from forgetting_transformer.training import status
         from forgetting_transformer.training.run_directory import RunDirectory

@@ -67,12 +67,15 @@ def one_voice() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """A signal in here, while nothing is trained yet or any more, ends the process as one that was preempted."""
+    """A signal in here, before training hears them itself, ends the process with the code of a preempted one."""
 
     def leave(number: int, _: FrameType | None) -> None:
         if first_of_node():
-            print(f"\n{signal.Signals(number).name} before training began; the same command starts it", file=sys.stderr)
-        os._exit(exit_code("preempted"))
+            said = f"{signal.Signals(number).name} before training began; the same command starts it\n"
+            os.write(2, said.encode())  # print() may be what the signal has interrupted
+        # Not 0, although the launcher may take this for a failure: ranks that got no signal would wait for this one.
+        elastic.tell(elastic.NOT_STARTED)
+        os._exit(elastic.PREEMPTED_EXIT_CODE)
 
     before = {number: signal.signal(number, leave) for number in _SIGNALS}
     try:
@@ -123,18 +126,15 @@ def fail(reason: str, trace: bool = False, once: bool = True) -> NoReturn:
         _only_into_files()
     log.critical("%s", text)
     if not alone:
-        _wait_for_the_first()
+        leave_it_to_the_first()
         print(text, file=sys.stderr)
     sys.exit(1)
 
 
-def _only_into_files() -> None:
-    root = logging.getLogger()
-    root.handlers = [h for h in root.handlers if isinstance(h, logging.FileHandler)] or [logging.NullHandler()]
-
-
-def _wait_for_the_first() -> None:
-    """Until the launcher ends this process, because the first of the node has said what is wrong and left."""
+def leave_it_to_the_first() -> None:
+    """Waits until the launcher ends this process, because the first of the node has said what is wrong and left."""
+    if first_of_node():
+        return
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     parent, deadline = os.getppid(), time.monotonic() + _SECONDS_FOR_THE_FIRST
@@ -142,3 +142,8 @@ def _wait_for_the_first() -> None:
         time.sleep(0.05)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def _only_into_files() -> None:
+    root = logging.getLogger()
+    root.handlers = [h for h in root.handlers if isinstance(h, logging.FileHandler)] or [logging.NullHandler()]

@@ -27,6 +27,8 @@ from typing import Any
 
 #: EX_TEMPFAIL of sysexits.h, "try again": what train.py and scripts/launch.py exit with when the run was preempted.
 PREEMPTED_EXIT_CODE = 75
+#: An outcome besides those of status.json: a signal came before training began.
+NOT_STARTED = "not started"
 #: Names the file into which the first rank of a node writes how the run ended.
 OUTCOME_VARIABLE = "FORGETTING_TRANSFORMER_OUTCOME"
 #: What the launcher logs of its own work, in the words of PyTorch: no news to who has read what the ranks say.
@@ -52,7 +54,7 @@ def started_this_process() -> bool:
 
 
 def tell(outcome: str) -> None:
-    """Lets the launcher know that the run is "done", "preempted" or "failed"; one rank of each node speaks."""
+    """Lets the launcher know that the run is "done", "preempted", "failed" or NOT_STARTED; one rank of each node speaks."""
     path = os.environ.get(OUTCOME_VARIABLE)
     if path and started_this_process() and os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError):
@@ -108,8 +110,11 @@ def conclude(error: BaseException | None) -> tuple[int, list[str]] | None:
     if isinstance(error, SignalException):
         if told is None:
             return 128 + error.sigval, [f"{error.sigval.name}: the ranks have ended without saying how"]
-        return {"done": 0, "preempted": PREEMPTED_EXIT_CODE}.get(told, 1), []
+        return {"done": 0, "preempted": PREEMPTED_EXIT_CODE, NOT_STARTED: PREEMPTED_EXIT_CODE}.get(told, 1), []
     if isinstance(error, ChildFailedError):
+        only_stopped = all(_was_stopped(failure) for failure in error.failures.values())
+        if told == NOT_STARTED and only_stopped:
+            return PREEMPTED_EXIT_CODE, []
         return 1, _unexplained(error.failures)
     if isinstance(error, DistNetworkError) and "EADDRINUSE" in str(error):
         return 1, ["error: the port of this job is taken by another job on this machine: give this one another, as in --main-port 29401"]
@@ -120,16 +125,20 @@ def conclude(error: BaseException | None) -> tuple[int, list[str]] | None:
     return None
 
 
+def _was_stopped(failure: Any) -> bool:
+    """Whether a rank ended because it was asked to, by the launcher for another's sake or by somebody else."""
+    return failure.exitcode == PREEMPTED_EXIT_CODE or failure.signal_name() == "SIGTERM"
+
+
 def _unexplained(failures: dict[int, Any]) -> list[str]:
     """A line for every rank that ended without leaving a reason, unless it was ended because of another."""
     silent = {rank: f for rank, f in failures.items() if f.error_file == "<N/A>"}
-    first = {rank: f for rank, f in silent.items() if f.signal_name() != "SIGTERM"}
-    if not first and len(silent) == len(failures):
-        first = silent
+    if len(silent) < len(failures) or not all(_was_stopped(f) for f in silent.values()):
+        silent = {rank: f for rank, f in silent.items() if not _was_stopped(f)}
     return [
         f"rank {rank} (process {f.pid}) "
         + (f"was killed by {f.signal_name()}" if f.exitcode < 0 else f"ended with code {f.exitcode}")
-        for rank, f in sorted(first.items())
+        for rank, f in sorted(silent.items())
     ]
 
 

@@ -25,10 +25,11 @@ def _explain(error: Exception) -> str:
         return f"{error.override!r} is not of the form key=value ({reason.strip()})"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not in struct" in str(cause):
         key = str(cause.full_key)
-        section = key.rpartition(".")[0]
-        siblings = [f"{section}.{name}" if section else str(name) for name in cause.parent_node or ()]
-        add = f"; a field that the model's YAML does not list needs a plus: +{key}=…"
-        return f"unknown config key {key!r}{closest(key, siblings)}{add if section == 'model.config' else ''}"
+        section, dot, name = key.rpartition(".")
+        close = closest(name, [str(known) for known in cause.parent_node or ()], before=section + dot)
+        if not close and section == "model.config":
+            close = f"; a field that the model's YAML does not list is added with +{key}=…"
+        return f"unknown config key {key!r}{close}"
     lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines()]
     return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line))
 
@@ -46,12 +47,11 @@ def unknown_group(keys: Iterable[str], config_dir: Path) -> str | None:
     return f"there is no group {wrong!r}{closest(wrong, sorted(groups), 'groups')}"
 
 
-def closest(name: str, known: Sequence[str], all_of_them: str = "") -> str:
-    """ "; did you mean …?", or where nothing known is like `name`, under the title `all_of_them`, what there is."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    if found:
-        return f"; did you mean {found[0]!r}?"
-    return f"; {all_of_them}: {', '.join(known)}" if all_of_them else ""
+def closest(name: str, known: Sequence[str], title: str = "", before: str = "") -> str:
+    """ "; did you mean …?", or where nothing known is like `name`, under `title` if there is one, all that is known."""
+    if found := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
+        return f"; did you mean {before + found[0]!r}?"
+    return f"; {title}: {', '.join(known)}" if title else ""
 
 
 def output_dir_of(arguments: Sequence[str]) -> str | None:

@@ -158,7 +158,8 @@ class _Wandb:
             log.warning("wandb is not available (%s); metrics are in %s", error, directory.jsonlines)
             self.place = "not available"
             return
-        self.place = f"{config.wandb.mode}, {self._run.url if config.wandb.mode == 'online' else log_dir / 'wandb'}"
+        address = getattr(self._run, "url", None) if config.wandb.mode == "online" else None
+        self.place = f"{config.wandb.mode}, {address or log_dir / 'wandb'}"
         rows: dict[int, dict[str, Any]] = {}
         for file in sorted(directory.jsonlines.glob("*.jsonl")):
             for entry in read_lines(file):

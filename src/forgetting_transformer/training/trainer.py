@@ -402,6 +402,8 @@ class Trainer:
 
     def _choose_backends(self, model: nn.Module) -> dict[str, Backend]:
         config = self.config
+        if self.fabric.device.type == "cuda":
+            log.info("testing the kernels")
         dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
         lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
         return choose_on_all_ranks(model, dtype, self.fabric.device, lengths)
