@@ -7,7 +7,8 @@
 
 The same command again continues an interrupted run; -m makes a run of every combination (docs/sweep.md). The exit code
 is 0 when the run is done, 75 when a signal (Ctrl-C, SIGTERM, SIGUSR1) stopped it, 1 after an error;
-output_dir/status.json says the same. `python train.py --help` lists the
+output_dir/status.json says the same. Ranks of `fabric run` and torchrun, which take 75 for a failure, end with 0 after a
+signal; scripts/launch.py ends with 75. `python train.py --help` lists the
 choices of every config group, `--cfg job` prints the composed config without training, `preflight=true` checks whether
 everything fits and says what the run will cost.
 """
@@ -16,42 +17,119 @@ import logging
 import os
 import sys
 import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from forgetting_transformer import console, elastic, hydra_errors
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training import Config
+
+log = logging.getLogger(__name__)
+_composed: list[DictConfig] = []
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
-def main(composed: DictConfig) -> None:
-    import torch.distributed as dist
+def compose(composed: DictConfig) -> None:
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        # Another launcher than this project's, which calls this function for each job.
+        if elastic.started_this_process():
+            # All jobs would share one process group and mix their gradients.
+            raise CompactHydraException("-m under `fabric run` is not possible; start one `fabric run` per job")
+        train(parse(composed))
+    else:
+        _composed.append(composed)
 
+
+def main() -> None:
+    console.die_with_launcher()
+    with console.stopped_by_signals():
+        composed = compose_or_explain()
+        if composed is None:
+            return
+        config = parse(composed)
+        console.start_log()
+        log.info("loading PyTorch")
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+            # DDP's advice against find_unused_parameters, which is meant (training/launch.py), on every rank. With several
+            # nodes the warnings of this level tell when one cannot be reached.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        from forgetting_transformer.training import trainer  # noqa: F401 (what takes the time)
+    train(config)
+
+
+def compose_or_explain() -> DictConfig | None:
+    """The composed config; None where Hydra has printed something instead, or has run a sweep."""
+    full_errors = os.environ.get("HYDRA_FULL_ERROR")
+    # Hydra then raises what it would print, and it is said here in one line.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        with console.one_voice():
+            compose()
+    except (HydraException, OmegaConfBaseException) as error:
+        if full_errors == "1":
+            raise
+        refuse(hydra_errors.explain(error))
+    except SystemExit as end:
+        if end.code:
+            console.leave_it_to_the_first()  # an option that is not there, which the argument parser has said
+        raise
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full_errors is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_errors
+    return _composed.pop() if _composed else None
+
+
+def parse(composed: DictConfig) -> "Config":
+    from forgetting_transformer import training
+
+    try:
+        if problem := hydra_errors.unknown_group(composed, Path(__file__).parent / "configs"):
+            raise training.ConfigError(problem)
+        return training.parse(composed)
+    except training.ConfigError as error:
+        refuse(f"ConfigError: {error}")
+
+
+def train(config: "Config") -> None:
     from forgetting_transformer import training
     from forgetting_transformer.data import DataError
     from forgetting_transformer.training.checkpoint import CheckpointError
     from forgetting_transformer.training.preflight import PreflightError
     from forgetting_transformer.training.run_directory import RunDirectoryError
-    from forgetting_transformer.training.status import PREEMPTED_EXIT_CODE
     from forgetting_transformer.training.trainer import TrainingError
 
     warnings.filterwarnings("ignore", message=".*tensorboardX.*|.*srun.*")
     try:
-        if HydraConfig.get().mode == RunMode.MULTIRUN and os.environ.get("LT_CLI_USED") == "1":
-            # All jobs would share one process group and mix their gradients.
-            raise training.ConfigError("-m under `fabric run` is not possible; start one `fabric run` per job")
-        outcome = training.run(training.parse(composed))
-        # The other ranks end with 0: launchers take anything else for a failure, and kill whoever is not done yet.
-        if outcome == "preempted" and not (dist.is_initialized() and dist.get_rank() > 0):
-            sys.exit(PREEMPTED_EXIT_CODE)
+        code = console.exit_code(training.run(config))
     except (
         training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError, PreflightError
     ) as error:  # fmt: skip
         # These say what to do; a traceback would bury it. The run's log gets them too, if there is one yet.
-        logging.getLogger(__name__).critical("%s: %s", type(error).__name__, error)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit("\nstopped; the same command continues from the last checkpoint\n")
+        console.fail(f"{type(error).__name__}: {error}")
+    except Exception as error:
+        console.fail(f"{type(error).__name__}: {error}", trace=True, once=False)
+    if code:
+        sys.exit(code)
+
+
+def refuse(reason: str) -> NoReturn:
+    """Ends with an error of the command line; what an earlier start left in its output_dir must not pass for this one's."""
+    output_dir = hydra_errors.output_dir_of(sys.argv[1:])
+    if output_dir and console.rank() == 0:
+        from forgetting_transformer.training import status
+        from forgetting_transformer.training.run_directory import RunDirectory
+
+        status.refuse(RunDirectory(output_dir), reason)
+    console.fail(reason)
 
 
 if __name__ == "__main__":

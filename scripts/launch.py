@@ -12,14 +12,16 @@ Arguments are those of `fabric run` and of train.py. What this adds, as environm
                                      --main-port)
     OMP_NUM_THREADS                  this machine's cores divided by --devices
 
-The launcher's exit code is 1 after a signal, whatever the ranks did: output_dir/status.json says how the run ended.
+The exit code is 0 when the run is done, 75 when a signal stopped it, 1 after an error; output_dir/status.json says the same.
+What failed is said once, by the first rank of a node. The launcher adds only what no rank could say: which one was killed.
 """
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from forgetting_transformer import console, elastic
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
@@ -49,20 +51,41 @@ def environment(arguments: Sequence[str], cores: int) -> dict[str, str]:
     return added
 
 
-def main() -> None:
+def main() -> int:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
-        return
-    beside = Path(sys.executable).with_name("fabric")
-    fabric = str(beside) if beside.exists() else shutil.which("fabric")
-    if fabric is None:
-        sys.exit('error: there is no `fabric` command; install this project with pip install -e ".[train]"')
+        return 0
+    # Until there are ranks, to which the launcher passes signals on.
+    with console.stopped_by_signals():
+        return launch(arguments)
+
+
+def launch(arguments: Sequence[str]) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.update(environment(arguments, cores) | dict(os.environ))
-    # In place of this process, so that signals to it reach `fabric run`.
-    os.execv(fabric, [fabric, "run", str(TRAIN), *arguments])
+    try:
+        from lightning.fabric.cli import _main as fabric  # what the command `fabric` calls
+    except ImportError as error:
+        print(f'error: {error}; install this project with pip install -e ".[train]"', file=sys.stderr)
+        return 1
+    elastic.listen()
+    error = None
+    try:
+        fabric(["run", str(TRAIN), *arguments], prog_name="fabric")
+    except SystemExit as end:
+        if end.code:
+            return end.code  # it did not like an option, and said so
+    except Exception as raised:
+        error = raised
+    end = elastic.conclude(error)
+    if end is None:
+        raise error
+    code, lines = end
+    for line in lines:
+        print(line, file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

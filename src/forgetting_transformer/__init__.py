@@ -7,10 +7,23 @@ Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", ICLR
 >>> import forgetting_transformer.tokenizer  # registers LongCrawl64's tokenizer
 """
 
-from forgetting_transformer.ops.forgetting_attention import (
-    cumulative_log_fgate,
-    forgetting_attention,
-    forgetting_attention_decode,
-)
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forgetting_transformer.ops.forgetting_attention import (
+        cumulative_log_fgate,
+        forgetting_attention,
+        forgetting_attention_decode,
+    )
 
 __all__ = ["cumulative_log_fgate", "forgetting_attention", "forgetting_attention_decode"]
+
+
+def __getattr__(name: str) -> Any:
+    """The operators load PyTorch, so they come when they are first asked for: train.py answers a typo before that."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from forgetting_transformer.ops import forgetting_attention as operators
+
+    globals()[name] = getattr(operators, name)
+    return globals()[name]

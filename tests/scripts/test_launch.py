@@ -38,14 +38,24 @@ def executable(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "requeued"), [("done", 0, False), ("preempted", 0, True), ("failed", 1, False), (None, 1, False)]
+    ("status", "launcher", "code", "requeued"),
+    [
+        ("done", 0, 0, False),
+        ("preempted", 75, 0, True),
+        ("failed", 1, 1, False),
+        ("starting", 137, 1, False),
+        (None, 1, 1, False),
+        (None, 75, 0, True),
+    ],
 )
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_slurm_script_requeues_what_was_preempted_and_nothing_else(tmp_path, status, code, requeued, nodes):
+def test_the_slurm_script_requeues_what_was_preempted_and_nothing_else(
+    tmp_path, status, launcher, code, requeued, nodes
+):
     """srun and scontrol are stand-ins; the run's own launcher is one that leaves the given status."""
     write = f'echo \'{{\n "status": "{status}",\n "step": 1\n}}\' > "$OUT/status.json"' if status else "true"
     executable(tmp_path / "bin/srun", '#!/bin/bash\nshift\nSLURM_NODEID=0 exec "$@"\n')
-    executable(tmp_path / "bin/python", f'#!/bin/bash\nprintf "%s\\n" "$@" > "$OUT/arguments"\n{write}\nexit 1\n')
+    executable(tmp_path / "bin/python", f'#!/bin/bash\nprintf "%s\\n" "$@" > "$OUT/arguments"\n{write}\nexit {launcher}\n')
     executable(
         tmp_path / "bin/scontrol",
         '#!/bin/bash\n[ "$1" = show ] && echo node-a && exit\necho "$@" > "$OUT/requeued"\n',

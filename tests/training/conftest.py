@@ -22,7 +22,7 @@ VOCAB, DOC_LEN, DOCUMENTS = 64, 64, 96
 STEP = 4 * 32  # tokens of a training step in the configuration below
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["forgetting_transformer.training", "tests.training.conftest"])
+_server.set_forkserver_preload(["forgetting_transformer.training.trainer", "tests.training.conftest"])
 
 
 @pytest.fixture(scope="session")

@@ -375,7 +375,7 @@ def test_after_a_kill_the_folder_is_free_at_once_although_workers_live_on(tiny, 
 
 @pytest.mark.slow
 def test_ranks_do_not_outlive_their_launcher(tiny, tmp_path):
-    """`fabric run` dies of SIGUSR1 without a word to the ranks it started."""
+    """`fabric run` dies of SIGUSR1 and tells the ranks it started nothing."""
     endless = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
     command = [*FABRIC, "--main-port", "29534", *command_line(tiny, tmp_path / "cli"), *endless]
     launcher = subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stderr=subprocess.DEVNULL)

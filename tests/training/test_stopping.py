@@ -218,26 +218,51 @@ def test_a_clock_that_is_set_back_changes_nothing(tiny, tmp_path):
     assert ours == theirs
 
 
+def wait_for_training(launchers: dict[Path, subprocess.Popen]) -> None:
+    """Until each run has logged a step."""
+    deadline = time.monotonic() + 600
+    for folder, launcher in launchers.items():
+        while not (folder / "metrics/jsonlines/train.jsonl").exists():
+            assert launcher.poll() is None and time.monotonic() < deadline, (folder / "printed").read_text()
+            time.sleep(0.2)
+
+
+def start(tiny: dict, folder: Path, *command: str) -> subprocess.Popen:
+    """A run without an end in `folder`, which takes what it prints too."""
+    folder.mkdir()
+    endless = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
+    with (folder / "printed").open("w") as printed:
+        full = [*command, *command_line(tiny, folder), *endless]
+        return subprocess.Popen(full, cwd=ROOT, env=shell_environment(), stdout=printed, stderr=printed)
+
+
 @pytest.mark.slow
 def test_the_launcher_passes_signals_on_and_two_share_a_machine(tiny, tmp_path):
-    """SIGUSR1, which `fabric run` by itself would die of without a word to its ranks."""
-    endless = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
-    launchers = []
-    for run in ("one", "two"):
-        command = [sys.executable, "scripts/launch.py", "--accelerator", "cpu", "--devices", "2"]
-        command += [*command_line(tiny, tmp_path / run), *endless]
-        launchers.append(subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stderr=subprocess.DEVNULL))
-    deadline = time.monotonic() + 120
-    for run, launcher in zip(("one", "two"), launchers, strict=True):
-        while not (tmp_path / run / "metrics/jsonlines/train.jsonl").exists():
-            assert launcher.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-    for run, launcher in zip(("one", "two"), launchers, strict=True):
-        launcher.send_signal(signal.SIGUSR1)
-        launcher.wait(60)
-        found = json.loads((tmp_path / run / "status.json").read_text())
-        assert found["status"] == "preempted" and found["reason"] == "SIGUSR1"
-        assert (tmp_path / run / f"checkpoints/step-{found['step']:015d}/manifest.json").is_file()
+    """SIGUSR1 among them, of which `fabric run` by itself would die and tell its ranks nothing."""
+    launch = [sys.executable, "scripts/launch.py", "--accelerator", "cpu", "--devices", "2"]
+    runs = {tmp_path / name: start(tiny, tmp_path / name, *launch) for name in ("one", "two")}
+    wait_for_training(runs)
+    for (folder, launcher), number in zip(runs.items(), (signal.SIGUSR1, signal.SIGTERM), strict=True):
+        launcher.send_signal(number)
+        assert launcher.wait(600) == 75
+        found = json.loads((folder / "status.json").read_text())
+        assert found["status"] == "preempted" and found["reason"] == number.name
+        assert (folder / f"checkpoints/step-{found['step']:015d}/manifest.json").is_file()
+        said = (folder / "printed").read_text()
+        assert "Traceback" not in said and said.splitlines()[-1].endswith(str(folder)), said
+
+
+@pytest.mark.slow
+def test_a_rank_of_fabric_run_that_is_asked_to_stop_is_no_failure(tiny, tmp_path):
+    """The launcher itself gets no signal, and would report a rank that ends with 75 at length."""
+    fabric = [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--main-port", "29536"]
+    folder = tmp_path / "run"
+    launcher = start(tiny, folder, *fabric, "--accelerator", "cpu", "--devices", "2")
+    wait_for_training({folder: launcher})
+    os.kill(json.loads((folder / "run.lock").read_text())["pid"], signal.SIGTERM)
+    assert launcher.wait(600) == 0
+    assert "Traceback" not in (folder / "printed").read_text()
+    assert json.loads((folder / "status.json").read_text())["status"] == "preempted"
 
 
 @pytest.mark.slow

@@ -18,9 +18,11 @@ from pathlib import Path
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import Config
 
-#: Set by `fabric run`, torchrun or Fabric for their own processes; a job that inherited them would join another job.
+#: Set by `fabric run`, torchrun or Fabric for their own processes; a job that inherited them would join another job. The
+#: last two are of train.py for its own time.
 _OF_ANOTHER_LAUNCH = re.compile(
     r"(LT_|TORCHELASTIC_|GROUP_|ROLE_).*|(LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)"
+    r"|FORGETTING_TRANSFORMER_OUTCOME|HYDRA_FULL_ERROR"
 )
 
 

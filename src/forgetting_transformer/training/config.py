@@ -8,12 +8,13 @@ intervals, budgets and schedule lengths are in training tokens of the whole job.
 import dataclasses
 import difflib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer.data import DataInfo
+if TYPE_CHECKING:
+    from forgetting_transformer.data import DataInfo
 
 
 class ConfigError(ValueError):
@@ -215,7 +216,7 @@ def parse(composed: Any) -> Config:
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         if key and "not in" in str(error):
-            close = difflib.get_close_matches(key, known_keys(), n=1)
+            close = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.7)
             raise ConfigError(
                 f"unknown config key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
             ) from error
@@ -370,7 +371,7 @@ def changes_that_alter_the_run(before: dict[str, Any], now: dict[str, Any]) -> l
 
 
 def check_continues(
-    checkpoint: str, state: dict[str, Any], config: Config, data: DataInfo, forked: bool = False
+    checkpoint: str, state: dict[str, Any], config: Config, data: "DataInfo", forked: bool = False
 ) -> None:
     """A changed key that would change the run is refused; a fork may change all but what its position means.
 

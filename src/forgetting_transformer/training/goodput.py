@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer.training.metrics import duration
 from forgetting_transformer.training.startup import seconds_since_process_start
 
 CATEGORIES = ("steps", "first step", "data", "evaluation", "checkpoint", "log", "start")
@@ -110,4 +111,4 @@ def shares(starts: list[dict[str, Any]]) -> dict[str, float]:
 def describe(shares_: dict[str, float]) -> str:
     """One line for the log."""
     parts = [f"{name} {value:.1%}" for name, value in shares_.items() if name != "hours" and value >= 0.0005]
-    return f"{shares_['hours']:.2f} h of wall time: {', '.join(parts)}"
+    return f"{duration(shares_['hours'] * 3600)} of wall time: {', '.join(parts)}"

@@ -1,9 +1,7 @@
 """From a configuration to processes: the Fabric object, its strategy, and guards against silent mis-launches."""
 
-import ctypes
+import logging
 import os
-import signal
-import sys
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -13,12 +11,16 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from forgetting_transformer import console, gpus
 from forgetting_transformer.model.decoder import DecoderBlock
 from forgetting_transformer.training.config import Config, ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def launch(config: Config) -> Fabric:
@@ -28,20 +30,30 @@ def launch(config: Config) -> Fabric:
         ConfigError: the processes that were started are not the processes that were asked for.
     """
     under_cli = os.environ.get("LT_CLI_USED") == "1"
-    if under_cli:
-        _die_with_launcher()
-    else:
+    console.die_with_launcher()
+    if not under_cli:
         stray = sorted(name for name in os.environ if name.startswith("LT_"))
         if stray:
             # Fabric would let these override the config without a word.
             raise ConfigError(f"environment variables {', '.join(stray)} would override the config; unset them")
-    fabric = Fabric(
-        accelerator=config.fabric.accelerator,
-        devices=config.fabric.devices,
-        num_nodes=int(os.environ.get("LT_NUM_NODES", 1)),
-        strategy=_strategy(config, _expected_world_size(config, under_cli)),
-        plugins=[_precision(config)],
-    )
+    _check_gpus(config)
+    processes = _expected_world_size(config, under_cli)
+    # Lightning's banner is said here in the run's log, and its warnings would come twice, by its handler and that log's.
+    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger(name).handlers.clear()
+    if processes > 1:
+        log.info("connecting %d processes", processes)
+    try:
+        fabric = Fabric(
+            accelerator=config.fabric.accelerator,
+            devices=config.fabric.devices,
+            num_nodes=int(os.environ.get("LT_NUM_NODES", 1)),
+            strategy=_strategy(config, processes),
+            plugins=[_precision(config)],
+        )
+    except (MisconfigurationException, ValueError) as error:
+        raise ConfigError(f"fabric.*: {' '.join(str(error).split())}") from error
     if not under_cli:
         fabric.launch()
     tasks = os.environ.get("SLURM_NTASKS") if SLURMEnvironment.detect() else None
@@ -58,12 +70,25 @@ def launch(config: Config) -> Fabric:
     return fabric
 
 
-def _die_with_launcher() -> None:
-    """Asks Linux to end this rank when `fabric run` ends, however it ends: a signal it does not handle, such as
-    SIGUSR1, would otherwise leave ranks behind that hold the GPUs and the run's folder."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def _check_gpus(config: Config) -> None:
+    """
+    Raises:
+        ConfigError: GPUs are asked for that are not here.
+    """
+    accelerator = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
+    asked = f"fabric.accelerator={accelerator}" if "LT_ACCELERATOR" not in os.environ else f"--accelerator {accelerator}"
+    if accelerator in ("cuda", "gpu") and (problem := gpus.missing()):
+        raise ConfigError(f"{asked}, but there is no GPU. {problem}; or train on the CPU with fabric.accelerator=cpu")
+    devices = config.fabric.devices
+    if accelerator != "cpu" and torch.cuda.is_available() and "LT_DEVICES" not in os.environ:
+        here, wanted = torch.cuda.device_count(), devices if isinstance(devices, list) else str(devices)
+        if isinstance(wanted, str):
+            wanted = list(range(int(wanted))) if wanted.isdigit() else []
+        if max(map(int, wanted), default=-1) >= here:
+            raise ConfigError(
+                f"fabric.devices={devices}, but this machine has {here} GPU{'s' * (here != 1)}: ask for as many, or look "
+                f"at CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+            )
 
 
 def _expected_world_size(config: Config, under_cli: bool) -> int:

@@ -44,6 +44,11 @@ class MetricsLog:
                 file.unlink()
         self._wandb = _Wandb(directory, config, resolved)
 
+    @property
+    def wandb_place(self) -> str:
+        """Where wandb writes, for people."""
+        return self._wandb.place
+
     def report(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends one object to `jsonlines/<kind>.jsonl` and sends it to wandb."""
         line = json.dumps({"step": step, **values}) + "\n"
@@ -118,12 +123,15 @@ class _Wandb:
 
     def __init__(self, directory: RunDirectory, config: Config, resolved: dict[str, Any]) -> None:
         self._run = None
+        #: For people: the mode, and the folder or address it writes to.
+        self.place = config.wandb.mode
         if config.wandb.mode == "disabled":
             return
         try:
             import wandb
         except ImportError:
             log.info("wandb is not installed; metrics are in %s", directory.jsonlines)
+            self.place = "not installed"
             return
         try:
             directory.wandb_run_id.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +156,10 @@ class _Wandb:
             )
         except Exception as error:  # no network, no login, a full quota: none of these may stop a run
             log.warning("wandb is not available (%s); metrics are in %s", error, directory.jsonlines)
+            self.place = "not available"
             return
+        address = getattr(self._run, "url", None) if config.wandb.mode == "online" else None
+        self.place = f"{config.wandb.mode}, {address or log_dir / 'wandb'}"
         rows: dict[int, dict[str, Any]] = {}
         for file in sorted(directory.jsonlines.glob("*.jsonl")):
             for entry in read_lines(file):
@@ -218,8 +229,10 @@ class TerminalHandler(logging.Handler):
 
 
 def duration(seconds: float) -> str:
-    """3725 -> "1:02:05"."""
+    """3725 -> "1:02:05", 125 -> "2:05", 42 -> "42 s"."""
     minutes, seconds = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{seconds} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 

@@ -29,6 +29,13 @@ class RunDirectory:
         self.goodput = self.root / "goodput.json"
         self._lock_file = self.root / "run.lock"
         self._lock_descriptor: int | None = None
+        #: What status.json held before this process replaced it (status.py).
+        self.status_before: str | None = None
+
+    def newest_step(self) -> int:
+        """Training tokens of the newest checkpoint folder, valid or not; 0 if there is none."""
+        names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
+        return max((int(name) for name in names if name.isdigit()), default=0)
 
     def acquire(self) -> None:
         """Makes the folder and takes it for this process; the kernel gives it back however the process ends.

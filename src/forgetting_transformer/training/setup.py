@@ -1,7 +1,9 @@
 """The parts of a run, each built by one function: model, optimizer, log files. trainer.py puts them together."""
 
+import contextlib
 import hashlib
 import logging
+import os
 import random
 import shutil
 import sys
@@ -15,14 +17,20 @@ import torch
 from lightning.fabric import Fabric
 from torch import nn
 
+from forgetting_transformer import console, gpus
 from forgetting_transformer.data import DataInfo, LongCrawl64DataModule
 from forgetting_transformer.model import registry
+from forgetting_transformer.model.decoder import DecoderConfig
+from forgetting_transformer.training import status
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
 from forgetting_transformer.training.metrics import TerminalHandler
 from forgetting_transformer.training.parameter_groups import group_parameters
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.start_block import human_count
 
 log = logging.getLogger(__name__)
+#: Parameters from which on training on a CPU by accident is worth a warning.
+LARGE = 100_000_000
 T = TypeVar("T")
 
 
@@ -40,6 +48,19 @@ def on_rank_zero(fabric: Fabric, action: Callable[[], T]) -> T | None:
     return result
 
 
+def claim_early(directory: RunDirectory, resume: bool) -> None:
+    """Rank 0 takes the run's folder before anything can fail, so that whatever fails is written there.
+
+    If it cannot, all ranks must hear of it and do so later, when they are connected and it is tried once more.
+    """
+    if console.rank() != 0:
+        return
+    with contextlib.suppress(RunDirectoryError):
+        status.claim(directory)
+        if resume:
+            start_logging(directory, 0)
+
+
 def start_logging(directory: RunDirectory, rank: int) -> None:
     """Every rank writes `logs/rank-<k>.log`; rank 0 speaks on the terminal, the others only to warn."""
     directory.logs.mkdir(parents=True, exist_ok=True)
@@ -47,10 +68,11 @@ def start_logging(directory: RunDirectory, rank: int) -> None:
     root.setLevel(logging.INFO)
     for handler in list(root.handlers):
         root.removeHandler(handler)
+        handler.close()
     file = logging.FileHandler(directory.logs / f"rank-{rank}.log")
     terminal = TerminalHandler(logging.INFO if rank == 0 else logging.WARNING)
     for handler in (file, terminal):
-        handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(message)s", "%m-%d %H:%M:%S"))
+        handler.setFormatter(console.log_format(rank))
         root.addHandler(handler)
     logging.captureWarnings(True)
     # Said by torch at every checkpoint of a run on one process, where it is meant.
@@ -67,8 +89,8 @@ def build_data(data_dir: str, config: DataModuleConfig) -> LongCrawl64DataModule
     return LongCrawl64DataModule(data_dir, **arguments)
 
 
-def build_model(config: Config, data: DataInfo) -> nn.Module:
-    """The model on the CPU, with the same initial weights whatever the device, strategy and number of processes.
+def model_config(config: Config, data: DataInfo) -> DecoderConfig:
+    """The configuration of the model, with what the corpus decides.
 
     Raises:
         ConfigError: a field the architecture does not have, or a vocabulary that is not the data's.
@@ -86,18 +108,43 @@ def build_model(config: Config, data: DataInfo) -> nn.Module:
         "eos_token_id": data.bos_token_id,
     }
     try:
-        architecture = registry.get(config.model.name)
-        model_config = registry.build_config(config.model.name, **fields)
+        return registry.build_config(config.model.name, **fields)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"model.config: {error.args[0]}") from error
+
+
+def build_model(config: Config, data: DataInfo) -> nn.Module:
+    """The model on the CPU, with the same initial weights whatever the device, strategy and number of processes.
+
+    Raises:
+        ConfigError: a field the architecture does not have, or a vocabulary that is not the data's.
+    """
+    fields = model_config(config, data)
     torch.manual_seed(config.seed)
-    model = architecture.lm_class(model_config)
+    model = registry.get(config.model.name).lm_class(fields)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
         # Meant for frozen embeddings. Without gradients, in an evaluation, it would make the first block's input a kind of its
         # own, for which torch.compile compiles everything once more.
         model.disable_input_require_grads()
     return model
+
+
+def warn_without_gpu(config: Config, data: DataInfo, device: torch.device) -> None:
+    """A model of this size on a CPU is seldom meant, and would start without a complaint."""
+    chosen = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
+    if device.type != "cpu" or chosen != "auto":
+        return
+    with torch.device("meta"):
+        model = registry.get(config.model.name).lm_class(model_config(config, data))
+    parameters = sum(p.numel() for p in model.parameters())
+    if parameters >= LARGE:
+        log.warning(
+            "no GPU was found, and %s parameters train very slowly on a CPU. %s. Choose the CPU with "
+            "fabric.accelerator=cpu (`fabric run`: --accelerator cpu) if it is meant",
+            human_count(parameters),
+            gpus.missing(),
+        )
 
 
 def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> torch.optim.AdamW:

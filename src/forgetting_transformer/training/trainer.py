@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from forgetting_transformer.ops.selftest import Backend
-from forgetting_transformer.training import execution, goodput, setup
+from forgetting_transformer.training import execution, goodput, setup, status
 from forgetting_transformer.training.backends import choose_on_all_ranks
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
@@ -46,8 +46,8 @@ from forgetting_transformer.training.provenance import describe
 from forgetting_transformer.training.run_directory import RunDirectory
 from forgetting_transformer.training.schedule import build_schedule
 from forgetting_transformer.training.sentinel import Sentinel
+from forgetting_transformer.training.start_block import start_block
 from forgetting_transformer.training.startup import Startup
-from forgetting_transformer.training.status import write_status
 from forgetting_transformer.training.step_guard import StepGuard
 from forgetting_transformer.training.stop import Stop, Vote
 
@@ -78,8 +78,13 @@ def train(config: Config) -> str:
     Returns:
         "done", or "preempted" if a signal stopped it; then the same config continues it.
     """
+    directory = RunDirectory(config.output_dir)
     with Sentinel(config.strategy.timeout_seconds) as sentinel:
-        trainer = Trainer(config, sentinel)
+        try:
+            trainer = Trainer(config, sentinel, directory)
+        except BaseException as error:
+            status.end(directory, f"{type(error).__name__}: {error}")
+            raise
         try:
             outcome = trainer.run()
             trainer.close()
@@ -99,26 +104,31 @@ def train(config: Config) -> str:
 
 
 class Trainer:
-    def __init__(self, config: Config, sentinel: Sentinel | None = None) -> None:
+    def __init__(
+        self, config: Config, sentinel: Sentinel | None = None, directory: RunDirectory | None = None
+    ) -> None:
         self.startup = Startup()
         self.config = config
         self.sentinel = sentinel or Sentinel(config.strategy.timeout_seconds)
+        self.directory = directory or RunDirectory(config.output_dir)
+        setup.claim_early(self.directory, config.resume)
         check_choices(config)
         self.fabric = launch(config)
         check(config, self.fabric.world_size)
         self.startup.done("processes")
-        self.directory = RunDirectory(config.output_dir)
         self.goodput = goodput.Goodput(self.directory.goodput if self.fabric.is_global_zero else None)
         self.schedule = build_schedule(config.schedule, config.optimizer.lr)
-        setup.on_rank_zero(self.fabric, self.directory.acquire)
+        setup.on_rank_zero(self.fabric, lambda: status.claim(self.directory))
         if config.resume:
             setup.start_logging(self.directory, self.fabric.global_rank)
 
+        log.info("reading the corpus: %s in %s", config.datamodule.dataset, config.data_dir)
         self.data = setup.build_data(config.data_dir, config.datamodule)
         self.data_info = self.data.train_info()
         self.order = self.data.open_train()[1]
         self._check_budget()
         self.startup.done("data")
+        setup.warn_without_gpu(config, self.data_info, self.fabric.device)
         self.compilation = Compilation(
             config,
             self.data_info.vocab_size,
@@ -126,6 +136,7 @@ class Trainer:
             self.fabric.global_rank,
             self.fabric.world_size,
         )
+        log.info("building the model: %s", config.model.name)
         model = setup.build_model(config, self.data_info)
         self.flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
         self.startup.done("model")
@@ -144,6 +155,8 @@ class Trainer:
             setup.on_rank_zero(self.fabric, self._move_aside)
             setup.start_logging(self.directory, self.fabric.global_rank)
 
+        #: Where the weights come from, for people.
+        self.origin = "a new run"
         #: Where this process comes from, told once: the code on disk may change while it runs.
         self.environment = describe(self.fabric.device)
         self.counters = Counters()
@@ -187,6 +200,8 @@ class Trainer:
         """Returns "done" or "preempted"."""
         self.sentinel.on_end = lambda reason: self._write_status("failed", reason)
         self._write_status("running")
+        if self.metrics is not None:
+            log.info("about to train %s:\n%s", self.config.tag, start_block(self))
         config, counters = self.config, self.counters
         tokens_per_batch = config.datamodule.train_batch_size * config.datamodule.train_batch_len
         stop = self._evaluate_what_was_broken_off(tokens_per_batch)
@@ -371,10 +386,10 @@ class Trainer:
                 f"{self.directory.root} names their documents and tokens, and scripts/replay.py looks into one. Lower "
                 "optimizer.lr (in a fork), mend the data, or raise train.max_bad_steps"
             )
-        status = "preempted" if stop else "done"
-        self._write_status(status, self.sentinel.request or "")
-        log.info("%s: %s", "training finished" if status == "done" else "stopped and saved", done)
-        return status
+        outcome = "preempted" if stop else "done"
+        self._write_status(outcome, self.sentinel.request or "")
+        log.info("%s: %s", "training finished" if outcome == "done" else "stopped and saved", done)
+        return outcome
 
     def _batches(self, count: int) -> Iterator[dict[str, Tensor]]:
         """This rank's shares of the next `count` global batches."""
@@ -405,12 +420,15 @@ class Trainer:
         reported = setup.on_rank_zero(self.fabric, lambda: self.metrics.has("val", step))
         return Stop.NO if self.fabric.broadcast(reported) else self.evaluate()
 
-    def _write_status(self, status: str, reason: str = "") -> None:
+    def _write_status(self, name: str, reason: str = "") -> None:
         if self.directory.held:
-            write_status(self.directory.root, status, self.counters.token_count, reason)
+            status.write_status(self.directory.root, name, self.counters.token_count, reason)
 
     def _move_aside(self) -> None:
-        if moved := self.directory.move_aside():
+        status.restore(self.directory)
+        moved = self.directory.move_aside()
+        status.write_status(self.directory.root, "starting", 0)
+        if moved:
             log.warning("resume=false: what %s held is now in %s", self.directory.root, moved)
 
     def _sum_over_ranks(self, tensor: Tensor) -> None:
@@ -420,6 +438,8 @@ class Trainer:
 
     def _choose_backends(self, model: nn.Module) -> dict[str, Backend]:
         config = self.config
+        if self.fabric.device.type == "cuda":
+            log.info("testing the kernels")
         dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
         lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
         return choose_on_all_ranks(model, dtype, self.fabric.device, lengths)
@@ -461,13 +481,15 @@ class Trainer:
         state = checkpoint.trainer_state()
         check_continues(str(checkpoint.path), state, self.config, self.data_info, forked)
         self.before = None if forked else execution.recorded(state)
+        how = "forked from" if forked else "continuing from"
+        log.info("%s %s", how, checkpoint.path)
+        self.origin = f"{how} {checkpoint.path} ({checkpoint.step:,} tokens)"
         self.checkpointer.load(checkpoint, self.model.module, self.optimizer.optimizer)
         self.counters = Counters(**{f.name: state[f.name] for f in dataclasses.fields(Counters)})
         windows = checkpoint.windows()
         self.position_loss_T += torch.from_numpy(windows["position_loss"]).to(self.fabric.device)
         self.position_sequences += float(windows["position_sequences"])
         self.guard.load({name: torch.from_numpy(array) for name, array in windows.items()})
-        log.info("%s %s", "forked from" if forked else "continuing from", checkpoint.path)
 
     @property
     def resolved(self) -> dict[str, Any]:

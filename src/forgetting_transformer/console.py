@@ -1,0 +1,149 @@
+"""How a process of train.py speaks and ends: in one line where one is enough, and once for all processes of a node.
+
+Imports only the standard library, so that a typo is answered before PyTorch is loaded. What the launcher of the
+processes says at their end is in elastic.py.
+"""
+
+import contextlib
+import ctypes
+import io
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+from forgetting_transformer import elastic
+
+DATE_FORMAT = "%m-%d %H:%M:%S"
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+#: What every process of a node finds wrong, its first one says. The others wait so long for the launcher to end them
+#: before they say it too: then it was wrong for them alone.
+_SECONDS_FOR_THE_FIRST = 20.0
+
+log = logging.getLogger(__name__)
+
+
+def rank() -> int:
+    """This process's rank as far as its environment tells, before the processes are connected."""
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0
+
+
+def first_of_node() -> bool:
+    """Whether this process speaks for all of its node: they fail alike when the configuration or the data is wrong."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0"
+
+
+def log_format(number: int) -> logging.Formatter:
+    return logging.Formatter(f"%(asctime)s rank {number} %(levelname)s %(message)s", DATE_FORMAT)
+
+
+def start_log() -> None:
+    """Log lines on the terminal until the run's own log begins: all of them on rank 0, warnings on the others."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(log_format(rank()))
+    handler.setLevel(logging.INFO if rank() == 0 else logging.WARNING)
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    root.handlers = [handler]
+
+
+@contextlib.contextmanager
+def one_voice() -> Iterator[None]:
+    """What is printed in here is printed by the first process of the node only."""
+    if first_of_node():
+        yield
+        return
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """A signal in here, before training hears them itself, ends the process with the code of a preempted one."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        if first_of_node():
+            said = f"{signal.Signals(number).name} before training began; the same command starts it\n"
+            os.write(2, said.encode())  # print() may be what the signal has interrupted
+        # Not 0, although the launcher may take this for a failure: ranks that got no signal would wait for this one.
+        elastic.tell(elastic.NOT_STARTED)
+        os._exit(elastic.PREEMPTED_EXIT_CODE)
+
+    before = {number: signal.signal(number, leave) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def die_with_launcher() -> None:
+    """Asks Linux to end this rank when the process that started it ends, however that ends: a signal that a launcher does
+    not handle, such as SIGUSR1, would otherwise leave ranks behind that hold the GPUs and the run's folder."""
+    if not (elastic.started_this_process() or os.environ.get("LOCAL_RANK", "0") != "0") or sys.platform != "linux":
+        return
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def exit_code(outcome: str) -> int:
+    """Tells the launcher how the run ended, "done" or "preempted"; returns the code to exit with.
+
+    An elastic launcher (`fabric run`, torchrun) takes every code but 0 for a failure; so do the launchers of Fabric and
+    SLURM for ranks other than 0, and kill those that are not done yet.
+    """
+    elastic.tell(outcome)
+    if outcome == "preempted":
+        # A scheduler and a launcher may both have sent the signal: the second must not end what ends in order.
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+    if outcome != "preempted" or elastic.started_this_process() or rank() > 0:
+        return 0
+    return elastic.PREEMPTED_EXIT_CODE
+
+
+def fail(reason: str, trace: bool = False, once: bool = True) -> NoReturn:
+    """Logs why this process ends, and ends it with code 1.
+
+    Args:
+        reason: one line.
+        trace: add the traceback of the exception being handled.
+        once: the other processes of the node have probably failed for the same reason, and leave it to the first.
+    """
+    elastic.tell("failed")
+    elastic.record_reason(reason)
+    text = f"{reason}\n{traceback.format_exc()}" if trace else reason
+    alone = first_of_node() or not once
+    if not alone:
+        _only_into_files()
+    log.critical("%s", text)
+    if not alone:
+        leave_it_to_the_first()
+        print(text, file=sys.stderr)
+    sys.exit(1)
+
+
+def leave_it_to_the_first() -> None:
+    """Waits until the launcher ends this process, because the first of the node has said what is wrong and left."""
+    if first_of_node():
+        return
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    parent, deadline = os.getppid(), time.monotonic() + _SECONDS_FOR_THE_FIRST
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _only_into_files() -> None:
+    root = logging.getLogger()
+    root.handlers = [h for h in root.handlers if isinstance(h, logging.FileHandler)] or [logging.NullHandler()]

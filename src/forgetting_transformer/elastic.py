@@ -1,0 +1,173 @@
+"""What passes between the ranks of train.py and the elastic launcher that started them: how the run ended, and why.
+
+`fabric run`, torchrun and scripts/launch.py are all PyTorch's elastic launcher. By itself it answers a failed rank, or a
+signal, with a traceback of its own some fifty lines long, below what the rank has said already. Here ranks tell it
+how the run ended, so that it need not.
+
+Two ways lead into the launcher. scripts/launch.py is one, and calls `conclude`. Into `fabric run` and torchrun comes
+`quieten`, through an entry point that PyTorch loads in every elastic launcher (pyproject.toml). It does nothing for any
+script but this project's train.py, and where it is not installed only the launcher's traceback comes back.
+
+Imports only the standard library at first: ranks load this before PyTorch.
+"""
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+#: EX_TEMPFAIL of sysexits.h, "try again": what train.py and scripts/launch.py exit with when the run was preempted.
+PREEMPTED_EXIT_CODE = 75
+#: An outcome besides those of status.json: a signal came before training began.
+NOT_STARTED = "not started"
+#: Names the file into which the first rank of a node writes how the run ended.
+OUTCOME_VARIABLE = "FORGETTING_TRANSFORMER_OUTCOME"
+#: What the launcher logs of its own work, in the words of PyTorch: no news to who has read what the ranks say.
+_ROUTINE = (
+    "Received %s death signal",
+    "Sending process %s closing signal",
+    "failed (exitcode",
+    "no error file defined for parent",
+)
+_CHATTY = (
+    "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.multiprocessing.errors.error_handler",
+)
+
+
+# In a rank -------------------------------------------------------------------------------------------------------------
+
+
+def started_this_process() -> bool:
+    """Whether an elastic launcher started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def tell(outcome: str) -> None:
+    """Lets the launcher know that the run is "done", "preempted", "failed" or NOT_STARTED; one rank of each node speaks."""
+    path = os.environ.get(OUTCOME_VARIABLE)
+    if path and started_this_process() and os.environ.get("LOCAL_RANK") == "0":
+        with contextlib.suppress(OSError):
+            Path(path).write_text(outcome, encoding="utf-8")
+
+
+def record_reason(reason: str) -> None:
+    """Leaves why this rank fails where the launcher looks for it."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            details = {"py_callstack": reason, "timestamp": str(int(time.time()))}
+            content = {"message": {"message": reason, "extraInfo": details}}
+            Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
+# In the launcher -------------------------------------------------------------------------------------------------------
+
+
+def listen() -> None:
+    """Prepares for what ranks will tell, and stops the launcher from logging its routine."""
+    if OUTCOME_VARIABLE not in os.environ:
+        folder = tempfile.mkdtemp(prefix="forgetting_transformer-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ[OUTCOME_VARIABLE] = str(Path(folder) / "outcome")
+    for name in _CHATTY:
+        logging.getLogger(name).addFilter(lambda record: not str(record.msg).startswith(_ROUTINE))
+
+
+def outcome() -> str | None:
+    """What the ranks of this node have told, None if nothing."""
+    try:
+        return Path(os.environ[OUTCOME_VARIABLE]).read_text(encoding="utf-8")
+    except (OSError, KeyError):
+        return None
+
+
+def conclude(error: BaseException | None) -> tuple[int, list[str]] | None:
+    """What the launcher exits with and what it prints, when it has ended with `error`.
+
+    Args:
+        error: what `torch.distributed.run` raised, None if it returned.
+
+    Returns:
+        the exit code and lines that the ranks have not said; None for an error that is not known here.
+    """
+    from torch.distributed import DistNetworkError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    told = outcome()
+    if error is None:
+        return (PREEMPTED_EXIT_CODE if told == "preempted" else 0), []
+    if isinstance(error, SignalException):
+        if told is None:
+            return 128 + error.sigval, [f"{error.sigval.name}: the ranks have ended without saying how"]
+        return {"done": 0, "preempted": PREEMPTED_EXIT_CODE, NOT_STARTED: PREEMPTED_EXIT_CODE}.get(told, 1), []
+    if isinstance(error, ChildFailedError):
+        only_stopped = all(_was_stopped(failure) for failure in error.failures.values())
+        if told == NOT_STARTED and only_stopped:
+            return PREEMPTED_EXIT_CODE, []
+        return 1, _unexplained(error.failures)
+    if isinstance(error, DistNetworkError) and "EADDRINUSE" in str(error):
+        return 1, ["error: the port of this job is taken by another job on this machine: give this one another, as in --main-port 29401"]
+    if type(error).__name__ == "MisconfigurationException":
+        from forgetting_transformer.gpus import missing
+
+        return 1, [f"error: {' '.join(str(error).split())}. {missing() or ''}".rstrip()]
+    return None
+
+
+def _was_stopped(failure: Any) -> bool:
+    """Whether a rank ended because it was asked to, by the launcher for another's sake or by somebody else."""
+    return failure.exitcode == PREEMPTED_EXIT_CODE or failure.signal_name() == "SIGTERM"
+
+
+def _unexplained(failures: dict[int, Any]) -> list[str]:
+    """A line for every rank that ended without leaving a reason, unless it was ended because of another."""
+    silent = {rank: f for rank, f in failures.items() if f.error_file == "<N/A>"}
+    if len(silent) < len(failures) or not all(_was_stopped(f) for f in silent.values()):
+        silent = {rank: f for rank, f in silent.items() if not _was_stopped(f)}
+    return [
+        f"rank {rank} (process {f.pid}) "
+        + (f"was killed by {f.signal_name()}" if f.exitcode < 0 else f"ended with code {f.exitcode}")
+        for rank, f in sorted(silent.items())
+    ]
+
+
+def quieten() -> Callable[..., Any]:
+    """The entry point: prepares the launcher of a run of train.py to end as `conclude` says.
+
+    PyTorch asks for a rendezvous backend at this point. There is none: what it gets says so to who chooses it.
+    """
+
+    def no_backend(parameters: Any) -> None:
+        raise ValueError("forgetting_transformer is not a rendezvous backend; use c10d or static")
+
+    if _runs_training(sys.argv[1:]):
+        listen()
+        sys.excepthook = _report_and_exit
+    return no_backend
+
+
+def _runs_training(arguments: list[str]) -> bool:
+    scripts = (Path(argument) for argument in arguments if Path(argument).name == "train.py")
+    return any((script.parent / "src" / "forgetting_transformer").is_dir() for script in scripts)
+
+
+def _report_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    end = conclude(error)
+    if end is None:
+        sys.__excepthook__(kind, error, trace)
+        return
+    code, lines = end
+    for line in lines:
+        print(line, file=sys.stderr)
+    sys.exit(code)  # from here Python takes it as the code of the process

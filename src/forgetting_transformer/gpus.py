@@ -1,0 +1,20 @@
+"""Whether there are GPUs here, and if not, what is probably wrong."""
+
+import os
+
+
+def missing() -> str | None:
+    """Why PyTorch finds no GPU, and what to do about it; None if it finds one."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"PyTorch {torch.__version__} is a build for CPUs: install one for CUDA (https://pytorch.org/get-started)"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU: unset it, or name some"
+    return (
+        f"PyTorch {torch.__version__} is built for GPUs and finds none: look whether `nvidia-smi` lists them, and whether "
+        "the driver is recent enough"
+    )

@@ -1,0 +1,63 @@
+"""What is wrong with a command line, in one line with the closest name, where Hydra prints ten."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+
+
+def explain(error: Exception) -> str:
+    """One line for an error of Hydra or OmegaConf while the configuration is composed, or of a sweep."""
+    if type(error) is CompactHydraException:
+        return str(error)  # of this project's launchers
+    return f"ConfigError: {_explain(error)}"
+
+
+def _explain(error: Exception) -> str:
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"there is no {group}={option}{closest(option, error.options, 'choices')}"
+    if isinstance(error, OverrideParseException):
+        reason = next((line for line in error.message.splitlines() if not line.startswith("Error parsing")), "")
+        return f"{error.override!r} is not of the form key=value ({reason.strip()})"
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not in struct" in str(cause):
+        key = str(cause.full_key)
+        section, dot, name = key.rpartition(".")
+        close = closest(name, [str(known) for known in cause.parent_node or ()], before=section + dot)
+        if not close and section == "model.config":
+            close = f"; a field that the model's YAML does not list is added with +{key}=…"
+        return f"unknown config key {key!r}{close}"
+    lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines()]
+    return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line))
+
+
+def unknown_group(keys: Iterable[str], config_dir: Path) -> str | None:
+    """What to say of `+experiment/dmo=fox_pro`: Hydra takes a group that does not exist for a key of the config.
+
+    Args:
+        keys: top-level keys of the composed config.
+    """
+    wrong = next((key for key in keys if "/" in str(key)), None)
+    if wrong is None:
+        return None
+    groups = [str(folder.relative_to(config_dir)) for folder in config_dir.rglob("*") if folder.is_dir()]
+    return f"there is no group {wrong!r}{closest(wrong, sorted(groups), 'groups')}"
+
+
+def closest(name: str, known: Sequence[str], title: str = "", before: str = "") -> str:
+    """ "; did you mean …?", or where nothing known is like `name`, under `title` if there is one, all that is known."""
+    if found := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
+        return f"; did you mean {before + found[0]!r}?"
+    return f"; {title}: {', '.join(known)}" if title else ""
+
+
+def output_dir_of(arguments: Sequence[str]) -> str | None:
+    """The folder of the run that a command line asks for and Hydra cannot compose; None if it says none or trains none."""
+    if any(a.startswith("-") and not a.startswith(("--config", "-cd", "-cn", "-cp")) for a in arguments):
+        return None  # --cfg job, --help, -m
+    values = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    folder = values.get("output_dir", "").strip("'\"")
+    return folder if folder and "${" not in folder and values.get("preflight", "false") == "false" else None

@@ -1,0 +1,91 @@
+"""What a run is, in one block of the log before its first step: what was asked for and what came of it here."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.trainer import Trainer
+
+
+def start_block(trainer: Trainer) -> str:
+    """The block for rank 0 of a trainer that is about to take its first step."""
+    config, fabric, data = trainer.config, trainer.fabric, trainer.config.datamodule
+    info, optimizer = trainer.data_info, config.optimizer
+    tokens = data.train_batch_size * data.train_batch_len
+    local = data.train_batch_size // fabric.world_size
+    at_once = min(local, max(1, config.train.grad_acc_tokens // data.train_batch_len))
+    parameters = sum(p.numel() for p in trainer.model.module.parameters())
+    steps = math.ceil(config.train.max_tokens / tokens)
+    compiled = trainer.compiled
+    rows = [
+        ("model", f"{config.model.name}, {human_count(parameters)} parameters ({parameters:,})"),
+        ("corpus", f"{info.path}, {info.total_tokens:,} tokens in {info.documents:,} documents"),
+        (
+            "batch",
+            f"{data.train_batch_size:,} x {data.train_batch_len:,} = {tokens:,} tokens; each process {local:,} sequences, "
+            f"{at_once:,} at a time",
+        ),
+        (
+            "steps",
+            f"{max(0, steps - trainer.counters.batch_count):,} to go, to {config.train.max_tokens:,} tokens; "
+            f"{trainer.counters.token_count:,} are done",
+        ),
+        ("devices", _devices(trainer)),
+        ("precision", f"{config.fabric.precision}, strategy {_strategy(trainer)}"),
+        *((op, backend.text) for op, backend in trainer.backends.items()),
+        ("compiled", "yes" if compiled else "no"),
+        (
+            "optimizer",
+            f"{optimizer.name}, lr {optimizer.lr:g}, betas {', '.join(f'{beta:g}' for beta in optimizer.betas)}, "
+            f"weight decay {optimizer.weight_decay:g}",
+        ),
+        ("schedule", _schedule(trainer)),
+        ("output_dir", str(trainer.directory.root)),
+        ("wandb", trainer.metrics.wandb_place),
+        ("start", trainer.origin),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def human_count(number: int) -> str:
+    """124337408 -> "124.3M"."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def _devices(trainer: Trainer) -> str:
+    fabric = trainer.fabric
+    nodes = int(os.environ.get("LT_NUM_NODES") or os.environ.get("GROUP_WORLD_SIZE") or 1)
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    if fabric.device.type == "cuda":
+        device = torch.cuda.get_device_name(fabric.device)
+    else:
+        threads = torch.get_num_threads()
+        device = f"{fabric.device.type}, {threads} thread{'s' * (threads != 1)} each"
+    return f"{fabric.world_size} x {device}; {fabric.world_size} process{'es' * (fabric.world_size != 1)}{where}"
+
+
+def _strategy(trainer: Trainer) -> str:
+    for kind, name in ((ModelParallelStrategy, "fsdp"), (DDPStrategy, "ddp")):
+        if isinstance(trainer.fabric.strategy, kind):
+            return name
+    return "none"
+
+
+def _schedule(trainer: Trainer) -> str:
+    schedule = trainer.config.schedule
+    parts = [schedule.name, f"warm-up {schedule.warmup_tokens:,} tokens"]
+    if schedule.decay_tokens is not None:
+        parts.append(f"decay in the last {schedule.decay_tokens:,}")
+    if schedule.total_tokens is not None:
+        parts.append(f"ends at {schedule.total_tokens:,} with lr {schedule.end_lr:g}")
+    return ", ".join(parts)

@@ -1,0 +1,247 @@
+"""How a process of train.py ends, what its launcher adds, and what is said of a typo."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from forgetting_transformer import console, elastic, hydra_errors
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def rank(monkeypatch, tmp_path):
+    """Makes this process a rank of an elastic launcher; returns a function that says which one."""
+
+    def be(number: int) -> None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+        monkeypatch.setenv("RANK", str(number))
+        monkeypatch.setenv("LOCAL_RANK", str(number))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{number}.json"))
+        monkeypatch.setenv(elastic.OUTCOME_VARIABLE, str(tmp_path / "outcome"))
+
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "NODE_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return be
+
+
+@pytest.fixture
+def kept_signals():
+    """Handlers as they were before the test."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_preempted_process_ends_with_75_and_a_rank_of_a_launcher_with_0(rank, kept_signals, monkeypatch):
+    assert console.exit_code("done") == 0
+    assert console.exit_code("preempted") == 75
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert console.exit_code("preempted") == 0, "srun would take 75 of another rank for a failure"
+    rank(0)
+    assert console.exit_code("preempted") == 0
+    assert elastic.outcome() == "preempted"
+    rank(1)
+    console.exit_code("done")
+    assert elastic.outcome() == "preempted", "one rank of a node speaks"
+
+
+def test_what_all_ranks_find_wrong_is_said_by_the_first(rank, kept_signals, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(console, "_SECONDS_FOR_THE_FIRST", 0.0)
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    rank(0)
+    console.start_log()
+    with pytest.raises(SystemExit) as end:
+        console.fail("ConfigError: train.max_tokens")
+    assert end.value.code == 1 and elastic.outcome() == "failed"
+    assert capsys.readouterr().err.count("ConfigError: train.max_tokens") == 1
+    rank(1)
+    console.start_log()
+    root.handlers.append(logging.FileHandler(tmp_path / "rank-1.log"))
+    monkeypatch.setattr(console, "leave_it_to_the_first", lambda: sys.exit("ended by the launcher"))
+    with pytest.raises(SystemExit, match="ended by the launcher"):
+        console.fail("ConfigError: train.max_tokens")
+    assert capsys.readouterr().err == ""
+    assert "ConfigError: train.max_tokens" in (tmp_path / "rank-1.log").read_text()
+    assert json.loads((tmp_path / "1.json").read_text())["message"]["message"] == "ConfigError: train.max_tokens"
+
+
+def test_what_only_one_rank_finds_wrong_is_said_too(rank, kept_signals, monkeypatch, capsys):
+    monkeypatch.setattr(console, "_SECONDS_FOR_THE_FIRST", 0.0)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    rank(1)
+    with pytest.raises(SystemExit):
+        console.fail("DataError: no such file on this node")
+    assert capsys.readouterr().err == "DataError: no such file on this node\n"
+
+
+def failure(tmp_path: Path, number: int, code: int, reason: str | None = None) -> ProcessFailure:
+    file = tmp_path / f"{number}.json"
+    if reason:
+        details = {"py_callstack": reason, "timestamp": "1"}
+        file.write_text(json.dumps({"message": {"message": reason, "extraInfo": details}}))
+    return ProcessFailure(local_rank=number, pid=100 + number, exitcode=code, error_file=str(file))
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "code", "lines"),
+    [
+        ("done", None, 0, []),
+        ("preempted", None, 75, []),
+        ("preempted", SignalException("", signal.SIGTERM), 75, []),
+        ("done", SignalException("", signal.SIGTERM), 0, []),
+        (elastic.NOT_STARTED, SignalException("", signal.SIGUSR1), 75, []),
+        ("failed", SignalException("", signal.SIGTERM), 1, []),
+        (None, SignalException("", signal.SIGTERM), 143, ["SIGTERM: the ranks have ended without saying how"]),
+        ("failed", DistNetworkError("EADDRINUSE"), 1, None),
+    ],
+)
+def test_how_a_launcher_ends(rank, monkeypatch, tmp_path, told, error, code, lines):
+    rank(0)
+    if told:
+        elastic.tell(told)
+    ended, said = elastic.conclude(error)
+    assert ended == code and (said == lines if lines is not None else "--main-port" in said[0])
+
+
+@pytest.mark.parametrize(
+    ("told", "ranks", "code", "lines"),
+    [
+        ("failed", {0: (1, "ConfigError: x"), 1: (-15, None)}, 1, []),
+        ("failed", {0: (1, "RuntimeError: peer"), 1: (-9, None)}, 1, ["rank 1 (process 101) was killed by SIGKILL"]),
+        (None, {0: (-15, None), 1: (17, None)}, 1, ["rank 1 (process 101) ended with code 17"]),
+        (None, {0: (-15, None)}, 1, ["rank 0 (process 100) was killed by SIGTERM"]),
+        (elastic.NOT_STARTED, {0: (75, None), 1: (-15, None)}, 75, []),
+        (elastic.NOT_STARTED, {0: (75, None), 1: (-9, None)}, 1, ["rank 1 (process 101) was killed by SIGKILL"]),
+    ],
+)
+def test_a_launcher_names_only_ranks_that_could_not_speak(rank, tmp_path, told, ranks, code, lines):
+    rank(0)
+    if told:
+        elastic.tell(told)
+    failures = {number: failure(tmp_path, number, *how) for number, how in ranks.items()}
+    assert elastic.conclude(ChildFailedError("train.py", failures)) == (code, lines)
+
+
+def test_an_error_of_the_launcher_that_is_not_known_keeps_its_traceback():
+    assert elastic.conclude(ZeroDivisionError()) is None
+
+
+def test_the_launchers_of_other_scripts_are_left_alone(monkeypatch, tmp_path):
+    hook = sys.excepthook
+    (tmp_path / "train.py").touch()
+    monkeypatch.delenv(elastic.OUTCOME_VARIABLE, raising=False)
+    for script in ("other.py", str(tmp_path / "train.py")):
+        monkeypatch.setattr(sys, "argv", ["torchrun", "--nproc-per-node=2", script, "train.max_tokens=1"])
+        no_backend = elastic.quieten()
+        assert sys.excepthook is hook and elastic.OUTCOME_VARIABLE not in os.environ
+    with pytest.raises(ValueError, match="not a rendezvous backend"):
+        no_backend(None)
+
+
+def error_of(*overrides: str) -> str:
+    with pytest.raises(Exception) as raised, initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        compose("config", overrides=list(overrides))
+    return hydra_errors.explain(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["+experiment/demo=fox_prro"], "ConfigError: there is no experiment/demo=fox_prro; did you mean 'fox_pro'?"),
+        (["train.max_token=3"], "ConfigError: unknown config key 'train.max_token'; did you mean 'train.max_tokens'?"),
+        (["trian.max_tokens=3"], "ConfigError: unknown config key 'trian'; did you mean 'train'?"),
+        (["train.max_tokens"], "ConfigError: 'train.max_tokens' is not of the form key=value (missing EQUAL at '<EOF>')"),
+        (
+            ["model.config.window=3"],
+            "ConfigError: unknown config key 'model.config.window'; a field that the model's YAML does not list is added "
+            "with +model.config.window=…",
+        ),
+        (
+            ["experiment/demo=fox_pro"],
+            "ConfigError: Could not override 'experiment/demo'. No match in the defaults list; "
+            "To append to your default list use +experiment/demo=fox_pro",
+        ),
+    ],
+)
+def test_a_typo_is_answered_in_one_line_with_the_closest_name(overrides, text):
+    assert error_of(*overrides) == text
+
+
+def test_where_nothing_is_close_the_choices_are_listed():
+    said = error_of("model=zzz")
+    assert said.startswith("ConfigError: there is no model=zzz; choices: ") and "fox_pro" in said and "\n" not in said
+
+
+def test_a_group_that_does_not_exist_is_named():
+    """Hydra takes it for a new key of the config."""
+    groups = ROOT / "configs"
+    assert hydra_errors.unknown_group(["train", "model"], groups) is None
+    said = hydra_errors.unknown_group(["train", "experiment/dmo"], groups)
+    assert said == "there is no group 'experiment/dmo'; did you mean 'experiment/demo'?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        (["+experiment/demo=fox_pro", "output_dir=a", "output_dir='b=c'"], "b=c"),
+        (["--config-dir=x", "output_dir=a"], "a"),
+        (["output_dir=${oc.env:HOME}/a"], None),
+        (["output_dir=a", "preflight=true"], None),
+        (["-m", "output_dir=a"], None),
+        (["--cfg", "job", "output_dir=a"], None),
+        (["train.max_tokens=3"], None),
+    ],
+)
+def test_the_folder_of_a_command_that_cannot_be_composed(arguments, folder):
+    assert hydra_errors.output_dir_of(arguments) == folder
+
+
+@pytest.fixture
+def with_entry_point(tmp_path) -> dict[str, str]:
+    """An environment in which this project is installed with its entry point, whatever is installed here."""
+    metadata = tmp_path / "site/forgetting_transformer-0.1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: forgetting-transformer\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[torchrun.handlers]\nforgetting_transformer = forgetting_transformer.elastic:quieten\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return clean | {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["fabric", "launch.py"])
+def test_a_typo_on_two_ranks_is_one_line(with_entry_point, tmp_path, launcher):
+    """… in a folder where a run has ended well, which must not pass for how this start ended."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/status.json").write_text('{"status": "done"}')
+    start = {
+        "fabric": [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--main-port", "29535"],
+        "launch.py": [sys.executable, "scripts/launch.py"],
+    }[launcher]
+    command = [*start, "--accelerator", "cpu", "--devices", "2", "+experiment/demo=fox_prro", f"output_dir={tmp_path}/run"]
+    done = subprocess.run(command, cwd=ROOT, env=with_entry_point, capture_output=True, text=True, timeout=600)
+    said = "ConfigError: there is no experiment/demo=fox_prro; did you mean 'fox_pro'?"
+    assert (done.returncode, done.stderr.splitlines(), done.stdout) == (1, [said], "")
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["status"], status["reason"]) == ("failed", said)
+
+
+def test_the_entry_point_is_the_one_of_the_tests():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert '[project.entry-points."torchrun.handlers"]' in text
+    assert 'forgetting_transformer = "forgetting_transformer.elastic:quieten"' in text

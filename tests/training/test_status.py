@@ -1,0 +1,99 @@
+"""status.json says how the last start ended, and an older start's end never passes for it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forgetting_transformer.training import status
+from forgetting_transformer.training.run_directory import RunDirectory
+from tests.training.conftest import STEP, Job, changed, refused, train
+
+
+def read(folder: Path | str) -> dict:
+    return json.loads((Path(folder) / "status.json").read_text())
+
+
+@pytest.fixture
+def done(tiny) -> dict:
+    """The configuration of a run that has ended well after four steps."""
+    tiny = changed(tiny, train__max_tokens=4 * STEP)
+    train(tiny)
+    assert read(tiny["output_dir"])["status"] == "done"
+    return tiny
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"datamodule__dataset": "absent"}, "DataError: no token array at"),
+        ({"model__config": {"hidden_sizes": 3}}, "ConfigError: model.config: "),
+        ({"fabric__precision": "8-bit"}, "ConfigError: fabric.precision='8-bit' is not supported"),
+        ({"optimizer__lr": 1.0}, "was trained with other settings"),
+        ({"schedule__name": "sawtooth"}, "ConfigError: schedule.name='sawtooth' is unknown"),
+    ],
+)
+def test_what_fails_before_the_first_step_replaces_the_end_of_the_start_before(done, change, reason):
+    refused(changed(done, **change))
+    found = read(done["output_dir"])
+    assert (found["status"], found["step"]) == ("failed", 4 * STEP) and reason in found["reason"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_while_it_is_built_a_run_is_starting(done, world_size):
+    patch = """
+import shutil
+from forgetting_transformer.training import setup
+original = setup.build_model
+def build_model(config, data):
+    shutil.copy(config.output_dir + "/status.json", config.output_dir + "/while-building.json")
+    return original(config, data)
+setup.build_model = build_model
+"""
+    job = Job(changed(done, train__max_tokens=5 * STEP), world_size, patch=patch)
+    assert job.wait() == [0] * world_size, job.errors()
+    found = json.loads((Path(done["output_dir"]) / "while-building.json").read_text())
+    assert (found["status"], found["step"]) == ("starting", 4 * STEP)
+
+
+def test_a_start_that_is_refused_the_folder_leaves_the_status_of_the_run_in_it(tiny):
+    directory = RunDirectory(tiny["output_dir"])
+    directory.acquire()
+    status.write_status(directory.root, "running", 128)
+    before = (directory.root / "status.json").read_text()
+    for world_size in (1, 2):
+        assert "another run is writing to output_dir" in refused(tiny, world_size)
+    status.refuse(RunDirectory(tiny["output_dir"]), "ConfigError: …")
+    assert (directory.root / "status.json").read_text() == before
+    directory.release()
+
+
+def test_a_run_that_is_moved_aside_keeps_its_status(done):
+    train(changed(done, resume=False, train__max_tokens=2 * STEP))
+    (moved,) = (Path(done["output_dir"]) / "previous").iterdir()
+    assert (read(moved)["status"], read(moved)["step"]) == ("done", 4 * STEP)
+    assert (read(done["output_dir"])["status"], read(done["output_dir"])["step"]) == ("done", 2 * STEP)
+
+
+def test_a_new_folder_with_resume_false_has_nothing_to_move(tiny):
+    train(changed(tiny, resume=False, train__max_tokens=2 * STEP))
+    assert not (Path(tiny["output_dir"]) / "previous").exists()
+
+
+def test_an_error_of_the_command_line_makes_no_folder(tmp_path):
+    status.refuse(RunDirectory(tmp_path / "run"), "ConfigError: …")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_that_is_not_there_is_one_line_and_known_to_the_status(tiny):
+    job = Job(changed(tiny, fabric__accelerator="cuda"), patch="import torch; torch.cuda.is_available = lambda: False")
+    assert job.wait() == [1]
+    assert "ConfigError: fabric.accelerator=cuda, but there is no GPU. " in read(tiny["output_dir"])["reason"]
+    assert "\n" not in read(tiny["output_dir"])["reason"]
+
+
+def test_more_gpus_than_there_are_is_one_line(tiny):
+    patch = "import torch; torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2"
+    job = Job(changed(tiny, fabric__accelerator="cuda", fabric__devices=4), patch=patch)
+    assert job.wait() == [1]
+    assert "ConfigError: fabric.devices=4, but this machine has 2 GPUs" in read(tiny["output_dir"])["reason"]
