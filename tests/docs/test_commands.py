@@ -1,0 +1,169 @@
+"""Commands of README.md and docs: those that need no GPU and no network are run, all others are checked to the first step."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.commands import MORE, PAGES, ROOT, CommandError, Shell, blocks, shell_commands
+from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def check_page(text: str) -> None:
+    shell = Shell()
+    for words in shell_commands(text):
+        shell.check(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_command_of_a_page_would_be_taken(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    check_page(read(page))
+
+
+def test_the_commands_of_the_readme_are_found():
+    found = [" ".join(words) for words in shell_commands(read(ROOT / "README.md"))]
+    for start in (
+        "bash scripts/quickstart.sh", "bash scripts/test.sh", "pip install -e .[train,data,wandb,cuda]", "DATA_DIR=./data",
+        "scripts/download_longcrawl64.py heldout", "fabric run train.py --devices 4 --num-nodes 1", "python save_model.py",
+        "python scripts/compare.py RUN", "python scripts/generate.py FOLDER --prompt …",
+    ):  # fmt: skip
+        assert any(command.startswith(start) for command in found), start
+    assert any(command.endswith("wandb.mode=online resume=true") for command in found)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("--devices 4", "--device 4", "SystemExit"),
+        ("--devices 4", "--devices 5", "datamodule.train_batch_size=32"),
+        ("--main-port 1234", "--main-port abc", "'abc' is not a valid integer"),
+        ("=pro_760m_48b ", "=pro_760m_48 ", "pro_760m_48'"),
+        ("+experiment/longcrawl64", "+experiment/longcrawl", "experiment/longcrawl/"),
+        ("resume=true", "resme=true", "resme"),
+        ("resume=true", "resume=maybe", "resume"),
+        ("resume=true", "resume=true train.grad_acc_tokens=1000", "train.grad_acc_tokens"),
+        ("    output_dir=$OUTPUT_DIR \\\n", "", "output_dir"),
+        ("wandb.mode=online", "wandb.mode=onlin", "wandb.mode"),
+        ("fabric run train.py \\", "fabric start train.py \\", "not `fabric start`"),
+        ("--hf_load_dir=", "--hf_load_dirr=", "SystemExit"),
+        ("python save_model.py", "python save_models.py", "there is no save_models.py"),
+        ("python scripts/compare.py", "python scripts/compares.py", "there is no scripts/compares.py"),
+        ("FOLDER --prompt", "FOLDER --prmpt", "SystemExit"),
+        ("--documents 25%", "--documents many", "SystemExit"),
+        ("--missing_chunks skip", "--missing_chunk skp", "SystemExit"),
+        ("scripts/quickstart.sh ", "scripts/quick_start.sh ", "there is no scripts/quick_start.sh"),
+        ("[train,data,wandb,cuda]", "[train,data,wandb,gpu]", "no extra gpu"),
+        ("bash scripts/test.sh", "make test", "make is not a program"),
+    ],
+)
+def test_a_wrong_command_of_the_readme_is_noticed(right, wrong, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    page = read(ROOT / "README.md")
+    assert right in page
+    with pytest.raises(CommandError, match=re.escape(message)):
+        check_page(page.replace(right, wrong))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("python train.py -m +experiment/demo=fox_pro,mamba2 train.max_tokns=1,2 output_dir=x data_dir=x", "max_tokns"),
+        (
+            "python train.py -m hydra/launcher=slurm hydra.launcher.tme=1 +experiment/demo=fox_pro output_dir=x data_dir=x",
+            "tme",
+        ),
+        ("python train.py --cgf job", "SystemExit"),
+        ("python train.py +experiment/demo=fox_pro output_dir=x", "data_dir"),
+        ("python scripts/sweep_lr.py +experiment/demo=fox_pro output_dir=x data_dir=x --sead 0,1", "SystemExit"),
+        (
+            "python scripts/sweep_optuna.py +experiment/demo=fox_pro output_dir=x data_dir=x optimizer.r=1,2",
+            "optimizer.r",
+        ),
+        ("python scripts/study.py output_dir=x data_dir=x --group study --models fox_po", "fox_po"),
+        ("python scripts/replay.py output_dir=RUN steps=3", "steps=3"),
+        ("python scripts/launch.py --devices 4 +experiment/demo=fox", "experiment/demo/fox"),
+        ("python benchmarks/training.py --overrides train.compil=true", "train.compil"),
+        ("torchrun --nproc-per-nod 4 eval/niah/run_niah.py --model_path x", "SystemExit"),
+        ("torchrun --nproc-per-node 4 eval/niah/run_niah.py --model x", "SystemExit"),
+        ("python eval/niah/run_niah.py --model_path x --data_path y --save_dir z --mode eazy", "SystemExit"),
+        ("sbatch scripts/slurm/train.sbatch OUTPUT_DIR +experiment/demo=fx_pro data_dir=x", "fx_pro"),
+        ("python -c 'import torch)'", "SyntaxError"),
+        ("benchmarks/tables.py", "does not begin with #!"),
+    ],
+)
+def test_a_wrong_command_of_another_page_is_noticed(wrong, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(CommandError, match=re.escape(message)):
+        check_page(f"```bash\n{wrong}\n```\n")
+
+
+# Commands that are run.
+
+
+@pytest.fixture
+def run_script(monkeypatch, tmp_path):
+    """Runs a command of this repository in this process, in an empty folder."""
+
+    def run(words: list[str]) -> None:
+        words = words[1:] if words[0] == "python" else words
+        monkeypatch.setattr(sys, "argv", [str(ROOT / words[0]), *words[1:]])
+        try:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+        except SystemExit as end:
+            assert end.code in (0, None), end.code
+
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+def test_the_commands_of_the_readme_that_work_offline_work(quickstart, run_script, tmp_path, capsys):  # noqa: F811
+    offline = ("save_model", "verify_data", "compare", "plot_run", "report", "generate")
+    (tmp_path / "DIR").mkdir()
+    values = {"RUN": str(quickstart.run), "FOLDER": str(quickstart.hf), "…": "the cat"}
+    values |= {"$DATA_DIR/longcrawl64": str(quickstart.data / "words"), "$OUTPUT_DIR": str(quickstart.run)}
+    ran = set()
+    for words in shell_commands(read(ROOT / "README.md")):
+        script = next((word for word in words if word.endswith(".py")), "")
+        words = [word for word in words if word != MORE]
+        if Path(script).stem in offline and words[-1] != script:
+            for name, value in values.items():
+                words = [word.replace(name, value) if name in word else word for word in words]
+            run_script(words)
+            ran.add(Path(script).stem)
+    assert ran == set(offline)
+    assert (tmp_path / "output/hf/fox-pro-760m-48b/model.safetensors").is_file()
+
+
+def test_the_python_of_the_readme_runs(quickstart, monkeypatch, tmp_path):  # noqa: F811
+    folder = tmp_path / "output" / "hf" / "fox-pro-760m-48b"
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(quickstart.hf)
+    monkeypatch.chdir(tmp_path)
+    load, op = blocks(read(ROOT / "README.md"), "python")
+    loaded, computed = {}, {}
+    exec(load, loaded)
+    assert loaded["model"].config.model_type.startswith("forgetting_transformer") and loaded["tokenizer"]("the cat")
+    exec(op, computed)
+    assert computed["out"].shape == computed["q"].shape
+    computed["out"].sum().backward()
+    assert computed["k"].grad.isfinite().all()
+
+
+def test_the_python_of_prepare_data_is_what_the_corpus_takes(monkeypatch):
+    (block,) = blocks(read(ROOT / "docs/prepare_data.md"), "python")
+    calls = []
+
+    def prepare_corpus(settings, out, workers):
+        calls.append(settings)
+        return {"unigram_entropy_nats": 5.0}
+
+    monkeypatch.setattr("forgetting_transformer.data.corpus.prepare_corpus", prepare_corpus)
+    exec(block, {})
+    assert calls[0].tokenizer == "train:8192" and calls[0].heldout_docs == 32
