@@ -12,7 +12,7 @@ Kernels:
   decode         forgetting_attention_decode, which splits the keys over the GPU, from running sums of log gates; slow gates
   half           the same, pruned, all gates 1/2 as at initialisation, QK-normed inputs, tolerance e^-10
   spread         the same, pruned, time constants spread logarithmically over the heads from 4 to 10^6 tokens
-  whole          forgetting_attention with one query, which adds up the gates anew and gives a head to one program
+  whole          forgetting_attention with one query, which adds up all gates in each call and gives a head to one program
   flash, cudnn   PyTorch's scaled_dot_product_attention without gates, through FlashAttention-2 and through cuDNN
 
 Columns: `us` per call. `tokens/s` is B tokens per call, as if a model were this one layer. `GB/s` is the size of keys and values

@@ -323,7 +323,7 @@ def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> 
     from forgetting_transformer.training.config import ConfigError, parse
 
     stored = OmegaConf.load(Path(output_dir) / "config.yaml")
-    # A run's config.yaml is resolved: it knows values of keys, and no groups that could be chosen anew.
+    # A run's config.yaml is resolved: it has values, and no groups to choose from.
     for override in args.overrides:
         key, equals, _ = override.partition("=")
         if not equals or not key.replace(".", "").isidentifier() or OmegaConf.is_dict(OmegaConf.select(stored, key)):

@@ -23,7 +23,8 @@ MFU           as train.py logged it last
 first loss    seconds from the start of the command to the first loss it logged; kernels that earlier runs left in the caches of
               Triton and PyTorch are found there
 
---out also keeps losses, the lines of the log that name backends and compilation, and the share of wall time by what it went into.
+--out also keeps losses, the lines of the log that name backends, compilation and the first step, and the share of wall time by what
+it went into.
 
 Without --data_dir a corpus is made of the Python sources of this machine; if it has fewer tokens than a run, it is read again.
 Stopped and started again with the same --out and --folder, this measures the parts that are missing, each from its start: what
@@ -60,10 +61,12 @@ ON_GPU = {
     "vocabulary": 50_257,
 }
 ON_CPU = {"experiments": ["demo/fox_pro"], "tokens": 65_536, "unpruned_tokens": 32_768, "vocabulary": 4_096}
-#: A loss that train.py logged, as in "8,192 of 16,384 tokens, loss 10.8459, lr 1.50e-03, 368 tokens/s, 0:22 left".
-LOSS_LINE = re.compile(r"[\d,]+ of [\d,]+ tokens, loss \d")
-#: Lines of the log that say what runs.
-BACKEND_LINE = re.compile(r"gluon|triton|flash-linear-attention|\bFLA\b|pytorch|cudnn|compil|self-test", re.IGNORECASE)
+#: A loss that train.py logged, as in "8,192 of 16,384 tokens, loss 10.8459, lr 1.50e-03".
+LOSS_LINE = re.compile(r"\bloss \d")
+#: Lines of the log that say what runs, and how long the first step took.
+KEPT_LINE = re.compile(
+    r"gluon|triton|flash-linear-attention|\bFLA\b|pytorch|cudnn|compil|self-test|first step is done", re.IGNORECASE
+)
 HEADER = "| experiment | part | tokens | tokens/s | at the end | MFU | first loss s | memory GB |\n|---|---|---|---|---|---|---|---|"
 
 
@@ -165,7 +168,7 @@ def train(experiment: str, args: argparse.Namespace, config: Any, output_dir: Pa
     return {
         "first_loss_seconds": first_loss,
         "wall_seconds": seconds,
-        "log": [line.replace(str(output_dir), "OUTPUT_DIR") for line in lines if BACKEND_LINE.search(line)],
+        "log": [line.replace(str(output_dir), "OUTPUT_DIR") for line in lines if KEPT_LINE.search(line)],
         **speeds(output_dir),
     }
 
@@ -173,10 +176,11 @@ def train(experiment: str, args: argparse.Namespace, config: Any, output_dir: Pa
 def train_command(experiment: str, args: argparse.Namespace, output_dir: Path, data_dir: Path) -> list[str]:
     """The README's command for this experiment."""
     fabric = Path(sys.executable).with_name("fabric")
-    start = [str(fabric)] if fabric.exists() else [sys.executable, "-m", "lightning.fabric.cli"]
+    # Where packages are on PYTHONPATH only, there is no `fabric` command.
+    start = [str(fabric), "run"] if fabric.exists() else [sys.executable, "-m", "lightning.fabric.cli"]
     group, name = str(experiment_file(experiment).relative_to(ROOT / "configs").with_suffix("")).rsplit("/", 1)
     return [
-        *start, "run", str(ROOT / "train.py"), "--devices", str(args.devices),
+        *start, str(ROOT / "train.py"), "--devices", str(args.devices),
         *(["--accelerator", "cpu"] if args.device == "cpu" else []),
         f"+{group}={name}", f"output_dir={output_dir}", f"data_dir={data_dir}", f"datamodule.dataset={args.dataset}",
         "datamodule.repeat=true", "wandb.mode=offline",

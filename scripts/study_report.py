@@ -90,7 +90,7 @@ def collect(args: argparse.Namespace) -> None:
     if results := list(positions.values()):
         curves = per_token_loss.group_seeds(results)
         loss_against_position(curves, args.out / "per_token_loss.png", results[0].summary.get("train_length"), None)
-    # Last, since it runs models: whoever has no time for that has the rest.
+    # Last, because it runs models, which takes long: everything else is there by then.
     try:
         study["pruned"] = pruned_shares(
             {model: paths[0] for model, paths in runs.items()}, args.data_path, args.documents, args.out / "memory.png"

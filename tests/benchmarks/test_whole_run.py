@@ -48,6 +48,15 @@ def test_it_starts_the_command_of_the_readme_and_keeps_its_learning_rates(benchm
     assert config.train == plain.train
 
 
+def test_without_the_fabric_command_its_module_is_started(benchmark, monkeypatch, tmp_path):
+    args = benchmark.parse_args(["--device", "cpu", "--data_dir", str(tmp_path)])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    command = started(benchmark, args, "demo/fox_pro", monkeypatch, tmp_path / "train", 10**4)
+    assert command[:3] == [str(tmp_path / "python"), "-m", "lightning.fabric.cli"]
+    # The module is `fabric run`, and takes its script next.
+    assert Path(command[3]).name == "train.py" and "--accelerator" in command
+
+
 def test_without_pruning_only_pruning_differs(benchmark, monkeypatch, tmp_path):
     args = benchmark.parse_args(["--device", "cuda", "--data_dir", str(tmp_path), "--overrides", "seed=3"])
     pruned = started(benchmark, args, EXPERIMENT, monkeypatch, tmp_path / "train", 10**6)
