@@ -65,7 +65,8 @@ ON_CPU = {"experiments": ["demo/fox_pro"], "tokens": 65_536, "unpruned_tokens": 
 LOSS_LINE = re.compile(r"\bloss \d")
 #: Lines of the log that say what runs, and how long the first step took.
 KEPT_LINE = re.compile(
-    r"gluon|triton|flash-linear-attention|\bFLA\b|pytorch|cudnn|compil|self-test|first step is done", re.IGNORECASE
+    r"gluon|triton|flash-linear-attention|\bFLA\b|(?<!loading )pytorch|cudnn|compil|self-test|first step is done",
+    re.IGNORECASE,
 )
 HEADER = "| experiment | part | tokens | tokens/s | at the end | MFU | first loss s | memory GB |\n|---|---|---|---|---|---|---|---|"
 
