@@ -280,15 +280,3 @@ def test_a_fork_of_nothing_or_of_another_shape_is_refused(tiny, tmp_path):
     assert f"fork_step=7: no valid checkpoint of that many tokens in {tmp_path}/source" in refused(fork)
     fork = changed(tiny, fork_dir=str(tmp_path / "source"), fork_step=8 * STEP, datamodule__train_batch_size=8)
     assert "datamodule.train_batch_size: 4 -> 8" in refused(fork)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "world_size", "checkpointing"), [("auto", 1, True), ("fsdp", 2, False)])
-def test_compiled_blocks_train_the_same_model(tiny, tmp_path, strategy, world_size, checkpointing):
-    tiny = changed(tiny, strategy__name=strategy, train__gradient_checkpointing=checkpointing)
-    runs = []
-    for compiled in (False, True):
-        config = changed(tiny, train__compile=compiled, output_dir=str(tmp_path / f"compiled-{compiled}"))
-        train(changed(config, train__max_tokens=8 * STEP), world_size)
-        runs.append(losses(config["output_dir"]))
-    assert max(abs(runs[0][s] - runs[1][s]) for s in runs[0]) < 1e-4
