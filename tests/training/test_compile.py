@@ -341,27 +341,29 @@ def assert_same_bits(a: str, b: str, step: int) -> None:
 
 @pytest.mark.slow
 def test_two_starts_with_empty_caches_are_bitwise_one_run(tiny, tmp_path):
-    """Nothing that a start compiled is left for the next."""
-    config = changed(tiny, train__compile=True, train__max_tokens=8 * STEP, skip_eval=True)
-    config["model"]["config"]["num_hidden_layers"] = 1
+    """Compiled, sharded and with checkpointed activations; and the losses are those of a run that is not compiled."""
+    config = changed(tiny, strategy__name="fsdp", train__gradient_checkpointing=True, train__max_tokens=6 * STEP)
+    # Everything that is left out here would be more kernels to compile.
+    config |= {"skip_eval": True, "checkpoint_interval": 3 * STEP}
+    config["model"]["config"] = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
 
-    def patch(folder: str) -> str:
-        return f"import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path / folder)!r}"
+    def run(name: str, caches: str, **changes) -> dict:
+        job_config = changed(config, output_dir=str(tmp_path / name), **changes)
+        patch = f"import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path / caches)!r}"
+        job = Job(job_config, 2, patch=patch)
+        assert job.wait() == [0, 0], job.errors()
+        return job_config
 
-    def compiled(run: dict, folder: str) -> None:
-        job = Job(run, patch=patch(folder))
-        assert job.wait(900) == [0], job.errors()
-        assert list((tmp_path / folder).rglob("*.so")), "nothing was compiled"
-
-    straight = changed(config, output_dir=str(tmp_path / "straight"))
-    compiled(straight, "first")
-    compiled(changed(config, train__max_tokens=4 * STEP), "first")
-    compiled(config, "second")
-    assert_same_bits(straight["output_dir"], config["output_dir"], 8 * STEP)
-    eager = changed(config, train__compile=False, output_dir=str(tmp_path / "eager"))
-    assert Job(eager).wait() == [0]
-    ours, theirs = losses(config["output_dir"]), losses(eager["output_dir"])
-    assert max(abs(ours[step] - theirs[step]) for step in ours) < 1e-4
+    straight = run("straight", "first", train__compile=True)
+    run("stopped", "first", train__compile=True, train__max_tokens=3 * STEP)
+    assert list((tmp_path / "first").rglob("*.so")) and not (tmp_path / "second").exists()
+    stopped = run("stopped", "second")
+    assert list((tmp_path / "second").rglob("*.so")), "auto did not compile"
+    assert_same_bits(straight["output_dir"], stopped["output_dir"], 6 * STEP)
+    eager = run("eager", "none", train__compile=False)
+    assert not (tmp_path / "none").exists()
+    ours, theirs = losses(stopped["output_dir"]), losses(eager["output_dir"])
+    assert len(ours) == 6 and max(abs(ours[step] - theirs[step]) for step in ours) < 1e-4
 
 
 # Where compiled code is kept, and how long compiling will take

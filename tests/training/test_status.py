@@ -45,9 +45,9 @@ def test_while_it_is_built_a_run_is_starting(done, world_size):
 import shutil
 from forgetting_transformer.training import setup
 original = setup.build_model
-def build_model(config, data):
+def build_model(config, data, **options):
     shutil.copy(config.output_dir + "/status.json", config.output_dir + "/while-building.json")
-    return original(config, data)
+    return original(config, data, **options)
 setup.build_model = build_model
 """
     job = Job(changed(done, train__max_tokens=5 * STEP), world_size, patch=patch)

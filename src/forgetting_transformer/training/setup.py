@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from lightning.fabric import Fabric
 from torch import nn
+from transformers.initialization import no_init_weights
 
 from forgetting_transformer import console, gpus
 from forgetting_transformer.data import DataInfo, LongCrawl64DataModule
@@ -113,15 +114,19 @@ def model_config(config: Config, data: DataInfo) -> DecoderConfig:
         raise ConfigError(f"model.config: {error.args[0]}") from error
 
 
-def build_model(config: Config, data: DataInfo) -> nn.Module:
+def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.Module:
     """The model on the CPU, with the same initial weights whatever the device, strategy and number of processes.
+
+    Args:
+        initialise: False leaves the weights as memory is, for a checkpoint to fill.
 
     Raises:
         ConfigError: a field the architecture does not have, or a vocabulary that is not the data's.
     """
     fields = model_config(config, data)
     torch.manual_seed(config.seed)
-    model = registry.get(config.model.name).lm_class(fields)
+    with contextlib.nullcontext() if initialise else no_init_weights():
+        model = registry.get(config.model.name).lm_class(fields)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
         # Meant for frozen embeddings. Without gradients, in an evaluation, it would make the first block's input a kind of its
@@ -130,14 +135,22 @@ def build_model(config: Config, data: DataInfo) -> nn.Module:
     return model
 
 
+def outline(config: Config, data: DataInfo) -> nn.Module:
+    """The model without memory for its weights, to look at.
+
+    Raises:
+        ConfigError: as `build_model`.
+    """
+    with torch.device("meta"):
+        return registry.get(config.model.name).lm_class(model_config(config, data))
+
+
 def warn_without_gpu(config: Config, data: DataInfo, device: torch.device) -> None:
     """A model of this size on a CPU is seldom meant, and would start without a complaint."""
     chosen = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
     if device.type != "cpu" or chosen != "auto":
         return
-    with torch.device("meta"):
-        model = registry.get(config.model.name).lm_class(model_config(config, data))
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = sum(p.numel() for p in outline(config, data).parameters())
     if parameters >= LARGE:
         log.warning(
             "no GPU was found, and %s parameters train very slowly on a CPU. %s. Choose the CPU with "

@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -104,9 +105,7 @@ def train(config: Config) -> str:
 
 
 class Trainer:
-    def __init__(
-        self, config: Config, sentinel: Sentinel | None = None, directory: RunDirectory | None = None
-    ) -> None:
+    def __init__(self, config: Config, sentinel: Sentinel | None = None, directory: RunDirectory | None = None) -> None:
         self.startup = Startup()
         self.config = config
         self.sentinel = sentinel or Sentinel(config.strategy.timeout_seconds)
@@ -136,13 +135,29 @@ class Trainer:
             self.fabric.global_rank,
             self.fabric.world_size,
         )
+        timeout = timedelta(seconds=config.strategy.timeout_seconds)
+        self.checkpointer = Checkpointer(
+            self.directory.checkpoints,
+            config.checkpoint_keep_last,
+            self.fabric.global_rank,
+            self.fabric.world_size,
+            timeout,
+            config.checkpoint_background,
+        )
+        self.vote = Vote(self.fabric.world_size, timeout)
+        checkpoint, forked = self._find_checkpoint()
+        self.startup.done("checkpoint")
         log.info("building the model: %s", config.model.name)
-        model = setup.build_model(config, self.data_info)
+        # Drawing initial weights takes one core, and testing kernels waits for compilers.
+        with ThreadPoolExecutor(1, "model") as thread:
+            outline = setup.outline(config, self.data_info)
+            building = thread.submit(setup.build_model, config, self.data_info, initialise=checkpoint is None)
+            #: op: what runs it, tested here and now.
+            self.backends = self._choose_backends(outline)
+            self.startup.done("self-test")
+            model = building.result()
         self.flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
         self.startup.done("model")
-        #: op: what runs it, tested here and now.
-        self.backends = self._choose_backends(model)
-        self.startup.done("self-test")
         self.undecayed = undecayed_parameters(model, config.train)
         # Order matters: the optimizer must see the parameters that the strategy leaves behind.
         self.model = self.fabric.setup_module(model)
@@ -166,19 +181,14 @@ class Trainer:
         )
         self.position_sequences = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         self.guard = StepGuard(self.fabric.device, config.train.spike_factor)
-        timeout = timedelta(seconds=config.strategy.timeout_seconds)
-        self.checkpointer = Checkpointer(
-            self.directory.checkpoints,
-            config.checkpoint_keep_last,
-            self.fabric.global_rank,
-            self.fabric.world_size,
-            timeout,
-            config.checkpoint_background,
-        )
-        self.vote = Vote(self.fabric.world_size, timeout)
         #: What the checkpoint that this start continues from was trained with.
         self.before: execution.Execution | None = None
-        self.saved_step = self._restore()
+        self.directory.checkpoints.mkdir(parents=True, exist_ok=True)
+        setup.on_rank_zero(self.fabric, self.checkpointer.clean)
+        if checkpoint is not None:
+            self._load(checkpoint, forked)
+        #: Tokens of the checkpoint saved last, if any.
+        self.saved_step = checkpoint.step if checkpoint is not None and not forked else None
         self.execution = execution.choose(
             config.train.compile, self.fabric.device, self.before, self.backends, self.fabric.global_rank
         )
@@ -455,27 +465,23 @@ class Trainer:
         if not config.skip_eval:
             self.data.eval_info()
 
-    def _restore(self) -> int | None:
-        """Continues from the newest valid checkpoint, or from the fork; returns the step saved last, if any."""
+    def _find_checkpoint(self) -> tuple[Checkpoint | None, bool]:
+        """What to start from, and whether it is another run's: the newest valid checkpoint, else the fork, else nothing."""
         config = self.config
-        self.directory.checkpoints.mkdir(parents=True, exist_ok=True)
+        if not config.resume:
+            return None, False
         checkpoint = self.checkpointer.newest()
-        setup.on_rank_zero(self.fabric, self.checkpointer.clean)
-        if checkpoint is None and config.fork_dir:
-            folder = RunDirectory(config.fork_dir).checkpoints
-            source = Checkpointer(folder, 1, self.fabric.global_rank, self.fabric.world_size)
-            checkpoint = source.newest(config.fork_step)
-            if checkpoint is None:
-                raise CheckpointError(
-                    f"fork_step={config.fork_step}: no valid checkpoint of that many tokens in {folder}; it holds "
-                    f"{steps_in(folder) or 'nothing'}"
-                )
-            self._load(checkpoint, forked=True)
-            return None
+        if checkpoint is not None or not config.fork_dir:
+            return checkpoint, False
+        folder = RunDirectory(config.fork_dir).checkpoints
+        source = Checkpointer(folder, 1, self.fabric.global_rank, self.fabric.world_size)
+        checkpoint = source.newest(config.fork_step)
         if checkpoint is None:
-            return None
-        self._load(checkpoint, forked=False)
-        return checkpoint.step
+            raise CheckpointError(
+                f"fork_step={config.fork_step}: no valid checkpoint of that many tokens in {folder}; it holds "
+                f"{steps_in(folder) or 'nothing'}"
+            )
+        return checkpoint, True
 
     def _load(self, checkpoint: Checkpoint, forked: bool) -> None:
         state = checkpoint.trainer_state()
