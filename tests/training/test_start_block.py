@@ -95,12 +95,14 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
         directory=types.SimpleNamespace(root=Path("/runs/fox")),
         metrics=types.SimpleNamespace(wandb_place="online, https://wandb.ai/me/fox/runs/1"),
         origin="a new run",
+        compiled=True,
     )
     text = start_block(trainer)
     rows = dict(line.strip().split(maxsplit=1) for line in text.splitlines())
     assert rows["model"] == "forgetting_transformer, 220 parameters (220)"
     assert rows["devices"] == "8 x NVIDIA H200; 8 processes on 2 nodes"
     assert rows["attention"] == "Gluon for Hopper, Triton 3.7.1, self-test within 2e-3"
+    assert rows["compiled"] == "yes"
     assert rows["batch"] == "32 x 16,384 = 524,288 tokens; each process 4 sequences, 4 at a time"
     assert rows["steps"].startswith("1,901 to go")
     assert rows["schedule"].endswith("decay in the last 100,000,000, ends at 1,000,000,000 with lr 0")
