@@ -77,6 +77,8 @@ def compose_or_explain() -> DictConfig | None:
         if full_errors == "1":
             raise
         refuse(hydra_errors.explain(error))
+    except Exception as error:
+        console.fail(f"{type(error).__name__}: {error}", trace=True)
     except SystemExit as end:
         if end.code:
             console.leave_it_to_the_first()  # an option that is not there, which the argument parser has said

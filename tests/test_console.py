@@ -60,6 +60,7 @@ def test_a_preempted_process_ends_with_75_and_a_rank_of_a_launcher_with_0(rank, 
 
 def test_what_all_ranks_find_wrong_is_said_by_the_first(rank, kept_signals, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(console, "_SECONDS_FOR_THE_FIRST", 0.0)
+    monkeypatch.setattr(console, "_has_log", False)
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     rank(0)

@@ -26,6 +26,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _SECONDS_FOR_THE_FIRST = 20.0
 
 log = logging.getLogger(__name__)
+_has_log = False
 
 
 def rank() -> int:
@@ -47,6 +48,8 @@ def log_format(number: int) -> logging.Formatter:
 
 def start_log() -> None:
     """Log lines on the terminal until the run's own log begins: all of them on rank 0, warnings on the others."""
+    global _has_log
+    _has_log = True
     handler = logging.StreamHandler()
     handler.setFormatter(log_format(rank()))
     handler.setLevel(logging.INFO if rank() == 0 else logging.WARNING)
@@ -121,12 +124,14 @@ def fail(reason: str, trace: bool = False, once: bool = True) -> NoReturn:
     elastic.tell("failed")
     elastic.record_reason(reason)
     text = f"{reason}\n{traceback.format_exc()}" if trace else reason
-    alone = first_of_node() or not once
-    if not alone:
+    speaks = first_of_node() or not once
+    if not speaks:
         _only_into_files()
-    log.critical("%s", text)
-    if not alone:
+    if _has_log:
+        log.critical("%s", text)
+    if not speaks:
         leave_it_to_the_first()
+    if not speaks or not _has_log:
         print(text, file=sys.stderr)
     sys.exit(1)
 

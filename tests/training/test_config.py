@@ -221,6 +221,8 @@ def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
         ("datamodule.missing_chunks=ignore", 1, "missing_chunks='ignore' is unknown; use 'error' or 'skip'"),
         ("datamodule.cache_gb=0", 1, "datamodule.cache_gb=0.0 must be positive"),
         ("fabric.accelerator=cdua", 1, "fabric.accelerator='cdua' is unknown"),
+        ("fabric.devices=0", 1, "fabric.devices=0 must be a number of processes"),
+        ("fabric.devices=two", 1, "fabric.devices='two' must be a number of processes"),
         ("optimizer.name=muon", 1, "optimizer.name='muon' is unknown"),
     ],
 )

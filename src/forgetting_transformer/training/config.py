@@ -7,6 +7,7 @@ intervals, budgets and schedule lengths are in training tokens of the whole job.
 
 import dataclasses
 import difflib
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -325,6 +326,9 @@ def check_choices(config: Config) -> None:
         )
     if config.fabric.accelerator not in ("auto", "cpu", "cuda", "gpu"):
         raise ConfigError(f"fabric.accelerator={config.fabric.accelerator!r} is unknown; use 'auto', 'cpu' or 'cuda'")
+    devices = config.fabric.devices
+    if devices not in ("auto", -1, "-1") and not isinstance(devices, list) and not re.fullmatch(r"[1-9]\d*", str(devices)):
+        raise ConfigError(f"fabric.devices={devices!r} must be a number of processes, a list of GPUs, or 'auto'")
     if config.strategy.name not in ("auto", "ddp", "fsdp"):
         raise ConfigError(f"strategy.name={config.strategy.name!r} is unknown; use 'auto', 'ddp' or 'fsdp'")
     if config.wandb.mode not in ("online", "offline", "disabled"):

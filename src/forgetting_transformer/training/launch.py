@@ -34,7 +34,7 @@ def launch(config: Config) -> Fabric:
     if not under_cli:
         stray = sorted(name for name in os.environ if name.startswith("LT_"))
         if stray:
-            # Fabric would let these override the config without a word.
+            # Fabric would let these override the config and not say so.
             raise ConfigError(f"environment variables {', '.join(stray)} would override the config; unset them")
     _check_gpus(config)
     processes = _expected_world_size(config, under_cli)

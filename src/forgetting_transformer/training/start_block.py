@@ -22,7 +22,6 @@ def start_block(trainer: Trainer) -> str:
     at_once = min(local, max(1, config.train.grad_acc_tokens // data.train_batch_len))
     parameters = sum(p.numel() for p in trainer.model.module.parameters())
     steps = math.ceil(config.train.max_tokens / tokens)
-    compiled = trainer.compiled
     rows = [
         ("model", f"{config.model.name}, {human_count(parameters)} parameters ({parameters:,})"),
         ("corpus", f"{info.path}, {info.total_tokens:,} tokens in {info.documents:,} documents"),
@@ -39,7 +38,7 @@ def start_block(trainer: Trainer) -> str:
         ("devices", _devices(trainer)),
         ("precision", f"{config.fabric.precision}, strategy {_strategy(trainer)}"),
         *((op, backend.text) for op, backend in trainer.backends.items()),
-        ("compiled", "yes" if compiled else "no"),
+        ("compiled", "yes" if trainer.compiled else "no"),
         (
             "optimizer",
             f"{optimizer.name}, lr {optimizer.lr:g}, betas {', '.join(f'{beta:g}' for beta in optimizer.betas)}, "
