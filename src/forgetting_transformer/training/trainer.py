@@ -468,9 +468,8 @@ class Trainer:
     def _find_checkpoint(self) -> tuple[Checkpoint | None, bool]:
         """What to start from, and whether it is another run's: the newest valid checkpoint, else the fork, else nothing."""
         config = self.config
-        if not config.resume:
-            return None, False
-        checkpoint = self.checkpointer.newest()
+        # What is there with resume=false is about to be moved aside.
+        checkpoint = self.checkpointer.newest() if config.resume else None
         if checkpoint is not None or not config.fork_dir:
             return checkpoint, False
         folder = RunDirectory(config.fork_dir).checkpoints
