@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import zarr
 
 from forgetting_transformer.data import LongCrawl64DataModule, TokenArray
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
+from forgetting_transformer.data.longcrawl64 import PREFETCHED_BATCHES
 from tests.data.mirror import tokens_of_corpus, write_layout
 
 START = "import multiprocessing, os\nfrom tests.data.test_decoded_chunks import module\n"
@@ -130,6 +132,13 @@ def test_room_for_the_chunks_of_all_batches_in_flight(window, seq_len, expected)
 
 def test_no_more_room_than_the_array_has_chunks():
     assert slots_for((8, 24), 1000, 96, 96, 44) == 6 * 4
+    assert slots_for((8, 24), 1000, 24, 96, 44) == 6 * 4
+
+
+def test_room_where_a_window_lies_in_two_columns():
+    """A window of 27 touches at most five rows of eight inside a column; of 41 documents, three at the end and three at the start."""
+    assert slots_for((8, 24), 27, 48, 96, 400) == 2 * 5
+    assert slots_for((8, 24), 27, 48, 96, 41) == 2 * 6
 
 
 @pytest.fixture
@@ -152,6 +161,53 @@ def test_a_sweep_in_the_papers_order_decodes_every_chunk_once(corpus, workers):
     whole = tokens_of_corpus().astype(np.int64)
     np.testing.assert_array_equal(np.concatenate(labels), np.concatenate([whole[:, :48], whole[:, 48:]]))
     assert loader.dataset.kept.decoded == 24
+
+
+def unlucky_schedules(batches: int, in_flight: int) -> Iterator[list[int]]:
+    """Orders in which two workers may finish batches: each worker its own in order, and the newest batch that has
+    been handed out is less than `in_flight` after the oldest that is not finished."""
+    for seed in range(40):
+        pick, next_of = np.random.default_rng(seed), [0, 1]
+        order: list[int] = []
+        while min(next_of) < batches:
+            may_go = [w for w in (0, 1) if next_of[w] < min(batches, min(next_of) + in_flight)]
+            # A worker that has the core keeps it for a while, as on a busy machine.
+            worker = int(pick.choice(may_go))
+            for _ in range(pick.integers(1, in_flight)):
+                if next_of[worker] < min(batches, min(next_of) + in_flight):
+                    order.append(next_of[worker])
+                    next_of[worker] += 2
+        yield order
+
+
+@pytest.mark.parametrize(
+    ("settings", "chunks"),
+    [
+        ({}, 24),
+        ({"train_batch_size": 5, "train_batch_len": 24}, 20),  # 40 of 44 documents are read; batches straddle chunks
+        ({"train_batch_len": 96}, 24),
+    ],
+)
+def test_every_chunk_is_decoded_once_however_far_one_worker_is_behind_the_other(corpus, settings, chunks):
+    data = module(corpus, train_num_workers=2, **settings)
+    batches = data.train_info().total_batches
+    for order in unlucky_schedules(batches, 2 * PREFETCHED_BATCHES):
+        assert sorted(order) == list(range(batches))
+        dataset = data.train_loader(0, batches, 0, 1).dataset
+        for batch in order:
+            dataset[batch]
+        assert dataset.kept.decoded == chunks, order
+
+
+def test_a_chunk_is_decoded_once_where_the_sweep_goes_on_to_the_next_column(corpus):
+    """In flight then: 11 documents in three rows of chunks at the end of a column, and 16 in three of the next."""
+    data = module(corpus, eval_tokens=41 * 96, eval_local_batch_size=3, eval_num_workers=2)
+    for order in unlucky_schedules(28, 2 * PREFETCHED_BATCHES):
+        dataset = data.eval_loader(0, 1).dataset
+        assert len(dataset) == 28
+        for batch in order:
+            dataset[batch]
+        assert dataset.kept.decoded == 24, order
 
 
 def test_evaluation_decodes_every_chunk_once_too(corpus):
