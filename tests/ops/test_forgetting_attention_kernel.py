@@ -13,6 +13,8 @@ import sys
 import pytest
 import torch
 
+from tests.waiting import HANG
+
 pytest.importorskip("triton")
 
 
@@ -95,7 +97,7 @@ def interpret(code: str) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -10,7 +10,6 @@ and what the faster one used last is then not what is needed next.
 """
 
 import ctypes
-import multiprocessing
 import os
 import threading
 import time
@@ -29,9 +28,8 @@ STATE, CHUNK_ROW, CHUNK_COLUMN, LAST_TURN, LAST_USED, FILLER = range(N_COLUMNS :
 #: Seconds between looks at a chunk that another decodes (some milliseconds; seconds where it is fetched). Looks, and
 #: no condition variable: multiprocessing's waits for sleepers that were killed.
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
-#: Seconds after which the lock, which is held for fractions of a millisecond, is held by a process that was killed;
-#: and seconds between looks whether the process that the worker reads for is still there.
-LONGEST_HOLD, PATIENCE = 20.0, 1.0
+#: Seconds after which the lock, which is held for fractions of a millisecond, is held by a process that was killed.
+LONGEST_HOLD = 20.0
 
 Chunk = tuple[int, int]
 
@@ -117,7 +115,6 @@ class DecodedChunks:
             # Another decodes this chunk, or all slots are being filled.
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-            _leave_if_orphaned()
         try:
             # Outside the lock: others copy from, and decode, other chunks meanwhile. No one takes a slot being filled.
             tokens = decode()
@@ -136,12 +133,8 @@ class DecodedChunks:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        waited = 0.0
-        while not self._lock.acquire(True, PATIENCE):
-            _leave_if_orphaned()
-            waited += PATIENCE
-            if waited >= LONGEST_HOLD:
-                raise RuntimeError("another worker was killed while it held the lock of the decoded chunks")
+        if not self._lock.acquire(True, LONGEST_HOLD):
+            raise RuntimeError("another worker was killed while it held the lock of the decoded chunks")
         try:
             yield
         finally:
@@ -179,13 +172,6 @@ class DecodedChunks:
     def _tick(self) -> int:
         self._counts[1] += 1
         return int(self._counts[1])
-
-
-def _leave_if_orphaned() -> None:
-    """Ends the waiting of a worker whose rank was killed while another worker kept it waiting."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
-        raise RuntimeError("the process that this worker reads for is gone")
 
 
 def _exists(pid: int) -> bool:
