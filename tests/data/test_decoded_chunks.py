@@ -3,12 +3,13 @@
 import multiprocessing
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
+from collections.abc import Iterator
+from typing import IO
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ import zarr
 
 from forgetting_transformer.data import LongCrawl64DataModule, TokenArray
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
+from forgetting_transformer.data.longcrawl64 import PREFETCHED_BATCHES
 from tests.data.mirror import tokens_of_corpus, write_layout
+from tests.waiting import HANG
 
 START = "import multiprocessing, os\nfrom tests.data.test_decoded_chunks import module\n"
 WHOLE = (slice(None), slice(None))
@@ -69,19 +72,19 @@ def test_who_needs_a_chunk_that_another_decodes_waits_for_it():
     def slow():
         calls.append(1)
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(HANG)
         return chunk_of(1)
 
     found = []
     threads = [threading.Thread(target=lambda: found.append(take(kept, 1, slow))) for _ in range(4)]
     threads[0].start()
-    assert begun.wait(10)
+    assert begun.wait(HANG)
     for thread in threads[1:]:
         thread.start()
     assert take(kept, 2) == 2, "another chunk need not wait"
     go_on.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(HANG)
     assert found == [1] * 4 and len(calls) == 1
 
 
@@ -99,9 +102,9 @@ def test_processes_share_chunks_and_never_read_a_half_written_one(method):
     ]
     for reader in readers:
         reader.start()
-    assert all(results.get(timeout=60) for _ in readers)
+    assert all(results.get(timeout=HANG) for _ in readers)
     for reader in readers:
-        reader.join(10)
+        reader.join(HANG)
     assert 6 <= kept.decoded <= 800
 
 
@@ -130,6 +133,13 @@ def test_room_for_the_chunks_of_all_batches_in_flight(window, seq_len, expected)
 
 def test_no_more_room_than_the_array_has_chunks():
     assert slots_for((8, 24), 1000, 96, 96, 44) == 6 * 4
+    assert slots_for((8, 24), 1000, 24, 96, 44) == 6 * 4
+
+
+def test_room_where_a_window_lies_in_two_columns():
+    """A window of 27 touches at most five rows of eight inside a column; of 41 documents, three at the end and three at the start."""
+    assert slots_for((8, 24), 27, 48, 96, 400) == 2 * 5
+    assert slots_for((8, 24), 27, 48, 96, 41) == 2 * 6
 
 
 @pytest.fixture
@@ -152,6 +162,53 @@ def test_a_sweep_in_the_papers_order_decodes_every_chunk_once(corpus, workers):
     whole = tokens_of_corpus().astype(np.int64)
     np.testing.assert_array_equal(np.concatenate(labels), np.concatenate([whole[:, :48], whole[:, 48:]]))
     assert loader.dataset.kept.decoded == 24
+
+
+def unlucky_schedules(batches: int, in_flight: int) -> Iterator[list[int]]:
+    """Orders in which two workers may finish batches: each worker its own in order, and the newest batch that has
+    been handed out is less than `in_flight` after the oldest that is not finished."""
+    for seed in range(40):
+        pick, next_of = np.random.default_rng(seed), [0, 1]
+        order: list[int] = []
+        while min(next_of) < batches:
+            may_go = [w for w in (0, 1) if next_of[w] < min(batches, min(next_of) + in_flight)]
+            # A worker that has the core keeps it for a while, as on a busy machine.
+            worker = int(pick.choice(may_go))
+            for _ in range(pick.integers(1, in_flight)):
+                if next_of[worker] < min(batches, min(next_of) + in_flight):
+                    order.append(next_of[worker])
+                    next_of[worker] += 2
+        yield order
+
+
+@pytest.mark.parametrize(
+    ("settings", "chunks"),
+    [
+        ({}, 24),
+        ({"train_batch_size": 5, "train_batch_len": 24}, 20),  # 40 of 44 documents are read; batches straddle chunks
+        ({"train_batch_len": 96}, 24),
+    ],
+)
+def test_every_chunk_is_decoded_once_however_far_one_worker_is_behind_the_other(corpus, settings, chunks):
+    data = module(corpus, train_num_workers=2, **settings)
+    batches = data.train_info().total_batches
+    for order in unlucky_schedules(batches, 2 * PREFETCHED_BATCHES):
+        assert sorted(order) == list(range(batches))
+        dataset = data.train_loader(0, batches, 0, 1).dataset
+        for batch in order:
+            dataset[batch]
+        assert dataset.kept.decoded == chunks, order
+
+
+def test_a_chunk_is_decoded_once_where_the_sweep_goes_on_to_the_next_column(corpus):
+    """In flight then: 11 documents in three rows of chunks at the end of a column, and 16 in three of the next."""
+    data = module(corpus, eval_tokens=41 * 96, eval_local_batch_size=3, eval_num_workers=2)
+    for order in unlucky_schedules(28, 2 * PREFETCHED_BATCHES):
+        dataset = data.eval_loader(0, 1).dataset
+        assert len(dataset) == 28
+        for batch in order:
+            dataset[batch]
+        assert dataset.kept.decoded == 24, order
 
 
 def test_evaluation_decodes_every_chunk_once_too(corpus):
@@ -178,7 +235,7 @@ def test_batches_that_straddle_chunks_decode_them_once_as_well(corpus):
 
 def in_own_process(program: str) -> subprocess.CompletedProcess:
     """Runs a program that leaves workers behind, which would disturb the tests that follow."""
-    return subprocess.run([sys.executable, "-c", START + program], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", START + program], capture_output=True, text=True, timeout=HANG)
 
 
 def _claim_and_die(kept):
@@ -193,13 +250,12 @@ def test_a_chunk_that_a_killed_process_was_decoding_is_decoded_by_the_next():
     kept = DecodedChunks((4, 3), slots=1, context=context)
     victim = context.Process(target=_claim_and_die, args=(kept,))
     victim.start()
-    victim.join(30)
+    victim.join(HANG)
     assert kept.lacking([(1, 0)]) == [] and take(kept, 1) == 1
 
 
 def test_a_lock_that_a_killed_process_held_is_an_error_not_a_wait_for_ever(monkeypatch):
     monkeypatch.setattr("forgetting_transformer.data.decoded_chunks.LONGEST_HOLD", 0.2)
-    monkeypatch.setattr("forgetting_transformer.data.decoded_chunks.PATIENCE", 0.1)
     kept = DecodedChunks((4, 3), slots=1, context=None)
     kept._lock.acquire()
     with pytest.raises(RuntimeError, match="another worker was killed while it held the lock"):
@@ -247,8 +303,16 @@ for batch in loader:
     assert done.returncode == 1 and "DataLoader worker" in done.stderr
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks at processes as Linux shows them")
-def test_workers_do_not_outlive_a_killed_rank(tmp_path):
+def read_to_the_end(pipe: IO[str], limit: float = HANG) -> str:
+    """What is written into a pipe until the last process that could write into it is gone."""
+    assert select.select([pipe], [], [], limit)[0], "nothing was written"
+    said = pipe.readline()
+    assert select.select([pipe], [], [], limit)[0], "a process lives on"
+    return said + pipe.read()
+
+
+@pytest.mark.parametrize("killed_too", [0, 1])
+def test_workers_do_not_outlive_a_killed_rank(tmp_path, killed_too):
     """Neither with a batch half handed over, which is larger than a pipe holds, nor when one of them was killed too."""
     zarr.create_array(
         tmp_path / "longcrawl64/train.zarr", data=np.full((64, 16384), 7, dtype=np.uint16), chunks=(64, 2048)
@@ -257,28 +321,33 @@ def test_workers_do_not_outlive_a_killed_rank(tmp_path):
 batches = iter(module({str(tmp_path)!r}, train_num_workers=2, repeat=True, train_batch_len=16384, train_batch_size=32,
                       eval_batch_len=16384).train_loader(0, 10**6, 0, 1))
 next(batches)
-print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-while True:
-    next(batches)
+for worker in multiprocessing.active_children()[:{killed_too}]:
+    worker.kill()
+print("killed", flush=True)
+os.kill(os.getpid(), 9)
 """
-    workers: list[int] = []
-    for killed_too in (0, 1):
-        command = [sys.executable, "-c", START + program]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as rank:
-            started = [int(pid) for pid in rank.stdout.readline().split()]
-            for pid in started[:killed_too]:
-                os.kill(pid, signal.SIGKILL)
-            rank.kill()
-            workers += started
-    assert len(workers) == 4
-    deadline = time.monotonic() + 40  # they look for their rank every five seconds
-    while any(running(pid) for pid in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    command = [sys.executable, "-c", START + program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as rank:
+        assert read_to_the_end(rank.stdout) == "killed\n"
 
 
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def test_a_worker_whose_rank_was_killed_before_it_began_ends_too():
+    """PyTorch's own look at the parent begins later, and would find that nothing has changed."""
+    program = """
+import time
+from forgetting_transformer.data.worker import start_worker
+
+def late():
+    while os.getppid() == multiprocessing.parent_process().pid:
+        time.sleep(0.01)
+    print("begins", flush=True)
+    start_worker(0)
+    time.sleep(3600)
+
+worker = multiprocessing.get_context("fork").Process(target=late)
+worker.start()
+os._exit(0)
+"""
+    command = [sys.executable, "-c", START + program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as rank:
+        assert read_to_the_end(rank.stdout) == "begins\n"

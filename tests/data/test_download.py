@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import zarr
 from forgetting_transformer.data import DataError, TokenArray
 from forgetting_transformer.data.download import Selection, download
 from tests.data.mirror import REPOSITORY, REVISION, serve, tokens_of_corpus, write_layout
+from tests.waiting import HANG, wait_until
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "download_longcrawl64.py"
 HUB = f"hf://datasets/{REPOSITORY}@{REVISION}"
@@ -262,14 +262,15 @@ def test_killed_and_started_again_it_ends_complete_and_fetches_no_verified_file_
     mirror.faults = {f"train.zarr/{row}.{column}": ["slow"] for row in (0, 2, 4, 5) for column in range(4)}
     out, sums = tmp_path / "out", tmp_path / "out/train.sha256"
     process = run_script(mirror, out)
-    deadline = time.monotonic() + 60
-    while not sums.exists() or len(sums.read_text().splitlines()) < 3:
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    wait_until(
+        lambda: sums.exists() and len(sums.read_text().splitlines()) >= 3,
+        lambda: process.poll() is None,
+        process.communicate,
+    )
     process.kill()
     process.communicate()
     verified = {line.split()[1]: mirror.fetched()[line.split()[1]] for line in sums.read_text().splitlines()}
-    printed, problems = (process := run_script(mirror, out)).communicate(timeout=60)
+    printed, problems = (process := run_script(mirror, out)).communicate(timeout=HANG)
     assert process.returncode == 0, problems
     assert "train.zarr is complete and verified; it is sparse" in printed
     assert {name: mirror.fetched()[name] for name in verified} == verified
@@ -281,9 +282,7 @@ def test_killed_and_started_again_it_ends_complete_and_fetches_no_verified_file_
 def test_a_second_download_into_the_same_folder_is_refused(mirror, tmp_path):
     mirror.faults = {f"train.zarr/{row}.{column}": ["slow"] * 99 for row in (0, 2, 4, 5) for column in range(4)}
     process = run_script(mirror, tmp_path / "out")
-    while not (tmp_path / "out/train.zarr").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
+    wait_until((tmp_path / "out/train.zarr").exists, lambda: process.poll() is None, process.communicate)
     with pytest.raises(DataError, match="another run is downloading into"):
         fetch(HUB, tmp_path / "out")
     process.kill()

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from tests.data.corpus_helpers import (
     rows,
     write_tree,
 )
+from tests.waiting import wait_until
 
 SHARD_BYTES = stream.SHARD_BYTES
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
@@ -253,18 +253,13 @@ def test_killing_the_script_ends_its_workers_and_the_same_command_continues(
     command = [sys.executable, str(SCRIPT), str(tmp_path / "in"), "--tokenizer", "train:1000", "--doc_len", "1024"]
     running = subprocess.Popen([*command, "--workers", "2", "--out", str(tmp_path / "out")])
     log = tmp_path / "out" / ".work" / "stream" / "shards.jsonl"
-    deadline = time.monotonic() + 60
-    while not (log.exists() and log.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: log.exists() and log.stat().st_size, lambda: running.poll() is None)
     workers = _descendants(running.pid)
     running.kill()
     running.wait()
     assert workers
     assert not (tmp_path / "out" / "manifest.json").exists()
-    deadline = time.monotonic() + 10
-    while any(map(_is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(_is_running, workers))
+    wait_until(lambda: not any(map(_is_running, workers)), said="workers live on")
     for out in ("out", "again"):
         prepare(tmp_path / out, tmp_path / "in", tokenizer="train:1000", doc_len=1024)
     assert all_files(tmp_path / "out") == all_files(tmp_path / "again")

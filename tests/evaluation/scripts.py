@@ -4,11 +4,13 @@ import contextlib
 import io
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
+
+from tests.training.conftest import free_port
+from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,12 +20,10 @@ def run_script(script: str, *arguments: object, processes: int = 1) -> subproces
     command = [str(ROOT / script), *map(str, arguments)]
     if processes == 1:
         return _run_here(command)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}", f"--master-port={port}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    launcher.append(f"--master-port={free_port()}")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=180, env=environment)
+    return subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=HANG, env=environment)
 
 
 def _run_here(command: list[str]) -> subprocess.CompletedProcess:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from forgetting_transformer import forgetting_attention, forgetting_attention_decode
 from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate, forgetting_attention_reference
-from tests.ops.test_forgetting_attention_kernel import interpret
+from tests.ops.interpreter import interpret
 
 
 def make_inputs(queries=1, keys=40, heads=4, groups=2, head_dim=8, batch=2, dtype=torch.float64, shift=2.0):
@@ -184,9 +184,9 @@ def test_kernel_at_ragged_lengths_and_any_number_of_parts():
     interpret(
         SETUP
         + """
-for splits in (1, 3, 40):
+for splits, lengths in ((1, (1, 64, 300)), (3, (1, 2, 63, 64, 65, 300, 700)), (12, (1, 65, 700))):
     use_splits(splits)
-    for length in (1, 2, 63, 64, 65, 300, 700):
+    for length in lengths:
         check(inputs(length, 16, queries=1), 1e-5)
 """
     )

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG
+
 ROOT = Path(__file__).parents[2]
 
 #: Says what it was called with; code that is given by -c prints nothing, as on a machine without GPUs.
@@ -35,7 +37,7 @@ def study_sh(tmp_path):
         settings = {"PYTHON": str(python), "CALLS": str(calls), "MODELS": "mamba2 hgrn2 fox_pro", **environment}
         command = ["bash", str(ROOT / "scripts/study.sh"), str(tmp_path / "study"), *stages]
         done = subprocess.run(
-            command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60
+            command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANG
         )
         return done.returncode, done.stdout, calls.read_text().splitlines()
 

@@ -64,7 +64,7 @@ def main() -> None:
         if "bad" in hit:
             time.sleep(0.3)  # long enough to be looked at
         if "hang" in hit and step >= STEPS // 2:
-            time.sleep(600)
+            time.sleep(3600)
     append(lines / "val.jsonl", **{"step": max_tokens, "val/loss": final_loss})
     append(lines / "checkpoint.jsonl", **{"step": max_tokens, "checkpoint/checkpoint_time": 0.0})
     if "die" in hit:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from inspect import signature
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from hydra_plugins import forgetting_transformer_launchers as launchers
 from tests.sweep.conftest import DEMO, ROOT, starts
 from tests.training.conftest import STEP
 from tests.training.test_failures import command_line, shell_environment
+from tests.waiting import HANG, wait_until
 
 
 def make_job(folder: Path, name: str, *overrides: str) -> jobs.Job:
@@ -138,8 +138,7 @@ def test_jobs_share_the_gpus_and_never_one(faults, tmp_path):
     processes = [machine.start(job, tmp_path / f"{job.name}.log") for job in todo[:3]]
     assert None not in processes and machine.start(todo[3], tmp_path / "d.log") is None
     for process in processes:
-        while process.poll() is None:
-            time.sleep(0.01)
+        wait_until(lambda: process.poll() is not None)  # noqa: B023
     results = runner.run_jobs(todo, machine, tmp_path / "logs")
     assert {result.state for result in results} == {State.FINISHED}
     gpus = {name: starts(tmp_path / name)[0].split()[0].split(",") for name in devices}
@@ -157,15 +156,13 @@ def test_without_settings_a_cpu_runs_one_job_at_a_time_and_gpus_as_many_as_fit(f
         started = [machine.start(job, tmp_path / "log") for job in todo]
         assert [process is not None for process in started] == [True] * at_once + [False] * (4 - at_once)
         for process in started[:at_once]:
-            while process.poll() is None:
-                time.sleep(0.01)
+            wait_until(lambda: process.poll() is not None)  # noqa: B023
     on_cpu = machines.LocalMachine(gpus=[], jobs_at_once=3)
     assert sum(on_cpu.start(job, tmp_path / "log") is not None for job in todo) == 3
     # fabric.devices=auto, the default, takes all GPUs of the node.
     machine = machines.LocalMachine(gpus=[0, 1])
     process = machine.start(make_job(tmp_path, "all"), tmp_path / "log")
-    while process.poll() is None:
-        time.sleep(0.01)
+    wait_until(lambda: process.poll() is not None)
     assert starts(tmp_path / "all")[0].startswith("0,1 ")
 
 
@@ -190,8 +187,7 @@ def test_ctrl_c_ends_the_jobs_and_the_sweep_says_what_is_left(faults, train_main
     faults["hang"] = "seed=0"
 
     def interrupt() -> None:
-        while not (tmp_path / "out/seed=0/metrics/jsonlines/train.jsonl").exists():
-            time.sleep(0.02)
+        wait_until((tmp_path / "out/seed=0/metrics/jsonlines/train.jsonl").exists)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -259,14 +255,22 @@ def test_ctrl_c_leaves_slurm_jobs_in_the_queue_and_a_hopeless_one_is_cancelled(t
     (sbatch / "scancel").chmod(0o755)
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.02)
     job, machine = make_job(tmp_path, "a", "fabric.devices=1"), machines.Slurm()
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+    started: list[machines.Process] = []
+
+    def interrupt_when_it_is_submitted() -> None:
+        wait_until(lambda: started and started[0].description)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    start = machine.start
+    monkeypatch.setattr(machine, "start", lambda *arguments: started.append(start(*arguments)) or started[-1])
+    thread = threading.Thread(target=interrupt_when_it_is_submitted)
+    thread.start()
     (result,) = runner.run_jobs([job], machine, tmp_path / "logs")
+    thread.join()
     assert result.state == State.INTERRUPTED and result.note == "SLURM job 99 goes on"
     assert not (tmp_path / "cancelled").exists()
-    process = machine.start(job, tmp_path / "logs/a.log")
-    while not process.description:
-        time.sleep(0.01)
+    process = start(job, tmp_path / "logs/a.log")
+    wait_until(lambda: process.description)
     process.stop()
     assert (tmp_path / "cancelled").read_text() == "99\n"
     process.kill()
@@ -343,4 +347,4 @@ def tiny_overrides(corpus: Path, output_dir: Path) -> list[str]:
 
 def train_py(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    return subprocess.run(command, cwd=folder, env=shell_environment(), capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, cwd=folder, env=shell_environment(), capture_output=True, text=True, timeout=HANG)

@@ -18,6 +18,8 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from omegaconf import OmegaConf
 
+from tests.waiting import HANG
+
 VOCAB, DOC_LEN, DOCUMENTS = 64, 64, 96
 STEP = 4 * 32  # tokens of a training step in the configuration below
 
@@ -106,6 +108,12 @@ def changed(config: dict, **changes) -> dict:
     return config
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 class Job:
     """Training processes that run `config`; rank k's error, if any, is in `errors()`."""
 
@@ -114,9 +122,6 @@ class Job:
         self.folder.mkdir(exist_ok=True)
         environment = {}
         if world_size > 1:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
             environment = {
                 "LT_CLI_USED": "1",
                 "LT_DEVICES": str(world_size),
@@ -127,7 +132,7 @@ class Job:
                 "LOCAL_WORLD_SIZE": str(world_size),
                 "GROUP_RANK": "0",
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                "MASTER_PORT": str(free_port()),
             }
         self.processes = []
         for rank in range(world_size):
@@ -138,10 +143,10 @@ class Job:
             process.start()
             self.processes.append(process)
 
-    def wait(self, timeout: float = 120) -> list[int]:
+    def wait(self) -> list[int]:
         for process in self.processes:
-            process.join(timeout)
-            assert process.exitcode is not None, f"a training process did not end within {timeout} s"
+            process.join(HANG)
+            assert process.exitcode is not None, f"a training process hangs: not ended within {HANG} s"
         return [process.exitcode for process in self.processes]
 
     def kill(self) -> None:

@@ -13,6 +13,7 @@ import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
 from forgetting_transformer.training.export import ExportError, build_from_checkpoint, export
 from tests.training.conftest import STEP, VOCAB, changed, train
+from tests.waiting import HANG
 
 
 def word_tokenizer(folder: Path) -> Path:
@@ -101,7 +102,7 @@ def test_the_commands_export_and_generate(tiny, tmp_path):
     tokenizer = word_tokenizer(tmp_path / "tokenizer")
 
     def run(*command: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, *command], cwd=root, capture_output=True, text=True, timeout=180)
+        return subprocess.run([sys.executable, *command], cwd=root, capture_output=True, text=True, timeout=HANG)
 
     arguments = ["--hf_load_dir", tiny["output_dir"], "--hf_save_dir", str(tmp_path / "hf")]
     done = run("save_model.py", *arguments, "--tokenizer", str(tokenizer))

@@ -7,14 +7,14 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.training.conftest import STEP, Job, changed, refused, train
+from tests.training.conftest import STEP, Job, changed, free_port, refused, train
 from tests.training.test_resume import assert_same_run, lines, losses
+from tests.waiting import HANG, wait_until
 
 #: While the checkpoint of step 8 is written, writing fails; at step 12 it works again.
 FAILING_WRITES = """
@@ -134,8 +134,7 @@ def test_a_second_run_in_the_same_folder_is_refused_with_the_name_of_the_first(t
     first = Job(slow)
     try:
         metrics = Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl"
-        while not metrics.exists():
-            time.sleep(0.1)
+        wait_until(metrics.exists, first.processes[0].is_alive, first.errors)
         message = refused(slow)
         assert "another run is writing to output_dir" in message
         assert f'"pid": {first.processes[0].pid}' in message
@@ -257,10 +256,10 @@ def test_wandb_has_every_step_once_although_it_loses_rows_when_killed(tiny):
     tiny = changed(tiny, wandb__mode="offline", datamodule__repeat=True, train__max_tokens=60 * STEP)
     tiny = changed(tiny, schedule__total_tokens=60 * STEP)
     log = Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl"
-    job, deadline = Job(tiny), time.monotonic() + 60
-    while not log.exists() or log.read_bytes().count(b"\n") < 31:
-        assert time.monotonic() < deadline, job.errors()
-        time.sleep(0.005)
+    job = Job(tiny)
+    wait_until(
+        lambda: log.exists() and log.read_bytes().count(b"\n") >= 31, job.processes[0].is_alive, job.errors
+    )
     job.kill()
     train(tiny)
     folder = Path(tiny["output_dir"]) / "wandb"
@@ -328,14 +327,14 @@ def shell_environment() -> dict[str, str]:
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
     environment = shell_environment() | variables
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
 
 
 @pytest.mark.slow
 def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
     """The commands users type, with two processes through `fabric run`."""
     overrides = command_line(tiny, tmp_path / "cli")
-    done = run(*FABRIC, "--main-port", "29533", *overrides, f"train.max_tokens={6 * STEP}")
+    done = run(*FABRIC, "--main-port", str(free_port()), *overrides, f"train.max_tokens={6 * STEP}")
     assert done.returncode == 0, done.stderr
     done = run(sys.executable, "train.py", *overrides, f"train.max_tokens={10 * STEP}")
     assert done.returncode == 0, done.stderr
@@ -362,10 +361,7 @@ def test_after_a_kill_the_folder_is_free_at_once_although_workers_live_on(tiny, 
     ]
     command = [sys.executable, "train.py", *command_line(tiny, tmp_path / "cli"), *endless]
     process = subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "cli/metrics/jsonlines/train.jsonl").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until((tmp_path / "cli/metrics/jsonlines/train.jsonl").exists, lambda: process.poll() is None)
     process.kill()
     process.wait()
     directory = RunDirectory(tmp_path / "cli")
@@ -377,19 +373,14 @@ def test_after_a_kill_the_folder_is_free_at_once_although_workers_live_on(tiny, 
 def test_ranks_do_not_outlive_their_launcher(tiny, tmp_path):
     """`fabric run` dies of SIGUSR1 and tells the ranks it started nothing."""
     endless = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
-    command = [*FABRIC, "--main-port", "29534", *command_line(tiny, tmp_path / "cli"), *endless]
+    command = [*FABRIC, "--main-port", str(free_port()), *command_line(tiny, tmp_path / "cli"), *endless]
     launcher = subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stderr=subprocess.DEVNULL)
     metrics = tmp_path / "cli/metrics/jsonlines/train.jsonl"
-    deadline = time.monotonic() + 120
-    while not metrics.exists():
-        assert launcher.poll() is None and time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(metrics.exists, lambda: launcher.poll() is None)
     rank_zero = json.loads((tmp_path / "cli/run.lock").read_text())["pid"]
     launcher.send_signal(signal.SIGUSR1)
-    launcher.wait(30)
-    while Path(f"/proc/{rank_zero}").exists():
-        assert time.monotonic() < deadline, "a rank lives on without its launcher"
-        time.sleep(0.2)
+    launcher.wait(HANG)
+    wait_until(lambda: not Path(f"/proc/{rank_zero}").exists(), said="a rank lives on without its launcher")
 
 
 @pytest.mark.slow
@@ -409,7 +400,7 @@ def test_a_terminal_gets_a_live_bar_and_a_file_gets_plain_lines(tiny, tmp_path):
             shown += os.read(master, 4096)
         except OSError:  # the other end is closed
             break
-    assert process.wait(60) == 0, shown.decode()
+    assert process.wait(HANG) == 0, shown.decode()
     assert b"tok/s" in shown and b"loss=" in shown and b"512/512" in shown, shown.decode()
     log = (tmp_path / "bar/logs/rank-0.log").read_text()
     assert "tok/s" not in log and "held-out loss" in log

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
+from tests.waiting import wait_until
 
 STRATEGIES = [("auto", 1), ("ddp", 2), ("fsdp", 2)]
 
@@ -103,21 +104,23 @@ def test_killed_at_random_moments_it_ends_in_the_same_weights(request, tiny, tmp
         config, train__max_tokens=steps * STEP, schedule__total_tokens=steps * STEP, datamodule__repeat=True
     )
     straight = changed(config, output_dir=str(tmp_path / "straight"))
-    assert Job(straight, world_size).wait(1200) == [0] * world_size
+    assert Job(straight, world_size).wait() == [0] * world_size
     generator = random.Random(strategy)
     log = Path(config["output_dir"]) / "metrics/jsonlines/train.jsonl"
     for _ in range(kills):
         done = log.read_bytes().count(b"\n") if log.exists() else 0
         job = Job(config, world_size)
         # A few steps further than the last life, at whatever that process happens to be doing then.
-        goal, deadline = done + generator.randint(0, 3), time.monotonic() + 60
-        while not log.exists() or log.read_bytes().count(b"\n") <= goal:
-            assert all(p.is_alive() for p in job.processes) and time.monotonic() < deadline, job.errors()
-            time.sleep(0.002)
+        goal = done + generator.randint(0, 3)
+        wait_until(
+            lambda: log.exists() and log.read_bytes().count(b"\n") > goal,  # noqa: B023
+            lambda: all(p.is_alive() for p in job.processes),  # noqa: B023
+            job.errors,
+        )
         time.sleep(generator.uniform(0, 0.1))
         job.kill()
     assert len(losses(config["output_dir"])) < steps, "the kills came too late to prove anything"
-    assert Job(config, world_size).wait(1200) == [0] * world_size
+    assert Job(config, world_size).wait() == [0] * world_size
     assert_same_run(straight["output_dir"], config["output_dir"], steps * STEP)
 
 

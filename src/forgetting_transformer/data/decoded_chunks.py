@@ -4,10 +4,12 @@ A chunk of LongCrawl64 holds 2048 documents × 2048 tokens, 8 MiB. A batch of 32
 chunks, and the next 63 batches need the other rows of the same chunks. Decoding per batch does 64 times the work of
 decoding once. Several worker processes take turns at the batches, so each of them needs every chunk: they share the
 decoded ones here, and the first to need a chunk decodes it for all.
+
+Room is made in the order of the data, not of the clock: of two workers one may be eight batches behind the other,
+and what the faster one used last is then not what is needed next.
 """
 
 import ctypes
-import multiprocessing
 import os
 import threading
 import time
@@ -19,21 +21,21 @@ import numpy as np
 
 #: What a slot of the table says: nothing in it, being decoded into, or holding a chunk.
 EMPTY, FILLING, READY = 0, 1, 2
-#: Columns of the table, one line per slot; FILLER is the process that decodes, or decoded, into it.
-STATE, CHUNK_ROW, CHUNK_COLUMN, LAST_USED, FILLER = range(N_COLUMNS := 5)
+#: Columns of the table, one line per slot. LAST_TURN is the furthest batch in the order of the data that used the
+#: chunk, LAST_USED counts uses as they happened, FILLER is the process that decodes, or decoded, into the slot.
+STATE, CHUNK_ROW, CHUNK_COLUMN, LAST_TURN, LAST_USED, FILLER = range(N_COLUMNS := 6)
 
 #: Seconds between looks at a chunk that another decodes (some milliseconds; seconds where it is fetched). Looks, and
 #: no condition variable: multiprocessing's waits for sleepers that were killed.
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.001, 0.05
-#: Seconds after which the lock, which is held for fractions of a millisecond, is held by a process that was killed;
-#: and seconds between looks whether the process that the worker reads for is still there.
-LONGEST_HOLD, PATIENCE = 20.0, 1.0
+#: Seconds after which the lock, which is held for fractions of a millisecond, is held by a process that was killed.
+LONGEST_HOLD = 20.0
 
 Chunk = tuple[int, int]
 
 
 class DecodedChunks:
-    """A fixed number of decoded chunks; the one unused for longest makes room.
+    """A fixed number of decoded chunks; the one whose last user comes first in the order of the data makes room.
 
     Args:
         chunk_shape: documents and tokens of a chunk.
@@ -84,29 +86,35 @@ class DecodedChunks:
         return int(self._counts[0])
 
     def copy(
-        self, chunk: Chunk, decode: Callable[[], np.ndarray], source: tuple[slice, slice], target: np.ndarray
+        self,
+        chunk: Chunk,
+        decode: Callable[[], np.ndarray],
+        source: tuple[slice, slice],
+        target: np.ndarray,
+        turn: int = 0,
     ) -> None:
         """Copies the part `source` of a chunk into `target`, after `decode()` if no one has decoded it yet.
 
         `decode` returns at most chunk_shape tokens (fewer at the ragged edges of an array); what it raises is raised
-        here, and the next one to need the chunk tries again.
+        here, and the next one to need the chunk tries again. `turn` is the number of the batch that needs it, in the
+        order of the data; within a turn the chunk unused for longest makes room.
         """
         pause = SHORTEST_PAUSE
         while True:
             with self._locked():
                 slot = self._find(chunk)
                 if slot is None:
-                    slot = self._claim(chunk)
+                    slot = self._claim(chunk, turn)
                     if slot is not None:
                         break  # ours to decode
                 elif self._table[slot, STATE] == READY:
+                    self._table[slot, LAST_TURN] = max(turn, int(self._table[slot, LAST_TURN]))
                     self._table[slot, LAST_USED] = self._tick()
                     target[...] = self._tokens[slot][source]
                     return
             # Another decodes this chunk, or all slots are being filled.
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-            _leave_if_orphaned()
         try:
             # Outside the lock: others copy from, and decode, other chunks meanwhile. No one takes a slot being filled.
             tokens = decode()
@@ -125,12 +133,8 @@ class DecodedChunks:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        waited = 0.0
-        while not self._lock.acquire(True, PATIENCE):
-            _leave_if_orphaned()
-            waited += PATIENCE
-            if waited >= LONGEST_HOLD:
-                raise RuntimeError("another worker was killed while it held the lock of the decoded chunks")
+        if not self._lock.acquire(True, LONGEST_HOLD):
+            raise RuntimeError("another worker was killed while it held the lock of the decoded chunks")
         try:
             yield
         finally:
@@ -149,14 +153,14 @@ class DecodedChunks:
             return None
         return slot
 
-    def _claim(self, chunk: Chunk) -> int | None:
-        """A slot for the caller to fill: an empty one, else the one unused for longest; None while all are filled."""
-        states = self._table[:, STATE]
-        if (states == FILLING).all():
+    def _claim(self, chunk: Chunk, turn: int) -> int | None:
+        """A slot for the caller to fill: an empty one, else the one that makes room; None while all are being filled."""
+        table = self._table
+        if (table[:, STATE] == FILLING).all():
             return None
-        age = np.select([states == EMPTY, states == FILLING], [-1, np.iinfo(np.int64).max], self._table[:, LAST_USED])
-        slot = int(age.argmin())
-        self._table[slot] = (FILLING, *chunk, self._tick(), os.getpid())
+        rank = np.select([table[:, STATE] == EMPTY, table[:, STATE] == FILLING], [0, 2], 1)
+        slot = int(np.lexsort((table[:, LAST_USED], table[:, LAST_TURN], rank))[0])
+        table[slot] = (FILLING, *chunk, turn, self._tick(), os.getpid())
         return slot
 
     def _set_state(self, slot: int, state: int) -> None:
@@ -170,13 +174,6 @@ class DecodedChunks:
         return int(self._counts[1])
 
 
-def _leave_if_orphaned() -> None:
-    """Ends the waiting of a worker whose rank was killed while another worker kept it waiting."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():
-        raise RuntimeError("the process that this worker reads for is gone")
-
-
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -188,18 +185,28 @@ def _exists(pid: int) -> bool:
 
 
 def slots_for(chunk_shape: tuple[int, int], window_documents: int, seq_len: int, doc_len: int, documents: int) -> int:
-    """Chunks to keep so that batches in flight never push out one that another of them needs.
+    """Chunks to keep so that batches in flight never push out one that another of them, or the next one, needs.
+
+    Batches sweep a column of `seq_len` tokens over all documents, then the next column. While batches o … o + n - 1
+    may be in work, what they still need was last used by batch o - 1 or later. So a window of n + 1 batches is
+    enough, however far one worker is ahead of another: whatever else is here was last used before it.
 
     Args:
-        window_documents: documents from the first of the oldest batch in flight to the last of the newest.
+        window_documents: sequences from the first of the oldest batch in that window to the last of the newest.
         seq_len: tokens that a batch takes of each document.
+        documents: how many are swept.
 
     Returns:
-        What one row of chunks needs, times the rows of chunks that such a window can touch.
+        What one row of chunks needs, times the rows of chunks that such a window can touch; no more than there are.
     """
     rows, columns = chunk_shape
     aligned = seq_len % columns == 0 or columns % seq_len == 0
     across = -(-seq_len // columns) + (0 if aligned else 1)
-    # A window that is no longer than a row of chunks can lie across two of them.
-    down = (window_documents - 1) // rows + 2
-    return min(across, -(-doc_len // columns)) * min(down, -(-documents // rows))
+    all_down = -(-documents // rows)
+    # Inside a column a window of any length can begin and end in the middle of a row of chunks.
+    down = min((window_documents - 1) // rows + 2, all_down)
+    # Or it begins in one column, at document `first`, covers some whole, and ends in another, before `end`.
+    first = np.arange(max(0, documents - window_documents), documents)
+    whole, end = np.divmod(window_documents - (documents - first), documents)
+    down = max(down, int((all_down - first // rows + whole * all_down + -(-end // rows)).max()))
+    return min(across * down, all_down * -(-doc_len // columns))

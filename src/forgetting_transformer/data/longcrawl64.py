@@ -139,7 +139,8 @@ class LongCrawl64DataModule:
         Each item is a dict of `input_ids` and `labels`, both (train_batch_size // world_size, train_batch_len) int64.
         """
         array, order = self.open_train()
-        kept = self._keep(array, order.batch_size, order.seq_len, self.train_num_workers)
+        swept = order.rows * order.batch_size
+        kept = self._keep(array, order.batch_size, order.seq_len, swept, self.train_num_workers)
         dataset = _TrainBatches(array, order, rank, world_size, kept)
         return _Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.bos_token_id)
 
@@ -158,9 +159,9 @@ class LongCrawl64DataModule:
         yields the same number of batches, because a sharded model needs all ranks in every forward pass.
         """
         array = self._open_heldout()
-        _, sequences = self._eval_size(array)
+        documents, sequences = self._eval_size(array)
         batch_size, seq_len = self.eval_local_batch_size, self.eval_batch_len
-        kept = self._keep(array, batch_size * world_size, seq_len, self.eval_num_workers)
+        kept = self._keep(array, batch_size * world_size, seq_len, documents, self.eval_num_workers)
         dataset = _EvalBatches(array, sequences, seq_len, batch_size, rank, world_size, kept)
         return _Loader(dataset, range(len(dataset)), self.eval_num_workers, self.bos_token_id)
 
@@ -176,12 +177,12 @@ class LongCrawl64DataModule:
         check_length("datamodule.eval_batch_len", self.eval_batch_len, array)
         return array
 
-    def _keep(self, array: TokenArray, global_batch_size: int, seq_len: int, num_workers: int) -> DecodedChunks:
-        """Room for the decoded chunks of all batches that the workers of a rank may have in hand at a time."""
+    def _keep(
+        self, array: TokenArray, global_batch_size: int, seq_len: int, documents: int, num_workers: int
+    ) -> DecodedChunks:
+        """Room for the decoded chunks of all batches that the workers of a rank may have in hand, and of one more."""
         batches = num_workers * PREFETCHED_BATCHES + 1
-        slots = slots_for(
-            array.chunk_shape, batches * global_batch_size, seq_len, array.doc_len, array.stored_documents
-        )
+        slots = slots_for(array.chunk_shape, batches * global_batch_size, seq_len, array.doc_len, documents)
         kept = DecodedChunks(array.chunk_shape, slots, multiprocessing.get_context() if num_workers else None)
         if is_url(array.path) and self.cache.limit_bytes < kept.nbytes:
             raise DataError(
@@ -238,7 +239,7 @@ class _TrainBatches(Dataset):
     def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
         where = self.order.locate(batch, self.rank, self.world_size)
         labels = self.array.read(
-            where.first_document, where.last_document, where.begin_token, where.end_token, self.kept
+            where.first_document, where.last_document, where.begin_token, where.end_token, self.kept, batch
         )
         return {"labels": torch.from_numpy(labels)}
 
@@ -270,7 +271,7 @@ class _EvalBatches(Dataset):
         for sequence in np.minimum(wanted, self.sequences - 1):  # past the end: the last one again, with weight 0
             column, document = divmod(int(sequence), self.documents)
             begin = column * self.seq_len
-            rows.append(self.array.read(document, document + 1, begin, begin + self.seq_len, self.kept))
+            rows.append(self.array.read(document, document + 1, begin, begin + self.seq_len, self.kept, batch))
         weight = torch.from_numpy((wanted < self.sequences).astype(np.float64))
         return {"labels": torch.from_numpy(np.concatenate(rows)), "weight": weight}
 

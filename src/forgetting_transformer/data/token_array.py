@@ -91,12 +91,15 @@ class TokenArray:
         self.documents = self.stored_documents if self.present_rows is None else int(self._firsts[-1])
         self._check_sample()
 
-    def read(self, first: int, last: int, begin: int, end: int, kept: DecodedChunks | None = None) -> np.ndarray:
+    def read(
+        self, first: int, last: int, begin: int, end: int, kept: DecodedChunks | None = None, turn: int = 0
+    ) -> np.ndarray:
         """Tokens [begin, end) of documents [first, last), shape (last - first, end - begin), dtype uint16.
 
         Args:
             kept: decoded chunks to take from and to add to, made for this array's chunk_shape. Without it every
                 chunk that the slice touches is decoded for this call.
+            turn: number of the batch that the slice belongs to, in the order of the data; `kept` makes room by it.
 
         Raises:
             DataError: a chunk is missing or cannot be decoded, an id is out of range or a document is all zeros.
@@ -109,7 +112,7 @@ class TokenArray:
             if kept is None:
                 tokens[target] = self.decode(chunk)[source]
             else:
-                kept.copy(chunk, partial(self.decode, chunk), source, tokens[target])
+                kept.copy(chunk, partial(self.decode, chunk), source, tokens[target], turn)
         self._check_tokens(tokens, first, begin)
         return tokens
 

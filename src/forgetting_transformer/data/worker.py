@@ -1,7 +1,10 @@
-"""What a process that reads data does first."""
+"""What a worker process does first."""
 
+import multiprocessing
 import os
 import signal
+import threading
+from multiprocessing.connection import wait
 
 import torch
 
@@ -20,3 +23,20 @@ def start_worker(_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     # A process that ends sends its readers SIGTERM too, once, and waits for them. The alarm ends one that is blocked.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE))
+    leave_with_parent()
+
+
+def leave_with_parent() -> None:
+    """From here on this process ends when the one that started it is gone: killed, it could not stop its workers.
+
+    PyTorch's readers look for their parent too, but take for it the one they have when they first wait for work. A
+    reader whose rank was killed before that would wait for ever.
+    """
+    threading.Thread(target=_wait_and_leave, daemon=True).start()
+
+
+def _wait_and_leave() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

@@ -1,13 +1,12 @@
 """Worker processes: started clean, silent on Ctrl-C, gone when the parent is."""
 
 import multiprocessing
-import os
 import signal
-import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from multiprocessing.connection import wait
 from typing import Any
+
+from forgetting_transformer.data.worker import leave_with_parent
 
 
 class InlineExecutor(Executor):
@@ -36,12 +35,4 @@ def open_pool(workers: int) -> Executor:
 
 def _start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the pool; no traceback per worker
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    """A parent that was killed cannot stop its workers, and they would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+    leave_with_parent()

@@ -1,0 +1,106 @@
+"""Runs snippets with Triton's interpreter, in which a kernel is Python: the same code that runs on a GPU, on this CPU.
+
+The interpreter is chosen when Triton is imported, so snippets run in processes of their own. These are forked from one
+that has imported everything: the seconds of importing are spent once and not for every test.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+#: What every snippet finds there. Memory that is handed out unwritten holds NaN, or a large negative index.
+PRELUDE = """
+import math, torch
+import torch.nn.functional as F
+import forgetting_transformer.ops.forgetting_attention.triton as kernel
+from forgetting_transformer.ops.forgetting_attention.reference import forgetting_attention_reference
+
+def poisoned(original):
+    def make(*args, **options):
+        x = original(*args, **options)
+        return x.fill_(math.nan if x.is_floating_point() else -(2 ** 30))
+    return make
+
+torch.empty_like, torch.empty = poisoned(torch.empty_like), poisoned(torch.empty)
+torch.manual_seed(0)
+
+def attend(q, k, v, log_fgate, first_key, scale, threshold=None, bounded=False):
+    bounds = kernel._bounds(q.detach(), k.detach(), first_key, scale) if bounded else (None, None, None)
+    decay = kernel._decay(log_fgate.detach(), q.shape[2], threshold, *bounds, first_key)
+    return kernel._forward(q, k, v, log_fgate, *decay, first_key, scale)
+
+def reference(q, k, v, log_fgate, first_key, scale):
+    seq_start = None
+    if first_key is not None and (first_key == first_key[:, :1]).all():  # padding, which may hold anything
+        seq_start, first_key = first_key[:, 0].long(), None
+    return forgetting_attention_reference(q, k, v, log_fgate, seq_start, scale, first_key_BM=first_key)
+
+def inputs(length, head_dim, dtype=torch.float32, shift=1.0, heads=2, groups=None, queries=None, batch=1):
+    groups, queries = groups or heads, queries or length
+    q, d_out = (torch.randn(batch, heads, queries, head_dim).to(dtype) for _ in range(2))
+    k, v = (torch.randn(batch, groups, length, head_dim).to(dtype) for _ in range(2))
+    return q, k, v, F.logsigmoid(torch.randn(batch, heads, length) + shift), d_out
+
+def run(op, q, k, v, log_fgate, d_out, *rest):
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, log_fgate)]
+    out, log_normaliser = op(*leaves, *rest)
+    sees = log_normaliser.isfinite()
+    weight = torch.linspace(-1, 1, log_normaliser.numel(), dtype=log_normaliser.dtype).view_as(log_normaliser)
+    torch.autograd.backward((out, log_normaliser), (d_out, weight * sees))
+    return [out.detach(), log_normaliser.detach(), *(x.grad for x in leaves)]
+
+def check(q, k, v, log_fgate, d_out, tolerance, first_key=None):
+    scale = q.shape[-1] ** -0.5
+    actual = run(attend, q, k, v, log_fgate, d_out, first_key, scale)
+    doubles = [x.double() for x in (q, k, v, log_fgate, d_out)]
+    expected = run(reference, *doubles, first_key, scale)
+    assert torch.equal(actual[1].isneginf(), expected[1].isneginf())
+    for name, a, e in zip(("out", "log_normaliser", "dq", "dk", "dv", "dlog_f"), actual, expected):
+        finite = torch.isfinite(e)
+        assert torch.isfinite(a[finite]).all(), name
+        assert (a[finite & (e == 0)] == 0).all() or name == "dlog_f", name
+        error = ((a.double() - e)[finite].norm() / e[finite].norm().clamp(min=1e-3)).item()
+        assert error < tolerance, f"{name}: {error:.1e}"
+"""
+
+#: Forks for every snippet on its standard input, a line of JSON each, and answers with the traceback or "".
+SERVER = """
+import json, os, sys, tempfile, traceback
+exec(json.loads(sys.stdin.readline()))
+for line in sys.stdin:
+    with tempfile.TemporaryFile("w+") as report:
+        child = os.fork()
+        if child == 0:
+            try:
+                exec(json.loads(line))
+                code = 0
+            except BaseException:
+                traceback.print_exc(file=report)
+                report.flush()
+                code = 1
+            os._exit(code)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        report.seek(0)
+        print(json.dumps("" if status == 0 else report.read() or f"ended with {status}"), flush=True)
+"""
+
+
+@functools.cache
+def _server() -> subprocess.Popen:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", SERVER]
+    # It ends when its input does, with this process.
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
+    server.stdin.write(json.dumps(PRELUDE) + "\n")
+    return server
+
+
+def interpret(code: str) -> None:
+    """Runs `code` after PRELUDE and expects it not to raise."""
+    server = _server()
+    server.stdin.write(json.dumps(code) + "\n")
+    server.stdin.flush()
+    error = json.loads(server.stdout.readline())
+    assert not error, error
