@@ -300,15 +300,6 @@ def test_a_fork_continues_another_run_with_other_settings(tiny, tmp_path):
     assert "fork_dir, fork_step:" in refused(changed(fork, fork_step=16 * STEP))
 
 
-def test_a_fork_that_starts_over_begins_at_its_source_again(tiny, tmp_path):
-    train(changed(tiny, output_dir=str(tmp_path / "source"), train__max_tokens=8 * STEP))
-    fork = changed(tiny, fork_dir=str(tmp_path / "source"), fork_step=8 * STEP, train__max_tokens=10 * STEP)
-    train(fork)
-    train(changed(fork, resume=False))
-    assert min(losses(fork["output_dir"])) > 8 * STEP
-    assert list((Path(fork["output_dir"]) / "previous").iterdir())
-
-
 def test_a_fork_of_nothing_or_of_another_shape_is_refused(tiny, tmp_path):
     train(changed(tiny, output_dir=str(tmp_path / "source")))
     fork = changed(tiny, fork_dir=str(tmp_path / "source"), fork_step=7)

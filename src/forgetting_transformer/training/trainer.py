@@ -468,8 +468,9 @@ class Trainer:
     def _find_checkpoint(self) -> tuple[Checkpoint | None, bool]:
         """What to start from, and whether it is another run's: the newest valid checkpoint, else the fork, else nothing."""
         config = self.config
-        # What is there with resume=false is about to be moved aside.
-        checkpoint = self.checkpointer.newest() if config.resume else None
+        if not config.resume:
+            return None, False
+        checkpoint = self.checkpointer.newest()
         if checkpoint is not None or not config.fork_dir:
             return checkpoint, False
         folder = RunDirectory(config.fork_dir).checkpoints
