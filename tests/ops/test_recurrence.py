@@ -523,10 +523,20 @@ def test_a_gated_backward_pass_that_is_wrong_stays_forbidden(monkeypatch):
     fla_on_hopper.gated_backward_is_right.cache_clear()
 
 
+def test_the_scan_is_an_operator_that_torch_compile_can_take(monkeypatch):
+    monkeypatch.setattr(scan, "_CPU_STATES", 2 * 6 * 9 * 16)  # segments of 16 positions
+    inputs = {name: value.float() for name, value in make_inputs("selective_scan", 48).items()}
+    time_first = [name for name in inputs if name not in ("A", "initial_state")]
+    inputs |= {name: inputs[name].transpose(0, 1).contiguous() for name in time_first}
+    operator = torch.ops.forgetting_transformer.selective_scan.default
+    assert len(operator(*inputs.values())[2]) == 3
+    torch.library.opcheck(operator, [value.requires_grad_() for value in inputs.values()])
+
+
 def test_one_warning_says_what_to_install(fresh_fla, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     q = torch.zeros(1, 9, 1, 16, dtype=torch.bfloat16)
-    with pytest.warns(UserWarning, match=r'pip install "forgetting-transformer\[cuda\]"') as caught:
+    with pytest.warns(RuntimeWarning, match=r'pip install "forgetting-transformer\[cuda\]"') as caught:
         assert not any(fla.supports(op, q, q) for op in FLA_KERNELS for _ in range(3))
     assert len(caught) == 1
 
