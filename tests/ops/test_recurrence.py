@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from forgetting_transformer.ops import recurrence
+from forgetting_transformer.ops import backends, recurrence
 from forgetting_transformer.ops.recurrence import chunked, fla, fla_on_hopper, reference, scan
 
 OPS = ["simple_gla", "gla", "delta_rule", "gated_delta_rule", "selective_scan"]
@@ -439,6 +439,7 @@ def fresh_fla():
     def forget() -> None:
         fla._is_installed.cache_clear()
         fla._loaded.clear()
+        backends._faults.clear()
 
     forget()
     yield
