@@ -19,8 +19,9 @@ mapfile -t sources < <(python -c 'import sysconfig; p = sysconfig.get_paths(); p
 python scripts/prepare_data.py "${sources[@]}" --glob "*.py" --max_bytes 24000000 \
     --tokenizer train:4096 --doc_len 4096 --heldout_docs 32 --out "$folder/data/python_code"
 
-step "2/4  Training: python train.py +experiment/demo=fox_pro"
-python train.py +experiment/demo=fox_pro output_dir="$folder/run" data_dir="$folder/data"
+step "2/4  Training: python train.py +experiment/demo=fox_pro, 160 steps of its 384"
+python train.py +experiment/demo=fox_pro train.max_tokens=655360 schedule.warmup_tokens=65536 eval_interval=655360 \
+    output_dir="$folder/run" data_dir="$folder/data"
 
 step "3/4  Plots"
 python scripts/plot_run.py "$folder/run"
