@@ -94,6 +94,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup_steps", type=int, default=2, help="steps before them, the first included (default 2)")
     parser.add_argument("--optimizer_step", action="store_true", help="a step includes clipping and AdamW")
     parser.add_argument("--precision", choices=("bf16-mixed", "32-true"))
+    parser.add_argument(
+        "--kernels", type=int, default=0, help="keep in --out the kernels that take most of a step, so many"
+    )
     parser.add_argument("--peak_flops", type=float, help="peak FLOP/s of the device, for MFU")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
     parser.add_argument("--empty_kernel_cache", action="store_true", help="start without compiled and tuned kernels")
@@ -305,7 +308,25 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "first_step_seconds": first_step if cold else None,
         "cold_start_seconds": cold_start if cold else None,
+        **({"kernels": slowest_kernels(step, args.kernels)} if args.kernels else {}),
     }
+
+
+def slowest_kernels(step: Callable[[], float], count: int) -> list[dict[str, Any]]:
+    """What of a step takes most of the device's time: name, calls and milliseconds of each kernel."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    on_cuda = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiler:
+        step()
+    rows = []
+    for event in profiler.key_averages():
+        if not on_cuda or event.device_type == DeviceType.CUDA:
+            microseconds = event.self_device_time_total if on_cuda else event.self_cpu_time_total
+            rows.append({"name": event.key, "calls": event.count, "ms": round(microseconds / 1000, 4)})
+    return sorted(rows, key=lambda row: -row["ms"])[:count]
 
 
 def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> tuple[Any, Any, Any]:

@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh                       everything
 #   bash scripts/test.sh tests/ops -k padding  some of it
-#   bash scripts/test.sh -m "not slow"         the quick part
+#   bash scripts/test.sh --fast                the part for the daily loop: all but what is marked slow
 #   bash scripts/test.sh --long -k killed      fifty rounds of the kill loop instead of a few
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,4 +12,8 @@ source scripts/environment.sh
 # One thread per test process: the suite runs three of them, which often wait for the processes they start.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 ruff check .
+if [ "${1:-}" = --fast ]; then
+    shift
+    set -- -m "not slow" "$@"
+fi
 exec python -m pytest -n "${TEST_WORKERS:-3}" --dist worksteal --durations 25 "$@"

@@ -26,13 +26,13 @@ _MAX_WORKERS = 32
 #: Seconds of the first step on an H200 with nothing in the caches, 760M. Blocks of a kind share one compilation, so depth
 #: changes little.
 _USUAL_SECONDS = {
-    "delta_net": 30,
-    "forgetting_transformer": 20,
-    "gated_delta_net": 30,
-    "hgrn2": 25,
-    "mamba2": 30,
-    "samba": 25,
-    "transformer": 20,
+    "delta_net": 25,
+    "forgetting_transformer": 15,
+    "gated_delta_net": 25,
+    "hgrn2": 20,
+    "mamba2": 25,
+    "samba": 20,
+    "transformer": 15,
 }
 #: In the folder of compiled code: how long first steps took.
 _FIRST_STEPS = "first_steps.json"
