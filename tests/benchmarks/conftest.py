@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 def load(name: str) -> ModuleType:
-    """benchmarks/NAME.py, loaded anew, so that a test may change it."""
+    """benchmarks/NAME.py, loaded afresh, so that a test may change it."""
     spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
