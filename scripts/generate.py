@@ -19,17 +19,21 @@ def main() -> None:
 
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    import forgetting_transformer.model
-    import forgetting_transformer.tokenizer  # noqa: F401  (both imports register classes)
+    import forgetting_transformer.model  # noqa: F401  (registers the models)
+    from forgetting_transformer.tokenizer import load_tokenizer
 
     if Path(arguments.model).exists() and not (Path(arguments.model) / "config.json").is_file():
         sys.exit(f"{arguments.model} holds no config.json; export a run with save_model.py first")
     transformers.utils.logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(arguments.model).to(device)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    try:
+        # Neither runs code that the folder may bring along.
+        model = AutoModelForCausalLM.from_pretrained(arguments.model, trust_remote_code=False).to(device)
+        tokenizer = load_tokenizer(arguments.model)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: cannot load {arguments.model}: {str(error).strip().splitlines()[0]}")
     prompt_ids = tokenizer(arguments.prompt, add_special_tokens=False).input_ids
     input_ids = torch.tensor([[model.config.bos_token_id, *prompt_ids]], device=device)
     torch.manual_seed(arguments.seed)

@@ -132,11 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = Path(settings.output_dir)
         found, tokenizer = replay(folder, settings.step, settings.data_dir, settings.device)
         if settings.tokenizer is not None:
-            from transformers import AutoTokenizer
+            from forgetting_transformer.tokenizer import load_tokenizer
 
-            import forgetting_transformer.tokenizer  # noqa: F401  (registers LongCrawl64's)
-
-            tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
+            tokenizer = load_tokenizer(settings.tokenizer)
         print(show(found, tokenizer, settings))
         if settings.out is not None:
             arrays = {"input_ids_BT": found.input_ids_BT, "labels_BT": found.labels_BT, "loss_BT": found.loss_BT}

@@ -253,7 +253,9 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn
 
 
 def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any, int | None, None]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
+
+    from forgetting_transformer.tokenizer import load_tokenizer
 
     try:
         # safetensors only: a pickle from the hub may run what its author liked.
@@ -270,7 +272,7 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
         ) from error
     found = None
     try:
-        found = AutoTokenizer.from_pretrained(tokenizer or source, trust_remote_code=False)
+        found = load_tokenizer(tokenizer or source)
     except (OSError, ValueError, KeyError) as error:
         if tokenizer is not None:
             raise EvaluationError(f"--tokenizer={tokenizer}: {str(error).splitlines()[0]}") from error

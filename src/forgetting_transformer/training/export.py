@@ -72,17 +72,15 @@ def tokenizer_of_run(directory: RunDirectory, config: dict[str, Any], source: st
     Raises:
         OSError, ValueError: there is none, or it cannot be read.
     """
-    from transformers import AutoTokenizer
+    from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, load_tokenizer
 
     if source is None and directory.tokenizer.is_dir():
-        return AutoTokenizer.from_pretrained(directory.tokenizer)
+        return load_tokenizer(directory.tokenizer)
     if config["datamodule"]["dataset"] == "longcrawl64":
-        from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
-
-        return JSONGPT2Tokenizer.from_pretrained(source or "gpt2", add_bos_token=True)
+        return JSONGPT2Tokenizer.from_pretrained(source or "gpt2", add_bos_token=True, trust_remote_code=False)
     if source is None:
         raise OSError(f"{directory.root} holds no tokenizer")
-    return AutoTokenizer.from_pretrained(source)
+    return load_tokenizer(source)
 
 
 def _save_tokenizer(directory: RunDirectory, folder: Path, config: dict[str, Any], source: str | None) -> None:

@@ -102,7 +102,7 @@ def replay(
         grad_norm=sum(layer["grad_norm"] ** 2 for layer in layers) ** 0.5,
         layers=layers,
     )
-    return found, _tokenizer(directory)
+    return found, tokenizer_of(directory)
 
 
 class _Gates:
@@ -164,9 +164,9 @@ def _layer_of(parameter: str) -> str:
     return parameter.rpartition(".")[0].rpartition(".")[2]  # embeddings, norm, lm_head
 
 
-def _tokenizer(directory: RunDirectory) -> PreTrainedTokenizerBase | None:
+def tokenizer_of(directory: RunDirectory) -> PreTrainedTokenizerBase | None:
     if not directory.tokenizer.is_dir():
         return None
-    from transformers import AutoTokenizer
+    from forgetting_transformer.tokenizer import load_tokenizer
 
-    return AutoTokenizer.from_pretrained(directory.tokenizer)
+    return load_tokenizer(directory.tokenizer)

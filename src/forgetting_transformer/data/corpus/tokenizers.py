@@ -1,6 +1,6 @@
 """The tokenizer of a corpus: trained on it, loaded from elsewhere, or plain bytes; and text -> token ids.
 
-Whatever its origin it ends as a folder that `transformers.AutoTokenizer.from_pretrained` loads without network,
+Whatever its origin it ends as a folder that `transformers.AutoTokenizer` loads without network,
 and workers encode with the very `tokenizer.json` in that folder.
 """
 
@@ -121,10 +121,10 @@ def save_built(tokenizer: Tokenizer, folder: Path) -> None:
 
 def save_loaded(name: str, folder: Path) -> None:
     """Copy the tokenizer `name` (local folder or hub id) into `folder`."""
-    from transformers import AutoTokenizer
+    from forgetting_transformer.tokenizer import load_tokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = load_tokenizer(name)
     except Exception as error:  # the library raises OSError, ValueError, ImportError and the hub's own errors
         raise CorpusError(
             f"cannot load the tokenizer {name!r}: {error}\nGive a local folder with a tokenizer, a Hugging Face hub "
@@ -147,9 +147,12 @@ def save_loaded(name: str, folder: Path) -> None:
 
 def describe(folder: Path, settings: CorpusSettings) -> TokenizerInfo:
     """Read back the saved tokenizer and check that its ids fit the arrays."""
-    from transformers import AutoTokenizer
+    from forgetting_transformer.tokenizer import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = load_tokenizer(folder)
+    except (OSError, ValueError) as error:
+        raise CorpusError(f"cannot load the tokenizer in {folder}: {error}") from error
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     if vocab_size > MAX_VOCAB:
         raise CorpusError(
