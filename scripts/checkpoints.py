@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from forgetting_transformer.redaction import redact
 from forgetting_transformer.training import checkpoint as checkpoints
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError
 from forgetting_transformer.training.config import flatten
@@ -85,7 +86,7 @@ def diff(args: argparse.Namespace) -> int:
     for key in sorted(states[0].keys() | states[1].keys()):
         before, after = (state.get(key, "(absent)") for state in states)
         if before != after and not key.startswith("environment.git.patch"):
-            print(f"{key}: {before} -> {after}")
+            print(redact(f"{key}: {before} -> {after}"))
     first, second = (read_tensors(checkpoint.path / "state") for checkpoint in pair)
     for name in sorted(first.keys() ^ second.keys()):
         print(f"{name}: only in {'the first' if name in first else 'the second'}")

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from forgetting_transformer import elastic
+from forgetting_transformer.redaction import RedactingFormatter, redact
 
 DATE_FORMAT = "%m-%d %H:%M:%S"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -43,7 +44,7 @@ def first_of_node() -> bool:
 
 
 def log_format(number: int) -> logging.Formatter:
-    return logging.Formatter(f"%(asctime)s rank {number} %(levelname)s %(message)s", DATE_FORMAT)
+    return RedactingFormatter(f"%(asctime)s rank {number} %(levelname)s %(message)s", DATE_FORMAT)
 
 
 def start_log() -> None:
@@ -122,8 +123,9 @@ def fail(reason: str, trace: bool = False, once: bool = True) -> NoReturn:
         once: the other processes of the node have probably failed for the same reason, and leave it to the first.
     """
     elastic.tell("failed")
+    reason = redact(reason)
     elastic.record_reason(reason)
-    text = f"{reason}\n{traceback.format_exc()}" if trace else reason
+    text = f"{reason}\n{redact(traceback.format_exc())}" if trace else reason
     speaks = first_of_node() or not once
     if not speaks:
         _only_into_files()

@@ -1,5 +1,6 @@
 """A local web server that holds a folder, as plain HTTP and as a data set of a model hub, and fails on demand."""
 
+import base64
 import hashlib
 import json
 import threading
@@ -46,7 +47,8 @@ class Mirror:
 
 
 @contextmanager
-def serve(root: Path) -> Iterator[Mirror]:
+def serve(root: Path, password: str | None = None) -> Iterator[Mirror]:
+    """`password`: of the user "reader", without which the answer is 401."""
     mirror = Mirror(root)
 
     class Handler(BaseHTTPRequestHandler):
@@ -62,6 +64,9 @@ def serve(root: Path) -> Iterator[Mirror]:
             self.answer(body=True)
 
         def answer(self, body: bool) -> None:
+            known = "Basic " + base64.b64encode(f"reader:{password}".encode()).decode()
+            if password is not None and self.headers.get("Authorization") != known:
+                return self.send(401, b"", body)
             path = unquote(urlsplit(self.path).path).strip("/")
             tree = f"api/datasets/{REPOSITORY}/tree/{REVISION}"
             if path == tree or path.startswith(f"{tree}/"):

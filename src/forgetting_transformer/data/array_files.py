@@ -88,8 +88,9 @@ class RemoteArrayFiles(ArrayFiles):
     """The files of an array at a URL, kept in a cache on disk; `folder` is the array's place in the cache."""
 
     def __init__(self, url: str, settings: CacheSettings) -> None:
-        self.url = url
-        self.cache = RemoteCache(open_remote(url), settings)
+        remote = open_remote(url)
+        self.url = remote.url  # without a password, for messages
+        self.cache = RemoteCache(remote, settings)
         self.largest_file = LARGEST_METADATA
         super().__init__(self.cache.folder)
 

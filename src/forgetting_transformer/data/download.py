@@ -29,6 +29,7 @@ from forgetting_transformer.data.array_files import LARGEST_METADATA, PROBES, Ar
 from forgetting_transformer.data.corpus.progress import Progress
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import RemoteError, RemoteFile, RemoteFolder, open_remote
+from forgetting_transformer.redaction import redact_tree
 
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
@@ -301,7 +302,7 @@ class _Download:
         note = self.out / f"{self.split}.download.json"
         now = {"source": self.remote.url, "tokens": int(plan.array.shape[1])}
         if note.exists():
-            before = json.loads(note.read_text())
+            before = redact_tree(json.loads(note.read_text()))
             different = [key for key in now if before.get(key) != now[key]]
             if different:
                 raise DataError(

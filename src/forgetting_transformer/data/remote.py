@@ -19,6 +19,7 @@ from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.redaction import is_redacted, redact
 
 T = TypeVar("T")
 
@@ -84,11 +85,16 @@ def join(url: str, *parts: str) -> str:
 class RemoteFolder:
     """A folder of files at a URL. Subclasses say how to reach it.
 
+    Attributes:
+        address: the URL as it was given, perhaps with a password.
+        url: the same without, for messages and files.
+
     Objects may be used from several threads and handed to worker processes; connections are made in each process.
     """
 
     def __init__(self, url: str, attempts: int | None = None, first_wait: float | None = None) -> None:
-        self.url, self.attempts = url.rstrip("/"), attempts or ATTEMPTS
+        self.address, self.attempts = url.rstrip("/"), attempts or ATTEMPTS
+        self.url = redact(self.address)
         self.first_wait = FIRST_WAIT if first_wait is None else first_wait
         self._connections: dict[int, Any] = {}
         self._lock = threading.Lock()
@@ -171,7 +177,7 @@ class HttpFolder(RemoteFolder):
 
     def __init__(self, url: str, **options: Any) -> None:
         super().__init__(url, **options)
-        self.base, self.headers = self.url, {}
+        self.base, self.headers = self.address, {}
 
     def _connect(self) -> Any:
         import httpx
@@ -267,7 +273,7 @@ class HubFolder(HttpFolder):
         from huggingface_hub import constants
         from huggingface_hub.utils import build_hf_headers
 
-        match = self.FORM.fullmatch(self.url)
+        match = self.FORM.fullmatch(self.address)
         if match is None:
             raise DataError(f"{url} is not of the form hf://datasets/OWNER/NAME[@REVISION][/FOLDER]")
         self.repo, self.revision = match["repo"], match["revision"] or "main"
@@ -327,7 +333,7 @@ class FsspecFolder(RemoteFolder):
         import fsspec
 
         try:
-            return fsspec.core.url_to_fs(self.url)
+            return fsspec.core.url_to_fs(self.address)
         except ImportError as error:
             raise DataError(f"{self.url} cannot be read: {error}. {self.EXTRA} brings S3 and GCS") from error
         except ValueError as error:
@@ -388,6 +394,8 @@ def open_remote(url: str, **options: Any) -> RemoteFolder:
     Raises:
         DataError: a URL of the wrong form, or of a kind that needs a package that is not installed.
     """
+    if is_redacted(url):
+        raise DataError(f"{url} is a record of a URL, without its secret; give data_dir=… once more, with its password")
     if url.startswith("hf://"):
         return HubFolder(url, **options)
     if url.startswith(("http://", "https://")):

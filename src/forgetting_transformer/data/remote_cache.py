@@ -53,9 +53,11 @@ class RemoteCache:
 
     def __init__(self, remote: RemoteFolder, settings: CacheSettings) -> None:
         self.remote, self.settings = remote, settings
-        self.folder = settings.folder / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
+        # By the URL without its password, which may change and must not be kept.
+        self.folder = settings.folder / _name_of(remote.url)
         self.locks, self.parts = settings.folder / "locks", settings.folder / "parts"
         try:
+            self._adopt(settings.folder / _name_of(remote.address))
             for folder in (self.folder, self.locks, self.parts):
                 folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "url.txt").write_text(remote.url)
@@ -66,6 +68,16 @@ class RemoteCache:
             raise DataError(
                 f"cannot keep remote chunks in {settings.folder}: {error}; set datamodule.cache_dir"
             ) from error
+
+    def _adopt(self, older: Path) -> None:
+        """Takes over what a version that named folders by the whole URL kept here; `url.txt` is then written again."""
+        if older == self.folder or not (older / "url.txt").is_file():
+            return
+        if self.folder.exists():
+            (older / "url.txt").write_text(self.remote.url)
+            return
+        with suppress(OSError):  # another process was faster
+            older.rename(self.folder)
 
     def fetch(self, name: str, at_most: int, fresh: bool = False) -> Path | None:
         """The local copy of a file, fetched if it is not here, or None if the source has no such file.
@@ -148,6 +160,10 @@ class RemoteCache:
         with (self.locks / name).open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def _name_of(url: str) -> str:
+    return hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def fetch_tokenizer(url: str, settings: CacheSettings) -> Path:

@@ -25,6 +25,7 @@ from forgetting_transformer.data.decoded_chunks import Chunk, DecodedChunks
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import is_url, open_remote
 from forgetting_transformer.data.remote_cache import CacheSettings
+from forgetting_transformer.redaction import redact
 
 __all__ = ["DataError", "MissingChunkError", "TokenArray", "read_manifest"]
 
@@ -63,10 +64,12 @@ class TokenArray:
     ) -> None:
         if missing_chunks not in MISSING_CHUNKS:
             raise DataError(f"missing_chunks={missing_chunks!r} is unknown; use 'error' or 'skip'")
-        self.path: str | Path = str(path).rstrip("/") if is_url(path) else Path(path)
+        #: Where the array is; of a URL as it may be shown, without a password.
+        self.path: str | Path = redact(str(path).rstrip("/")) if is_url(path) else Path(path)
+        self._manifest_folder = str(path).rstrip("/").rpartition("/")[0] if is_url(path) else Path(path).parent
         self.vocab_size = vocab_size
         if isinstance(self.path, str):
-            self.files: ArrayFiles = RemoteArrayFiles(self.path, cache or CacheSettings())
+            self.files: ArrayFiles = RemoteArrayFiles(str(path).rstrip("/"), cache or CacheSettings())
         else:
             self.files = ArrayFiles(self.path)
         if not self.files.has_array():
@@ -159,8 +162,7 @@ class TokenArray:
         digest = hashlib.sha256(f"{self.documents}x{self.doc_len}".encode())
         if self.present_rows is not None:
             digest.update(f"present {self.file_shape[0]}-row blocks {self.present_rows.tolist()}".encode())
-        folder = self.path.rpartition("/")[0] if isinstance(self.path, str) else self.path.parent
-        recorded = read_manifest(folder).get("arrays", {}).get(Path(self.path).stem, {}).get("content_hash")
+        recorded = read_manifest(self._manifest_folder).get("arrays", {}).get(Path(self.path).stem, {}).get("content_hash")
         digest.update(str(recorded).encode() if recorded else self._sample.tobytes())
         return digest.hexdigest()[:16]
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from forgetting_transformer.redaction import redact
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.jobs import Job, file_name, job_environment, shown_command, training_command
 
@@ -226,6 +227,12 @@ class Slurm:
                 "hydra/launcher=slurm: there is no sbatch on PATH; run this on a login node of the cluster"
             )
         for job in jobs:
+            for override in job.overrides:
+                if redact(override) != override:
+                    raise SweepError(
+                        f"{redact(override)} holds a password, which a batch script would keep. Put the URL into an environment "
+                        f"variable and write {override.partition('=')[0]}='${{oc.env:VARIABLE}}'"
+                    )
             if job.devices(0) == 0:
                 raise SweepError(
                     f"{job.name}: fabric.devices=auto; say how many devices a job has on a node, as in fabric.devices=4"

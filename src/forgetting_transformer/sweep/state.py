@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import Config
 from forgetting_transformer.training.checkpoint import write_atomically
-from forgetting_transformer.training.config import changes_that_alter_the_run, flatten
+from forgetting_transformer.training.config import changes_that_alter_the_run, flatten, recorded
 
 #: May change when one run is continued, but not within a sweep, whose runs are compared with each other.
 _SAME_IN_ALL_RUNS = (
@@ -45,7 +44,7 @@ class SweepState:
             )
         self.folder, self._file = folder, folder / "sweep.json"
         self._head = {"kind": kind, "settings": dict(settings or {}), "own_keys": sorted(own_keys)}
-        self._base = flatten(asdict(base))
+        self._base = flatten(recorded(base))
         self.notes: dict[str, str] = {}
 
     def open(self) -> None:

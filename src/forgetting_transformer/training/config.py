@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from forgetting_transformer.redaction import redact_tree
+
 if TYPE_CHECKING:
     from forgetting_transformer.data import DataInfo
 
@@ -372,6 +374,11 @@ def changes_that_alter_the_run(before: dict[str, Any], now: dict[str, Any]) -> l
         if old.get(key, None) != new.get(key, None)
         and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
     ]
+
+
+def recorded(config: Config) -> dict[str, Any]:
+    """The configuration as it is kept in files and sent to wandb: without the passwords of URLs."""
+    return redact_tree(dataclasses.asdict(config))
 
 
 def check_continues(

@@ -1,6 +1,5 @@
 """What a run says about itself before its first step: configuration, modules, which parameters decay, where it started."""
 
-import dataclasses
 import json
 import time
 from typing import Any
@@ -9,7 +8,7 @@ import yaml
 from torch import nn
 
 from forgetting_transformer.training.checkpoint import write_atomically
-from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.config import Config, recorded
 from forgetting_transformer.training.run_directory import RunDirectory
 
 
@@ -36,7 +35,7 @@ def write_descriptions(
 ) -> None:
     """Writes config.yaml, model.txt and the lists of parameters anew, and appends `start` to starts.jsonl."""
     root = directory.root
-    write_atomically(directory.config, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    write_atomically(directory.config, yaml.safe_dump(recorded(config), sort_keys=False))
     write_atomically(root / "model.txt", f"{model}\n{json.dumps(info, indent=1)}\n")
     shapes = {n: f"{n} {tuple(p.shape)}\n" for n, p in model.named_parameters()}
     decayed = [line for name, line in shapes.items() if name not in undecayed]

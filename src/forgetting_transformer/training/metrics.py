@@ -5,18 +5,21 @@ Files under `output_dir/metrics/`: `jsonlines/<kind>.jsonl`, one object per repo
 the same steps are then written again, so no step is missing or doubled.
 """
 
+import contextlib
 import json
 import logging
 import math
 import os
 import secrets
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from forgetting_transformer.redaction import redact_tree
 from forgetting_transformer.training.checkpoint import write_atomically
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.run_directory import RunDirectory
@@ -143,17 +146,18 @@ class _Wandb:
             if config.wandb.mode == "offline":
                 for folder in log_dir.glob(f"wandb/offline-run-*-{run_id}"):
                     folder.rename(folder.with_name(f"superseded-{folder.name}"))
-            self._run = wandb.init(
-                project=config.wandb.project,
-                name=config.tag,
-                group=config.exp,
-                id=run_id,
-                dir=str(log_dir),
-                mode=config.wandb.mode,
-                resume="allow",
-                config=resolved,
-                settings=wandb.Settings(silent=True, init_timeout=60),
-            )
+            with _command_line_without_passwords():
+                self._run = wandb.init(
+                    project=config.wandb.project,
+                    name=config.tag,
+                    group=config.exp,
+                    id=run_id,
+                    dir=str(log_dir),
+                    mode=config.wandb.mode,
+                    resume="allow",
+                    config=resolved,
+                    settings=wandb.Settings(silent=True, init_timeout=60),
+                )
         except Exception as error:  # no network, no login, a full quota: none of these may stop a run
             log.warning("wandb is not available (%s); metrics are in %s", error, directory.jsonlines)
             self.place = "not available"
@@ -181,6 +185,17 @@ class _Wandb:
                 self._run.finish()
         except Exception as error:
             log.warning("wandb did not finish (%s); all metrics are in the JSON-lines files", error)
+
+
+@contextlib.contextmanager
+def _command_line_without_passwords() -> Iterator[None]:
+    """wandb records the command line, and has no setting to leave it out alone."""
+    arguments = sys.argv
+    sys.argv = redact_tree(arguments)
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 class Progress:

@@ -15,6 +15,7 @@ import socket
 import time
 from pathlib import Path
 
+from forgetting_transformer.redaction import redact
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 
 _NAME = "status.json"
@@ -25,7 +26,7 @@ def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
     entry = {
         "status": status,
         "step": step,
-        "reason": reason,
+        "reason": redact(reason),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -35,7 +35,14 @@ from forgetting_transformer.training.checkpoint import (
     steps_in,
 )
 from forgetting_transformer.training.compilation import Compilation
-from forgetting_transformer.training.config import Config, ConfigError, check, check_choices, check_continues
+from forgetting_transformer.training.config import (
+    Config,
+    ConfigError,
+    check,
+    check_choices,
+    check_continues,
+    recorded,
+)
 from forgetting_transformer.training.descriptions import model_info, write_descriptions
 from forgetting_transformer.training.feed import DataWorkerError, feed
 from forgetting_transformer.training.hardware import peak_flops
@@ -499,7 +506,7 @@ class Trainer:
 
     @property
     def resolved(self) -> dict[str, Any]:
-        return dataclasses.asdict(self.config)
+        return recorded(self.config)
 
     def _open_metrics(self) -> MetricsLog:
         step = self.counters.token_count

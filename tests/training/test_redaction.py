@@ -1,0 +1,139 @@
+"""A password in a URL is used, and neither written nor printed."""
+
+import hashlib
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from forgetting_transformer import console
+from forgetting_transformer.data import DataError
+from forgetting_transformer.data.download import download
+from forgetting_transformer.data.remote import open_remote
+from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
+from forgetting_transformer.redaction import redact, redact_tree
+from forgetting_transformer.sweep import SweepError
+from forgetting_transformer.sweep.jobs import Job
+from forgetting_transformer.sweep.machines import Slurm
+from forgetting_transformer.sweep.state import SweepState
+from forgetting_transformer.training import parse
+from tests.data.mirror import serve, write_layout
+from tests.training.conftest import STEP, changed
+from tests.training.conftest import Job as Training
+
+SECRET = "hunter2@1"
+
+
+def everything_written(*folders: Path) -> str:
+    return "\n".join(
+        f"{file}: {file.read_bytes().decode('latin-1')}" for f in folders for file in f.rglob("*") if file.is_file()
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://reader:hunter2@host/data", "https://reader:***@host/data"),
+        ("s3://KEY:a@b:c@bucket/data and ftp://u:p@h", "s3://KEY:***@bucket/data and ftp://u:***@h"),
+        ("https://gho_token@host/data", "https://***@host/data"),
+        ("simplecache::https://u:p@host", "simplecache::https://u:***@host"),
+        ("https://host/a?X-Amz-Signature=ab%2F&part=1&api_key=x#b", "https://host/a?X-Amz-Signature=***&part=1&api_key=***#b"),
+        ("data_dir='http://u:p@h/d'", "data_dir='http://u:***@h/d'"),
+        ("hf://datasets/OWNER/NAME@REVISION/a", "hf://datasets/OWNER/NAME@REVISION/a"),
+        ("mail me@host", "mail me@host"),
+    ],
+)  # fmt: skip
+def test_what_is_shown_of_a_url(text, shown):
+    assert redact(text) == shown and redact(shown) == shown
+    assert redact_tree({"a": [text, 1, None], "b": {"c": text}}) == {"a": [shown, 1, None], "b": {"c": shown}}
+
+
+@pytest.mark.slow
+def test_a_run_on_a_url_with_a_password_trains_resumes_and_writes_it_nowhere(tiny, tmp_path):
+    pytest.importorskip("wandb")
+    with serve(Path(tiny["data_dir"]), password=SECRET) as mirror:
+        url = mirror.url.replace("://", f"://reader:{SECRET}@")
+        places = {"datamodule__cache_dir": str(tmp_path / "cache"), "wandb__mode": "offline"}
+        config = changed(tiny, data_dir=url, skip_eval=True, train__max_tokens=4 * STEP, **places)
+        # As on a command line, whose arguments wandb records.
+        patch = f"""
+import os, sys
+sys.argv = ["train.py", "data_dir={url}"]
+printed = os.open({str(tmp_path / "printed")!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+os.dup2(printed, 1), os.dup2(printed, 2)
+"""
+        for tokens in (4 * STEP, 8 * STEP):
+            job = Training(changed(config, train__max_tokens=tokens), patch=patch)
+            assert job.wait() == [0], job.errors()
+        wrong = Training(changed(config, data_dir=url.replace(SECRET, "hunter2@2")), patch=patch)
+        assert wrong.wait() == [1] and "401" in wrong.errors() and "http://reader:***@127.0.0.1" in wrong.errors()
+    run = Path(tiny["output_dir"])
+    lines = (run / "metrics/jsonlines/train.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [STEP * n for n in range(1, 9)]
+    assert "http://reader:***@" in (run / "config.yaml").read_text()
+    assert list(run.glob("wandb/offline-run-*/*.wandb"))
+    written = everything_written(tmp_path)
+    assert "hunter2" not in written, [line for line in written.splitlines() if "hunter2" in line][:5]
+
+
+def test_a_cache_made_with_the_password_in_it_loses_it_and_keeps_its_files(tmp_path):
+    write_layout(tmp_path / "array")
+    with serve(tmp_path / "array", password=SECRET) as mirror:
+        settings = CacheSettings(tmp_path / "cache")
+        remote = open_remote(mirror.url.replace("://", f"://reader:{SECRET}@"))
+        # As it was named before: by the whole URL.
+        old = settings.folder / hashlib.sha256(remote.address.encode()).hexdigest()[:16]
+        old.mkdir(parents=True)
+        (old / "url.txt").write_text(remote.address)
+        (old / "0.0").write_bytes(b"kept")
+        cache = RemoteCache(remote, settings)
+        assert cache.fetch("0.0", 10**6).read_bytes() == b"kept"
+        assert cache.fetch(".zarray", 10**6).is_file()
+    assert SECRET not in everything_written(tmp_path / "cache")
+
+
+def test_a_download_notes_and_prints_no_password_and_goes_on(tmp_path, caplog):
+    write_layout(tmp_path / "source" / "train.zarr")
+    said = []
+    with serve(tmp_path / "source", password=SECRET) as mirror:
+        url = mirror.url.replace("://", f"://reader:{SECRET}@")
+        for _ in range(2):
+            download(url, "train", tmp_path / "out", say=said.append)
+        with pytest.raises(DataError, match=r"reader:\*\*\*@") as caught:
+            download(url, "heldout", tmp_path / "out")
+    assert SECRET not in everything_written(tmp_path / "out") + caplog.text + "".join(said) + str(caught.value)
+
+
+def test_a_recorded_url_is_refused_with_the_fix():
+    with pytest.raises(DataError, match=r"https://reader:\*\*\*@host/a is a record .*data_dir=.* with its password"):
+        open_remote("https://reader:***@host/a")
+
+
+def test_log_lines_tracebacks_and_last_words_are_redacted(monkeypatch, capsys):
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(console.log_format(0))
+    logger = logging.getLogger("redaction")
+    logger.addHandler(handler)
+    try:
+        raise ValueError("cannot open http://u:hunter2@h/x")
+    except ValueError:
+        logger.exception("reading %s", "http://u:hunter2@h")
+    with pytest.raises(SystemExit):
+        console.fail("cannot open http://u:hunter2@h/x")
+    said = capsys.readouterr().err
+    assert said.count("u:***@h") >= 3 and "hunter2" not in said
+
+
+def test_a_sweep_keeps_no_password(tiny, tmp_path, monkeypatch):
+    config = parse(OmegaConf.create(changed(tiny, data_dir=f"http://reader:{SECRET}@host/data", fabric__devices=1)))
+    for _ in range(2):
+        SweepState(tmp_path / "sweep", "learning rate", config, ()).open()
+    assert "reader:***@" in everything_written(tmp_path / "sweep")
+    assert SECRET not in everything_written(tmp_path / "sweep")
+    monkeypatch.setattr("shutil.which", lambda _: "/bin/sbatch")
+    job = Job("seed=0", Path("train.py"), (f"data_dir=http://reader:{SECRET}@host/data",), config)
+    with pytest.raises(SweepError, match=r"data_dir=http://reader:\*\*\*@.*oc\.env:"):
+        Slurm().check([job])
