@@ -162,7 +162,9 @@ class TokenArray:
         digest = hashlib.sha256(f"{self.documents}x{self.doc_len}".encode())
         if self.present_rows is not None:
             digest.update(f"present {self.file_shape[0]}-row blocks {self.present_rows.tolist()}".encode())
-        recorded = read_manifest(self._manifest_folder).get("arrays", {}).get(Path(self.path).stem, {}).get("content_hash")
+        recorded = (
+            read_manifest(self._manifest_folder).get("arrays", {}).get(Path(self.path).stem, {}).get("content_hash")
+        )
         digest.update(str(recorded).encode() if recorded else self._sample.tobytes())
         return digest.hexdigest()[:16]
 
