@@ -6,9 +6,11 @@
         windows.npz                        running sums of metrics that are not yet reported
         manifest.json                      size and CRC-32 of every file above; written last
 
-A save writes everything into a folder with a temporary name, flushes it to disk, renames the folder, and only then
-writes the manifest. A folder without a manifest, or whose files do not match it, is not a checkpoint: loading passes
-over it, says why, and takes the next older one. The format is the same for every strategy and number of processes.
+A save writes everything into a folder with a temporary name, the manifest last, flushes it to disk and renames the folder.
+A deletion renames first too. So a folder `step-*` was whole once: without a valid manifest, or with files that do not match
+it, it is damaged. Loading passes over it, says why, and takes the next older one; nothing deletes it, and where no valid one is
+left the run is refused. `last_checkpoint.json`, beside the folder of all checkpoints, says that one was finished, for the case
+that the folder is gone. The format is the same for every strategy and number of processes.
 
 Writing may happen in a thread while training goes on: the loop then waits only until a copy in the host's memory is made
 (host_copy.py). The thread has a gloo group of its own, because collectives of two threads in one group would mix. A
@@ -58,6 +60,9 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{15})")
+_TEMPORARY, _DELETED = ".tmp-", ".deleted-"
+#: What a save or a deletion leaves that was interrupted. Other names are not this program's.
+_LEFTOVER = re.compile(rf"({re.escape(_TEMPORARY)}|{re.escape(_DELETED)}){_NAME.pattern}")
 _CHUNK = 1 << 24
 
 
@@ -100,6 +105,7 @@ class Checkpointer:
         rank, world_size: of this process. Collective calls go over a gloo group of their own, which needs no GPU.
         timeout: how long a rank waits for the others in one.
         background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
+        record: file outside `folder` that says that a checkpoint was finished; None keeps none.
     """
 
     def __init__(
@@ -110,8 +116,10 @@ class Checkpointer:
         world_size: int,
         timeout: timedelta | None = None,
         background: bool = False,
+        record: Path | None = None,
     ) -> None:
         self.folder, self.keep_last, self.rank, self.world_size = folder, keep_last, rank, world_size
+        self.record = record
         self.background = background
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
         self._copy = HostCopy()
@@ -217,8 +225,8 @@ class Checkpointer:
             CheckpointError: on every rank, if any rank could not write (full disk, no permission, …). What was written
                 is removed, older checkpoints are untouched, and training may go on.
         """
-        final = self.folder / f"step-{step:015d}"
-        temporary = self.folder / f".tmp-{final.name}"
+        final = self.folder / _name(step)
+        temporary = self.folder / f"{_TEMPORARY}{final.name}"
         windows = {name: t for name, t in tensors.items() if name.startswith("windows.")}
         state = {name: tensor for name, tensor in tensors.items() if name not in windows}
         self._agree(lambda: self._prepare(temporary, needed), "make room for")
@@ -246,22 +254,42 @@ class Checkpointer:
         """The newest valid checkpoint (or the one at `step`), the same on every rank; None if none was ever finished.
 
         Raises:
-            CheckpointError: there are finished checkpoints and none is valid. Starting over would overwrite them.
+            CheckpointError: checkpoints were finished and none is valid, or none is there. A run that starts over would
+                write over what is left of it.
         """
         answer: list[Any] = [None, None]
         if self.rank == 0:
             answer[0] = newest_valid(self.folder, step)
-            finished = [path.name for path in self.folder.glob("step-*") if (path / MANIFEST).exists()]
-            if answer[0] is None and finished and step is None:
-                answer[1] = (
-                    f"none of the checkpoints in {self.folder} can be used ({', '.join(sorted(finished))}; the log says "
-                    "why). Bring back a copy of one, or start anew with resume=false, which moves them aside"
+            if answer[0] is None and step is None:
+                answer[1] = self._why_not_from_the_start()
+            elif answer[0] is not None and step is None and (recorded_step(self.record) or 0) > answer[0].step:
+                log.warning(
+                    "a checkpoint was finished at %s tokens; the newest that can be used is at %s",
+                    f"{recorded_step(self.record):,}",
+                    f"{answer[0].step:,}",
                 )
         if self._group is not None:
             dist.broadcast_object_list(answer, src=0, group=self._group)
         if answer[1] is not None:
             raise CheckpointError(answer[1])
         return answer[0]
+
+    def _why_not_from_the_start(self) -> str | None:
+        """What speaks against training from the first token where no checkpoint can be used; None for a new run."""
+        over = "start over with resume=false, which moves what is left of the run aside"
+        if steps := steps_in(self.folder):
+            names = ", ".join(_name(step) for step in steps)
+            return (
+                f"none of the checkpoints in {self.folder} can be used ({names}; the log says why). Bring back a copy of "
+                f"one, or {over}"
+            )
+        step = recorded_step(self.record)
+        if step is None:
+            return None
+        when = f" at {step:,} tokens" if step else ""
+        return (
+            f"a checkpoint was finished{when}, and {self.folder} holds none. Bring the folder back, or {over}"
+        )
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fills model and optimizer. Learning rate, decay and betas stay as the config set them.
@@ -291,10 +319,12 @@ class Checkpointer:
 
     def clean(self) -> None:
         """Removes what an interrupted save or deletion left behind; rank 0, at start-up."""
-        unfinished = [path for path in self.folder.glob("step-*") if not (path / MANIFEST).exists()]
-        for leftover in [*self.folder.glob(".tmp-step-*"), *unfinished]:
-            log.warning("removing %s, which was never finished", leftover)
+        for leftover in sorted(self._leftovers()):
+            log.warning("removing %s, which an interrupted save or deletion left behind", leftover)
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def _leftovers(self) -> list[Path]:
+        return [path for path in self.folder.glob(".*") if _LEFTOVER.fullmatch(path.name)]
 
     def _prepare(self, temporary: Path, needed: int) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -332,22 +362,36 @@ class Checkpointer:
             _flush(temporary / name)
             checksums[name] = _checksum(temporary / name)
         _flush(temporary / "state")
-        _flush(temporary)
-        if final.exists():  # an invalid checkpoint, or one newer than where this run continued from
-            remove(final)
-        temporary.rename(final)
-        _flush(self.folder)
         manifest = {
             "format": FORMAT,
             "step": trainer_state["token_count"],
             "permanent": permanent,
             "files": checksums,
         }
+        write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))  # flushes the folder too
+        if self._is_whole(final):
+            # Of the same step of this run, which could not be read for a while. To replace it is to have none in between.
+            shutil.rmtree(temporary)
+        else:
+            temporary.rename(final)
+        _flush(self.folder)
+        if self.record is not None:
+            try:
+                write_atomically(self.record, json.dumps({"step": trainer_state["token_count"], "checkpoint": final.name}))
+            except OSError as error:  # the checkpoint itself is whole
+                log.warning("could not note in %s that %s is finished: %s", self.record, final.name, error)
+
+    @staticmethod
+    def _is_whole(final: Path) -> bool:
+        """Whether a checkpoint is there already. One that is damaged makes room, for somebody may still mend it."""
+        if not final.exists():
+            return False
         try:
-            write_atomically(final / MANIFEST, json.dumps(manifest, indent=1))
-        except OSError:
-            shutil.rmtree(final, ignore_errors=True)
-            raise
+            inspect(final)
+        except CheckpointError as error:
+            log.warning("%s cannot be used (%s); it is now %s", final, error, set_aside(final))
+            return False
+        return True
 
     def _prune(self, step: int) -> None:
         """Keeps the newest `keep_last` checkpoints up to `step` and the permanent ones."""
@@ -372,7 +416,7 @@ class Checkpointer:
                 action()
             except Exception as error:  # whatever it is, the other ranks must hear of it
                 problem = [_reason(error)]
-                for leftover in self.folder.glob(".tmp-step-*"):
+                for leftover in self._leftovers():
                     shutil.rmtree(leftover, ignore_errors=True)
         if self._group is not None:
             dist.broadcast_object_list(problem, src=0, group=self._group)
@@ -405,7 +449,7 @@ def inspect(path: Path) -> Checkpoint:
         CheckpointError: what is wrong with it.
     """
     if not (path / MANIFEST).is_file():
-        raise CheckpointError("it has no manifest.json, so it was never finished")
+        raise CheckpointError("it has no manifest.json, so part of it is missing")
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
@@ -437,6 +481,10 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def _name(step: int) -> str:
+    return f"step-{step:015d}"
+
+
 def step_of(path: Path) -> int:
     """Training tokens of a checkpoint folder, from its name."""
     return int(path.name.removeprefix("step-"))
@@ -458,10 +506,49 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     model.load_state_dict(_part("model.", tensors))
 
 
+def recorded_step(record: Path | None) -> int | None:
+    """Training tokens at which a run finished a checkpoint last, whether it is still there or not.
+
+    Args:
+        record: the run's `last_checkpoint.json`. Runs of earlier versions have none; their metrics say the same.
+
+    Returns:
+        None if it never finished one; 0 if it did and the record does not say when.
+    """
+    if record is None:
+        return None
+    try:
+        return int(json.loads(record.read_text(encoding="utf-8"))["step"])
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0
+    try:
+        lines = (record.parent / "metrics/jsonlines/checkpoint.jsonl").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    steps = re.findall(r'^\{"step": (\d+), .*\}$', lines, flags=re.MULTILINE)
+    return max(map(int, steps), default=None)
+
+
 def remove(path: Path) -> None:
-    """Deletes a checkpoint, its manifest first, so that no half-deleted folder looks whole."""
-    (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path)
+    """Deletes a checkpoint. It loses its name first, so that no half-deleted folder looks like one."""
+    going = path.with_name(f"{_DELETED}{path.name}")
+    if going.exists():  # of a deletion that was interrupted
+        shutil.rmtree(going)
+    path.rename(going)
+    shutil.rmtree(going)
+
+
+def set_aside(path: Path) -> Path:
+    """Gives a checkpoint that cannot be used another name beside it, which nothing deletes; returns that."""
+    target = path.with_name(f"damaged-{path.name}")
+    number = 0
+    while target.exists():
+        number += 1
+        target = path.with_name(f"damaged-{path.name}.{number}")
+    path.rename(target)
+    return target
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -21,6 +21,8 @@ class RunDirectory:
         self.root = Path(output_dir).expanduser().absolute()
         self.config = self.root / "config.yaml"
         self.checkpoints = self.root / "checkpoints"
+        #: Says that a checkpoint was finished, even where the folder of checkpoints is gone.
+        self.last_checkpoint = self.root / "last_checkpoint.json"
         self.logs = self.root / "logs"
         self.jsonlines = self.root / "metrics" / "jsonlines"
         self.npz = self.root / "metrics" / "npz"

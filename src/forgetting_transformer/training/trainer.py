@@ -150,6 +150,7 @@ class Trainer:
             self.fabric.world_size,
             timeout,
             config.checkpoint_background,
+            self.directory.last_checkpoint,
         )
         self.vote = Vote(self.fabric.world_size, timeout)
         checkpoint, forked = self._find_checkpoint()
