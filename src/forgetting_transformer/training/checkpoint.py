@@ -389,7 +389,8 @@ class Checkpointer:
         try:
             inspect(final)
         except CheckpointError as error:
-            log.warning("%s cannot be used (%s); it is now %s", final, error, set_aside(final))
+            kept = set_aside(final)
+            log.warning("%s cannot be used (%s); it is now %s", final, error, kept)
             return False
         return True
 

@@ -175,8 +175,8 @@ class Config:
     output_dir: str = MISSING
     #: Folder that holds the corpus folder `datamodule.dataset`.
     data_dir: str = MISSING
-    #: true: continue from the newest valid checkpoint in output_dir, if any. false: move what output_dir holds aside
-    #: and start from the beginning.
+    #: true: continue from the newest valid checkpoint in output_dir, if any. false: move what the run in output_dir wrote
+    #: aside (into previous/) and start from the beginning.
     resume: bool = True
     #: Start a new run from the checkpoint of another run's output_dir at fork_step tokens.
     fork_dir: str | None = None
@@ -215,7 +215,7 @@ def parse(composed: Any) -> Config:
                 f"no value for {', '.join(missing)}: give it on the command line, as in {missing[0]}=…"
                 + ("" if folders else ", or choose an experiment that sets it (+experiment/demo=fox_pro)")
             )
-        return OmegaConf.to_object(merged)
+        config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         if key and "not in" in str(error):
@@ -224,6 +224,25 @@ def parse(composed: Any) -> Config:
                 f"unknown config key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
             ) from error
         raise ConfigError(f"config key {key!r}: {str(error).splitlines()[0]}") from error
+    check_paths(config)
+    return config
+
+
+#: Keys that name a folder.
+PATHS = ("output_dir", "data_dir", "fork_dir", "wandb.log_dir", "datamodule.cache_dir", "datamodule.dataset")
+
+
+def check_paths(config: Config) -> None:
+    """Refuses an empty path, which an unset variable of the shell leaves and pathlib takes for the current folder.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    for key, value in flatten(dataclasses.asdict(config)).items():
+        if key in PATHS and value is not None and not str(value).strip():
+            fix = "null for the default" if key in ("fork_dir", "wandb.log_dir", "datamodule.cache_dir") else "a folder"
+            fix = "the name of the corpus's folder, or . for data_dir itself" if key == "datamodule.dataset" else fix
+            raise ConfigError(f"{key}={value!r} is empty (a variable that is not set?); give {fix}")
 
 
 def _is_missing(config: DictConfig, key: str) -> bool:

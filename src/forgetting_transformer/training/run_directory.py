@@ -3,11 +3,19 @@
 import fcntl
 import json
 import os
+import re
 import socket
 import time
 from pathlib import Path
 
 PREVIOUS = "previous"
+#: Files that every start replaces.
+_REPLACED = ("config.yaml", "model.txt", "decay_params.txt", "no_decay_params.txt", "status.json")
+#: All that a run, its plots and wandb write there, besides `run.lock` and `previous/`. The rest is somebody else's.
+OWN_NAMES = (
+    *_REPLACED, "starts.jsonl", "goodput.json", "last_checkpoint.json", "checkpoints", "logs", "metrics", "tokenizer", "plots",
+    "wandb",
+)  # fmt: skip
 
 
 class RunDirectoryError(RuntimeError):
@@ -15,9 +23,15 @@ class RunDirectoryError(RuntimeError):
 
 
 class RunDirectory:
-    """Paths of a run. Only rank 0 writes, except for checkpoint shards and each rank's own log."""
+    """Paths of a run. Only rank 0 writes, except for checkpoint shards and each rank's own log.
+
+    Raises:
+        RunDirectoryError: `output_dir` is empty; pathlib would take the current folder.
+    """
 
     def __init__(self, output_dir: str | Path) -> None:
+        if not str(output_dir).strip():
+            raise RunDirectoryError(f"output_dir={str(output_dir)!r} is empty; give a folder, or . for the current one")
         self.root = Path(output_dir).expanduser().absolute()
         self.config = self.root / "config.yaml"
         self.checkpoints = self.root / "checkpoints"
@@ -38,6 +52,46 @@ class RunDirectory:
         """Training tokens of the newest checkpoint folder, valid or not; 0 if there is none."""
         names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
         return max((int(name) for name in names if name.isdigit()), default=0)
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run wrote here: by its config.yaml, or by starts.jsonl."""
+        if (self.root / "starts.jsonl").is_file():
+            return True
+        try:
+            text = self.config.read_bytes()
+        except OSError:
+            return False
+        return all(re.search(rb"^%b:" % key, text, flags=re.MULTILINE) for key in (b"output_dir", b"datamodule"))
+
+    def check_ours(self, resume: bool) -> None:
+        """Looks whether a start would replace files, or with `resume=False` move things, that no run wrote.
+
+        Raises:
+            RunDirectoryError: naming them.
+        """
+        if self.holds_run:
+            return
+        names = _REPLACED if resume else OWN_NAMES
+        strangers = [name for name in names if os.path.lexists(self.root / name) and not self._left_by_a_start(name)]
+        if strangers:
+            what = "a run would replace" if resume else "resume=false would move aside"
+            raise RunDirectoryError(
+                f"output_dir={self.root} holds {', '.join(strangers)}, and no run that wrote this is recognised there (by its "
+                f"config.yaml or starts.jsonl): {what} what is not a run's; choose another output_dir"
+            )
+
+    def _left_by_a_start(self, name: str) -> bool:
+        """Whether a start that failed before it wrote config.yaml left this."""
+        path = self.root / name
+        try:
+            if name == "status.json":
+                return {"status", "step", "pid"} <= json.loads(path.read_text(encoding="utf-8")).keys()
+            if name == "logs":
+                return all(re.fullmatch(r"rank-\d+\.log", entry) for entry in os.listdir(path))
+            return name == "checkpoints" and not os.listdir(path)
+        except (OSError, ValueError, AttributeError):
+            return False
 
     def acquire(self) -> None:
         """Makes the folder and takes it for this process; the kernel gives it back however the process ends.
@@ -87,8 +141,13 @@ class RunDirectory:
             self._lock_descriptor = None
 
     def move_aside(self) -> Path | None:
-        """Moves everything the folder holds into `previous/<time>/`; returns that folder, None if there was nothing."""
-        entries = [e for e in self.root.iterdir() if e != self._lock_file and e.name != PREVIOUS]
+        """Moves what a run wrote into `previous/<time>/`, and nothing else; returns that folder, None if there was nothing.
+
+        Raises:
+            RunDirectoryError: as `check_ours`.
+        """
+        self.check_ours(resume=False)
+        entries = [self.root / name for name in OWN_NAMES if os.path.lexists(self.root / name)]
         if not entries:
             return None
         target = self.root / PREVIOUS / time.strftime("%Y%m%d-%H%M%S")

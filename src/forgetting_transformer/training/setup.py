@@ -57,7 +57,7 @@ def claim_early(directory: RunDirectory, resume: bool) -> None:
     if console.rank() != 0:
         return
     with contextlib.suppress(RunDirectoryError):
-        status.claim(directory)
+        status.claim(directory, resume)
         if resume:
             start_logging(directory, 0)
 

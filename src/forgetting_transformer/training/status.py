@@ -39,14 +39,16 @@ def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
         temporary.unlink(missing_ok=True)
 
 
-def claim(directory: RunDirectory) -> None:
+def claim(directory: RunDirectory, resume: bool = True) -> None:
     """Takes the run's folder, unless this process has it, and replaces how the last start ended by "starting".
 
     Raises:
-        RunDirectoryError: another run is writing there, or the folder cannot be written; then nothing has changed.
+        RunDirectoryError: another run is writing there, the folder holds what is not a run's and would be replaced (or,
+            without `resume`, moved), or it cannot be written; then nothing has changed.
     """
     if directory.held:
         return
+    directory.check_ours(resume)
     directory.acquire()
     file = directory.root / _NAME
     directory.status_before = file.read_text(encoding="utf-8") if file.is_file() else None

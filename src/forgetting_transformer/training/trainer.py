@@ -124,7 +124,7 @@ class Trainer:
         self.startup.done("processes")
         self.goodput = goodput.Goodput(self.directory.goodput if self.fabric.is_global_zero else None)
         self.schedule = build_schedule(config.schedule, config.optimizer.lr)
-        setup.on_rank_zero(self.fabric, lambda: status.claim(self.directory))
+        setup.on_rank_zero(self.fabric, lambda: status.claim(self.directory, config.resume))
         if config.resume:
             setup.start_logging(self.directory, self.fabric.global_rank)
 
@@ -447,7 +447,7 @@ class Trainer:
         moved = self.directory.move_aside()
         status.write_status(self.directory.root, "starting", 0)
         if moved:
-            log.warning("resume=false: what %s held is now in %s", self.directory.root, moved)
+            log.warning("resume=false: what the run in %s had written is now in %s", self.directory.root, moved)
 
     def _sum_over_ranks(self, tensor: Tensor) -> None:
         """In place. Fabric's own all_reduce would put a barrier before it, for which the host waits."""

@@ -1,0 +1,134 @@
+"""A run's folder holds what the run wrote, and may hold other people's files, which a run neither moves nor overwrites."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from forgetting_transformer.training import ConfigError, parse, status
+from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+from tests.training.conftest import STEP, changed, refused, train
+from tests.training.test_nothing_lost import snapshot
+
+STRANGERS = (".git/HEAD", "thesis.tex", "data/train.csv", "src/model.py", "previous-work/a")
+
+
+def place(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"somebody's {name}")
+
+
+@pytest.mark.parametrize(
+    "key", ["output_dir", "data_dir", "fork_dir", "wandb.log_dir", "datamodule.cache_dir", "datamodule.dataset"]
+)
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_path_is_refused_by_name(tiny, key, value):
+    config = changed(tiny, **{key.replace(".", "__"): value}, fork_step=0 if key == "fork_dir" else None)
+    with pytest.raises(ConfigError, match=rf"^{key}={value!r} is empty"):
+        parse(OmegaConf.create(config))
+
+
+def test_every_key_that_is_a_path_is_looked_at():
+    """Keys of text whose names or values say that they are paths."""
+    from forgetting_transformer.training.config import PATHS, known_keys
+
+    assert {k for k in known_keys() if k.endswith(("_dir", "_file", "_path", "_folder"))} <= set(PATHS)
+    assert set(PATHS) <= set(known_keys())
+
+
+def test_an_empty_path_touches_no_file(tiny, tmp_path, monkeypatch):
+    """What an unset $OUTPUT_DIR leaves: the current folder must stay as it is."""
+    (tmp_path / "here").mkdir()
+    place(tmp_path / "here", *STRANGERS)
+    before = snapshot(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    for resume in (True, False):
+        with pytest.raises(ConfigError, match="output_dir"):
+            parse(OmegaConf.create(changed(tiny, output_dir="", resume=resume)))
+    with pytest.raises(RunDirectoryError, match="output_dir"):
+        RunDirectory("")
+    assert snapshot(tmp_path / "here") == before
+
+
+def test_resume_false_moves_what_a_run_wrote_and_nothing_else(tiny):
+    train(changed(tiny, train__max_tokens=4 * STEP))
+    root = Path(tiny["output_dir"])
+    place(root, *STRANGERS)
+    train(changed(tiny, resume=False, train__max_tokens=2 * STEP))
+    assert all((root / name).read_text() == f"somebody's {name}" for name in STRANGERS)
+    (moved,) = (root / "previous").iterdir()
+    assert not {Path(name).parts[0] for name in STRANGERS} & {path.name for path in moved.iterdir()}
+    assert (moved / "last_checkpoint.json").is_file() and (moved / "metrics/jsonlines/train.jsonl").is_file()
+    written = {path.name for path in root.iterdir()} - {Path(name).parts[0] for name in STRANGERS}
+    assert written - {"previous", "run.lock"} == {path.name for path in moved.iterdir()}, "all a run writes is moved"
+
+
+@pytest.mark.parametrize("name", ["checkpoints/mine", "logs/thesis.log", "metrics/a.csv", "config.yaml", "plots/a.png"])
+def test_resume_false_is_refused_where_no_run_is_recognised(tiny, name):
+    root = Path(tiny["output_dir"])
+    place(root, name, "thesis.tex")
+    before = snapshot(root)
+    message = refused(changed(tiny, resume=False))
+    assert f"holds {Path(name).parts[0]}, and no run that wrote" in message and "choose another output_dir" in message
+    assert snapshot(root) == before, "not even a lock or a status is left there"
+
+
+def test_a_folder_of_other_things_is_no_obstacle(tiny):
+    root = Path(tiny["output_dir"])
+    place(root, *STRANGERS)
+    train(changed(tiny, resume=False, train__max_tokens=2 * STEP))
+    assert all((root / name).read_text() == f"somebody's {name}" for name in STRANGERS)
+    assert not (root / "previous").exists()
+
+
+def test_what_a_start_leaves_that_failed_is_no_obstacle(tmp_path):
+    directory = RunDirectory(tmp_path)
+    status.claim(directory)
+    directory.logs.mkdir()
+    (directory.logs / "rank-0.log").touch()
+    directory.checkpoints.mkdir()
+    status.end(directory, "DataError: no token array")
+    for resume in (True, False):
+        again = RunDirectory(tmp_path)
+        status.claim(again, resume)
+        again.release()
+    status.claim(again, resume=False)
+    status.restore(again)
+    again.move_aside()
+    assert {path.name for path in tmp_path.iterdir()} == {"run.lock", "previous"}
+    again.release()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "model.txt", "status.json"])
+def test_files_of_others_are_not_overwritten(tmp_path, name):
+    place(tmp_path, name)
+    with pytest.raises(RunDirectoryError, match=rf"holds {name}, and no run that wrote"):
+        status.claim(RunDirectory(tmp_path))
+    status.refuse(RunDirectory(tmp_path), "ConfigError: …")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: f"somebody's {name}"}
+
+
+def test_a_run_is_recognised_by_its_config_or_its_starts(tmp_path):
+    for name, text, recognised in (
+        ("config.yaml", OmegaConf.to_yaml(OmegaConf.structured(Config)), True),
+        ("starts.jsonl", json.dumps({"step": 0}) + "\n", True),
+        ("config.yaml", "services:\n  web:\n    output_dir: x\n", False),
+    ):
+        folder = tmp_path / f"{name}-{recognised}"
+        folder.mkdir()
+        (folder / name).write_text(text)
+        assert RunDirectory(folder).holds_run == recognised
+    assert os.listdir(tmp_path / "config.yaml-True") == ["config.yaml"]
+
+
+def test_checkpoints_that_were_copied_alone_are_a_run_to_go_on_with(tiny, tmp_path):
+    """Somebody takes only the checkpoints along: as before, the run goes on."""
+    train(changed(tiny, train__max_tokens=4 * STEP))
+    (tmp_path / "copy").mkdir()
+    (Path(tiny["output_dir"]) / "checkpoints").rename(tmp_path / "copy/checkpoints")
+    train(changed(tiny, output_dir=str(tmp_path / "copy"), train__max_tokens=6 * STEP))
+    assert (tmp_path / f"copy/checkpoints/step-{6 * STEP:015d}").is_dir()
