@@ -1,6 +1,8 @@
 """Arrays elsewhere: the same tokens as from a local copy, fetched once, kept within a limit."""
 
+import hashlib
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
@@ -100,8 +102,75 @@ def test_the_cache_stays_within_its_limit_and_drops_what_was_used_longest_ago(mi
         os.utime(cache.fetch(key, 10**6), (number, number))
     cache.fetch("0.0", 10**6)  # used again, so 0.1 is now the oldest
     cache.fetch("0.3", 10**6)
-    assert sorted(f.name for f in cache.folder.iterdir()) == ["0.0", "0.2", "0.3", "url.txt"]
+    assert sorted(f.name for f in cache.folder.iterdir() if f.is_file() and f.name[0].isdigit()) == ["0.0", "0.2", "0.3"]
     assert cached(tmp_path / "cache") <= 3 * size
+
+
+#: Files of other people in a folder that was given as datamodule.cache_dir. Some have names like the cache's own.
+OTHERS = (
+    "thesis/chapter1.tex", "0.0", "c/0/1", "0123456789abcdef/0.0", "parts/robot.stl", "locks/room", "locks/3", "url.txt",
+    "fedcba9876543210/url.txt", "fedcba9876543210/1.1",
+)  # fmt: skip
+
+
+def test_files_of_others_in_the_folder_of_the_cache_are_not_deleted_and_do_not_count(mirror, tmp_path):
+    for name in OTHERS:
+        (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cache" / name).write_bytes(b"years of work" * 1000)
+        os.utime(tmp_path / "cache" / name, (0, 0))
+    size = max(f.stat().st_size for f in (mirror.root / "longcrawl64/train.zarr").iterdir())
+    settings = CacheSettings(tmp_path / "cache", 3 * size)
+    cache = RemoteCache(open_remote(f"{mirror.url}/longcrawl64/train.zarr"), settings)
+    mine = cache.folder / "notes/chapter2.tex"
+    mine.parent.mkdir()
+    mine.write_bytes(b"years of work" * 1000)
+    os.utime(mine, (0, 0))
+    for key in ("0.0", "0.1", "0.2", "0.3"):
+        cache.fetch(key, 10**6)
+    assert all((tmp_path / "cache" / name).read_bytes() == b"years of work" * 1000 for name in (*OTHERS, mine))
+    assert len([f for f in cache.folder.iterdir() if f.name in ("0.0", "0.1", "0.2", "0.3")]) == 3
+
+
+def test_a_cache_of_an_earlier_version_is_adopted(mirror, tmp_path):
+    """It has the address in url.txt and no mark; its files are used, count, and make room."""
+    url, other = (f"{mirror.url}/longcrawl64/{name}.zarr" for name in ("train", "heldout"))
+    for address, key in ((url, "0.0"), (other, "0.1")):
+        folder = tmp_path / "cache" / hashlib.sha256(address.encode()).hexdigest()[:16]
+        folder.mkdir(parents=True)
+        (folder / "url.txt").write_text(address)
+        data = (mirror.root / "longcrawl64/train.zarr" / key).read_bytes()
+        (folder / key).write_bytes(data)
+        os.utime(folder / key, (0, 0))
+    size = max(f.stat().st_size for f in (mirror.root / "longcrawl64/train.zarr").iterdir())
+    cache = RemoteCache(open_remote(url), CacheSettings(tmp_path / "cache", 3 * size))
+    cache.fetch("0.0", 10**6)
+    assert not mirror.requests["GET", "longcrawl64/train.zarr/0.0"], "it was there"
+    for key in ("0.1", "0.2"):
+        cache.fetch(key, 10**6)
+    assert not (folder / "0.1").exists(), "of the other array, used longest ago"
+    assert (cache.folder / "0.0").exists()
+
+
+def test_a_folder_of_that_name_that_is_not_the_caches_is_refused(mirror, tmp_path):
+    remote = open_remote(f"{mirror.url}/longcrawl64/train.zarr")
+    folder = tmp_path / "cache" / hashlib.sha256(remote.url.encode()).hexdigest()[:16]
+    folder.mkdir(parents=True)
+    (folder / "0.0").write_text("mine")
+    with pytest.raises(DataError, match=r"holds files that this cache did not write; set datamodule\.cache_dir"):
+        RemoteCache(remote, CacheSettings(tmp_path / "cache", 10**9))
+    assert (folder / "0.0").read_text() == "mine"
+
+
+def test_what_a_kill_left_half_written_is_cleared_away(mirror, tmp_path):
+    settings = CacheSettings(tmp_path / "cache", 10**9)
+    remote = open_remote(f"{mirror.url}/longcrawl64/train.zarr")
+    cache = RemoteCache(remote, settings)
+    for name, age in (("tmpabandoned", 2 * 3600.0), ("tmpunderway", 60.0)):
+        (cache.parts / name).write_bytes(b"half")
+        then = time.time() - age
+        os.utime(cache.parts / name, (then, then))
+    RemoteCache(remote, settings)
+    assert [f.name for f in cache.parts.iterdir()] == ["tmpunderway"]
 
 
 def test_reading_goes_on_through_a_cache_that_holds_little(mirror, tmp_path):

@@ -1,6 +1,14 @@
 """Files of a remote array on local disk, as many as a limit allows, shared by all processes of a machine.
 
-Chunks are needed for a while and then not again until the next epoch, so the files used longest ago make room.
+Chunks are needed for a while and then not again until the next epoch, so those used longest ago make room.
+
+    <cache_dir>/.forgetting_transformer.lock      held while room is made
+    <cache_dir>/<hash of the URL>/CACHEDIR.TAG    the mark: this folder is the cache's (bford.info/cachedir)
+                                  url.txt         of what it holds files
+                                  0.0, c/0/0, …   chunks; metadata and tokenizers beside them
+                                  .parts, .locks  files under way
+
+`cache_dir` may be a folder with other things in it. Only chunks in folders with the mark count against the limit and are deleted.
 """
 
 import hashlib
@@ -10,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +29,15 @@ from forgetting_transformer.data.remote import RemoteFolder, join, open_remote
 CONNECTIONS = 8
 #: Lock files; two names that share one wait for each other, no more.
 LOCKS = 64
+#: What marks a folder as the cache's own. Backups leave folders with such a file out; other programs write one too, so the
+#: second line counts.
+MARK = "CACHEDIR.TAG"
+_MARK_TEXT = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n"
+    "# Files of forgetting_transformer, fetched from the address in url.txt. It deletes those used longest ago.\n"
+)
+#: Files of chunks: 0.0, 0/0, c/0/0.
+_CHUNK = re.compile(r"(c[./])?\d+([./]\d+)*")
 #: A half-written file older than this was left by a kill.
 ABANDONED_SECONDS = 3600.0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -38,7 +55,7 @@ class CacheSettings:
 
     Attributes:
         folder: on a disk of this machine; runs and ranks may share it.
-        limit_bytes: of all files in it, whichever array they are of.
+        limit_bytes: of all chunks in it, whichever array they are of. Files of others in `folder` do not count.
     """
 
     folder: Path = field(default_factory=default_folder)
@@ -55,15 +72,24 @@ class RemoteCache:
         self.remote, self.settings = remote, settings
         # By the URL without its password, which may change and must not be kept.
         self.folder = settings.folder / _name_of(remote.url)
-        self.locks, self.parts = settings.folder / "locks", settings.folder / "parts"
+        self.locks, self.parts = self.folder / ".locks", self.folder / ".parts"
         try:
             self._adopt(settings.folder / _name_of(remote.address))
-            for folder in (self.folder, self.locks, self.parts):
-                folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not _is_ours(self.folder):
+                # Looked at in this order: another process may just be marking it.
+                strangers = list(self.folder.iterdir())
+                if strangers and not _is_ours(self.folder):
+                    raise DataError(f"{self.folder} holds files that this cache did not write; set datamodule.cache_dir")
+            if not (self.folder / MARK).exists():
+                self._mark(self.folder)
+            for folder in (self.locks, self.parts):
+                folder.mkdir(exist_ok=True)
             (self.folder / "url.txt").write_text(remote.url)
-            for part in self.parts.iterdir():
-                if time.time() - part.stat().st_mtime > ABANDONED_SECONDS:
-                    part.unlink(missing_ok=True)
+            for part in self.parts.glob("tmp*"):
+                with suppress(FileNotFoundError):  # another process may have finished it
+                    if time.time() - part.stat().st_mtime > ABANDONED_SECONDS:
+                        part.unlink(missing_ok=True)
         except OSError as error:
             raise DataError(
                 f"cannot keep remote chunks in {settings.folder}: {error}; set datamodule.cache_dir"
@@ -71,8 +97,10 @@ class RemoteCache:
 
     def _adopt(self, older: Path) -> None:
         """Takes over what a version that named folders by the whole URL kept here; `url.txt` is then written again."""
-        if older == self.folder or not (older / "url.txt").is_file():
+        if older == self.folder or not _is_ours(older):
             return
+        if not (older / MARK).exists():
+            self._mark(older)  # its url.txt will no longer say whose it is
         if self.folder.exists():
             (older / "url.txt").write_text(self.remote.url)
             return
@@ -105,6 +133,13 @@ class RemoteCache:
             with ThreadPoolExecutor(CONNECTIONS) as pool:
                 list(pool.map(lambda name: self.fetch(name, at_most), missing))
 
+    def _mark(self, folder: Path) -> None:
+        """Whole or not at all, so that no other process takes a file without contents for somebody else's."""
+        descriptor, temporary = tempfile.mkstemp(dir=self.settings.folder, prefix=".forgetting_transformer.")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(_MARK_TEXT)
+        os.replace(temporary, folder / MARK)
+
     def _path(self, name: str) -> Path:
         return self.folder / join("", name).lstrip("/")  # join refuses names that lead out of the folder
 
@@ -125,7 +160,7 @@ class RemoteCache:
                 file.write(data)
             path.parent.mkdir(parents=True, exist_ok=True)
             os.replace(temporary, path)
-            with self._lock("room"):
+            with _locked(self.settings.folder / ".forgetting_transformer.lock"):
                 self._make_room(keep=path)
         except OSError as error:
             raise DataError(
@@ -137,13 +172,16 @@ class RemoteCache:
                 Path(temporary).unlink(missing_ok=True)
 
     def _make_room(self, keep: Path) -> None:
-        """Deletes the files used longest ago until the rest is within the limit."""
+        """Deletes the chunks used longest ago until the rest is within the limit."""
         files = []
-        for file in self.settings.folder.rglob("*"):
-            with suppress(FileNotFoundError):  # another process of this machine may have replaced it
-                if file.is_file() and file.parent not in (self.locks, self.parts) and file.name != "url.txt":
-                    status = file.stat()
-                    files.append((status.st_mtime, status.st_size, file))
+        for folder in self.settings.folder.iterdir():
+            if not _is_ours(folder):
+                continue
+            for file in folder.rglob("*"):
+                with suppress(FileNotFoundError):  # another process of this machine may have replaced it
+                    if _CHUNK.fullmatch(file.relative_to(folder).as_posix()) and file.is_file():
+                        status = file.stat()
+                        files.append((status.st_mtime, status.st_size, file))
         excess = sum(size for _, size, _ in files) - self.settings.limit_bytes
         for _, size, file in sorted(files):
             if excess <= 0:
@@ -152,14 +190,31 @@ class RemoteCache:
                 file.unlink(missing_ok=True)
                 excess -= size
 
-    @contextmanager
-    def _lock(self, name: str) -> Iterator[None]:
-        """One process or thread at a time; the lock of a process that is killed is free at once."""
-        import fcntl  # not on Windows, where only local arrays can be read
+    def _lock(self, name: str) -> AbstractContextManager[None]:
+        return _locked(self.locks / name)
 
-        with (self.locks / name).open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder has the cache's mark, or is named after the address in its url.txt, as earlier versions left it."""
+    try:
+        if (folder / MARK).read_text(encoding="utf-8") == _MARK_TEXT:
+            return True
+    except (OSError, ValueError):
+        pass
+    try:
+        return _name_of((folder / "url.txt").read_text(encoding="utf-8")) == folder.name
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process or thread at a time; the lock of a process that is killed is free at once."""
+    import fcntl  # not on Windows, where only local arrays can be read
+
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _name_of(url: str) -> str:
