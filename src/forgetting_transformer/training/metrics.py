@@ -2,7 +2,8 @@
 
 Files under `output_dir/metrics/`: `jsonlines/<kind>.jsonl`, one object per report with `step` in training tokens, and
 `npz/<kind>/step-%015d.npz` for loss at every position. After a resume everything past the checkpoint is cut off, and
-the same steps are then written again, so no step is missing or doubled.
+the same steps are then written again, so no step is missing or doubled. A damaged line is lost, with a warning, and the file as it
+was is kept beside it as `<kind>.jsonl.damaged`.
 """
 
 import contextlib
@@ -10,7 +11,9 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +46,8 @@ class MetricsLog:
             # An earlier continuation from this very checkpoint has left its line too.
             truncate(file, resume_step - 1 if file.stem == "resume" else resume_step)
         for file in directory.npz.glob("*/step-*.npz"):
-            if int(file.stem.removeprefix("step-")) > resume_step:
+            name = re.fullmatch(r"step-(\d{15})\.npz", file.name)
+            if name and int(name[1]) > resume_step:
                 file.unlink()
         self._wandb = _Wandb(directory, config, resolved)
 
@@ -89,20 +93,38 @@ class MetricsLog:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line that a crash cut short is left out."""
-    entries = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return entries
+    """The objects of a JSON-lines file, without damaged lines and without a last line that a crash cut short."""
+    return _parse(file)[0]
 
 
 def truncate(file: Path, step: int) -> None:
-    """Drops the lines past `step`, all at once."""
-    kept = [entry for entry in read_lines(file) if entry["step"] <= step]
-    write_atomically(file, "".join(json.dumps(entry) + "\n" for entry in kept))
+    """Drops the lines past `step`, all at once. Where lines are damaged, a copy of the file as it is stays beside it."""
+    entries, damaged = _parse(file)
+    if damaged:
+        copy, number = file.with_name(f"{file.name}.damaged"), 0
+        while copy.exists():
+            number += 1
+            copy = file.with_name(f"{file.name}.damaged.{number}")
+        shutil.copyfile(file, copy)
+        lines = f"line {damaged[0]} is" if len(damaged) == 1 else f"lines {', '.join(map(str, damaged))} are"
+        log.warning("%s: %s damaged and left out; the file as it was is %s", file, lines, copy.name)
+    write_atomically(file, "".join(json.dumps(entry) + "\n" for entry in entries if entry["step"] <= step))
+
+
+def _parse(file: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The objects of a file, and the numbers of its damaged lines, from 1."""
+    entries, damaged = [], []
+    *lines, last = file.read_bytes().split(b"\n")
+    for number, line in enumerate([*lines, last], 1):
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry["step"], int):
+                raise TypeError("step is not a number")
+            entries.append(entry)
+        except (ValueError, LookupError, TypeError, RecursionError):
+            if number <= len(lines):  # else there is no end of line: a crash came before it was written
+                damaged.append(number)
+    return entries, damaged
 
 
 def by_length(kind: str, mean_T: np.ndarray, shortest: int) -> dict[str, float]:

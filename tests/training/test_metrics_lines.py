@@ -1,0 +1,87 @@
+"""A damaged line of metrics costs that line, and the file as it was is kept."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from forgetting_transformer.training import parse
+from forgetting_transformer.training.metrics import MetricsLog, read_lines, truncate
+from forgetting_transformer.training.run_directory import RunDirectory
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"step": step, "train/loss": 1 / step}) + "\n" for step in range(1, 9)))
+    return file
+
+
+def damage(file: Path, number: int, line: bytes) -> bytes:
+    """Replaces a line, counted from 1; returns the file as it is then."""
+    lines = file.read_bytes().split(b"\n")
+    lines[number - 1] = line
+    file.write_bytes(b"\n".join(lines))
+    return file.read_bytes()
+
+
+def steps(file: Path) -> list[int]:
+    return [entry["step"] for entry in read_lines(file)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"step": 3, "train/lo', b"\x00" * 40, b"\xff\xfe", b"", b"7", b"[]", b"{}", b'{"step": "3"}', b'{"step": null}', b"[" * 100_000],
+)  # fmt: skip
+def test_only_the_damaged_line_is_lost_and_the_file_as_it_was_is_kept(file, caplog, line):
+    before = damage(file, 3, line)
+    truncate(file, 6)
+    assert steps(file) == [1, 2, 4, 5, 6]
+    assert f"{file}: line 3 is damaged" in caplog.text and "train.jsonl.damaged" in caplog.text
+    assert file.with_name("train.jsonl.damaged").read_bytes() == before
+
+
+def test_what_was_kept_before_is_not_overwritten(file):
+    first = damage(file, 2, b"?")
+    truncate(file, 8)
+    second = damage(file, 4, b"?")
+    truncate(file, 8)
+    assert file.with_name("train.jsonl.damaged").read_bytes() == first
+    assert file.with_name("train.jsonl.damaged.1").read_bytes() == second
+    assert steps(file) == [1, 3, 4, 6, 7, 8]
+
+
+def test_a_last_line_that_a_crash_cut_short_is_dropped_quietly(file, caplog):
+    caplog.set_level(logging.INFO)
+    with file.open("a") as stream:
+        stream.write('{"step": 9, "train/')
+    truncate(file, 99)
+    assert steps(file) == list(range(1, 9)) and not caplog.text
+    assert [path.name for path in file.parent.iterdir()] == ["train.jsonl"]
+
+
+def test_a_damaged_last_line_with_its_end_is_damage(file, caplog):
+    before = damage(file, 8, b'{"step": 8, "trai\x00/loss": 0.1')
+    truncate(file, 99)
+    assert steps(file) == list(range(1, 8)) and "line 8 is damaged" in caplog.text
+    assert file.with_name("train.jsonl.damaged").read_bytes() == before
+
+
+def test_many_damaged_lines_are_one_warning(file, caplog):
+    for number in (2, 4, 5):
+        damage(file, number, b"?")
+    truncate(file, 99)
+    assert steps(file) == [1, 3, 6, 7, 8]
+    assert len(caplog.records) == 1 and "lines 2, 4, 5 are damaged" in caplog.text
+
+
+def test_a_start_leaves_files_of_others_among_the_metrics_alone(tiny, tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    for name in ("step-abc.npz", "step-9999.npz", f"step-{128:015d}.npz", f"step-{512:015d}.npz"):
+        (directory.npz / "val").mkdir(parents=True, exist_ok=True)
+        (directory.npz / "val" / name).write_bytes(b"")
+    MetricsLog(directory, parse(OmegaConf.create(tiny)), {}, 256).close()
+    left = {path.name for path in (directory.npz / "val").iterdir()}
+    assert left == {"step-abc.npz", "step-9999.npz", f"step-{128:015d}.npz"}
