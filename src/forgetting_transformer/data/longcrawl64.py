@@ -68,7 +68,8 @@ class LongCrawl64DataModule:
             there, in order, as if there were no others.
         cache_dir: where files of a URL are kept, on a disk of this machine; None is ~/.cache/forgetting_transformer.
             Ranks and runs may share it.
-        cache_gb: gigabytes (10^9 bytes) that all files in it may take; those used longest ago make room.
+        cache_gb: gigabytes (10^9 bytes) that the chunks in it may take; those used longest ago make room. Other people's
+            files there do not count.
 
     Raises:
         DataError: naming the file or key, the value and the fix.
