@@ -96,7 +96,9 @@ def parse(composed: DictConfig) -> "Config":
     try:
         if problem := hydra_errors.unknown_group(composed, Path(__file__).parent / "configs"):
             raise training.ConfigError(problem)
-        return training.parse(composed)
+        config = training.parse(composed)
+        training.check_choices(config)
+        return config
     except training.ConfigError as error:
         refuse(f"ConfigError: {error}")
 

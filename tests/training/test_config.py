@@ -193,7 +193,7 @@ def test_an_unknown_key_is_refused_with_the_closest_known_one():
 
 
 def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"config key 'train.max_tokens'.*many"):
+    with pytest.raises(ConfigError, match=r"train.max_tokens=many must be a whole number from 1 to"):
         demo("train.max_tokens=many")
     with pytest.raises(ConfigError, match=r"no value for .*train.max_tokens.*experiment"):
         parse(composed())
@@ -209,17 +209,17 @@ def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
             r"grad_acc_tokens=1,000 does not split .* choose one of \[512, 1024, 2048, 4096\]",
         ),
         ("train.grad_acc_tokens=1536", 1, r"grad_acc_tokens=1,536"),
-        ("fabric.peak_flops=0", 1, "fabric.peak_flops=0.0 must be positive"),
-        ("log_interval=0", 1, "log_interval=0 must be positive"),
+        ("fabric.peak_flops=0", 1, "fabric.peak_flops=0.0 must be a number from 1 to 1e[+]21"),
+        ("log_interval=0", 1, "log_interval=0 must be a whole number from 1"),
         ("fork_step=100", 1, "fork_dir=None and fork_step=100 belong together"),
         ("fabric.precision=bf16-true", 1, "precision='bf16-true' is not supported; use 'bf16-mixed'"),
         ("strategy.name=deepspeed", 1, "strategy.name='deepspeed' is unknown; use 'auto', 'ddp' or 'fsdp'"),
         ("wandb.mode=on", 1, "wandb.mode='on' is unknown|wandb.mode='True' is unknown"),
         ("optimizer.betas=[0.9]", 1, r"optimizer.betas=\[0.9\] must be two numbers"),
         ("optimizer.lr=-1", 1, "optimizer.lr=-1.0"),
-        ("datamodule.train_num_workers=-1", 1, "datamodule.train_num_workers=-1 must be 0"),
+        ("datamodule.train_num_workers=-1", 1, "datamodule.train_num_workers=-1 must be a whole number from 0"),
         ("datamodule.missing_chunks=ignore", 1, "missing_chunks='ignore' is unknown; use 'error' or 'skip'"),
-        ("datamodule.cache_gb=0", 1, "datamodule.cache_gb=0.0 must be positive"),
+        ("datamodule.cache_gb=0", 1, "datamodule.cache_gb=0.0 must be a number more than 0"),
         ("fabric.accelerator=cdua", 1, "fabric.accelerator='cdua' is unknown"),
         ("fabric.devices=0", 1, "fabric.devices=0 must be a number of processes"),
         ("fabric.devices=two", 1, "fabric.devices='two' must be a number of processes"),

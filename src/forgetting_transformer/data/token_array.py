@@ -75,8 +75,9 @@ class TokenArray:
         if not self.files.has_array():
             dataset, name = Path(self.path).parts[-2:] if len(Path(self.path).parts) > 1 else ("<dataset>", self.path)
             raise DataError(
-                f"no token array at {self.path}. Set data_dir to the folder that holds {dataset}/{name}, or make one "
-                "with scripts/prepare_data.py, or fetch LongCrawl64 with scripts/download_longcrawl64.py"
+                f"no token array at {self.path}. Set data_dir to the folder that holds {dataset}/{name} "
+                f"(datamodule.dataset={dataset}), or make one with scripts/prepare_data.py, or fetch LongCrawl64 with "
+                "scripts/download_longcrawl64.py"
             )
         array = open_array(self.files)
         if array.ndim != 2 or array.dtype != np.uint16:

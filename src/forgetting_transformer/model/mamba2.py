@@ -209,8 +209,10 @@ class Mamba2Config(DecoderConfig):
             raise ValueError(f"hidden_act is {self.hidden_act!r}; it must be 'silu' (the same as 'swish')")
         if not self.rms_norm:
             raise ValueError("rms_norm is False; Mamba-2 always normalises before out_proj, leave it True")
-        if len(self.time_step_limit) != 2 or not 0 <= self.time_step_limit[0] <= self.time_step_limit[1]:
-            raise ValueError(f"time_step_limit is {self.time_step_limit}; it must be two bounds, 0 <= lower <= upper")
+        limit = self.time_step_limit
+        numbers = isinstance(limit, list | tuple) and all(isinstance(bound, int | float) for bound in limit)
+        if not numbers or len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
+            raise ValueError(f"time_step_limit is {limit}; it must be two bounds, 0 <= lower <= upper")
         super().__post_init__(**kwargs)
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.field_ranges import check_fields
 
 
 class Architecture(NamedTuple):
@@ -56,7 +57,11 @@ def get(name: str) -> Architecture:
 def build_config(name: str, **fields: Any) -> DecoderConfig:
     """Build the configuration of architecture `name`.
 
-    transformers' configs keep any keyword they are given; here a field the architecture does not have is an error.
+    transformers' configs keep any keyword they are given; here a field the architecture does not have is an error, and so is
+    a value of a wrong type or out of its range.
+
+    Raises:
+        ValueError: naming the field, its value and the fix.
     """
     config_class = get(name).config_class
     known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
@@ -65,4 +70,5 @@ def build_config(name: str, **fields: Any) -> DecoderConfig:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(sorted(known))}"
             raise ValueError(f"{config_class.__name__} has no field {key!r}{hint}")
+    check_fields(config_class, fields)
     return config_class(**fields)

@@ -18,6 +18,7 @@ from transformers import initialization as init
 
 from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.field_ranges import check_field
 from forgetting_transformer.model.layers import (
     ShortConvolution,
     SwiGLU,
@@ -254,6 +255,8 @@ class SambaConfig(DecoderConfig):
         if not isinstance(self.time_step_rank, int) or self.time_step_rank < 1:
             raise ValueError(f"time_step_rank is {self.time_step_rank!r}; it must be a positive integer or 'auto'")
         if self.attn is not None:
+            if not isinstance(self.attn, dict):
+                raise ValueError(f"attn is {self.attn!r}; it must have the keys {', '.join(ATTN_KEYS)}, or be null")
             self._check_attn(self.attn)
         super().__post_init__(**kwargs)
 
@@ -263,6 +266,11 @@ class SambaConfig(DecoderConfig):
                 raise ValueError(f"attn has the key {key!r}; it may have {', '.join(ATTN_KEYS)}")
         if attn.get("num_heads") is None:
             raise ValueError("attn has no num_heads; set it, or attn: null for Mamba blocks only")
+        for key in ("num_heads", "num_kv_heads", "window_size"):
+            check_field(f"attn.{key}", attn.get(key), int | None)
+        layers = attn.get("layers")
+        if layers is not None and not (isinstance(layers, list | tuple) and all(type(n) is int for n in layers)):
+            raise ValueError(f"attn.layers is {layers!r}; it must be a list of block numbers, or null for every other block")
         check_attention_options(
             hidden_size=self.hidden_size,
             num_heads=attn["num_heads"],

@@ -1,19 +1,22 @@
 """The configuration of a training run: every key with its type, meaning and unit, and the rules between keys.
 
-YAML files under `configs/` fill these dataclasses. `parse` refuses what they do not know, `check` refuses arithmetic
-that cannot work, and `changes_that_alter_the_run` says which keys may not differ when a run is continued. All
+YAML files under `configs/` fill these dataclasses. `parse` refuses what they do not know, `check` refuses numbers out of
+range and arithmetic that cannot work, and `changes_that_alter_the_run` says which keys may not differ when a run is continued. All
 intervals, budgets and schedule lengths are in training tokens of the whole job.
 """
 
 import dataclasses
 import difflib
+import math
 import re
+import typing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from forgetting_transformer.ranges import COUNT, POSITIVE, SIZE, TOKENS, Range, expected
 from forgetting_transformer.redaction import redact_tree
 
 if TYPE_CHECKING:
@@ -22,6 +25,17 @@ if TYPE_CHECKING:
 
 class ConfigError(ValueError):
     """The configuration cannot be run; the message names the key, the value and the fix."""
+
+
+#: Learning rates. Zero is allowed: it trains nothing, which is a way to measure speed and to look at the data.
+_RATE = Range(0, 1000)
+_WORKERS = Range(0, 1024)
+_DEVICES = Range(1, 1024)
+
+
+def _within(allowed: Range, default: Any = MISSING) -> Any:
+    """A numeric key, its range and its default."""
+    return field(default=default, metadata={"range": allowed})
 
 
 @dataclass
@@ -34,22 +48,24 @@ class FabricConfig:
     precision: str = "bf16-mixed"
     #: Most FLOP/s that one device can do at this precision (dense), the denominator of MFU. null: what
     #: training/hardware.py knows; a device it does not know has no MFU.
-    peak_flops: float | None = None
+    peak_flops: float | None = _within(Range(1, 1e21), None)
 
 
 @dataclass
 class TrainConfig:
     #: Tokens to train on.
-    max_tokens: int = MISSING
+    max_tokens: int = _within(TOKENS)
     #: Tokens that one rank puts through the model at a time; a rank's share of the batch is split into such pieces.
-    grad_acc_tokens: int = MISSING
-    #: Gradients are scaled down to this global L2 norm.
-    max_grad_norm: float = 1.0
+    grad_acc_tokens: int = _within(TOKENS)
+    #: Gradients are scaled down to this global L2 norm. inf: never.
+    max_grad_norm: float = _within(Range(0, math.inf, above=True), 1.0)
     #: An update whose loss or gradient is not finite is left out; after this many in a row the run stops, saved.
-    max_bad_steps: int = 10
+    max_bad_steps: int = _within(COUNT, 10)
     #: Also leave out updates whose gradient norm, before clipping, is more than this many times the median of the last
     #: 128. null: never.
-    spike_factor: float | None = None
+    spike_factor: float | None = _within(
+        Range(1, 1e9, above=True, otherwise="null for never; 1 and less would leave out ordinary steps, 10 is usual"), None
+    )
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
     #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer. true, false or
@@ -64,7 +80,7 @@ class TrainConfig:
 @dataclass
 class EvalConfig:
     #: Loss is reported over prefixes of the sequence: full length, half, a quarter, … down to this many tokens.
-    min_val_length: int = 512
+    min_val_length: int = _within(COUNT, 512)
 
 
 @dataclass
@@ -81,17 +97,17 @@ class StrategyConfig:
     #: "auto" (one process: none; several: ddp), "ddp" or "fsdp" (weights, gradients and moments sharded by block).
     name: str = "auto"
     #: Seconds a rank waits for the others in a collective operation before the run is declared stuck.
-    timeout_seconds: int = 1800
+    timeout_seconds: int = _within(Range(1, 10**8), 1800)
 
 
 @dataclass
 class OptimizerConfig:
     name: str = "adamw"
-    #: Peak learning rate.
-    lr: float = MISSING
+    #: Peak learning rate. 0 trains nothing.
+    lr: float = _within(_RATE)
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    eps: float = _within(Range(0, 1, above=True), 1e-8)
+    weight_decay: float = _within(Range(0, 1000), 0.1)
 
 
 @dataclass
@@ -99,14 +115,14 @@ class ScheduleConfig:
     #: "constant", "warmup_cosine", "warmup_linear" or "warmup_stable_decay"; see training/schedule.py.
     name: str = MISSING
     #: Tokens of linear warm-up from init_lr to optimizer.lr.
-    warmup_tokens: int = 0
+    warmup_tokens: int = _within(Range(0, TOKENS.high), 0)
     #: warmup_cosine and warmup_linear: tokens at which end_lr is reached, warm-up included.
     #: warmup_stable_decay: tokens of the whole run; the decay ends there.
-    total_tokens: int | None = None
+    total_tokens: int | None = _within(TOKENS, None)
     #: warmup_stable_decay: tokens of the final decay.
-    decay_tokens: int | None = None
-    init_lr: float = 0.0
-    end_lr: float = 0.0
+    decay_tokens: int | None = _within(TOKENS, None)
+    init_lr: float = _within(_RATE, 0.0)
+    end_lr: float = _within(_RATE, 0.0)
 
 
 @dataclass
@@ -114,19 +130,19 @@ class DataModuleConfig:
     #: The arguments of data.LongCrawl64DataModule, which documents them.
     name: str = "longcrawl64"
     dataset: str = "longcrawl64"
-    train_batch_len: int = MISSING
-    train_batch_size: int = MISSING
-    train_num_workers: int = 2
-    eval_tokens: int | None = None
-    eval_batch_len: int = MISSING
-    eval_local_batch_size: int = MISSING
-    eval_num_workers: int = 2
-    vocab_size: int | None = None
-    bos_token_id: int | None = None
+    train_batch_len: int = _within(COUNT)
+    train_batch_size: int = _within(COUNT)
+    train_num_workers: int = _within(_WORKERS, 2)
+    eval_tokens: int | None = _within(TOKENS, None)
+    eval_batch_len: int = _within(COUNT)
+    eval_local_batch_size: int = _within(COUNT)
+    eval_num_workers: int = _within(_WORKERS, 2)
+    vocab_size: int | None = _within(COUNT, None)
+    bos_token_id: int | None = _within(Range(0, COUNT.high), None)
     repeat: bool = False
     missing_chunks: str = "error"
     cache_dir: str | None = None
-    cache_gb: float = 20.0
+    cache_gb: float = _within(POSITIVE, 20.0)
 
 
 @dataclass
@@ -142,16 +158,16 @@ class ScaleConfig:
     """A model size and token budget that experiments share; model and schedule files refer to it."""
 
     name: str = "custom"
-    hidden_size: int | None = None
-    num_hidden_layers: int | None = None
+    hidden_size: int | None = _within(SIZE, None)
+    num_hidden_layers: int | None = _within(SIZE, None)
     #: Attention heads when each has 64 or 128 dimensions.
-    heads_of_64: int | None = None
-    heads_of_128: int | None = None
+    heads_of_64: int | None = _within(SIZE, None)
+    heads_of_128: int | None = _within(SIZE, None)
     #: Heads of a Transformer with rotary embeddings: the paper gives them 64 dimensions up to 360M, 128 at 760M.
-    transformer_heads: int | None = None
+    transformer_heads: int | None = _within(SIZE, None)
     #: Blocks of Mamba-2, which have no MLP and so are twice as many; heads of 64 in its inner width, 2 x hidden_size.
-    mamba2_layers: int | None = None
-    mamba2_heads: int | None = None
+    mamba2_layers: int | None = _within(SIZE, None)
+    mamba2_heads: int | None = _within(SIZE, None)
 
 
 @dataclass
@@ -170,7 +186,7 @@ class Config:
     exp: str = "debug"
     tag: str = "debug"
     #: Seeds the initial weights and the random numbers of every step.
-    seed: int = 0
+    seed: int = _within(Range(-(2**63), 2**63 - 1), 0)
     #: Everything the run writes goes here; see docs/run_directory.md.
     output_dir: str = MISSING
     #: Folder that holds the corpus folder `datamodule.dataset`.
@@ -180,19 +196,19 @@ class Config:
     resume: bool = True
     #: Start a new run from the checkpoint of another run's output_dir at fork_step tokens.
     fork_dir: str | None = None
-    fork_step: int | None = None
+    fork_step: int | None = _within(TOKENS, None)
     #: Tokens between lines of training loss, throughput and norms.
-    log_interval: int = MISSING
+    log_interval: int = _within(TOKENS)
     #: Tokens between reports of the training loss at every position, averaged over the tokens in between.
-    train_eval_interval: int = MISSING
+    train_eval_interval: int = _within(TOKENS)
     #: Tokens between evaluations on held-out documents; skip_eval switches these off, final_eval is the one at the end.
-    eval_interval: int = MISSING
+    eval_interval: int = _within(TOKENS)
     skip_eval: bool = True
     final_eval: bool = True
     #: Tokens between checkpoints; the newest `checkpoint_keep_last` stay, and one every checkpoint_keep_interval for good.
-    checkpoint_interval: int = MISSING
-    checkpoint_keep_interval: int = MISSING
-    checkpoint_keep_last: int = 2
+    checkpoint_interval: int = _within(TOKENS)
+    checkpoint_keep_interval: int = _within(TOKENS)
+    checkpoint_keep_last: int = _within(COUNT, 2)
     #: true: write checkpoints while training goes on, from a copy in the host's memory (12 bytes per parameter over all
     #: ranks of the job). false: training waits, and needs no such memory.
     checkpoint_background: bool = True
@@ -223,6 +239,10 @@ def parse(composed: Any) -> Config:
             raise ConfigError(
                 f"unknown config key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
             ) from error
+        if key in _fields():
+            item = _fields()[key]
+            value = OmegaConf.select(composed, key, throw_on_resolution_failure=False)
+            raise ConfigError(f"{key}={value} must be {expected(item.type, item.metadata.get('range'))}") from error
         raise ConfigError(f"config key {key!r}: {str(error).splitlines()[0]}") from error
     check_paths(config)
     return config
@@ -251,15 +271,19 @@ def _is_missing(config: DictConfig, key: str) -> bool:
     return not OmegaConf.is_interpolation(node, name) and OmegaConf.is_missing(node, name)
 
 
-def known_keys(config_class: type = Config, prefix: str = "") -> list[str]:
+def known_keys() -> list[str]:
     """Every key of the schema in dotted form, such as "train.max_tokens"."""
-    keys = []
+    return list(_fields())
+
+
+def _fields(config_class: type = Config, prefix: str = "") -> dict[str, dataclasses.Field]:
+    fields = {}
     for item in dataclasses.fields(config_class):
         if dataclasses.is_dataclass(item.type):
-            keys += known_keys(item.type, f"{prefix}{item.name}.")
+            fields |= _fields(typing.cast(type, item.type), f"{prefix}{item.name}.")
         else:
-            keys.append(prefix + item.name)
-    return keys
+            fields[prefix + item.name] = item
+    return fields
 
 
 def check(config: Config, world_size: int) -> None:
@@ -268,46 +292,10 @@ def check(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: naming the key, the value and the fix.
     """
+    check_choices(config)
     data, train = config.datamodule, config.train
-    for key, value in {
-        "train.max_tokens": train.max_tokens,
-        "train.grad_acc_tokens": train.grad_acc_tokens,
-        "datamodule.train_batch_len": data.train_batch_len,
-        "datamodule.train_batch_size": data.train_batch_size,
-        "datamodule.eval_batch_len": data.eval_batch_len,
-        "datamodule.eval_local_batch_size": data.eval_local_batch_size,
-        "datamodule.cache_gb": data.cache_gb,
-        "log_interval": config.log_interval,
-        "train_eval_interval": config.train_eval_interval,
-        "eval_interval": config.eval_interval,
-        "checkpoint_interval": config.checkpoint_interval,
-        "checkpoint_keep_interval": config.checkpoint_keep_interval,
-        "checkpoint_keep_last": config.checkpoint_keep_last,
-        "eval.min_val_length": config.eval.min_val_length,
-        "strategy.timeout_seconds": config.strategy.timeout_seconds,
-        "fabric.peak_flops": config.fabric.peak_flops,
-        "train.max_grad_norm": train.max_grad_norm,
-        "train.max_bad_steps": train.max_bad_steps,
-    }.items():
-        if value is not None and value <= 0:
-            raise ConfigError(f"{key}={value} must be positive")
-    if train.spike_factor is not None and train.spike_factor <= 1:
-        raise ConfigError(
-            f"train.spike_factor={train.spike_factor} would leave out ordinary steps; use more than 1, such as 10, or null"
-        )
-    optimizer = config.optimizer
-    if optimizer.lr < 0 or optimizer.weight_decay < 0 or optimizer.eps <= 0:
-        raise ConfigError(
-            f"optimizer.lr={optimizer.lr}, weight_decay={optimizer.weight_decay} and eps={optimizer.eps} must not be "
-            "negative (eps not zero)"
-        )
-    if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
-        raise ConfigError(f"optimizer.betas={optimizer.betas} must be two numbers in [0, 1), such as [0.9, 0.95]")
-    for key in ("train_num_workers", "eval_num_workers"):
-        if getattr(data, key) < 0:
-            raise ConfigError(f"datamodule.{key}={getattr(data, key)} must be 0 (no worker processes) or more")
     if data.train_batch_size % world_size:
-        near = [n for n in range(1, data.train_batch_size + 1) if data.train_batch_size % n == 0]
+        near = _divisors(data.train_batch_size)
         raise ConfigError(
             f"datamodule.train_batch_size={data.train_batch_size} sequences cannot be shared equally by {world_size} "
             f"processes; use a multiple of {world_size}, or a number of processes among {near}"
@@ -315,11 +303,7 @@ def check(config: Config, world_size: int) -> None:
     local_tokens = data.train_batch_size // world_size * data.train_batch_len
     micro_tokens = min(train.grad_acc_tokens, local_tokens)
     if micro_tokens % data.train_batch_len or local_tokens % micro_tokens:
-        fits = [
-            n * data.train_batch_len
-            for n in range(1, local_tokens // data.train_batch_len + 1)
-            if local_tokens % (n * data.train_batch_len) == 0
-        ]
+        fits = [n * data.train_batch_len for n in _divisors(local_tokens // data.train_batch_len)]
         raise ConfigError(
             f"train.grad_acc_tokens={train.grad_acc_tokens:,} does not split a rank's {local_tokens:,} tokens "
             f"({data.train_batch_size // world_size} sequences of {data.train_batch_len:,}) into equal pieces of whole "
@@ -331,15 +315,43 @@ def check(config: Config, world_size: int) -> None:
         )
     if config.fork_dir and not config.resume:
         raise ConfigError("fork_dir starts from a checkpoint, resume=false starts from nothing: choose one")
-    check_choices(config)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def check_ranges(config: Config) -> None:
+    """Every number lies in the range that its key declares.
+
+    Raises:
+        ConfigError: naming the key, the value and the range.
+    """
+    # Those of `train` first: schedules refer to train.max_tokens, and the key that somebody set is the one to name.
+    for key, item in sorted(_fields().items(), key=lambda entry: not entry[0].startswith("train.")):
+        allowed = item.metadata.get("range")
+        value = _value(config, key)
+        if allowed is not None and value is not None and value not in allowed:
+            raise ConfigError(f"{key}={value} must be {expected(item.type, allowed)}")
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"optimizer.betas={betas} must be two numbers in [0, 1), such as [0.9, 0.95]")
+
+
+def _value(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
 
 
 def check_choices(config: Config) -> None:
-    """The part of `check` that needs no processes: names out of a list.
+    """The part of `check` that needs no processes: numbers in a range, names out of a list.
 
     Raises:
         ConfigError: naming the key, the value and the choices.
     """
+    check_ranges(config)
     if config.fabric.precision not in ("bf16-mixed", "32-true"):
         raise ConfigError(
             f"fabric.precision={config.fabric.precision!r} is not supported; use 'bf16-mixed' or '32-true'. "
@@ -347,9 +359,7 @@ def check_choices(config: Config) -> None:
         )
     if config.fabric.accelerator not in ("auto", "cpu", "cuda", "gpu"):
         raise ConfigError(f"fabric.accelerator={config.fabric.accelerator!r} is unknown; use 'auto', 'cpu' or 'cuda'")
-    devices = config.fabric.devices
-    if devices not in ("auto", -1, "-1") and not isinstance(devices, list) and not re.fullmatch(r"[1-9]\d*", str(devices)):
-        raise ConfigError(f"fabric.devices={devices!r} must be a number of processes, a list of GPUs, or 'auto'")
+    _check_devices(config.fabric.devices, config.fabric.accelerator)
     if config.strategy.name not in ("auto", "ddp", "fsdp"):
         raise ConfigError(f"strategy.name={config.strategy.name!r} is unknown; use 'auto', 'ddp' or 'fsdp'")
     if config.wandb.mode not in ("online", "offline", "disabled"):
@@ -364,6 +374,20 @@ def check_choices(config: Config) -> None:
         )
     if config.datamodule.name != "longcrawl64":
         raise ConfigError(f"datamodule.name={config.datamodule.name!r} is unknown; use 'longcrawl64'")
+
+
+def _check_devices(devices: Any, accelerator: str) -> None:
+    problem = f"fabric.devices={devices!r} must be a number of processes, a list of GPUs, or 'auto'"
+    if isinstance(devices, list):
+        if not devices or not all(type(n) is int and 0 <= n < _DEVICES.high for n in devices) or len({*devices}) < len(devices):
+            raise ConfigError(f"{problem}; GPUs are numbered from 0")
+        if accelerator == "cpu":
+            raise ConfigError(f"fabric.devices={devices} lists GPUs; with fabric.accelerator=cpu give a number of processes")
+    elif devices in (-1, "-1"):
+        if accelerator == "cpu":
+            raise ConfigError(f"fabric.devices={devices} means all GPUs; with fabric.accelerator=cpu give a number, or 'auto'")
+    elif devices != "auto" and not (re.fullmatch(r"[1-9]\d{0,5}", str(devices)) and int(devices) in _DEVICES):
+        raise ConfigError(f"{problem}; a number is {expected(int, _DEVICES)}")
 
 
 #: Keys that may differ between the runs that one output_dir has seen: where things are, how the work is split, what is

@@ -94,8 +94,12 @@ def model_config(config: Config, data: DataInfo) -> DecoderConfig:
     """The configuration of the model, with what the corpus decides.
 
     Raises:
-        ConfigError: a field the architecture does not have, or a vocabulary that is not the data's.
+        ConfigError: an architecture that is not there, a field that it does not have or a value that the field cannot have,
+            or a vocabulary that is not the data's.
     """
+    if config.model.name not in registry.MODELS:
+        known = ", ".join(registry.model_names())
+        raise ConfigError(f"model.name={config.model.name!r} is unknown; use one of {known}")
     fields = dict(config.model.config)
     if fields.get("vocab_size") not in (None, data.vocab_size):
         raise ConfigError(
@@ -141,8 +145,9 @@ def outline(config: Config, data: DataInfo) -> nn.Module:
     Raises:
         ConfigError: as `build_model`.
     """
+    fields = model_config(config, data)
     with torch.device("meta"):
-        return registry.get(config.model.name).lm_class(model_config(config, data))
+        return registry.get(config.model.name).lm_class(fields)
 
 
 def warn_without_gpu(config: Config, data: DataInfo, device: torch.device) -> None:

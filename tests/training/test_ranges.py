@@ -1,0 +1,173 @@
+"""Every key of the whole config, fed nonsense: the run is built, or refused in one line with key, value and fix."""
+
+import contextlib
+import dataclasses
+import math
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from forgetting_transformer.data import DataError, DataInfo
+from forgetting_transformer.model import registry
+from forgetting_transformer.model.field_ranges import RANGES
+from forgetting_transformer.training import setup
+from forgetting_transformer.training.config import Config, ConfigError, _fields, check_choices, flatten, parse
+from forgetting_transformer.training.run_directory import RunDirectoryError
+from forgetting_transformer.training.trainer import Trainer
+from tests.training.test_config import EXPERIMENTS, composed, experiment
+
+NONSENSE = [0, -1, math.nan, math.inf, "text", 1e23, [1]]
+TINY = [
+    "datamodule.dataset=tiny",
+    "datamodule.vocab_size=64",
+    "datamodule.bos_token_id=0",
+    "datamodule.train_batch_len=32",
+    "datamodule.train_batch_size=4",
+    "datamodule.train_num_workers=0",
+    "datamodule.eval_tokens=640",
+    "scale.hidden_size=64",
+    "scale.heads_of_64=1",
+    "scale.num_hidden_layers=1",
+    "train.grad_acc_tokens=64",
+    "train.max_tokens=1280",
+    "schedule.warmup_tokens=128",
+    "wandb.mode=disabled",
+    "fabric.accelerator=cpu",
+]
+#: What may be 0 or inf: the numbers of the config for which that means something, and names of any text.
+ALLOWED = {
+    "optimizer.lr": [0],
+    "optimizer.weight_decay": [0],
+    "schedule.init_lr": [0],
+    "schedule.end_lr": [0],
+    "schedule.warmup_tokens": [0],
+    "train.max_grad_norm": [math.inf, 1e23],
+    "datamodule.train_num_workers": [0],
+    "datamodule.eval_num_workers": [0],
+    "datamodule.bos_token_id": [0],
+    "seed": [0, -1],
+    "model.config.log_pruning_tolerance": [-1],
+}
+
+
+def whole(*overrides: str) -> dict:
+    """The composed config of the demo on the tiny corpus, references between keys left as they are."""
+    return OmegaConf.to_container(composed("+experiment/demo=fox_pro", *TINY, *overrides), resolve=False)
+
+
+@pytest.fixture(scope="module")
+def base() -> dict:
+    return whole()
+
+
+def set_key(config: dict, key: str, value: object) -> OmegaConf:
+    config = OmegaConf.create(config)
+    OmegaConf.update(config, key, value, merge=False)
+    return config
+
+
+def assert_says_what_to_do(error: Exception, key: str, value: object) -> None:
+    said = str(error)
+    assert "\n" not in said, said
+    assert key.rpartition(".")[2] in said, said
+    given = value[0] if isinstance(value, list) else value
+    assert str(given) in said.replace(",", ""), said
+    assert any(
+        word in said
+        for word in ("must", "use ", "choose", "Set ", "more than", "give ", "unset", "cannot write", "None")
+    ), said
+
+
+def keys_of(config: dict) -> list[str]:
+    return sorted(flatten(OmegaConf.to_container(OmegaConf.create(config), resolve=True, throw_on_missing=False)))
+
+
+def test_every_key_takes_nonsense_or_says_in_one_line_what_it_wants(base, corpus, tmp_path, monkeypatch):
+    """From the composed config to a trainer that could make its first step, in this process."""
+    monkeypatch.chdir(tmp_path)  # where a run whose output_dir is "text" goes
+    monkeypatch.setattr(setup, "start_logging", lambda *_: None)
+    torch.set_num_threads(1)
+    wrong, number = [], 0
+    for key in keys_of(base):
+        for value in NONSENSE:
+            number += 1
+            config = set_key(base | {"data_dir": str(corpus), "output_dir": str(tmp_path / str(number))}, key, value)
+            try:
+                parsed = parse(config)
+                check_choices(parsed)
+                Trainer(parsed).close()
+                item = _fields().get(key)
+                numeric = item is not None and "range" in item.metadata
+                if (numeric or key in ALLOWED) and value not in ALLOWED.get(key, []):
+                    wrong.append(f"{key}={value} was accepted")
+            except (ConfigError, DataError, RunDirectoryError) as error:
+                try:
+                    assert value not in ALLOWED.get(key, []), f"it should be allowed: {error}"
+                    assert_says_what_to_do(error, key, value)
+                except AssertionError as complaint:
+                    wrong.append(f"{key}={value}: {complaint.args[0]}")
+            except BaseException as error:
+                wrong.append(f"{key}={value}: {type(error).__name__}: {error}")
+    assert not wrong, f"{len(wrong)} of {number}:\n" + "\n".join(wrong)
+
+
+DATA = DataInfo("tiny", 64, 0, 96, 64, 32, 4, 192, 6144, "", None)
+
+
+@pytest.mark.parametrize("path", [path for path in EXPERIMENTS if "/demo/" in path and not path.endswith("fox_pro")])
+def test_every_field_of_every_model_takes_nonsense_or_says_what_it_wants(path):
+    """The models that the test above does not build: from the config to modules without memory."""
+    config = experiment(path)
+    wrong = []
+    for key in sorted(flatten(config.model.config)):
+        for value in NONSENSE:
+            fields = OmegaConf.to_container(set_key(config.model.config, key, value))
+            parsed = dataclasses.replace(config, model=dataclasses.replace(config.model, config=fields))
+            try:
+                model = setup.outline(parsed, DATA)
+                if not math.isfinite(model.config.flops_per_token(32)):
+                    wrong.append(f"{key}={value} was accepted")
+            except ConfigError as error:
+                with contextlib.suppress(AssertionError):
+                    assert_says_what_to_do(error, key, value)
+                    continue
+                wrong.append(f"{key}={value}: {error}")
+            except Exception as error:
+                wrong.append(f"{key}={value}: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_numeric_key_has_a_range():
+    numeric = {
+        key: item
+        for key, item in _fields(Config).items()
+        if {int, float} & {item.type, *getattr(item.type, "__args__", ())}
+    }
+    numeric.pop("optimizer.betas")
+    assert not [key for key, item in numeric.items() if "range" not in item.metadata]
+    fields = {
+        field.name
+        for entry in registry.MODELS.values()
+        if entry.config_class.__module__.startswith("forgetting_transformer")
+        for field in dataclasses.fields(entry.config_class)
+        if {int, float} & {field.type, *getattr(field.type, "__args__", ())}
+    }
+    assert not fields - set(RANGES) - {"time_step_limit"}
+
+
+@pytest.mark.parametrize("value", [2.5, True])
+def test_half_a_layer_is_refused(base, value):
+    with pytest.raises(ConfigError, match=f"num_hidden_layers.*{value}.*must be a whole number from 1"):
+        setup.model_config(parse(set_key(base, "model.config.num_hidden_layers", value)), DATA)
+    with pytest.raises(ConfigError, match=f"log_interval={value} must be a whole number from 1"):
+        parse(set_key(base, "log_interval", value))
+
+
+def test_a_very_large_batch_is_refused_at_once(base):
+    """The numbers of processes that would do are computed, and not looked for one by one."""
+    from forgetting_transformer.training.config import check
+
+    config = parse(set_key(base, "datamodule.train_batch_size", 2**31 - 1))
+    with pytest.raises(ConfigError, match=r"cannot be shared equally by 2 processes.*\[1, 2147483647\]"):
+        check(config, 2)
