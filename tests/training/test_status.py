@@ -1,6 +1,8 @@
 """status.json says how the last start ended, and an older start's end never passes for it."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -97,3 +99,26 @@ def test_more_gpus_than_there_are_is_one_line(tiny):
     job = Job(changed(tiny, fabric__accelerator="cuda", fabric__devices=4), patch=patch)
     assert job.wait() == [1]
     assert "ConfigError: fabric.devices=4, but this machine has 2 GPUs" in read(tiny["output_dir"])["reason"]
+
+
+def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeypatch):
+    """Nothing new can be written, and what ends the run must be told all the same."""
+    status.write_status(tmp_path, "running", 128)
+    really_open = os.open
+
+    def full(path, flags, *arguments, **options):
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return really_open(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", full)
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: full("", os.O_CREAT))
+    status.write_status(tmp_path, "failed", 256, "no room " * 10_000)
+    found = read(tmp_path)
+    assert (found["status"], found["step"]) == ("failed", 256) and found["reason"].startswith("no room")
+    status.write_status(tmp_path, "failed", 512, "again")  # over the old one: there is no second reserve
+    assert read(tmp_path)["step"] == 512
+    monkeypatch.undo()
+    status.write_status(tmp_path, "done", 1024)
+    assert read(tmp_path)["step"] == 1024
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".status.json.reserve", "status.json"]

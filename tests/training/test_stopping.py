@@ -98,7 +98,9 @@ trainer.Trainer.step = step
 """
     job = Job(tiny, patch=patch)
     assert job.wait() == [128 + signal.SIGTERM]
-    assert status(tiny)["status"] == "running", "it did not get to say more"
+    found = status(tiny)
+    assert found["status"] == "failed" and "SIGTERM, after SIGTERM: left at once, without a checkpoint" in found["reason"]
+    assert f"the last good checkpoint is at {8 * STEP:,} tokens" in found["reason"]
     train(tiny)
     assert f"continuing from {tiny['output_dir']}/checkpoints/step-{8 * STEP:015d}" in rank_log(tiny, 0)
 
@@ -131,6 +133,7 @@ trainer.Trainer.step = step
     # Whichever comes first there: its own patience, or the end of the rank it waits for.
     assert re.search("Where its threads are|[Cc]onnection (closed|reset)", rank_log(tiny, 0) + job.errors())
     assert status(tiny)["status"] == "failed"
+    assert "where it stands" in status(tiny)["reason"] or "rank 1 has failed: no step ended" in status(tiny)["reason"]
     train(tiny, 2)
 
 
@@ -169,7 +172,10 @@ trainer.Trainer.step = step
 """
     job = Job(tiny, 2, patch=patch)
     assert job.wait() == [1, -signal.SIGKILL]
-    assert status(tiny)["status"] == "failed"
+    found = status(tiny)
+    assert found["status"] == "failed"
+    assert f"rank 1 (process {job.processes[1].pid} on " in found["reason"], found
+    assert "was killed or has crashed (seen here as: " in found["reason"] and "the last good checkpoint is" in found["reason"]
     train(tiny, 2)
     assert_same_run(straight["output_dir"], tiny["output_dir"])
 

@@ -18,6 +18,7 @@ thread, and not torch.distributed.checkpoint.async_save, because checksums, mani
 same writing, and because a strategy that holds the whole model on every rank would copy all of it on every rank.
 """
 
+import contextlib
 import errno
 import json
 import logging
@@ -27,7 +28,8 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -64,6 +66,18 @@ _TEMPORARY, _DELETED = ".tmp-", ".deleted-"
 #: What a save or a deletion leaves that was interrupted. Other names are not this program's.
 _LEFTOVER = re.compile(rf"({re.escape(_TEMPORARY)}|{re.escape(_DELETED)}){_NAME.pattern}")
 _CHUNK = 1 << 24
+#: Seconds between two looks at a save that is waited for.
+_LOOK_SECONDS = 1.0
+
+
+#: What watches a wait for a writer: takes a name for people and the seconds that the save before took, and yields what is
+#: called whenever bytes were written.
+Watch = Callable[[str, float], AbstractContextManager[Callable[[], None]]]
+
+
+@contextlib.contextmanager
+def _unwatched(name: str, last_write: float) -> Iterator[Callable[[], None]]:
+    yield lambda: None
 
 
 class CheckpointError(RuntimeError):
@@ -103,7 +117,8 @@ class Checkpointer:
         folder: `output_dir/checkpoints`.
         keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
         rank, world_size: of this process. Collective calls go over a gloo group of their own, which needs no GPU.
-        timeout: how long a rank waits for the others in one.
+        timeout: how long a rank waits for the others in one. Where `watch` ends a wait for a writer that writes nothing, a
+            very long one: a rank with a slow disk is not gone.
         background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
         record: file outside `folder` that says that a checkpoint was finished; None keeps none.
     """
@@ -125,6 +140,9 @@ class Checkpointer:
         self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None
+        #: Around every wait for the writer.
+        self.watch: Watch = _unwatched
+        self._step, self._last_write, self._moved = 0, 0.0, 0
 
     def reserve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Makes room for the copies of later saves; worth calling after the first optimizer step."""
@@ -169,44 +187,70 @@ class Checkpointer:
         if self.background:
             mine, copied = self._copy.take(mine)
         copy_seconds = time.perf_counter() - started
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
         def write() -> None:
             began, problem = time.perf_counter(), None
             try:
+                if device is not None:
+                    torch.cuda.set_device(device)  # a thread begins on GPU 0
                 if copied is not None:
-                    torch.cuda.set_device(copied.device)  # a thread begins on GPU 0
                     copied.synchronize()
                 self._write(step, mine, needed, trainer_state, permanent, before_manifest)
             except CheckpointError as error:
                 problem = error
-            except Exception as error:  # a rank that is gone, for one: training will hear of it by itself
+            except (Exception, CheckpointException) as error:  # a rank that is gone, for one: training will hear of it
                 problem = CheckpointError(f"could not write a checkpoint in {self.folder}: {_reason(error)}")
             self._saved = Saved(step, copy_seconds, time.perf_counter() - began, problem)
 
-        if self.background:
-            self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
-            self._thread.start()
-        else:
-            write()
+        self._step = step
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
+        if not self.background:
+            self._wait()
 
-    def finished(self, wait: bool = False, meanwhile: Callable[[], None] = lambda: None) -> Saved | None:
+    def finished(self, wait: bool = False) -> Saved | None:
         """The result of the last save, once; None while it is being written or if there was none.
 
         Args:
-            wait: until it is written, calling `meanwhile` every second.
+            wait: until it is written.
         """
+        if wait:
+            self._wait()
         if self._thread is not None:
-            while wait and self._thread.is_alive():
-                self._thread.join(timeout=1)
-                meanwhile()
             if self._thread.is_alive():
                 return None
             self._thread = None
         saved, self._saved = self._saved, None
+        if saved is not None:
+            self._last_write = saved.write_seconds
         return saved
 
+    def _wait(self) -> None:
+        """Until the save in flight, if there is one, has ended."""
+        if self._thread is None or not self._thread.is_alive():
+            return
+        with self.watch(f"the checkpoint at {self._step:,} tokens", self._last_write) as moves:
+            before = -1
+            while self._thread.is_alive():
+                self._thread.join(timeout=_LOOK_SECONDS)
+                if (now := self._progress()) != before:
+                    before = now
+                    moves()
+
+    def _progress(self) -> int:
+        """A number that changes when any rank has written bytes of the save in flight, or this one has come further."""
+        count = self._moved
+        with contextlib.suppress(OSError):
+            for file in (self.folder / f".tmp-step-{self._step:015d}").rglob("*"):
+                count += file.stat().st_size
+        return count
+
+    def _move(self, amount: int = 1) -> None:
+        self._moved += amount
+
     def close(self) -> None:
-        """Lets a save in flight end, and gives the memory of the copy back."""
+        """Waits for a save in flight, and gives the memory of the copy back."""
         self.finished(wait=True)
         self._copy.close()
 
@@ -240,6 +284,7 @@ class Checkpointer:
         except (CheckpointException, OSError, RuntimeError) as error:
             self._on_rank_zero(lambda: shutil.rmtree(temporary, ignore_errors=True))
             raise CheckpointError(f"could not write {final}: {_reason(error)}") from error
+        self._move()
         checksums = self._gather_checksums(temporary)
         arrays = {name.removeprefix("windows."): tensor.cpu().numpy() for name, tensor in windows.items()}
 
@@ -247,7 +292,9 @@ class Checkpointer:
             before_manifest()
             self._publish(temporary, final, checksums, trainer_state, arrays, permanent)
 
+        self._move()
         self._agree(publish, "finish")
+        self._move()
         self._on_rank_zero(lambda: self._prune(step))
 
     def newest(self, step: int | None = None) -> Checkpoint | None:
@@ -340,7 +387,7 @@ class Checkpointer:
     def _gather_checksums(self, temporary: Path) -> dict[str, dict[str, int]]:
         """Every rank reads back the shards it wrote, so that the work is shared."""
         shards = sorted((temporary / "state").iterdir())
-        mine = {f"state/{file.name}": _checksum(file) for file in shards if _writer_of(file) == self.rank}
+        mine = {f"state/{file.name}": _checksum(file, self._move) for file in shards if _writer_of(file) == self.rank}
         if self._group is None:
             return mine
         gathered: list[Any] = [None] * self.world_size
@@ -591,11 +638,12 @@ def _check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         )
 
 
-def _checksum(file: Path) -> dict[str, int]:
+def _checksum(file: Path, moves: Callable[[int], None] = lambda count: None) -> dict[str, int]:
     crc, size = 0, 0
     with file.open("rb") as stream:
         while block := stream.read(_CHUNK):
             crc, size = zlib.crc32(block, crc), size + len(block)
+            moves(len(block))
     return {"bytes": size, "crc32": crc}
 
 

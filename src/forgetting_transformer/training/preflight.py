@@ -53,8 +53,8 @@ def preflight(config: Config) -> dict[str, float]:
             fork_step=None,
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
         )
-        with Sentinel(config.strategy.timeout_seconds):
-            trainer = Trainer(trial)
+        with Sentinel(config.strategy.timeout_seconds) as sentinel:
+            trainer = Trainer(trial, sentinel)
             try:
                 return _measure(trainer, place)
             finally:
@@ -76,6 +76,7 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
             trainer.step(fabric.to_device(batch))
             _synchronize(fabric.device)
             seconds.append(time.perf_counter() - began)
+            trainer.sentinel.started()
             trainer.counters.batch_count += 1
     except torch.OutOfMemoryError:
         raise PreflightError(

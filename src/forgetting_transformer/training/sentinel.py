@@ -3,8 +3,12 @@
 Signals (SIGTERM, SIGUSR1, SIGINT) ask the run to stop: the loop finishes its step, all ranks agree where to stop
 (stop.py), save and leave. They are read from Python's wake-up descriptor, so that they are heard at once although the
 main thread may be inside a CUDA call, where its own handlers cannot run.
+
+It watches from its start to its end. Whatever waits in between says so by `beat`: every stage of the start, every step,
+every batch of an evaluation, and while a checkpoint is waited for, every time that bytes of it were written.
 """
 
+import contextlib
 import logging
 import os
 import select
@@ -14,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -26,6 +30,15 @@ SAME_REQUEST_SECONDS = 1.0
 #: A rank that was asked to stop, and whose step does not end, waits for a rank that is gone. It leaves after this or
 #: after several times its slowest step.
 LEAST_PATIENCE_SECONDS = 60.0
+#: The same for a checkpoint of which no byte is written: a flush of many gigabytes to a slow disk is one long silence.
+LEAST_WRITER_PATIENCE_SECONDS = 300.0
+#: Until the first step has ended every stage of the start may take so much longer than `timeout`: kernels are compiled
+#: and tuned, weights are read.
+START_SECONDS = 1800.0
+#: A process that ends itself writes why. Where its log lies may be what hangs, so it waits no longer than this.
+LAST_WORDS_SECONDS = 30.0
+#: The same after a second signal, which asks it to leave at once.
+AT_ONCE_SECONDS = 5.0
 
 
 class Sentinel:
@@ -44,6 +57,9 @@ class Sentinel:
         self._heard_at = 0.0
         self._longest = 0.0
         self._last_beat: float | None = None
+        self._stage: str | None = "imports"
+        self._writer_of: str | None = None
+        self._last_write = 0.0
         self._previous: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
@@ -59,15 +75,42 @@ class Sentinel:
             signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             # A forked data worker must not speak for its parent.
             os.register_at_fork(after_in_child=_forget_descriptor)
+        self._last_beat = time.monotonic()
         self._thread.start()
         return self
+
+    def starting(self, stage: str) -> None:
+        """The start of the run has `stage` behind it."""
+        self._last_beat, self._stage = time.monotonic(), stage
+
+    def started(self) -> None:
+        """The first step has ended: from here on `timeout` is the limit."""
+        self._last_beat, self._stage = time.monotonic(), None
 
     def beat(self) -> None:
         """Training moves: called after every step and every batch of an evaluation."""
         now = time.monotonic()
-        if self._last_beat is not None:
+        if self._last_beat is not None and self._stage is None:
             self._longest = max(self._longest, now - self._last_beat)
         self._last_beat = now
+
+    @contextlib.contextmanager
+    def waiting_for(self, checkpoint: str, last_write: float = 0.0) -> Iterator[Callable[[], None]]:
+        """Around a wait for the writer of `checkpoint`; yields what to call whenever bytes of it were written.
+
+        Args:
+            last_write: seconds that the save before this one took, of which it may take twice as many to flush.
+        """
+        resting = self._last_beat is None
+        self._last_beat, self._writer_of, self._last_write = time.monotonic(), checkpoint, last_write
+
+        def moves() -> None:
+            self._last_beat = time.monotonic()
+
+        try:
+            yield moves
+        finally:
+            self._last_beat, self._writer_of = None if resting else time.monotonic(), None
 
     def rest(self) -> None:
         """Nothing is expected to move until the next `beat`."""
@@ -100,13 +143,18 @@ class Sentinel:
             self.request, self._heard_at = number.name, now
             log.warning("%s: stopping after this step, with a checkpoint; a second signal leaves at once", number.name)
         elif now - self._heard_at > SAME_REQUEST_SECONDS:
-            log.warning("%s: leaving at once, without a checkpoint", number.name)
-            os._exit(128 + number)
+            reason = f"{number.name}, after {self.request}: left at once, without a checkpoint"
+            self._leave(128 + number, reason, lambda: log.warning("%s", reason), AT_ONCE_SECONDS)
 
     def _patience(self) -> float:
-        if self.request is None:
-            return self.timeout
-        return min(self.timeout, max(LEAST_PATIENCE_SECONDS, 5 * self._longest))
+        if self._writer_of is not None:
+            least = max(LEAST_WRITER_PATIENCE_SECONDS, 2 * self._last_write)
+        elif self._stage is not None:
+            # A signal changes nothing here: nothing is trained yet, and the first step that ends hears it.
+            return self.timeout + START_SECONDS
+        else:
+            least = max(LEAST_PATIENCE_SECONDS, 5 * self._longest)
+        return self.timeout if self.request is None else min(self.timeout, least)
 
     def _end(self, seconds: float) -> None:
         stacks = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -116,15 +164,41 @@ class Sentinel:
             for identity in sorted(stacks, key=lambda identity: identity != self._main)
             if identity in frames and identity != threading.get_ident()
         )
-        waits = any("/torch/distributed/" in f.filename for f in traceback.extract_stack(frames[self._main]))
-        reason = (
-            f"no step ended for {seconds:.0f} s"
-            + (f" after {self.request}" if self.request else " (strategy.timeout_seconds)")
-            + ("; this rank waits for another, whose log says where it stands" if waits else "; this rank stands still")
-        )
-        log.critical("%s. Where its threads are:%s", reason, text)
-        self.on_end(reason)
-        os._exit(1)
+        if self._writer_of is not None:
+            writers = [frames[identity] for identity, name in stacks.items() if name == "checkpoint" and identity in frames]
+            what = f"nothing was written of {self._writer_of}"
+            where = "its writer on this rank stands still: look at the disk"
+            if any(_in_collective(frame) for frame in writers):
+                where = "its writer on this rank waits for another rank's, whose log says where that one stands"
+        else:
+            what = "no step ended" if self._stage is None else f"the start did not get beyond {self._stage!r}"
+            waits = any("/torch/distributed/" in f.filename for f in traceback.extract_stack(frames[self._main]))
+            where = "this rank waits for another, whose log says where it stands" if waits else "this rank stands still"
+        room = f" and {START_SECONDS:.0f} s for compiling" if self._stage is not None and self._writer_of is None else ""
+        limit = f"after {self.request}" if self.request and not room else f"(strategy.timeout_seconds{room})"
+        reason = f"{what} for {seconds:.0f} s {limit}; {where}"
+        self._leave(1, reason, lambda: log.critical("%s. Where its threads are:%s", reason, text), LAST_WORDS_SECONDS, text)
+
+    def _leave(self, code: int, reason: str, say: Callable[[], None], seconds: float, stacks: str = "") -> None:
+        """Ends the process. What it has to say may hang where the run hangs; then it goes to the terminal alone."""
+        said = threading.Event()
+
+        def last_words() -> None:
+            say()
+            said.set()
+            self.on_end(reason)
+
+        thread = threading.Thread(target=last_words, name="last words", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if not said.is_set():
+            with contextlib.suppress(OSError):
+                os.write(2, f"{reason}. The log cannot be written.{stacks}\n".encode())
+        os._exit(code)
+
+
+def _in_collective(frame: Any) -> bool:
+    return any(f.filename.endswith("distributed_c10d.py") for f in traceback.extract_stack(frame))
 
 
 def _forget_descriptor() -> None:

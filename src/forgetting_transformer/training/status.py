@@ -9,6 +9,7 @@ failed      stopped by an error; the reason says what to do before the same comm
 What an earlier start left is replaced as soon as rank 0 holds the run's folder, before anything is built.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -19,6 +20,9 @@ from forgetting_transformer.redaction import redact
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 
 _NAME = "status.json"
+#: A file of so many bytes is kept for the next status, because what ends a run may be a disk with no room for one.
+_RESERVE = ".status.json.reserve"
+_RESERVED_BYTES = 8192
 
 
 def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
@@ -31,12 +35,43 @@ def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }
-    temporary = root / f".status.json.{os.getpid()}"
+    text = json.dumps(entry, indent=1) + "\n"
+    if len(text.encode()) > _RESERVED_BYTES:
+        entry["reason"] = reason[: _RESERVED_BYTES // 8] + " …"
+        text = json.dumps(entry, indent=1) + "\n"
+    with contextlib.suppress(OSError):
+        _reserve(root)
+    # Over bytes that are there, which needs no room: those of the reserve, or, not quite at once, those of the old status.
+    place = root / (_RESERVE if (root / _RESERVE).exists() else _NAME)
+    with contextlib.suppress(OSError):
+        descriptor = os.open(place, os.O_WRONLY)
+        try:
+            os.write(descriptor, text.encode())
+            os.ftruncate(descriptor, len(text.encode()))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(place, root / _NAME)
+    with contextlib.suppress(OSError):
+        _reserve(root)
+
+
+def _reserve(root: Path) -> None:
+    """Keeps the room that the next status needs, if there is none kept."""
+    if (root / _RESERVE).exists():
+        return
+    temporary = root / f"{_RESERVE}.{os.getpid()}"
     try:
-        temporary.write_text(json.dumps(entry, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(root / _NAME)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            os.write(descriptor, b" " * _RESERVED_BYTES)  # zeros might be stored as none
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, root / _RESERVE)
     except OSError:
         temporary.unlink(missing_ok=True)
+        raise
 
 
 def claim(directory: RunDirectory, resume: bool = True) -> None:

@@ -50,6 +50,7 @@ from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.metrics import MetricsLog, Progress, Throughput, by_length
 from forgetting_transformer.training.norms import all_finite, parameter_norms
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.peers import Peers
 from forgetting_transformer.training.provenance import describe
 from forgetting_transformer.training.run_directory import RunDirectory
 from forgetting_transformer.training.schedule import build_schedule
@@ -60,6 +61,9 @@ from forgetting_transformer.training.step_guard import StepGuard
 from forgetting_transformer.training.stop import Stop, Vote
 
 log = logging.getLogger(__name__)
+#: How long the writer of a checkpoint on one rank waits for those on others. It is not what ends the wait for a writer
+#: that hangs: the sentinel does, and knows a slow one from it.
+_LET_WRITERS_WAIT = timedelta(days=7)
 
 
 class TrainingError(RuntimeError):
@@ -88,6 +92,7 @@ def train(config: Config) -> str:
     """
     directory = RunDirectory(config.output_dir)
     with Sentinel(config.strategy.timeout_seconds) as sentinel:
+        sentinel.on_end = lambda reason: status.end(directory, reason)
         try:
             trainer = Trainer(config, sentinel, directory)
         except BaseException as error:
@@ -105,6 +110,10 @@ def train(config: Config) -> str:
             trainer.failed(problem)
             raise problem from error
         except Exception as error:
+            if (blame := trainer.peers.explain(error)) is not None:
+                problem = TrainingError(f"{blame}; {trainer.kept}. Start the same command again")
+                trainer.failed(problem)
+                raise problem from error
             trainer.failed(error)
             raise
         finally:
@@ -120,8 +129,9 @@ class Trainer:
         setup.claim_early(self.directory, config.resume)
         check_choices(config)
         self.fabric = launch(config)
+        self.peers = Peers(self.fabric.global_rank, self.fabric.world_size)
         check(config, self.fabric.world_size)
-        self.startup.done("processes")
+        self._started("processes")
         self.goodput = goodput.Goodput(self.directory.goodput if self.fabric.is_global_zero else None)
         self.schedule = build_schedule(config.schedule, config.optimizer.lr)
         setup.on_rank_zero(self.fabric, lambda: status.claim(self.directory, config.resume))
@@ -133,7 +143,7 @@ class Trainer:
         self.data_info = self.data.train_info()
         self.order = self.data.open_train()[1]
         self._check_budget()
-        self.startup.done("data")
+        self._started("data")
         setup.warn_without_gpu(config, self.data_info, self.fabric.device)
         self.compilation = Compilation(
             config,
@@ -148,13 +158,14 @@ class Trainer:
             config.checkpoint_keep_last,
             self.fabric.global_rank,
             self.fabric.world_size,
-            timeout,
+            _LET_WRITERS_WAIT,
             config.checkpoint_background,
             self.directory.last_checkpoint,
         )
+        self.checkpointer.watch = self.sentinel.waiting_for
         self.vote = Vote(self.fabric.world_size, timeout)
         checkpoint, forked = self._find_checkpoint()
-        self.startup.done("checkpoint")
+        self._started("checkpoint")
         log.info("building the model: %s", config.model.name)
         # Drawing initial weights takes one core, and testing kernels waits for compilers.
         with ThreadPoolExecutor(1, "model") as thread:
@@ -162,17 +173,17 @@ class Trainer:
             building = thread.submit(setup.build_model, config, self.data_info, initialise=checkpoint is None)
             #: op: what runs it, tested here and now.
             self.backends = self._choose_backends(outline)
-            self.startup.done("self-test")
+            self._started("self-test")
             model = building.result()
         self.flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
-        self.startup.done("model")
+        self._started("model")
         self.undecayed = undecayed_parameters(model, config.train)
         # Order matters: the optimizer must see the parameters that the strategy leaves behind.
         self.model = self.fabric.setup_module(model)
         optimizer = setup.build_optimizer(self.model.module, self.undecayed, config.optimizer)
         self.optimizer = self.fabric.setup_optimizers(optimizer)
         setup.check_optimizer_owns(self.model, self.optimizer)
-        self.startup.done("strategy")
+        self._started("strategy")
         if not config.resume:
             # Only now: a command that is refused must leave the old run where it was.
             setup.on_rank_zero(self.fabric, self._move_aside)
@@ -201,13 +212,18 @@ class Trainer:
             config.train.compile, self.fabric.device, self.before, self.backends, self.fabric.global_rank
         )
         self.compilation.settle(self.model.module if self.compiled else None)
-        self.startup.done("checkpoint")
+        self._started("checkpoint")
         self.goodput.begin(self.counters.token_count)
         self.metrics = self._open_metrics() if self.fabric.is_global_zero else None
         peak = config.fabric.peak_flops or peak_flops(self.fabric.device, config.fabric.precision)
         self.throughput = Throughput(peak and peak * self.fabric.world_size, self.counters.as_floats())
         self.progress = Progress(config.train.max_tokens, self.counters.token_count, self.fabric.is_global_zero)
-        self.startup.done("logs")
+        self._started("logs")
+
+    def _started(self, stage: str) -> None:
+        """The start has `stage` behind it."""
+        self.startup.done(stage)
+        self.sentinel.starting(stage)
 
     @property
     def compiled(self) -> bool:
@@ -216,7 +232,7 @@ class Trainer:
 
     def run(self) -> str:
         """Returns "done" or "preempted"."""
-        self.sentinel.on_end = lambda reason: self._write_status("failed", reason)
+        self.sentinel.on_end = self._ended_by_sentinel
         self._write_status("running")
         if self.metrics is not None:
             log.info("about to train %s:\n%s", self.config.tag, start_block(self))
@@ -234,7 +250,7 @@ class Trainer:
             started = time.perf_counter()
             self.goodput.switch(category)
             if category == "first step":
-                self.startup.done("first batch")
+                self._started("first batch")
             before = counters.token_count
             loss, grad_norm, lr = self.step(self.fabric.to_device(batch))
             counters.token_count += tokens_per_batch
@@ -373,13 +389,20 @@ class Trainer:
         if saved is not None and saved.error is None:
             self.saved_step = saved.step
 
+    def _ended_by_sentinel(self, reason: str) -> None:
+        blame = self.peers.blame()
+        self.peers.failed(reason)
+        self._write_status("failed", f"{blame + '; ' if blame else ''}{reason}; {self.kept}")
+
     def failed(self, error: Exception) -> None:
-        """Notes how the run ended."""
-        self._write_status("failed", f"{type(error).__name__}: {error}")
+        """Notes how the run ended, for people and for the other ranks."""
+        reason = f"{type(error).__name__}: {error}"
+        self.peers.failed(reason)
+        self._write_status("failed", reason)
 
     def close(self) -> None:
-        self.sentinel.rest()
         self.checkpointer.close()
+        self.sentinel.rest()
         if self.metrics is not None:
             self.metrics.close()
             self.metrics = None
@@ -392,7 +415,6 @@ class Trainer:
 
     def _finish(self, stop: Stop) -> str:
         """After the last step, on every rank alike."""
-        self.sentinel.rest()
         self.progress.close()
         self._report_saved(wait=True, must_succeed=True)
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
@@ -549,6 +571,7 @@ class Trainer:
     def _report_first_step(self, loss: Tensor) -> None:
         self._wait_for_device()
         self.startup.done("first step")
+        self.sentinel.started()
         self.goodput.started(self.startup.seconds)
         log.info("the first step is done, loss %.4f, %s", loss.item(), self.startup)
         if self.compiled:
@@ -615,7 +638,7 @@ class Trainer:
 
     def _report_saved(self, wait: bool = False, must_succeed: bool = False) -> None:
         """What became of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
-        saved = self.checkpointer.finished(wait, self.sentinel.beat)
+        saved = self.checkpointer.finished(wait)
         if saved is None:
             return
         if saved.error is None:

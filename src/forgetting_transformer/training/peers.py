@@ -1,0 +1,89 @@
+"""Which rank a failure began on, for the ranks that only see that another one is gone.
+
+What a rank sees then is a connection that was closed, or a collective operation that did not end. Each rank leaves who it is, and
+why it fails, in the store over which the processes found each other. A rank that was killed left no reason: on the same
+machine its process is looked for.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+#: What PyTorch says on a rank whose peer is gone.
+_PEER_GONE = re.compile(
+    r"connection (was )?(closed|reset|refused)|closed by peer|reset by peer|broken pipe|timed? ?out|socket|remote process "
+    r"exited|NCCL",
+    re.IGNORECASE,
+)
+#: A connection ends a moment before the process behind it is seen to have ended.
+_SECONDS_TO_DIE = 3.0
+
+
+class Peers:
+    """The ranks of a job. On one process there are none, and nothing is done."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store: Any = None
+        if world_size > 1:
+            self._store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())
+            self._tell(f"{rank}", f"{os.getpid()} {socket.gethostname()}")
+
+    def failed(self, reason: str) -> None:
+        """This rank ends, and why. Never raises."""
+        self._tell(f"{self.rank} failed", " ".join(reason.split()))
+
+    def blame(self, wait: bool = False) -> str | None:
+        """The rank that failed first as far as can be told, and why; None where all others seem to be there.
+
+        Args:
+            wait: for a moment, because one of them is known to be gone.
+        """
+        deadline = time.monotonic() + (_SECONDS_TO_DIE if wait else 0.0)
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        while self._store is not None:
+            for rank in others:
+                if reason := self._told(f"{rank} failed"):
+                    return f"rank {rank} has failed: {reason}"
+            for rank in others:
+                process, _, host = (self._told(f"{rank}") or "").partition(" ")
+                if process and host == socket.gethostname() and _is_gone(int(process)):
+                    return f"rank {rank} (process {process} on {host}) was killed or has crashed"
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+        return None
+
+    def explain(self, error: Exception) -> str | None:
+        """What is behind `error` if another rank is; None if it is this rank's own."""
+        if self._store is None or not isinstance(error, RuntimeError) or not _PEER_GONE.search(str(error)):
+            return None
+        first = str(error).strip().splitlines()[0][:300]
+        return f"{self.blame(wait=True) or 'another rank is gone, and its log says why'} (seen here as: {first})"
+
+    def _tell(self, key: str, value: str) -> None:
+        with contextlib.suppress(Exception):  # the store may be what is gone
+            self._store.set(key, value)
+
+    def _told(self, key: str) -> str | None:
+        with contextlib.suppress(Exception):
+            if self._store.check([key]):
+                return self._store.get(key).decode(errors="replace")
+        return None
+
+
+def _is_gone(process: int) -> bool:
+    """Whether a process of this machine has ended, its parent may not have noticed yet. Elsewhere than on Linux: False."""
+    if not Path("/proc/self/stat").exists():
+        return False
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"

@@ -1,0 +1,213 @@
+"""What stands still is noticed wherever the run waits for it, named, and ended; what is only slow is left alone."""
+
+import json
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from forgetting_transformer.training import checkpoint, sentinel
+from forgetting_transformer.training.checkpoint import Checkpointer
+from tests.training.conftest import STEP, Job, changed, train
+from tests.training.test_checkpoint import trained
+from tests.training.test_stopping import rank_log, status
+from tests.waiting import HANG, wait_until
+
+#: The writer of the checkpoint after step 8 never comes back. Once it hangs and somebody waits for it, the limit is short.
+HUNG_WRITER = """
+import os, signal, threading, time
+import torch.distributed.checkpoint.filesystem as filesystem
+from forgetting_transformer.training import checkpoint, sentinel, trainer
+save, write_item, wait = checkpoint.Checkpointer._write, filesystem._write_item, checkpoint.Checkpointer._wait
+step, hangs = None, threading.Event()
+def write(self, step_, *arguments):
+    global step
+    step = step_
+    return save(self, step_, *arguments)
+def lost_in_thought():
+    hangs.set()
+    time.sleep(36000)
+def hang(*arguments, **options):
+    if step == {step}:
+        lost_in_thought()
+    return write_item(*arguments, **options)
+def waiting(self):
+    if step == {step}:
+        hangs.wait()
+        {limit}
+    return wait(self)
+checkpoint.Checkpointer._write, filesystem._write_item, checkpoint.Checkpointer._wait = write, hang, waiting
+"""
+SHORT = "self.watch.__self__.timeout = 1"
+SIGTERM = "sentinel.LEAST_WRITER_PATIENCE_SECONDS = 1; os.kill(os.getpid(), signal.SIGTERM)"
+#: In step 10, while the writer of step 8 hangs, the disk of the metrics is full as well.
+AND_AN_ERROR = """
+from forgetting_transformer.training import metrics
+report = metrics.MetricsLog.report
+def full(self, kind, step, values):
+    if step == 1280:
+        raise OSError(28, "No space left on device")
+    return report(self, kind, step, values)
+metrics.MetricsLog.report = full
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "limit", "cause", "background", "patch"),
+    [
+        (8, SHORT, "(strategy.timeout_seconds)", True, ""),  # noticed before the save after it
+        (20, SHORT, "(strategy.timeout_seconds)", True, ""),  # the last one, for which the run waits at its end
+        (8, SHORT, "(strategy.timeout_seconds)", False, ""),
+        (8, SHORT, "(strategy.timeout_seconds)", True, AND_AN_ERROR),
+        (8, SIGTERM, "after SIGTERM", True, ""),
+    ],
+    ids=["before the next", "at the end", "in the foreground", "after an error", "after a signal"],
+)
+def test_a_writer_that_hangs_ends_the_run_wherever_it_is_waited_for(tiny, step, limit, cause, background, patch):
+    job = Job(
+        changed(tiny, checkpoint_background=background),
+        patch=HUNG_WRITER.format(step=step * STEP, limit=limit) + patch,
+    )
+    assert job.wait() == [1]
+    log, found = rank_log(tiny, 0), status(tiny)
+    assert "in lost_in_thought" in log
+    assert f"nothing was written of the checkpoint at {step * STEP:,} tokens for" in found["reason"]
+    assert cause in found["reason"] and "its writer on this rank stands still" in found["reason"]
+    assert found["status"] == "failed" and f"the last good checkpoint is at {(step - 4) * STEP:,} tokens" in found["reason"]
+
+
+def test_a_writer_on_another_rank_that_hangs_is_named_by_all(tiny):
+    patch = HUNG_WRITER.format(step=8 * STEP, limit=SHORT).replace("== 1024:\n        lost", "== 1024 and os.environ['RANK'] == '1':\n        lost")
+    patch = patch.replace("        hangs.wait()\n", "        os.environ['RANK'] == '0' or hangs.wait()\n")
+    job = Job(tiny, 2, patch=patch)
+    assert job.wait() == [1, 1]
+    assert "its writer on this rank stands still" in rank_log(tiny, 1) and "in lost_in_thought" in rank_log(tiny, 1)
+    reason = status(tiny)["reason"]
+    assert "its writer on this rank waits for another rank's" in reason or "rank 1 has failed: nothing was written" in reason
+
+
+def test_a_slow_writer_is_not_a_hung_one(tmp_path, monkeypatch):
+    """Every byte it writes is a sign of life to who waits for it, and its silence is none."""
+    monkeypatch.setattr(checkpoint, "_LOOK_SECONDS", 0.001)
+    checkpointer = Checkpointer(tmp_path, 1, 0, 1, background=True)
+    turns = [threading.Event() for _ in range(4)]
+    signs, looks = [], []
+
+    def write(step, *_):
+        folder = tmp_path / f".tmp-step-{step:015d}"
+        folder.mkdir()
+        for turn in turns:
+            turn.wait()
+            with (folder / "state").open("a") as file:
+                file.write("a byte or two")
+
+    class Watch:
+        def __enter__(self):
+            return lambda: signs.append(len(looks))
+
+        def __exit__(self, *_):
+            signs.append("over")
+
+    progress = checkpointer._progress
+    monkeypatch.setattr(checkpointer, "_progress", lambda: (looks.append(0), progress())[1])
+    monkeypatch.setattr(checkpointer, "_write", write)
+    checkpointer.watch = lambda name, seconds: Watch()
+    model, optimizer = trained(1)
+    checkpointer.save(1, model, optimizer, {}, {}, permanent=False)
+    waiter = threading.Thread(target=lambda: checkpointer.finished(wait=True), daemon=True)
+    waiter.start()
+    for turn in turns[:-1]:
+        seen = len(signs)
+        turn.set()
+        wait_until(lambda seen=seen: len(signs) > seen, waiter.is_alive)
+    before, looked = len(signs), len(looks)
+    wait_until(lambda: len(looks) > looked + 20, waiter.is_alive)
+    assert len(signs) == before, "silence"
+    turns[-1].set()
+    waiter.join(HANG)
+    assert signs[-1] == "over"
+
+
+def test_a_rank_that_hangs_before_the_end_of_its_first_step_is_named(tiny):
+    patch = """
+import time
+from forgetting_transformer.training import sentinel, trainer
+original = trainer.Trainer.step
+def lost_in_thought():
+    time.sleep(36000)
+def step(self, batch):
+    if self.counters.batch_count == 0 and self.fabric.global_rank == 1:
+        sentinel.START_SECONDS, self.sentinel.timeout = 1, 1
+        lost_in_thought()
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    job = Job(changed(tiny, strategy__timeout_seconds=3600), 2, patch=patch)
+    assert job.wait() == [1, 1]
+    assert "the start did not get beyond 'first batch'" in rank_log(tiny, 1) and "in lost_in_thought" in rank_log(tiny, 1)
+    found = status(tiny)
+    assert found["status"] == "failed" and "rank 1 has failed: the start did not get beyond 'first batch'" in found["reason"]
+
+
+def test_a_start_that_hangs_ends_with_its_stage_in_the_status(tiny):
+    patch = """
+import time
+from forgetting_transformer.training import sentinel, setup
+def build_model(config, data, **options):
+    sentinel.START_SECONDS = 1
+    time.sleep(36000)
+setup.build_model = build_model
+"""
+    assert Job(changed(tiny, strategy__timeout_seconds=1), patch=patch).wait() == [1]
+    found = json.loads((Path(tiny["output_dir"]) / "status.json").read_text())
+    assert found["status"] == "failed"
+    assert "the start did not get beyond 'self-test' for" in found["reason"]
+    assert "(strategy.timeout_seconds and 1 s for compiling)" in found["reason"]
+
+
+def test_a_first_step_may_take_longer_than_the_limit_of_later_ones():
+    watch = sentinel.Sentinel(60)
+    watch.starting("first batch")
+    watch.request = "SIGTERM"
+    assert watch._patience() == 60 + sentinel.START_SECONDS, "nothing is lost by it, and the first step hears the signal"
+    watch.started()
+    assert watch._patience() == 60
+    watch.timeout = 3600
+    assert watch._patience() == sentinel.LEAST_PATIENCE_SECONDS
+    with watch.waiting_for("the checkpoint at 5 tokens", 1000.0):
+        assert watch._patience() == 2000, "a flush may take as long as the whole save before it"
+
+
+def _hang_with_its_log(pipe: int) -> None:
+    os.dup2(pipe, 2)
+    sentinel.START_SECONDS, sentinel.LAST_WORDS_SECONDS = 0.0, 0.1
+
+    class OnAHungDisk(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            time.sleep(36000)
+
+    logging.getLogger().addHandler(OnAHungDisk())
+    with sentinel.Sentinel(0.1):
+        time.sleep(36000)
+
+
+def test_a_log_that_hangs_too_does_not_keep_the_process():
+    reading, writing = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=_hang_with_its_log, args=(writing,))
+    process.start()
+    os.close(writing)
+    process.join(HANG)
+    assert process.exitcode == 1
+    with open(reading) as said:
+        text = said.read()
+    assert "this rank stands still. The log cannot be written." in text and "in _hang_with_its_log" in text
+
+
+def test_all_that_can_be_waited_for_works_without_a_hang(tiny):
+    """The watch over writers changes nothing where nothing hangs."""
+    train(changed(tiny, checkpoint_background=False, train__max_tokens=8 * STEP))
+    assert status(tiny)["status"] == "done"
