@@ -142,6 +142,8 @@ class Checkpointer:
         self._saved: Saved | None = None
         #: Around every wait for the writer.
         self.watch: Watch = _unwatched
+        #: Tokens of the checkpoint that this process finished last, whether `finished` has told or not.
+        self.last_good: int | None = None
         self._step, self._last_write, self._moved = 0, 0.0, 0
 
     def reserve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -201,6 +203,8 @@ class Checkpointer:
                 problem = error
             except (Exception, CheckpointException) as error:  # a rank that is gone, for one: training will hear of it
                 problem = CheckpointError(f"could not write a checkpoint in {self.folder}: {_reason(error)}")
+            if problem is None:
+                self.last_good = step
             self._saved = Saved(step, copy_seconds, time.perf_counter() - began, problem)
 
         self._step = step

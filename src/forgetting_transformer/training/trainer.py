@@ -411,7 +411,8 @@ class Trainer:
     @property
     def kept(self) -> str:
         """What a later start can go on from, for messages."""
-        return f"the last good checkpoint is at {self.saved_step:,} tokens" if self.saved_step else "nothing was saved"
+        step = self.checkpointer.last_good or self.saved_step
+        return f"the last good checkpoint is at {step:,} tokens" if step else "nothing was saved"
 
     def _finish(self, stop: Stop) -> str:
         """After the last step, on every rank alike."""
