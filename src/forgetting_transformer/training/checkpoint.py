@@ -246,7 +246,7 @@ class Checkpointer:
         """A number that changes when any rank has written bytes of the save in flight, or this one has come further."""
         count = self._moved
         with contextlib.suppress(OSError):
-            for file in (self.folder / f".tmp-step-{self._step:015d}").rglob("*"):
+            for file in (self.folder / f"{_TEMPORARY}{_name(self._step)}").rglob("*"):
                 count += file.stat().st_size
         return count
 

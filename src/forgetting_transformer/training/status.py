@@ -37,7 +37,7 @@ def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
     }
     text = json.dumps(entry, indent=1) + "\n"
     if len(text.encode()) > _RESERVED_BYTES:
-        entry["reason"] = reason[: _RESERVED_BYTES // 8] + " …"
+        entry["reason"] = redact(reason)[: _RESERVED_BYTES // 8] + " …"
         text = json.dumps(entry, indent=1) + "\n"
     with contextlib.suppress(OSError):
         _reserve(root)
