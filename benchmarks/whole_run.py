@@ -15,9 +15,9 @@ Parts, each a row of the table and of --out (record.py) as soon as it is measure
   step_unpruned    the same with pruning off
 
 train.py is told where its folders are, when to stop, to keep the experiment's learning rates although it stops, and to log
-every step. Speeds come from the run's metrics/jsonlines/throughput.jsonl:
+twenty times. Speeds come from the run's metrics/jsonlines/throughput.jsonl:
 
-tokens/s      from the second step to the last, everything included that happens between two steps
+tokens/s      from the first of these lines to the last, everything included that happens between two steps
 at the end    the same over the last quarter of the steps, when weights have been trained most
 MFU           as train.py logged it last
 first loss    seconds from the start of the command to the first loss it logged; kernels that earlier runs left in the caches of
@@ -68,6 +68,8 @@ KEPT_LINE = re.compile(
     r"gluon|triton|flash-linear-attention|\bFLA\b|(?<!loading )pytorch|cudnn|compil|self-test|first step is done",
     re.IGNORECASE,
 )
+#: How often a run logs. The host waits for the GPU at each.
+LINES = 20
 HEADER = "| experiment | part | tokens | tokens/s | at the end | MFU | first loss s | memory GB |\n|---|---|---|---|---|---|---|---|"
 
 
@@ -159,8 +161,9 @@ def train(experiment: str, args: argparse.Namespace, config: Any, output_dir: Pa
     data_dir = corpus(args, config)
     batch = config.datamodule.train_batch_len * config.datamodule.train_batch_size
     total = -(-tokens // batch) * batch
+    every = max(1, total // batch // LINES) * batch
     command = train_command(experiment, args, output_dir, data_dir)
-    command += [f"train.max_tokens={total}", f"log_interval={batch}"]
+    command += [f"train.max_tokens={total}", f"log_interval={every}"]
     command += [f"schedule.total_tokens={config.schedule.total_tokens}"] if config.schedule.total_tokens else []
     command += ["resume=false"] if output_dir.exists() else []
     command += [NO_PRUNING] if output_dir.name == "train_unpruned" else []
@@ -227,14 +230,14 @@ def speeds(output_dir: Path) -> dict[str, Any]:
     """Tokens per second and losses from the metrics of a run.
 
     Raises:
-        BenchmarkError: it has logged fewer than three times.
+        BenchmarkError: it has logged fewer than two times.
     """
     from forgetting_transformer.evaluation.runs import read_metrics
 
     folder = output_dir / "metrics" / "jsonlines"
     logged = read_metrics(folder / "throughput.jsonl")
     if len(logged) < 2:
-        raise BenchmarkError(f"{output_dir} has trained fewer than three steps; give more --tokens")
+        raise BenchmarkError(f"{output_dir} has trained fewer than two steps; give more --tokens")
 
     def rate(first: dict[str, Any], last: dict[str, Any]) -> float:
         done, seconds = (

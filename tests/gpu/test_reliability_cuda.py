@@ -31,7 +31,7 @@ def on_gpus(tiny):
 
 def run(config: dict, world_size: int, patch: str | None = None, codes: list[int] | None = None) -> Job:
     job = Job(config, world_size, patch=patch, accelerator="cuda")
-    assert job.wait(300) == (codes or [0] * world_size), job.errors()
+    assert job.wait() == (codes or [0] * world_size), job.errors()
     return job
 
 
@@ -128,7 +128,7 @@ trainer.Trainer.step = step
 """
     config = on_gpus(strategy, 2, strategy__timeout_seconds=20)
     job = Job(config, 2, patch=patch, accelerator="cuda")
-    codes = job.wait(120)
+    codes = job.wait()
     assert all(codes), codes
     assert "in lost_in_thought" in rank_log(config, 1)
     assert json.loads((Path(config["output_dir"]) / "status.json").read_text())["status"] in ("failed", "running")

@@ -1,5 +1,9 @@
 """On CUDA: the self-tests pass for every kernel, name what runs, and catch a kernel that is wrong."""
 
+import collections
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -7,6 +11,7 @@ import torch
 
 from forgetting_transformer.ops import backends, selftest
 from forgetting_transformer.ops.backends import FLA, GLUON, PYTORCH, TRITON, OpUse
+from tests.waiting import HANG
 
 FOX = OpUse("attention", heads=4, key_dim=64, value_dim=64, is_gated=True, pruning="threshold")
 GPU = torch.device("cuda", 0)
@@ -68,6 +73,23 @@ def test_a_warm_self_test_takes_little_time_and_memory():
     choose(FOX)
     print(f"warm self-test: {time.perf_counter() - began:.3f} s")
     assert torch.cuda.max_memory_allocated() < 4 << 30
+
+
+def test_the_backward_pass_compiled_early_is_the_one_that_runs(tmp_path):
+    """With empty caches every kernel is compiled once: what the thread beside the forward pass compiled is found."""
+    code = """
+import torch
+from forgetting_transformer.ops import selftest
+from forgetting_transformer.ops.backends import OpUse
+use = OpUse("attention", heads=4, key_dim=64, value_dim=64, is_gated=True, pruning="threshold")
+print(selftest.choose_backends([use], torch.bfloat16, torch.device("cuda", 0), [16384]))
+"""
+    environ = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0, done.stderr
+    compiled = collections.Counter(path.stem for path in tmp_path.rglob("*.cubin"))
+    assert {"forward_kernel", "key_gradient_kernel", "query_gradient_kernel", "delta_kernel"} <= compiled.keys()
+    assert set(compiled.values()) == {1}, compiled
 
 
 def test_no_random_numbers_of_the_gpu_are_used():

@@ -47,6 +47,23 @@ check(*inputs(70, {head_dim}, torch.float16), 2e-3)
     )
 
 
+def test_what_is_compiled_early_reads_and_writes_within_bounds():
+    """Made-up results of a forward pass: every tile is visited and every gradient is written."""
+    interpret(
+        """
+from forgetting_transformer.ops.forgetting_attention import triton as kernels
+got = []
+backward = kernels._backward
+kernels._backward = lambda *args: got.extend(backward(*args))
+for length in (384, 130):
+    q, k, v, log_fgate = inputs(length, 16, heads=1)[:4]
+    kernels.compile_backward(torch.ones_like(q), q, k, v, log_fgate, 0.25)
+assert len(got) == 8 and all(torch.isfinite(x).all() for x in got)
+assert [tuple(x.shape) for x in got[4:]] == [(*q.shape,)] * 3 + [(*log_fgate.shape,)]
+"""
+    )
+
+
 def test_fewer_queries_than_keys_and_shared_keys():
     interpret(
         """

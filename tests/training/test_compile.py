@@ -454,3 +454,18 @@ def test_the_first_step_is_foretold_from_starts_like_this_one(tiny, monkeypatch,
     assert foretold(other) == [f"compiling, up to some minutes; {kept}"]
     (tmp_path / "first_steps.json").write_text("damaged")
     assert foretold(config) == [f"compiling, up to some minutes; {kept}"]
+
+
+@pytest.mark.parametrize("chosen", [None, "PyTorch's own", "the user's"])
+def test_compiled_code_is_kept_in_the_users_cache_unless_the_user_says_where(monkeypatch, tmp_path, chosen):
+    """PyTorch sets TORCHINDUCTOR_CACHE_DIR itself, to a folder in /tmp, when parts of it are imported."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    value = {"PyTorch's own": default_cache_dir(), "the user's": str(tmp_path / "chosen")}.get(chosen)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", value or "")
+    folder = tmp_path / "chosen" if chosen == "the user's" else tmp_path / "forgetting_transformer" / "inductor"
+    assert compilation.code_folder() == folder
+    compilation._keep_code()
+    assert folder.is_dir() and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)

