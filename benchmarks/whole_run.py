@@ -230,14 +230,14 @@ def speeds(output_dir: Path) -> dict[str, Any]:
     """Tokens per second and losses from the metrics of a run.
 
     Raises:
-        BenchmarkError: it has logged fewer than two times.
+        BenchmarkError: it has logged fewer than two speeds.
     """
     from forgetting_transformer.evaluation.runs import read_metrics
 
     folder = output_dir / "metrics" / "jsonlines"
     logged = read_metrics(folder / "throughput.jsonl")
     if len(logged) < 2:
-        raise BenchmarkError(f"{output_dir} has trained fewer than two steps; give more --tokens")
+        raise BenchmarkError(f"{output_dir} has trained too few steps for a speed; give more --tokens")
 
     def rate(first: dict[str, Any], last: dict[str, Any]) -> float:
         done, seconds = (

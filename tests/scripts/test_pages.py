@@ -68,7 +68,7 @@ def test_a_new_measurement_changes_the_pages_that_show_it(pages, copy, capsys):
     def edit(content):
         next(row for row in content["rows"] if row["part"] == "step")["tokens_per_second"] = 512_345.0
 
-    change(copy / "benchmarks/results/whole_run_125m_steps.json", edit)
+    change(copy / "benchmarks/results/whole_run_125m.json", edit)
     assert pages.main(["--check"]) == 1 and "docs/performance.md" in capsys.readouterr().err
     assert pages.main([]) == 0 and pages.main(["--check"]) == 0
     assert ">512,000<" in (copy / "README.md").read_text() and "512,345" in (copy / "docs/performance.md").read_text()
