@@ -85,7 +85,7 @@ def diff(args: argparse.Namespace) -> int:
     states = [flatten(checkpoint.trainer_state()) for checkpoint in pair]
     for key in sorted(states[0].keys() | states[1].keys()):
         before, after = (state.get(key, "(absent)") for state in states)
-        if before != after and not key.startswith("environment.git.patch"):
+        if before != after and not key.startswith(("environment.git.patch", "digests.")):
             print(redact(f"{key}: {before} -> {after}"))
     first, second = (read_tensors(checkpoint.path / "state") for checkpoint in pair)
     for name in sorted(first.keys() ^ second.keys()):

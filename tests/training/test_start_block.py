@@ -38,13 +38,15 @@ def test_a_run_says_what_it_is_before_its_first_step(tiny, tmp_path):
     train(changed(fork, optimizer__lr=2e-2, schedule__name="constant", schedule__total_tokens=None))
     new, continued = blocks(tiny["output_dir"])
     checkpoint = f"{tiny['output_dir']}/checkpoints/step-{8 * STEP:015d} ({8 * STEP:,} tokens)"
-    assert len(new) == 13
+    assert len(new) == 14
     assert new["model"].startswith("forgetting_transformer, ") and new["model"].count("parameters") == 1
     assert new["corpus"] == f"{tiny['data_dir']}/tiny/train.zarr, 6,144 tokens in 96 documents"
     assert new["batch"] == "4 x 32 = 128 tokens; each process 2 sequences, 2 at a time"
     assert new["steps"] == f"8 to go, to {8 * STEP:,} tokens; 0 are done"
     assert new["devices"] == "2 x cpu, 1 thread each; 2 processes"
     assert new["precision"] == "32-true, strategy fsdp"
+    assert new["corruption"] == "comparison of ranks off (each holds other shards); checkpoints compared with what is loaded"
+    assert continued["corruption"].startswith("comparison of ranks off (there is one); checkpoints")
     assert new["attention"] == "PyTorch" and new["compiled"] == "no"
     assert new["optimizer"] == "adamw, lr 0.01, betas 0.9, 0.95, weight decay 0.1"
     assert new["schedule"] == f"warmup_cosine, warm-up 512 tokens, ends at {20 * STEP:,} with lr 0"
@@ -96,6 +98,7 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
         metrics=types.SimpleNamespace(wandb_place="online, https://wandb.ai/me/fox/runs/1"),
         origin="a new run",
         compiled=True,
+        comparison=None,
     )
     text = start_block(trainer)
     rows = dict(line.strip().split(maxsplit=1) for line in text.splitlines())
@@ -106,6 +109,10 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
     assert rows["batch"] == "32 x 16,384 = 524,288 tokens; each process 4 sequences, 4 at a time"
     assert rows["steps"].startswith("1,901 to go")
     assert rows["schedule"].endswith("decay in the last 100,000,000, ends at 1,000,000,000 with lr 0")
+    off = "comparison of ranks off (strategy.compare_steps=null); checkpoints compared with what is loaded"
+    assert rows["corruption"] == off
+    trainer.comparison = object()
+    assert "corruption  ranks compared every 100 steps and before checkpoints; checkpoints" in start_block(trainer)
     assert rows["wandb"] == "online, https://wandb.ai/me/fox/runs/1"
     assert len({line.index(rows[line.split()[0]]) for line in text.splitlines()}) == 1, "aligned"
 

@@ -49,6 +49,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from forgetting_transformer.training.corruption import differing, digests_of_whole
 from forgetting_transformer.training.host_copy import HostCopy, share
 from forgetting_transformer.training.safe_reader import (
     TensorPlanner,
@@ -183,6 +184,7 @@ class Checkpointer:
         started = time.perf_counter()
         tensors, _ = _tensors(model, optimizer)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        trainer_state = {**trainer_state, "digests": digests_of_whole(tensors)}
         mine = share(tensors, self.rank, self.world_size)
         mine |= {f"windows.{name}": tensor for name, tensor in windows.items()}
         copied = None
@@ -338,15 +340,13 @@ class Checkpointer:
         if step is None:
             return None
         when = f" at {step:,} tokens" if step else ""
-        return (
-            f"a checkpoint was finished{when}, and {self.folder} holds none. Bring the folder back, or {over}"
-        )
+        return f"a checkpoint was finished{when}, and {self.folder} holds none. Bring the folder back, or {over}"
 
     def load(self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fills model and optimizer. Learning rate, decay and betas stay as the config set them.
 
         Raises:
-            CheckpointError: its tensors are not those of this model.
+            CheckpointError: its tensors are not those of this model, or not what was saved.
         """
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         tensors, optimizer_state = _tensors(model, optimizer)
@@ -367,6 +367,11 @@ class Checkpointer:
         set_optimizer_state_dict(model, optimizer, loaded, options=options)
         for group, setting in zip(optimizer.param_groups, settings, strict=True):
             group.update(setting)
+        wrong: list[Any] = [differing(_digests(checkpoint), _tensors(model, optimizer)[0])]
+        if self._group is not None:
+            mine, wrong = wrong[0], [None] * self.world_size
+            dist.all_gather_object(wrong, mine, group=self._group)
+        _check_digests(checkpoint, wrong)
 
     def clean(self) -> None:
         """Removes what an interrupted save or deletion left behind; rank 0, at start-up."""
@@ -428,7 +433,9 @@ class Checkpointer:
         _flush(self.folder)
         if self.record is not None:
             try:
-                write_atomically(self.record, json.dumps({"step": trainer_state["token_count"], "checkpoint": final.name}))
+                write_atomically(
+                    self.record, json.dumps({"step": trainer_state["token_count"], "checkpoint": final.name})
+                )
             except OSError as error:  # the checkpoint itself is whole
                 log.warning("could not note in %s that %s is finished: %s", self.record, final.name, error)
 
@@ -556,6 +563,7 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     except UnsafeCheckpointError as error:
         raise CheckpointError(f"{checkpoint.path} was not loaded: {error}") from error
     model.load_state_dict(_part("model.", tensors))
+    _check_digests(checkpoint, [differing(_digests(checkpoint), tensors)])
 
 
 def recorded_step(record: Path | None) -> int | None:
@@ -640,6 +648,35 @@ def _check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
             f"{checkpoint.path} belongs to another model: missing {sorted(wanted - present)[:3]}, "
             f"unexpected {sorted(present - wanted)[:3]}"
         )
+
+
+def _digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Digests of what was to be saved, by tensor; {} in a checkpoint of an earlier version."""
+    recorded = checkpoint.trainer_state().get("digests")
+    return recorded if isinstance(recorded, dict) else {}
+
+
+def _check_digests(checkpoint: Checkpoint, wrong: list[list[str]]) -> None:
+    """
+    Args:
+        wrong: for each rank the tensors that are not, now that they are loaded, what was to be saved.
+
+    Raises:
+        CheckpointError: there are such tensors.
+    """
+    ranks = [rank for rank, names in enumerate(wrong) if names]
+    if not ranks:
+        return
+    names = wrong[ranks[0]]
+    more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+    where = "" if len(wrong) == 1 or len(ranks) == len(wrong) else f" on rank {', '.join(map(str, ranks))}"
+    older = [step for step in steps_in(checkpoint.path.parent) if step < checkpoint.step]
+    back = f"the last good checkpoint before it is at {older[-1]:,} tokens" if older else "there is no older checkpoint"
+    raise CheckpointError(
+        f"{checkpoint.path}: {names[0]}{more}{where} is not what training held after {checkpoint.step:,} tokens, though the "
+        "files are as they were written: memory or a GPU failed, at the save or now. Start again on another machine; if "
+        f"it stays so, move this checkpoint away and the same command goes on from the one before ({back})"
+    )
 
 
 def _checksum(file: Path, moves: Callable[[int], None] = lambda count: None) -> dict[str, int]:

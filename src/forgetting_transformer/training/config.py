@@ -98,6 +98,9 @@ class StrategyConfig:
     name: str = "auto"
     #: Seconds a rank waits for the others in a collective operation before the run is declared stuck.
     timeout_seconds: int = _within(Range(1, 10**8), 1800)
+    #: ddp: steps between comparisons of all ranks' weights and moments, which hold the same unless memory or a GPU
+    #: failed; they are compared before every checkpoint too. null: never.
+    compare_steps: int | None = _within(Range(1, 10**8), 100)
 
 
 @dataclass

@@ -45,6 +45,7 @@ def start_block(trainer: Trainer) -> str:
             f"weight decay {optimizer.weight_decay:g}",
         ),
         ("schedule", _schedule(trainer)),
+        ("corruption", _corruption(trainer)),
         ("output_dir", str(trainer.directory.root)),
         ("wandb", trainer.metrics.wandb_place),
         ("start", trainer.origin),
@@ -78,6 +79,19 @@ def _strategy(trainer: Trainer) -> str:
         if isinstance(trainer.fabric.strategy, kind):
             return name
     return "none (one process: nothing to shard)" if trainer.config.strategy.name == "fsdp" else "none"
+
+
+def _corruption(trainer: Trainer) -> str:
+    """What finds weights and moments that memory or a GPU has changed (corruption.py)."""
+    if trainer.comparison is not None:
+        ranks = f"ranks compared every {trainer.config.strategy.compare_steps:,} steps and before checkpoints"
+    elif trainer.fabric.world_size == 1:
+        ranks = "comparison of ranks off (there is one)"
+    elif _strategy(trainer) == "fsdp":
+        ranks = "comparison of ranks off (each holds other shards)"
+    else:
+        ranks = "comparison of ranks off (strategy.compare_steps=null)"
+    return f"{ranks}; checkpoints compared with what is loaded"
 
 
 def _schedule(trainer: Trainer) -> str:

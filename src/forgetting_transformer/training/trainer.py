@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
@@ -43,6 +44,7 @@ from forgetting_transformer.training.config import (
     check_continues,
     recorded,
 )
+from forgetting_transformer.training.corruption import Comparison, held
 from forgetting_transformer.training.descriptions import model_info, write_descriptions
 from forgetting_transformer.training.feed import DataWorkerError, feed
 from forgetting_transformer.training.hardware import peak_flops
@@ -200,6 +202,8 @@ class Trainer:
             config.datamodule.train_batch_len, dtype=torch.float64, device=self.fabric.device
         )
         self.position_sequences = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
+        #: Compares what all ranks should hold alike; None where there is nothing to compare, or not wanted.
+        self.comparison = self._comparison()
         self.guard = StepGuard(self.fabric.device, config.train.spike_factor)
         #: What the checkpoint that this start continues from was trained with.
         self.before: execution.Execution | None = None
@@ -271,9 +275,13 @@ class Trainer:
             if category == "first step":
                 self.checkpointer.reserve(self.model.module, self.optimizer.optimizer)
                 category = "steps"
+            if self.comparison is not None and counters.batch_count % config.strategy.compare_steps == 0:
+                self._compare_ranks()
             stop = self._agree_to_stop()
             if not stop and self._evaluation_due(before):
                 stop = self.evaluate()
+            if stop == Stop.CORRUPT:
+                break
             keep = self._due(config.checkpoint_keep_interval, before)
             if last or stop or keep or self._due(config.checkpoint_interval, before):
                 self._save(permanent=keep, must_succeed=last or bool(stop))
@@ -418,9 +426,11 @@ class Trainer:
     def _finish(self, stop: Stop) -> str:
         """After the last step, on every rank alike."""
         self.progress.close()
-        self._report_saved(wait=True, must_succeed=True)
+        self._report_saved(wait=True, must_succeed=stop != Stop.CORRUPT)
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
         log.info("%s", goodput.describe(self.goodput.write(self.counters.token_count)))
+        if stop == Stop.CORRUPT:
+            self._refuse_differences()
         if stop == Stop.BAD_STEPS:
             raise TrainingError(
                 f"{self.guard.longest_row} updates in a row were left out, because a loss or gradient was not finite or "
@@ -447,6 +457,8 @@ class Trainer:
         wish = Stop.PREEMPTED if self.sentinel.request else Stop.NO
         if self.guard.longest_row >= self.config.train.max_bad_steps:
             wish = Stop.BAD_STEPS
+        if self.comparison is not None and self.comparison.difference() is not None:
+            wish = Stop.CORRUPT
         return self.vote.cast(wish)
 
     def _evaluation_due(self, before: int) -> bool:
@@ -610,7 +622,30 @@ class Trainer:
             if must_succeed or not self.config.checkpoint_background:
                 self._report_saved(wait=True, must_succeed=must_succeed)
 
+    def _comparison(self) -> Comparison | None:
+        same = self.fabric.world_size > 1 and isinstance(self.fabric.strategy, DDPStrategy)
+        return Comparison(self.fabric.world_size) if same and self.config.strategy.compare_steps else None
+
+    def _compare_ranks(self) -> None:
+        self.comparison.begin(self.counters.batch_count, held(self.model.module, self.optimizer.optimizer))
+
+    def _refuse_differences(self) -> None:
+        """
+        Raises:
+            TrainingError: ranks hold different weights or moments; on every rank.
+        """
+        found = self.comparison.difference(wait=True)
+        if found is not None:
+            raise TrainingError(
+                f"weights or moments are corrupt: {found}. All ranks should hold the same, so memory or a GPU has failed; "
+                f"nothing was saved since, and {self.kept}. Leave that machine out, or test it, and start the same command "
+                "again"
+            )
+
     def _start_save(self, permanent: bool) -> None:
+        if self.comparison is not None:
+            self._compare_ranks()
+            self._refuse_differences()
         if not all_finite(self.model.module, self.optimizer.optimizer):
             raise TrainingError(
                 f"weights or moments became infinite or NaN before {self.counters.token_count:,} tokens, though every "

@@ -1,0 +1,237 @@
+"""A corruption sentinel: finds weights and moments that are finite and wrong, as failing memory or a failing GPU leaves them.
+
+Every tensor has a digest, an integer of 64 bits: with b_i the bits of element i, taken as a signed integer,
+
+    digest = sum over i of b_i * (2 i + 1)  mod 2^64
+
+Sums of integers do not depend on the order in which they are made, so a digest is bitwise the same whatever device, kernel
+or sharding computes it, and the digests of the shards of a tensor add up to that of the whole. One changed element changes
+the digest, because 2 i + 1 is odd; so do two elements that trade places, because (b_i - b_j) * 2 (i - j) is smaller than 2^64
+(in tensors of 32-bit elements with fewer than 2^31 of them). Anything else goes unseen with a probability of about 2^-64.
+
+What they are used for:
+
+- With data parallelism (ddp) all ranks hold the same weights and moments. Every `strategy.compare_steps` steps, and before
+  every checkpoint, each rank's digests are gathered on all ranks. Nobody waits for that but a checkpoint.
+- A checkpoint keeps the digests of what was to be saved, and loading compares them with what has been loaded, also on
+  another number of ranks or with another strategy. That covers sharded runs (fsdp), whose ranks hold different tensors.
+
+What every rank computes alike and wrong is not found: a wrong gradient of one rank, once averaged, is in the weights of all.
+"""
+
+import collections
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+#: Elements that are added up at a time, by device: what fits into the caches of a core, or keeps a GPU busy.
+_PIECES = {"cpu": 1 << 16}
+_PIECE = 1 << 22
+#: Tensors smaller than this part of a piece are put together, because each by itself would cost as much as a large one.
+_SMALL = 16
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a comparison of all ranks found.
+
+    Attributes:
+        batch: steps that had been made then; `agreed`: at the last comparison that found nothing, None if none did.
+        ranks: those that differ from the majority; all that differ from rank 0, it included, where there is no majority.
+        tensors: names of the tensors in which they differ.
+    """
+
+    batch: int
+    agreed: int | None
+    ranks: list[int]
+    majority: bool
+    tensors: list[str]
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        who = (
+            f"{ranks} differ{'s' * (len(self.ranks) == 1)} from the other ranks" if self.majority else f"{ranks} differ"
+        )
+        more = f" and {len(self.tensors) - 1} more" if len(self.tensors) > 1 else ""
+        since = "no comparison before it" if self.agreed is None else f"they agreed after step {self.agreed:,}"
+        return f"{who} in {self.tensors[0]}{more} after step {self.batch:,} ({since})"
+
+
+class Comparison:
+    """Compares weights and moments of all ranks of a run in which each holds all of them.
+
+    The gathered digests are copied to the host behind the steps that follow, as StepGuard's verdicts are.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._agreed: int | None = None
+        self._pending: collections.deque[tuple[int, list[str], Tensor, torch.cuda.Event | None]] = collections.deque()
+        self._found: Difference | None = None
+
+    @torch.no_grad()
+    def begin(self, batch: int, tensors: Mapping[str, Tensor]) -> None:
+        """Gathers the digests of `tensors` on all ranks; called by all of them after the same step, `batch`."""
+        mine = digests([(tensor, 0) for tensor in tensors.values()])
+        gathered = mine.new_empty(self._world_size, len(mine))
+        dist.all_gather(list(gathered.unbind()), mine)
+        table, event = gathered, None
+        if gathered.is_cuda:
+            table = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
+            table.copy_(gathered, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((batch, list(tensors), table, event))
+
+    def difference(self, wait: bool = False) -> Difference | None:
+        """The first difference that was found, if any.
+
+        Args:
+            wait: for the device, so that the answer includes the last comparison. All ranks then get the same answer.
+        """
+        while self._found is None and self._pending:
+            batch, names, table, event = self._pending[0]
+            if event is not None and not event.query():
+                if not wait:
+                    break
+                event.synchronize()
+            self._pending.popleft()
+            self._found = judge(batch, names, table, self._agreed)
+            self._agreed = batch
+        return self._found
+
+
+def judge(batch: int, names: Sequence[str], table: Tensor, agreed: int | None = None) -> Difference | None:
+    """What a table of digests, (ranks, tensors), says: None if all rows are equal."""
+    rows = [tuple(row) for row in table.tolist()]
+    kinds = collections.Counter(rows).most_common()
+    if len(kinds) == 1:
+        return None
+    majority = kinds[0][1] > len(rows) / 2
+    usual = kinds[0][0] if majority else rows[0]
+    different = [rank for rank, row in enumerate(rows) if row != usual]
+    ranks = different if majority else [0, *different]
+    wrong = [name for k, name in enumerate(names) if any(rows[rank][k] != usual[k] for rank in different)]
+    return Difference(batch, agreed, ranks, majority, wrong)
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights and moments by the names that a checkpoint gives them, as this rank holds them."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {f"model.{name}": parameter for parameter, name in names.items()}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if torch.is_tensor(value):
+                tensors[f"optimizer.state.{names[parameter]}.{key}"] = value
+    return tensors
+
+
+@torch.no_grad()
+def digests_of_whole(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Digests of whole tensors, as hexadecimal text, from what the ranks hold: shards are added up over the ranks.
+
+    Called by all ranks where a tensor is sharded; waits for the device.
+    """
+    if not tensors:
+        return {}
+    parts = [(_local(tensor), _first(tensor)) for tensor in tensors.values()]
+    found = digests(parts)
+    sharded = [isinstance(tensor, DTensor) for tensor in tensors.values()]
+    if any(sharded):
+        if dist.get_rank() > 0:  # what every rank holds whole counts once
+            found *= torch.tensor(sharded, device=found.device)
+        dist.all_reduce(found)
+    return {name: f"{value % 2**64:016x}" for name, value in zip(tensors, found.tolist(), strict=True)}
+
+
+def differing(recorded: Mapping[str, str], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that are not what their recorded digest says; those without a record are not judged."""
+    known = {name: tensor for name, tensor in tensors.items() if name in recorded}
+    return [name for name, digest in digests_of_whole(known).items() if digest != recorded[name]]
+
+
+@torch.no_grad()
+def digests(parts: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Digests of pieces of tensors: (K,) int64 on the device of the first.
+
+    Args:
+        parts: K tensors and, for each, the position of its first element in the tensor that it is a piece of.
+    """
+    device = parts[0][0].device
+    bits = [_bits(tensor.to(device)) for tensor, _ in parts]
+    found = torch.zeros(len(parts), dtype=torch.int64, device=device)
+    piece = _PIECES.get(device.type, _PIECE)
+    longest = min(piece, sum(len(one) for one in bits))
+    odd = 2 * torch.arange(longest, device=device) + 1
+    small: dict[torch.dtype, list[int]] = {}
+    for number, one in enumerate(bits):
+        if len(one) < piece // _SMALL:
+            small.setdefault(one.dtype, []).append(number)
+            continue
+        for begin in range(0, len(one), longest):
+            found[number] += _sum(one[begin : begin + longest], parts[number][1] + begin, odd)
+    for numbers in small.values():
+        for bucket in _buckets(numbers, [len(bits[number]) for number in numbers], len(odd)):
+            starts = [parts[number][1] for number in bucket]
+            found[torch.tensor(bucket, device=device)] = _sums([bits[number] for number in bucket], starts, odd)
+    return found
+
+
+def _sum(bits: Tensor, start: int, odd: Tensor) -> Tensor:
+    """Of one piece, whose first element is number `start`."""
+    numbers = bits.to(torch.int64, copy=True)
+    plain = numbers.sum()
+    return numbers.mul_(odd[: len(numbers)]).sum() + plain * (2 * start)
+
+
+def _sums(pieces: list[Tensor], starts: list[int], odd: Tensor) -> Tensor:
+    """Of several small pieces at once: differences of running sums over all of them, which are as exact."""
+    numbers = torch.cat(pieces).to(torch.int64)
+    ends = torch.tensor([len(piece) for piece in pieces]).cumsum(0)
+    begins = ends - torch.tensor([len(piece) for piece in pieces])
+    # Positions were counted from the beginning of the bucket, and not from that of the tensor.
+    shift = 2 * (torch.tensor(starts) - begins)
+
+    def per_piece(values: Tensor) -> Tensor:
+        running = torch.cat([values.new_zeros(1), values.cumsum(0)])
+        return running[ends.to(running.device)] - running[begins.to(running.device)]
+
+    plain = per_piece(numbers)
+    return per_piece(numbers.mul_(odd[: len(numbers)])) + plain * shift.to(plain.device)
+
+
+def _buckets(numbers: list[int], lengths: list[int], room: int) -> list[list[int]]:
+    buckets: list[list[int]] = [[]]
+    used = 0
+    for number, length in zip(numbers, lengths, strict=True):
+        if used + length > room:
+            buckets.append([])
+            used = 0
+        buckets[-1].append(number)
+        used += length
+    return [bucket for bucket in buckets if bucket]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _first(tensor: Tensor) -> int:
+    """Position in the whole tensor of the first element that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    if tuple(tensor.placements) != (Shard(0),):
+        raise NotImplementedError(f"digests of tensors that are sharded as {tensor.placements}")
+    # FSDP2 gives every rank ceil(rows / ranks) rows, the last ones what is left.
+    rows = math.ceil(tensor.shape[0] / tensor.device_mesh.size())
+    return min(rows * tensor.device_mesh.get_local_rank(), tensor.shape[0]) * math.prod(tensor.shape[1:])

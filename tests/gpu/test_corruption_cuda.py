@@ -1,0 +1,102 @@
+"""On CUDA: digests are those of a CPU, ranks that differ are found over NCCL, and FSDP goes on from its shards after faults."""
+
+import json
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from forgetting_transformer.training.checkpoint import newest_valid
+from forgetting_transformer.training.corruption import digests
+from tests.gpu.test_reliability_cuda import on_gpus, run  # noqa: F401 (a fixture)
+from tests.training.conftest import STEP, Job, changed
+from tests.training.test_corruption import FLIP, IN_THE_COPY, MOMENT, WEIGHT
+from tests.training.test_resume import assert_same_run, losses
+from tests.training.test_stopping import rank_log
+from tests.waiting import wait_until
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+
+
+def checkpoints(config: dict) -> Path:
+    return Path(config["output_dir"]) / "checkpoints"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_digests_are_those_of_a_cpu(dtype):
+    """Other pieces, other kernels, another order of additions: the same integers."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3000, 4001), (1,), (), (77,), (260, 1024), (0, 3), (12, 5, 7)]
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    starts = [7, 0, 2**33, 1, 5, 0, 9]
+    expected = digests(list(zip(tensors, starts, strict=True)))
+    found = digests([(tensor.cuda(), start) for tensor, start in zip(tensors, starts, strict=True)])
+    assert torch.equal(found.cpu(), expected)
+
+
+@two_gpus
+@pytest.mark.parametrize("tensor", [WEIGHT, MOMENT])
+def test_a_gpu_that_differs_stops_the_run(on_gpus, tensor):  # noqa: F811
+    config = on_gpus("ddp", 2, skip_eval=True)
+    config["strategy"]["compare_steps"] = 2
+    run(config, 2, FLIP.format(batch=8, rank=1, tensor=tensor), codes=[1, 1])
+    reason = json.loads((Path(config["output_dir"]) / "status.json").read_text())["reason"]
+    assert "ranks 0, 1 differ in" in reason and "after step 10 (they agreed after step 8)" in reason
+    assert f"the last good checkpoint is at {8 * STEP:,} tokens" in reason
+    assert newest_valid(checkpoints(config)).step == 8 * STEP
+
+
+@two_gpus
+@pytest.mark.parametrize("elsewhere", [("fsdp", 2), ("auto", 1), ("ddp", 2)])
+def test_shards_that_are_not_what_training_held_are_refused_on_any_world_size(on_gpus, elsewhere):  # noqa: F811
+    config = on_gpus("fsdp", 2, skip_eval=True)
+    run(changed(config, train__max_tokens=4 * STEP), 2)
+    run(changed(config, train__max_tokens=8 * STEP), 2, IN_THE_COPY)
+    strategy, world_size = elsewhere
+    there = changed(config, strategy__name=strategy, fabric__devices=world_size)
+    job = run(there, world_size, codes=[1] * world_size)
+    assert f"is not what training held after {8 * STEP:,} tokens" in job.errors()
+    assert f"the last good checkpoint before it is at {4 * STEP:,} tokens" in job.errors()
+
+
+@two_gpus
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_killed_at_random_moments_it_ends_in_the_same_weights(on_gpus, tmp_path, strategy):  # noqa: F811
+    config = on_gpus(strategy, 2, checkpoint_interval=2 * STEP)
+    straight = changed(config, output_dir=str(tmp_path / "straight"))
+    run(straight, 2)
+    generator = random.Random(0)
+    log = Path(config["output_dir"]) / "metrics/jsonlines/train.jsonl"
+    for kill in range(4):
+        target = generator.randint(4 * kill, 4 * kill + 6)
+        job = Job(config, 2, accelerator="cuda")
+        wait_until(
+            lambda target=target: log.is_file() and len(losses(config["output_dir"])) >= target,
+            alive=lambda job=job: any(process.is_alive() for process in job.processes),
+            said=job.errors,
+        )
+        victim = generator.choice(job.processes)
+        victim.kill()
+        for process in job.processes:
+            process.join()
+        assert victim.exitcode in (-signal.SIGKILL, 0)
+    run(config, 2)
+    assert_same_run(straight["output_dir"], config["output_dir"])
+
+
+@two_gpus
+def test_a_damaged_shard_costs_one_checkpoint(on_gpus, tmp_path):  # noqa: F811
+    config = on_gpus("fsdp", 2)
+    straight = changed(config, output_dir=str(tmp_path / "straight"))
+    run(straight, 2)
+    run(changed(config, train__max_tokens=12 * STEP), 2)
+    shards = sorted((checkpoints(config) / f"step-{12 * STEP:015d}/state").glob("*.distcp"))
+    assert len(shards) == 2
+    data = bytearray(shards[1].read_bytes())
+    data[len(data) // 2] ^= 1
+    shards[1].write_bytes(data)
+    run(config, 2)
+    assert f"the contents of state/{shards[1].name} do not match its checksum" in rank_log(config, 0)
+    assert_same_run(straight["output_dir"], config["output_dir"])
