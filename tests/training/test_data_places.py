@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import zarr
 
+from forgetting_transformer.data.checksums import write_list
 from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
 from tests.training.test_resume import interrupted_at, losses
@@ -40,3 +42,25 @@ def test_a_partial_copy_trains_on_purpose_and_only_goes_on_with_the_same_documen
     assert "the corpus (fingerprint" in refused(partial)
     gone.rename(kept)
     train(partial)
+
+
+def test_contents_that_changed_under_the_same_name_are_refused(tiny, tmp_path, corpus):
+    """By the list of checksums; a new list of other contents is another corpus."""
+    shutil.copytree(corpus, tmp_path / "data")
+    array = tmp_path / "data/tiny/train.zarr"
+    keys = [str(file.relative_to(array)) for file in array.glob("c/*/*")]
+    tiny = changed(tiny, data_dir=str(tmp_path / "data"), skip_eval=True)
+    interrupted_at(tiny, 4)  # as before there were lists
+    write_list(array, keys)
+    interrupted_at(tiny, 8)
+    shutil.copytree(array, tmp_path / "kept")
+    zarr.open_array(array, mode="r+")[1] = 7  # no row that is looked at for the fingerprint
+    assert "c/0/0 is not the file that train.sha256 lists" in refused(tiny)
+    write_list(array, keys)
+    assert "the corpus's list of checksums (its hash" in refused(tiny)
+    shutil.rmtree(array)
+    (tmp_path / "kept").rename(array)
+    array.with_suffix(".sha256").unlink()
+    train(changed(tiny, train__max_tokens=12 * STEP))  # without a list there is nothing to compare
+    write_list(array, keys)
+    train(tiny)

@@ -15,6 +15,7 @@ from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import LocalStore, WrapperStore
 
 from forgetting_transformer.data.bounded import UnboundedCodecError, bounded
+from forgetting_transformer.data.checksums import LARGEST_LIST, Checksums, list_name, parse_list, read_list
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import join, open_remote
 from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
@@ -56,6 +57,8 @@ class ArrayFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        #: What the contents of files must be, where that is known.
+        self.checksums: Checksums | None = None
 
     def place(self, key: str) -> str:
         """Where a file is, or would be, in the words of an error message."""
@@ -63,6 +66,26 @@ class ArrayFiles:
 
     def has_array(self) -> bool:
         return self.folder.is_dir()
+
+    def read_checksums(self) -> None:
+        """Has every file of chunks that is read from now on compared with the list beside the array, if there is one.
+
+        Raises:
+            DataError: the list is damaged.
+        """
+        self.checksums = read_list(self.folder)
+
+    def check(self, key: str, value: Buffer, whole: bool) -> None:
+        """Compares a file of chunks that was read, or a part of it, with the list.
+
+        Raises:
+            ChecksumError: it is not the file that is listed.
+        """
+        if self.checksums is not None:
+            if whole:
+                self.checksums.check(key, value.as_numpy_array())
+            else:
+                self.checksums.check_file(key, self.folder / key)
 
     def names(self, expected: Iterable[str]) -> set[str]:
         """Which of the files of chunks `expected` are there."""
@@ -99,6 +122,12 @@ class RemoteArrayFiles(ArrayFiles):
 
     def place(self, key: str) -> str:
         return join(self.url, key)
+
+    def read_checksums(self) -> None:
+        folder, _, array = self.cache.remote.address.rpartition("/")
+        remote, name = open_remote(folder), list_name(array)
+        text = remote.read(name, LARGEST_LIST)
+        self.checksums = None if text is None else parse_list(text, array, join(remote.url, name))
 
     def has_array(self) -> bool:
         # Metadata may change while chunks do not (an array that grows), so it is fetched anew by every start.
@@ -141,6 +170,8 @@ class _Store(WrapperStore[LocalStore]):
         for _ in range(2):
             await asyncio.to_thread(self.files.fetch, key)
             value = await super().get(key, prototype, byte_range)
+            if value is not None and key not in METADATA:
+                self.files.check(key, value, whole=byte_range is None)
             if value is not None or key in METADATA:
                 return value
         raise MissingChunkError(f"missing chunk {self.files.place(key)}")

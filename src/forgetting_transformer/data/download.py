@@ -26,6 +26,7 @@ import numpy as np
 import zarr
 
 from forgetting_transformer.data.array_files import LARGEST_METADATA, PROBES, ArrayFiles, open_array
+from forgetting_transformer.data.checksums import write_whole
 from forgetting_transformer.data.corpus.progress import Progress
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import RemoteError, RemoteFile, RemoteFolder, open_remote
@@ -315,7 +316,7 @@ class _Download:
                 raise DataError(f"{self.target / name} describes another array than the source's; choose another --out")
         self.target.mkdir(exist_ok=True)
         self._write_ledger(self._ledger())  # so that nothing is appended to a line that a kill cut short
-        self._write(note, json.dumps(now, indent=1).encode())
+        write_whole(note, json.dumps(now, indent=1).encode())
 
     def _take(self, plan: Plan, files: list[File], title: str, action: Callable[[Plan, File], None]) -> None:
         """Does `action` for each of the files, several at a time."""
@@ -405,21 +406,11 @@ class _Download:
         return {name: digest for digest, _, name in lines}
 
     def _write_ledger(self, ledger: dict[str, str]) -> None:
-        self._write(self.sums, "".join(f"{digest}  {name}\n" for name, digest in sorted(ledger.items())).encode())
-
-    @staticmethod
-    def _write(path: Path, data: bytes) -> None:
-        """Whole or not at all."""
-        part = path.with_name(f".{path.name}.part")
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        write_whole(self.sums, "".join(f"{digest}  {name}\n" for name, digest in sorted(ledger.items())).encode())
 
     def _finish(self, plan: Plan) -> None:
         for name, text in plan.metadata.items():
-            self._write(self.target / name, text)
+            write_whole(self.target / name, text)
         self._write_ledger(self._ledger())
         holes = len(plan.rows) < plan.rows_in_all
         self.say(

@@ -46,6 +46,8 @@ class DataInfo:
     fingerprint: str
     #: Entropy of the token frequencies of the training split in nats: the loss of a model that knows no context.
     unigram_entropy_nats: float | None
+    #: A short hash of the list of checksums that every chunk is held to; None where the corpus has none.
+    checksums: str | None = None
 
 
 class LongCrawl64DataModule:
@@ -216,6 +218,7 @@ class LongCrawl64DataModule:
             total_tokens=batches * batch_size * seq_len,
             fingerprint=array.fingerprint,
             unigram_entropy_nats=self.unigram_entropy_nats,
+            checksums=array.checksums,
         )
 
 

@@ -21,6 +21,7 @@ from forgetting_transformer.data.array_files import (
     RemoteArrayFiles,
     open_array,
 )
+from forgetting_transformer.data.checksums import ChecksumError
 from forgetting_transformer.data.decoded_chunks import Chunk, DecodedChunks
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import is_url, open_remote
@@ -80,6 +81,7 @@ class TokenArray:
                 "scripts/download_longcrawl64.py"
             )
         array = open_array(self.files)
+        self.files.read_checksums()
         if array.ndim != 2 or array.dtype != np.uint16:
             raise DataError(
                 f"{self.path} has shape {array.shape} and dtype {array.dtype}; expected (documents, doc_len) of "
@@ -147,6 +149,13 @@ class TokenArray:
                 raise
             except Exception as error:  # each codec has its own
                 if again or not self.files.fetch_again(name):
+                    if isinstance(error, ChecksumError):
+                        listed = self.files.checksums.name
+                        raise DataError(
+                            f"{self.files.place(name)} is not the file that {listed} lists: it was changed or is damaged "
+                            f"({error}). Fetch or make it again. If the change is meant, this is another corpus: delete "
+                            f"{listed}, and scripts/verify_data.py makes a new one"
+                        ) from error
                     raise DataError(
                         f"{self.files.place(name)} cannot be decoded ({error}); it is damaged: delete it and fetch or "
                         "make it again"
@@ -168,6 +177,11 @@ class TokenArray:
         )
         digest.update(str(recorded).encode() if recorded else self._sample.tobytes())
         return digest.hexdigest()[:16]
+
+    @property
+    def checksums(self) -> str | None:
+        """A short hash of the list of checksums beside the array (checksums.py); None where there is none."""
+        return self.files.checksums.identity if self.files.checksums is not None else None
 
     def stored_row(self, document: int) -> int:
         """The row on disk of a document: the same number, unless documents before it are missing."""

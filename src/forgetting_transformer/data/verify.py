@@ -1,6 +1,5 @@
 """Looking through an array before it is trained on: is every chunk there, can it be decoded, does it hold tokens?"""
 
-import hashlib
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from itertools import groupby, product
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import zarr
 
+from forgetting_transformer.data import checksums
 from forgetting_transformer.data.array_files import ArrayFiles, open_array
 from forgetting_transformer.data.corpus.progress import Progress
 from forgetting_transformer.data.corpus.writing import read_back
@@ -57,7 +57,7 @@ def verify(
     share: float = 1.0,
     workers: int = 4,
 ) -> Report:
-    """Checks one array on disk.
+    """Checks one array on disk, and lists the checksums of its files if it is sound and has no list.
 
     Args:
         path: the array's folder, such as data/longcrawl64/train.zarr.
@@ -113,9 +113,12 @@ def verify(
     # Evenly spread: a damaged region shows in a sample too.
     chosen = [list(present.items())[i] for i in _spread(len(present), share)]
     _check_contents(report, array, files, chosen, vocab_size, workers)
+    decodable = not report.problems
     _check_sums(report, path, chosen, workers)
-    if len(whole) == len(rows) and share == 1.0 and not report.problems:
+    if len(whole) == len(rows) and share == 1.0 and decodable:
         _check_manifest(report, path, vocab_size, height)
+    if share == 1.0 and not report.problems and not path.with_name(checksums.list_name(path.name)).exists():
+        _list_sums(report, path, [key for _, key in chosen], workers)
     return report
 
 
@@ -173,24 +176,38 @@ def _check_contents(
 
 
 def _check_sums(report: Report, path: Path, chosen: list[tuple[tuple[int, int], str]], workers: int) -> None:
-    """Against the list that scripts/download_longcrawl64.py left beside the array."""
-    listed = path.with_suffix(".sha256")
-    if not listed.is_file():
-        report.say("checksums", f"no {listed.name} beside the array")
+    """Against the list beside the array."""
+    try:
+        listed = checksums.read_list(path)
+    except DataError as error:
+        report.blame("checksums", [str(error)])
         return
-    sums = {name: digest for digest, _, name in (line.partition("  ") for line in listed.read_text().splitlines())}
-    wanted = [(key, sums[name]) for _, key in chosen if (name := f"{path.name}/{key}") in sums]
+    if listed is None:
+        return
+    keys = [key for _, key in chosen if key in listed.sums]
 
-    def differs(item: tuple[str, str]) -> str | None:
-        with (path / item[0]).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        return None if found == item[1] else f"{path / item[0]} is not the file that was downloaded"
+    def differs(key: str) -> str | None:
+        same = checksums.sha256_of(path / key) == listed.sums[key]
+        return None if same else f"{path / key} is not the file that was downloaded or made"
 
     with ThreadPoolExecutor(workers) as pool:
-        problems = [problem for problem in pool.map(differs, wanted) if problem]
+        problems = [problem for problem in pool.map(differs, keys) if problem]
     report.blame("checksums", problems)
     if not problems:
-        report.say("checksums", f"{len(wanted):,} files are as {listed.name} says")
+        left = len(chosen) - len(keys)
+        others = f", {left:,} {'is' if left == 1 else 'are'} not listed" if left else ""
+        report.say("checksums", f"{len(keys):,} files are as {listed.name} says{others}")
+
+
+def _list_sums(report: Report, path: Path, keys: list[str], workers: int) -> None:
+    """From now on whatever reads these files holds them to what they are now."""
+    name = checksums.list_name(path.name)
+    try:
+        checksums.write_list(path, keys, workers)
+    except OSError as error:
+        report.say("checksums", f"cannot write {name} ({error.strerror}), so nothing holds files to what they are now")
+    else:
+        report.say("checksums", f"written to {name}, {len(keys):,} files: readers compare each chunk with it")
 
 
 def _check_manifest(report: Report, path: Path, vocab_size: int, chunk_docs: int) -> None:

@@ -446,6 +446,9 @@ def check_continues(
     fork, now = (before["fork_dir"], before["fork_step"]), (config.fork_dir, config.fork_step)
     if not forked and config.fork_dir and fork != now:
         changes.append(f"fork_dir, fork_step: {fork} -> {now}")
+    listed = state.get("data_checksums")
+    if listed and data.checksums and listed != data.checksums:
+        changes.append(f"the corpus's list of checksums (its hash {listed} -> {data.checksums}): {data.path}")
     if state["data_fingerprint"] != data.fingerprint:
         changes.append(f"the corpus (fingerprint {state['data_fingerprint']} -> {data.fingerprint}): {data.path}")
     if changes:

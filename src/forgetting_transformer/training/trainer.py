@@ -657,6 +657,7 @@ class Trainer:
             "config": self.resolved,
             "model_config": self.model.module.config.to_dict(),
             "data_fingerprint": self.data_info.fingerprint,
+            "data_checksums": self.data_info.checksums,
             "world_size": self.fabric.world_size,
             "environment": self.environment,
             "execution": self.execution.as_json(),

@@ -36,7 +36,7 @@ PACKAGES = (
     "numpy",
     "zarr",
 )  # whose versions the manifest names
-PARTS = ("tokenizer", "train.zarr", "heldout.zarr")  # in OUT beside manifest.json
+PARTS = ("tokenizer", "train.zarr", "heldout.zarr", "train.sha256", "heldout.sha256")  # in OUT beside manifest.json
 Say = Callable[[str], None]
 
 
@@ -115,7 +115,10 @@ def _only_run(out: Path) -> Iterator[None]:
 def _delete_corpus(out: Path) -> None:
     (out / "manifest.json").unlink(missing_ok=True)  # first, so that a kill leaves no manifest without its arrays
     for name in (*PARTS, ".work"):
-        shutil.rmtree(out / name, ignore_errors=True)
+        if name.endswith(".sha256"):
+            (out / name).unlink(missing_ok=True)
+        else:
+            shutil.rmtree(out / name, ignore_errors=True)
 
 
 def _finished_manifest(settings: CorpusSettings, out: Path) -> dict[str, Any] | None:
@@ -166,6 +169,7 @@ def _has_tokens(work: Path) -> bool:
 def _delete_arrays(work: Path) -> None:
     for name in ARRAYS:
         (work / f"{name}.blocks").unlink(missing_ok=True)  # first, so that no log outlives its array
+        (work / f"{name}.sha256").unlink(missing_ok=True)
         shutil.rmtree(work / f"{name}.zarr", ignore_errors=True)
 
 
@@ -326,6 +330,7 @@ def _make_arrays(
     with Progress("reading arrays back", n_rows, "documents") as progress:
         for name, form in forms.items():
             facts[name] = writing.read_back(work / f"{name}.zarr", info.vocab_size, form.chunk_docs, progress)
+            writing.list_checksums(work / f"{name}.zarr", workers)
             arrays[name] = {
                 "documents": layouts[name].n_documents,
                 "tokens": layouts[name].n_documents * settings.doc_len,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, wait
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import numcodecs
@@ -17,6 +17,7 @@ import numpy as np
 import zarr
 from zarr.codecs import BloscCodec
 
+from forgetting_transformer.data import checksums
 from forgetting_transformer.data.corpus.packing import Layout
 from forgetting_transformer.data.corpus.progress import Progress
 
@@ -147,6 +148,14 @@ def read_back(path: Path, vocab_size: int, chunk_docs: int, progress: Progress) 
         counts += np.bincount(rows.reshape(-1), minlength=vocab_size)
         progress.advance(len(rows))
     return ArrayFacts(f"blake2b:{hasher.hexdigest()}", counts)
+
+
+def list_checksums(path: Path, workers: int) -> None:
+    """Lists the checksums of the array's files beside it; readers compare every chunk with them."""
+    array = zarr.open_array(path, mode="r")
+    height, width = array.chunks
+    files = product(range(-(-array.shape[0] // height)), range(-(-array.shape[1] // width)))
+    checksums.write_list(path, [array.metadata.encode_chunk_key(file) for file in files], workers)
 
 
 def _blocks(path: Path, chunk_docs: int) -> Iterator[np.ndarray]:

@@ -1,0 +1,154 @@
+"""Which bytes the files of an array must have: `train.sha256` beside `train.zarr`, in the format of sha256sum.
+
+    <64 hexadecimal digits>  train.zarr/0.0
+
+scripts/prepare_data.py and scripts/download_longcrawl64.py write it, scripts/verify_data.py does for arrays that have none. A file
+of chunks that is read is held to its line, so neither a flipped bit nor another chunk under the same name is trained on.
+SHA-256 and not a CRC, because the list says then which contents were trained on, whoever changes them, and it is fast enough: docs/longcrawl64.md
+has its cost. Files that are not listed are read with a warning; lines without a file are no fault, since a copy may be partial.
+"""
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from forgetting_transformer.data.errors import DataError
+
+log = logging.getLogger(__name__)
+
+#: LongCrawl64's train.zarr, the largest array known, has 103,296 files and a list of 9 MB.
+LARGEST_LIST = 1 << 28
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+
+class ChecksumError(ValueError):
+    """A file is not the one that is listed."""
+
+
+@dataclass
+class Checksums:
+    """The list of one array.
+
+    Attributes:
+        place: where the list is, for messages.
+        sums: file of the array, such as "0.0" or "c/0/0" -> SHA-256 as 64 hexadecimal digits.
+    """
+
+    place: str
+    sums: dict[str, str]
+    _warned: bool = False
+    #: Shards, of which only parts are read, and their sizes and times when they were looked at as a whole.
+    _whole: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.place).name
+
+    @property
+    def identity(self) -> str:
+        """A short hash that says which files are listed, with which contents."""
+        digest = hashlib.sha256("".join(f"{self.sums[key]}  {key}\n" for key in sorted(self.sums)).encode())
+        return digest.hexdigest()[:16]
+
+    def check(self, key: str, data: np.ndarray) -> None:
+        """Compares all bytes of a file, (n_bytes,) uint8, with its line.
+
+        Raises:
+            ChecksumError: they differ.
+        """
+        if self._expects(key):
+            self._compare(key, hashlib.sha256(data).hexdigest())
+
+    def check_file(self, key: str, file: Path) -> None:
+        """The same for a file on disk, once until it changes.
+
+        Raises:
+            ChecksumError: they differ.
+            OSError: it cannot be read.
+        """
+        status = file.stat()
+        state = (status.st_size, status.st_mtime_ns)
+        if self._expects(key) and self._whole.get(key) != state:
+            self._compare(key, sha256_of(file))
+            self._whole[key] = state
+
+    def _expects(self, key: str) -> bool:
+        if key in self.sums:
+            return True
+        if not self._warned:
+            log.warning("%s and perhaps others are not listed in %s, and are read without a check", key, self.place)
+            self._warned = True
+        return False
+
+    def _compare(self, key: str, found: str) -> None:
+        if found != self.sums[key]:
+            raise ChecksumError(f"its SHA-256 is {found}, {self.place} lists {self.sums[key]}")
+
+
+def list_name(array: str) -> str:
+    """ "train.zarr" -> "train.sha256"."""
+    return PurePosixPath(array).with_suffix(".sha256").name
+
+
+def parse_list(text: bytes, array: str, place: str) -> Checksums:
+    """The lines of `array`, such as "train.zarr", in a list. A last line that a kill cut short is left out.
+
+    Raises:
+        DataError: naming a line that is damaged.
+    """
+    sums: dict[str, str] = {}
+    lines = text.decode(errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            if number < len(lines):
+                raise DataError(
+                    f"{place}, line {number}, is not of the form '<sha256>  {array}/<file>'. Bring back a copy of the list; or "
+                    "delete it, and scripts/verify_data.py makes one of the files as they are"
+                )
+        elif match[2].startswith(f"{array}/"):
+            sums[match[2].removeprefix(f"{array}/")] = match[1]
+    return Checksums(place, sums)
+
+
+def read_list(array: Path) -> Checksums | None:
+    """The list beside an array on disk; None if there is none."""
+    place = array.with_name(list_name(array.name))
+    return parse_list(place.read_bytes(), array.name, str(place)) if place.is_file() else None
+
+
+def write_list(array: Path, keys: Iterable[str], workers: int = 1) -> Path:
+    """Lists the files `keys` of an array on disk as they are, and returns where.
+
+    Raises:
+        OSError: a file cannot be read, or the list not be written.
+    """
+    names = sorted(keys)
+    with ThreadPoolExecutor(workers) as pool:
+        sums = list(pool.map(lambda key: sha256_of(array / key), names))
+    lines = (f"{found}  {array.name}/{key}\n" for key, found in zip(names, sums, strict=True))
+    place = array.with_name(list_name(array.name))
+    write_whole(place, "".join(lines).encode())
+    return place
+
+
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
