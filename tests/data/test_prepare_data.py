@@ -241,7 +241,8 @@ def test_killed_run_continues_to_the_same_result(straight: Path, tmp_path: Path,
     assert (tmp_path / "out" / "manifest.json").exists() == (kill == "before the last rename")
     prepare(tmp_path / "out", straight / "in", tokenizer="train:300", doc_len=128, chunk_docs=4)
     assert all_files(tmp_path / "out") == all_files(straight / "out")
-    assert sorted(os.listdir(tmp_path / "out")) == ["heldout.zarr", "manifest.json", "tokenizer", "train.zarr"]
+    parts = ["heldout.sha256", "heldout.zarr", "manifest.json", "tokenizer", "train.sha256", "train.zarr"]
+    assert sorted(os.listdir(tmp_path / "out")) == parts
 
 
 @pytest.mark.slow
