@@ -130,6 +130,8 @@ def kept_chunks(data_dir: Path, args: argparse.Namespace, workers: int) -> Readi
     """The framework's own loader."""
     data = LongCrawl64DataModule(
         str(data_dir),
+        vocab_size=VOCAB_SIZE,
+        bos_token_id=VOCAB_SIZE - 1,
         train_batch_len=args.seq_len,
         train_batch_size=args.batch_size,
         train_num_workers=workers,

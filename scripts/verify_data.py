@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.longcrawl64 import GPT2_VOCAB_SIZE
 from forgetting_transformer.data.token_array import MISSING_CHUNKS, read_manifest
 from forgetting_transformer.data.verify import verify
+from forgetting_transformer.data.vocabulary import GPT2_VOCAB_SIZE
 
 EPILOG = """\
 examples:
@@ -22,7 +22,8 @@ what is checked:
   decodable       every file (or --share of them, evenly spread) decodes to a chunk of the right shape
   token range     ids are below the vocabulary's size
   all-zero rows   no document is all zeros within a chunk: that is what Zarr makes of chunks that are not there
-  checksums       files are as train.sha256, heldout.sha256 say (scripts/download_longcrawl64.py writes these)
+  checksums       files are as train.sha256, heldout.sha256 say. An array that has no such list and is sound gets one: from
+                  then on training compares every chunk with it
   content hash    all tokens are as manifest.json says (scripts/prepare_data.py writes it)
 
 Exit code: 0 if the data can be trained on, 1 if not.

@@ -33,6 +33,8 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--eval_len", type=int, help="tokens of a sequence; default whole documents")
     parser.add_argument("--eval_tokens", type=int, help="tokens to evaluate on; default all held-out documents")
+    parser.add_argument("--vocab_size", type=int, help="of the corpus, where it has no manifest.json that says")
+    parser.add_argument("--bos_token_id", type=int, help="the id that begins its texts, in the same case")
     parser.add_argument("--train_len", type=int, help="sequence length of training, where the model does not say")
     parser.add_argument("--local_batch_size", type=int, default=1, help="sequences per forward pass of a process")
     parser.add_argument("--save_interval", type=int, default=64, help="batches between two writes of the state")
@@ -64,7 +66,11 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     try:
         data = per_token_loss.open_heldout(
-            per_token_loss.find_heldout(args.data_path, args.dataset), args.eval_len, args.eval_tokens
+            per_token_loss.find_heldout(args.data_path, args.dataset),
+            args.eval_len,
+            args.eval_tokens,
+            args.vocab_size,
+            args.bos_token_id,
         )
         workers = start_workers(args.device)
         model = load_model(

@@ -151,6 +151,7 @@ def corpus(tmp_path):
 
 def module(data_dir, **changes) -> LongCrawl64DataModule:
     settings = {"train_batch_len": 48, "train_batch_size": 4, "eval_batch_len": 48, "eval_local_batch_size": 2}
+    settings |= {"vocab_size": 50_257, "bos_token_id": 50_256}
     return LongCrawl64DataModule(str(data_dir), **{**settings, **changes})
 
 

@@ -29,6 +29,8 @@ def module(data_dir, **changes) -> LongCrawl64DataModule:
         "eval_local_batch_size": 2,
         "train_num_workers": 0,
         "eval_num_workers": 0,
+        "vocab_size": 50_257,
+        "bos_token_id": 50_256,
     }
     return LongCrawl64DataModule(str(data_dir), **{**settings, **changes})
 

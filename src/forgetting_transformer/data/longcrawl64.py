@@ -9,6 +9,7 @@ the paper's runs).
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +22,9 @@ from forgetting_transformer.data.order import ReadingOrder
 from forgetting_transformer.data.remote import is_url, join
 from forgetting_transformer.data.remote_cache import CacheSettings, default_folder, fetch_tokenizer
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
+from forgetting_transformer.data.vocabulary import Vocabulary, vocabulary_of
 from forgetting_transformer.data.worker import start_worker
 
-#: LongCrawl64 is tokenised with GPT-2's BPE: 50,257 ids, of which the last begins and ends a text.
-GPT2_VOCAB_SIZE = 50257
-GPT2_BOS_TOKEN_ID = 50256
 #: Batches that each worker prepares ahead.
 PREFETCHED_BATCHES = 4
 
@@ -64,7 +63,7 @@ class LongCrawl64DataModule:
         eval_local_batch_size: sequences in one evaluation batch of one rank.
         eval_num_workers: as train_num_workers, for evaluation.
         vocab_size, bos_token_id: of the tokenizer that made the corpus; None reads them from the corpus's
-            manifest.json, or means GPT-2's (50,257 and 50,256) where there is none.
+            manifest.json. Only LongCrawl64, with documents of 65,536 tokens, needs neither: it is GPT-2's 50,257 and 50,256.
         repeat: read the data again, in the same order, when it has been read once.
         missing_chunks: "error", or "skip" to use a partial copy on purpose: the documents of which every chunk is
             there, in order, as if there were no others.
@@ -72,6 +71,7 @@ class LongCrawl64DataModule:
             Ranks and runs may share it.
         cache_gb: gigabytes (10^9 bytes) that the chunks in it may take; those used longest ago make room. Other people's
             files there do not count.
+        recorded: the vocabulary that a run has used so far, for a corpus that does not say which it has.
 
     Raises:
         DataError: naming the file or key, the value and the fix.
@@ -95,23 +95,24 @@ class LongCrawl64DataModule:
         missing_chunks: str = "error",
         cache_dir: str | None = None,
         cache_gb: float = 20.0,
+        recorded: Vocabulary | None = None,
     ) -> None:
         self.place: str | Path = join(data_dir, dataset) if is_url(data_dir) else Path(data_dir) / dataset
         self.missing_chunks = missing_chunks
         self.cache = CacheSettings(Path(cache_dir) if cache_dir else default_folder(), int(cache_gb * 1e9))
-        manifest = read_manifest(self.place)
-        self.vocab_size = vocab_size or manifest.get("vocab_size", GPT2_VOCAB_SIZE)
-        self.bos_token_id = (
-            bos_token_id if bos_token_id is not None else manifest.get("bos_token_id", GPT2_BOS_TOKEN_ID)
-        )
-        self.unigram_entropy_nats: float | None = manifest.get("unigram_entropy_nats")
-        if not 0 <= self.bos_token_id < self.vocab_size:
-            raise DataError(f"datamodule.bos_token_id={self.bos_token_id} is not in [0, vocab_size={self.vocab_size})")
+        self._manifest = read_manifest(self.place)
+        stated = {"vocab_size": vocab_size, "bos_token_id": bos_token_id}
+        self._stated, self._recorded = Vocabulary(vocab_size, bos_token_id), recorded
+        self.unigram_entropy_nats: float | None = self._manifest.get("unigram_entropy_nats")
         self.train_batch_len, self.train_batch_size = train_batch_len, train_batch_size
         self.train_num_workers, self.repeat = train_num_workers, repeat
         self.eval_tokens, self.eval_batch_len = eval_tokens, eval_batch_len
         self.eval_local_batch_size, self.eval_num_workers = eval_local_batch_size, eval_num_workers
         self._arrays: dict[str, TokenArray] = {}
+        #: None until an array is open, where it depends on the length of the documents.
+        self._vocabulary: Vocabulary | None = None
+        if {"vocab_size", "bos_token_id"} <= {*self._manifest, *(key for key, value in stated.items() if value is not None)}:
+            self._vocabulary_size("train", 0)
 
     @property
     def folder(self) -> Path:
@@ -172,8 +173,27 @@ class LongCrawl64DataModule:
         """An array of the corpus, opened (and looked at) once."""
         if name not in self._arrays:
             path = join(self.place, name) if isinstance(self.place, str) else self.place / name
-            self._arrays[name] = TokenArray(path, self.vocab_size, self.missing_chunks, self.cache)
+            size = partial(self._vocabulary_size, Path(name).stem)
+            self._arrays[name] = TokenArray(path, size, self.missing_chunks, self.cache)
         return self._arrays[name]
+
+    def _vocabulary_size(self, split: str, doc_len: int) -> int:
+        """For the array of `split`, once the length of its documents is known."""
+        self._vocabulary = vocabulary_of(self.place, split, doc_len, self._manifest, self._stated, self._recorded)
+        return self._vocabulary.size
+
+    def _settled(self) -> Vocabulary:
+        if self._vocabulary is None:
+            self._open("train.zarr")
+        return self._vocabulary
+
+    @property
+    def vocab_size(self) -> int:
+        return self._settled().size
+
+    @property
+    def bos_token_id(self) -> int:
+        return self._settled().bos_token_id
 
     def _open_heldout(self) -> TokenArray:
         array = self._open("heldout.zarr")

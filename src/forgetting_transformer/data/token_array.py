@@ -7,7 +7,7 @@ be sparse on purpose (`missing_chunks="skip"`): then only the documents of which
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
@@ -41,7 +41,7 @@ class TokenArray:
 
     Args:
         path: the array's folder, such as `data/longcrawl64/train.zarr`, or a URL such as s3://bucket/train.zarr.
-        vocab_size: ids must lie in [0, vocab_size).
+        vocab_size: ids must lie in [0, vocab_size). Or what gives it for the length of the documents.
         missing_chunks: "error", or "skip": documents of which a chunk is missing do not count, and the others are
             numbered anew, in order.
         cache: where the files of a URL are kept, and how many; None is the default of CacheSettings.
@@ -59,7 +59,7 @@ class TokenArray:
     def __init__(
         self,
         path: str | Path,
-        vocab_size: int,
+        vocab_size: int | Callable[[int], int],
         missing_chunks: str = "error",
         cache: CacheSettings | None = None,
     ) -> None:
@@ -68,7 +68,6 @@ class TokenArray:
         #: Where the array is; of a URL as it may be shown, without a password.
         self.path: str | Path = redact(str(path).rstrip("/")) if is_url(path) else Path(path)
         self._manifest_folder = str(path).rstrip("/").rpartition("/")[0] if is_url(path) else Path(path).parent
-        self.vocab_size = vocab_size
         if isinstance(self.path, str):
             self.files: ArrayFiles = RemoteArrayFiles(str(path).rstrip("/"), cache or CacheSettings())
         else:
@@ -89,6 +88,7 @@ class TokenArray:
             )
         self._array = array
         self.stored_documents, self.doc_len = (int(size) for size in array.shape)
+        self.vocab_size = vocab_size(self.doc_len) if callable(vocab_size) else vocab_size
         self.chunk_shape = (int(array.chunks[0]), int(array.chunks[1]))
         files = array.shards or array.chunks
         self.file_shape = (int(files[0]), int(files[1]))

@@ -105,7 +105,7 @@ class Haystack:
     @classmethod
     def from_heldout(cls, model: EvaluatedModel, data_path: str, dataset: str, needed: int) -> "Haystack":
         """Held-out documents of a corpus made with the model's tokenizer, as many as make `needed` tokens."""
-        data = open_heldout(find_heldout(data_path, dataset))
+        data = open_heldout(find_heldout(data_path, dataset), recorded=texts.vocabulary_of_model(model))
         documents = min(data.sequences, -(-needed // data.length))
         ids = np.concatenate([data.read(n)[0] for n in range(documents)]).astype(np.int64)
         texts.check_ids(model, ids)

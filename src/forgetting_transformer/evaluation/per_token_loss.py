@@ -29,8 +29,9 @@ from tqdm import tqdm
 
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.longcrawl64 import GPT2_BOS_TOKEN_ID, GPT2_VOCAB_SIZE, check_length, shifted
+from forgetting_transformer.data.longcrawl64 import check_length, shifted
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
+from forgetting_transformer.data.vocabulary import Vocabulary, vocabulary_of
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
@@ -80,19 +81,34 @@ def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
     )
 
 
-def open_heldout(folder: Path, length: int | None = None, tokens: int | None = None) -> HeldOut:
+def open_heldout(
+    folder: Path,
+    length: int | None = None,
+    tokens: int | None = None,
+    vocab_size: int | None = None,
+    bos_token_id: int | None = None,
+    recorded: Vocabulary | None = None,
+) -> HeldOut:
     """Opens held-out documents; only `heldout.zarr` need be there.
 
     Args:
         folder: of the corpus.
         length: tokens in a sequence, a divisor of the documents' length; default whole documents.
         tokens: tokens to evaluate on, rounded down to whole sequences; default all.
+        vocab_size, bos_token_id: of the tokenizer that made the corpus; default what its manifest says, or LongCrawl64's.
+        recorded: of a model that is known to read this corpus, where the corpus does not say.
 
     Raises:
         DataError: naming the flag and what the corpus has.
     """
-    manifest = read_manifest(folder)
-    array = TokenArray(folder / "heldout.zarr", manifest.get("vocab_size", GPT2_VOCAB_SIZE))
+    found: list[Vocabulary] = []
+
+    def size(doc_len: int) -> int:
+        stated = Vocabulary(vocab_size, bos_token_id)
+        found.append(vocabulary_of(folder, "heldout", doc_len, read_manifest(folder), stated, recorded, prefix="--"))
+        return found[0].size
+
+    array = TokenArray(folder / "heldout.zarr", size)
     length = length or array.doc_len
     check_length("--eval_len", length, array)
     available = array.documents * array.doc_len
@@ -102,7 +118,7 @@ def open_heldout(folder: Path, length: int | None = None, tokens: int | None = N
             f"--eval_tokens={wanted:,} must be between one sequence ({length:,} tokens) and all {available:,} tokens of "
             f"{array.path}; leave it out for all"
         )
-    return HeldOut(array, manifest.get("bos_token_id", GPT2_BOS_TOKEN_ID), length, wanted // length)
+    return HeldOut(array, found[0].bos_token_id, length, wanted // length)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError
 from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
 
@@ -27,7 +28,7 @@ def read_tokens(
             raise EvaluationError(f"--text={text}: no such file")
         ids = np.array(encode(model, text.read_text(encoding="utf-8", errors="replace")), dtype=np.int64)
     else:
-        data = open_heldout(find_heldout(data_path, dataset))
+        data = open_heldout(find_heldout(data_path, dataset), recorded=vocabulary_of_model(model))
         if not 0 <= document < data.sequences:
             raise EvaluationError(f"--document={document}: {data.array.path} has documents 0 to {data.sequences - 1}")
         ids = data.read(document)[0].astype(np.int64)
@@ -35,6 +36,11 @@ def read_tokens(
         raise EvaluationError(f"--text={text} is empty")
     check_ids(model, ids)
     return np.concatenate([begin(model), ids])[:max_length]
+
+
+def vocabulary_of_model(model: EvaluatedModel) -> Vocabulary:
+    """What a corpus that does not say was made with, if it is the model's."""
+    return Vocabulary(model.model.config.get_text_config().vocab_size, model.bos_token_id or 0)
 
 
 def encode(model: EvaluatedModel, text: str) -> list[int]:

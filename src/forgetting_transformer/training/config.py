@@ -438,8 +438,13 @@ def check_continues(
     Raises:
         ConfigError: naming every such key, its old and its new value.
     """
-    before = state["config"]
-    changes = changes_that_alter_the_run(before, dataclasses.asdict(config))
+    before, after = state["config"], dataclasses.asdict(config)
+    if model := state.get("model_config"):
+        # Null stands for what the corpus says, so what it came to is compared.
+        for key, value in (("vocab_size", data.vocab_size), ("bos_token_id", data.bos_token_id)):
+            before = {**before, "datamodule": {**before["datamodule"], key: model.get(key)}}
+            after["datamodule"][key] = value
+    changes = changes_that_alter_the_run(before, after)
     if forked:
         shape = ("datamodule.train_batch_len", "datamodule.train_batch_size", "model.")
         changes = [change for change in changes if change.startswith(shape)]

@@ -64,7 +64,7 @@ def replay(
             f"step={step:,}: steps of this run end at multiples of {tokens:,} tokens, as the lines of train.jsonl do; "
             f"use step={below} or step={below + tokens}"
         )
-    data = setup.build_data(data_dir or config.data_dir, shape)
+    data = setup.build_data(data_dir or config.data_dir, shape, setup.recorded_vocabulary(config, directory))
     earlier = [candidate for candidate in steps_in(directory.checkpoints) if candidate <= step - tokens]
     checkpoint = next(filter(None, (newest_valid(directory.checkpoints, s) for s in reversed(earlier))), None)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import random
@@ -20,9 +21,11 @@ from transformers.initialization import no_init_weights
 
 from forgetting_transformer import console, gpus
 from forgetting_transformer.data import DataInfo, LongCrawl64DataModule
+from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.decoder import DecoderConfig
 from forgetting_transformer.training import status
+from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
 from forgetting_transformer.training.metrics import TerminalHandler
 from forgetting_transformer.training.parameter_groups import group_parameters
@@ -85,9 +88,27 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -
     log.critical("the run stopped", exc_info=(kind, error, trace))
 
 
-def build_data(data_dir: str, config: DataModuleConfig) -> LongCrawl64DataModule:
+def build_data(
+    data_dir: str, config: DataModuleConfig, recorded: Vocabulary | None = None
+) -> LongCrawl64DataModule:
     arguments = {key: value for key, value in vars(config).items() if key != "name"}
-    return LongCrawl64DataModule(data_dir, **arguments)
+    return LongCrawl64DataModule(data_dir, **arguments, recorded=recorded)
+
+
+def recorded_vocabulary(config: Config, directory: RunDirectory) -> Vocabulary | None:
+    """What the run, or the one it is forked from, has used so far; None for a new run.
+
+    Runs of earlier versions took GPT-2's vocabulary for any corpus without a manifest, and go on with it.
+    """
+    places = [directory.checkpoints] + ([RunDirectory(config.fork_dir).checkpoints] if config.fork_dir else [])
+    for folder in places:
+        for step in reversed(steps_in(folder)):
+            try:
+                model = json.loads((folder / f"step-{step:015d}/trainer.json").read_text(encoding="utf-8"))["model_config"]
+                return Vocabulary(int(model["vocab_size"]), int(model["bos_token_id"]))
+            except (OSError, ValueError, LookupError, TypeError):
+                continue  # damaged; whether the run can go on is decided elsewhere
+    return None
 
 
 def model_config(config: Config, data: DataInfo) -> DecoderConfig:

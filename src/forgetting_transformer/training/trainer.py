@@ -141,7 +141,8 @@ class Trainer:
             setup.start_logging(self.directory, self.fabric.global_rank)
 
         log.info("reading the corpus: %s in %s", config.datamodule.dataset, config.data_dir)
-        self.data = setup.build_data(config.data_dir, config.datamodule)
+        recorded = setup.recorded_vocabulary(config, self.directory) if config.resume else None
+        self.data = setup.build_data(config.data_dir, config.datamodule, recorded)
         self.data_info = self.data.train_info()
         self.order = self.data.open_train()[1]
         self._check_budget()

@@ -1,0 +1,83 @@
+"""How many token ids a corpus has, and which of them begins a text.
+
+The arrays do not say. A model with the vocabulary of another tokenizer trains all the same, only worse: so nothing is assumed of an
+array that nobody describes.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.redaction import redact
+
+#: LongCrawl64 is tokenised with GPT-2's BPE: 50,257 ids, of which the last begins and ends a text.
+GPT2_VOCAB_SIZE = 50257
+GPT2_BOS_TOKEN_ID = 50256
+LONGCRAWL64_DOC_LEN = 65536
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Ids lie in [0, size), and `bos_token_id` begins a text; None where it is not stated."""
+
+    size: int | None = None
+    bos_token_id: int | None = None
+
+
+def vocabulary_of(
+    place: str | Path,
+    split: str,
+    doc_len: int,
+    manifest: dict[str, Any],
+    stated: Vocabulary = Vocabulary(),
+    recorded: Vocabulary | None = None,
+    prefix: str = "datamodule.",
+) -> Vocabulary:
+    """The vocabulary of the corpus at `place`: what is stated, else what its manifest says, else GPT-2's for LongCrawl64,
+    else what a run recorded when it began.
+
+    LongCrawl64 is a folder of that name with documents of 65,536 tokens, or of as many as scripts/download_longcrawl64.py
+    cut them to, which its note says.
+
+    Args:
+        split: "train" or "heldout", the array whose documents have `doc_len` tokens.
+        manifest: of the corpus, {} if it has none.
+        prefix: of the keys or flags that state it, for messages.
+
+    Raises:
+        DataError: neither says, or the two do not fit together.
+    """
+    size = manifest.get("vocab_size") if stated.size is None else stated.size
+    bos = manifest.get("bos_token_id") if stated.bos_token_id is None else stated.bos_token_id
+    if size is None or bos is None:
+        known = _known(place, split, doc_len) or recorded or Vocabulary()
+        size, bos = known.size if size is None else size, known.bos_token_id if bos is None else bos
+    missing = [f"{prefix}{key}" for key, value in (("vocab_size", size), ("bos_token_id", bos)) if value is None]
+    if missing:
+        raise DataError(
+            f"{redact(str(place))} has no manifest.json that states its vocabulary and is not LongCrawl64 with documents of 65,536 "
+            f"tokens, so it does not say which tokenizer made it: set {' and '.join(missing)}, or bring back the manifest "
+            "that scripts/prepare_data.py wrote (docs/prepare_data.md)"
+        )
+    if not 0 <= bos < size:
+        raise DataError(f"{prefix}bos_token_id={bos} is not in [0, vocab_size={size})")
+    return Vocabulary(size, bos)
+
+
+def _known(place: str | Path, split: str, doc_len: int) -> Vocabulary | None:
+    """GPT-2's if this is LongCrawl64."""
+    if PurePosixPath(str(place)).name.partition("@")[0] != "longcrawl64":
+        return None
+    if doc_len != LONGCRAWL64_DOC_LEN and (not isinstance(place, Path) or _downloaded_length(place, split) != doc_len):
+        return None
+    return Vocabulary(GPT2_VOCAB_SIZE, GPT2_BOS_TOKEN_ID)
+
+
+def _downloaded_length(folder: Path, split: str) -> int | None:
+    """Tokens of a document in a copy that scripts/download_longcrawl64.py made."""
+    try:
+        return json.loads((folder / f"{split}.download.json").read_text(encoding="utf-8"))["tokens"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

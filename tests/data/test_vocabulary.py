@@ -1,0 +1,101 @@
+"""GPT-2's vocabulary is LongCrawl64's and nobody else's."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from forgetting_transformer.data import DataError, LongCrawl64DataModule
+from forgetting_transformer.data.vocabulary import Vocabulary, vocabulary_of
+from forgetting_transformer.evaluation import per_token_loss
+from tests.data.corpus_helpers import package_tree, prepare
+from tests.data.mirror import serve
+
+
+def write(path: Path, doc_len: int = 64) -> None:
+    """Eight documents; long ones are one value repeated, which takes no time to write."""
+    zarr.create_array(path, data=np.full((8, doc_len), 3, dtype=np.uint16), chunks=(8, min(doc_len, 8192)))
+
+
+def module(data_dir: Path | str, dataset: str, **options) -> LongCrawl64DataModule:
+    settings = {"train_batch_len": 32, "train_batch_size": 4, "eval_batch_len": 32, "eval_local_batch_size": 2}
+    return LongCrawl64DataModule(str(data_dir), dataset=dataset, **settings, **options)
+
+
+@pytest.mark.parametrize("dataset", ["mine", "longcrawl64"])
+def test_an_array_without_manifest_needs_vocabulary_and_bos(tmp_path, dataset):
+    for split in ("train", "heldout"):
+        write(tmp_path / dataset / f"{split}.zarr")
+    for options, missing in (
+        ({}, "datamodule.vocab_size and datamodule.bos_token_id"),
+        ({"vocab_size": 64}, "datamodule.bos_token_id"),
+        ({"bos_token_id": 0}, "datamodule.vocab_size"),
+    ):
+        for ask in ("train_info", "eval_info"):
+            with pytest.raises(DataError, match=rf"does not say .*: set {missing}"):
+                getattr(module(tmp_path, dataset, **options), ask)()
+    info = module(tmp_path, dataset, vocab_size=64, bos_token_id=0).train_info()
+    assert (info.vocab_size, info.bos_token_id) == (64, 0)
+
+
+def test_a_prepared_corpus_that_lost_its_manifest_is_refused(tmp_path):
+    prepare(tmp_path / "out", package_tree(tmp_path / "in"))
+    assert module(tmp_path, "out").train_info().vocab_size == 257
+    (tmp_path / "out/manifest.json").unlink()
+    with pytest.raises(DataError, match=r"out has no manifest\.json.*prepare_data"):
+        module(tmp_path, "out").train_info()
+    with pytest.raises(DataError, match=r"set --vocab_size and --bos_token_id"):
+        per_token_loss.open_heldout(tmp_path / "out")
+    data = per_token_loss.open_heldout(tmp_path / "out", vocab_size=257, bos_token_id=256)
+    assert (data.array.vocab_size, data.bos_token_id) == (257, 256)
+
+
+def test_longcrawl64_needs_no_manifest(tmp_path):
+    write(tmp_path / "longcrawl64/train.zarr", doc_len=65_536)
+    write(tmp_path / "longcrawl64/heldout.zarr", doc_len=65_536)
+    for data_dir, dataset in ((tmp_path, "longcrawl64"), (tmp_path / "longcrawl64", ".")):
+        info = module(data_dir, dataset).train_info()
+        assert (info.vocab_size, info.bos_token_id) == (50_257, 50_256)
+    assert per_token_loss.open_heldout(tmp_path / "longcrawl64").bos_token_id == 50_256
+    with serve(tmp_path) as mirror:
+        assert module(mirror.url, "longcrawl64", cache_dir=str(tmp_path / "cache")).train_info().vocab_size == 50_257
+
+
+def test_longcrawl64_cut_short_by_the_downloader_is_still_longcrawl64(tmp_path):
+    write(tmp_path / "longcrawl64/train.zarr", doc_len=128)
+    note = tmp_path / "longcrawl64/train.download.json"
+    note.write_text(json.dumps({"source": "hf://datasets/clankur/longcrawl64", "tokens": 128}))
+    assert module(tmp_path, "longcrawl64").train_info().bos_token_id == 50_256
+    note.write_text(json.dumps({"source": "hf://datasets/clankur/longcrawl64", "tokens": 256}))
+    with pytest.raises(DataError, match=r"set datamodule\.vocab_size"):
+        module(tmp_path, "longcrawl64").train_info()
+
+
+@pytest.mark.parametrize(
+    ("place", "is_gpt2"),
+    [
+        ("data/longcrawl64", True),
+        ("hf://datasets/clankur/longcrawl64@5e2f38e6", True),
+        ("s3://bucket/longcrawl64", True),
+        ("data/my_longcrawl64", False),
+        ("data/longcrawl64/tokenised", False),
+    ],
+)
+def test_its_name_is_that_of_its_folder(place, is_gpt2):
+    if is_gpt2:
+        assert vocabulary_of(place, "train", 65_536, {}) == Vocabulary(50_257, 50_256)
+    else:
+        with pytest.raises(DataError, match=r"datamodule\.vocab_size"):
+            vocabulary_of(place, "train", 65_536, {})
+
+
+def test_what_is_stated_wins_and_what_a_run_recorded_comes_last():
+    manifest, recorded = {"vocab_size": 300, "bos_token_id": 299}, Vocabulary(500, 499)
+    of = vocabulary_of
+    assert of("data/x", "train", 64, manifest, recorded=recorded) == Vocabulary(300, 299)
+    assert of("data/x", "train", 64, manifest, Vocabulary(600, 0), recorded) == Vocabulary(600, 0)
+    assert of("data/x", "train", 64, {}, recorded=recorded) == recorded
+    with pytest.raises(DataError, match=r"bos_token_id=299 is not in \[0, vocab_size=100\)"):
+        of("data/x", "train", 64, manifest, Vocabulary(100, None))
