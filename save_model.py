@@ -12,18 +12,20 @@ Load it anywhere with
 import argparse
 import logging
 import sys
-from pathlib import Path
+
+from forgetting_transformer import command_line
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hf_load_dir", type=Path, required=True, help="output_dir of a training run")
-    parser.add_argument("--hf_save_dir", type=Path, required=True, help="folder to write; made if needed")
+    parser.add_argument("--hf_load_dir", type=command_line.path, required=True, help="output_dir of a training run")
+    parser.add_argument("--hf_save_dir", type=command_line.path, required=True, help="folder to write; made if needed")
     parser.add_argument(
         "--hf_load_step", type=int, help="training tokens of the checkpoint; without it the newest valid one"
     )
     parser.add_argument(
         "--tokenizer",
+        type=command_line.name,
         help="folder or hub id of the tokenizer, when the run has none of its own. Runs on LongCrawl64 use its "
         "JSON-escaping tokenizer over this GPT-2 vocabulary, 'gpt2' from the hub unless told",
     )

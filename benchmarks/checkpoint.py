@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options
 
+from forgetting_transformer import command_line
 from training import compose
 
 
@@ -38,7 +39,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, default=50257)
     parser.add_argument("--steps", type=int, default=10, help="timed before the first save")
     parser.add_argument("--saves", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
+    parser.add_argument(
+        "--folder", type=command_line.path, help="where to write; default: the system's temporary folder"
+    )
     parser.add_argument("--foreground", action="store_true", help="training waits for the writing")
     add_options(parser)
     return parser.parse_args(argv)

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options
 
+from forgetting_transformer import command_line
 from forgetting_transformer.data import LongCrawl64DataModule, ReadingOrder
 from forgetting_transformer.data.longcrawl64 import PREFETCHED_BATCHES
 
@@ -54,7 +55,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="worker processes (default 0 1 2)")
     parser.add_argument("--repeats", type=int, default=3, help="passes, of which the median counts (default 3)")
     parser.add_argument("--plain_batches", type=int, default=32, help="batches read with plain zarr (default 32)")
-    parser.add_argument("--data_dir", type=Path, help="folder for the array, kept and used again (default: temporary)")
+    parser.add_argument(
+        "--data_dir", type=command_line.path, help="folder for the array, kept and used again (default: temporary)"
+    )
     add_options(parser)
     args = parser.parse_args(argv)
     for name in ("documents", "doc_len", "seq_len", "batch_size", "world_size", "repeats", "plain_batches"):

@@ -27,6 +27,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer import command_line
+
 #: Says which commit a copy of the repository without its .git was made from.
 COMMIT_VARIABLE = "BENCHMARK_COMMIT"
 #: Options that say where results go, and not what is measured.
@@ -42,7 +44,9 @@ class RecordError(ValueError):
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds --out and --replace."""
     parser.add_argument(
-        "--out", type=Path, help="JSON file that gets each row when it is measured; the same command continues it"
+        "--out",
+        type=command_line.path,
+        help="JSON file that gets each row when it is measured; the same command continues it",
     )
     parser.add_argument("--replace", action="store_true", help="measure again what --out already has")
 

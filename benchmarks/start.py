@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options, device_name, end_with_parent
 
+from forgetting_transformer import command_line
 from training import CONFIGS, compose, experiment_file
 
 CACHES = ("empty", "warm")
@@ -44,7 +45,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
-    parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
+    parser.add_argument(
+        "--folder", type=command_line.path, help="where to write; default: the system's temporary folder"
+    )
     parser.add_argument("--time_limit", type=float, default=540, help="seconds a start may take (default 540)")
     add_options(parser)
     args = parser.parse_args(argv)

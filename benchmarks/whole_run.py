@@ -49,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options, device_name, end_with_parent
 
+from forgetting_transformer import command_line
 from training import compose, experiment_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,8 +88,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--unpruned_tokens", type=int, help="tokens of part train_unpruned; default 8,000,000 on a GPU")
     parser.add_argument("--devices", type=int, default=1, help="processes of train.py (default 1)")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more overrides of train.py")
-    parser.add_argument("--data_dir", type=Path, help="folder of the corpus; default: one is made in --folder")
-    parser.add_argument("--dataset", default="python_code", help="name of the corpus in it (default python_code)")
+    parser.add_argument(
+        "--data_dir", type=command_line.path, help="folder of the corpus; default: one is made in --folder"
+    )
+    parser.add_argument(
+        "--dataset",
+        type=command_line.name,
+        default="python_code",
+        help="name of the corpus in it (default python_code)",
+    )
     parser.add_argument(
         "--max_bytes", default="120MB", help="text of the corpus that is made (default 120MB, about 29M tokens)"
     )
@@ -96,7 +104,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--vocabulary", type=int, help="ids of the corpus that is made; default GPT-2's 50,257 on a GPU"
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("output/whole_run"), help="for corpus and runs (default output/whole_run)"
+        "--folder",
+        type=command_line.path,
+        default=Path("output/whole_run"),
+        help="for corpus and runs (default output/whole_run)",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     add_options(parser)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from forgetting_transformer import command_line
 from forgetting_transformer.redaction import redact
 from forgetting_transformer.training import checkpoint as checkpoints
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError
@@ -33,9 +34,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     diff = commands.add_parser("diff", help="compare two checkpoints")
     prune = commands.add_parser("prune", help="delete older checkpoints; never while the run is training")
     for command in (ls, verify, prune):
-        command.add_argument("run", type=Path, metavar="RUN", help="output_dir of a run")
+        command.add_argument("run", type=command_line.path, metavar="RUN", help="output_dir of a run")
     for number in ("", "2"):
-        diff.add_argument(f"run{number}", type=Path, metavar=f"RUN{number}", help="output_dir of a run")
+        diff.add_argument(f"run{number}", type=command_line.path, metavar=f"RUN{number}", help="output_dir of a run")
         diff.add_argument(f"step{number}", metavar=f"STEP{number}", help='training tokens, or "newest"')
     diff.add_argument("--top", type=int, default=10, help="tensors to print, those that differ most (default 10)")
     prune.add_argument("--keep", type=int, default=1, help="valid checkpoints to keep, the newest (default 1)")

@@ -19,12 +19,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from forgetting_transformer import command_line
+
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="output_dir of a run, or a folder of them")
+    parser.add_argument(
+        "runs", nargs="*", type=command_line.path, metavar="RUN", help="output_dir of a run, or a folder of them"
+    )
     parser.add_argument(
         "--model",
+        type=command_line.name,
         nargs="+",
         action="append",
         default=[],
@@ -37,7 +42,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--flops", type=float, metavar="N", help="compare after N FLOPs, as in 1e18")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=command_line.path,
         default=Path("output/comparison"),
         metavar="DIR",
         help="for compare.md and compare.png; default: %(default)s",

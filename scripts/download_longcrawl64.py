@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+from forgetting_transformer import command_line
 from forgetting_transformer.data.download import MIRROR, SPLITS, Selection, download
 from forgetting_transformer.data.errors import DataError
 
@@ -58,7 +59,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("splits", nargs="+", choices=SPLITS, metavar="SPLIT", help="heldout, train, or both")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=command_line.path,
         default=Path("data/longcrawl64"),
         help="folder for the arrays (default: data/longcrawl64, so that data_dir=data trains on it)",
     )
@@ -77,6 +78,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--source",
+        type=command_line.name,
         default=MIRROR,
         metavar="URL",
         help="hf://datasets/OWNER/NAME[@REVISION][/FOLDER], https://, s3://, gs:// or whatever fsspec reads; "

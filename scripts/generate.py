@@ -7,10 +7,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from forgetting_transformer import command_line
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder that save_model.py wrote, or the hub id of a released model")
+    parser.add_argument(
+        "model", type=command_line.name, help="folder that save_model.py wrote, or the hub id of a released model"
+    )
     parser.add_argument("--prompt", default="", help="text to continue; empty begins a new text")
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token each time")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from forgetting_transformer import command_line
 from forgetting_transformer.evaluation.plots import format_tokens, loss_against_position, loss_against_tokens
 from forgetting_transformer.evaluation.runs import (
     PositionLoss,
@@ -31,10 +32,10 @@ T = TypeVar("T")
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="output_dir of a run")
+    parser.add_argument("run_dirs", nargs="+", type=command_line.path, metavar="RUN_DIR", help="output_dir of a run")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=command_line.path,
         metavar="DIR",
         help="folder for the figures; default RUN_DIR/plots, required if there are several runs",
     )

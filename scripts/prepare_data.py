@@ -5,8 +5,8 @@ import argparse
 import os
 import re
 import sys
-from pathlib import Path
 
+from forgetting_transformer import command_line
 from forgetting_transformer.data.corpus import CorpusError, CorpusSettings, prepare_corpus
 from forgetting_transformer.data.corpus.settings import DEFAULT_HELDOUT_FRACTION
 
@@ -53,7 +53,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument_group("input").add_argument
-    add("inputs", nargs="*", help="files and folders; .jsonl, .jsonl.gz and .parquet hold records, all else is text")
+    add(
+        "inputs",
+        type=command_line.name,
+        nargs="*",
+        help="files and folders; .jsonl, .jsonl.gz and .parquet hold records, all else is text",
+    )
     add(
         "--glob",
         action="append",
@@ -70,16 +75,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="leave out files and folders, for example tests (repeatable)",
     )
     add("--text_field", default="text", metavar="KEY", help="JSON key or Parquet column with the text (default: text)")
-    add("--dataset", metavar="ID", help="a Hugging Face data set instead of files")
+    add("--dataset", type=command_line.name, metavar="ID", help="a Hugging Face data set instead of files")
     add("--dataset_config", metavar="NAME", help="its configuration, where it has several")
     add("--split", default="train", dest="dataset_split", metavar="NAME", help="its split (default: train)")
     add("--max_bytes", type=number_of_bytes, metavar="N", help="stop after this much text, for example 30MB")
     add("--keep_duplicates", action="store_true", help="keep texts that are equal to an earlier one")
 
     add = parser.add_argument_group("output").add_argument
-    add("--out", required=True, type=Path, help="folder for the arrays, the tokenizer and manifest.json")
+    add("--out", required=True, type=command_line.path, help="folder for the arrays, the tokenizer and manifest.json")
     add(
         "--tokenizer",
+        type=command_line.name,
         default="train:32768",
         metavar="NAME",
         help="hub id or local folder; bytes; or train:N, byte-level BPE of N ids trained on the input "

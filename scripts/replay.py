@@ -57,6 +57,8 @@ def parse(arguments: Sequence[str]) -> Settings:
             settings[key] = value
         except OmegaConfBaseException as error:
             raise ValueError(f"{argument!r}: {str(error).splitlines()[0]}") from error
+        if key in ("output_dir", "data_dir", "tokenizer", "out") and not value.strip():
+            raise ValueError(f"{key}={value!r} is empty (a variable that is not set?); give a path or a name")
     if not settings.output_dir or settings.step < 0:
         raise ValueError("output_dir=… and step=… are needed; --help explains them")
     return OmegaConf.to_object(settings)

@@ -14,15 +14,20 @@ import argparse
 import sys
 from pathlib import Path
 
+from forgetting_transformer import command_line
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.evaluation.report import write_report
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dirs", nargs="*", type=Path, metavar="RUN_DIR", help="output_dir of a run")
-    parser.add_argument("--results", nargs="+", type=Path, default=[], metavar="DIR", help="results of evaluations")
-    parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page; default %(default)s")
+    parser.add_argument("run_dirs", nargs="*", type=command_line.path, metavar="RUN_DIR", help="output_dir of a run")
+    parser.add_argument(
+        "--results", nargs="+", type=command_line.path, default=[], metavar="DIR", help="results of evaluations"
+    )
+    parser.add_argument(
+        "--out", type=command_line.path, default=Path("report.html"), help="the page; default %(default)s"
+    )
     args = parser.parse_args()
     try:
         for reason in write_report(args.run_dirs, args.results, args.out):

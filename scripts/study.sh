@@ -27,6 +27,7 @@ if [ $# -lt 1 ]; then
     sed -n '2,/^set /{/^#/p;}' "$0"
     exit 2
 fi
+[ -n "$1" ] || { echo "FOLDER is empty (a variable that is not set?); give a folder" >&2; exit 2; }
 mkdir -p "$1/logs" "$1/speed"
 folder="$(cd "$1" && pwd)"
 stages=("${@:2}")

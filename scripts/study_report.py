@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer import command_line
+
 #: Position from which models are compared document by document.
 COMPARED_FROM = 256
 
@@ -27,19 +29,26 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     collect = commands.add_parser("collect", help="from the folder of a study to a few small files")
-    collect.add_argument("study", type=Path, help="output_dir of scripts/study.py")
+    collect.add_argument("study", type=command_line.path, help="output_dir of scripts/study.py")
     collect.add_argument(
-        "--data_path", required=True, help="folder of the corpus, for the share of tiles that is pruned"
+        "--data_path",
+        type=command_line.name,
+        required=True,
+        help="folder of the corpus, for the share of tiles that is pruned",
     )
-    collect.add_argument("--position_loss", type=Path, required=True, help="save_dir of run_per_token_loss.py")
-    collect.add_argument("--speed", type=Path, nargs="*", default=[], help="files of benchmarks/training.py --out")
+    collect.add_argument(
+        "--position_loss", type=command_line.path, required=True, help="save_dir of run_per_token_loss.py"
+    )
+    collect.add_argument(
+        "--speed", type=command_line.path, nargs="*", default=[], help="files of benchmarks/training.py --out"
+    )
     collect.add_argument(
         "--documents", type=int, default=8, help="texts that the pruned share is a mean of; %(default)s"
     )
-    collect.add_argument("--out", type=Path, required=True, metavar="DIR")
+    collect.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
     tables = commands.add_parser("tables", help="and figures, into a page")
-    tables.add_argument("report", type=Path, help="OUT of collect")
-    tables.add_argument("page", type=Path)
+    tables.add_argument("report", type=command_line.path, help="OUT of collect")
+    tables.add_argument("page", type=command_line.path)
     return parser.parse_args(argv)
 
 

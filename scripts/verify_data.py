@@ -3,8 +3,8 @@
 
 import argparse
 import sys
-from pathlib import Path
 
+from forgetting_transformer import command_line
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.token_array import MISSING_CHUNKS, read_manifest
 from forgetting_transformer.data.verify import verify
@@ -42,7 +42,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "paths", nargs="+", type=Path, metavar="PATH", help="folders of a corpus, or arrays in them (NAME.zarr)"
+        "paths",
+        nargs="+",
+        type=command_line.path,
+        metavar="PATH",
+        help="folders of a corpus, or arrays in them (NAME.zarr)",
     )
     parser.add_argument(
         "--missing_chunks",

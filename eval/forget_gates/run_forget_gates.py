@@ -17,18 +17,27 @@ import argparse
 import json
 import logging
 import sys
-from pathlib import Path
+
+from forgetting_transformer import command_line
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_path", required=True, help="exported folder, output_dir of a run, or hub id")
+    parser.add_argument(
+        "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
+    )
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument("--tokenizer", help="folder or hub id, where the model has none of its own")
+    parser.add_argument(
+        "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", type=Path, help="a text file")
-    source.add_argument("--data_path", help="folder of a corpus with heldout.zarr: a document of it")
-    parser.add_argument("--dataset", default="longcrawl64", help="the corpus, if --data_path holds several")
+    source.add_argument("--text", type=command_line.path, help="a text file")
+    source.add_argument(
+        "--data_path", type=command_line.name, help="folder of a corpus with heldout.zarr: a document of it"
+    )
+    parser.add_argument(
+        "--dataset", type=command_line.name, default="longcrawl64", help="the corpus, if --data_path holds several"
+    )
     parser.add_argument("--document", type=int, default=0, help="its number; default %(default)s")
     parser.add_argument("--max_length", type=int, default=16384, help="tokens read; default %(default)s")
     parser.add_argument("--layers", help="to draw, such as 0,8,16,23; default four, evenly spaced")
@@ -48,7 +57,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to; made if needed")
+    parser.add_argument(
+        "--out", type=command_line.path, required=True, metavar="DIR", help="folder to write to; made if needed"
+    )
     args = parser.parse_args()
     for flag in ("layers", "heads"):
         value = getattr(args, flag)

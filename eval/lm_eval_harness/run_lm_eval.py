@@ -12,18 +12,27 @@ hub; without a network an error says what to download and where to put it.
 import argparse
 import logging
 import sys
-from pathlib import Path
+
+from forgetting_transformer import command_line
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_path", required=True, help="exported folder, output_dir of a run, or hub id")
-    parser.add_argument("--model", help="name of the results' folder; default the last part of --model_path")
+    parser.add_argument(
+        "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
+    )
+    parser.add_argument(
+        "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
+    )
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument("--tokenizer", help="folder or hub id, where the model has none of its own")
-    parser.add_argument("--save_dir", type=Path, required=True, help="results go to SAVE_DIR/MODEL")
+    parser.add_argument(
+        "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
+    )
+    parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
     parser.add_argument("--tasks", help="lm_eval's names with commas between them; default the eleven of the paper")
-    parser.add_argument("--include_path", type=Path, help="folder of task files of your own; they can run Python")
+    parser.add_argument(
+        "--include_path", type=command_line.path, help="folder of task files of your own; they can run Python"
+    )
     parser.add_argument("--max_len", type=int, help="longest sequence, tokens; default the training length")
     parser.add_argument("--batch_size", type=int, default=1, help="sequences per forward pass; default %(default)s")
     parser.add_argument("--limit", type=int, help="examples of each task, for a quick look; default all")

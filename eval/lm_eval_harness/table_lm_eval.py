@@ -8,13 +8,16 @@ Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md, OUT/table
 
 import argparse
 import sys
-from pathlib import Path
+
+from forgetting_transformer import command_line
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", metavar="RESULT", help="[NAME=]FOLDER with results.json")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write to; made if needed")
+    parser.add_argument(
+        "results", type=command_line.name, nargs="+", metavar="RESULT", help="[NAME=]FOLDER with results.json"
+    )
+    parser.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     args = parser.parse_args()
 
     from forgetting_transformer.evaluation import harness_tables

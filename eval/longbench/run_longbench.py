@@ -12,18 +12,27 @@ from the Hugging Face hub, or from --data_dir.
 import argparse
 import logging
 import sys
-from pathlib import Path
+
+from forgetting_transformer import command_line
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_path", required=True, help="exported folder, output_dir of a run, or hub id")
-    parser.add_argument("--model", help="name of the results' folder; default the last part of --model_path")
-    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument("--tokenizer", help="folder or hub id, where the model has none of its own")
-    parser.add_argument("--save_dir", type=Path, required=True, help="results go to SAVE_DIR/MODEL")
     parser.add_argument(
-        "--data_dir", type=Path, help="LongBench's data.zip, or a folder with it or with <set>.jsonl; default the hub"
+        "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
+    )
+    parser.add_argument(
+        "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
+    )
+    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument(
+        "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
+    )
+    parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
+    parser.add_argument(
+        "--data_dir",
+        type=command_line.path,
+        help="LongBench's data.zip, or a folder with it or with <set>.jsonl; default the hub",
     )
     parser.add_argument("--sets", help="with commas between them; default all fourteen")
     parser.add_argument(

@@ -11,12 +11,15 @@ asked for.
 import argparse
 import math
 import sys
-from pathlib import Path
+
+from forgetting_transformer import command_line
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="folder with scores.json: SAVE_DIR/MODEL/MODE of run_niah.py")
+    parser.add_argument(
+        "results", type=command_line.path, help="folder with scores.json: SAVE_DIR/MODEL/MODE of run_niah.py"
+    )
     parser.add_argument("--judge_url", default="https://api.openai.com/v1", help="default %(default)s")
     parser.add_argument("--judge_model", required=True, help="as the endpoint calls it")
     parser.add_argument(

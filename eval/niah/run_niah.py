@@ -16,20 +16,31 @@ judge_niah.py has the answers rated by a language model instead.
 import argparse
 import logging
 import sys
-from pathlib import Path
+
+from forgetting_transformer import command_line
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_path", required=True, help="exported folder, output_dir of a run, or hub id")
-    parser.add_argument("--model", help="name of the results' folder; default the last part of --model_path")
+    parser.add_argument(
+        "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
+    )
+    parser.add_argument(
+        "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
+    )
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument("--tokenizer", help="folder or hub id, where the model has none of its own")
+    parser.add_argument(
+        "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--haystack_dir", type=Path, help="folder of texts (.txt, .md, .py)")
-    source.add_argument("--data_path", help="folder of a corpus with heldout.zarr, or the folder that holds it")
-    parser.add_argument("--dataset", default="longcrawl64", help="the corpus, if --data_path holds several")
-    parser.add_argument("--save_dir", type=Path, required=True, help="results go to SAVE_DIR/MODEL/MODE")
+    source.add_argument("--haystack_dir", type=command_line.path, help="folder of texts (.txt, .md, .py)")
+    source.add_argument(
+        "--data_path", type=command_line.name, help="folder of a corpus with heldout.zarr, or the folder that holds it"
+    )
+    parser.add_argument(
+        "--dataset", type=command_line.name, default="longcrawl64", help="the corpus, if --data_path holds several"
+    )
+    parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL/MODE")
     parser.add_argument("--mode", choices=["standard", "easy"], default="easy", help="default %(default)s")
     parser.add_argument("--question", help="what is asked; default about San Francisco")
     parser.add_argument("--statement", help="how the needle begins and the query ends")

@@ -11,8 +11,8 @@ model against the first on the same documents, which is much more precise than e
 
 import argparse
 import sys
-from pathlib import Path
 
+from forgetting_transformer import command_line
 from forgetting_transformer.evaluation import per_token_loss
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.evaluation.plots import loss_against_position
@@ -20,8 +20,12 @@ from forgetting_transformer.evaluation.plots import loss_against_position
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", metavar="RESULT", help="[NAME=]FOLDER with results.npz")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write to; made if needed")
+    parser.add_argument(
+        "results", type=command_line.name, nargs="+", metavar="RESULT", help="[NAME=]FOLDER with results.npz"
+    )
+    parser.add_argument(
+        "--out", type=command_line.path, required=True, metavar="DIR", help="folder to write to; made if needed"
+    )
     parser.add_argument("--train_len", type=int, help="training length to mark; default what the results agree on")
     parser.add_argument("--first", type=int, help="first position drawn; default a 512th of the longest sequence")
     args = parser.parse_args()

@@ -12,19 +12,32 @@ results.npz; killed and started again, on any number of GPUs, it continues. Draw
 import argparse
 import logging
 import sys
-from pathlib import Path
+
+from forgetting_transformer import command_line
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_path", required=True, help="exported folder, output_dir of a run, or hub id")
-    parser.add_argument("--model", help="name of the results' folder; default the last part of --model_path")
+    parser.add_argument(
+        "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
+    )
+    parser.add_argument(
+        "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
+    )
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
     parser.add_argument(
-        "--data_path", required=True, help="folder of a corpus (with heldout.zarr), or the folder that holds it"
+        "--data_path",
+        type=command_line.name,
+        required=True,
+        help="folder of a corpus (with heldout.zarr), or the folder that holds it",
     )
-    parser.add_argument("--dataset", default="longcrawl64", help="the corpus's name in the second case; %(default)s")
-    parser.add_argument("--save_dir", type=Path, required=True, help="results go to SAVE_DIR/MODEL")
+    parser.add_argument(
+        "--dataset",
+        type=command_line.name,
+        default="longcrawl64",
+        help="the corpus's name in the second case; %(default)s",
+    )
+    parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
     parser.add_argument(
         "--preset",
         choices=["extrapolation"],

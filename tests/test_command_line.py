@@ -1,0 +1,103 @@
+"""An empty path on a command line is refused by its flag, and never stands for the current folder."""
+
+import argparse
+import ast
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forgetting_transformer import command_line
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = [
+    ROOT / "save_model.py",
+    *sorted(f for folder in ("scripts", "eval", "benchmarks") for f in (ROOT / folder).rglob("*.py")),
+]
+#: Arguments that name a file, a folder, a repository on a hub, or a folder's name.
+PATHS = {
+    "--tokenizer", "--model_path", "--model", "--data_path", "--data_dir", "--dataset", "--source", "--out", "--folder",
+    "--save_dir", "--hf_load_dir", "--hf_save_dir", "--haystack_dir", "--include_path", "--text", "--results", "--speed",
+    "--position_loss", "run", "runs", "run_dirs", "study", "report", "page", "paths", "inputs", "model", "results",
+}  # fmt: skip
+
+
+def arguments_of(script: Path) -> dict[str, str | None]:
+    """Flag or name of each argument that a script declares -> its type, as it is written."""
+    found = {}
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        declares = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("add_argument", "add")
+        if declares and node.args and isinstance(node.args[0], ast.Constant):
+            types = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "type"]
+            found[str(node.args[0].value)] = types[0] if types else None
+    return found
+
+
+def test_scripts_are_found():
+    assert len(SCRIPTS) > 25 and sum(len(PATHS & arguments_of(script).keys()) for script in SCRIPTS) > 50
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: str(script.relative_to(ROOT)))
+def test_every_path_on_a_command_line_has_a_type_that_refuses_the_empty_one(script):
+    declared = arguments_of(script)
+    assert "Path" not in declared.values(), "pathlib takes an empty path for the current folder: use command_line.path"
+    wrong = [name for name in PATHS & declared.keys() if declared[name] not in ("command_line.path", "command_line.name")]
+    assert not wrong
+
+
+@pytest.mark.parametrize("text", ["", " "])
+@pytest.mark.parametrize("kind", [command_line.path, command_line.name])
+def test_an_empty_one_is_refused(kind, text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is empty"):
+        kind(text)
+    assert str(kind("a/b")) == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "named"),
+    [
+        ("save_model.py", ["--hf_load_dir", "run", "--hf_save_dir", ""], "--hf_save_dir"),
+        ("eval/per_token_loss/run_per_token_loss.py", ["--model_path", "m", "--data_path", "d", "--save_dir", ""], "--save_dir"),
+        ("scripts/prepare_data.py", ["texts", "--out", ""], "--out"),
+        ("scripts/prepare_data.py", ["--out", "corpus", ""], "inputs"),
+        ("scripts/download_longcrawl64.py", ["heldout", "--out", ""], "--out"),
+    ],
+)  # fmt: skip
+def test_the_flag_is_named_and_nothing_is_written(script, flags, named, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *flags])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert end.value.code == 2 and f"argument {named}: '' is empty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [(["output_dir=", "step=128"], "output_dir"), (["output_dir=run", "step=128", "out="], "out"),
+     (["output_dir=run", "step=128", "data_dir="], "data_dir"), (["output_dir=run", "step=1", "tokenizer= "], "tokenizer")],
+)  # fmt: skip
+def test_replay_names_the_key(arguments, key):
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import replay
+
+    with pytest.raises(ValueError, match=f"^{key}=.* is empty"):
+        replay.parse(arguments)
+
+
+@pytest.mark.parametrize(("script", "arguments"), [("study.sh", [""]), ("slurm/train.sbatch", ["", "data_dir=data"])])
+def test_shell_scripts_refuse_an_empty_folder(script, arguments, tmp_path):
+    """A folder that is empty would be the root of the file system: mkdir /logs, rm /status.json."""
+    log = tmp_path / "calls"
+    for tool in ("mkdir", "rm", "scontrol", "srun", "python"):
+        (tmp_path / tool).write_text(f'#!/bin/sh\necho "{tool} $*" >> {log}\nexit 1\n')
+        (tmp_path / tool).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "PYTHON": str(tmp_path / "python")}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / script), *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "is empty" in done.stderr
+    assert not log.exists()
