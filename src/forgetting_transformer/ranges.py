@@ -80,3 +80,9 @@ def expected(hint: Any, allowed: Range | None) -> str:
 
 def _kinds(hint: Any) -> set[type]:
     return set(typing.get_args(hint)) if isinstance(hint, types.UnionType) else {hint}
+
+
+def divisors(number: int) -> list[int]:
+    """All of them in order, in the time that the square root takes."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -398,7 +398,7 @@ def test_arrays_of_someone_else_are_not_overwritten(tmp_path: Path) -> None:
 def test_manifest_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "manifest.json").write_text("{}")
-    with pytest.raises(CorpusError, match="not a manifest of this program"):
+    with pytest.raises(CorpusError, match=r"manifest\.json is not a file of this program, or it is damaged"):
         prepare(tmp_path / "out", package_tree(tmp_path / "in"))
 
 

@@ -17,6 +17,7 @@ from zarr.storage import LocalStore, WrapperStore
 from forgetting_transformer.data.bounded import UnboundedCodecError, bounded
 from forgetting_transformer.data.checksums import LARGEST_LIST, Checksums, list_name, parse_list, read_list
 from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote import join, open_remote
 from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
 
@@ -26,6 +27,9 @@ METADATA = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 LARGEST_METADATA = 16 << 20
 #: A chunk that decodes to more is no chunk of tokens; metadata from elsewhere could ask for any amount of memory.
 LARGEST_CHUNK = 1 << 30
+#: What an array may state about itself. Each file and each length is gone through somewhere, so damaged metadata that
+#: states 10^18 of them would never come to an end.
+LARGEST_FILE_COUNT, LONGEST_DOCUMENT = 1 << 26, (1 << 31) - 1
 #: Codecs that turn bytes into bytes or numbers. Others exist, such as numcodecs' pickle, which runs what a file says.
 SAFE_CODECS = frozenset(
     [
@@ -59,10 +63,16 @@ class ArrayFiles:
         self.folder = folder
         #: What the contents of files must be, where that is known.
         self.checksums: Checksums | None = None
+        #: Bytes that a file of chunks may have.
+        self.largest_file = LARGEST_METADATA
 
     def place(self, key: str) -> str:
         """Where a file is, or would be, in the words of an error message."""
         return str(self.folder / key)
+
+    def expect(self, file_bytes: int) -> None:
+        """States how many bytes a file of chunks holds when it is decoded; compressed ones may be a little longer."""
+        self.largest_file = file_bytes + file_bytes // 8 + LARGEST_METADATA
 
     def has_array(self) -> bool:
         return self.folder.is_dir()
@@ -113,12 +123,7 @@ class RemoteArrayFiles(ArrayFiles):
         remote = open_remote(url)
         self.url = remote.url  # without a password, for messages
         self.cache = RemoteCache(remote, settings)
-        self.largest_file = LARGEST_METADATA
         super().__init__(self.cache.folder)
-
-    def expect(self, file_bytes: int) -> None:
-        """States how many bytes a file of chunks holds when it is decoded; compressed ones may be a little longer."""
-        self.largest_file = file_bytes + file_bytes // 8 + LARGEST_METADATA
 
     def place(self, key: str) -> str:
         return join(self.url, key)
@@ -169,6 +174,7 @@ class _Store(WrapperStore[LocalStore]):
         # Twice, because another process may push a file out of a small cache between its coming and its reading.
         for _ in range(2):
             await asyncio.to_thread(self.files.fetch, key)
+            check_regular(self.files.folder / key, LARGEST_METADATA if key in METADATA else self.files.largest_file)
             value = await super().get(key, prototype, byte_range)
             if value is not None and key not in METADATA:
                 self.files.check(key, value, whole=byte_range is None)
@@ -189,21 +195,37 @@ def open_array(files: ArrayFiles) -> zarr.Array:
     except DataError:
         raise
     except Exception as error:  # zarr raises many kinds for a folder that is not an array
-        raise DataError(f"{place} is not a readable Zarr array: {error}") from error
+        raise DataError(f"{place} is not a readable Zarr array: {' '.join(str(error).split())}") from error
     unsafe = sorted(_codecs(array.metadata.to_dict()) - SAFE_CODECS)
     if unsafe:
         raise DataError(
             f"{place} is stored with the codec {', '.join(unsafe)}; accepted are {', '.join(sorted(SAFE_CODECS))}"
         )
+    _check_shape(place, array)
     file_bytes = math.prod(array.shards or array.chunks) * array.dtype.itemsize
     if math.prod(array.chunks) * array.dtype.itemsize > LARGEST_CHUNK:
         raise DataError(f"{place} has chunks of {array.chunks}, more than {LARGEST_CHUNK >> 20} MiB each")
-    if isinstance(files, RemoteArrayFiles):
-        files.expect(file_bytes)
+    files.expect(file_bytes)
     try:
         return bounded(array)
     except UnboundedCodecError as error:
         raise DataError(f"{place} cannot be decoded safely: {error}; store it with one compressor per chunk") from error
+
+
+def _check_shape(place: str, array: zarr.Array) -> None:
+    """
+    Raises:
+        DataError: the array states rows or chunks of nothing, or more than any corpus has.
+    """
+    sizes = array.shards or array.chunks
+    if 0 in sizes or 0 in array.shape[1:]:
+        raise DataError(f"{place} states shape {array.shape} in chunks of {sizes}: rows of nothing; make or fetch it again")
+    files = math.prod(-(-length // size) for length, size in zip(array.shape, sizes, strict=True))
+    if files > LARGEST_FILE_COUNT or any(length > LONGEST_DOCUMENT for length in array.shape[1:]):
+        raise DataError(
+            f"{place} states shape {array.shape} in {files:,} files of {sizes}; up to {LARGEST_FILE_COUNT:,} files and "
+            f"{LONGEST_DOCUMENT:,} tokens in a row are read: its metadata is damaged, fetch it again"
+        )
 
 
 def _codecs(metadata: dict[str, Any]) -> set[str]:

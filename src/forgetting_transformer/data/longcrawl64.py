@@ -24,6 +24,7 @@ from forgetting_transformer.data.remote_cache import CacheSettings, default_fold
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
 from forgetting_transformer.data.vocabulary import Vocabulary, vocabulary_of
 from forgetting_transformer.data.worker import start_worker
+from forgetting_transformer.ranges import divisors
 
 #: Batches that each worker prepares ahead.
 PREFETCHED_BATCHES = 4
@@ -245,8 +246,7 @@ class LongCrawl64DataModule:
 def check_length(key: str, seq_len: int, array: TokenArray) -> None:
     """Refuses a sequence length that does not divide the documents' length, naming the lengths that would."""
     if seq_len < 1 or array.doc_len % seq_len:
-        divisors = [n for n in range(1, array.doc_len + 1) if array.doc_len % n == 0]
-        nearest = sorted(sorted(divisors, key=lambda n: abs(n - seq_len))[:3])
+        nearest = sorted(sorted(divisors(array.doc_len), key=lambda n: abs(n - seq_len))[:3])
         raise DataError(
             f"{key}={seq_len} must divide the documents' length, {array.doc_len:,} tokens in {array.path}; "
             f"the nearest lengths that do are {', '.join(map(str, nearest))}"

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.redaction import is_redacted, redact
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 #: Seconds without a byte, or without an answer, after which a connection is given up and tried again.
@@ -31,6 +32,8 @@ FIRST_WAIT = 1.0
 LONGEST_WAIT = 60.0
 #: Longest wait that a server may ask for; the hub counts requests over five minutes.
 LONGEST_ASKED_WAIT = 330.0
+#: Seconds of waiting for one file, all in all, after which it is given up.
+LONGEST_WAITING = 1000.0
 #: HTTP answers that mean "later".
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 
@@ -146,18 +149,28 @@ class RemoteFolder:
         return self._connections[process]
 
     def _persist(self, name: str, action: Callable[[], T]) -> T:
-        for attempt in range(1, self.attempts + 1):
+        waited, attempt = 0.0, 0
+        while True:
             try:
                 return action()
             except _TryAgain as error:
-                if attempt == self.attempts:
-                    raise RemoteError(
-                        f"cannot read {join(self.url, name)}: {error} ({attempt} attempts). "
-                        "Check the network and start the same command again"
-                    ) from error
+                attempt += 1
                 wait = min(LONGEST_WAIT, self.first_wait * 2 ** (attempt - 1) * random.uniform(0.75, 1.25))
-                time.sleep(wait if error.after is None else min(error.after, LONGEST_ASKED_WAIT))
-        raise AssertionError("unreachable")
+                if error.after is not None:
+                    wait = min(error.after, LONGEST_ASKED_WAIT)
+                place = join(self.url, name)
+                if attempt == self.attempts or waited + wait > LONGEST_WAITING:
+                    after = f"{attempt} attempts" + (f" in {waited:.0f} s" if waited >= 1 else "")
+                    raise RemoteError(
+                        f"cannot read {place}: {error} ({after}). Check the network and start the same command again"
+                    ) from error
+                log.warning(
+                    "%s: %s; attempt %d of %d in %.0f s%s",
+                    *(place, error, attempt + 1, self.attempts, wait),
+                    f" (the server asks for {error.after:.0f} s)" if error.after is not None else "",
+                )
+            waited += wait
+            time.sleep(wait)
 
     def _connect(self) -> Any:
         raise NotImplementedError
@@ -238,6 +251,8 @@ class _Answer:
             response = self.stream.__enter__()
         except httpx.TransportError as error:
             raise _TryAgain(f"{type(error).__name__}: {error}") from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # redirected in circles, or to nowhere
+            raise RemoteError(f"{redact(self.url)}: {error} Check the URL") from error
         status = response.status_code
         if status not in (200, 404):
             self.stream.__exit__(None, None, None)

@@ -24,6 +24,8 @@ from forgetting_transformer.data.array_files import (
 from forgetting_transformer.data.checksums import ChecksumError
 from forgetting_transformer.data.decoded_chunks import Chunk, DecodedChunks
 from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.manifest import manifest_problem
+from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote import is_url, open_remote
 from forgetting_transformer.data.remote_cache import CacheSettings
 from forgetting_transformer.redaction import redact
@@ -282,10 +284,14 @@ def read_manifest(folder: str | Path) -> dict:
     if isinstance(folder, str) and is_url(folder):
         text = open_remote(folder).read("manifest.json", LARGEST_METADATA)
     else:
-        text = Path(place).read_bytes() if Path(place).is_file() else None
+        text = Path(place).read_bytes() if check_regular(place, LARGEST_METADATA) else None
     if text is None:
         return {}
+    place = redact(place)
     try:
-        return json.loads(text)
-    except ValueError as error:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is not valid JSON ({error}); run scripts/prepare_data.py again") from error
+    if problem := manifest_problem(manifest):
+        raise DataError(f"{place}: {problem}; it is damaged: bring back a copy, or run scripts/prepare_data.py again")
+    return manifest

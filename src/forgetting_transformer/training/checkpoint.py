@@ -66,6 +66,8 @@ _NAME = re.compile(r"step-(\d{15})")
 _TEMPORARY, _DELETED = ".tmp-", ".deleted-"
 #: What a save or a deletion leaves that was interrupted. Other names are not this program's.
 _LEFTOVER = re.compile(rf"({re.escape(_TEMPORARY)}|{re.escape(_DELETED)}){_NAME.pattern}")
+#: What every checkpoint consists of, besides its shards.
+_ALWAYS = ("state/.metadata", "trainer.json", "windows.npz")
 _CHUNK = 1 << 24
 #: Seconds between two looks at a save that is waited for.
 _LOOK_SECONDS = 1.0
@@ -463,7 +465,7 @@ class Checkpointer:
             try:
                 if not json.loads((path / MANIFEST).read_text(encoding="utf-8"))["permanent"]:
                     remove(path)
-            except (OSError, ValueError, LookupError, TypeError) as error:
+            except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
                 # Housekeeping: what cannot be read or deleted stays, and training goes on.
                 log.warning("could not tidy up %s: %s", path, error)
 
@@ -513,7 +515,14 @@ def inspect(path: Path) -> Checkpoint:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"its format is {manifest['format']}, this version reads {FORMAT}")
-        for name, recorded in manifest["files"].items():
+        listed = manifest["files"]
+        lacking = [name for name in _ALWAYS if name not in listed]
+        lacking += [f"state/{file.name}" for file in (path / "state").glob("*.distcp") if f"state/{file.name}" not in listed]
+        if lacking or not any(name.endswith(".distcp") for name in listed):
+            raise CheckpointError(
+                f"its manifest does not list {', '.join(lacking) or 'any shard'}, so nothing holds that to its contents"
+            )
+        for name, recorded in listed.items():
             if ".." in Path(name).parts or Path(name).is_absolute():
                 raise CheckpointError(f"its manifest names {name}, a file outside its folder")
             if not (path / name).is_file():
@@ -523,10 +532,10 @@ def inspect(path: Path) -> Checkpoint:
                 raise CheckpointError(f"{name} has {size} bytes instead of {recorded['bytes']}")
             if _checksum(path / name) != recorded:
                 raise CheckpointError(f"the contents of {name} do not match its checksum")
-        return Checkpoint(path, step_of(path), manifest["permanent"])
+        return Checkpoint(path, step_of(path), manifest["permanent"] is True)
     except OSError as error:
         raise CheckpointError(f"it cannot be read ({error})") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"its manifest.json is damaged ({type(error).__name__}: {error})") from error
 
 
@@ -536,7 +545,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         sum(entry["bytes"] for entry in manifest["files"].values())
         return manifest if isinstance(manifest["permanent"], bool) else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
 
 

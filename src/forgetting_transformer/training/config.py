@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer.ranges import COUNT, POSITIVE, SIZE, TOKENS, Range, expected
+from forgetting_transformer.ranges import COUNT, POSITIVE, SIZE, TOKENS, Range, divisors, expected
 from forgetting_transformer.redaction import redact_tree
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def check(config: Config, world_size: int) -> None:
     check_choices(config)
     data, train = config.datamodule, config.train
     if data.train_batch_size % world_size:
-        near = _divisors(data.train_batch_size)
+        near = divisors(data.train_batch_size)
         raise ConfigError(
             f"datamodule.train_batch_size={data.train_batch_size} sequences cannot be shared equally by {world_size} "
             f"processes; use a multiple of {world_size}, or a number of processes among {near}"
@@ -306,7 +306,7 @@ def check(config: Config, world_size: int) -> None:
     local_tokens = data.train_batch_size // world_size * data.train_batch_len
     micro_tokens = min(train.grad_acc_tokens, local_tokens)
     if micro_tokens % data.train_batch_len or local_tokens % micro_tokens:
-        fits = [n * data.train_batch_len for n in _divisors(local_tokens // data.train_batch_len)]
+        fits = [n * data.train_batch_len for n in divisors(local_tokens // data.train_batch_len)]
         raise ConfigError(
             f"train.grad_acc_tokens={train.grad_acc_tokens:,} does not split a rank's {local_tokens:,} tokens "
             f"({data.train_batch_size // world_size} sequences of {data.train_batch_len:,}) into equal pieces of whole "
@@ -318,11 +318,6 @@ def check(config: Config, world_size: int) -> None:
         )
     if config.fork_dir and not config.resume:
         raise ConfigError("fork_dir starts from a checkpoint, resume=false starts from nothing: choose one")
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def check_ranges(config: Config) -> None:

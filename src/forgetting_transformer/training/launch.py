@@ -52,8 +52,9 @@ def launch(config: Config) -> Fabric:
             strategy=_strategy(config, processes),
             plugins=[_precision(config)],
         )
-    except (MisconfigurationException, ValueError) as error:
-        raise ConfigError(f"fabric.*: {' '.join(str(error).split())}") from error
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        asked = f"fabric.devices={config.fabric.devices}, fabric.accelerator={config.fabric.accelerator}"
+        raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
     if not under_cli:
         fabric.launch()
     tasks = os.environ.get("SLURM_NTASKS") if SLURMEnvironment.detect() else None

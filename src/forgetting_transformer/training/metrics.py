@@ -41,7 +41,7 @@ class MetricsLog:
 
     def __init__(self, directory: RunDirectory, config: Config, resolved: dict[str, Any], resume_step: int) -> None:
         self.directory = directory
-        directory.jsonlines.mkdir(parents=True, exist_ok=True)
+        directory.make(directory.jsonlines)
         for file in directory.jsonlines.glob("*.jsonl"):
             # An earlier continuation from this very checkpoint has left its line too.
             truncate(file, resume_step - 1 if file.stem == "resume" else resume_step)
@@ -263,6 +263,20 @@ class TerminalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
+
+
+class LogFile(logging.FileHandler):
+    """A run's log. Where it cannot be written, on a full disk say, the terminal says so once instead of a traceback per line."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            tqdm.write(f"{self.baseFilename} cannot be written: {error.strerror}; lines of the log are lost", file=sys.stderr)
 
 
 def duration(seconds: float) -> str:

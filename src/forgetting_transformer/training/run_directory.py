@@ -1,5 +1,6 @@
 """What a run keeps under `output_dir`, and who may write there. docs/run_directory.md draws the tree."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -20,6 +21,13 @@ OWN_NAMES = (
 
 class RunDirectoryError(RuntimeError):
     """The run's folder cannot be used; the message says by whom or why, and what to do."""
+
+
+def told(error: OSError, root: Path) -> str:
+    """What went wrong and where: a write to a full disk does not name its file."""
+    if error.strerror is None:
+        return str(error)
+    return f"{error.filename or root}: {error.strerror}"
 
 
 class RunDirectory:
@@ -93,6 +101,21 @@ class RunDirectory:
         except (OSError, ValueError, AttributeError):
             return False
 
+    def make(self, folder: Path) -> None:
+        """Makes a folder of the run.
+
+        Raises:
+            RunDirectoryError: something else has its name, or it cannot be made.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise RunDirectoryError(
+                f"{folder} is a file, or lies under one, where a run keeps a folder: move it away, or choose another output_dir"
+            ) from error
+        except OSError as error:
+            raise RunDirectoryError(f"cannot make {told(error, folder)}; make room, or choose another output_dir") from error
+
     def acquire(self) -> None:
         """Makes the folder and takes it for this process; the kernel gives it back however the process ends.
 
@@ -103,7 +126,9 @@ class RunDirectory:
             self.root.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise RunDirectoryError(f"cannot write to output_dir={self.root}: {error.strerror}") from error
+            raise RunDirectoryError(
+                f"cannot write to output_dir={self.root}: {error.strerror}; make room, or choose another output_dir"
+            ) from error
         # Data workers are forked and would hold the lock for seconds after this process was killed.
         os.register_at_fork(after_in_child=self.release)
         try:
@@ -127,7 +152,9 @@ class RunDirectory:
             "host": socket.gethostname(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        os.write(descriptor, json.dumps(owner).encode())
+        # For people; the lock holds without it, on a full disk too.
+        with contextlib.suppress(OSError):
+            os.write(descriptor, json.dumps(owner).encode())
         self._lock_descriptor = descriptor
 
     @property

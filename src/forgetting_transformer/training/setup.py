@@ -27,7 +27,7 @@ from forgetting_transformer.model.decoder import DecoderConfig
 from forgetting_transformer.training import status
 from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
-from forgetting_transformer.training.metrics import TerminalHandler
+from forgetting_transformer.training.metrics import LogFile, TerminalHandler
 from forgetting_transformer.training.parameter_groups import group_parameters
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.start_block import human_count
@@ -67,13 +67,13 @@ def claim_early(directory: RunDirectory, resume: bool) -> None:
 
 def start_logging(directory: RunDirectory, rank: int) -> None:
     """Every rank writes `logs/rank-<k>.log`; rank 0 speaks on the terminal, the others only to warn."""
-    directory.logs.mkdir(parents=True, exist_ok=True)
+    directory.make(directory.logs)
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
-    file = logging.FileHandler(directory.logs / f"rank-{rank}.log")
+    file = LogFile(directory.logs / f"rank-{rank}.log")
     terminal = TerminalHandler(logging.INFO if rank == 0 else logging.WARNING)
     for handler in (file, terminal):
         handler.setFormatter(console.log_format(rank))

@@ -54,7 +54,7 @@ from forgetting_transformer.training.norms import all_finite, parameter_norms
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.peers import Peers
 from forgetting_transformer.training.provenance import describe
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.run_directory import RunDirectory, told
 from forgetting_transformer.training.schedule import build_schedule
 from forgetting_transformer.training.sentinel import Sentinel
 from forgetting_transformer.training.start_block import start_block
@@ -97,6 +97,10 @@ def train(config: Config) -> str:
         sentinel.on_end = lambda reason: status.end(directory, reason)
         try:
             trainer = Trainer(config, sentinel, directory)
+        except OSError as error:  # a full disk, or one that went away
+            problem = TrainingError(f"cannot start: {told(error, directory.root)}. Mend this and start the same command again")
+            status.end(directory, f"{type(problem).__name__}: {problem}")
+            raise problem from error
         except BaseException as error:
             status.end(directory, f"{type(error).__name__}: {error}")
             raise
@@ -108,7 +112,8 @@ def train(config: Config) -> str:
         except (OSError, DataWorkerError) as error:
             # A full disk, a file system that went away, readers that die. Checkpoints that could be skipped have been.
             trainer.settle()
-            problem = TrainingError(f"{error}; {trainer.kept}. Mend this and start the same command again")
+            reason = told(error, directory.root) if isinstance(error, OSError) else str(error)
+            problem = TrainingError(f"{reason}; {trainer.kept}. Mend this and start the same command again")
             trainer.failed(problem)
             raise problem from error
         except Exception as error:
@@ -208,7 +213,7 @@ class Trainer:
         self.guard = StepGuard(self.fabric.device, config.train.spike_factor)
         #: What the checkpoint that this start continues from was trained with.
         self.before: execution.Execution | None = None
-        self.directory.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.directory.make(self.directory.checkpoints)
         setup.on_rank_zero(self.fabric, self.checkpointer.clean)
         if checkpoint is not None:
             self._load(checkpoint, forked)

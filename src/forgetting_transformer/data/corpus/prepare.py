@@ -125,19 +125,30 @@ def _finished_manifest(settings: CorpusSettings, out: Path) -> dict[str, Any] | 
     path = out / "manifest.json"
     if not path.exists():
         return None
+    settings.refuse_if_different(_read_object(path, "settings"), out)
+    return _read_object(path)
+
+
+def _read_object(path: Path, key: str | None = None) -> dict[str, Any]:
+    """The JSON object in a file that this program wrote, or the object under `key` in it.
+
+    Raises:
+        CorpusError: there is something else in the file.
+    """
     try:
-        manifest = json.loads(path.read_text())
-        written = manifest["settings"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorpusError(f"{path} is not a manifest of this program. Give another --out.") from error
-    settings.refuse_if_different(written, out)
-    return manifest
+        found = json.loads(path.read_text())
+        found = found if key is None else found[key]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise CorpusError(f"{path} is not a file of this program, or it is damaged. Give another --out.")
+    return found
 
 
 def _begin_or_continue(settings: CorpusSettings, out: Path, work: Path, say: Say) -> None:
     begun = work / "settings.json"
     if begun.exists():
-        written = json.loads(begun.read_text())
+        written = _read_object(begun)
         different = settings.different_from(written)
         layout_only = set(different) <= set(LAYOUT_SETTINGS)
         if layout_only or _has_tokens(work):  # else a first try failed early, and nothing of it is worth keeping

@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -240,8 +241,12 @@ def _json_rows(file: Path, text_field: str) -> Iterator[str | None]:
             for number, line in enumerate(stream, start=1):
                 if line.strip():
                     yield _text_of(json.loads(line), text_field, f"{file}, line {number}")
-    except (ValueError, EOFError) as error:
+    except (ValueError, RecursionError) as error:
         raise CorpusError(f"{file}, line {number}: not valid JSON Lines in UTF-8 ({error}).") from error
+    except (EOFError, zlib.error) as error:
+        raise CorpusError(
+            f"{file} is damaged behind line {number} ({error}): fetch or compress it again, or leave it out with --exclude."
+        ) from error
 
 
 def _text_of(record: Any, text_field: str, where: str) -> str | None:
