@@ -13,8 +13,9 @@ valid one). `verify` exits with 1 if a checkpoint is damaged, `diff` if tensors 
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from forgetting_transformer import command_line
 from forgetting_transformer.redaction import redact
@@ -23,6 +24,8 @@ from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointErr
 from forgetting_transformer.training.config import flatten
 from forgetting_transformer.training.metrics import duration
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+
+T = TypeVar("T")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -80,15 +83,16 @@ def verify(args: argparse.Namespace) -> int:
 def diff(args: argparse.Namespace) -> int:
     import torch
 
-    from forgetting_transformer.training.safe_reader import read_tensors
+    def read(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        return flatten(checkpoint.trainer_state()), checkpoints.load_tensors(checkpoint)
 
-    pair = [find(args.run, args.step), find(args.run2, args.step2)]
-    states = [flatten(checkpoint.trainer_state()) for checkpoint in pair]
+    pair = [find(args.run, args.step, read), find(args.run2, args.step2, read)]
+    states = [state for state, _ in pair]
     for key in sorted(states[0].keys() | states[1].keys()):
         before, after = (state.get(key, "(absent)") for state in states)
         if before != after and not key.startswith(("environment.git.patch", "digests.")):
             print(redact(f"{key}: {before} -> {after}"))
-    first, second = (read_tensors(checkpoint.path / "state") for checkpoint in pair)
+    first, second = (tensors for _, tensors in pair)
     for name in sorted(first.keys() ^ second.keys()):
         print(f"{name}: only in {'the first' if name in first else 'the second'}")
     changes = []
@@ -143,13 +147,14 @@ def folders(folder: Path) -> list[Path]:
     return found
 
 
-def find(run: Path, step: str) -> Checkpoint:
+def find(run: Path, step: str, read: Callable[[Checkpoint], T]) -> T:
+    """What `read` makes of a checkpoint by its step or "newest"; the run may be training."""
     folder = RunDirectory(run).checkpoints
     if step != "newest" and not step.isdigit():
         raise CheckpointError(
             f'{step!r} is not a number of tokens; `ls` shows them, and "newest" is the newest valid one'
         )
-    found = checkpoints.newest_valid(folder, None if step == "newest" else int(step))
+    found = checkpoints.read_newest(folder, read, None if step == "newest" else int(step))
     if found is None:
         raise CheckpointError(
             f"no valid checkpoint {step} in {folder}; it holds {checkpoints.steps_in(folder) or 'none'}"

@@ -404,3 +404,4 @@ def test_a_terminal_gets_a_live_bar_and_a_file_gets_plain_lines(tiny, tmp_path):
     assert b"tok/s" in shown and b"loss=" in shown and b"512/512" in shown, shown.decode()
     log = (tmp_path / "bar/logs/rank-0.log").read_text()
     assert "tok/s" not in log and "held-out loss" in log
+    assert " of 512 tokens, loss " in log and b" of 512 tokens, loss " not in shown, "the bar shows it"

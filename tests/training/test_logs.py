@@ -1,13 +1,16 @@
 """What a run writes down: official names, loss at every position, and enough to know where a run came from."""
 
 import json
+import logging
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
+from forgetting_transformer.training.metrics import LogFile, Progress, TerminalHandler
 from tests.training.conftest import STEP, changed, train
 from tests.training.test_resume import lines
 
@@ -102,3 +105,20 @@ def test_a_resume_leaves_a_line_that_says_so(tiny):
     train(tiny)
     assert [e["resume/resume_step"] for e in lines(tiny["output_dir"], "resume")] == [8 * STEP]
     assert len(Path(tiny["output_dir"], "starts.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_log_has_the_losses_although_a_terminal_shows_them_on_a_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    progress = Progress(1024, 0, enabled=True)
+    assert progress.live
+    log = logging.getLogger("forgetting_transformer.training.metrics")
+    handlers = [LogFile(tmp_path / "rank-0.log"), TerminalHandler()]
+    monkeypatch.setattr(log, "handlers", handlers)
+    monkeypatch.setattr(log, "propagate", False)
+    log.setLevel(logging.INFO)
+    progress.show(512, 1024, 2.5, 1e-3, None)
+    log.info("something else")
+    progress.close()
+    assert "512 of 1,024 tokens, loss 2.5000" in (tmp_path / "rank-0.log").read_text()
+    said = capsys.readouterr().err
+    assert "something else" in said and "of 1,024 tokens" not in said

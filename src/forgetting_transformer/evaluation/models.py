@@ -225,24 +225,23 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn.Module, Any, int, int]:
-    from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid, steps_in
-    from forgetting_transformer.training.export import build_from_checkpoint, tokenizer_of_run
+    from forgetting_transformer.training.checkpoint import CheckpointError, read_newest, steps_in
+    from forgetting_transformer.training.export import load_checkpoint, tokenizer_of_run
     from forgetting_transformer.training.run_directory import RunDirectory
 
     directory = RunDirectory(folder)
-    checkpoint = newest_valid(directory.checkpoints, step)
-    if checkpoint is None:
-        wanted = "no valid checkpoint" if step is None else f"no valid checkpoint at --step={step}"
-        held = ", ".join(map(str, steps_in(directory.checkpoints))) or "nothing"
-        raise EvaluationError(f"{wanted} in {directory.checkpoints}; it holds {held}")
-    state = checkpoint.trainer_state()
     try:
         with warnings.catch_warnings():
             # Said by torch where a checkpoint is read on one process, which is meant.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            model = build_from_checkpoint(checkpoint, state)
+            loaded = read_newest(directory.checkpoints, load_checkpoint, step)
     except CheckpointError as error:
         raise EvaluationError(str(error)) from error
+    if loaded is None:
+        wanted = "no valid checkpoint" if step is None else f"no valid checkpoint at --step={step}"
+        held = ", ".join(map(str, steps_in(directory.checkpoints))) or "nothing"
+        raise EvaluationError(f"{wanted} in {directory.checkpoints}; it holds {held}")
+    checkpoint, state, model = loaded
     try:
         found = tokenizer_of_run(directory, state["config"], tokenizer)
     except (OSError, ValueError) as error:

@@ -23,6 +23,7 @@ import errno
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 import threading
@@ -33,7 +34,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -71,6 +72,9 @@ _ALWAYS = ("state/.metadata", "trainer.json", "windows.npz")
 _CHUNK = 1 << 24
 #: Seconds between two looks at a save that is waited for.
 _LOOK_SECONDS = 1.0
+#: Checkpoints that a reader tries while their run deletes one after another.
+_ROTATIONS = 20
+T = TypeVar("T")
 
 
 #: What watches a wait for a writer: takes a name for people and the seconds that the save before took, and yields what is
@@ -361,8 +365,8 @@ class Checkpointer:
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-        except (CheckpointException, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{checkpoint.path} does not fit this model: {_reason(error)}") from error
+        except (CheckpointException, OSError, ValueError, RuntimeError) as error:
+            raise _unreadable(checkpoint, error) from error
         set_model_state_dict(model, _part("model.", tensors))
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         loaded = optimizer_state | _part("optimizer.", tensors)
@@ -499,8 +503,39 @@ def newest_valid(folder: Path, step: int | None = None) -> Checkpoint | None:
         try:
             return inspect(path)
         except CheckpointError as error:
-            log.warning("passing over checkpoint %s: %s", path, error)
+            if path.exists():  # else its run has deleted it meanwhile
+                log.warning("passing over checkpoint %s: %s", path, error)
     return None
+
+
+def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None = None) -> T | None:
+    """What `read` makes of the newest valid checkpoint, or of the one at `step`; None if there is none.
+
+    The run may be training, and deletes old checkpoints when it has written new ones. Where the checkpoint that is being
+    read goes, the next one is read.
+
+    Raises:
+        CheckpointError: what `read` raised, of a checkpoint that is still there.
+    """
+    for _ in range(_ROTATIONS):
+        before = steps_in(folder)
+        checkpoint = newest_valid(folder, step)
+        if checkpoint is None:
+            if steps_in(folder) == before:
+                return None
+            continue
+        try:
+            return read(checkpoint)
+        except (CheckpointError, OSError) as error:
+            if checkpoint.path.exists():
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(f"{checkpoint.path} cannot be read: {_reason(error)}") from error
+            log.info("%s was deleted while it was read; taking the next", checkpoint.path)
+    raise CheckpointError(
+        f"each of {_ROTATIONS} checkpoints in {folder} was deleted by its run while it was read; raise checkpoint_keep_last or "
+        "checkpoint_interval there, or export a step that stays (checkpoint_keep_interval)"
+    )
 
 
 def inspect(path: Path) -> Checkpoint:
@@ -567,12 +602,38 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Fills a plain model on one process with the weights of a checkpoint that any strategy wrote."""
     own = model.state_dict()
     _check_names(checkpoint, {f"model.{name}": tensor for name, tensor in own.items()})
-    try:
-        tensors = read_tensors(checkpoint.path / "state", [f"model.{name}" for name in own])
-    except UnsafeCheckpointError as error:
-        raise CheckpointError(f"{checkpoint.path} was not loaded: {error}") from error
+    tensors = load_tensors(checkpoint, [f"model.{name}" for name in own])
     model.load_state_dict(_part("model.", tensors))
     _check_digests(checkpoint, [differing(_digests(checkpoint), tensors)])
+
+
+def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of a checkpoint on the CPU, on one process; all of them without `names`.
+
+    Raises:
+        CheckpointError: naming the shard that cannot be read, if that is it.
+    """
+    try:
+        return read_tensors(checkpoint.path / "state", names)
+    except (CheckpointException, OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
+        raise _unreadable(checkpoint, error) from error
+
+
+def _unreadable(checkpoint: Checkpoint, error: BaseException) -> CheckpointError:
+    """Why tensors could not be read, with the shard where one is to blame."""
+    if isinstance(error, CheckpointException):
+        # A BaseException that maps ranks to (exception, traceback).
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, UnsafeCheckpointError):
+        return CheckpointError(f"{checkpoint.path} was not loaded: {error}")
+    for file in sorted((checkpoint.path / "state").glob("*")):
+        try:
+            _checksum(file)
+        except OSError as broken:
+            return CheckpointError(f"{file} cannot be read: {broken.strerror}; bring back a copy, or take another checkpoint")
+    if isinstance(error, OSError):
+        return CheckpointError(f"{error.filename or checkpoint.path} cannot be read: {error.strerror}")
+    return CheckpointError(f"{checkpoint.path} does not fit this model: {_reason(error)}")
 
 
 def recorded_step(record: Path | None) -> int | None:
@@ -648,7 +709,7 @@ def _part(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
     try:
         stored = TensorReader(checkpoint.path / "state").tensors()
-    except UnsafeCheckpointError as error:
+    except (UnsafeCheckpointError, OSError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{checkpoint.path} was not loaded: {error}") from error
     wanted = {name for name in tensors if name.startswith("model.")}
     present = {name for name in stored if name.startswith("model.")}

@@ -10,7 +10,7 @@ from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     CheckpointError,
     load_weights,
-    newest_valid,
+    read_newest,
     steps_in,
 )
 from forgetting_transformer.training.run_directory import RunDirectory
@@ -33,14 +33,13 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
         ExportError: no tokenizer to be had. The model is written all the same.
     """
     directory = RunDirectory(run_folder)
-    checkpoint = newest_valid(directory.checkpoints, step)
-    if checkpoint is None:
+    found = read_newest(directory.checkpoints, load_checkpoint, step)
+    if found is None:
         wanted = "no valid checkpoint" if step is None else f"no valid checkpoint at step {step}"
         raise CheckpointError(
             f"{wanted} in {directory.checkpoints}; it holds {steps_in(directory.checkpoints) or 'nothing'}"
         )
-    state = checkpoint.trainer_state()
-    model = build_from_checkpoint(checkpoint, state)
+    checkpoint, state, model = found
     model.generation_config = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
         eos_token_id=model.config.eos_token_id,  # without it generation runs to its length limit
@@ -52,6 +51,12 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     model.save_pretrained(save_folder)
     _save_tokenizer(directory, save_folder, state["config"], tokenizer)
     return f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
+
+
+def load_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
+    """A checkpoint, its trainer.json and its model; for `read_newest`."""
+    state = checkpoint.trainer_state()
+    return checkpoint, state, build_from_checkpoint(checkpoint, state)
 
 
 def build_from_checkpoint(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:

@@ -220,8 +220,12 @@ def _command_line_without_passwords() -> Iterator[None]:
         sys.argv = arguments
 
 
+#: Marks a record of the log that a live bar shows too.
+ON_THE_BAR = "on_the_bar"
+
+
 class Progress:
-    """A live bar on a terminal (tokens done, tokens/s, time left, loss); plain lines anywhere else.
+    """A live bar on a terminal (tokens done, tokens/s, time left, loss), and plain lines in the log; anywhere else plain lines in both.
 
     Args:
         total: tokens of the whole run.
@@ -248,10 +252,13 @@ class Progress:
         """Called where losses are logged anyway, so that the bar costs no synchronisation of its own."""
         if self._bar is not None:
             self._bar.set_postfix(loss=f"{loss:.4f}", lr=f"{lr:.2e}")
-        elif self._enabled:
+        if self._enabled:
             rate = f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "first steps"
             left = f", {duration((total - tokens) / tokens_per_second)} left" if tokens_per_second else ""
-            log.info("%s of %s tokens, loss %.4f, lr %.2e, %s%s", f"{tokens:,}", f"{total:,}", loss, lr, rate, left)
+            log.info(
+                *("%s of %s tokens, loss %.4f, lr %.2e, %s%s", f"{tokens:,}", f"{total:,}", loss, lr, rate, left),
+                extra={ON_THE_BAR: self.live},
+            )
 
     def close(self) -> None:
         if self._bar is not None:
@@ -259,10 +266,11 @@ class Progress:
 
 
 class TerminalHandler(logging.Handler):
-    """Prints log records above a live progress bar instead of through it."""
+    """Prints log records above a live progress bar instead of through it, except what the bar itself shows."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        if not getattr(record, ON_THE_BAR, False):
+            tqdm.write(self.format(record), file=sys.stderr)
 
 
 class LogFile(logging.FileHandler):

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from forgetting_transformer.data.order import Location
 from forgetting_transformer.training import setup
-from forgetting_transformer.training.checkpoint import CheckpointError, load_weights, newest_valid, steps_in
+from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, load_weights, read_newest, steps_in
 from forgetting_transformer.training.config import ConfigError, parse
 from forgetting_transformer.training.run_directory import RunDirectory
 
@@ -42,6 +42,17 @@ class Replay:
     layers: list[dict[str, Any]]
 
 
+def _load_before(folder: Path, step: int, model: nn.Module) -> Checkpoint | None:
+    """Fills `model` with the newest checkpoint at or before `step`; None if there is none that can be read."""
+
+    def load(checkpoint: Checkpoint) -> Checkpoint:
+        load_weights(checkpoint, model)
+        return checkpoint
+
+    earlier = [candidate for candidate in steps_in(folder) if candidate <= step]
+    return next(filter(None, (read_newest(folder, load, candidate) for candidate in reversed(earlier))), None)
+
+
 def replay(
     run_folder: Path, step: int, data_dir: str | None = None, device: str | None = None
 ) -> tuple[Replay, PreTrainedTokenizerBase | None]:
@@ -51,10 +62,10 @@ def replay(
         ConfigError: no step of the run ended there. CheckpointError: no run there.
     """
     directory = RunDirectory(run_folder)
-    known = newest_valid(directory.checkpoints)
-    if known is None:
+    state = read_newest(directory.checkpoints, Checkpoint.trainer_state)
+    if state is None:
         raise CheckpointError(f"no valid checkpoint in {directory.checkpoints}; output_dir must be that of a run")
-    config = parse(OmegaConf.create(known.trainer_state()["config"]))
+    config = parse(OmegaConf.create(state["config"]))
     shape = config.datamodule
     shape.train_num_workers = 0  # it is one batch
     tokens = shape.train_batch_size * shape.train_batch_len
@@ -65,13 +76,9 @@ def replay(
             f"use step={below} or step={below + tokens}"
         )
     data = setup.build_data(data_dir or config.data_dir, shape, setup.recorded_vocabulary(config, directory))
-    earlier = [candidate for candidate in steps_in(directory.checkpoints) if candidate <= step - tokens]
-    checkpoint = next(filter(None, (newest_valid(directory.checkpoints, s) for s in reversed(earlier))), None)
-
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = setup.build_model(config, data.train_info())
-    if checkpoint is not None:
-        load_weights(checkpoint, model)
+    checkpoint = _load_before(directory.checkpoints, step - tokens, model)
     model = model.to(chosen).train()
     batch = step // tokens - 1
     where = data.open_train()[1].locate(batch)

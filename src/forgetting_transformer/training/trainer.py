@@ -160,7 +160,7 @@ class Trainer:
             self.fabric.global_rank,
             self.fabric.world_size,
         )
-        self.startup.done("compiler")
+        self._started("compiler")
         timeout = timedelta(seconds=config.strategy.timeout_seconds)
         self.checkpointer = Checkpointer(
             self.directory.checkpoints,

@@ -1,0 +1,123 @@
+"""A run that trains deletes checkpoints while others read them: the next one is read instead."""
+
+import errno
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from forgetting_transformer.evaluation.models import EvaluationError, _load_run
+from forgetting_transformer.training import checkpoint as checkpoints
+from forgetting_transformer.training import export as exporting
+from forgetting_transformer.training.checkpoint import CheckpointError, read_newest, remove
+from forgetting_transformer.training.export import ExportError, export
+from tests.training.conftest import STEP, changed, train
+
+#: What happens just before a file of a checkpoint is opened, by the hook below.
+before_open = None
+
+
+def _hook(event: str, arguments: tuple) -> None:
+    if event == "open" and before_open is not None and "/checkpoints/step-" in str(arguments[0]):
+        before_open()
+
+
+sys.addaudithook(_hook)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, corpus) -> Path:
+    """With checkpoints of steps 4 and 8."""
+    from tests.training.conftest import tiny_config
+
+    config = changed(tiny_config(tmp_path_factory.mktemp("rotating") / "run", corpus), train__max_tokens=8 * STEP)
+    train(config)
+    return Path(config["output_dir"])
+
+
+def rotate_at(moment: int, folder: Path) -> tuple[Path, list[int]]:
+    """A copy of the run `folder` that, at the `moment`-th opening of a file, has step 12 instead of steps 4 and 8."""
+    global before_open
+    opened: list[int] = []
+
+    def rotate() -> None:
+        global before_open
+        opened.append(moment)
+        if len(opened) == moment:
+            before_open = None
+            old = sorted((folder / "checkpoints").glob("step-*"))
+            shutil.copytree(old[-1], folder / f"checkpoints/step-{12 * STEP:015d}")
+            for path in old:
+                remove(path)
+
+    before_open = rotate
+    return folder, opened
+
+
+@pytest.fixture(autouse=True)
+def no_hook():
+    yield
+    global before_open
+    before_open = None
+
+
+def test_a_checkpoint_that_goes_at_any_moment_of_reading_makes_room_for_the_next(run, tmp_path):
+    moments = 0
+    for moment in range(1, 100):
+        shutil.copytree(run, tmp_path / f"{moment}")
+        folder, opened = rotate_at(moment, tmp_path / f"{moment}")
+        model, _, length, step = _load_run(folder, None, None)
+        assert length == 32 and all(torch.isfinite(p).all() for p in model.parameters())
+        assert step in (8 * STEP, 12 * STEP)
+        if len(opened) < moment:
+            break
+        moments += step == 12 * STEP
+        shutil.rmtree(folder)
+    assert moments > 5, "most moments were too early for step 8 to be read"
+
+
+def test_an_export_takes_the_next_one_too(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    folder, _ = rotate_at(5, tmp_path / "run")
+    with pytest.raises(ExportError, match="without a tokenizer"):
+        export(folder, tmp_path / "hf")
+    assert (tmp_path / "hf/model.safetensors").is_file()
+
+
+def test_a_run_that_rotates_faster_than_anybody_reads_is_an_error_that_says_so(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    folder = tmp_path / "run/checkpoints"
+    shutil.rmtree(folder / f"step-{4 * STEP:015d}")
+
+    def read(checkpoint):
+        shutil.copytree(checkpoint.path, folder / f"step-{checkpoint.step + STEP:015d}")
+        remove(checkpoint.path)
+        raise FileNotFoundError(errno.ENOENT, "gone", str(checkpoint.path))
+
+    with pytest.raises(CheckpointError, match="was deleted by its run while it was read; raise checkpoint_keep_last"):
+        read_newest(folder, read)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
+def test_a_shard_that_cannot_be_read_is_named(run, tmp_path, monkeypatch, number):
+    """It was whole when it was looked at, and then the disk fails: PyTorch raises what `except Exception` misses."""
+    shutil.copytree(run, tmp_path / "run")
+    whole = checkpoints._checksum
+
+    def fails(*_, **__):
+        raise OSError(number, "the disk has failed")
+
+    def read_data(*arguments):
+        monkeypatch.setattr(checkpoints, "_checksum", lambda file, *_: fails() if file.suffix == ".distcp" else whole(file))
+        fails()
+
+    monkeypatch.setattr(FileSystemReader, "read_data", read_data)
+    shard = f"step-{8 * STEP:015d}/state/__0_0.distcp"
+    with pytest.raises(CheckpointError, match=f"{shard} cannot be read: the disk has failed"):
+        exporting.export(tmp_path / "run", tmp_path / "hf")
+    monkeypatch.setattr(checkpoints, "_checksum", whole)
+    with pytest.raises(EvaluationError, match=f"{shard} cannot be read: the disk has failed"):
+        _load_run(tmp_path / "run", None, None)
