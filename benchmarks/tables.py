@@ -214,6 +214,21 @@ def cold_start(results: Results) -> str:
     return table(["model", "compiled", "kernel caches", "seconds"], rows)
 
 
+def starts(results: Results) -> str:
+    """Seconds from the command to the first loss of `train.py`, and the stages that take most of them."""
+    rows = []
+    for file in results.files:
+        for row in file["rows"]:
+            stages = row["stages"]
+            model = stages["self-test"] + stages["model"]
+            parts = (row["first_line_seconds"], row["launcher_seconds"], stages["imports"], model, stages["first step"])
+            devices = str(file["settings"]["devices"])
+            rows.append([name_of(row["experiment"]), devices, row["caches"], *(f"{seconds:.1f}" for seconds in parts)])
+    return table(
+        ["model", "GPUs", "caches", "first loss after s", "launcher", "imports", "self-test and model", "first step"], rows
+    )
+
+
 def demo_losses(results: Results) -> str:
     """Training losses of the demo models after some steps, and their held-out loss."""
     rows = sorted(results.rows(part="train"), key=lambda row: _order(row["experiment"]))
