@@ -1,14 +1,19 @@
 """A tiny corpus, a tiny configuration and real training processes.
 
-Processes come from a fork server that has imported everything already, so that a job of twenty steps takes a second
-and not ten. With several processes they get the environment that `fabric run` would give them.
+With several processes they get the environment that `fabric run` would give them. Runs that several tests begin with
+are trained once: `finished` and `interrupted`.
 """
 
+import contextlib
 import copy
-import multiprocessing
+import dataclasses
+import fcntl
+import hashlib
+import json
 import os
-import socket
+import shutil
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +23,42 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from omegaconf import OmegaConf
 
+from forgetting_transformer import training
+from tests.processes import free_port, server
 from tests.waiting import HANG
 
 VOCAB, DOC_LEN, DOCUMENTS = 64, 64, 96
 STEP = 4 * 32  # tokens of a training step in the configuration below
 
-_server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["forgetting_transformer.training.trainer", "tests.training.conftest"])
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory) -> Path:
+    """A folder for what all workers of this session share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@contextlib.contextmanager
+def made_once(folder: Path) -> Iterator[bool]:
+    """Whether `folder` is still to be made, by the one that is told so: others wait until it is there."""
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = folder.with_name(f"{folder.name}.made")
+        yield not made.exists()
+        made.touch()
 
 
 @pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
+def corpus(shared_folder) -> Path:
     """Documents in which the next token depends on the last, so that losses fall and differ from step to step."""
-    folder = tmp_path_factory.mktemp("data")
+    folder = shared_folder / "corpus"
+    with made_once(folder) as missing:
+        if missing:
+            _make_corpus(folder)
+    return folder
+
+
+def _make_corpus(folder: Path) -> None:
     generator = np.random.default_rng(0)
     table = generator.integers(1, VOCAB, size=(VOCAB, 4))
     for split in ("train", "heldout"):
@@ -43,7 +71,6 @@ def corpus(tmp_path_factory) -> Path:
             folder / "tiny" / f"{split}.zarr", shape=tokens.shape, dtype="uint16", chunks=(16, 32)
         )
         array[:] = tokens
-    return folder
 
 
 def tiny_config(output_dir: Path, data_dir: Path) -> dict:
@@ -108,12 +135,6 @@ def changed(config: dict, **changes) -> dict:
     return config
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Job:
     """Training processes that run `config`; rank k's error, if any, is in `errors()`."""
 
@@ -139,7 +160,7 @@ class Job:
             error_file = self.folder / f"{rank}.txt"
             error_file.unlink(missing_ok=True)
             ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
-            process = _server.Process(target=_train, args=(config, environment | ranks, error_file, patch))
+            process = server.Process(target=_train, args=(config, environment | ranks, error_file, patch))
             process.start()
             self.processes.append(process)
 
@@ -164,8 +185,6 @@ def _train(config: dict, environment: dict, error_file: Path, patch: str | None)
     torch.set_num_threads(1)
     if patch:
         exec(patch, {})  # a fault to inject, written in the test that needs it
-    from forgetting_transformer import training
-
     try:
         training.run(training.parse(OmegaConf.create(config)))
     except Exception:
@@ -177,6 +196,33 @@ def train(config: dict, world_size: int = 1, accelerator: str = "cpu") -> None:
     """Trains to the end and expects that to work."""
     job = Job(config, world_size, accelerator=accelerator)
     assert job.wait() == [0] * world_size, job.errors()
+
+
+@pytest.fixture
+def finished(shared_folder) -> Callable[..., str]:
+    """The output_dir of a run of `config`, trained to its end by the first test that asks for it. To be read only."""
+
+    def run(config: dict, world_size: int = 1) -> str:
+        settings = dataclasses.asdict(training.parse(OmegaConf.create(config))) | {"output_dir": ""}
+        digest = hashlib.sha256(json.dumps([settings, world_size], sort_keys=True).encode()).hexdigest()[:16]
+        folder = shared_folder / f"run-{digest}"
+        with made_once(folder) as missing:
+            if missing:
+                train(changed(config, output_dir=str(folder)), world_size)
+        return str(folder)
+
+    return run
+
+
+@pytest.fixture
+def interrupted(finished) -> Callable[..., None]:
+    """Leaves in output_dir what a job leaves that reached its time limit after so many steps of `config`."""
+
+    def run(config: dict, steps: int, world_size: int = 1) -> None:
+        source = finished(changed(config, train__max_tokens=steps * STEP), world_size)
+        shutil.copytree(source, config["output_dir"])
+
+    return run
 
 
 def refused(config: dict, world_size: int = 1) -> str:

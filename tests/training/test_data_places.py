@@ -12,22 +12,21 @@ from forgetting_transformer.data.checksums import write_list
 from forgetting_transformer.training.checkpoint import _checksum
 from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
-from tests.training.test_resume import interrupted_at, losses
+from tests.training.test_resume import losses
 
 
 @pytest.mark.slow
-def test_a_run_begun_on_a_url_continues_on_a_local_copy_and_is_the_same_run(tiny, tmp_path):
+def test_a_run_begun_on_a_url_continues_on_a_local_copy_and_is_the_same_run(tiny, tmp_path, finished):
     tiny = changed(tiny, train__max_tokens=8 * STEP, skip_eval=True)
-    train(changed(tiny, output_dir=str(tmp_path / "straight")))
     with serve(Path(tiny["data_dir"])) as mirror:
         elsewhere = {"data_dir": mirror.url, "datamodule__cache_dir": str(tmp_path / "cache")}
-        interrupted_at(changed(tiny, **elsewhere), 4)
+        train(changed(tiny, **elsewhere, train__max_tokens=4 * STEP))
     train(tiny)
     first, second = (
-        checkpoint_tensors(folder, 8 * STEP) for folder in (str(tmp_path / "straight"), tiny["output_dir"])
+        checkpoint_tensors(folder, 8 * STEP) for folder in (finished(tiny), tiny["output_dir"])
     )
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-    assert losses(str(tmp_path / "straight")) == losses(tiny["output_dir"])
+    assert losses(finished(tiny)) == losses(tiny["output_dir"])
 
 
 @pytest.mark.slow
@@ -39,7 +38,7 @@ def test_a_partial_copy_trains_on_purpose_and_only_goes_on_with_the_same_documen
     kept = gone.rename(tmp_path / "kept")
     assert "missing chunk" in refused(partial) and "missing_chunks=skip" in refused(partial)
     partial = changed(partial, datamodule__missing_chunks="skip")
-    interrupted_at(partial, 4)
+    train(changed(partial, train__max_tokens=4 * STEP))
     kept.rename(gone)  # the copy grows: other documents, in another order
     assert "the corpus (fingerprint" in refused(partial)
     gone.rename(kept)

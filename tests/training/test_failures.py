@@ -38,9 +38,8 @@ filesystem._write_item, checkpoint.Checkpointer._write = write, count
     ("code", "world_size", "background"),
     [("ENOSPC", 1, True), ("ENOSPC", 2, True), ("ENOSPC", 1, False), ("EIO", 1, True), ("EROFS", 1, True)],
 )
-def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tiny, tmp_path, code, world_size, background):
-    straight = changed(tiny, output_dir=str(tmp_path / "straight"), checkpoint_background=not background)
-    train(straight, world_size)
+def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tiny, finished, code, world_size, background):
+    straight = finished(changed(tiny, checkpoint_background=not background), world_size)
     tiny = changed(tiny, checkpoint_background=background)
     job = Job(tiny, world_size, patch=FAILING_WRITES.format(code=code))
     assert job.wait() == [0] * world_size, job.errors()
@@ -48,7 +47,7 @@ def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tiny, tmp_path, co
     reason = os.strerror(getattr(errno, code))
     assert f"{reason}; the last good checkpoint is at {4 * STEP:,} tokens. Training goes on" in log
     assert not list(Path(tiny["output_dir"]).glob("checkpoints/.tmp-*"))
-    assert_same_run(straight["output_dir"], tiny["output_dir"])
+    assert_same_run(straight, tiny["output_dir"])
 
 
 def test_a_disk_too_small_for_a_checkpoint_is_noticed_before_writing(tiny):
@@ -62,8 +61,7 @@ def test_a_disk_too_small_for_a_checkpoint_is_noticed_before_writing(tiny):
 
 
 @pytest.mark.parametrize("moment", ["before the rename", "before the manifest", "while deleting the old one"])
-def test_death_inside_a_save_leaves_the_last_good_checkpoint(tiny, tmp_path, moment):
-    train(changed(tiny, output_dir=str(tmp_path / "straight")))
+def test_death_inside_a_save_leaves_the_last_good_checkpoint(tiny, finished, moment):
     where = {
         "before the rename": "pathlib.Path.rename",
         "before the manifest": "checkpoint.write_atomically",
@@ -87,7 +85,7 @@ def dies(*a, **k):
     job = Job(tiny, patch=patch)
     assert job.wait() == [-signal.SIGKILL]
     train(tiny)
-    assert_same_run(str(tmp_path / "straight"), tiny["output_dir"])
+    assert_same_run(finished(tiny), tiny["output_dir"])
     folders = list((Path(tiny["output_dir"]) / "checkpoints").iterdir())
     assert all((folder / "manifest.json").is_file() for folder in folders), "wreckage is cleared away"
 
@@ -220,13 +218,12 @@ def test_an_optimizer_of_other_parameters_is_refused():
         check_optimizer_owns(model, torch.optim.AdamW(stale.parameters()))
 
 
-def test_a_half_written_last_line_of_metrics_is_dropped(tiny, tmp_path):
-    train(changed(tiny, output_dir=str(tmp_path / "straight")))
-    train(changed(tiny, train__max_tokens=8 * STEP))
+def test_a_half_written_last_line_of_metrics_is_dropped(tiny, finished, interrupted):
+    interrupted(tiny, 8)
     with (Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl").open("a") as file:
         file.write('{"step": 11')
     train(tiny)
-    assert losses(tiny["output_dir"]) == losses(str(tmp_path / "straight"))
+    assert losses(tiny["output_dir"]) == losses(finished(tiny))
 
 
 def wandb_rows(file: Path) -> list[dict]:

@@ -48,47 +48,38 @@ def assert_same_run(a: str, b: str, step: int = 20 * STEP) -> None:
         assert all(np.array_equal(x[k], y[k]) for k in x.files)
 
 
-def interrupted_at(config: dict, step: int, world_size: int = 1) -> None:
-    """Runs until `step` steps are done and stops, leaving what a job leaves that reached its time limit."""
-    train(changed(config, train__max_tokens=step * STEP), world_size)
-
-
 @pytest.mark.parametrize(("strategy", "world_size"), STRATEGIES)
-def test_straight_run_equals_interrupted_run_bitwise(tiny, tmp_path, strategy, world_size):
-    straight = changed(tiny, strategy__name=strategy, output_dir=str(tmp_path / "straight"))
-    train(straight, world_size)
-    train(changed(straight, output_dir=str(tmp_path / "stopped")), world_size)
+def test_straight_run_equals_interrupted_run_bitwise(tiny, finished, strategy, world_size):
+    tiny = changed(tiny, strategy__name=strategy)
+    straight = finished(tiny, world_size)
+    train(tiny, world_size)
     # Throw away the newest two, as if the job had been killed soon after its checkpoint at step 8.
+    checkpoints = Path(tiny["output_dir"]) / "checkpoints"
     for step in (16, 20):
-        shutil.rmtree(tmp_path / f"stopped/checkpoints/step-{step * STEP:015d}")
-    manifest = tmp_path / f"straight/checkpoints/step-{16 * STEP:015d}/manifest.json"
+        shutil.rmtree(checkpoints / f"step-{step * STEP:015d}")
+    manifest = Path(straight) / f"checkpoints/step-{16 * STEP:015d}/manifest.json"
     assert json.loads(manifest.read_text())["permanent"]
-    restart_from = sorted((tmp_path / "stopped/checkpoints").glob("step-*"))[-1]
-    assert restart_from.name == f"step-{8 * STEP:015d}"
-    train(changed(straight, output_dir=str(tmp_path / "stopped")), world_size)
-    assert_same_run(str(tmp_path / "straight"), str(tmp_path / "stopped"))
+    assert sorted(checkpoints.glob("step-*"))[-1].name == f"step-{8 * STEP:015d}"
+    train(tiny, world_size)
+    assert_same_run(straight, tiny["output_dir"])
 
 
 @pytest.mark.parametrize("there", ["ddp", "fsdp"])
-def test_two_processes_continued_on_one_and_back(tiny, tmp_path, there):
+def test_two_processes_continued_on_one_and_back(tiny, finished, there):
     """Same token order (the losses say so) and the same losses to 1e-6, for other sums run in another order."""
-    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
-    train(straight)
-    moved = changed(tiny, output_dir=str(tmp_path / "moved"))
     for steps, strategy, world_size in [(5, there, 2), (11, "auto", 1), (16, there, 2), (20, "fsdp", 1)]:
-        train(changed(moved, strategy__name=strategy, train__max_tokens=steps * STEP), world_size)
-    ours, theirs = losses(straight["output_dir"]), losses(moved["output_dir"])
+        train(changed(tiny, strategy__name=strategy, train__max_tokens=steps * STEP), world_size)
+    ours, theirs = losses(tiny["output_dir"]), losses(finished(tiny))
     assert ours.keys() == theirs.keys() and len(ours) == 20
     assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-6
     assert min(ours.values()) < 0.9 * ours[STEP], "the run must have learned something for this to mean anything"
 
 
-def test_strategies_agree_from_the_first_step(tiny, tmp_path):
-    runs = {}
-    for strategy, world_size in STRATEGIES:
-        config = changed(tiny, strategy__name=strategy, output_dir=str(tmp_path / strategy))
-        train(config, world_size)
-        runs[strategy] = losses(config["output_dir"])
+def test_strategies_agree_from_the_first_step(tiny, finished):
+    runs = {
+        strategy: losses(finished(changed(tiny, strategy__name=strategy), world_size))
+        for strategy, world_size in STRATEGIES
+    }
     for strategy in ("ddp", "fsdp"):
         assert max(abs(runs["auto"][s] - runs[strategy][s]) for s in runs["auto"]) < 1e-6
 
@@ -124,8 +115,8 @@ def test_killed_at_random_moments_it_ends_in_the_same_weights(request, tiny, tmp
     assert_same_run(straight["output_dir"], config["output_dir"], steps * STEP)
 
 
-def test_a_finished_run_started_again_does_nothing(tiny):
-    train(tiny)
+def test_a_finished_run_started_again_does_nothing(tiny, interrupted):
+    interrupted(tiny, 20)
     before = {p: p.stat().st_mtime_ns for p in Path(tiny["output_dir"]).glob("checkpoints/*/*")}
     logged = {kind: lines(tiny["output_dir"], kind) for kind in ("train", "val", "train_eval")}
     train(tiny)
@@ -143,9 +134,8 @@ def test_a_longer_budget_continues_a_finished_run(tiny):
 @pytest.mark.parametrize(
     "fault", ["truncated", "bit-flipped", "half-written", "missing shard", "empty manifest", "damaged manifest"]
 )
-def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tiny, tmp_path, fault):
-    train(changed(tiny, output_dir=str(tmp_path / "straight")))
-    interrupted_at(tiny, 12)
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tiny, finished, interrupted, fault):
+    interrupted(tiny, 12)
     newest = Path(tiny["output_dir"]) / f"checkpoints/step-{12 * STEP:015d}"
     shard = next((newest / "state").glob("*.distcp"))
     if fault == "truncated":
@@ -175,12 +165,12 @@ def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tiny, tmp_path, fau
     assert f"continuing from {newest.with_name(f'step-{8 * STEP:015d}')}" in log
     assert newest.with_name(f"damaged-{newest.name}").is_dir(), "what a copy may mend is not deleted"
     assert all((path / "manifest.json").is_file() for path in newest.parent.glob("step-*"))
-    assert_same_run(str(tmp_path / "straight"), tiny["output_dir"])
+    assert_same_run(finished(tiny), tiny["output_dir"])
 
 
-def test_when_no_checkpoint_is_valid_the_run_is_refused_and_nothing_is_lost(tiny):
+def test_when_no_checkpoint_is_valid_the_run_is_refused_and_nothing_is_lost(tiny, interrupted):
     """Starting over would overwrite checkpoints that somebody may still repair, and cut the metrics to nothing."""
-    interrupted_at(tiny, 8)
+    interrupted(tiny, 8)
     for manifest in Path(tiny["output_dir"]).glob("checkpoints/step-*/manifest.json"):
         manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
     before = lines(tiny["output_dir"], "train")
@@ -190,8 +180,8 @@ def test_when_no_checkpoint_is_valid_the_run_is_refused_and_nothing_is_lost(tiny
     assert lines(tiny["output_dir"], "train") == before
 
 
-def test_a_damaged_older_checkpoint_does_not_stop_training(tiny):
-    interrupted_at(tiny, 8)
+def test_a_damaged_older_checkpoint_does_not_stop_training(tiny, interrupted):
+    interrupted(tiny, 8)
     (Path(tiny["output_dir"]) / f"checkpoints/step-{4 * STEP:015d}/manifest.json").write_text("")
     train(tiny)
     assert "could not tidy up" in (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
@@ -217,15 +207,13 @@ trainer.Trainer.step = step
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 2), ("fsdp", 2)])
-def test_checkpointed_activations_and_bf16_resume_bitwise_too(tiny, tmp_path, strategy, world_size):
+def test_checkpointed_activations_and_bf16_resume_bitwise_too(tiny, finished, strategy, world_size):
     tiny = changed(tiny, strategy__name=strategy, train__gradient_checkpointing=True, fabric__precision="bf16-mixed")
-    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
-    train(straight, world_size)
-    interrupted_at(tiny, 12, world_size)
+    train(changed(tiny, train__max_tokens=12 * STEP), world_size)
     # The stop adds an evaluation of its own at step 12; going back to step 8 removes it.
     shutil.rmtree(Path(tiny["output_dir"]) / f"checkpoints/step-{12 * STEP:015d}")
     train(tiny, world_size)
-    assert_same_run(straight["output_dir"], tiny["output_dir"])
+    assert_same_run(finished(tiny, world_size), tiny["output_dir"])
 
 
 @pytest.mark.parametrize(
@@ -237,13 +225,13 @@ def test_checkpointed_activations_and_bf16_resume_bitwise_too(tiny, tmp_path, st
         ({"seed": 1}, "seed: 0 -> 1"),
     ],
 )
-def test_a_change_that_would_alter_the_run_is_refused_by_name(tiny, change, message):
-    interrupted_at(tiny, 4)
+def test_a_change_that_would_alter_the_run_is_refused_by_name(tiny, interrupted, change, message):
+    interrupted(tiny, 4)
     assert message in refused(changed(tiny, **change))
     train(tiny)  # undone, it continues
 
 
-def test_weights_that_a_checkpoint_fills_are_not_drawn_first(tiny, tmp_path):
+def test_weights_that_a_checkpoint_fills_are_not_drawn_first(tiny, tmp_path, finished, interrupted):
     """What memory held in their place does not matter."""
     patch = """
 from forgetting_transformer.training import setup
@@ -257,17 +245,16 @@ def build_model(config, data, initialise):
 setup.build_model = build_model
 """
     tiny = changed(tiny, train__max_tokens=8 * STEP, skip_eval=True)
-    train(changed(tiny, output_dir=str(tmp_path / "straight")))
-    interrupted_at(tiny, 4)
+    interrupted(tiny, 4)
     fork = changed(tiny, fork_dir=tiny["output_dir"], fork_step=4 * STEP, output_dir=str(tmp_path / "fork"))
     for config in (tiny, fork):
         job = Job(config, patch=patch)
         assert job.wait() == [0], job.errors()
-        assert losses(config["output_dir"])[8 * STEP] == losses(str(tmp_path / "straight"))[8 * STEP]
+        assert losses(config["output_dir"])[8 * STEP] == losses(finished(tiny))[8 * STEP]
 
 
-def test_another_corpus_under_the_same_name_is_refused(tiny, tmp_path, corpus):
-    interrupted_at(tiny, 4)
+def test_another_corpus_under_the_same_name_is_refused(tiny, tmp_path, corpus, interrupted):
+    interrupted(tiny, 4)
     shutil.copytree(corpus, tmp_path / "other")
     import zarr
 
@@ -276,11 +263,10 @@ def test_another_corpus_under_the_same_name_is_refused(tiny, tmp_path, corpus):
     assert "the corpus (fingerprint" in refused(changed(tiny, data_dir=str(tmp_path / "other")))
 
 
-def test_resume_false_starts_clean_and_moves_the_old_run_aside(tiny, tmp_path):
-    train(changed(tiny, output_dir=str(tmp_path / "straight")))
-    interrupted_at(tiny, 8)
+def test_resume_false_starts_clean_and_moves_the_old_run_aside(tiny, finished, interrupted):
+    interrupted(tiny, 8)
     train(changed(tiny, resume=False))
-    assert_same_run(str(tmp_path / "straight"), tiny["output_dir"])
+    assert_same_run(finished(tiny), tiny["output_dir"])
     # A refused command leaves everything where it is.
     refused(changed(tiny, resume=False, data_dir="/nonexistent"))
     (kept,) = (Path(tiny["output_dir"]) / "previous").iterdir()
@@ -288,11 +274,10 @@ def test_resume_false_starts_clean_and_moves_the_old_run_aside(tiny, tmp_path):
     assert len(lines(str(kept), "train")) == 8
 
 
-def test_a_fork_continues_another_run_with_other_settings(tiny, tmp_path):
-    train(changed(tiny, output_dir=str(tmp_path / "source")))
-    fork = changed(tiny, fork_dir=str(tmp_path / "source"), fork_step=8 * STEP, optimizer__lr=5e-3)
+def test_a_fork_continues_another_run_with_other_settings(tiny, finished):
+    fork = changed(tiny, fork_dir=finished(tiny), fork_step=8 * STEP, optimizer__lr=5e-3)
     train(fork)
-    ours, source = losses(fork["output_dir"]), losses(str(tmp_path / "source"))
+    ours, source = losses(fork["output_dir"]), losses(finished(tiny))
     assert min(ours) == 9 * STEP, "counters continue"
     assert ours[9 * STEP] == source[9 * STEP], "the first loss comes from the source's weights"
     assert ours[10 * STEP] != source[10 * STEP], "then its own learning rate acts"
@@ -301,9 +286,9 @@ def test_a_fork_continues_another_run_with_other_settings(tiny, tmp_path):
     assert "fork_dir, fork_step:" in refused(changed(fork, fork_step=16 * STEP))
 
 
-def test_a_fork_of_nothing_or_of_another_shape_is_refused(tiny, tmp_path):
-    train(changed(tiny, output_dir=str(tmp_path / "source")))
-    fork = changed(tiny, fork_dir=str(tmp_path / "source"), fork_step=7)
-    assert f"fork_step=7: no valid checkpoint of that many tokens in {tmp_path}/source" in refused(fork)
-    fork = changed(tiny, fork_dir=str(tmp_path / "source"), fork_step=8 * STEP, datamodule__train_batch_size=8)
+def test_a_fork_of_nothing_or_of_another_shape_is_refused(tiny, finished):
+    source = finished(tiny)
+    fork = changed(tiny, fork_dir=source, fork_step=7)
+    assert f"fork_step=7: no valid checkpoint of that many tokens in {source}" in refused(fork)
+    fork = changed(tiny, fork_dir=source, fork_step=8 * STEP, datamodule__train_batch_size=8)
     assert "datamodule.train_batch_size: 4 -> 8" in refused(fork)

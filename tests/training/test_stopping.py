@@ -39,12 +39,11 @@ def status(config: dict) -> dict:
     [("SIGTERM", "auto", 1, 0), ("SIGINT", "auto", 1, 0), ("SIGUSR1", "ddp", 2, 1), ("SIGTERM", "fsdp", 2, 0)],
 )
 def test_a_signal_stops_all_ranks_within_two_steps_and_nothing_is_lost(
-    tiny, tmp_path, name, strategy, world_size, rank
+    tiny, finished, name, strategy, world_size, rank
 ):
     tiny = changed(tiny, strategy__name=strategy)
-    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
-    train(straight, world_size)
-    assert status(straight)["status"] == "done"
+    straight = finished(tiny, world_size)
+    assert status({"output_dir": straight})["status"] == "done"
     job = Job(tiny, world_size, patch=SIGNAL_IN_STEP_SIX.format(name=name, rank=rank))
     assert job.wait() == [0] * world_size, job.errors()
     stopped = status(tiny)
@@ -54,12 +53,10 @@ def test_a_signal_stops_all_ranks_within_two_steps_and_nothing_is_lost(
     assert (Path(tiny["output_dir"]) / f"checkpoints/step-{stopped['step']:015d}/manifest.json").is_file()
     train(tiny, world_size)
     assert status(tiny)["status"] == "done"
-    assert_same_run(straight["output_dir"], tiny["output_dir"])
+    assert_same_run(straight, tiny["output_dir"])
 
 
-def test_an_evaluation_is_broken_off_and_done_again(tiny, tmp_path):
-    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
-    train(straight)
+def test_an_evaluation_is_broken_off_and_done_again(tiny, finished):
     patch = """
 import os, signal, time
 from forgetting_transformer.training import trainer
@@ -76,7 +73,7 @@ trainer.Trainer.evaluate = evaluate
     assert status(tiny)["step"] == 10 * STEP and not (Path(tiny["output_dir"]) / "metrics/jsonlines/val.jsonl").exists()
     train(tiny)
     assert [entry["step"] for entry in lines(tiny["output_dir"], "val")] == [10 * STEP, 20 * STEP]
-    assert_same_run(straight["output_dir"], tiny["output_dir"])
+    assert_same_run(finished(tiny), tiny["output_dir"])
 
 
 def test_a_second_signal_leaves_at_once_and_what_is_saved_stays(tiny, tmp_path):
@@ -156,10 +153,8 @@ trainer.Trainer.step = step
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_later(tiny, tmp_path, strategy):
+def test_a_rank_that_is_killed_ends_the_others_and_the_run_goes_on_later(tiny, finished, strategy):
     tiny = changed(tiny, strategy__name=strategy)
-    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
-    train(straight, 2)
     patch = """
 import os
 from forgetting_transformer.training import trainer
@@ -177,12 +172,10 @@ trainer.Trainer.step = step
     assert f"rank 1 (process {job.processes[1].pid} on " in found["reason"], found
     assert "was killed or has crashed (seen here as: " in found["reason"] and "the last good checkpoint is" in found["reason"]
     train(tiny, 2)
-    assert_same_run(straight["output_dir"], tiny["output_dir"])
+    assert_same_run(finished(tiny, 2), tiny["output_dir"])
 
 
-def test_a_data_worker_that_is_killed_is_replaced_and_no_batch_is_lost(tiny, tmp_path):
-    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
-    train(straight)
+def test_a_data_worker_that_is_killed_is_replaced_and_no_batch_is_lost(tiny, finished):
     patch = """
 import multiprocessing, os
 from forgetting_transformer.training import trainer
@@ -197,7 +190,7 @@ trainer.Trainer.step = step
     job = Job(changed(tiny, datamodule__train_num_workers=1), patch=patch)
     assert job.wait() == [0], job.errors()
     assert "Readers are started anew" in rank_log(tiny, 0)
-    assert_same_run(straight["output_dir"], tiny["output_dir"])
+    assert_same_run(finished(tiny), tiny["output_dir"])
 
 
 def test_data_workers_are_deaf_to_the_signals_that_stop_a_run(tiny):
@@ -222,15 +215,12 @@ trainer.Trainer.step = step
     assert "Readers are started anew" not in rank_log(tiny, 0)
 
 
-def test_a_clock_that_is_set_back_changes_nothing(tiny, tmp_path):
-    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
-    train(straight)
-    train(changed(tiny, train__max_tokens=8 * STEP))
+def test_a_clock_that_is_set_back_changes_nothing(tiny, finished, interrupted):
+    interrupted(tiny, 8)
     patch = "import time; real = time.time; time.time = lambda: real() - 86400"
     job = Job(tiny, patch=patch)
     assert job.wait() == [0], job.errors()
-    ours, theirs = losses(tiny["output_dir"]), losses(straight["output_dir"])
-    assert ours == theirs
+    assert losses(tiny["output_dir"]) == losses(finished(tiny))
 
 
 def wait_for_training(launchers: dict[Path, subprocess.Popen]) -> None:

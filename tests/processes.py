@@ -1,0 +1,100 @@
+"""Processes for tests: forked from a server that has imported everything, so that a start takes a tenth of a second and
+not the ten of importing.
+
+`Command` is a command line such as `python train.py …`. What the start of an interpreter decides (imports, options of
+Python) is not the same as in a process of its own: every entry point has a test that starts it as a user does, too.
+"""
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.waiting import HANG
+
+ROOT = Path(__file__).parents[1]
+
+server = multiprocessing.get_context("forkserver")
+# What a run imports late, too: every process forked would do it again.
+server.set_forkserver_preload(["hydra", "forgetting_transformer.training.trainer", "tests.training.conftest"])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def shell_environment() -> dict[str, str]:
+    """This process's environment, without what a launcher of several processes would have set."""
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+
+
+class Command:
+    """`python SCRIPT ARGUMENTS`, started; as much of subprocess.Popen as tests need.
+
+    Args:
+        words: the script, relative to the repository, and its arguments.
+        output, errors: files (or terminals) for what it prints.
+    """
+
+    def __init__(
+        self,
+        *words: str,
+        output: str | Path = os.devnull,
+        errors: str | Path = os.devnull,
+        folder: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        environment = dict(shell_environment() if environment is None else environment)
+        arguments = (list(words), str(folder), environment, str(output), str(errors))
+        self._process = server.Process(target=_run, args=arguments)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> int:
+        self._process.join(HANG)
+        assert self._process.exitcode is not None, f"it hangs: not ended within {HANG} s"
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def run_command(
+    *words: str, folder: Path = ROOT, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    """`python SCRIPT ARGUMENTS` to its end."""
+    with tempfile.TemporaryDirectory() as printed:
+        output, errors = Path(printed) / "output", Path(printed) / "errors"
+        code = Command(*words, output=output, errors=errors, folder=folder, environment=environment).wait()
+        return subprocess.CompletedProcess(words, code, output.read_text(), errors.read_text())
+
+
+def _run(words: list[str], folder: str, environment: dict[str, str], output: str, errors: str) -> None:
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for path, number in ((output, 1), (errors, 2)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644)
+        os.dup2(opened, number)
+        os.close(opened)
+    torch.set_num_threads(1)
+    script = ROOT / words[0]
+    sys.argv = [str(script), *words[1:]]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
