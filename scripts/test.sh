@@ -3,8 +3,8 @@
 #
 #   bash scripts/test.sh                       everything
 #   bash scripts/test.sh tests/ops -k padding  some of it
-#   bash scripts/test.sh --fast                the part for the daily loop: all but what is marked slow
-#   bash scripts/test.sh --long -k killed      fifty rounds of the kill loop instead of a few
+#   bash scripts/test.sh --fast                the part for the daily loop, under two minutes on two cores
+#   bash scripts/test.sh --long                what is marked long too, and fifty rounds of the kill loop instead of a few
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
@@ -14,6 +14,6 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 ruff check .
 if [ "${1:-}" = --fast ]; then
     shift
-    set -- -m "not slow" "$@"
+    set -- -m "not slow or quick" "$@"
 fi
 exec python -m pytest -n "${TEST_WORKERS:-3}" --dist worksteal --durations 25 "$@"

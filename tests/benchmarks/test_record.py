@@ -136,6 +136,7 @@ def check_killed_and_continued(benchmark, arguments, file, calls, rows: int, cap
     return found
 
 
+@pytest.mark.slow
 def test_reading_of_data(tmp_path, monkeypatch, capfd):
     benchmark, file = load("data"), tmp_path / "results.json"
     result = {"tokens_per_second": [1e6], "decode_factor": 1.0, "cpu_seconds_per_token": 1e-9, "kept_bytes": 0}

@@ -10,6 +10,8 @@ from forgetting_transformer.evaluation.models import load_model
 from tests.benchmarks.conftest import load
 from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def benchmark():

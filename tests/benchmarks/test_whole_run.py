@@ -104,6 +104,7 @@ def small(quickstart, tmp_path) -> list[str]:  # noqa: F811
     return [*corpus, *runs, "--out", str(tmp_path / "results.json"), "--overrides", *SMALL]
 
 
+@pytest.mark.slow
 def test_runs_give_speeds_losses_and_what_the_log_says_of_backends(benchmark, small, in_process, tmp_path, capsys):
     arguments = ["--parts", "train", "train_unpruned", *small]
     assert benchmark.main(arguments) == 0

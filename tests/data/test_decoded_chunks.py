@@ -21,6 +21,8 @@ from forgetting_transformer.data.longcrawl64 import PREFETCHED_BATCHES
 from tests.data.mirror import tokens_of_corpus, write_layout
 from tests.waiting import HANG
 
+pytestmark = pytest.mark.slow
+
 START = "import multiprocessing, os\nfrom tests.data.test_decoded_chunks import module\n"
 WHOLE = (slice(None), slice(None))
 
@@ -92,7 +94,7 @@ def _reader(kept, numbers, results):
     results.put(all(take(kept, number, lambda number=number: chunk_of(number)) == number for number in numbers))
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes_share_chunks_and_never_read_a_half_written_one(method):
     context = multiprocessing.get_context(method)
     kept, results = DecodedChunks((4, 3), slots=3, context=context), context.Queue()

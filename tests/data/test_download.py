@@ -258,6 +258,7 @@ def run_script(mirror, out, *arguments):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_ends_complete_and_fetches_no_verified_file_twice(mirror, tmp_path):
     mirror.faults = {f"train.zarr/{row}.{column}": ["slow"] for row in (0, 2, 4, 5) for column in range(4)}
     out, sums = tmp_path / "out", tmp_path / "out/train.sha256"
@@ -279,6 +280,7 @@ def test_killed_and_started_again_it_ends_complete_and_fetches_no_verified_file_
     np.testing.assert_array_equal(array.read(8, 16, 0, 96), tokens_of_corpus()[16:24])
 
 
+@pytest.mark.slow
 def test_a_second_download_into_the_same_folder_is_refused(mirror, tmp_path):
     mirror.faults = {f"train.zarr/{row}.{column}": ["slow"] * 99 for row in (0, 2, 4, 5) for column in range(4)}
     process = run_script(mirror, tmp_path / "out")

@@ -4,7 +4,6 @@ import errno
 import importlib.util
 import json
 import math
-import multiprocessing
 import os
 import shutil
 import signal
@@ -29,7 +28,10 @@ from tests.data.corpus_helpers import (
     rows,
     write_tree,
 )
+from tests.processes import server
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 SHARD_BYTES = stream.SHARD_BYTES
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
@@ -232,9 +234,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kill", KILLS)
 def test_killed_run_continues_to_the_same_result(straight: Path, tmp_path: Path, kill: str) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["forgetting_transformer.data.corpus"])
-    child = context.Process(target=_prepare_and_die, args=(tmp_path / "out", straight / "in", kill))
+    child = server.Process(target=_prepare_and_die, args=(tmp_path / "out", straight / "in", kill))
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
@@ -245,7 +245,6 @@ def test_killed_run_continues_to_the_same_result(straight: Path, tmp_path: Path,
     assert sorted(os.listdir(tmp_path / "out")) == parts
 
 
-@pytest.mark.slow
 def test_killing_the_script_ends_its_workers_and_the_same_command_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

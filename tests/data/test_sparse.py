@@ -50,6 +50,7 @@ def test_skipping_leaves_the_documents_that_are_whole_in_their_order(sparse):
     assert sum(batch["weight"].sum() for batch in data.eval_loader(0, 1)) == 2 * 28
 
 
+@pytest.mark.slow
 def test_reads_across_holes_and_says_where_a_document_lies_on_disk(sparse):
     array = TokenArray(sparse / "longcrawl64/train.zarr", 50_257, missing_chunks="skip")
     for first in range(28):

@@ -123,6 +123,7 @@ def run_script(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_that_work_offline_work(quickstart, run_script, tmp_path, capsys):  # noqa: F811
     offline = ("save_model", "verify_data", "compare", "plot_run", "report", "generate")
     (tmp_path / "DIR").mkdir()

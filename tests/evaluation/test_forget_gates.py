@@ -126,6 +126,7 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 def test_a_text_of_16k_tokens_needs_a_strip_and_not_the_square():
     length, heads = 16384, 1
     generator = torch.Generator().manual_seed(0)
@@ -176,6 +177,7 @@ def test_models_without_forgetting_attention_and_layers_they_lack_are_refused():
     assert (inputs.log_fgate_HT == 0).all()
 
 
+@pytest.mark.slow
 def test_the_figures_of_an_exported_model(quickstart, tmp_path):
     (tmp_path / "text.txt").write_text(sentences(5, 200))
     arguments = ["--model_path", quickstart.hf, "--text", tmp_path / "text.txt", "--out", tmp_path / "out"]
@@ -189,6 +191,7 @@ def test_the_figures_of_an_exported_model(quickstart, tmp_path):
     assert all(0 <= entry["pruned"] <= 1 and entry["memory"] >= 0 for entry in summary["heads"])
 
 
+@pytest.mark.slow
 def test_memory_over_training_reads_every_checkpoint_of_a_run(quickstart, tmp_path):
     arguments = ["--data_path", quickstart.data, "--dataset", "words", "--document", 2, "--out", tmp_path]
     done = run_script(SCRIPT, "--model_path", quickstart.run, *arguments, "--over_training")

@@ -138,6 +138,7 @@ def test_a_prompt_that_is_too_long_loses_its_middle(model):
     assert longbench.build_prompt(model, "lcc", braces, 100).shape
 
 
+@pytest.mark.slow
 def test_the_command_answers_and_scores_every_set(quickstart, data, tmp_path):
     arguments = ["--model_path", quickstart.hf, "--save_dir", tmp_path, "--data_dir", data, "--max_length", 40]
     done = run_script(SCRIPT, *arguments, "--limit", 1)

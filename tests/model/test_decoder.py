@@ -126,6 +126,7 @@ def test_blocks_can_be_sharded_by_fsdp2(ids, tmp_path):
         torch.testing.assert_close(got[name], want[name])
 
 
+@pytest.mark.slow
 def test_a_training_step_compiles_into_one_graph(ids):
     model = small_model(**PRO, use_rope=True).train()
     want = gradients(model, ids)

@@ -120,6 +120,7 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_a_training_step_compiles_into_one_graph(case, ids, fresh_compiler):
     name, fields = case
     model = small(name, **fields).train()

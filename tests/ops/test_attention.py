@@ -111,6 +111,7 @@ def test_padding_gives_exact_zeros_whatever_it_holds(window):
         assert torch.equal(x, clean[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 300, 2000])
 @pytest.mark.parametrize("t", [1500, 1100])
 def test_several_default_blocks_equal_the_definition(t, window):

@@ -179,6 +179,7 @@ def check(inputs, tolerance, seq_start=None):
 """
 
 
+@pytest.mark.slow
 def test_kernel_at_ragged_lengths_and_any_number_of_parts():
     """More parts than tiles, too: those that get no keys write nothing, and memory holds NaN."""
     interpret(
@@ -192,6 +193,7 @@ for splits, lengths in ((1, (1, 64, 300)), (3, (1, 2, 63, 64, 65, 300, 700)), (1
     )
 
 
+@pytest.mark.slow
 def test_kernel_at_head_dimensions_of_all_kinds():
     interpret(
         SETUP
@@ -204,6 +206,7 @@ for head_dim in (1, 24, 64, 80, 256):
     )
 
 
+@pytest.mark.slow
 def test_kernel_with_shared_keys_and_several_queries():
     """Rows of a tile are heads × queries; 60 of them take several tiles."""
     interpret(
@@ -217,6 +220,7 @@ check(inputs(5, 16, queries=5), 1e-5)
     )
 
 
+@pytest.mark.slow
 def test_kernel_with_padding_resets_and_absent_gates():
     interpret(
         SETUP
@@ -249,6 +253,7 @@ for queries in (1, 5):
     )
 
 
+@pytest.mark.slow
 def test_kernel_on_whole_buffers_with_an_end_for_every_sequence():
     """What lies before the start and behind the end holds NaN, and no bit depends on it or on the length of the buffer."""
     interpret(
@@ -271,6 +276,7 @@ for threshold in (None, torch.full((4, 2), -1e4)):
     )
 
 
+@pytest.mark.slow
 def test_kernel_biases_are_exact_after_65536_tokens():
     """Log-normalisers of queries that see one key, 1 to 64 tokens back, are the bias itself; f is near 1/2."""
     interpret(
@@ -292,6 +298,7 @@ for distance in (1, 16, 63):
     )
 
 
+@pytest.mark.slow
 def test_kernel_pruning_skips_the_oldest_tiles_and_changes_rows_by_less_than_its_tolerance():
     """Keys that must be left out hold NaN, and a threshold that is too high changes the output: both can fail."""
     interpret(
@@ -329,6 +336,7 @@ for queries, heads, groups in ((1, 2, 2), (3, 4, 2)):
     )
 
 
+@pytest.mark.slow
 def test_kernel_prunes_a_group_only_where_all_its_heads_forget():
     interpret(
         SETUP
@@ -346,6 +354,7 @@ assert attend(q, k, v, log_fgate, threshold)[0].isfinite().all()
     )
 
 
+@pytest.mark.slow
 def test_kernel_takes_any_layout_and_the_operator_is_registered_right():
     interpret(
         SETUP
@@ -399,11 +408,18 @@ COMPILED = {
     "float32": (64, torch.float32, {**OPTIONAL, "SPLITS": 64}),
     "float32, wide heads": (256, torch.float32, {"GROUP": 6}),
 }
+WIDE = ("wide heads", "float32, wide heads")  # what needs most memory
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [86, 90])
-@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize(
+    "capability, case",
+    [
+        pytest.param(capability, case, marks=[pytest.mark.long] if capability == 86 and case not in WIDE else [])
+        for capability in (86, 90)
+        for case in COMPILED
+    ],
+)
 def test_kernels_compile_for_gpus_that_are_not_here(case, capability, tmp_path, monkeypatch):
     """The compiler refuses what the interpreter lets pass, such as a variable whose shape changes in a loop."""
     triton = pytest.importorskip("triton")

@@ -269,6 +269,7 @@ def bare(fake: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
 
 
+@pytest.mark.slow
 def test_without_triton_one_warning_says_what_to_install():
     said = bare(MISSING)
     assert said.count("attention:") == 1 and said.startswith("False False")
@@ -276,6 +277,7 @@ def test_without_triton_one_warning_says_what_to_install():
     assert "To mend it, pip install triton" in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_a_broken_triton_has_a_message_of_its_own():
     said = bare(BROKEN)
@@ -284,6 +286,7 @@ def test_a_broken_triton_has_a_message_of_its_own():
     assert "pip install --force-reinstall --no-deps triton==3.9.0" in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 @pytest.mark.parametrize(
     "fake, cause",

@@ -10,6 +10,8 @@ from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composition import search_space
 from tests.sweep.conftest import DEMO, load_script, starts
 
+pytestmark = pytest.mark.slow
+
 sweep_optuna = load_script("sweep_optuna")
 RATE = "optimizer.lr=tag(log, interval(1e-4, 1e-1))"
 

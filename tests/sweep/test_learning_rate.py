@@ -9,6 +9,8 @@ from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.learning_rate import GridSearch, grid_text, grid_value, nearest_grid_index
 from tests.sweep.conftest import DEMO, load_script, starts
 
+pytestmark = pytest.mark.slow
+
 sweep_lr = load_script("sweep_lr")
 
 
@@ -79,6 +81,7 @@ def test_diverged_rates_are_worse_than_any_and_an_endless_slope_is_given_up():
             search.losses |= {key: -key[0] for key in todo}
 
 
+@pytest.mark.quick
 def test_the_script_finds_the_rate_and_writes_a_table_and_a_figure(search, tmp_path):
     code, out, err = search("--guess", "1e-2")
     assert code == 0 and "best: optimizer.lr=2e-3, strictly inside the grid" in out

@@ -19,10 +19,13 @@ from forgetting_transformer.sweep.jobs import State
 from forgetting_transformer.sweep.results import read_run
 from forgetting_transformer.training import parse
 from hydra_plugins import forgetting_transformer_launchers as launchers
+from tests.processes import run_command
 from tests.sweep.conftest import DEMO, ROOT, starts
 from tests.training.conftest import STEP
-from tests.training.test_failures import command_line, shell_environment
-from tests.waiting import HANG, wait_until
+from tests.training.test_failures import command_line
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 
 def make_job(folder: Path, name: str, *overrides: str) -> jobs.Job:
@@ -32,6 +35,7 @@ def make_job(folder: Path, name: str, *overrides: str) -> jobs.Job:
     return jobs.Job(name, ROOT / "train.py", (*DEMO, *overrides), config)
 
 
+@pytest.mark.quick
 def test_each_job_has_a_folder_named_after_what_is_swept_and_a_row_in_the_table(faults, train_main, tmp_path, capsys):
     assert train_main("-m", *DEMO[1:], "output_dir=out", "seed=0,1", "+experiment/demo=fox_pro,hgrn2") is None
     names = ["seed=0", "seed=1"]
@@ -316,12 +320,11 @@ def test_a_launchers_settings_are_its_machines(settings, machine):
     assert [f.name for f in fields if f.name != "_target_"] == list(wanted)
 
 
-@pytest.mark.slow
 def test_a_real_job_trains_in_a_fabric_run_of_two_processes(tmp_path, corpus):
     """No stand-in: the command a user types."""
     overrides = tiny_overrides(corpus, tmp_path / "out")
     command = ["-m", *overrides, "fabric.accelerator=cpu", "fabric.devices=2", "optimizer.lr=choice(1e-3)"]
-    done = train_py(tmp_path, *command)
+    done = run_command("train.py", *command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "| finished |" in done.stdout
     started = json.loads((tmp_path / "out/optimizer.lr=0.001/starts.jsonl").read_text())
@@ -331,10 +334,9 @@ def test_a_real_job_trains_in_a_fabric_run_of_two_processes(tmp_path, corpus):
     assert run.final_loss(heldout=True) < 4.2 and run.flops_per_token > 0
 
 
-@pytest.mark.slow
 def test_a_real_run_whose_loss_is_not_finite_has_diverged(tmp_path, corpus):
     overrides = [*tiny_overrides(corpus, tmp_path / "out"), "optimizer.lr=1e30", "train.max_bad_steps=1"]
-    assert train_py(tmp_path, *overrides).returncode == 1
+    assert run_command("train.py", *overrides, folder=tmp_path).returncode == 1
     run = read_run(tmp_path / "out")
     assert run.diverged and not run.finished(4 * STEP) and run.flops_per_token > 0
 
@@ -343,8 +345,3 @@ def tiny_overrides(corpus: Path, output_dir: Path) -> list[str]:
     """A run of four steps that takes a second."""
     overrides = [o for o in command_line({"data_dir": str(corpus)}, output_dir) if "schedule.total" not in o]
     return [*overrides, f"train.max_tokens={4 * STEP}"]
-
-
-def train_py(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    return subprocess.run(command, cwd=folder, env=shell_environment(), capture_output=True, text=True, timeout=HANG)

@@ -17,6 +17,8 @@ from forgetting_transformer.sweep.runner import run_jobs
 from tests.sweep.conftest import ROOT, load_script, starts
 from tests.sweep.test_multirun import make_job
 
+pytestmark = pytest.mark.slow
+
 MODELS = ["--group", "demo", "--models", "mamba2", "fox_pro", "--guess", "2e-3"]
 
 
@@ -43,6 +45,7 @@ def tables_of(found: dict) -> dict[str, list[list[str]]]:
     }
 
 
+@pytest.mark.quick
 def test_each_model_is_searched_run_at_its_best_rate_and_then_its_variants(study, tmp_path):
     variants = ["--variants", "fox_pro", "fox_llama", "fox_pro", "--variant", "exp=short"]
     code, out, order = study("--search", "train.max_tokens=4096", *variants)

@@ -31,13 +31,6 @@ VOCAB, DOC_LEN, DOCUMENTS = 64, 64, 96
 STEP = 4 * 32  # tokens of a training step in the configuration below
 
 
-@pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory) -> Path:
-    """A folder for what all workers of this session share."""
-    folder = tmp_path_factory.getbasetemp()
-    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-
-
 @contextlib.contextmanager
 def made_once(folder: Path) -> Iterator[bool]:
     """Whether `folder` is still to be made, by the one that is told so: others wait until it is there."""

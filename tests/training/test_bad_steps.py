@@ -12,6 +12,8 @@ from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refu
 from tests.training.test_resume import lines, losses
 from tests.training.test_stopping import SIGNAL_IN_STEP_SIX
 
+pytestmark = pytest.mark.slow
+
 #: The gradient of one rank is poisoned in the given steps.
 POISON = """
 import torch
@@ -124,6 +126,7 @@ def test_a_run_that_skipped_steps_resumes_bitwise(tiny, tmp_path):
     assert losses(tiny["output_dir"]) == losses(straight["output_dir"])
 
 
+@pytest.mark.quick
 def test_a_spike_is_judged_by_the_median_of_the_norms_before():
     guard = StepGuard(torch.device("cpu"), spike_factor=5.0)
     loss_B = torch.ones(3, dtype=torch.float64)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +137,7 @@ def run(config: dict, world_size: int = 1, patch: str = CAPTURE_ONLY) -> str:
     return log.read_bytes()[before:].decode()
 
 
+@pytest.mark.slow
 def test_a_resume_takes_the_choice_of_its_checkpoint(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -163,6 +165,7 @@ def test_a_resume_takes_the_choice_of_its_checkpoint(tiny, tmp_path, monkeypatch
     assert state["execution"]["compile"] is False
 
 
+@pytest.mark.slow
 def test_a_fork_chooses_for_itself(tiny, tmp_path):
     tiny = changed(tiny, skip_eval=True)
     source = changed(tiny, output_dir=str(tmp_path / "source"), train__max_tokens=2 * STEP, train__compile=True)
@@ -230,6 +233,7 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(1, VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "checkpointing"), [("ddp", False), ("fsdp", True)])
 @pytest.mark.parametrize("name", registry.model_names())
 def test_blocks_of_a_kind_share_one_graph_per_shape(captured, tiny, tmp_path, caplog, name, strategy, checkpointing):
@@ -277,6 +281,7 @@ def test_buckets_of_ddp_do_not_divide_a_block(captured, tiny, tmp_path, monkeypa
     assert len(pieces) == 2, "the block and the loss"
 
 
+@pytest.mark.slow
 def test_two_kinds_of_blocks_may_see_many_lengths(captured, tiny, caplog):
     """More versions of a block than PyTorch's own limit, 8."""
     config = parse(OmegaConf.create(architecture(tiny, "samba", compile=True)))
@@ -290,6 +295,7 @@ def test_two_kinds_of_blocks_may_see_many_lengths(captured, tiny, caplog):
     assert not warnings(caplog)
 
 
+@pytest.mark.slow
 def test_a_long_sequence_of_a_portable_recurrence_stays_out_of_graphs(captured, tiny, caplog, monkeypatch):
     """Unrolled it would take minutes to compile. The break around it is meant, and warns of nothing."""
     from forgetting_transformer.ops.recurrence import chunked
@@ -311,6 +317,7 @@ def test_a_long_sequence_of_a_portable_recurrence_stays_out_of_graphs(captured, 
     assert captured["graph_break"] and not warnings(caplog)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["graph break", "too many versions"])
 def test_what_is_left_uncompiled_is_a_warning(captured, tiny, caplog, monkeypatch, fault):
     monkeypatch.setattr(compilation, "_MAX_VERSIONS", 1 if fault == "too many versions" else 64)
@@ -366,22 +373,25 @@ def assert_same_bits(a: str, b: str, step: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_starts_with_empty_caches_are_bitwise_one_run(tiny, tmp_path):
-    """Compiled, sharded and with checkpointed activations; and the losses are those of a run that is not compiled."""
-    config = changed(tiny, strategy__name="fsdp", train__gradient_checkpointing=True, train__max_tokens=6 * STEP)
-    # Everything that is left out here would be more kernels to compile.
+def test_two_starts_with_empty_caches_are_bitwise_one_run(request, tiny, tmp_path):
+    """Compiled and with checkpointed activations (and sharded, with --long); the losses are those of a run that is not."""
+    world_size = 2 if request.config.getoption("--long") else 1
+    strategy = "fsdp" if world_size == 2 else "auto"
+    config = changed(tiny, strategy__name=strategy, train__gradient_checkpointing=True, train__max_tokens=6 * STEP)
+    # The architecture with the fewest kernels to compile.
     config |= {"skip_eval": True, "checkpoint_interval": 3 * STEP}
-    config["model"]["config"] = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
+    config["model"] = {"name": "transformer", "config": {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}}
 
     def run(name: str, caches: str, **changes) -> dict:
         job_config = changed(config, output_dir=str(tmp_path / name), **changes)
         patch = f"import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path / caches)!r}"
-        job = Job(job_config, 2, patch=patch)
-        assert job.wait() == [0, 0], job.errors()
+        job = Job(job_config, world_size, patch=patch)
+        assert job.wait() == [0] * world_size, job.errors()
         return job_config
 
     straight = run("straight", "first", train__compile=True)
-    run("stopped", "first", train__compile=True, train__max_tokens=3 * STEP)
+    shutil.copytree(tmp_path / "straight", tmp_path / "stopped")
+    shutil.rmtree(tmp_path / f"stopped/checkpoints/step-{6 * STEP:015d}")
     assert list((tmp_path / "first").rglob("*.so")) and not (tmp_path / "second").exists()
     stopped = run("stopped", "second")
     assert list((tmp_path / "second").rglob("*.so")), "auto did not compile"

@@ -253,6 +253,7 @@ def test_no_yaml_repeats_a_key_of_its_group_without_changing_it():
         assert len(flatten(own)) <= 1, path
 
 
+@pytest.mark.slow
 def test_every_key_can_be_set_without_a_plus_sign():
     """Hydra refuses to override a key that no file mentions, so the files mention every key of the schema."""
     for path in EXPERIMENTS:
@@ -262,6 +263,7 @@ def test_every_key_can_be_set_without_a_plus_sign():
         assert not [key for key in known_keys() if key not in mentioned and key != "model.config"], path
 
 
+@pytest.mark.slow
 def test_models_of_the_study_have_bodies_of_one_size_and_see_the_same_batches():
     bodies, batches = {}, set()
     for path in CONFIGS.glob("experiment/study/*.yaml"):

@@ -7,6 +7,8 @@ import torch
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors
 from tests.training.test_resume import losses
 
+pytestmark = pytest.mark.slow
+
 #: Every rank writes the tokens of every step it takes.
 RECORD = """
 import numpy as np

@@ -12,6 +12,8 @@ from forgetting_transformer.training.export import ExportError, build_from_check
 from tests.model.small_models import SMALL_FIELDS
 from tests.training.conftest import STEP, VOCAB, changed, checkpoint_tensors, train
 
+pytestmark = pytest.mark.slow
+
 CASES = [(name, {}, "auto", 1) for name in registry.model_names() if name != "forgetting_transformer"]
 # A parameter without a gradient, and one that all blocks share.
 CASES += [

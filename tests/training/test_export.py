@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
 from forgetting_transformer.training.export import ExportError, build_from_checkpoint, export
+from tests.processes import ROOT, run_command
 from tests.training.conftest import STEP, VOCAB, changed, train
 from tests.waiting import HANG
+
+pytestmark = pytest.mark.slow
 
 
 def word_tokenizer(folder: Path) -> Path:
@@ -28,9 +31,8 @@ def word_tokenizer(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
-def test_reloaded_logits_equal_the_checkpoints(tiny, tmp_path, strategy, world_size):
-    train(changed(tiny, strategy__name=strategy, train__max_tokens=8 * STEP), world_size)
-    run, folder = Path(tiny["output_dir"]), tmp_path / "hf"
+def test_reloaded_logits_equal_the_checkpoints(tiny, tmp_path, finished, strategy, world_size):
+    run, folder = Path(finished(changed(tiny, strategy__name=strategy), world_size)), tmp_path / "hf"
     tokenizer = word_tokenizer(tmp_path / "tokenizer")
     export(run, folder, tokenizer=str(tokenizer))
     reloaded = AutoModelForCausalLM.from_pretrained(folder)
@@ -54,9 +56,8 @@ def test_reloaded_logits_equal_the_checkpoints(tiny, tmp_path, strategy, world_s
     assert AutoTokenizer.from_pretrained(folder).model_max_length == 32
 
 
-def test_generation_stops_at_the_end_of_text_token(tiny, tmp_path):
-    train(changed(tiny, train__max_tokens=4 * STEP))
-    export(Path(tiny["output_dir"]), tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
+def test_generation_stops_at_the_end_of_text_token(tiny, tmp_path, finished):
+    export(Path(finished(tiny)), tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.generation_config.eos_token_id == model.config.eos_token_id == 0
     with torch.no_grad():
@@ -65,14 +66,14 @@ def test_generation_stops_at_the_end_of_text_token(tiny, tmp_path):
     assert generated.tolist() == [[5, 6, 0]]
 
 
-def test_any_step_can_be_exported_and_a_missing_one_is_refused(tiny, tmp_path):
-    train(tiny)
-    tokenizer = str(word_tokenizer(tmp_path / "tokenizer"))
-    first = export(Path(tiny["output_dir"]), tmp_path / "a", step=8 * STEP, tokenizer=tokenizer)
+@pytest.mark.quick
+def test_any_step_can_be_exported_and_a_missing_one_is_refused(tiny, tmp_path, finished):
+    run, tokenizer = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer"))
+    first = export(run, tmp_path / "a", step=8 * STEP, tokenizer=tokenizer)
     assert f"step-{8 * STEP:015d}" in first
-    assert f"step-{20 * STEP:015d}" in export(Path(tiny["output_dir"]), tmp_path / "b", tokenizer=tokenizer)
+    assert f"step-{20 * STEP:015d}" in export(run, tmp_path / "b", tokenizer=tokenizer)
     with pytest.raises(CheckpointError, match=rf"no valid checkpoint at step 5 in .*\[{8 * STEP}, {16 * STEP}"):
-        export(Path(tiny["output_dir"]), tmp_path / "c", step=5, tokenizer=tokenizer)
+        export(run, tmp_path / "c", step=5, tokenizer=tokenizer)
     with pytest.raises(CheckpointError, match=r"no valid checkpoint in .*; it holds nothing"):
         export(tmp_path / "nothing", tmp_path / "d")
 
@@ -88,26 +89,19 @@ def test_the_run_keeps_its_corpus_tokenizer_and_the_export_gets_it(tiny, tmp_pat
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").decode([3, 4]) == "w3 w4"
 
 
-def test_without_a_tokenizer_the_weights_are_written_and_the_message_says_how_to_go_on(tiny, tmp_path):
-    train(changed(tiny, train__max_tokens=4 * STEP))
+def test_without_a_tokenizer_the_weights_are_written_and_the_message_says_how_to_go_on(tiny, tmp_path, finished):
     with pytest.raises(ExportError, match=r"the model is in .*hf, but without a tokenizer .*--tokenizer"):
-        export(Path(tiny["output_dir"]), tmp_path / "hf")
+        export(Path(finished(tiny)), tmp_path / "hf")
     assert (tmp_path / "hf/model.safetensors").is_file()
 
 
-@pytest.mark.slow
-def test_the_commands_export_and_generate(tiny, tmp_path):
-    train(changed(tiny, train__max_tokens=4 * STEP))
-    root = Path(__file__).parents[2]
+def test_the_commands_export_and_generate(tiny, tmp_path, finished):
     tokenizer = word_tokenizer(tmp_path / "tokenizer")
-
-    def run(*command: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, *command], cwd=root, capture_output=True, text=True, timeout=HANG)
-
-    arguments = ["--hf_load_dir", tiny["output_dir"], "--hf_save_dir", str(tmp_path / "hf")]
-    done = run("save_model.py", *arguments, "--tokenizer", str(tokenizer))
+    arguments = ["--hf_load_dir", finished(changed(tiny, train__max_tokens=4 * STEP)), "--hf_save_dir", str(tmp_path / "hf")]
+    command = [sys.executable, "save_model.py", *arguments, "--tokenizer", str(tokenizer)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0 and "is now" in done.stdout, done.stderr
-    done = run("scripts/generate.py", str(tmp_path / "hf"), "--prompt", "w3 w4", "--max_new_tokens", "5")
+    done = run_command("scripts/generate.py", str(tmp_path / "hf"), "--prompt", "w3 w4", "--max_new_tokens", "5")
     assert done.returncode == 0 and done.stdout.startswith("w3 w4"), done.stderr
-    done = run("save_model.py", "--hf_load_dir", str(tmp_path / "no"), "--hf_save_dir", str(tmp_path / "hf"))
+    done = run_command("save_model.py", "--hf_load_dir", str(tmp_path / "no"), "--hf_save_dir", str(tmp_path / "hf"))
     assert done.returncode == 1 and "no valid checkpoint" in done.stderr and "Traceback" not in done.stderr

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import select
 import signal
 import struct
 import subprocess
@@ -12,9 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.conftest import STEP, Job, changed, free_port, refused, train
+from tests.processes import ROOT, Command, free_port, run_command, shell_environment
+from tests.training.conftest import STEP, Job, changed, refused, train
 from tests.training.test_resume import assert_same_run, lines, losses
 from tests.waiting import HANG, wait_until
+
+pytestmark = pytest.mark.slow
 
 #: While the checkpoint of step 8 is written, writing fails; at step 12 it works again.
 FAILING_WRITES = """
@@ -203,12 +207,14 @@ def test_processes_that_would_train_alone_are_refused(tiny):
     assert "2 processes were started but each trains alone" in job.errors()
 
 
+@pytest.mark.quick
 def test_stray_fabric_variables_are_refused(tiny):
     job = Job(tiny, patch="import os; os.environ['LT_DEVICES'] = '2'")
     assert job.wait() == [1]
     assert "LT_DEVICES would override the config" in job.errors()
 
 
+@pytest.mark.quick
 def test_an_optimizer_of_other_parameters_is_refused():
     from forgetting_transformer.training.setup import check_optimizer_owns
 
@@ -248,7 +254,6 @@ def wandb_rows(file: Path) -> list[dict]:
     return rows
 
 
-@pytest.mark.slow
 def test_wandb_has_every_step_once_although_it_loses_rows_when_killed(tiny):
     tiny = changed(tiny, wandb__mode="offline", datamodule__repeat=True, train__max_tokens=60 * STEP)
     tiny = changed(tiny, schedule__total_tokens=60 * STEP)
@@ -290,8 +295,8 @@ sys.modules["wandb"] = types.SimpleNamespace(init=init, Settings=dict)
         assert len(losses(str(tmp_path / fault))) == 4
 
 
-ROOT = Path(__file__).parents[2]
-FABRIC = [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--accelerator", "cpu", "--devices", "2"]
+FABRIC = [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--accelerator", "cpu"]
+ENDLESS = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
 
 
 def command_line(tiny: dict, output_dir: Path) -> list[str]:
@@ -318,46 +323,30 @@ def command_line(tiny: dict, output_dir: Path) -> list[str]:
     ]
 
 
-def shell_environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
-
-
-def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
-    environment = shell_environment() | variables
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG)
-
-
-@pytest.mark.slow
 def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
-    """The commands users type, with two processes through `fabric run`."""
+    """What users type; as processes of their own in test_stopping.py."""
     overrides = command_line(tiny, tmp_path / "cli")
-    done = run(*FABRIC, "--main-port", str(free_port()), *overrides, f"train.max_tokens={6 * STEP}")
+    done = run_command("train.py", *overrides, f"train.max_tokens={6 * STEP}")
     assert done.returncode == 0, done.stderr
-    done = run(sys.executable, "train.py", *overrides, f"train.max_tokens={10 * STEP}")
+    done = run_command("train.py", *overrides, f"train.max_tokens={10 * STEP}")
     assert done.returncode == 0, done.stderr
     assert "continuing from" in done.stderr and "training finished" in done.stderr
     assert sorted(losses(str(tmp_path / "cli"))) == [n * STEP for n in range(1, 11)]
-    done = run(sys.executable, "train.py", *overrides, "train.max_tokens=999999999")
+    done = run_command("train.py", *overrides, "train.max_tokens=999999999")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "train.max_tokens=999,999,999 is more than" in done.stderr
     assert "train.max_tokens=999,999,999 is more than" in (tmp_path / "cli/logs/rank-0.log").read_text()
-    done = run(sys.executable, "train.py", "-m", *overrides, "seed=0,1", LT_CLI_USED="1")
+    under_fabric = shell_environment() | {"LT_CLI_USED": "1"}
+    done = run_command("train.py", "-m", *overrides, "seed=0,1", environment=under_fabric)
     assert done.returncode != 0 and "-m under `fabric run` is not possible" in done.stderr
 
 
-@pytest.mark.slow
 def test_after_a_kill_the_folder_is_free_at_once_although_workers_live_on(tiny, tmp_path):
     """Data workers notice the death of their process only after seconds."""
     from forgetting_transformer.training.run_directory import RunDirectory
 
-    endless = [
-        "train.max_tokens=99999999",
-        "datamodule.repeat=true",
-        "skip_eval=true",
-        "datamodule.train_num_workers=2",
-    ]
-    command = [sys.executable, "train.py", *command_line(tiny, tmp_path / "cli"), *endless]
-    process = subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stderr=subprocess.DEVNULL)
+    workers = "datamodule.train_num_workers=2"
+    process = Command("train.py", *command_line(tiny, tmp_path / "cli"), *ENDLESS, workers)
     wait_until((tmp_path / "cli/metrics/jsonlines/train.jsonl").exists, lambda: process.poll() is None)
     process.kill()
     process.wait()
@@ -366,11 +355,10 @@ def test_after_a_kill_the_folder_is_free_at_once_although_workers_live_on(tiny, 
     directory.release()
 
 
-@pytest.mark.slow
 def test_ranks_do_not_outlive_their_launcher(tiny, tmp_path):
     """`fabric run` dies of SIGUSR1 and tells the ranks it started nothing."""
-    endless = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
-    command = [*FABRIC, "--main-port", str(free_port()), *command_line(tiny, tmp_path / "cli"), *endless]
+    launch = [*FABRIC, "--devices", "1", "--main-port", str(free_port())]
+    command = [*launch, *command_line(tiny, tmp_path / "cli"), *ENDLESS]
     launcher = subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stderr=subprocess.DEVNULL)
     metrics = tmp_path / "cli/metrics/jsonlines/train.jsonl"
     wait_until(metrics.exists, lambda: launcher.poll() is None)
@@ -380,7 +368,6 @@ def test_ranks_do_not_outlive_their_launcher(tiny, tmp_path):
     wait_until(lambda: not Path(f"/proc/{rank_zero}").exists(), said="a rank lives on without its launcher")
 
 
-@pytest.mark.slow
 def test_a_terminal_gets_a_live_bar_and_a_file_gets_plain_lines(tiny, tmp_path):
     import fcntl
     import pty
@@ -388,16 +375,16 @@ def test_a_terminal_gets_a_live_bar_and_a_file_gets_plain_lines(tiny, tmp_path):
 
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    command = [sys.executable, "train.py", *command_line(tiny, tmp_path / "bar"), f"train.max_tokens={4 * STEP}"]
-    process = subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stdout=slave, stderr=slave)
-    os.close(slave)
+    terminal = os.ttyname(slave)
+    overrides = [*command_line(tiny, tmp_path / "bar"), f"train.max_tokens={4 * STEP}"]
+    process = Command("train.py", *overrides, output=terminal, errors=terminal)
     shown = b""
-    while True:
-        try:
+    while process.poll() is None or select.select([master], [], [], 0)[0]:
+        if select.select([master], [], [], 0.1)[0]:
             shown += os.read(master, 4096)
-        except OSError:  # the other end is closed
-            break
-    assert process.wait(HANG) == 0, shown.decode()
+    os.close(slave)
+    os.close(master)
+    assert process.wait() == 0, shown.decode()
     assert b"tok/s" in shown and b"loss=" in shown and b"512/512" in shown, shown.decode()
     log = (tmp_path / "bar/logs/rank-0.log").read_text()
     assert "tok/s" not in log and "held-out loss" in log

@@ -9,6 +9,8 @@ from forgetting_transformer.training.goodput import CATEGORIES, Goodput, describ
 from tests.training.conftest import STEP, Job, changed, train
 from tests.training.test_resume import lines
 
+pytestmark = pytest.mark.slow
+
 
 def start(from_step: int, step: int, seconds: float, marks: list[tuple[int, float]]) -> dict:
     return {

@@ -27,6 +27,7 @@ def finished(tmp_path_factory, corpus):
     return Path(tiny["output_dir"])
 
 
+@pytest.mark.slow
 def test_train_lines_have_the_official_names(finished):
     entries = lines(str(finished), "train")
     assert [e["step"] for e in entries] == [n * STEP for n in range(1, 21)]

@@ -24,6 +24,7 @@ def finished(tmp_path_factory, corpus) -> dict:
     return tiny
 
 
+@pytest.mark.slow
 def test_loss_and_norm_are_the_logged_ones(finished, tmp_path, capsys):
     run = finished["output_dir"]
     for step in (1, 9, 17):  # from the initial weights, and right after two checkpoints that stay

@@ -30,6 +30,7 @@ def blocks(output_dir: str) -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_is_before_its_first_step(tiny, tmp_path):
     """Three starts: a new run on two processes, its continuation, and a fork with another learning rate."""
     train(changed(tiny, strategy__name="fsdp", train__max_tokens=8 * STEP), 2)

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.conftest import STEP, Job, changed, free_port, train
-from tests.training.test_failures import ROOT, command_line, shell_environment
+from tests.processes import ROOT, Command, free_port, shell_environment
+from tests.training.conftest import STEP, Job, changed, train
+from tests.training.test_failures import ENDLESS, FABRIC, command_line
 from tests.training.test_resume import assert_same_run, lines, losses
 from tests.waiting import HANG, wait_until
+
+pytestmark = pytest.mark.slow
 
 #: The signal comes in the middle of step 6, on one rank only.
 SIGNAL_IN_STEP_SIX = """
@@ -223,29 +226,26 @@ def test_a_clock_that_is_set_back_changes_nothing(tiny, finished, interrupted):
     assert losses(tiny["output_dir"]) == losses(finished(tiny))
 
 
-def wait_for_training(launchers: dict[Path, subprocess.Popen]) -> None:
-    """Until each run has logged a step."""
-    for folder, launcher in launchers.items():
-        logged, printed = folder / "metrics/jsonlines/train.jsonl", folder / "printed"
-        wait_until(logged.exists, lambda process=launcher: process.poll() is None, printed.read_text)
+def wait_for_training(folder: Path, launcher: subprocess.Popen) -> None:
+    """Until the run has logged a step."""
+    logged, printed = folder / "metrics/jsonlines/train.jsonl", folder / "printed"
+    wait_until(logged.exists, lambda: launcher.poll() is None, printed.read_text)
 
 
 def start(tiny: dict, folder: Path, *command: str) -> subprocess.Popen:
     """A run without an end in `folder`, which takes what it prints too."""
     folder.mkdir()
-    endless = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
     with (folder / "printed").open("w") as printed:
-        full = [*command, *command_line(tiny, folder), *endless]
+        full = [*command, *command_line(tiny, folder), *ENDLESS]
         return subprocess.Popen(full, cwd=ROOT, env=shell_environment(), stdout=printed, stderr=printed)
 
 
-@pytest.mark.slow
 def test_the_launcher_passes_signals_on_and_two_share_a_machine(tiny, tmp_path):
     """SIGUSR1 among them, of which `fabric run` by itself would die and tell its ranks nothing."""
-    launch = [sys.executable, "scripts/launch.py", "--accelerator", "cpu", "--devices", "2"]
-    runs = {tmp_path / name: start(tiny, tmp_path / name, *launch) for name in ("one", "two")}
-    wait_for_training(runs)
+    launch = [sys.executable, "scripts/launch.py", "--accelerator", "cpu", "--devices"]
+    runs = {tmp_path / devices: start(tiny, tmp_path / devices, *launch, devices) for devices in ("2", "1")}
     for (folder, launcher), number in zip(runs.items(), (signal.SIGUSR1, signal.SIGTERM), strict=True):
+        wait_for_training(folder, launcher)
         launcher.send_signal(number)
         assert launcher.wait(HANG) == 75
         found = json.loads((folder / "status.json").read_text())
@@ -255,26 +255,28 @@ def test_the_launcher_passes_signals_on_and_two_share_a_machine(tiny, tmp_path):
         assert "Traceback" not in said and said.splitlines()[-1].endswith(str(folder)), said
 
 
-@pytest.mark.slow
 def test_a_rank_of_fabric_run_that_is_asked_to_stop_is_no_failure(tiny, tmp_path):
-    """The launcher itself gets no signal, and would report a rank that ends with 75 at length."""
-    fabric = [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--main-port", str(free_port())]
+    """The launcher itself gets no signal, and would report a rank that ends with 75 at length. One process goes on."""
     folder = tmp_path / "run"
-    launcher = start(tiny, folder, *fabric, "--accelerator", "cpu", "--devices", "2")
-    wait_for_training({folder: launcher})
+    launcher = start(tiny, folder, *FABRIC, "--devices", "2", "--main-port", str(free_port()))
+    wait_for_training(folder, launcher)
     os.kill(json.loads((folder / "run.lock").read_text())["pid"], signal.SIGTERM)
     assert launcher.wait(HANG) == 0
     assert "Traceback" not in (folder / "printed").read_text()
-    assert json.loads((folder / "status.json").read_text())["status"] == "preempted"
+    stopped = status({"output_dir": folder})
+    assert stopped["status"] == "preempted"
+    tokens = stopped["step"] + 4 * STEP
+    command = [sys.executable, "train.py", *command_line(tiny, folder), *ENDLESS, f"train.max_tokens={tokens}"]
+    done = subprocess.run(command, cwd=ROOT, env=shell_environment(), capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 0 and "continuing from" in done.stderr and "training finished" in done.stderr
+    assert sorted(losses(str(folder))) == list(range(STEP, tokens + 1, STEP))
 
 
-@pytest.mark.slow
 def test_ctrl_c_exits_with_a_code_of_its_own(tiny, tmp_path):
-    endless = ["train.max_tokens=99999999", "datamodule.repeat=true", "skip_eval=true"]
-    command = [sys.executable, "train.py", *command_line(tiny, tmp_path / "cli"), *endless]
-    process = subprocess.Popen(command, cwd=ROOT, env=shell_environment(), stderr=subprocess.PIPE, text=True)
+    printed = tmp_path / "printed"
+    process = Command("train.py", *command_line(tiny, tmp_path / "cli"), *ENDLESS, errors=printed)
     wait_until((tmp_path / "cli/metrics/jsonlines/train.jsonl").exists, lambda: process.poll() is None)
-    os.kill(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=HANG)
-    assert process.returncode == 75 and "Traceback" not in said, said
+    process.send_signal(signal.SIGINT)
+    code, said = process.wait(), printed.read_text()
+    assert code == 75 and "Traceback" not in said, said
     assert "SIGINT: stopping after this step" in said and "stopped and saved" in said
