@@ -12,7 +12,7 @@ from forgetting_transformer.data.checksums import write_list
 from forgetting_transformer.training.checkpoint import _checksum
 from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
-from tests.training.test_resume import losses
+from tests.training.test_resume import interrupted_at, losses
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_a_run_begun_on_a_url_continues_on_a_local_copy_and_is_the_same_run(tiny
     tiny = changed(tiny, train__max_tokens=8 * STEP, skip_eval=True)
     with serve(Path(tiny["data_dir"])) as mirror:
         elsewhere = {"data_dir": mirror.url, "datamodule__cache_dir": str(tmp_path / "cache")}
-        train(changed(tiny, **elsewhere, train__max_tokens=4 * STEP))
+        interrupted_at(changed(tiny, **elsewhere), 4)
     train(tiny)
     first, second = (
         checkpoint_tensors(folder, 8 * STEP) for folder in (finished(tiny), tiny["output_dir"])
@@ -38,7 +38,7 @@ def test_a_partial_copy_trains_on_purpose_and_only_goes_on_with_the_same_documen
     kept = gone.rename(tmp_path / "kept")
     assert "missing chunk" in refused(partial) and "missing_chunks=skip" in refused(partial)
     partial = changed(partial, datamodule__missing_chunks="skip")
-    train(changed(partial, train__max_tokens=4 * STEP))
+    interrupted_at(partial, 4)
     kept.rename(gone)  # the copy grows: other documents, in another order
     assert "the corpus (fingerprint" in refused(partial)
     gone.rename(kept)

@@ -51,6 +51,11 @@ def assert_same_run(a: str, b: str, step: int = 20 * STEP) -> None:
         assert all(np.array_equal(x[k], y[k]) for k in x.files)
 
 
+def interrupted_at(config: dict, step: int, world_size: int = 1) -> None:
+    """Goes on until `step` steps are done and stops, leaving what a job leaves that reached its time limit."""
+    train(changed(config, train__max_tokens=step * STEP), world_size)
+
+
 @pytest.mark.parametrize(("strategy", "world_size"), QUICKEST)
 def test_straight_run_equals_interrupted_run_bitwise(tiny, finished, strategy, world_size):
     tiny = changed(tiny, strategy__name=strategy)
@@ -211,7 +216,7 @@ trainer.Trainer.step = step
 @pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 2), ("fsdp", 2)])
 def test_checkpointed_activations_and_bf16_resume_bitwise_too(tiny, finished, strategy, world_size):
     tiny = changed(tiny, strategy__name=strategy, train__gradient_checkpointing=True, fabric__precision="bf16-mixed")
-    train(changed(tiny, train__max_tokens=12 * STEP), world_size)
+    interrupted_at(tiny, 12, world_size)
     # The stop adds an evaluation of its own at step 12; going back to step 8 removes it.
     shutil.rmtree(Path(tiny["output_dir"]) / f"checkpoints/step-{12 * STEP:015d}")
     train(tiny, world_size)
