@@ -56,7 +56,7 @@ def ls(args: argparse.Namespace) -> int:
     for path in folders(folder):
         manifest = checkpoints.read_manifest(path)
         if manifest is None:
-            print(f"{checkpoints.step_of(path):>20,} tokens  not finished or damaged: see verify")
+            print(f"{checkpoints.step_of(path):>20,} tokens  damaged: see verify")
             continue
         size = sum(entry["bytes"] for entry in manifest["files"].values())
         age = duration(max(0.0, time.time() - (path / checkpoints.MANIFEST).stat().st_mtime))
@@ -119,7 +119,7 @@ def prune(args: argparse.Namespace) -> int:
         for path in reversed(folders(directory.checkpoints)):
             manifest = checkpoints.read_manifest(path)
             if manifest is None:
-                continue  # of no use, but perhaps to somebody who can mend it; the run's next start clears it away
+                continue  # damaged, and perhaps somebody can mend it
             if kept < args.keep:
                 try:
                     # Only a checkpoint that was read from end to end counts as one that the run can go on from.

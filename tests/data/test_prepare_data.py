@@ -200,6 +200,18 @@ KILLS = {
 }
 
 
+@pytest.mark.parametrize("name", [".work/thesis.tex", ".lock"])
+def test_hidden_files_of_others_in_the_folder_are_left_alone(tmp_path, name):
+    (tmp_path / "out" / name).parent.mkdir(parents=True)
+    (tmp_path / "out" / name).write_text("years of work")
+    if name == ".lock":
+        prepare(tmp_path / "out", package_tree(tmp_path / "in"))
+    else:
+        with pytest.raises(CorpusError, match=r"\.work, which this program did not make.* another --out"):
+            prepare(tmp_path / "out", package_tree(tmp_path / "in"), force=True)
+    assert (tmp_path / "out" / name).read_text() == "years of work"
+
+
 def _prepare_and_die(out: Path, tree: Path, kill: str) -> None:
     """In a child process: prepare, and die by SIGKILL at the n-th call of a function."""
     module, name, nth, when = KILLS[kill]

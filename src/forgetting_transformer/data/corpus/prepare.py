@@ -72,6 +72,8 @@ def _prepare(settings: CorpusSettings, out: Path, workers: int, force: bool, say
     work = out / ".work"
     out.mkdir(parents=True, exist_ok=True)
     with _only_run(out):
+        if work.exists() and not (work / "settings.json").exists() and set(os.listdir(work)) - {"settings.json.tmp"}:
+            raise CorpusError(f"{out} holds a folder .work, which this program did not make. Give another --out.")
         if force:
             _delete_corpus(out)
         finished = _finished_manifest(settings, out)
@@ -101,7 +103,7 @@ def _only_run(out: Path) -> Iterator[None]:
     except ImportError:  # Windows
         yield
         return
-    with (out / ".lock").open("w") as lock:
+    with (out / ".prepare_data.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
