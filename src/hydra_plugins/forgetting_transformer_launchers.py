@@ -121,7 +121,7 @@ class FabricLauncher(Launcher):
 
     def _jobs(self, job_overrides: Sequence[Sequence[str]]) -> list[Any]:
         from forgetting_transformer.sweep.jobs import Job, file_name
-        from forgetting_transformer.training import parse
+        from forgetting_transformer.training import check_choices, parse
 
         fixed = self._fixed_overrides()
         swept = [[override for override in overrides if override not in fixed] for overrides in job_overrides]
@@ -139,6 +139,7 @@ class FabricLauncher(Launcher):
             with open_dict(one):
                 del one["hydra"]
             configs.append(parse(one))
+            check_choices(configs[-1])
         # An output_dir with ${…} in it may tell jobs apart, or be something like ${oc.env:SCRATCH}.
         tells_apart = interpolated and len({config.output_dir for config in configs}) == len(configs)
         jobs = []

@@ -169,6 +169,31 @@ setup.build_model = build_model
     assert "(strategy.timeout_seconds and 1 s for compiling)" in found["reason"]
 
 
+@pytest.mark.parametrize(
+    ("fails", "named"),
+    [
+        ("raise ValueError('no such thing')", "rank 1 has failed: ValueError: no such thing"),
+        ("os.kill(os.getpid(), 9)", "was killed or has crashed"),
+    ],
+)
+def test_a_rank_that_goes_while_the_others_start_is_named(tiny, fails, named):
+    patch = f"""
+import os
+from forgetting_transformer.training import setup
+original = setup.build_model
+def build_model(config, data, **options):
+    if os.environ["RANK"] == "1":
+        {fails}
+    return original(config, data, **options)
+setup.build_model = build_model
+"""
+    job = Job(tiny, 2, patch=patch)
+    assert job.wait()[0] == 1
+    found = status(tiny)
+    assert found["status"] == "failed" and "TrainingError: cannot start: rank 1 " in found["reason"]
+    assert named in found["reason"] and "\n" not in found["reason"], found
+
+
 def test_a_first_step_may_take_longer_than_the_limit_of_later_ones():
     watch = sentinel.Sentinel(60)
     watch.starting("first batch")

@@ -171,3 +171,18 @@ def test_a_very_large_batch_is_refused_at_once(base):
     config = parse(set_key(base, "datamodule.train_batch_size", 2**31 - 1))
     with pytest.raises(ConfigError, match=r"cannot be shared equally by 2 processes.*\[1, 2147483647\]"):
         check(config, 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs here")
+@pytest.mark.parametrize("devices", [[0, 1], -1])
+def test_gpus_that_are_listed_where_there_are_none_are_one_line(base, tmp_path, devices):
+    config = set_key(base | {"output_dir": str(tmp_path), "data_dir": "x"}, "fabric.devices", devices)
+    config.fabric.accelerator = "auto"
+    with pytest.raises(ConfigError, match=r"fabric\.devices=.* means GPUs\. PyTorch .*; or give a number of processes") as error:
+        Trainer(parse(config))
+    assert "\n" not in str(error.value)
+
+
+def test_tokens_in_the_notation_of_floats_get_the_number_to_write(base):
+    with pytest.raises(ConfigError, match=r"train\.max_tokens=1000000000\.0 must be a whole number .*; write 1000000000$"):
+        parse(set_key(base, "train.max_tokens", 1e9))

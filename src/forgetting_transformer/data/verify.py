@@ -13,6 +13,7 @@ from forgetting_transformer.data.array_files import ArrayFiles, open_array
 from forgetting_transformer.data.corpus.progress import Progress
 from forgetting_transformer.data.corpus.writing import read_back
 from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.token_array import MISSING_CHUNKS, read_manifest
 
 #: Problems of one kind that are spelled out; the rest is counted.
@@ -114,7 +115,7 @@ def verify(
     chosen = [list(present.items())[i] for i in _spread(len(present), share)]
     _check_contents(report, array, files, chosen, vocab_size, workers)
     decodable = not report.problems
-    _check_sums(report, path, chosen, workers)
+    _check_sums(report, path, files, chosen, workers)
     if len(whole) == len(rows) and share == 1.0 and decodable:
         _check_manifest(report, path, vocab_size, height)
     if share == 1.0 and not report.problems and not path.with_name(checksums.list_name(path.name)).exists():
@@ -175,7 +176,9 @@ def _check_contents(
             report.say(check, result)
 
 
-def _check_sums(report: Report, path: Path, chosen: list[tuple[tuple[int, int], str]], workers: int) -> None:
+def _check_sums(
+    report: Report, path: Path, files: ArrayFiles, chosen: list[tuple[tuple[int, int], str]], workers: int
+) -> None:
     """Against the list beside the array."""
     try:
         listed = checksums.read_list(path)
@@ -187,6 +190,10 @@ def _check_sums(report: Report, path: Path, chosen: list[tuple[tuple[int, int], 
     keys = [key for _, key in chosen if key in listed.sums]
 
     def differs(key: str) -> str | None:
+        try:
+            check_regular(path / key, files.largest_file)
+        except DataError as error:
+            return str(error)
         same = checksums.sha256_of(path / key) == listed.sums[key]
         return None if same else f"{path / key} is not the file that was downloaded or made"
 

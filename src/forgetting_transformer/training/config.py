@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer.ranges import COUNT, POSITIVE, SIZE, TOKENS, Range, divisors, expected
-from forgetting_transformer.redaction import redact_tree
+from forgetting_transformer.redaction import redact, redact_tree
 
 if TYPE_CHECKING:
     from forgetting_transformer.data import DataInfo
@@ -96,7 +96,8 @@ class WandbConfig:
 class StrategyConfig:
     #: "auto" (one process: none; several: ddp), "ddp" or "fsdp" (weights, gradients and moments sharded by block).
     name: str = "auto"
-    #: Seconds a rank waits for the others in a collective operation before the run is declared stuck.
+    #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck and
+    #: ends itself; so long it waits for the others in a collective operation. The start has half an hour more.
     timeout_seconds: int = _within(Range(1, 10**8), 1800)
     #: ddp: steps between comparisons of all ranks' weights and moments, which hold the same unless memory or a GPU
     #: failed; they are compared before every checkpoint too. null: never.
@@ -245,7 +246,9 @@ def parse(composed: Any) -> Config:
         if key in _fields():
             item = _fields()[key]
             value = OmegaConf.select(composed, key, throw_on_resolution_failure=False)
-            raise ConfigError(f"{key}={value} must be {expected(item.type, item.metadata.get('range'))}") from error
+            whole = f"; write {value:.0f}" if isinstance(value, float) and value.is_integer() and value < 1e18 else ""
+            better = expected(item.type, item.metadata.get("range"))
+            raise ConfigError(f"{key}={redact(str(value))} must be {better}{whole}") from error
         raise ConfigError(f"config key {key!r}: {str(error).splitlines()[0]}") from error
     check_paths(config)
     return config

@@ -81,6 +81,8 @@ def _check_gpus(config: Config) -> None:
     if accelerator in ("cuda", "gpu") and (problem := gpus.missing()):
         raise ConfigError(f"{asked}, but there is no GPU. {problem}; or train on the CPU with fabric.accelerator=cpu")
     devices = config.fabric.devices
+    if not torch.cuda.is_available() and (isinstance(devices, list) or devices in (-1, "-1")):
+        raise ConfigError(f"fabric.devices={devices} means GPUs. {gpus.missing()}; or give a number of processes, or 'auto'")
     if accelerator != "cpu" and torch.cuda.is_available() and "LT_DEVICES" not in os.environ:
         here, wanted = torch.cuda.device_count(), devices if isinstance(devices, list) else str(devices)
         if isinstance(wanted, str):

@@ -15,22 +15,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: What PyTorch says on a rank whose peer is gone.
-_PEER_GONE = re.compile(
-    r"connection (was )?(closed|reset|refused)|closed by peer|reset by peer|broken pipe|timed? ?out|socket|remote process "
-    r"exited|NCCL",
-    re.IGNORECASE,
-)
+#: What PyTorch says on a rank whose peer is gone, and what it may say then.
+_CLOSED = re.compile(r"(connection|socket) (was )?(closed|reset)|(closed|reset) by peer|remote process exited", re.IGNORECASE)
+_PERHAPS = re.compile(r"connection|timed? ?out|socket|broken pipe|NCCL|gloo", re.IGNORECASE)
 #: A connection ends a moment before the process behind it is seen to have ended.
 _SECONDS_TO_DIE = 3.0
 
 
 class Peers:
-    """The ranks of a job. On one process there are none, and nothing is done."""
+    """The ranks of a job. On one process, and before `join`, there are none, and nothing is done."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
         self._store: Any = None
+
+    def join(self, rank: int, world_size: int) -> None:
+        """Called once by every rank when they are connected."""
+        self.rank, self.world_size = rank, world_size
         if world_size > 1:
             self._store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())
             self._tell(f"{rank}", f"{os.getpid()} {socket.gethostname()}")
@@ -42,9 +43,13 @@ class Peers:
     def blame(self, wait: bool = False) -> str | None:
         """The rank that failed first as far as can be told, and why; None where all others seem to be there.
 
+        On rank 0 only, which writes the status. With the others the store may be gone, and asking it prints pages.
+
         Args:
             wait: for a moment, because one of them is known to be gone.
         """
+        if self.rank != 0:
+            return None
         deadline = time.monotonic() + (_SECONDS_TO_DIE if wait else 0.0)
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         while self._store is not None:
@@ -60,16 +65,23 @@ class Peers:
             time.sleep(0.05)
         return None
 
-    def explain(self, error: Exception) -> str | None:
+    def explain(self, error: BaseException) -> str | None:
         """What is behind `error` if another rank is; None if it is this rank's own."""
-        if self._store is None or not isinstance(error, RuntimeError) or not _PEER_GONE.search(str(error)):
+        if self._store is None or not isinstance(error, RuntimeError):
             return None
-        first = str(error).strip().splitlines()[0][:300]
-        return f"{self.blame(wait=True) or 'another rank is gone, and its log says why'} (seen here as: {first})"
+        text, ours = str(error), type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
+        if ours or not (_CLOSED.search(text) or _PERHAPS.search(text)):
+            return None
+        blame = self.blame(wait=True)
+        if blame is None and not _CLOSED.search(text):
+            return None
+        first = text.strip().splitlines()[0][:300]
+        return f"{blame or 'another rank is gone, and its log says why'} (seen here as: {first})"
 
     def _tell(self, key: str, value: str) -> None:
         with contextlib.suppress(Exception):  # the store may be what is gone
-            self._store.set(key, value)
+            if self._store is not None:
+                self._store.set(key, value)
 
     def _told(self, key: str) -> str | None:
         with contextlib.suppress(Exception):

@@ -21,6 +21,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch.distributed as dist
+
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -172,8 +174,12 @@ class Sentinel:
                 where = "its writer on this rank waits for another rank's, whose log says where that one stands"
         else:
             what = "no step ended" if self._stage is None else f"the start did not get beyond {self._stage!r}"
-            waits = any("/torch/distributed/" in f.filename for f in traceback.extract_stack(frames[self._main]))
-            where = "this rank waits for another, whose log says where it stands" if waits else "this rank stands still"
+            where = "this rank stands still"
+            if any("/torch/distributed/" in f.filename for f in traceback.extract_stack(frames[self._main])):
+                where = "this rank waits for another, whose log says where it stands"
+            elif dist.is_initialized():
+                # In a backward pass, or when it asks the device, a rank that waits for another looks like one that hangs.
+                where += ", or waits for another, whose log then says where it stands"
         room = f" and {START_SECONDS:.0f} s for compiling" if self._stage is not None and self._writer_of is None else ""
         limit = f"after {self.request}" if self.request and not room else f"(strategy.timeout_seconds{room})"
         reason = f"{what} for {seconds:.0f} s {limit}; {where}"

@@ -95,15 +95,20 @@ def train(config: Config) -> str:
     directory = RunDirectory(config.output_dir)
     with Sentinel(config.strategy.timeout_seconds) as sentinel:
         sentinel.on_end = lambda reason: status.end(directory, reason)
+        peers = Peers()
         try:
-            trainer = Trainer(config, sentinel, directory)
-        except OSError as error:  # a full disk, or one that went away
-            problem = TrainingError(f"cannot start: {told(error, directory.root)}. Mend this and start the same command again")
-            status.end(directory, f"{type(problem).__name__}: {problem}")
-            raise problem from error
+            trainer = Trainer(config, sentinel, directory, peers)
         except BaseException as error:
-            status.end(directory, f"{type(error).__name__}: {error}")
-            raise
+            problem = error
+            if isinstance(error, OSError):  # a full disk, or one that went away
+                where = told(error, directory.root)
+                problem = TrainingError(f"cannot start: {where}. Mend this and start the same command again")
+            elif (blame := peers.explain(error)) is not None:
+                problem = TrainingError(f"cannot start: {blame}. Start the same command again")
+            reason = f"{type(problem).__name__}: {problem}"
+            peers.failed(reason)
+            status.end(directory, reason)
+            raise problem from (None if problem is error else error)
         try:
             outcome = trainer.run()
             trainer.close()
@@ -117,7 +122,7 @@ def train(config: Config) -> str:
             trainer.failed(problem)
             raise problem from error
         except Exception as error:
-            if (blame := trainer.peers.explain(error)) is not None:
+            if (blame := peers.explain(error)) is not None:
                 problem = TrainingError(f"{blame}; {trainer.kept}. Start the same command again")
                 trainer.failed(problem)
                 raise problem from error
@@ -128,7 +133,13 @@ def train(config: Config) -> str:
 
 
 class Trainer:
-    def __init__(self, config: Config, sentinel: Sentinel | None = None, directory: RunDirectory | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        sentinel: Sentinel | None = None,
+        directory: RunDirectory | None = None,
+        peers: Peers | None = None,
+    ) -> None:
         self.startup = Startup()
         self.config = config
         self.sentinel = sentinel or Sentinel(config.strategy.timeout_seconds)
@@ -136,7 +147,8 @@ class Trainer:
         setup.claim_early(self.directory, config.resume)
         check_choices(config)
         self.fabric = launch(config)
-        self.peers = Peers(self.fabric.global_rank, self.fabric.world_size)
+        self.peers = peers or Peers()
+        self.peers.join(self.fabric.global_rank, self.fabric.world_size)
         check(config, self.fabric.world_size)
         self._started("processes")
         self.goodput = goodput.Goodput(self.directory.goodput if self.fabric.is_global_zero else None)
