@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from forgetting_transformer.data import DataError
+from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import CheckpointError, inspect, newest_valid, read_manifest
 from forgetting_transformer.training.metrics import LogFile
+from forgetting_transformer.training.run_directory import RunDirectory
 from tests.training.conftest import Job, refused
 from tests.training.test_checkpoint import save
 
@@ -57,6 +60,7 @@ def test_a_checkpoint_whose_manifest_holds_nothing_to_its_contents_is_passed_ove
     read_manifest(file.parent)  # for listings: what cannot be read is none, and no traceback
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "metrics"])
 def test_a_file_where_a_run_keeps_a_folder_is_refused_by_name(tiny, name):
     run = Path(tiny["output_dir"])
@@ -68,6 +72,7 @@ def test_a_file_where_a_run_keeps_a_folder_is_refused_by_name(tiny, name):
     assert "RunDirectoryError" in said and f"{run / name}" in said and "move it away" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [0, 600])
 def test_a_disk_that_is_full_from_the_start_is_one_line_with_its_place(tiny, room):
     job = Job(tiny, patch=NO_ROOM.format(bytes=room))
@@ -84,3 +89,12 @@ def test_a_log_that_cannot_be_written_says_so_once(capsys):
     sys.stderr.flush()
     said = capsys.readouterr().err
     assert said == "/dev/full cannot be written: No space left on device; lines of the log are lost\n"
+
+
+def test_a_tokenizer_without_an_end_is_not_copied(tmp_path):
+    """It would fill the disk of the run."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/vocab.json").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"tokenizer/vocab\.json is not a regular file, but a device"):
+        setup.copy_tokenizer(tmp_path, RunDirectory(tmp_path / "run"))
+    assert not (tmp_path / "run/tokenizer").exists()

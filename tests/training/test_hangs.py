@@ -17,6 +17,8 @@ from tests.training.test_checkpoint import trained
 from tests.training.test_stopping import rank_log, status
 from tests.waiting import HANG, wait_until
 
+pytestmark = pytest.mark.slow
+
 #: The writer of the checkpoint after step 8 never comes back. Once it hangs and somebody waits for it, the limit is short.
 HUNG_WRITER = """
 import os, signal, threading, time
@@ -90,6 +92,7 @@ def test_a_writer_on_another_rank_that_hangs_is_named_by_all(tiny):
     assert "its writer on this rank waits for another rank's" in reason or "rank 1 has failed: nothing was written" in reason
 
 
+@pytest.mark.quick
 def test_a_slow_writer_is_not_a_hung_one(tmp_path, monkeypatch):
     """Every byte it writes is a sign of life to who waits for it, and its silence is none."""
     monkeypatch.setattr(checkpoint, "_LOOK_SECONDS", 0.001)
@@ -194,6 +197,26 @@ setup.build_model = build_model
     assert named in found["reason"] and "\n" not in found["reason"], found
 
 
+def test_what_hangs_after_the_end_of_a_run_does_not_keep_its_process_and_changes_nothing(tiny):
+    """wandb, say, that waits for a server."""
+    patch = """
+import time
+from forgetting_transformer.training import metrics, trainer
+def never(self):
+    time.sleep(36000)
+metrics.MetricsLog.close = never
+close = trainer.Trainer.close
+def closing(self):
+    self.sentinel.timeout = 1
+    close(self)
+trainer.Trainer.close = closing
+"""
+    assert Job(changed(tiny, train__max_tokens=4 * STEP), patch=patch).wait() == [1]
+    assert "training was over and the process did not end for" in rank_log(tiny, 0)
+    assert (status(tiny)["status"], status(tiny)["step"]) == ("done", 4 * STEP)
+
+
+@pytest.mark.quick
 def test_a_first_step_may_take_longer_than_the_limit_of_later_ones():
     watch = sentinel.Sentinel(60)
     watch.starting("first batch")
@@ -220,6 +243,7 @@ def _hang_with_its_log(pipe: int) -> None:
         time.sleep(36000)
 
 
+@pytest.mark.quick
 def test_a_log_that_hangs_too_does_not_keep_the_process():
     reading, writing = os.pipe()
     process = multiprocessing.get_context("fork").Process(target=_hang_with_its_log, args=(writing,))

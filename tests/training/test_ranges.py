@@ -83,6 +83,7 @@ def keys_of(config: dict) -> list[str]:
     return sorted(flatten(OmegaConf.to_container(OmegaConf.create(config), resolve=True, throw_on_missing=False)))
 
 
+@pytest.mark.slow
 def test_every_key_takes_nonsense_or_says_in_one_line_what_it_wants(base, corpus, tmp_path, monkeypatch):
     """From the composed config to a trainer that could make its first step, in this process."""
     monkeypatch.chdir(tmp_path)  # where a run whose output_dir is "text" goes

@@ -16,6 +16,8 @@ from forgetting_transformer.training.checkpoint import CheckpointError, read_new
 from forgetting_transformer.training.export import ExportError, export
 from tests.training.conftest import STEP, changed, train
 
+pytestmark = pytest.mark.slow
+
 #: What happens just before a file of a checkpoint is opened, by the hook below.
 before_open = None
 

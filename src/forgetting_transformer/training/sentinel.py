@@ -5,7 +5,7 @@ Signals (SIGTERM, SIGUSR1, SIGINT) ask the run to stop: the loop finishes its st
 main thread may be inside a CUDA call, where its own handlers cannot run.
 
 It watches from its start to its end. Whatever waits in between says so by `beat`: every stage of the start, every step,
-every batch of an evaluation, and while a checkpoint is waited for, every time that bytes of it were written.
+every batch of an evaluation, while a checkpoint is waited for every time that bytes of it were written, and the end of it all.
 """
 
 import contextlib
@@ -58,10 +58,11 @@ class Sentinel:
         self.request: str | None = None
         self._heard_at = 0.0
         self._longest = 0.0
-        self._last_beat: float | None = None
+        self._last_beat = 0.0
         self._stage: str | None = "imports"
         self._writer_of: str | None = None
         self._last_write = 0.0
+        self._closing_down = False
         self._previous: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()
         for end in (self._reader, self._writer):
@@ -92,7 +93,7 @@ class Sentinel:
     def beat(self) -> None:
         """Training moves: called after every step and every batch of an evaluation."""
         now = time.monotonic()
-        if self._last_beat is not None and self._stage is None:
+        if self._stage is None:
             self._longest = max(self._longest, now - self._last_beat)
         self._last_beat = now
 
@@ -103,7 +104,6 @@ class Sentinel:
         Args:
             last_write: seconds that the save before this one took, of which it may take twice as many to flush.
         """
-        resting = self._last_beat is None
         self._last_beat, self._writer_of, self._last_write = time.monotonic(), checkpoint, last_write
 
         def moves() -> None:
@@ -112,11 +112,11 @@ class Sentinel:
         try:
             yield moves
         finally:
-            self._last_beat, self._writer_of = None if resting else time.monotonic(), None
+            self._last_beat, self._writer_of = time.monotonic(), None
 
-    def rest(self) -> None:
-        """Nothing is expected to move until the next `beat`."""
-        self._last_beat = None
+    def closing(self) -> None:
+        """Training is over, and how it ended is written; what is left, such as handing rows to wandb, may take `timeout`."""
+        self._last_beat, self._stage, self._closing_down = time.monotonic(), None, True
 
     def __exit__(self, *_: object) -> None:
         self._closing = True
@@ -135,9 +135,9 @@ class Sentinel:
             for number in self._reader.recv(4096) if readable else b"":
                 if number in SIGNALS:
                     self._hear(signal.Signals(number))
-            last = self._last_beat
-            if last is not None and time.monotonic() - last > self._patience() and not self._closing:
-                self._end(time.monotonic() - last)
+            silence = time.monotonic() - self._last_beat
+            if silence > self._patience() and not self._closing:
+                self._end(silence)
 
     def _hear(self, number: signal.Signals) -> None:
         now = time.monotonic()
@@ -154,6 +154,8 @@ class Sentinel:
         elif self._stage is not None:
             # A signal changes nothing here: nothing is trained yet, and the first step that ends hears it.
             return self.timeout + START_SECONDS
+        elif self._closing_down:
+            return self.timeout
         else:
             least = max(LEAST_PATIENCE_SECONDS, 5 * self._longest)
         return self.timeout if self.request is None else min(self.timeout, least)
@@ -174,6 +176,7 @@ class Sentinel:
                 where = "its writer on this rank waits for another rank's, whose log says where that one stands"
         else:
             what = "no step ended" if self._stage is None else f"the start did not get beyond {self._stage!r}"
+            what = "training was over and the process did not end" if self._closing_down else what
             where = "this rank stands still"
             if any("/torch/distributed/" in f.filename for f in traceback.extract_stack(frames[self._main])):
                 where = "this rank waits for another, whose log says where it stands"

@@ -21,6 +21,8 @@ from transformers.initialization import no_init_weights
 
 from forgetting_transformer import console, gpus
 from forgetting_transformer.data import DataInfo, LongCrawl64DataModule
+from forgetting_transformer.data.regular import check_regular
+from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
 from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.decoder import DecoderConfig
@@ -222,4 +224,7 @@ def seed_step(seed: int, batch: int, rank: int) -> None:
 def copy_tokenizer(data_folder: Path, directory: RunDirectory) -> None:
     """Keeps the corpus's tokenizer with the run, so that an export needs nothing but the run's folder."""
     if (data_folder / "tokenizer").is_dir() and not directory.tokenizer.exists():
+        for file in (data_folder / "tokenizer").rglob("*"):
+            if not file.is_dir():
+                check_regular(file, LARGEST_TOKENIZER_FILE)
         shutil.copytree(data_folder / "tokenizer", directory.tokenizer)

@@ -210,6 +210,8 @@ class Trainer:
             setup.on_rank_zero(self.fabric, self._move_aside)
             setup.start_logging(self.directory, self.fabric.global_rank)
 
+        #: "done" or "preempted", once the status says so.
+        self.outcome: str | None = None
         #: Where the weights come from, for people.
         self.origin = "a new run"
         #: Where this process comes from, told once: the code on disk may change while it runs.
@@ -417,6 +419,8 @@ class Trainer:
             self.saved_step = saved.step
 
     def _ended_by_sentinel(self, reason: str) -> None:
+        if self.outcome is not None:
+            return  # and that is how the run ended, whatever hangs behind it
         blame = self.peers.blame()
         self.peers.failed(reason)
         self._write_status("failed", f"{blame + '; ' if blame else ''}{reason}; {self.kept}")
@@ -425,11 +429,12 @@ class Trainer:
         """Notes how the run ended, for people and for the other ranks."""
         reason = f"{type(error).__name__}: {error}"
         self.peers.failed(reason)
+        self.outcome = "failed"
         self._write_status("failed", reason)
 
     def close(self) -> None:
         self.checkpointer.close()
-        self.sentinel.rest()
+        self.sentinel.closing()
         if self.metrics is not None:
             self.metrics.close()
             self.metrics = None
@@ -458,6 +463,7 @@ class Trainer:
             )
         outcome = "preempted" if stop else "done"
         self._write_status(outcome, self.sentinel.request or "")
+        self.outcome = outcome
         log.info("%s: %s", "training finished" if outcome == "done" else "stopped and saved", done)
         return outcome
 
