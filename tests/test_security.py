@@ -84,7 +84,7 @@ def planted(tmp_path, monkeypatch):
 
 
 def test_a_planted_tokenizer_of_a_run_is_refused_in_one_line(planted):
-    directory, config = RunDirectory(planted.parent), {"datamodule": {"dataset": "corpus"}}
+    directory, config = RunDirectory(planted.parent), {"config": {"datamodule": {"dataset": "corpus"}}}
     for load in (
         lambda: tokenizer_of_run(directory, config),
         lambda: tokenizer_of_run(directory, config, str(planted)),

