@@ -20,6 +20,8 @@ export OMP_NUM_THREADS=1 TRITON_CACHE_DIR="$results/cache"
 [ $# -gt 0 ] || set -- 3.6.0 3.7.1 3.9.0
 failed=()
 for version in "$@"; do
+    # What is not there whole is deleted and installed again, so this must not be another folder.
+    [[ "$version" =~ ^[0-9][0-9A-Za-z.+]*$ ]] || { echo "'$version' is not a version of Triton, such as 3.6.0" >&2 && exit 2; }
     folder="$environment/tritons/$version"
     if [ ! -e "$folder/installed" ]; then
         rm -rf "$folder"

@@ -132,3 +132,11 @@ def test_checkpoints_that_were_copied_alone_are_a_run_to_go_on_with(tiny, tmp_pa
     (Path(tiny["output_dir"]) / "checkpoints").rename(tmp_path / "copy/checkpoints")
     train(changed(tiny, output_dir=str(tmp_path / "copy"), train__max_tokens=6 * STEP))
     assert (tmp_path / f"copy/checkpoints/step-{6 * STEP:015d}").is_dir()
+
+
+def test_preflight_finds_a_folder_that_training_would_refuse(tiny):
+    from forgetting_transformer.training.preflight import preflight
+
+    place(Path(tiny["output_dir"]), "config.yaml")
+    with pytest.raises(RunDirectoryError, match=r"holds config\.yaml, and no run that wrote"):
+        preflight(parse(OmegaConf.create(tiny)))

@@ -19,8 +19,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.metrics import duration
+from forgetting_transformer.training.run_directory import RunDirectory
 from forgetting_transformer.training.sentinel import Sentinel
 from forgetting_transformer.training.trainer import Trainer
 
@@ -40,9 +42,20 @@ def preflight(config: Config) -> dict[str, float]:
 
     Raises:
         ConfigError, DataError: as training would.
+        RunDirectoryError: output_dir holds what is not a run's.
         PreflightError: the disk is too small for the checkpoints, or the step too big for the device.
     """
-    place = Path(config.output_dir).expanduser().absolute()
+    directory = RunDirectory(config.output_dir)
+    directory.check_ours(config.resume)
+    place = directory.root
+    data = config.datamodule
+    if config.resume and (recorded := setup.recorded_vocabulary(config, directory)) is not None:
+        # Of a run that is there already; the trial below does not see it.
+        data = dataclasses.replace(
+            data,
+            vocab_size=recorded.size if data.vocab_size is None else data.vocab_size,
+            bos_token_id=recorded.bos_token_id if data.bos_token_id is None else data.bos_token_id,
+        )
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         # Under a launcher every rank has a folder of its own; only rank 0 writes into its one.
         trial = dataclasses.replace(
@@ -51,6 +64,7 @@ def preflight(config: Config) -> dict[str, float]:
             resume=True,
             fork_dir=None,
             fork_step=None,
+            datamodule=data,
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
         )
         with Sentinel(config.strategy.timeout_seconds) as sentinel:
