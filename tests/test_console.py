@@ -15,6 +15,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from forgetting_transformer import console, elastic, hydra_errors
+from tests.processes import free_port
+from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
 
@@ -231,11 +233,11 @@ def test_a_typo_on_two_ranks_is_one_line(with_entry_point, tmp_path, launcher):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/status.json").write_text('{"status": "done"}')
     start = {
-        "fabric": [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--main-port", "29535"],
+        "fabric": [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--main-port", str(free_port())],
         "launch.py": [sys.executable, "scripts/launch.py"],
     }[launcher]
     command = [*start, "--accelerator", "cpu", "--devices", "2", "+experiment/demo=fox_prro", f"output_dir={tmp_path}/run"]
-    done = subprocess.run(command, cwd=ROOT, env=with_entry_point, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, env=with_entry_point, capture_output=True, text=True, timeout=HANG)
     said = "ConfigError: there is no experiment/demo=fox_prro; did you mean 'fox_pro'?"
     assert (done.returncode, done.stderr.splitlines(), done.stdout) == (1, [said], "")
     status = json.loads((tmp_path / "run/status.json").read_text())

@@ -16,6 +16,7 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.ops import backends, selftest
 from forgetting_transformer.ops.backends import FLA, GLUON, PYTORCH, TRITON, OpUse
 from tests.model.small_models import small
+from tests.waiting import HANG
 
 FOX = OpUse("attention", heads=3, key_dim=16, value_dim=16, is_gated=True, pruning="threshold")
 CPU = torch.device("cpu")
@@ -266,7 +267,7 @@ importlib.metadata.version = lambda name: "3.9.0"
 
 def bare(fake: str) -> str:
     command = [sys.executable, "-c", BARE.format(fake=fake)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG).stdout
 
 
 @pytest.mark.slow
@@ -314,7 +315,7 @@ with warnings.catch_warnings(record=True) as caught:
 print(*(str(w.message) for w in caught), sep="\\n")
 """
     command = [sys.executable, "-c", code.format(fake=fake)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG).stdout
     if cause is None:
         assert said.split() == ["True", "True", "False"]
     else:

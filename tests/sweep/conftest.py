@@ -1,28 +1,41 @@
 """Sweeps whose jobs are a stand-in for train.py that takes a tenth of a second (fake_train.py)."""
 
+import copy
 import dataclasses
 import importlib.util
 import json
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from forgetting_transformer.sweep import machines, runner
+from forgetting_transformer.sweep.composition import Composer
+from forgetting_transformer.training import Config
 from tests.training.conftest import corpus  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_train.py")
+_composed: dict[tuple[str, ...], Config] = {}
 DEMO = ["+experiment/demo=fox_pro", "data_dir=data"]
 
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | float]:
-    """Jobs are played by fake_train.py, with the faults that a test puts in here."""
+    """Jobs are played by fake_train.py, with the faults that a test puts in here. What was composed once is kept."""
     kinds: dict[str, str | float] = {}
+
+    def compose_once(composer: Composer, overrides: Sequence[str]) -> Config:
+        key = tuple(overrides)
+        if key not in _composed:
+            _composed[key] = compose(composer, overrides)
+        return copy.deepcopy(_composed[key])
+
+    compose = Composer.compose
+    monkeypatch.setattr(Composer, "compose", compose_once)
 
     def command(job, devices, extra=(), alone=False):
         return [sys.executable, str(FAKE), json.dumps(dataclasses.asdict(job.config)), json.dumps(kinds)]

@@ -18,6 +18,7 @@ from forgetting_transformer.training.checkpoint import Checkpointer, CheckpointE
 from forgetting_transformer.training.host_copy import HostCopy, own_pages, share
 from forgetting_transformer.training.safe_reader import UnsafeCheckpointError, read_tensors
 from tests.training.conftest import STEP, changed, refused, train
+from tests.waiting import HANG
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import checkpoints
@@ -87,7 +88,7 @@ def test_death_between_any_two_writes_leaves_a_whole_checkpoint(tmp_path, backgr
         shutil.copytree(tmp_path / "first", folder)
         process = context.Process(target=_save_and_die, args=(folder, moment, background))
         process.start()
-        process.join(60)
+        process.join(HANG)
         found = newest_valid(folder)
         assert found is not None, f"nothing left after a death at change {moment}"
         if found.step == 1:
@@ -116,7 +117,7 @@ def test_one_save_is_in_flight_at_a_time_and_its_error_is_told_once(tmp_path, mo
     hold = threading.Event()
 
     def write(*_: object) -> None:
-        hold.wait(10)
+        hold.wait(HANG)
         raise CheckpointError("no room")
 
     monkeypatch.setattr(checkpointer, "_write", write)
