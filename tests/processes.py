@@ -37,10 +37,10 @@ def shell_environment() -> dict[str, str]:
 
 
 class Command:
-    """`python SCRIPT ARGUMENTS`, started; as much of subprocess.Popen as tests need.
+    """`python SCRIPT ARGUMENTS` or `python -c PROGRAM`, started; as much of subprocess.Popen as tests need.
 
     Args:
-        words: the script, relative to the repository, and its arguments.
+        words: the script, relative to the repository, and its arguments; or "-c" and the program.
         output, errors: files (or terminals) for what it prints.
     """
 
@@ -76,7 +76,7 @@ class Command:
 def run_command(
     *words: str, folder: Path = ROOT, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess:
-    """`python SCRIPT ARGUMENTS` to its end."""
+    """`python SCRIPT ARGUMENTS` or `python -c PROGRAM` to its end."""
     with tempfile.TemporaryDirectory() as printed:
         output, errors = Path(printed) / "output", Path(printed) / "errors"
         code = Command(*words, output=output, errors=errors, folder=folder, environment=environment).wait()
@@ -94,6 +94,9 @@ def _run(words: list[str], folder: str, environment: dict[str, str], output: str
         os.dup2(opened, number)
         os.close(opened)
     torch.set_num_threads(1)
+    if words[0] == "-c":
+        exec(words[1], {"__name__": "__main__"})
+        return
     script = ROOT / words[0]
     sys.argv = [str(script), *words[1:]]
     sys.path.insert(0, str(script.parent))

@@ -19,6 +19,7 @@ from forgetting_transformer.data import LongCrawl64DataModule, TokenArray
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.longcrawl64 import PREFETCHED_BATCHES
 from tests.data.mirror import tokens_of_corpus, write_layout
+from tests.processes import run_command
 from tests.waiting import HANG
 
 pytestmark = pytest.mark.slow
@@ -238,7 +239,7 @@ def test_batches_that_straddle_chunks_decode_them_once_as_well(corpus):
 
 def in_own_process(program: str) -> subprocess.CompletedProcess:
     """Runs a program that leaves workers behind, which would disturb the tests that follow."""
-    return subprocess.run([sys.executable, "-c", START + program], capture_output=True, text=True, timeout=HANG)
+    return run_command("-c", START + program)
 
 
 def _claim_and_die(kept):

@@ -63,6 +63,11 @@ def check(q, k, v, log_fgate, d_out, tolerance, first_key=None):
         assert (a[finite & (e == 0)] == 0).all() or name == "dlog_f", name
         error = ((a.double() - e)[finite].norm() / e[finite].norm().clamp(min=1e-3)).item()
         assert error < tolerance, f"{name}: {error:.1e}"
+
+# The first call imports hundreds of modules, two seconds of every snippet if it were not made here.
+with torch.no_grad():
+    attend(*inputs(2, 16)[:4], None, 0.25)
+torch.manual_seed(0)
 """
 
 #: Forks for every snippet on its standard input, a line of JSON each, and answers with the traceback or "".
