@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from forgetting_transformer import console, elastic, hydra_errors
+from forgetting_transformer.training.status import write_status
 from tests.processes import free_port
 from tests.waiting import HANG
 
@@ -231,7 +232,7 @@ def with_entry_point(tmp_path) -> dict[str, str]:
 def test_a_typo_on_two_ranks_is_one_line(with_entry_point, tmp_path, launcher):
     """… in a folder where a run has ended well, which must not pass for how this start ended."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/status.json").write_text('{"status": "done"}')
+    write_status(tmp_path / "run", "done", step=1)
     start = {
         "fabric": [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--main-port", str(free_port())],
         "launch.py": [sys.executable, "scripts/launch.py"],
