@@ -45,7 +45,6 @@ def tables_of(found: dict) -> dict[str, list[list[str]]]:
     }
 
 
-@pytest.mark.quick
 def test_each_model_is_searched_run_at_its_best_rate_and_then_its_variants(study, tmp_path):
     variants = ["--variants", "fox_pro", "fox_llama", "fox_pro", "--variant", "exp=short"]
     code, out, order = study("--search", "train.max_tokens=4096", *variants)

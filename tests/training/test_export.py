@@ -75,7 +75,6 @@ def test_generation_stops_at_the_end_of_text_token(tiny, tmp_path, finished):
     assert generated.tolist() == [[5, 6, 0]]
 
 
-@pytest.mark.quick
 def test_any_step_can_be_exported_and_a_missing_one_is_refused(tiny, tmp_path, finished):
     run, tokenizer = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer"))
     first = export(run, tmp_path / "a", step=8 * STEP, tokenizer=tokenizer)
