@@ -44,7 +44,9 @@ def test_scripts_are_found():
 def test_every_path_on_a_command_line_has_a_type_that_refuses_the_empty_one(script):
     declared = arguments_of(script)
     assert "Path" not in declared.values(), "pathlib takes an empty path for the current folder: use command_line.path"
-    wrong = [name for name in PATHS & declared.keys() if declared[name] not in ("command_line.path", "command_line.name")]
+    wrong = [
+        name for name in PATHS & declared.keys() if declared[name] not in ("command_line.path", "command_line.name")
+    ]
     assert not wrong
 
 
@@ -95,9 +97,17 @@ def test_shell_scripts_refuse_an_empty_folder(script, arguments, tmp_path):
     for tool in ("mkdir", "rm", "scontrol", "srun", "python"):
         (tmp_path / tool).write_text(f'#!/bin/sh\necho "{tool} $*" >> {log}\nexit 1\n')
         (tmp_path / tool).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "PYTHON": str(tmp_path / "python")}
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "PYTHON": str(tmp_path / "python"),
+    }
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / script), *arguments], env=environment, capture_output=True, text=True, check=False
+        ["bash", str(ROOT / "scripts" / script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2 and "is empty" in done.stderr
     assert not log.exists()

@@ -22,9 +22,7 @@ def test_a_run_begun_on_a_url_continues_on_a_local_copy_and_is_the_same_run(tiny
         elsewhere = {"data_dir": mirror.url, "datamodule__cache_dir": str(tmp_path / "cache")}
         interrupted_at(changed(tiny, **elsewhere), 4)
     train(tiny)
-    first, second = (
-        checkpoint_tensors(folder, 8 * STEP) for folder in (finished(tiny), tiny["output_dir"])
-    )
+    first, second = (checkpoint_tensors(folder, 8 * STEP) for folder in (finished(tiny), tiny["output_dir"]))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert losses(finished(tiny)) == losses(tiny["output_dir"])
 

@@ -111,11 +111,14 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(tmp_path):
     assert checkpointer.finished(wait=True).error is None
     assert json.loads(record.read_text())["step"] == 7
     shutil.rmtree(folder)
-    with pytest.raises(CheckpointError, match=r"a checkpoint was finished at 7 tokens, and .*checkpoints holds none.*resume=false"):
+    with pytest.raises(
+        CheckpointError, match=r"a checkpoint was finished at 7 tokens, and .*checkpoints holds none.*resume=false"
+    ):
         checkpointer.newest()
-    record.write_text("")
-    with pytest.raises(CheckpointError, match="a checkpoint was finished"):
-        checkpointer.newest()
+    for damaged in ("", "[]", "{}", '{"step": Infinity}', "[" * 100_000):
+        record.write_text(damaged)
+        with pytest.raises(CheckpointError, match=r"a checkpoint was finished, and .*checkpoints holds none"):
+            checkpointer.newest()
 
 
 def test_a_run_goes_on_only_from_what_it_saved(tiny):

@@ -64,7 +64,9 @@ def test_resume_false_moves_what_a_run_wrote_and_nothing_else(tiny):
     assert not {Path(name).parts[0] for name in STRANGERS} & {path.name for path in moved.iterdir()}
     assert (moved / "last_checkpoint.json").is_file() and (moved / "metrics/jsonlines/train.jsonl").is_file()
     written = {path.name for path in root.iterdir()} - {Path(name).parts[0] for name in STRANGERS}
-    assert written - {"previous", "run.lock", ".status.json.reserve"} == {path.name for path in moved.iterdir()}, "all a run writes is moved"
+    assert written - {"previous", "run.lock", ".status.json.reserve"} == {path.name for path in moved.iterdir()}, (
+        "all a run writes is moved"
+    )
 
 
 @pytest.mark.parametrize("name", ["checkpoints/mine", "logs/thesis.log", "metrics/a.csv", "config.yaml", "plots/a.png"])

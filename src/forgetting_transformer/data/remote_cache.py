@@ -127,7 +127,7 @@ class RemoteCache:
         return path
 
     def fetch_all(self, names: list[str], at_most: int) -> None:
-        """Fetches several files at a time; those that the source does not have are left to whoever reads them."""
+        """Fetches several files at a time; those that the source does not have are an error where they are read."""
         missing = [name for name in names if not self._path(name).exists()]
         if len(missing) > 1:
             with ThreadPoolExecutor(CONNECTIONS) as pool:

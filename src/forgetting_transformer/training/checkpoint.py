@@ -651,8 +651,8 @@ def recorded_step(record: Path | None) -> int | None:
         return int(json.loads(record.read_text(encoding="utf-8"))["step"])
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, LookupError, TypeError):
-        return 0
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        return 0  # it is there, so there was a checkpoint
     try:
         lines = (record.parent / "metrics/jsonlines/checkpoint.jsonl").read_text(encoding="utf-8", errors="replace")
     except OSError:
