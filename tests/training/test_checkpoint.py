@@ -226,6 +226,7 @@ def test_a_manifest_may_not_name_files_outside_its_folder(tmp_path, caplog):
     assert newest_valid(tmp_path) is None and "a file outside its folder" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_command_line_lists_verifies_compares_and_prunes(tiny, tmp_path, capsys):
     train(changed(tiny, checkpoint_keep_last=3))
     run = tiny["output_dir"]
@@ -282,6 +283,7 @@ def test_pruning_everything_or_under_a_running_run_is_refused(tmp_path, capsys):
         directory.release()
 
 
+@pytest.mark.slow
 def test_fork_of_a_strangers_run_is_checked_too(tiny, tmp_path):
     train(changed(tiny, output_dir=str(tmp_path / "source"), train__max_tokens=8 * STEP))
     path = newest_valid(tmp_path / "source/checkpoints").path

@@ -111,6 +111,7 @@ def test_a_rank_that_differs_stops_the_run_and_nothing_wrong_is_saved(tiny, tmp_
     assert losses(tiny["output_dir"]) == losses(straight["output_dir"])
 
 
+@pytest.mark.slow
 def test_before_a_checkpoint_ranks_are_compared_at_any_step(tiny):
     tiny = changed(tiny, strategy={"name": "ddp", "compare_steps": 1000}, skip_eval=True)
     job = Job(tiny, 2, patch=FLIP.format(batch=6, rank=0, tensor=WEIGHT))
@@ -136,6 +137,7 @@ checkpoint.share = share
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "world_size", "elsewhere"), [("fsdp", 2, ("auto", 1)), ("auto", 1, ("fsdp", 2))])
 def test_a_checkpoint_that_is_not_what_training_held_is_refused(tiny, tmp_path, strategy, world_size, elsewhere):
     tiny = changed(tiny, strategy__name=strategy, skip_eval=True)
@@ -155,6 +157,7 @@ def test_a_checkpoint_that_is_not_what_training_held_is_refused(tiny, tmp_path, 
     assert checkpoint_tensors(tiny["output_dir"], 8 * STEP)
 
 
+@pytest.mark.slow
 def test_a_sound_checkpoint_is_taken_on_every_world_size(tiny):
     """Digests of shards, of copies and of the whole are one: written by one strategy, compared by another."""
     for strategy, world_size, steps in (("fsdp", 2, 4), ("auto", 1, 8), ("ddp", 2, 12), ("fsdp", 1, 16)):
@@ -165,6 +168,7 @@ def test_a_sound_checkpoint_is_taken_on_every_world_size(tiny):
     assert all(int(state["digests"][name], 16) == by_definition(tensors[name]) for name in state["digests"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_digests_is_taken(tiny):
     """As earlier versions wrote them."""
     patch = """

@@ -43,6 +43,7 @@ def test_a_partial_copy_trains_on_purpose_and_only_goes_on_with_the_same_documen
     train(partial)
 
 
+@pytest.mark.slow
 def test_contents_that_changed_under_the_same_name_are_refused(tiny, tmp_path, corpus):
     """By the list of checksums; a new list of other contents is another corpus."""
     shutil.copytree(corpus, tmp_path / "data")
@@ -65,6 +66,7 @@ def test_contents_that_changed_under_the_same_name_are_refused(tiny, tmp_path, c
     train(tiny)
 
 
+@pytest.mark.slow
 def test_a_run_that_took_gpt2s_vocabulary_for_its_corpus_goes_on_with_it(tiny, tmp_path):
     """As runs of earlier versions did on arrays without a manifest; a new run is refused."""
     unstated = changed(tiny, datamodule__vocab_size=None, datamodule__bos_token_id=None, skip_eval=True)

@@ -101,6 +101,7 @@ def test_the_run_says_where_it_came_from(finished):
     assert info["documents"] == 96 and info["total_tokens"] == 96 * 64 and len(info["fingerprint"]) == 16
 
 
+@pytest.mark.slow
 def test_a_resume_leaves_a_line_that_says_so(tiny):
     train(changed(tiny, train__max_tokens=8 * STEP))
     train(tiny)

@@ -121,6 +121,7 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(tmp_path):
             checkpointer.newest()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_only_from_what_it_saved(tiny):
     """In one run: killed before its first save it starts at 0; without its checkpoints, or their manifests, it is refused."""
     patch = """
@@ -153,6 +154,7 @@ trainer.Trainer.step = step
     assert len(lines(tiny["output_dir"], "train")) == 20
 
 
+@pytest.mark.slow
 def test_an_older_run_without_the_record_is_known_by_its_metrics(tiny):
     train(changed(tiny, train__max_tokens=4 * STEP))
     root = Path(tiny["output_dir"])

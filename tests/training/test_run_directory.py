@@ -54,6 +54,7 @@ def test_an_empty_path_touches_no_file(tiny, tmp_path, monkeypatch):
     assert snapshot(tmp_path / "here") == before
 
 
+@pytest.mark.slow
 def test_resume_false_moves_what_a_run_wrote_and_nothing_else(tiny):
     train(changed(tiny, train__max_tokens=4 * STEP))
     root = Path(tiny["output_dir"])
@@ -127,6 +128,7 @@ def test_a_run_is_recognised_by_its_config_or_its_starts(tmp_path):
     assert os.listdir(tmp_path / "config.yaml-True") == ["config.yaml"]
 
 
+@pytest.mark.slow
 def test_checkpoints_that_were_copied_alone_are_a_run_to_go_on_with(tiny, tmp_path):
     """Somebody takes only the checkpoints along: as before, the run goes on."""
     train(changed(tiny, train__max_tokens=4 * STEP))

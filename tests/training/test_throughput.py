@@ -80,6 +80,7 @@ def test_a_run_divides_by_the_peak_of_all_its_devices(tiny):
             assert entry[f"throughput/mfu_{clock}_recent"] == pytest.approx(rate / 2e9)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cpu_has_no_mfu_and_its_peak_may_be_set_on_a_resume(tiny):
     tiny = changed(tiny, skip_eval=True, schedule__total_tokens=8 * STEP)
     train(changed(tiny, train__max_tokens=4 * STEP))
