@@ -98,6 +98,10 @@ def instance(kind: str, *arguments: object) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
 
+def ids_of(model, text: str) -> list[int]:
+    return model.tokenizer(text, add_special_tokens=False).input_ids
+
+
 def log_probs(model, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return model.model(input_ids=torch.tensor([ids])).logits[0].float().log_softmax(-1)
@@ -109,8 +113,8 @@ def test_log_likelihoods_are_those_of_the_models_logits_in_any_batch(model, batc
     adapter = harness.HarnessModel(model, 32, batch_size, "fp32", ALONE)
     found = adapter.loglikelihood([instance("loglikelihood", *pair) for pair in pairs], disable_tqdm=True)
     for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
-        whole = [0, *model.tokenizer((context + continuation).strip()).input_ids]
-        count = len(model.tokenizer(continuation).input_ids)
+        whole = [0, *ids_of(model, (context + continuation).strip())]
+        count = len(ids_of(model, continuation))
         rows, target = log_probs(model, whole[:-1])[-count:], torch.tensor(whole[-count:])
         assert value == pytest.approx(rows.gather(-1, target[:, None]).sum().item(), rel=1e-5)
         assert greedy == bool((rows.argmax(-1) == target).all())
@@ -129,13 +133,13 @@ def test_a_foreign_model_that_only_gives_all_logits_is_asked_for_those(quickstar
     requests = [instance("loglikelihood", "the cat", " sat on"), instance("loglikelihood", "a", " dog")]
     adapter = harness.HarnessModel(foreign, 32, 2, "fp32", ALONE)
     (value, _), _ = adapter.loglikelihood(requests, disable_tqdm=True)
-    ids = [0, *model.tokenizer("the cat sat on").input_ids]
+    ids = [0, *ids_of(model, "the cat sat on")]
     rows = log_probs(foreign, ids[:-1])[-2:]
     assert value == pytest.approx(rows.gather(-1, torch.tensor(ids[-2:])[:, None]).sum().item(), rel=1e-5)
 
 
 def test_the_likeliest_continuation_is_greedy(model, adapter):
-    best = log_probs(model, [0, *model.tokenizer("the cat").input_ids])[-1].argmax().item()
+    best = log_probs(model, [0, *ids_of(model, "the cat")])[-1].argmax().item()
     word = model.tokenizer.decode([best])
     other = "dog" if word != "dog" else "cat"
     requests = [instance("loglikelihood", "the cat", f" {continuation}") for continuation in (word, other)]
@@ -145,12 +149,12 @@ def test_the_likeliest_continuation_is_greedy(model, adapter):
 def test_contexts_that_are_too_long_are_cut_on_the_left(model, adapter):
     words = " ".join(["cat", "dog", "red"] * 20)
     ((value, _),) = adapter.loglikelihood([instance("loglikelihood", words, " house")], disable_tqdm=True)
-    ids = model.tokenizer(words).input_ids[-32:]
-    assert value == pytest.approx(log_probs(model, ids)[-1, model.tokenizer("house").input_ids[0]].item(), rel=1e-5)
+    ids = ids_of(model, words)[-32:]
+    assert value == pytest.approx(log_probs(model, ids)[-1, ids_of(model, "house")[0]].item(), rel=1e-5)
 
 
 def test_whole_texts_are_scored_in_windows_of_the_longest_length(model, adapter):
-    ids = model.tokenizer("the cat sat on the red mat . " * 10).input_ids
+    ids = ids_of(model, "the cat sat on the red mat . " * 10)
     expected = 0.0
     for begin in range(0, len(ids), 32):
         # The harness's windows: 32 predictions each, the last one with as much context as fits.
@@ -170,6 +174,56 @@ def test_generation_ends_at_a_stop_string(model, adapter):
     assert 1 <= len(words) <= 6
     request = ("the cat", {"until": first, "max_gen_toks": 6})
     assert adapter.generate_until([instance("generate_until", *request)], disable_tqdm=True) == [""]
+
+
+def test_scores_and_texts_are_those_of_lm_evals_own_backend(quickstart, model, adapter):
+    """The same requests of each type through transformers' model in lm_eval, to which the exported tokenizer gives BOS too."""
+    from lm_eval.models.huggingface import HFLM
+
+    def backend(add_bos_token: bool) -> HFLM:
+        options = {"device": "cpu", "dtype": "float32", "batch_size": 1, "max_length": 32}
+        return HFLM(pretrained=str(quickstart.hf), add_bos_token=add_bos_token, **options)
+
+    # Whole texts begin with BOS there anyway; add_bos_token would put it twice.
+    theirs = dict.fromkeys(("loglikelihood", "generate_until"), backend(True)) | {"loglikelihood_rolling": backend(False)}
+    pairs = [("the cat", " sat on"), ("a", " house is red and small"), ("the cat " * 20, " dog"), ("", " dog")]
+    text = "the cat sat on the red mat . " * 10
+    asked = [{"until": ["."], key: 5} for key in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
+    requests = {
+        "loglikelihood": pairs,
+        "loglikelihood_rolling": [(text,), ("the cat",)],
+        "generate_until": [("the cat", options) for options in asked] + [("the dog " * 20, {"until": [], "max_gen_toks": 9})],
+    }
+    for kind, arguments in requests.items():
+        instances = [instance(kind, *each) for each in arguments]
+        ours = getattr(adapter, kind)(instances, disable_tqdm=True)
+        for mine, their in zip(ours, getattr(theirs[kind], kind)(instances, disable_tqdm=True), strict=True):
+            if kind == "generate_until":
+                assert mine.split() == their.split()
+            else:
+                assert mine == pytest.approx(their, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_gen_toks": 32}, "max_gen_toks=32 tokens, which leaves no room for its prompt in --max_length=32"),
+        ({"max_new_tokens": 40}, "max_gen_toks=40 tokens"),
+        ({"max_gen_toks": 5, "do_sample": True, "temperature": 0.8}, "asks for do_sample=True"),
+        ({"max_gen_toks": 5, "temperature": 0.8}, "asks for do_sample=True"),
+        ({"max_gen_toks": 5, "num_beams": 4}, "asks for num_beams=4"),
+        ({"max_length": 20, "max_gen_toks": 5}, "asks for max_length=20, .*use max_gen_toks"),
+    ],
+)
+def test_what_the_adapter_does_not_do_is_refused_by_name(adapter, options, message):
+    with pytest.raises(EvaluationError, match=message):
+        adapter.generate_until([instance("generate_until", "the cat", options)], disable_tqdm=True)
+
+
+def test_a_continuation_that_would_be_scored_in_part_is_refused(adapter):
+    requests = [instance("loglikelihood", "the cat", " dog" * 33)]
+    with pytest.raises(EvaluationError, match=r"a continuation of 33 tokens, ' dog dog .*…', does not fit --max_length=32"):
+        adapter.loglikelihood(requests, disable_tqdm=True)
 
 
 @pytest.mark.slow

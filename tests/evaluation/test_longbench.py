@@ -183,6 +183,15 @@ def test_data_is_read_from_the_benchmarks_archive_without_unpacking_it(data, tmp
         longbench.read_examples("lcc", tmp_path / "data.zip")
 
 
+def test_a_text_may_hold_what_unicode_calls_a_line_separator(data):
+    file = data / "trec.jsonl"
+    first, *rest = file.read_text().splitlines()
+    odd = json.loads(first) | {"context": "the cat\u2028sat\u0085on the mat"}
+    file.write_text("\n".join([json.dumps(odd, ensure_ascii=False), *rest, "", ""]), encoding="utf-8")
+    examples = longbench.read_examples("trec", data)
+    assert len(examples) == 3 and examples[0]["context"] == odd["context"]
+
+
 def test_missing_data_says_what_to_download_and_where_to_put_it(tmp_path, monkeypatch):
     def offline(*_arguments, **_options):
         raise OSError("no network")

@@ -113,6 +113,9 @@ def test_a_corpus_of_held_out_documents_is_a_haystack(model, quickstart):
         ("eat a sandwich", 0.0, 0.5),
         ("I would eat a big sandwich in the park", 0.0, 1.0),
         ("park the in sandwich a eat", 0.0, 1 / 6),
+        # "eat a" and "in the park" are five words in order, though "sandwich in the park" is the longest run.
+        ("sandwich eat a in the park", 0.0, 5 / 6),
+        ("a sandwich eat a in the park sandwich", 0.0, 5 / 6),
         ("", 0.0, 0.0),
         ("nothing " * 12 + "eat a sandwich in the park", 0.0, 0.0),
     ],

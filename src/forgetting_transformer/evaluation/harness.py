@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
@@ -35,6 +36,9 @@ from forgetting_transformer.evaluation.models import (
     token_losses,
 )
 from forgetting_transformer.evaluation.workers import Workers
+
+#: Of tasks that do not say, as lm_eval's own models.
+_MAX_NEW_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
@@ -76,6 +80,12 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
+        for (_, text), _, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise EvaluationError(
+                    f"a continuation of {len(continuation):,} tokens, {_beginning(text)}, does not fit --max_length="
+                    f"{self.max_length:,}, and would be scored in part; give a longer one"
+                )
         sequences = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
         answers: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         # Longest first: running out of memory, if it must be, comes at once and not after an hour.
@@ -119,15 +129,28 @@ class HarnessModel(TemplateLM):
         """Greedy continuations up to the first of the stop strings."""
         answers = []
         for request in tqdm(requests, desc="continuations", disable=disable_tqdm or not self.workers.shows_progress):
-            context, options = request.args
-            count = options.get("max_gen_toks", 256)
-            ids = self.tok_encode(context)[-max(1, self.max_length - count) :]
+            context, given = request.args
+            options = normalize_gen_kwargs(given, _MAX_NEW_TOKENS)
+            count = options["max_gen_toks"]
+            self._check_options(options)
+            ids = self.tok_encode(context)[-(self.max_length - count) :]
             (text,) = continue_greedily(self.evaluated, np.array([ids]), count, self.precision)
-            until = options.get("until") or []
-            for stop in [until] if isinstance(until, str) else until:
-                text = text.split(stop)[0] if stop else text
-            answers.append(text)
+            answers.append(postprocess_generated_text(text, options["until"], None))
         return answers
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """Refuses what greedy decoding within the longest sequence cannot do."""
+        count = options["max_gen_toks"]
+        if not 0 < count < self.max_length:
+            raise EvaluationError(
+                f"a task generates max_gen_toks={count:,} tokens, which leaves no room for its prompt in --max_length="
+                f"{self.max_length:,}; give a longer one"
+            )
+        # Without sampling, temperature and the like have no effect.
+        for key, greedy in {"do_sample": False, "num_beams": 1, "max_length": None}.items():
+            if options.get(key, greedy) != greedy:
+                instead = "max_gen_toks" if key == "max_length" else f"{key}={greedy}, as the paper's tasks do"
+                raise EvaluationError(f"a task asks for {key}={options[key]}, which this adapter does not do; use {instead}")
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         if self.world_size == 1:
@@ -153,6 +176,10 @@ class HarnessModel(TemplateLM):
         with precision_context(self.precision, self.evaluated.device):
             logits = model(input_ids=input_ids_BT.to(self.device), use_cache=False, **keep).logits
         return logits[:, -needed:].float().log_softmax(-1)
+
+
+def _beginning(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}…")
 
 
 def _pad(sequences: Sequence[list[int]], width: int, token: int) -> Tensor:

@@ -17,7 +17,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +157,18 @@ def exact_match(prediction: str, answer: str) -> float:
 
 
 def word_match(prediction: str, answer: str) -> float:
-    """Share of the answer's words that the prediction has in the same order, 0 to 1.
+    """Share of the answer's words that the prediction has in the same order, 0 to 1: the longest common subsequence.
 
     Only as many words of the prediction count as twice the answer has: more would find common words by chance.
     """
     wanted = _words(answer)
     got = _words(prediction)[: 2 * len(wanted)]
-    blocks = SequenceMatcher(None, wanted, got, autojunk=False).get_matching_blocks()
-    return sum(block.size for block in blocks) / len(wanted)
+    longest = [0] * (len(got) + 1)  # of the answer's words so far and of each beginning of the prediction
+    for word in wanted:
+        before = longest.copy()
+        for i, other in enumerate(got):
+            longest[i + 1] = before[i] + 1 if word == other else max(before[i + 1], longest[i])
+    return longest[-1] / len(wanted)
 
 
 def _words(text: str) -> list[str]:
