@@ -3,7 +3,7 @@
 #
 #   bash scripts/test.sh                       everything
 #   bash scripts/test.sh tests/ops -k padding  some of it
-#   bash scripts/test.sh --fast                the part for the daily loop, under two minutes on two cores
+#   bash scripts/test.sh --fast                the part for the daily loop: what is not marked slow, or is marked quick
 #   bash scripts/test.sh --long                what is marked long too, and fifty rounds of the kill loop instead of a few
 set -euo pipefail
 cd "$(dirname "$0")/.."
