@@ -30,6 +30,13 @@ fi
 [ -n "$1" ] || { echo "FOLDER is empty (a variable that is not set?); give a folder" >&2; exit 2; }
 mkdir -p "$1/logs" "$1/speed"
 folder="$(cd "$1" && pwd)"
+# The lock is this process's and its children's, and is gone with them, however they end.
+exec 9<>"$folder/study.lock"
+if command -v flock >/dev/null && ! flock --nonblock 9; then
+    echo "error: another study.sh (process $(cat <&9)) is at work in $folder; wait for it, or choose another folder" >&2
+    exit 1
+fi
+echo $$ >"$folder/study.lock"
 stages=("${@:2}")
 [ ${#stages[@]} -gt 0 ] || stages=(corpus train evaluate collect)
 cd "$(dirname "$0")/.."

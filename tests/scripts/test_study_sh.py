@@ -1,12 +1,13 @@
 """scripts/study.sh with a stand-in for Python: its stages say what they skip, and its exit code is that of what it ran."""
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.waiting import HANG
+from tests.waiting import HANG, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,3 +115,21 @@ def test_what_says_which_program_runs_it_can_be_run():
     for folder in ("scripts", "benchmarks", "eval"):
         for path in [*ROOT.glob(f"{folder}/**/*.py"), *ROOT.glob(f"{folder}/**/*.sh")]:
             assert path.read_bytes().startswith(b"#!") == os.access(path, os.X_OK), path
+
+
+def test_of_two_starts_in_one_folder_the_second_is_refused(study_sh, tmp_path):
+    """Both would start the same runs, and the second one's would be counted as failed."""
+    settings = {"PYTHON": str(tmp_path / "python"), "CALLS": str(tmp_path / "first"), "TRAIN_SECONDS": "3600"}
+    command = ["bash", str(ROOT / "scripts/study.sh"), str(tmp_path / "study"), "train"]
+    with (tmp_path / "said").open("w") as said:
+        first = subprocess.Popen(command, env=os.environ | settings, stdout=said, stderr=said, start_new_session=True)
+    try:
+        wait_until((tmp_path / "first").is_file, lambda: first.poll() is None, (tmp_path / "said").read_text)
+        code, out, calls = study_sh("train", "collect")
+        assert code == 1 and not calls
+        assert f"another study.sh (process {first.pid}) is at work in {tmp_path}/study" in out
+        assert len(out.splitlines()) == 1
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    assert study_sh("train")[0] == 0, "a start that was killed holds nothing"

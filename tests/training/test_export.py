@@ -4,11 +4,13 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, pipeline
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import vocabulary
@@ -194,3 +196,30 @@ def test_the_commands_export_and_generate(tiny, tmp_path, finished):
     assert done.returncode == 0 and done.stdout.startswith("w3 w4"), done.stderr
     done = run_command("save_model.py", "--hf_load_dir", str(tmp_path / "no"), "--hf_save_dir", str(tmp_path / "hf"))
     assert done.returncode == 1 and "no valid checkpoint" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_of_two_exports_into_one_folder_the_second_is_refused(tiny, tmp_path, monkeypatch):
+    """Each writes its files in place: of two at once the weights could be one's and the configuration the other's."""
+    train(changed(tiny, train__max_tokens=4 * STEP, skip_eval=True))
+    tokenizer = str(word_tokenizer(tmp_path / "tokenizer"))
+    run, folder = Path(tiny["output_dir"]), tmp_path / "hf"
+    save, begun, go_on = PreTrainedModel.save_pretrained, threading.Event(), threading.Event()
+
+    def slow(model, *arguments, **options):
+        begun.set()
+        assert go_on.wait(HANG)
+        save(model, *arguments, **options)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", slow)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(export, run, folder, tokenizer=tokenizer)
+        try:
+            assert begun.wait(HANG)
+            monkeypatch.setattr(PreTrainedModel, "save_pretrained", save)
+            with pytest.raises(ExportError, match=rf"another export is writing to {folder}.*choose another --hf_save_dir"):
+                export(run, folder, tokenizer=tokenizer)
+        finally:
+            go_on.set()
+        assert str(folder) in first.result()
+    assert str(folder) in export(run, folder, tokenizer=tokenizer), "afterwards it is free, and may be written again"
+    assert not [file for file in folder.iterdir() if "lock" in file.name]

@@ -1,5 +1,9 @@
 """From a training checkpoint, of any strategy and at any step, to a Hugging Face folder."""
 
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,7 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
 
     Raises:
         CheckpointError: no valid checkpoint (at that step).
-        ExportError: no tokenizer to be had. The model is written all the same.
+        ExportError: another export is writing there; or no tokenizer to be had, and then the model is written all the same.
     """
     directory = RunDirectory(run_folder)
     found = read_newest(directory.checkpoints, load_checkpoint, step)
@@ -50,8 +54,9 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     if hasattr(model.config, "max_position_embeddings"):
         # No effect on the model; lm_eval and others read it as the context length of training.
         model.config.max_position_embeddings = state["config"]["datamodule"]["train_batch_len"]
-    model.save_pretrained(save_folder)
-    _save_tokenizer(directory, save_folder, state, tokenizer)
+    with _only_export(save_folder):
+        model.save_pretrained(save_folder)
+        _save_tokenizer(directory, save_folder, state, tokenizer)
     return f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
 
 
@@ -59,6 +64,30 @@ def load_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Any],
     """A checkpoint, its trainer.json and its model; for `read_newest`."""
     state = checkpoint.trainer_state()
     return checkpoint, state, build_from_checkpoint(checkpoint, state)
+
+
+@contextlib.contextmanager
+def _only_export(folder: Path) -> Iterator[None]:
+    """Keeps other exports out of the folder by a lock on the folder itself, which leaves no file in it.
+
+    Raises:
+        ExportError: another export has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ExportError(
+            f"another export is writing to {folder}; wait for it, or choose another --hf_save_dir"
+        ) from error
+    except OSError:
+        pass  # a file system without locks, or with none for folders: as without this
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def build_from_checkpoint(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:
