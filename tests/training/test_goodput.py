@@ -56,8 +56,17 @@ def test_time_runs_in_one_category_at_a_time(tmp_path, monkeypatch):
     assert {c: v for c, v in found.items() if v and c != "hours"} == pytest.approx(
         {c: v / 20 for c, v in parts.items()}
     )
-    (tmp_path / "goodput.json").write_text("{")
-    Goodput(tmp_path / "goodput.json").begin(0)  # damaged bookkeeping stops nothing
+
+
+@pytest.mark.parametrize(
+    "damaged", ["", "{", "[]", "null", "\0\0", '{"starts": null}', '{"starts": [1]}', '{"starts": [{"step": "many"}, {}]}']
+)
+def test_damaged_bookkeeping_stops_nothing(tmp_path, damaged):
+    (tmp_path / "goodput.json").write_text(damaged)
+    clock = Goodput(tmp_path / "goodput.json")
+    clock.begin(0)
+    assert clock.write(8)["hours"] > 0
+    assert len(json.loads((tmp_path / "goodput.json").read_text())["starts"]) == 1
 
 
 def test_a_run_accounts_for_all_its_starts(tiny):

@@ -46,12 +46,14 @@ class Goodput:
 
     def begin(self, step: int) -> None:
         """Training is about to go on from `step` tokens."""
+        self._start = {"from_step": step, "step": step, "marks": []}
         if self._file is not None and self._file.is_file():
             try:
-                self._earlier = json.loads(self._file.read_text(encoding="utf-8"))["starts"]
-            except (OSError, ValueError, LookupError):
+                earlier = json.loads(self._file.read_text(encoding="utf-8"))["starts"]
+                shares([*earlier, self._start])
+                self._earlier = earlier
+            except (OSError, ValueError, LookupError, TypeError, AttributeError):
                 self._earlier = []  # bookkeeping that was damaged must not stop a run
-        self._start = {"from_step": step, "step": step, "marks": []}
 
     def started(self, stages: dict[str, float]) -> None:
         """The first step is done; `stages` are seconds by what was done before it and in it."""

@@ -1,0 +1,399 @@
+"""A campaign of faults against training: hundreds of random ones, after which nothing may be lost.
+
+    python tests/campaign/run.py                          # 200 faults, in some minutes
+    python tests/campaign/run.py --seed 17 --runs 1       # one run again, with the faults that its seed stands for
+    python tests/campaign/run.py --faults 1000 --jobs 8 --folder /scratch/campaign
+    python tests/campaign/run.py --faults 40 --kinds disk,slow_storage --strategies fsdp
+
+Runs of twenty steps suffer faults, ten for each seed, and are started again after each: they are killed at one of its calls to the file system
+or at a random moment, get signals, meet disks that fail, are full or slow, a clock that jumps, a second start in their
+folder, damaged checkpoints and half-written lines. Then each is left alone, and must end in the weights, moments and logged
+numbers, bit for bit, of a run that nothing happened to. On the way no start may lose a checkpoint that was whole, end
+with an error that no message explains, or hang; and files that somebody keeps in the folder stay as they are.
+
+Needs Linux and a C compiler. Not part of the test suite. Each run prints its seed; the exit code is 1 if anything was lost.
+"""
+
+import argparse
+import errno
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.campaign import faults
+from tests.campaign.faults import Fault
+from tests.campaign.runs import DONE, FAILED, PREEMPTED, STEP, STEPS, config, contents, make_corpus, start, valid_steps
+
+#: Seconds. No start takes as long unless it hangs.
+HANG = 900.0
+#: (strategy, processes), and how often it is chosen.
+STRATEGIES = {("auto", 1): 6, ("ddp", 2): 2, ("fsdp", 2): 2}
+#: What a start may end by, with a message that says what to do.
+EXPLAINED = ("TrainingError", "CheckpointError", "RunDirectoryError", "DataError", "ConfigError")
+
+
+class Lost(AssertionError):
+    """What must never happen."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if not sys.platform.startswith("linux") or faults.compiler() is None:
+        print("error: the campaign needs Linux and a C compiler (cc or gcc)", file=sys.stderr)
+        return 2
+    runs = args.runs or -(-args.faults // args.each)
+    began = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="campaign-", dir=args.folder))
+    with Campaign(folder, args) as campaign, ThreadPoolExecutor(args.jobs) as pool:
+        print(
+            f"{runs} times {args.each} faults, seeds {args.seed} to {args.seed + runs - 1}, in {folder}",
+            flush=True,
+        )
+        problems = [p for p in pool.map(campaign.suffer, range(args.seed, args.seed + runs)) if p]
+    kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(campaign.kinds.items()))
+    print(f"{sum(campaign.kinds.values())} faults in {time.monotonic() - began:.0f} s: {kinds}")
+    for problem in problems:
+        print(f"LOST: {problem}")
+    if not problems:
+        shutil.rmtree(folder)
+        print("nothing was lost")
+    return int(bool(problems))
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200, help="at least so many (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; each further one has the next")
+    parser.add_argument("--runs", type=int, help="so many seeds, whatever --faults says")
+    parser.add_argument("--each", type=int, default=10, help="faults for each seed (default: %(default)s)")
+    parser.add_argument(
+        "--kinds", type=names(KINDS_BY_NAME), default=KINDS, help=f"only these: {', '.join(KINDS_BY_NAME)}"
+    )
+    parser.add_argument(
+        "--strategies", type=names(STRATEGIES_BY_NAME), default=STRATEGIES, help="only these: auto, ddp, fsdp"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time (default: one per core)")
+    parser.add_argument("--folder", type=Path, help="where to work (default: the system's temporary folder)")
+    return parser.parse_args(argv)
+
+
+def names(known: dict[str, tuple[Any, int]]) -> Callable[[str], dict[Any, int]]:
+    """For argparse: a comma-separated list of some of them, with how often each is chosen."""
+
+    def parse(text: str) -> dict[Any, int]:
+        if unknown := sorted(set(text.split(",")) - known.keys()):
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose among {', '.join(known)}")
+        return dict(known[name] for name in text.split(","))
+
+    return parse
+
+
+class Campaign:
+    """The corpus, the fork server and the runs to which nothing happened."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        self.folder, self.data, self.args = folder, folder / "data", args
+        self.kinds: Counter[str] = Counter()
+        self._straight: dict[str, dict[str, Any]] = {}
+        self.calls: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+
+    def __enter__(self) -> "Campaign":
+        self.context = faults.server(self.folder, ["tests.campaign.runs"])
+        self.run(make_corpus, self.data)
+        for strategy, ranks in self.args.strategies:
+            run = Run(self, strategy, ranks, self.folder / f"straight-{strategy}", 0)
+            began = time.monotonic()
+            if run.start() != [DONE] * ranks:
+                raise SystemExit(f"a run that nothing happens to fails: {run.said()}")
+            self.seconds[strategy] = time.monotonic() - began
+            self.calls[strategy] = max(int(said.rpartition("CALLS ")[2]) for said in run.said().split("\f"))
+            self._straight[strategy] = contents(run.folder)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def run(self, action: Callable[..., None], *arguments: Any) -> None:
+        process = self.context.Process(target=action, args=arguments)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+    def suffer(self, seed: int) -> str | None:
+        """One run with its faults; what was lost, if anything was."""
+        generator = random.Random(seed)
+        (strategy, ranks), workers = weighted(generator, self.args.strategies), generator.choice((0, 0, 1))
+        history: list[str] = []
+        ended = 0
+
+        def begin() -> Run:
+            return Run(self, strategy, ranks, self.folder / f"run-{seed}-{ended}", workers)
+
+        run = begin()
+        try:
+            for _ in range(self.args.each):
+                kind = weighted(generator, self.args.kinds)
+                history.append(kind.__name__)
+                self.kinds[kind.__name__] += 1
+                kind(run, generator)
+                run.check()
+                if run.kept == STEPS:  # the others happen to another run
+                    run.end(self._straight[strategy])
+                    ended += 1
+                    run = begin()
+            run.end(self._straight[strategy])
+        except Exception as error:
+            print(f"seed {seed}: {strategy}, {', '.join(history)}: LOST", flush=True)
+            again = f"python tests/campaign/run.py --seed {seed} --runs 1, with the other options as they were"
+            return f"seed {seed} ({again}), {run.folder}: {type(error).__name__}: {error}"
+        print(f"seed {seed}: {strategy}, {', '.join(history)}: nothing lost in {ended + 1} runs", flush=True)
+        return None
+
+
+def weighted(generator: random.Random, choices: dict[Any, int]) -> Any:
+    return generator.choices(list(choices), list(choices.values()))[0]
+
+
+class Run:
+    """One output_dir, started again and again. `workers`: data workers of a rank."""
+
+    def __init__(self, campaign: Campaign, strategy: str, ranks: int, folder: Path, workers: int) -> None:
+        self.campaign, self.strategy, self.ranks, self.folder = campaign, strategy, ranks, folder
+        self.settings = config(folder, campaign.data, strategy, workers)
+        self.kept = 0  # step of the newest whole checkpoint
+        self.others: dict[Path, bytes] = {}
+
+    def processes(self, fault: Fault | None = None, victim: int = 0, tag: str = "") -> list[Any]:
+        """Starts every rank; `victim` suffers `fault`."""
+        environment = {}
+        if self.ranks > 1:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            environment = {
+                "LT_CLI_USED": "1", "LT_DEVICES": str(self.ranks), "LT_ACCELERATOR": "cpu", "LT_NUM_NODES": "1",
+                "TORCHELASTIC_RUN_ID": "campaign", "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks),
+                "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+        started = []
+        for rank in range(self.ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.ranks > 1 else {}
+            suffers = fault if fault is not None and rank == victim else Fault()
+            said = self.folder.with_name(f"{self.folder.name}.{tag}{rank}.txt")
+            process = self.campaign.context.Process(
+                target=start, args=(self.settings, environment | own, suffers, said)
+            )
+            process.start()
+            started.append(process)
+        return started
+
+    def start(self, fault: Fault | None = None, victim: int = 0) -> list[int]:
+        return self.wait(self.processes(fault, victim))
+
+    def wait(self, processes: list[Any]) -> list[int]:
+        """Exit codes."""
+        deadline = time.monotonic() + HANG
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+        for process in processes:
+            process.kill()
+            process.join()
+        if hung:
+            raise Lost(f"rank {hung} hangs: {self.last_words()}")
+        return [process.exitcode for process in processes]
+
+    def said(self, tag: str = "") -> str:
+        files = [self.folder.with_name(f"{self.folder.name}.{tag}{rank}.txt") for rank in range(self.ranks)]
+        return "\f".join(file.read_text(errors="replace") if file.is_file() else "" for file in files)
+
+    def last_words(self, tag: str = "") -> str:
+        return " | ".join(line for line in self.said(tag).splitlines() if line.strip())[-1500:]
+
+    def expect(self, codes: list[int], *allowed: int, tag: str = "") -> None:
+        """
+        Args:
+            tag: of what the start said.
+
+        Raises:
+            Lost: a start ended in a way that is not allowed, or with an error that no message explains.
+        """
+        if any(code not in allowed for code in codes):
+            raise Lost(f"ended with {codes}, expected are {allowed}: {self.last_words(tag)}")
+        if self.ranks == 1 and FAILED in codes:
+            ended = self.said(tag).rpartition("ENDED BY ")[2].splitlines()[:1]
+            if not ended or not ended[0].startswith(EXPLAINED):
+                raise Lost(f"ended by what no message explains: {self.last_words(tag)}")
+
+    def check(self) -> None:
+        """
+        Raises:
+            Lost: there is no whole checkpoint that is as new as the newest one before, or others' files have changed.
+        """
+        steps = valid_steps(self.folder)
+        newest = steps[-1] if steps else 0
+        if newest < self.kept:
+            raise Lost(f"the newest whole checkpoint was at step {self.kept}, and now it is at {newest}")
+        self.kept = newest
+        for path, data in self.others.items():
+            if not path.is_file() or path.read_bytes() != data:
+                raise Lost(f"somebody else's {path} was changed")
+
+    def end(self, straight: dict[str, Any]) -> None:
+        """Leaves the run alone, until it ends and once more, and compares it with one to which nothing happened.
+
+        Raises:
+            Lost: it does not end, or a number is another.
+        """
+        for _ in range(2):
+            if self.start() != [DONE] * self.ranks:
+                raise Lost(f"left alone, it does not end: {self.last_words()}")
+        self.check()
+        ours = contents(self.folder)
+        different = [name for name in sorted(ours.keys() | straight.keys()) if ours.get(name) != straight.get(name)]
+        if different:
+            raise Lost(
+                f"{len(different)} of {len(straight)} things differ from a run to which nothing happened: {different[:5]}"
+            )
+        shutil.rmtree(self.folder)
+
+
+# The faults. Each starts the run at least once, or damages what it has kept. ------------------------------------------------
+
+
+def killed_at_a_call(run: Run, generator: random.Random) -> None:
+    """Between two writes, wherever that is: SIGKILL at one of the calls to the file system."""
+    fault = Fault("kill", countdown=generator.randint(1, run.campaign.calls[run.strategy]))
+    run.expect(run.start(fault, generator.randrange(run.ranks)), DONE, FAILED, -signal.SIGKILL)
+
+
+def killed_at_a_moment(run: Run, generator: random.Random) -> None:
+    processes = run.processes()
+    time.sleep(generator.uniform(0.0, run.campaign.seconds[run.strategy]))
+    victims = processes if generator.random() < 0.5 else [generator.choice(processes)]
+    for process in victims:
+        process.kill()
+    run.expect(run.wait(processes), DONE, FAILED, -signal.SIGKILL)
+
+
+def signalled(run: Run, generator: random.Random) -> None:
+    processes = run.processes()
+    time.sleep(generator.uniform(0.3, 1.0) * run.campaign.seconds[run.strategy])
+    number = generator.choice((signal.SIGTERM, signal.SIGUSR1))
+    victim = generator.choice(processes)
+    if victim.is_alive():
+        os.kill(victim.pid, number)
+    # Before training listens, a signal ends a process.
+    run.expect(run.wait(processes), DONE, PREEMPTED, FAILED, -number)
+
+
+def disk(run: Run, generator: random.Random) -> None:
+    """A call fails, and perhaps all after it; what train.py says then names the file system's reason."""
+    fault = Fault(
+        "fail",
+        operations=generator.choice((faults.EVERYTHING, faults.WRITE, faults.FSYNC, faults.RENAME, faults.OPEN)),
+        countdown=generator.randint(1, max(1, run.campaign.calls[run.strategy] // generator.choice((1, 4, 16)))),
+        error=generator.choice((errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
+        lasting=generator.random() < 0.5,
+    )
+    run.expect(run.start(fault, generator.randrange(run.ranks)), DONE, FAILED)
+
+
+def slow_storage(run: Run, generator: random.Random) -> None:
+    """And death at one of its calls, while a checkpoint is being written for longer than its interval."""
+    fault = Fault(
+        "kill", countdown=generator.randint(1, run.campaign.calls[run.strategy]), delay_us=generator.choice((500, 3000))
+    )
+    run.expect(run.start(fault, 0), DONE, FAILED, -signal.SIGKILL)
+
+
+def clock_jumps(run: Run, generator: random.Random) -> None:
+    fault = Fault(
+        "kill",
+        countdown=generator.randint(1, run.campaign.calls[run.strategy]),
+        clock_jump_s=generator.choice((1, 3600, 10**7)),
+    )
+    run.expect(run.start(fault, generator.randrange(run.ranks)), DONE, FAILED, -signal.SIGKILL)
+
+
+def two_starts(run: Run, generator: random.Random) -> None:
+    """At once, or one while the other is at work: one of them is refused, and then the other is killed."""
+    first = run.processes(tag="other-")
+    time.sleep(generator.choice((0.0, generator.uniform(0, run.campaign.seconds[run.strategy]))))
+    second = run.processes()
+    time.sleep(generator.uniform(0, run.campaign.seconds[run.strategy]))
+    for process in (*first, *second):
+        process.kill()
+    run.expect(run.wait(first), DONE, FAILED, -signal.SIGKILL, tag="other-")
+    run.expect(run.wait(second), DONE, FAILED, -signal.SIGKILL)
+
+
+def damaged_checkpoint(run: Run, generator: random.Random) -> None:
+    """The newest one, where there is one before it."""
+    steps = valid_steps(run.folder)
+    if len(steps) >= 2:
+        newest = run.folder / "checkpoints" / f"step-{steps[-1] * STEP:015d}"
+        file = generator.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
+        data = bytearray(file.read_bytes())
+        damage = generator.choice(("flip", "cut", "gone", "empty"))
+        if damage == "flip" and data:
+            data[generator.randrange(len(data))] ^= 1 << generator.randrange(8)
+        if damage == "gone":
+            file.unlink()
+        else:
+            file.write_bytes({"flip": data, "cut": data[: len(data) // 2], "empty": b""}[damage])
+        run.kept = steps[-2]
+    killed_at_a_call(run, generator)
+
+
+def half_a_line(run: Run, generator: random.Random) -> None:
+    """What a crash of the machine leaves at the end of a file that was not flushed."""
+    files = sorted((run.folder / "metrics/jsonlines").glob("*.jsonl"))
+    if files:
+        with generator.choice(files).open("a") as file:
+            file.write('{"step": 12' + "8" * generator.randrange(5))
+    killed_at_a_call(run, generator)
+
+
+def damaged_bookkeeping(run: Run, generator: random.Random) -> None:
+    for name in ("status.json", "goodput.json", "run.lock"):
+        if (run.folder / name).is_file():
+            (run.folder / name).write_bytes(generator.choice((b"", b"{", b"\0" * 100, b"[]", b"null")))
+    killed_at_a_call(run, generator)
+
+
+def others_files(run: Run, generator: random.Random) -> None:
+    """Somebody keeps files in the folder."""
+    number = generator.randrange(10**6)
+    for name in (f"thesis-{number}.tex", f"checkpoints/step-mine-{number}/notes.txt", f"metrics/plot-{number}.png"):
+        path = run.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(number))
+        run.others[path] = path.read_bytes()
+    killed_at_a_call(run, generator)
+
+
+#: And how often each is chosen.
+KINDS: dict[Callable[[Run, random.Random], None], int] = {
+    killed_at_a_call: 5, killed_at_a_moment: 3, signalled: 2, disk: 5, slow_storage: 1, clock_jumps: 2, two_starts: 2,
+    damaged_checkpoint: 3, half_a_line: 1, damaged_bookkeeping: 1, others_files: 1,
+}  # fmt: skip
+
+KINDS_BY_NAME = {kind.__name__: (kind, weight) for kind, weight in KINDS.items()}
+STRATEGIES_BY_NAME = {strategy: ((strategy, ranks), weight) for (strategy, ranks), weight in STRATEGIES.items()}
+
+if __name__ == "__main__":
+    sys.exit(main())

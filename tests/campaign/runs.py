@@ -1,0 +1,124 @@
+"""What the processes of the campaign do: a corpus, a start of a run that suffers a fault, and what a run has kept.
+
+The fork server imports this module, so that a start takes a second and not ten.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zarr
+from omegaconf import OmegaConf
+
+from forgetting_transformer import training
+from forgetting_transformer.training import trainer  # noqa: F401 (what takes the time)
+from forgetting_transformer.training.checkpoint import CheckpointError, inspect
+from forgetting_transformer.training.safe_reader import read_tensors
+from tests.campaign import faults
+from tests.campaign.faults import Fault
+
+#: Exit codes of a start, besides those of signals.
+DONE, FAILED, PREEMPTED = 0, 1, 75
+VOCAB, DOC_LEN, DOCUMENTS, STEP, STEPS = 64, 64, 96, 128, 20
+
+
+def make_corpus(folder: Path) -> None:
+    """Documents in which the next token depends on the last."""
+    generator = np.random.default_rng(0)
+    table = generator.integers(1, VOCAB, size=(VOCAB, 4))
+    for split in ("train", "heldout"):
+        tokens = np.zeros((DOCUMENTS, DOC_LEN), dtype=np.uint16)
+        state = generator.integers(1, VOCAB, size=DOCUMENTS)
+        for position in range(DOC_LEN):
+            tokens[:, position] = state
+            state = table[state, generator.integers(0, 4, size=DOCUMENTS)]
+        array = zarr.create_array(
+            folder / "tiny" / f"{split}.zarr", shape=tokens.shape, dtype="uint16", chunks=(16, 32)
+        )
+        array[:] = tokens
+
+
+def config(output_dir: Path, data_dir: Path, strategy: str, workers: int = 0) -> dict[str, Any]:
+    """Twenty steps of four sequences of 32 tokens, a checkpoint every three, two evaluations."""
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "qk_norm": True, "use_k_shift": True}
+    return {
+        "output_dir": str(output_dir),
+        "data_dir": str(data_dir),
+        "log_interval": STEP,
+        "train_eval_interval": 6 * STEP,
+        "eval_interval": 10 * STEP,
+        "skip_eval": False,
+        "checkpoint_interval": 3 * STEP,
+        "checkpoint_keep_interval": 9 * STEP,
+        "fabric": {"precision": "32-true", "accelerator": "cpu"},
+        "strategy": {"name": strategy, "timeout_seconds": 60, "compare_steps": 5},
+        "train": {"max_tokens": STEPS * STEP, "grad_acc_tokens": 64},
+        "eval": {"min_val_length": 8},
+        "wandb": {"mode": "disabled"},
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"name": "warmup_cosine", "warmup_tokens": 4 * STEP, "total_tokens": STEPS * STEP},
+        "datamodule": {
+            "dataset": "tiny",
+            "train_batch_len": 32,
+            "train_batch_size": 4,
+            "train_num_workers": workers,
+            "eval_tokens": 10 * DOC_LEN,
+            "eval_batch_len": 32,
+            "eval_local_batch_size": 4,
+            "eval_num_workers": 0,
+            "vocab_size": VOCAB,
+            "bos_token_id": 0,
+        },
+        "model": {"name": "forgetting_transformer", "config": shape},
+    }
+
+
+def start(settings: dict[str, Any], environment: dict[str, str], fault: Fault, said: Path) -> None:
+    """One rank of one start, in a process of its own. What it says, and how many calls it made, goes to `said`."""
+    os.environ.update(environment)
+    printed = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(printed, 1)
+    os.dup2(printed, 2)
+    torch.set_num_threads(1)
+    fault.begin(Path(settings["output_dir"]))
+    code = FAILED
+    try:
+        outcome = training.run(training.parse(OmegaConf.create(settings)))
+        code = DONE if outcome == "done" else PREEMPTED
+    except BaseException as error:
+        traceback.print_exc()
+        print(f"\nENDED BY {type(error).__name__}: {error}")
+    print(f"\nCALLS {faults.seen()}")
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def valid_steps(output_dir: Path) -> list[int]:
+    """Steps of the checkpoints that are whole."""
+    found = []
+    for path in sorted((output_dir / "checkpoints").glob("step-*")):
+        try:
+            found.append(inspect(path).step // STEP)
+        except (CheckpointError, OSError, ValueError):
+            continue
+    return found
+
+
+def contents(output_dir: Path) -> dict[str, Any]:
+    """What has to be bitwise the same whatever a run has been through: weights, moments, and every number that was logged."""
+    tensors = read_tensors(output_dir / "checkpoints" / f"step-{STEPS * STEP:015d}" / "state")
+    found: dict[str, Any] = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    for kind in ("train", "norm", "train_eval", "val"):
+        lines = (output_dir / f"metrics/jsonlines/{kind}.jsonl").read_text(encoding="utf-8").splitlines()
+        found[f"{kind}.jsonl"] = [
+            {k: v for k, v in json.loads(line).items() if "time" not in k and "per_second" not in k} for line in lines
+        ]
+    for file in sorted((output_dir / "metrics/npz").glob("*/*.npz")):
+        with np.load(file) as arrays:
+            found[str(file.relative_to(output_dir))] = {name: arrays[name].tobytes() for name in arrays.files}
+    return found
