@@ -11,6 +11,7 @@ import subprocess
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 OPEN, WRITE, FSYNC, RENAME, MKDIR, UNLINK = (1 << bit for bit in range(6))
 EVERYTHING = OPEN | WRITE | FSYNC | RENAME | MKDIR | UNLINK
@@ -65,13 +66,7 @@ def server(folder: Path, preload: list[str]) -> multiprocessing.context.ForkServ
     )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
-    before = os.environ.get("LD_PRELOAD")
-    os.environ["LD_PRELOAD"] = f"{library} {before}" if before else str(library)
-    try:
+    # Processes that are killed leave semaphores behind, which Python clears away and warns of.
+    with mock.patch.dict(os.environ, LD_PRELOAD=str(library), PYTHONWARNINGS="ignore:resource_tracker:UserWarning"):
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["LD_PRELOAD"]
-        else:
-            os.environ["LD_PRELOAD"] = before
     return context

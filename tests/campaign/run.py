@@ -23,6 +23,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ from tests.campaign.runs import DONE, FAILED, PREEMPTED, STEP, STEPS, config, co
 
 #: Seconds. No start takes as long unless it hangs.
 HANG = 900.0
+#: Starting a process looks after those of all threads, and of two that ask at once how one has ended only one is told.
+PROCESSES = threading.Lock()
 #: (strategy, processes), and how often it is chosen.
 STRATEGIES = {("auto", 1): 6, ("ddp", 2): 2, ("fsdp", 2): 2}
 #: What a start may end by, with a message that says what to do.
@@ -130,7 +133,8 @@ class Campaign:
         process = self.context.Process(target=action, args=arguments)
         process.start()
         process.join()
-        assert process.exitcode == 0
+        if process.exitcode != 0:
+            raise SystemExit(f"{action.__name__} failed")
 
     def suffer(self, seed: int) -> str | None:
         """One run with its faults; what was lost, if anything was."""
@@ -167,6 +171,19 @@ def weighted(generator: random.Random, choices: dict[Any, int]) -> Any:
     return generator.choices(list(choices), list(choices.values()))[0]
 
 
+def exit_code(process: Any) -> int | None:
+    """None while it runs."""
+    with PROCESSES:
+        return process.exitcode
+
+
+def end(process: Any, number: int = signal.SIGKILL) -> None:
+    """Sends a signal, unless the process has ended."""
+    with PROCESSES:
+        if process.exitcode is None:
+            os.kill(process.pid, number)
+
+
 class Run:
     """One output_dir, started again and again. `workers`: data workers of a rank."""
 
@@ -196,7 +213,8 @@ class Run:
             process = self.campaign.context.Process(
                 target=start, args=(self.settings, environment | own, suffers, said)
             )
-            process.start()
+            with PROCESSES:
+                process.start()
             started.append(process)
         return started
 
@@ -206,15 +224,14 @@ class Run:
     def wait(self, processes: list[Any]) -> list[int]:
         """Exit codes."""
         deadline = time.monotonic() + HANG
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        hung = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-        for process in processes:
-            process.kill()
-            process.join()
-        if hung:
-            raise Lost(f"rank {hung} hangs: {self.last_words()}")
-        return [process.exitcode for process in processes]
+        while None in (codes := [exit_code(process) for process in processes]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for process, code in zip(processes, codes, strict=True):
+            if code is None:
+                os.kill(process.pid, signal.SIGKILL)
+        if None in codes:
+            raise Lost(f"rank {codes.index(None)} hangs: {self.last_words()}")
+        return codes
 
     def said(self, tag: str = "") -> str:
         files = [self.folder.with_name(f"{self.folder.name}.{tag}{rank}.txt") for rank in range(self.ranks)]
@@ -285,7 +302,7 @@ def killed_at_a_moment(run: Run, generator: random.Random) -> None:
     time.sleep(generator.uniform(0.0, run.campaign.seconds[run.strategy]))
     victims = processes if generator.random() < 0.5 else [generator.choice(processes)]
     for process in victims:
-        process.kill()
+        end(process)
     run.expect(run.wait(processes), DONE, FAILED, -signal.SIGKILL)
 
 
@@ -293,9 +310,7 @@ def signalled(run: Run, generator: random.Random) -> None:
     processes = run.processes()
     time.sleep(generator.uniform(0.3, 1.0) * run.campaign.seconds[run.strategy])
     number = generator.choice((signal.SIGTERM, signal.SIGUSR1))
-    victim = generator.choice(processes)
-    if victim.is_alive():
-        os.kill(victim.pid, number)
+    end(generator.choice(processes), number)
     # Before training listens, a signal ends a process.
     run.expect(run.wait(processes), DONE, PREEMPTED, FAILED, -number)
 
@@ -336,7 +351,7 @@ def two_starts(run: Run, generator: random.Random) -> None:
     second = run.processes()
     time.sleep(generator.uniform(0, run.campaign.seconds[run.strategy]))
     for process in (*first, *second):
-        process.kill()
+        end(process)
     run.expect(run.wait(first), DONE, FAILED, -signal.SIGKILL, tag="other-")
     run.expect(run.wait(second), DONE, FAILED, -signal.SIGKILL)
 
