@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import shell_environment
 from tests.sweep.conftest import FAKE, ROOT, starts
-from tests.training.test_failures import shell_environment
 from tests.waiting import HANG, wait_until
 
 JOBS = [f"seed={seed}" for seed in range(5)]

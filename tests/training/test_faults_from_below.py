@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.campaign import faults
-from tests.training.test_failures import shell_environment
+from tests.processes import shell_environment
 from tests.waiting import HANG
 
 pytestmark = [
