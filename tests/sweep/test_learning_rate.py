@@ -76,9 +76,32 @@ def test_diverged_rates_are_worse_than_any_and_an_endless_slope_is_given_up():
         search.losses |= {key: math.inf if key[0] > -3 else abs(key[0] + 4) for key in todo}
     assert search.best == -4
     search = GridSearch(0, (0,))
-    with pytest.raises(SweepError, match="the loss still falls at a learning rate of 1e4, far from the guess 1e0"):
+    with pytest.raises(SweepError, match="the loss still falls at a learning rate of 1e4; the guess was 1e0"):
         while todo := search.needed():
             search.losses |= {key: -key[0] for key in todo}
+
+
+def test_rates_that_are_as_good_as_the_best_have_a_worse_one_on_either_side():
+    losses = {-2: 3.0, -1: 1.0, 0: 1.0, 1: 1.0, 2: 2.0}
+    for start in (-1, 0, 1):
+        search = GridSearch(start, (0,))
+        while todo := search.needed():
+            search.losses |= {key: losses[key[0]] for key in todo}
+        assert search.best == -1 and search.indices == [-2, -1, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (math.inf, "every run diverged, down to a learning rate of 1e-4"),
+        (3.0, "the loss is the same at all learning rates from 1e-4 to"),
+    ],
+)
+def test_a_search_without_a_best_rate_says_why(loss, why):
+    search = GridSearch(0, (0,))
+    with pytest.raises(SweepError, match=why):
+        while todo := search.needed():
+            search.losses |= dict.fromkeys(todo, loss)
 
 
 @pytest.mark.quick

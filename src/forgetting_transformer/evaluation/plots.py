@@ -188,7 +188,7 @@ def loss_against_position(
                 axes.plot(position, values.mean(axis=0), color=colour, linestyle=line)
                 if len(values) > 1:
                     axes.fill_between(position, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.2, lw=0)
-        left.set(xlabel="token position $i$", ylabel="loss at position $i$ (nats per token)")
+        left.set(xlabel="token position $i$", ylabel="loss at position $i$ (nats per token),\nmean over $i$ ± 10 %")
         right.set(xlabel="context length (tokens)", ylabel="perplexity over the context")
         for axes in (left, right):
             _set_position_axis(axes, first, longest)
@@ -205,7 +205,7 @@ def loss_against_position(
 
 
 def _smooth_position(loss: np.ndarray) -> np.ndarray:
-    return smooth(loss, 0.1)
+    return smooth(loss, 0.1)  # as the label of the axis says
 
 
 def scores_by_task(

@@ -77,25 +77,46 @@ class GridSearch:
     @property
     def best(self) -> int:
         """The grid point with the lowest mean loss; the lowest rate if all are infinite, since that is the way out."""
-        return min(self.indices, key=lambda index: (sum(self.at(index)) / len(self.at(index)), index))
+        return min(self.indices, key=lambda index: (self._mean(index), index))
 
     def needed(self) -> list[tuple[int, int]]:
-        """The runs to make next, as (grid index, seed); none if the best rate is strictly inside and has all seeds.
+        """The runs to make next, as (grid index, seed); none if the best rate, and those that are as good beside it, have a worse
+        one on either side, and it and its neighbours have all seeds.
 
         Raises:
-            SweepError: the loss still falls FARTHEST grid points from the guess.
+            SweepError: there is no such rate within FARTHEST grid points of the guess.
         """
-        centre = self.best if self.losses else self.start
-        if abs(centre - self.start) >= FARTHEST:
+        first, last = self._as_good_as_the_best() if self.losses else (self.start, self.start)
+        if max(abs(first - self.start), abs(last - self.start)) >= FARTHEST:
             raise SweepError(
-                f"the loss still falls at a learning rate of {grid_text(centre)}, far from the guess "
-                f"{grid_text(self.start)}: check the runs, or start nearer with --guess"
+                f"{self._why_there_is_no_best(first, last)}; the guess was {grid_text(self.start)}: check the runs, or start "
+                "elsewhere with --guess"
             )
-        inside = (centre - 1, centre, centre + 1)
+        inside = range(first - 1, last + 2)
         for seeds in (self.seeds[:1], self.seeds):
             if missing := [(i, seed) for i in inside for seed in seeds if (i, seed) not in self.losses]:
                 return missing
         return []
+
+
+    def _as_good_as_the_best(self) -> tuple[int, int]:
+        """The ends of the row of grid points around the best that have its mean loss. Of rates that all diverged the lowest
+        alone, since lower is the way out."""
+        first = last = self.best
+        lowest = self._mean(first)
+        while math.isfinite(lowest) and last + 1 in self.indices and self._mean(last + 1) == lowest:
+            last += 1
+        return first, last
+
+    def _mean(self, index: int) -> float:
+        return sum(self.at(index)) / len(self.at(index))
+
+    def _why_there_is_no_best(self, first: int, last: int) -> str:
+        if not math.isfinite(self._mean(first)):
+            return f"every run diverged, down to a learning rate of {grid_text(first)}"
+        if first < last:
+            return f"the loss is the same at all learning rates from {grid_text(first)} to {grid_text(last)}"
+        return f"the loss still falls at a learning rate of {grid_text(first)}"
 
 
 class LearningRateSweep:
