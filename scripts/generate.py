@@ -26,6 +26,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     import forgetting_transformer.model  # noqa: F401  (registers the models)
+    from forgetting_transformer import vocabulary
     from forgetting_transformer.tokenizer import load_tokenizer
 
     if Path(arguments.model).exists() and not (Path(arguments.model) / "config.json").is_file():
@@ -38,7 +39,7 @@ def main() -> None:
         tokenizer = load_tokenizer(arguments.model)
     except (OSError, ValueError) as error:
         sys.exit(f"error: cannot load {arguments.model}: {str(error).strip().splitlines()[0]}")
-    prompt_ids = tokenizer(arguments.prompt, add_special_tokens=False).input_ids
+    prompt_ids = vocabulary.encode(tokenizer, arguments.prompt)
     input_ids = torch.tensor([[model.config.bos_token_id, *prompt_ids]], device=device)
     torch.manual_seed(arguments.seed)
     sampling = {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature > 0 else {}

@@ -14,7 +14,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer
 
-from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, json_escape, json_unescape
+from forgetting_transformer import vocabulary
+from forgetting_transformer.data.corpus.tokenizers import Encoder, byte_tokenizer, save_built
+from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, json_escape, json_unescape, load_tokenizer
 
 EOT = "<|endoftext|>"
 EXAMPLE = 'a"b\ncé/'
@@ -298,3 +300,16 @@ def test_a_transformers_that_skips_the_escaping_is_an_error(gpt2_folder: Path, m
     monkeypatch.setattr(JSONGPT2Tokenizer, "_encode_plus", GPT2Tokenizer._encode_plus)
     with pytest.raises(RuntimeError, match="does not escape text"):
         JSONGPT2Tokenizer.from_pretrained(gpt2_folder)
+
+
+def test_texts_are_encoded_as_corpora_are_made(tmp_path, tokenizer):
+    """A special token that a text spells out is characters, and half of a surrogate pair is not an error."""
+    save_built(byte_tokenizer(), tmp_path)
+    plain = load_tokenizer(tmp_path)
+    text = "a<|endoftext|>\ud800b"
+    expected = list("a<|endoftext|>\ufffdb".encode())
+    assert vocabulary.encode(plain, text) == expected
+    assert Encoder(tmp_path, "trained").encode("a<|endoftext|>\ufffdb").tolist() == expected
+    ids = vocabulary.encode(tokenizer, text)
+    assert tokenizer.eos_token_id not in ids
+    assert tokenizer.decode(ids) == "a<|endoftext|>\ufffdb"

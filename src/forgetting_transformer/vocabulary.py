@@ -1,4 +1,4 @@
-"""Whether a tokenizer is the one a model was trained with, and GPT-2's vocabulary without a model hub."""
+"""Whether a tokenizer is the one a model was trained with, how texts become ids, and GPT-2's vocabulary without a model hub."""
 
 import hashlib
 import importlib.util
@@ -82,3 +82,15 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, bos_token_id: int | None =
         raise ValueError(f"its vocabulary has {size:,} ids, and the model was trained with {vocab_size:,}")
     if None not in (bos_token_id, tokenizer.bos_token_id) and tokenizer.bos_token_id != bos_token_id:
         raise ValueError(f"its BOS token is {tokenizer.bos_token_id}, and the model was trained with {bos_token_id}")
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text as corpora are made of it, for evaluations and prompts.
+
+    Nothing is put before or after it. A text that spells out a special token gets the ids of its characters, and half of a
+    surrogate pair, which UTF-8 does not have, becomes U+FFFD.
+    """
+    if not isinstance(tokenizer, JSONGPT2Tokenizer):  # which spells out surrogates, as LongCrawl64 does
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    # A text may well be longer than the model's training sequences, of which the tokenizer would warn.
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False).input_ids

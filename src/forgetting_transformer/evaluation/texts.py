@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forgetting_transformer import vocabulary
 from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError
 from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
@@ -44,9 +45,8 @@ def vocabulary_of_model(model: EvaluatedModel) -> Vocabulary:
 
 
 def encode(model: EvaluatedModel, text: str) -> list[int]:
-    """Token ids of a text, without any token that the tokenizer would put before or after it."""
-    # A text may well be longer than the model's training sequences, of which the tokenizer would warn.
-    return model.require_tokenizer()(text, add_special_tokens=False, verbose=False).input_ids
+    """Token ids of a text: `vocabulary.encode`."""
+    return vocabulary.encode(model.require_tokenizer(), text)
 
 
 def begin(model: EvaluatedModel) -> np.ndarray:
