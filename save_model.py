@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Export a run's checkpoint as a Hugging Face folder: weights (safetensors), config, generation config, tokenizer.
 
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo

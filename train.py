@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Train a model: compose the configuration, check it, run it.
 
     python train.py +experiment/demo=fox_pro output_dir=output/demo data_dir=data

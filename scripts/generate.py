@@ -1,50 +1,110 @@
-"""Continue a prompt with an exported model.
+#!/usr/bin/env python
+"""Continue a prompt with a trained model.
 
-python scripts/generate.py output/hf/demo --prompt "import os" --max_new_tokens 64 --temperature 0.8
+    python scripts/generate.py output/demo --prompt "import os"                     # a run's output_dir, its newest checkpoint
+    python scripts/generate.py output/hf/demo --temperature 0.8 --top_p 0.95 --samples 3
+    python scripts/generate.py FOLDER --prompt - < text.txt                         # the prompt from standard input
+
+Without --temperature the likeliest token is taken each time. One continuation is shown as it is written; several are written
+together and shown one after the other.
 """
 
 import argparse
 import sys
-from pathlib import Path
 
 from forgetting_transformer import command_line
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "model", type=command_line.name, help="folder that save_model.py wrote, or the hub id of a released model"
-    )
-    parser.add_argument("--prompt", default="", help="text to continue; empty begins a new text")
-    parser.add_argument("--max_new_tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token each time")
-    parser.add_argument("--seed", type=int, default=0, help="for temperatures above 0")
-    arguments = parser.parse_args()
+    arguments = parse()
 
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM
+    from transformers import TextStreamer
 
-    import forgetting_transformer.model  # noqa: F401  (registers the models)
     from forgetting_transformer import vocabulary
-    from forgetting_transformer.tokenizer import load_tokenizer
+    from forgetting_transformer.evaluation.models import EvaluationError, load_model, pick_device, precision_context
 
-    if Path(arguments.model).exists() and not (Path(arguments.model) / "config.json").is_file():
-        sys.exit(f"{arguments.model} holds no config.json; export a run with save_model.py first")
     transformers.utils.logging.disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     try:
-        # Neither runs code that the folder may bring along.
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, trust_remote_code=False).to(device)
-        tokenizer = load_tokenizer(arguments.model)
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: cannot load {arguments.model}: {str(error).strip().splitlines()[0]}")
-    prompt_ids = vocabulary.encode(tokenizer, arguments.prompt)
-    input_ids = torch.tensor([[model.config.bos_token_id, *prompt_ids]], device=device)
+        found = load_model(
+            arguments.model, step=arguments.step, tokenizer=arguments.tokenizer, device=pick_device(arguments.device)
+        )
+        tokenizer = found.require_tokenizer()
+    except EvaluationError as error:
+        sys.exit(f"error: {error}")
+    first = [] if found.bos_token_id is None else [found.bos_token_id]
+    input_ids = torch.tensor([[*first, *vocabulary.encode(tokenizer, prompt)]], device=found.device)
+    if not input_ids.numel():
+        sys.exit(f"error: {arguments.model} has no token to begin a text with; give a --prompt")
     torch.manual_seed(arguments.seed)
-    sampling = {"do_sample": True, "temperature": arguments.temperature} if arguments.temperature > 0 else {}
-    output_ids = model.generate(input_ids, max_new_tokens=arguments.max_new_tokens, **sampling)
-    print(tokenizer.decode(output_ids[0], skip_special_tokens=True))
+    # top_k=0 is no limit; transformers' own default is 50.
+    sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p, "top_k": arguments.top_k}
+    options = {"do_sample": True, **sampling} if arguments.temperature > 0 else {"do_sample": False}
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True) if arguments.samples == 1 else None
+    with precision_context("auto", found.device):
+        output_ids = found.model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=arguments.max_new_tokens,
+            num_return_sequences=arguments.samples,
+            streamer=streamer,
+            **options,
+        )
+    if streamer is None:
+        for number, ids in enumerate(output_ids, 1):
+            print(f"--- {number} of {arguments.samples}\n{tokenizer.decode(ids, skip_special_tokens=True)}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "model",
+        type=command_line.name,
+        help="output_dir of a run, a folder that save_model.py wrote, or the hub id of a released model",
+    )
+    parser.add_argument(
+        "--prompt", default="", help="text to continue; empty begins a new text, - reads standard input"
+    )
+    parser.add_argument("--max_new_tokens", type=int, default=64, help="default 64")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="divides the logits before a token is drawn; default 0, no drawing",
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="draw from the fewest tokens that have this probability together (default 1)",
+    )
+    parser.add_argument(
+        "--top_k", type=int, default=0, help="draw from this many likeliest tokens; default 0, from all"
+    )
+    parser.add_argument("--samples", type=int, default=1, help="continuations; more than one needs a --temperature")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing (default 0)")
+    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
+    parser.add_argument(
+        "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
+    )
+    parser.add_argument("--device", help="default: cuda if there is one")
+    arguments = parser.parse_args()
+    for key, least in (("max_new_tokens", 1), ("top_k", 0), ("samples", 1)):
+        if getattr(arguments, key) < least:
+            parser.error(f"--{key}={getattr(arguments, key)} must be at least {least}")
+    if not 0 <= arguments.temperature < float("inf"):
+        parser.error(f"--temperature={arguments.temperature} must be 0 or a positive number")
+    if not 0 < arguments.top_p <= 1:
+        parser.error(f"--top_p={arguments.top_p} must be above 0 and at most 1")
+    if not arguments.temperature:
+        for key, default in (("samples", 1), ("top_p", 1.0), ("top_k", 0)):
+            if getattr(arguments, key) != default:
+                parser.error(
+                    f"--{key}={getattr(arguments, key)} has no effect without --temperature; try --temperature 1"
+                )
+    return arguments
 
 
 if __name__ == "__main__":

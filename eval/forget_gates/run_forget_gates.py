@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Forget gates and attention of a FoX on one text.
 
     python eval/forget_gates/run_forget_gates.py --model_path output/hf/fox --text essay.txt --out output/gates

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """The eleven tasks of the paper's Table 1, zero-shot, through lm-evaluation-harness (pip install -e ".[eval]").
 
     python eval/lm_eval_harness/run_lm_eval.py --model_path output/hf/fox --save_dir output/lm_eval --batch_size 8

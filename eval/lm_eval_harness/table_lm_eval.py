@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """The paper's Table 1 for any number of models: best bold, second best underlined.
 
     python eval/lm_eval_harness/table_lm_eval.py output/lm_eval/fox output/lm_eval/llama --out tables

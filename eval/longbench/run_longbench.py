@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """LongBench: answers to its fourteen English sets, and their scores (pip install -e ".[eval]").
 
     python eval/longbench/run_longbench.py --model_path output/hf/fox --max_length 15500 --save_dir output/longbench

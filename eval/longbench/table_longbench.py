@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """The paper's Table 2 for any number of models: best bold, second best underlined.
 
     python eval/longbench/table_longbench.py output/longbench/fox output/longbench/llama --out tables

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Has the answers of run_niah.py rated from 1 to 10 by a language model behind an OpenAI-compatible endpoint.
 
     export OPENAI_API_KEY=…

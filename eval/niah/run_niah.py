@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Needle in a haystack: generates answers over a grid of lengths and depths, scores them here, draws a heat-map.
 
     python eval/niah/run_niah.py --model_path output/hf/fox --haystack_dir essays --mode easy --save_dir output/niah

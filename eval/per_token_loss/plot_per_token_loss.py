@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Draws results of run_per_token_loss.py, and tables them.
 
     python eval/per_token_loss/plot_per_token_loss.py output/per_token_loss/fox output/per_token_loss/llama --out figures

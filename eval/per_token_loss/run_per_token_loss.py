@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Loss at every position of held-out documents.
 
     python eval/per_token_loss/run_per_token_loss.py --model_path output/hf/fox --data_path data/longcrawl64 \

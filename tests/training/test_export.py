@@ -1,6 +1,7 @@
 """Export: what is loaded elsewhere is what was trained."""
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -101,9 +102,18 @@ def test_prompts_begin_as_training_sequences_do_and_are_padded_on_the_left(tiny,
     """What transformers' pipeline feeds the model, alone and in a batch of unequal prompts, is what it was trained on."""
     export(Path(finished(tiny)), tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert tokenizer("w3 w4").input_ids == [0, 3, 4] and tokenizer("w3 w4", add_special_tokens=False).input_ids == [3, 4]
+    assert tokenizer("w3 w4").input_ids == [0, 3, 4] and tokenizer("w3 w4", add_special_tokens=False).input_ids == [
+        3,
+        4,
+    ]
     batch = tokenizer(["w3 w4", "w5 w6 w7 w8"], padding=True, return_tensors="pt")
-    assert batch.input_ids.tolist() == [[0, 0, 0, 3, 4], [0, 5, 6, 7, 8]] and batch.attention_mask[0].tolist() == [0, 0, 1, 1, 1]
+    assert batch.input_ids.tolist() == [[0, 0, 0, 3, 4], [0, 5, 6, 7, 8]] and batch.attention_mask[0].tolist() == [
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     together = model.generate(**batch, max_new_tokens=6, min_new_tokens=6)
     for prompt, row in zip(("w3 w4", "w5 w6 w7 w8"), together, strict=True):
@@ -164,7 +174,9 @@ def test_another_vocabulary_than_the_models_is_refused(tmp_path):
             tokenizer_of_run(run, own | {"model_config": wrong}, words)
     with pytest.raises(ValueError, match="words: its BOS token is 0, and the model was trained with 1"):
         tokenizer_of_run(run, own | {"model_config": fields | {"bos_token_id": 1}}, words)
-    with pytest.raises(ValueError, match="GPT-2's tokenizer: its vocabulary has 50,257 ids, and the model was trained with 4,096"):
+    with pytest.raises(
+        ValueError, match="GPT-2's tokenizer: its vocabulary has 50,257 ids, and the model was trained with 4,096"
+    ):
         tokenizer_of_run(run, LONGCRAWL64 | {"model_config": {"vocab_size": 4096}})
 
 
@@ -188,7 +200,12 @@ def test_without_a_tokenizer_the_weights_are_written_and_the_message_says_how_to
 
 def test_the_commands_export_and_generate(tiny, tmp_path, finished):
     tokenizer = word_tokenizer(tmp_path / "tokenizer")
-    arguments = ["--hf_load_dir", finished(changed(tiny, train__max_tokens=4 * STEP)), "--hf_save_dir", str(tmp_path / "hf")]
+    arguments = [
+        "--hf_load_dir",
+        finished(changed(tiny, train__max_tokens=4 * STEP)),
+        "--hf_save_dir",
+        str(tmp_path / "hf"),
+    ]
     command = [sys.executable, "save_model.py", *arguments, "--tokenizer", str(tokenizer)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0 and "is now" in done.stdout, done.stderr
@@ -196,6 +213,40 @@ def test_the_commands_export_and_generate(tiny, tmp_path, finished):
     assert done.returncode == 0 and done.stdout.startswith("w3 w4"), done.stderr
     done = run_command("save_model.py", "--hf_load_dir", str(tmp_path / "no"), "--hf_save_dir", str(tmp_path / "hf"))
     assert done.returncode == 1 and "no valid checkpoint" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_writes_without_an_export_and_draws_the_same_for_the_same_seed(tiny, tmp_path, finished):
+    words = ["--tokenizer", str(word_tokenizer(tmp_path / "tokenizer")), "--prompt", "w3 w4", "--max_new_tokens", "5"]
+
+    def write(*arguments: str) -> str:
+        done = run_command("scripts/generate.py", finished(tiny), *words, *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    drawn = ["--temperature", "1.5", "--top_p", "0.9", "--top_k", "40", "--samples", "3"]
+    assert write().startswith("w3 w4 w") and write("--step", str(8 * STEP)).startswith("w3 w4 w")
+    samples = write(*drawn, "--seed", "1")
+    assert samples == write(*drawn, "--seed", "1") != write(*drawn, "--seed", "2")
+    assert samples.count("w3 w4 w") == 3 and "--- 3 of 3" in samples
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such/folder"], "cannot load the model no/such/folder"),
+        (["x", "--top_p", "0.9"], "--top_p=0.9 has no effect without --temperature"),
+        (["x", "--temperature", "nan"], "--temperature=nan must be 0 or a positive number"),
+        (["x", "--max_new_tokens", "0"], "--max_new_tokens=0 must be at least 1"),
+    ],
+)
+def test_what_generate_cannot_do_is_one_line(monkeypatch, capsys, arguments, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sys, "argv", ["generate.py", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "scripts/generate.py"), run_name="__main__")
+    said = ended.value.code if isinstance(ended.value.code, str) else capsys.readouterr().err.splitlines()[-1]
+    assert message in said and "\n" not in said
 
 
 def test_of_two_exports_into_one_folder_the_second_is_refused(tiny, tmp_path, monkeypatch):
@@ -216,7 +267,9 @@ def test_of_two_exports_into_one_folder_the_second_is_refused(tiny, tmp_path, mo
         try:
             assert begun.wait(HANG)
             monkeypatch.setattr(PreTrainedModel, "save_pretrained", save)
-            with pytest.raises(ExportError, match=rf"another export is writing to {folder}.*choose another --hf_save_dir"):
+            with pytest.raises(
+                ExportError, match=rf"another export is writing to {folder}.*choose another --hf_save_dir"
+            ):
                 export(run, folder, tokenizer=tokenizer)
         finally:
             go_on.set()
