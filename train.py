@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from forgetting_transformer.training import Config
 
 log = logging.getLogger(__name__)
+CONFIGS = Path(__file__).resolve().parent / "configs"
 _composed: list[DictConfig] = []
 
 
@@ -77,7 +78,7 @@ def compose_or_explain() -> DictConfig | None:
     except (HydraException, OmegaConfBaseException) as error:
         if full_errors == "1":
             raise
-        refuse(hydra_errors.explain(error))
+        refuse(hydra_errors.explain(error, CONFIGS))
     except Exception as error:
         console.fail(f"{type(error).__name__}: {error}", trace=True)
     except SystemExit as end:
@@ -95,7 +96,7 @@ def parse(composed: DictConfig) -> "Config":
     from forgetting_transformer import training
 
     try:
-        if problem := hydra_errors.unknown_group(composed, Path(__file__).parent / "configs"):
+        if problem := hydra_errors.unknown_group(composed, CONFIGS):
             raise training.ConfigError(problem)
         config = training.parse(composed)
         training.check_choices(config)

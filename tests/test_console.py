@@ -159,7 +159,7 @@ def test_the_launchers_of_other_scripts_are_left_alone(monkeypatch, tmp_path):
 def error_of(*overrides: str) -> str:
     with pytest.raises(Exception) as raised, initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         compose("config", overrides=list(overrides))
-    return hydra_errors.explain(raised.value)
+    return hydra_errors.explain(raised.value, ROOT / "configs")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,18 @@ def error_of(*overrides: str) -> str:
         (["+experiment/demo=fox_prro"], "ConfigError: there is no experiment/demo=fox_prro; did you mean 'fox_pro'?"),
         (["train.max_token=3"], "ConfigError: unknown config key 'train.max_token'; did you mean 'train.max_tokens'?"),
         (["trian.max_tokens=3"], "ConfigError: unknown config key 'trian'; did you mean 'train'?"),
-        (["train.max_tokens"], "ConfigError: 'train.max_tokens' is not of the form key=value (missing EQUAL at '<EOF>')"),
+        (
+            ["optimizer.learning_rate=1e-3"],
+            "ConfigError: unknown config key 'optimizer.learning_rate'; did you mean 'optimizer.lr'?",
+        ),
+        (
+            ["+experiment=fox_pro"],
+            "ConfigError: there is no experiment=fox_pro; did you mean +experiment/demo=fox_pro?",
+        ),
+        (
+            ["train.max_tokens"],
+            "ConfigError: 'train.max_tokens' is not of the form key=value (missing EQUAL at '<EOF>')",
+        ),
         (
             ["model.config.window=3"],
             "ConfigError: unknown config key 'model.config.window'; a field that the model's YAML does not list is added "
@@ -188,6 +199,27 @@ def test_a_typo_is_answered_in_one_line_with_the_closest_name(overrides, text):
 def test_where_nothing_is_close_the_choices_are_listed():
     said = error_of("model=zzz")
     assert said.startswith("ConfigError: there is no model=zzz; choices: ") and "fox_pro" in said and "\n" not in said
+
+
+def test_an_experiment_without_its_group_is_answered_with_the_groups():
+    said = error_of("+experiment=zzz")
+    assert said.startswith("ConfigError: there is no experiment=zzz; choices are in the groups experiment/demo, ")
+    assert "as in +experiment/demo=delta_net" in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("key", "close"),
+    [
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("lr", "optimizer.lr"),
+        ("datamodule.batch_size", "datamodule.train_batch_size"),
+        ("train.max_token", "train.max_tokens"),
+        ("model.zzz", None),
+    ],
+)
+def test_the_closest_key_is_found_in_its_section_or_by_the_name_that_others_have(key, close):
+    known = ["optimizer.lr", "optimizer.name", "model.name", "train.max_tokens", "datamodule.train_batch_size"]
+    assert hydra_errors.closest_key(key, known) == (f"; did you mean {close!r}?" if close else "")
 
 
 def test_a_group_that_does_not_exist_is_named():
@@ -237,7 +269,15 @@ def test_a_typo_on_two_ranks_is_one_line(with_entry_point, tmp_path, launcher):
         "fabric": [str(Path(sys.executable).with_name("fabric")), "run", "train.py", "--main-port", str(free_port())],
         "launch.py": [sys.executable, "scripts/launch.py"],
     }[launcher]
-    command = [*start, "--accelerator", "cpu", "--devices", "2", "+experiment/demo=fox_prro", f"output_dir={tmp_path}/run"]
+    command = [
+        *start,
+        "--accelerator",
+        "cpu",
+        "--devices",
+        "2",
+        "+experiment/demo=fox_prro",
+        f"output_dir={tmp_path}/run",
+    ]
     done = subprocess.run(command, cwd=ROOT, env=with_entry_point, capture_output=True, text=True, timeout=HANG)
     said = "ConfigError: there is no experiment/demo=fox_prro; did you mean 'fox_pro'?"
     assert (done.returncode, done.stderr.splitlines(), done.stdout) == (1, [said], "")

@@ -7,15 +7,28 @@ from pathlib import Path
 from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+#: Names that other frameworks have for a key.
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "batch_size": "train_batch_size",
+    "seq_len": "train_batch_len",
+    "max_steps": "max_tokens",
+    "num_layers": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "num_workers": "train_num_workers",
+}
 
-def explain(error: Exception) -> str:
+
+def explain(error: Exception, config_dir: Path | None = None) -> str:
     """One line for an error of Hydra or OmegaConf while the configuration is composed, or of a sweep."""
     if type(error) is CompactHydraException:
         return str(error)  # of this project's launchers
-    return f"ConfigError: {_explain(error)}"
+    return f"ConfigError: {_explain(error, config_dir)}"
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: Exception, config_dir: Path | None) -> str:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
@@ -26,12 +39,43 @@ def _explain(error: Exception) -> str:
     if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not in struct" in str(cause):
         key = str(cause.full_key)
         section, dot, name = key.rpartition(".")
-        close = closest(name, [str(known) for known in cause.parent_node or ()], before=section + dot)
+        known = [str(known) for known in cause.parent_node or ()]
+        title = f"keys of {section}" if dot and section != "model.config" else ""
+        close = closest(OTHER_NAMES.get(name, name), known, title, before=section + dot)
         if not close and section == "model.config":
             close = f"; a field that the model's YAML does not list is added with +{key}=…"
         return f"unknown config key {key!r}{close}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and config_dir is not None:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        if (config_dir / group).is_dir():
+            return f"there is no {group}={option}{_in_groups_below(config_dir, group, option)}"
     lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines()]
     return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line))
+
+
+def _in_groups_below(config_dir: Path, group: str, option: str) -> str:
+    """Where choices of groups inside of a group are: experiment=fox_pro is +experiment/demo=fox_pro."""
+    files = sorted(path.relative_to(config_dir).with_suffix("") for path in (config_dir / group).rglob("*.yaml"))
+    if found := [file for file in files if file.name == option]:
+        return f"; did you mean +{found[0].parent}={option}?"
+    groups = sorted({str(file.parent) for file in files})
+    return f"; choices are in the groups {', '.join(groups)}, as in +{files[0].parent}={files[0].name}" if files else ""
+
+
+def closest_key(key: str, known: Sequence[str]) -> str:
+    """ "; did you mean 'optimizer.lr'?" for optimizer.learning_rate and for lr; "" where nothing is like it.
+
+    Args:
+        known: whole keys, with their sections.
+    """
+    section, dot, name = key.rpartition(".")
+    wanted = OTHER_NAMES.get(name, name)
+    beside = [k for k in known if k.rpartition(".")[0] == section]
+    found = [k for k in known if k.rpartition(".")[2] == wanted]
+    found = [section + dot + wanted] if section + dot + wanted in known else found
+    found = found or difflib.get_close_matches(key, beside, n=1, cutoff=0.8)
+    found = found or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def unknown_group(keys: Iterable[str], config_dir: Path) -> str | None:

@@ -211,7 +211,7 @@ def source(study: Mapping[str, Any]) -> str:
 #: Figures that `collect` of scripts/study_report.py draws, and what they show.
 FIGURES = {
     "compare": "loss against training tokens and training FLOPs",
-    "per_token_loss": "loss at every position, and perplexity over the context",
+    "per_token_loss": "loss at every position, averaged over ten percent to either side, and perplexity over the context",
     "memory": "memory length of every head of the first model that forgets",
     "search": "loss against learning rate",
 }

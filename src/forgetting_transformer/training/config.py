@@ -5,8 +5,8 @@ range and arithmetic that cannot work, and `changes_that_alter_the_run` says whi
 intervals, budgets and schedule lengths are in training tokens of the whole job.
 """
 
+import copy
 import dataclasses
-import difflib
 import math
 import re
 import typing
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from forgetting_transformer.hydra_errors import closest_key
 from forgetting_transformer.ranges import COUNT, POSITIVE, SIZE, TOKENS, Range, divisors, expected
 from forgetting_transformer.redaction import redact, redact_tree
 
@@ -64,7 +65,8 @@ class TrainConfig:
     #: Also leave out updates whose gradient norm, before clipping, is more than this many times the median of the last
     #: 128. null: never.
     spike_factor: float | None = _within(
-        Range(1, 1e9, above=True, otherwise="null for never; 1 and less would leave out ordinary steps, 10 is usual"), None
+        Range(1, 1e9, above=True, otherwise="null for never; 1 and less would leave out ordinary steps, 10 is usual"),
+        None,
     )
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
@@ -227,7 +229,7 @@ def parse(composed: Any) -> Config:
         ConfigError: an unknown key (with the closest known one), a value of the wrong type, or a key without a value.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), _with_whole_numbers(composed))
         missing = sorted(key for key in known_keys() if _is_missing(merged, key))
         if missing:
             folders = set(missing) <= {"output_dir", "data_dir"}
@@ -239,16 +241,12 @@ def parse(composed: Any) -> Config:
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         if key and "not in" in str(error):
-            close = difflib.get_close_matches(key, known_keys(), n=1, cutoff=0.7)
-            raise ConfigError(
-                f"unknown config key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-            ) from error
+            raise ConfigError(f"unknown config key {key!r}{closest_key(key, known_keys())}") from error
         if key in _fields():
             item = _fields()[key]
             value = OmegaConf.select(composed, key, throw_on_resolution_failure=False)
-            whole = f"; write {value:.0f}" if isinstance(value, float) and value.is_integer() and value < 1e18 else ""
             better = expected(item.type, item.metadata.get("range"))
-            raise ConfigError(f"{key}={redact(str(value))} must be {better}{whole}") from error
+            raise ConfigError(f"{key}={redact(str(value))} must be {better}") from error
         raise ConfigError(f"config key {key!r}: {str(error).splitlines()[0]}") from error
     check_paths(config)
     return config
@@ -280,6 +278,25 @@ def _is_missing(config: DictConfig, key: str) -> bool:
 def known_keys() -> list[str]:
     """Every key of the schema in dotted form, such as "train.max_tokens"."""
     return list(_fields())
+
+
+def _with_whole_numbers(composed: Any) -> Any:
+    """A copy in which whole floats are integers where those are wanted: 1e9 tokens is how people write it."""
+    if not OmegaConf.is_config(composed):
+        return composed
+    composed = copy.deepcopy(composed)
+    OmegaConf.set_readonly(composed, False)
+    for key, item in _fields().items():
+        if item.type not in (int, int | None):
+            continue
+        section, _, name = key.rpartition(".")
+        node = OmegaConf.select(composed, section) if section else composed
+        if not OmegaConf.is_dict(node) or name not in node or OmegaConf.is_interpolation(node, name):
+            continue
+        value = OmegaConf.select(node, name)
+        if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
+            OmegaConf.update(node, name, int(value))
+    return composed
 
 
 def _fields(config_class: type = Config, prefix: str = "") -> dict[str, dataclasses.Field]:
@@ -380,13 +397,21 @@ def check_choices(config: Config) -> None:
 def _check_devices(devices: Any, accelerator: str) -> None:
     problem = f"fabric.devices={devices!r} must be a number of processes, a list of GPUs, or 'auto'"
     if isinstance(devices, list):
-        if not devices or not all(type(n) is int and 0 <= n < _DEVICES.high for n in devices) or len({*devices}) < len(devices):
+        if (
+            not devices
+            or not all(type(n) is int and 0 <= n < _DEVICES.high for n in devices)
+            or len({*devices}) < len(devices)
+        ):
             raise ConfigError(f"{problem}; GPUs are numbered from 0")
         if accelerator == "cpu":
-            raise ConfigError(f"fabric.devices={devices} lists GPUs; with fabric.accelerator=cpu give a number of processes")
+            raise ConfigError(
+                f"fabric.devices={devices} lists GPUs; with fabric.accelerator=cpu give a number of processes"
+            )
     elif devices in (-1, "-1"):
         if accelerator == "cpu":
-            raise ConfigError(f"fabric.devices={devices} means all GPUs; with fabric.accelerator=cpu give a number, or 'auto'")
+            raise ConfigError(
+                f"fabric.devices={devices} means all GPUs; with fabric.accelerator=cpu give a number, or 'auto'"
+            )
     elif devices != "auto" and not (re.fullmatch(r"[1-9]\d{0,5}", str(devices)) and int(devices) in _DEVICES):
         raise ConfigError(f"{problem}; a number is {expected(int, _DEVICES)}")
 
