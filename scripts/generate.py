@@ -22,7 +22,7 @@ def main() -> None:
     import transformers
     from transformers import TextStreamer
 
-    from forgetting_transformer import vocabulary
+    from forgetting_transformer import model_tokenizer
     from forgetting_transformer.evaluation.models import EvaluationError, load_model, pick_device, precision_context
 
     transformers.utils.logging.disable_progress_bar()
@@ -35,7 +35,7 @@ def main() -> None:
     except EvaluationError as error:
         sys.exit(f"error: {error}")
     first = [] if found.bos_token_id is None else [found.bos_token_id]
-    input_ids = torch.tensor([[*first, *vocabulary.encode(tokenizer, prompt)]], device=found.device)
+    input_ids = torch.tensor([[*first, *model_tokenizer.encode(tokenizer, prompt)]], device=found.device)
     if not input_ids.numel():
         sys.exit(f"error: {arguments.model} has no token to begin a text with; give a --prompt")
     torch.manual_seed(arguments.seed)

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer
 
-from forgetting_transformer import vocabulary
+from forgetting_transformer import model_tokenizer
 from forgetting_transformer.data.corpus.tokenizers import Encoder, byte_tokenizer, save_built
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, json_escape, json_unescape, load_tokenizer
 
@@ -308,8 +308,8 @@ def test_texts_are_encoded_as_corpora_are_made(tmp_path, tokenizer):
     plain = load_tokenizer(tmp_path)
     text = "a<|endoftext|>\ud800b"
     expected = list("a<|endoftext|>\ufffdb".encode())
-    assert vocabulary.encode(plain, text) == expected
+    assert model_tokenizer.encode(plain, text) == expected
     assert Encoder(tmp_path, "trained").encode("a<|endoftext|>\ufffdb").tolist() == expected
-    ids = vocabulary.encode(tokenizer, text)
+    ids = model_tokenizer.encode(tokenizer, text)
     assert tokenizer.eos_token_id not in ids
     assert tokenizer.decode(ids) == "a<|endoftext|>\ufffdb"

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, pipeline
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
-from forgetting_transformer import vocabulary
+from forgetting_transformer import model_tokenizer
 from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
 from forgetting_transformer.training.export import (
     ExportError,
@@ -138,7 +138,7 @@ LONGCRAWL64 = {
 def test_an_empty_tokenizer_is_never_exported(monkeypatch, tmp_path, give):
     """transformers gives a tokenizer of one token for a hub id without a network, and for a folder without files."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(vocabulary, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(model_tokenizer, "PACKAGE", "no_such_package")
     run, empty = RunDirectory(tmp_path / "run"), tmp_path / "empty"
     (run.tokenizer if give == "an empty folder of the run" else empty).mkdir(parents=True)
     source = str(empty) if give == "a folder without its files" else None
@@ -187,9 +187,9 @@ def test_files_that_are_not_gpt2s_are_refused(monkeypatch, tmp_path):
     for name in ("encoder.json", "vocab.bpe"):
         (package / "data" / name).write_text("{}")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(vocabulary, "PACKAGE", "not_gpt2")
+    monkeypatch.setattr(model_tokenizer, "PACKAGE", "not_gpt2")
     with pytest.raises(ValueError, match=r"encoder.json is not GPT-2's"):
-        vocabulary.longcrawl64_tokenizer()
+        model_tokenizer.longcrawl64_tokenizer()
 
 
 def test_without_a_tokenizer_the_weights_are_written_and_the_message_says_how_to_go_on(tiny, tmp_path, finished):

@@ -257,8 +257,8 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn
 def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any, int | None, None, str]:
     from transformers import AutoModelForCausalLM
 
+    from forgetting_transformer.model_tokenizer import check_vocabulary
     from forgetting_transformer.tokenizer import load_tokenizer
-    from forgetting_transformer.vocabulary import check_vocabulary
 
     try:
         # safetensors only: a pickle from the hub may run what its author liked.

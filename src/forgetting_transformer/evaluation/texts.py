@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forgetting_transformer import vocabulary
+from forgetting_transformer import model_tokenizer
 from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError
 from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
@@ -45,8 +45,8 @@ def vocabulary_of_model(model: EvaluatedModel) -> Vocabulary:
 
 
 def encode(model: EvaluatedModel, text: str) -> list[int]:
-    """Token ids of a text: `vocabulary.encode`."""
-    return vocabulary.encode(model.require_tokenizer(), text)
+    """Token ids of a text: `model_tokenizer.encode`."""
+    return model_tokenizer.encode(model.require_tokenizer(), text)
 
 
 def begin(model: EvaluatedModel) -> np.ndarray:

@@ -108,7 +108,7 @@ def tokenizer_of_run(directory: RunDirectory, state: dict[str, Any], source: str
     Raises:
         OSError, ValueError: there is none, it cannot be read, or it has another vocabulary than the model.
     """
-    from forgetting_transformer.vocabulary import check_vocabulary, longcrawl64_tokenizer
+    from forgetting_transformer.model_tokenizer import check_vocabulary, longcrawl64_tokenizer
 
     if source is None and directory.tokenizer.is_dir():
         where, tokenizer = str(directory.tokenizer), load_tokenizer(directory.tokenizer)
