@@ -149,4 +149,5 @@ def test_a_spike_is_judged_by_the_median_of_the_norms_before():
 
 
 def test_a_spike_factor_that_would_skip_ordinary_steps_is_refused(tiny):
-    assert "train.spike_factor=0.5 would leave out ordinary steps" in refused(changed(tiny, train__spike_factor=0.5))
+    said = refused(changed(tiny, train__spike_factor=0.5))
+    assert "train.spike_factor=0.5 must be a number more than 1" in said and "would leave out ordinary steps" in said

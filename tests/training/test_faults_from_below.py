@@ -27,7 +27,13 @@ def campaign(folder: Path, *options: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"), [("disk", "auto"), ("disk", "fsdp"), ("slow_storage", "auto"), ("clock_jumps", "ddp")]
+    ("kind", "strategy"),
+    [
+        ("disk", "auto"),
+        pytest.param("disk", "fsdp", marks=pytest.mark.long),
+        pytest.param("slow_storage", "auto", marks=pytest.mark.long),
+        pytest.param("clock_jumps", "ddp", marks=pytest.mark.long),
+    ],
 )
 def test_faults_from_below_lose_nothing(tmp_path, kind, strategy):
     """EIO, ENOSPC, EDQUOT and EROFS at any call; storage that is slow; a clock that jumps by seconds, hours and months."""

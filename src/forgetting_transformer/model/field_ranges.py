@@ -9,6 +9,8 @@ from forgetting_transformer.ranges import COUNT, POSITIVE, SIZE, Range, refusal
 _TOKEN_ID = Range(0, COUNT.high)
 _RATIO = Range(0, 1024, above=True)
 _EPSILON = Range(0, 1, above=True)
+#: Tokens. Far more than any text has makes gates that forget nothing.
+_DECAY_TIME = Range(0, 1e15, above=True)
 #: By field, whatever the architecture. A field of a user's own that is not here may be any finite number.
 RANGES = {
     "vocab_size": COUNT,
@@ -40,8 +42,8 @@ RANGES = {
     "norm_eps": _EPSILON,
     "layer_norm_epsilon": _EPSILON,
     "rope_base": Range(0, 1e15, above=True),
-    "decay_time_min": POSITIVE,
-    "decay_time_max": POSITIVE,
+    "decay_time_min": _DECAY_TIME,
+    "decay_time_max": _DECAY_TIME,
     "time_step_scale": POSITIVE,
     "time_step_min": POSITIVE,
     "time_step_max": POSITIVE,
