@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -133,6 +134,41 @@ def test_files_of_others_in_the_folder_of_the_cache_are_not_deleted_and_do_not_c
     assert len([f for f in cache.folder.iterdir() if f.name in ("0.0", "0.1", "0.2", "0.3")]) == 3
 
 
+def test_a_copy_of_a_folder_of_the_cache_is_the_one_who_copied_its(mirror, tmp_path):
+    """It carries the mark and url.txt along, under another name."""
+    url = f"{mirror.url}/longcrawl64/train.zarr"
+    size = max(f.stat().st_size for f in (mirror.root / "longcrawl64/train.zarr").iterdir())
+    settings = CacheSettings(tmp_path / "cache", 2 * size)
+    cache = RemoteCache(open_remote(url), settings)
+    cache.fetch("0.0", 10**6)
+    copies = [tmp_path / "cache" / name for name in (f"{cache.folder.name} (copy)", "0123456789abcdef")]
+    for copy in copies:
+        shutil.copytree(cache.folder, copy)
+        os.utime(copy / "0.0", (0, 0))
+    cache = RemoteCache(open_remote(url), settings)
+    for key in ("0.1", "0.2", "0.3"):
+        cache.fetch(key, 10**6)
+    assert all((copy / "0.0").is_file() for copy in copies)
+    assert not (cache.folder / "0.0").exists() and (cache.folder / "0.3").is_file()
+
+
+def test_a_folder_that_is_named_by_its_mark_alone_makes_room_too(mirror, tmp_path):
+    """As where a version that named folders by the whole URL left one beside the new one."""
+    remote = open_remote(mirror.url.replace("://", "://reader:secret@") + "/longcrawl64/train.zarr")
+    size = max(f.stat().st_size for f in (mirror.root / "longcrawl64/train.zarr").iterdir())
+    settings = CacheSettings(tmp_path / "cache", size)
+    RemoteCache(remote, settings)
+    old = settings.folder / hashlib.sha256(remote.address.encode()).hexdigest()[:16]
+    old.mkdir()
+    (old / "url.txt").write_text(remote.address)
+    (old / "0.0").write_bytes(b"x" * size)
+    os.utime(old / "0.0", (0, 0))
+    cache = RemoteCache(remote, settings)
+    assert "secret" not in (old / "url.txt").read_text()
+    cache.fetch("0.1", 10**6)
+    assert not (old / "0.0").exists() and (cache.folder / "0.1").is_file()
+
+
 def test_a_cache_of_an_earlier_version_is_adopted(mirror, tmp_path):
     """It has the address in url.txt and no mark; its files are used, count, and make room."""
     url, other = (f"{mirror.url}/longcrawl64/{name}.zarr" for name in ("train", "heldout"))
@@ -186,6 +222,13 @@ def test_reading_goes_on_through_a_cache_that_holds_little(mirror, tmp_path):
 def test_a_cache_too_small_for_the_batches_in_flight_is_refused(mirror, tmp_path):
     with pytest.raises(DataError, match=r"cache_gb=1e-06 is less than the .* GB that batches in flight need"):
         labels(module(mirror.url, tmp_path / "cache", cache_gb=1e-6), 1)
+
+
+def test_a_cache_too_small_is_known_before_anything_is_read(mirror, tmp_path):
+    for evaluates in (False, True):
+        with pytest.raises(DataError, match=r"cache_gb=1e-06 is less than .* need of .*train\.zarr; raise it"):
+            module(mirror.url, tmp_path / "cache", cache_gb=1e-6).check_cache(1, evaluates)
+    module(mirror.url, tmp_path / "cache").check_cache(1, evaluates=True)
 
 
 def test_a_missing_chunk_is_an_error_naming_its_url_and_may_be_skipped(data_dir, mirror, tmp_path):

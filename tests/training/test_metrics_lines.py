@@ -85,3 +85,29 @@ def test_a_start_leaves_files_of_others_among_the_metrics_alone(tiny, tmp_path):
     MetricsLog(directory, parse(OmegaConf.create(tiny)), {}, 256).close()
     left = {path.name for path in (directory.npz / "val").iterdir()}
     assert left == {"step-abc.npz", "step-9999.npz", f"step-{128:015d}.npz"}
+
+
+def test_a_start_cuts_only_the_kinds_that_a_run_writes(tiny, tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    lines = "".join(json.dumps({"step": step, "mine": 1.0}) + "\n" for step in (128, 512))
+    others = (directory.jsonlines / "my_probe.jsonl", directory.npz / f"my_probe/step-{700_000:015d}.npz")
+    for file in (*others, directory.jsonlines / "train.jsonl"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(lines)
+    (directory.jsonlines / "x.jsonl").mkdir()
+    metrics = MetricsLog(directory, parse(OmegaConf.create(tiny)), {}, 256)
+    metrics.flush()
+    metrics.close()
+    assert [file.read_text() for file in others] == [lines, lines]
+    assert steps(directory.jsonlines / "train.jsonl") == [128]
+
+
+def test_a_kind_that_no_resume_would_cut_is_not_written(tiny, tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    metrics = MetricsLog(directory, parse(OmegaConf.create(tiny)), {}, 0)
+    with pytest.raises(ValueError, match="'my_probe' is not in KINDS"):
+        metrics.report("my_probe", 128, {})
+    with pytest.raises(ValueError, match="'train' is not in ARRAY_KINDS"):
+        metrics.report_arrays("train", 128, {})
+    metrics.close()
+    assert not list(directory.jsonlines.iterdir()) and not directory.npz.exists()

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from forgetting_transformer.training import ConfigError, parse, status
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed, refused, train
 from tests.training.test_nothing_lost import snapshot
 
@@ -144,3 +145,14 @@ def test_preflight_finds_a_folder_that_training_would_refuse(tiny):
     place(Path(tiny["output_dir"]), "config.yaml")
     with pytest.raises(RunDirectoryError, match=r"holds config\.yaml, and no run that wrote"):
         preflight(parse(OmegaConf.create(tiny)))
+
+
+@pytest.mark.slow
+def test_with_a_cache_too_small_the_old_run_stays_where_it_is(tiny, tmp_path):
+    root = Path(tiny["output_dir"])
+    root.mkdir()
+    (root / "starts.jsonl").write_text("{}\n")
+    with serve(Path(tiny["data_dir"])) as mirror:
+        remote = {"data_dir": mirror.url, "datamodule__cache_dir": str(tmp_path / "cache"), "datamodule__cache_gb": 1e-9}
+        assert "datamodule.cache_gb=1e-09 is less than" in refused(changed(tiny, resume=False, **remote))
+    assert (root / "starts.jsonl").is_file() and not (root / "previous").exists()

@@ -122,3 +122,15 @@ def test_a_full_disk_does_not_keep_the_status_from_being_right(tmp_path, monkeyp
     status.write_status(tmp_path, "done", 1024)
     assert read(tmp_path)["step"] == 1024
     assert sorted(p.name for p in tmp_path.iterdir()) == [".status.json.reserve", "status.json"]
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe\x00", b"", b"[" * 100_000, b"null"])
+def test_a_damaged_status_stops_no_start_and_is_moved_aside_as_it_was(tmp_path, text):
+    (tmp_path / "starts.jsonl").write_text("{}\n")
+    (tmp_path / "status.json").write_bytes(text)
+    directory = RunDirectory(tmp_path)
+    status.claim(directory)
+    assert read(tmp_path)["status"] == "starting"
+    status.restore(directory)
+    assert (tmp_path / "status.json").read_bytes() == text
+    directory.release()

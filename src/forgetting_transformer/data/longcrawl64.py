@@ -6,6 +6,7 @@ by one, with the beginning-of-sequence token in front, as inputs (also for slice
 the paper's runs).
 """
 
+import math
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -144,8 +145,7 @@ class LongCrawl64DataModule:
         Each item is a dict of `input_ids` and `labels`, both (train_batch_size // world_size, train_batch_len) int64.
         """
         array, order = self.open_train()
-        swept = order.rows * order.batch_size
-        kept = self._keep(array, order.batch_size, order.seq_len, swept, self.train_num_workers)
+        kept = _room(array, self._train_slots(array, order), self.train_num_workers)
         dataset = _TrainBatches(array, order, rank, world_size, kept)
         return _Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.bos_token_id)
 
@@ -164,9 +164,9 @@ class LongCrawl64DataModule:
         yields the same number of batches, because a sharded model needs all ranks in every forward pass.
         """
         array = self._open_heldout()
-        documents, sequences = self._eval_size(array)
+        _, sequences = self._eval_size(array)
         batch_size, seq_len = self.eval_local_batch_size, self.eval_batch_len
-        kept = self._keep(array, batch_size * world_size, seq_len, documents, self.eval_num_workers)
+        kept = _room(array, self._eval_slots(array, world_size), self.eval_num_workers)
         dataset = _EvalBatches(array, sequences, seq_len, batch_size, rank, world_size, kept)
         return _Loader(dataset, range(len(dataset)), self.eval_num_workers, self.bos_token_id)
 
@@ -201,19 +201,36 @@ class LongCrawl64DataModule:
         check_length("datamodule.eval_batch_len", self.eval_batch_len, array)
         return array
 
-    def _keep(
-        self, array: TokenArray, global_batch_size: int, seq_len: int, documents: int, num_workers: int
-    ) -> DecodedChunks:
-        """Room for the decoded chunks of all batches that the workers of a rank may have in hand, and of one more."""
+    def check_cache(self, world_size: int, evaluates: bool) -> None:
+        """Looks whether the cache of a remote corpus has room for the batches in flight.
+
+        Raises:
+            DataError: it has not.
+        """
+        self._train_slots(*self.open_train())
+        if evaluates:
+            self._eval_slots(self._open_heldout(), world_size)
+
+    def _train_slots(self, array: TokenArray, order: ReadingOrder) -> int:
+        swept = order.rows * order.batch_size
+        return self._slots(array, order.batch_size, order.seq_len, swept, self.train_num_workers)
+
+    def _eval_slots(self, array: TokenArray, world_size: int) -> int:
+        documents, _ = self._eval_size(array)
+        batch_size = self.eval_local_batch_size * world_size
+        return self._slots(array, batch_size, self.eval_batch_len, documents, self.eval_num_workers)
+
+    def _slots(self, array: TokenArray, global_batch_size: int, seq_len: int, documents: int, num_workers: int) -> int:
+        """Chunks of all batches that the workers of a rank may have in hand, and of one more."""
         batches = num_workers * PREFETCHED_BATCHES + 1
         slots = slots_for(array.chunk_shape, batches * global_batch_size, seq_len, array.doc_len, documents)
-        kept = DecodedChunks(array.chunk_shape, slots, multiprocessing.get_context() if num_workers else None)
-        if is_url(array.path) and self.cache.limit_bytes < kept.nbytes:
+        needed = slots * math.prod(array.chunk_shape) * np.dtype(np.uint16).itemsize
+        if is_url(array.path) and self.cache.limit_bytes < needed:
             raise DataError(
-                f"datamodule.cache_gb={self.cache.limit_bytes / 1e9:g} is less than the {kept.nbytes / 1e9:.3g} GB that "
+                f"datamodule.cache_gb={self.cache.limit_bytes / 1e9:g} is less than the {needed / 1e9:.3g} GB that "
                 f"batches in flight need of {array.path}; raise it"
             )
-        return kept
+        return slots
 
     def _eval_size(self, array: TokenArray) -> tuple[int, int]:
         available = array.documents * array.doc_len
@@ -241,6 +258,10 @@ class LongCrawl64DataModule:
             unigram_entropy_nats=self.unigram_entropy_nats,
             checksums=array.checksums,
         )
+
+
+def _room(array: TokenArray, slots: int, num_workers: int) -> DecodedChunks:
+    return DecodedChunks(array.chunk_shape, slots, multiprocessing.get_context() if num_workers else None)
 
 
 def check_length(key: str, seq_len: int, array: TokenArray) -> None:

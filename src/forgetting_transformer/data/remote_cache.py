@@ -3,12 +3,13 @@
 Chunks are needed for a while and then not again until the next epoch, so those used longest ago make room.
 
     <cache_dir>/.forgetting_transformer.lock      held while room is made
-    <cache_dir>/<hash of the URL>/CACHEDIR.TAG    the mark: this folder is the cache's (bford.info/cachedir)
+    <cache_dir>/<hash of the URL>/CACHEDIR.TAG    the mark: the folder of this name is the cache's (bford.info/cachedir)
                                   url.txt         of what it holds files
                                   0.0, c/0/0, …   chunks; metadata and tokenizers beside them
                                   .parts, .locks  files under way
 
 `cache_dir` may be a folder with other things in it. Only chunks in folders with the mark count against the limit and are deleted.
+A copy of such a folder has another name than its mark says, and is left alone.
 """
 
 import hashlib
@@ -81,7 +82,7 @@ class RemoteCache:
                 strangers = list(self.folder.iterdir())
                 if strangers and not _is_ours(self.folder):
                     raise DataError(f"{self.folder} holds files that this cache did not write; set datamodule.cache_dir")
-            if not (self.folder / MARK).exists():
+            if not _is_marked(self.folder):
                 self._mark(self.folder)
             for folder in (self.locks, self.parts):
                 folder.mkdir(exist_ok=True)
@@ -99,10 +100,10 @@ class RemoteCache:
         """Takes over what a version that named folders by the whole URL kept here; `url.txt` is then written again."""
         if older == self.folder or not _is_ours(older):
             return
-        if not (older / MARK).exists():
+        if not _is_marked(older):
             self._mark(older)  # its url.txt will no longer say whose it is
+        (older / "url.txt").write_text(self.remote.url)
         if self.folder.exists():
-            (older / "url.txt").write_text(self.remote.url)
             return
         with suppress(OSError):  # another process was faster
             older.rename(self.folder)
@@ -137,7 +138,7 @@ class RemoteCache:
         """Whole or not at all, so that no other process takes a file without contents for somebody else's."""
         descriptor, temporary = tempfile.mkstemp(dir=self.settings.folder, prefix=".forgetting_transformer.")
         with os.fdopen(descriptor, "w") as file:
-            file.write(_MARK_TEXT)
+            file.write(_mark_of(folder))
         os.replace(temporary, folder / MARK)
 
     def _path(self, name: str) -> Path:
@@ -195,16 +196,27 @@ class RemoteCache:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder has the cache's mark, or is named after the address in its url.txt, as earlier versions left it."""
-    try:
-        if (folder / MARK).read_text(encoding="utf-8") == _MARK_TEXT:
-            return True
-    except (OSError, ValueError):
-        pass
+    """Whether a folder is named as its mark says, or after the address in its url.txt: earlier marks named no folder.
+
+    A copy that somebody made under another name, or moved, is neither.
+    """
+    if _is_marked(folder):
+        return True
     try:
         return _name_of((folder / "url.txt").read_text(encoding="utf-8")) == folder.name
     except (OSError, ValueError):
         return False
+
+
+def _is_marked(folder: Path) -> bool:
+    try:
+        return (folder / MARK).read_text(encoding="utf-8") == _mark_of(folder)
+    except (OSError, ValueError):
+        return False
+
+
+def _mark_of(folder: Path) -> str:
+    return f"{_MARK_TEXT}# The name of this folder: {folder.name}\n"
 
 
 @contextmanager

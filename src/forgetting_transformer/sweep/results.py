@@ -46,9 +46,12 @@ class RunRecord:
 
     @cached_property
     def status(self) -> dict[str, Any]:
-        """How its last start ended (training/status.py); {} before the first."""
-        file = self.output_dir / "status.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        """How its last start ended (training/status.py); {} before the first, and where the file is damaged."""
+        try:
+            found = json.loads((self.output_dir / "status.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     @property
     def diverged(self) -> bool:

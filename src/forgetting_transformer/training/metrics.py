@@ -28,10 +28,17 @@ from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
+#: All kinds of lines that a run writes. Only files of these names are the run's to cut and to read back.
+KINDS = (
+    "train", "norm", "throughput", "goodput", "train_eval", "val", "checkpoint", "bad_step", "resume", "train_data_info",
+    "val_data_info", "model_info",
+)  # fmt: skip
+#: The same for arrays.
+ARRAY_KINDS = ("train_eval", "val")
 
 
 class MetricsLog:
-    """Writes reports of one run to its files and to wandb.
+    """Writes reports of one run to its files and to wandb. Files of other names in its folders are left alone.
 
     Args:
         directory: the run's folder.
@@ -42,13 +49,14 @@ class MetricsLog:
     def __init__(self, directory: RunDirectory, config: Config, resolved: dict[str, Any], resume_step: int) -> None:
         self.directory = directory
         directory.make(directory.jsonlines)
-        for file in directory.jsonlines.glob("*.jsonl"):
+        for file in _written(directory):
             # An earlier continuation from this very checkpoint has left its line too.
             truncate(file, resume_step - 1 if file.stem == "resume" else resume_step)
-        for file in directory.npz.glob("*/step-*.npz"):
-            name = re.fullmatch(r"step-(\d{15})\.npz", file.name)
-            if name and int(name[1]) > resume_step:
-                file.unlink()
+        for kind in ARRAY_KINDS:
+            for file in (directory.npz / kind).glob("step-*.npz"):
+                name = re.fullmatch(r"step-(\d{15})\.npz", file.name)
+                if name and int(name[1]) > resume_step:
+                    file.unlink()
         self._wandb = _Wandb(directory, config, resolved)
 
     @property
@@ -57,25 +65,37 @@ class MetricsLog:
         return self._wandb.place
 
     def report(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Appends one object to `jsonlines/<kind>.jsonl` and sends it to wandb."""
+        """Appends one object to `jsonlines/<kind>.jsonl` and sends it to wandb.
+
+        Raises:
+            ValueError: `kind` is not in KINDS, so no resume would cut its lines.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"{kind!r} is not in KINDS of training/metrics.py; add it there")
         line = json.dumps({"step": step, **values}) + "\n"
-        with (self.directory.jsonlines / f"{kind}.jsonl").open("a", encoding="utf-8") as file:
+        with _file(self.directory, kind).open("a", encoding="utf-8") as file:
             file.write(line)
         self._wandb.log(step, values)
 
     def has(self, kind: str, step: int) -> bool:
         """Whether `jsonlines/<kind>.jsonl` has a line of `step`."""
-        file = self.directory.jsonlines / f"{kind}.jsonl"
+        file = _file(self.directory, kind)
         return file.is_file() and any(entry["step"] == step for entry in read_lines(file))
 
     def report_once(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Reports what holds for the whole run, if an earlier start has not."""
-        file = self.directory.jsonlines / f"{kind}.jsonl"
+        file = _file(self.directory, kind)
         if not file.is_file() or not read_lines(file):
             self.report(kind, step, values)
 
     def report_arrays(self, kind: str, step: int, arrays: dict[str, np.ndarray]) -> None:
-        """Writes `npz/<kind>/step-<step>.npz`; the step is in the file too."""
+        """Writes `npz/<kind>/step-<step>.npz`; the step is in the file too.
+
+        Raises:
+            ValueError: `kind` is not in ARRAY_KINDS.
+        """
+        if kind not in ARRAY_KINDS:
+            raise ValueError(f"{kind!r} is not in ARRAY_KINDS of training/metrics.py; add it there")
         folder = self.directory.npz / kind
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".step-{step:015d}.npz"
@@ -84,12 +104,21 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Forces the lines to disk: called with each checkpoint, so that a resume finds every step before it."""
-        for file in self.directory.jsonlines.glob("*.jsonl"):
+        for file in _written(self.directory):
             with file.open("a") as stream:
                 os.fsync(stream.fileno())
 
     def close(self) -> None:
         self._wandb.close()
+
+
+def _file(directory: RunDirectory, kind: str) -> Path:
+    return directory.jsonlines / f"{kind}.jsonl"
+
+
+def _written(directory: RunDirectory) -> list[Path]:
+    """The files of lines that the run has written so far, by name."""
+    return [file for kind in sorted(KINDS) if (file := _file(directory, kind)).exists()]
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
@@ -187,7 +216,7 @@ class _Wandb:
         address = getattr(self._run, "url", None) if config.wandb.mode == "online" else None
         self.place = f"{config.wandb.mode}, {address or log_dir / 'wandb'}"
         rows: dict[int, dict[str, Any]] = {}
-        for file in sorted(directory.jsonlines.glob("*.jsonl")):
+        for file in _written(directory):
             for entry in read_lines(file):
                 rows.setdefault(entry["step"], {}).update((k, v) for k, v in entry.items() if k != "step")
         for step in sorted(rows):

@@ -54,7 +54,7 @@ class RunDirectory:
         self._lock_file = self.root / "run.lock"
         self._lock_descriptor: int | None = None
         #: What status.json held before this process replaced it (status.py).
-        self.status_before: str | None = None
+        self.status_before: bytes | None = None
 
     def newest_step(self) -> int:
         """Training tokens of the newest checkpoint folder, valid or not; 0 if there is none."""
@@ -95,6 +95,8 @@ class RunDirectory:
         try:
             if name == "status.json":
                 return {"status", "step", "pid"} <= json.loads(path.read_text(encoding="utf-8")).keys()
+            if name == "last_checkpoint.json":
+                return {"step", "checkpoint"} <= json.loads(path.read_text(encoding="utf-8")).keys()
             if name == "logs":
                 return all(re.fullmatch(r"rank-\d+\.log", entry) for entry in os.listdir(path))
             return name == "checkpoints" and not os.listdir(path)

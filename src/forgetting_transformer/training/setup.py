@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 
 from forgetting_transformer import console, gpus
 from forgetting_transformer.data import DataInfo, LongCrawl64DataModule
+from forgetting_transformer.data.checksums import list_name
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
 from forgetting_transformer.data.vocabulary import Vocabulary
@@ -111,6 +112,26 @@ def recorded_vocabulary(config: Config, directory: RunDirectory) -> Vocabulary |
             except (OSError, ValueError, LookupError, TypeError):
                 continue  # damaged; whether the run can go on is decided elsewhere
     return None
+
+
+def list_held_to(checkpoint: str, state: dict[str, Any], data: DataInfo, rank: int) -> str | None:
+    """The hash of the list of checksums that a continued run is held to, and its later checkpoints; None if it has had none.
+
+    A list that is gone does not stop the run. Rank 0 warns that contents are not checked any more. A list that comes back
+    later must be the one that the run began with.
+
+    Args:
+        checkpoint: its name, for messages. state: what its trainer.json holds. data: the corpus as it is now.
+    """
+    listed = state.get("data_checksums")
+    if listed and not data.checksums and rank == 0:
+        folder, _, array = data.path.rpartition("/")
+        log.warning(
+            "the contents of the corpus are not checked any more: %s was trained with a list of checksums (its hash %s), and "
+            "%s/%s is gone. Copy this file back, and every chunk is compared with it again",
+            *(checkpoint, listed, folder, list_name(array)),
+        )
+    return data.checksums or listed
 
 
 def model_config(config: Config, data: DataInfo) -> DecoderConfig:

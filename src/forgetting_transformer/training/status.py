@@ -6,18 +6,20 @@ done        trained to train.max_tokens
 preempted   stopped by a signal, saved; the same command continues
 failed      stopped by an error; the reason says what to do before the same command continues
 
-What an earlier start left is replaced as soon as rank 0 holds the run's folder, before anything is built.
+What an earlier start left is replaced as soon as rank 0 holds the run's folder, before anything is built. Where it shows
+that a checkpoint was finished and nothing else does any more, that is noted in `last_checkpoint.json` first.
 """
 
 import contextlib
 import json
 import os
+import re
 import socket
 import time
 from pathlib import Path
 
 from forgetting_transformer.redaction import redact
-from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError, told
 
 _NAME = "status.json"
 #: A file of so many bytes is kept for the next status, because what ends a run may be a disk with no room for one.
@@ -86,8 +88,44 @@ def claim(directory: RunDirectory, resume: bool = True) -> None:
     directory.check_ours(resume)
     directory.acquire()
     file = directory.root / _NAME
-    directory.status_before = file.read_text(encoding="utf-8") if file.is_file() else None
+    directory.status_before = file.read_bytes() if file.is_file() else None
+    try:
+        _keep_what_it_proves(directory)
+    except OSError as error:
+        directory.release()
+        raise RunDirectoryError(f"cannot write {told(error, directory.last_checkpoint)}; make room") from error
     write_status(directory.root, "starting", directory.newest_step())
+
+
+def _keep_what_it_proves(directory: RunDirectory) -> None:
+    """Notes that a checkpoint was finished, if only the status says so: the next one will not.
+
+    A run that is done or preempted has saved. One that began at more than 0 tokens had a checkpoint to begin from, which of
+    a fork was another run's. "failed" proves nothing: its tokens may never have been saved.
+    """
+    if directory.last_checkpoint.exists():
+        return
+    try:
+        found = json.loads(directory.status_before or b"{}")
+        name, step = found["status"], found["step"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return  # damaged, so unknown
+    if name not in ("done", "preempted", "starting", "running") or type(step) is not int or step <= _forked_at(directory):
+        return
+    # Imported here: it brings PyTorch along.
+    from forgetting_transformer.training.checkpoint import recorded_step, write_atomically
+
+    if recorded_step(directory.last_checkpoint) is None:
+        write_atomically(directory.last_checkpoint, json.dumps({"step": step, "checkpoint": f"step-{step:015d}"}))
+
+
+def _forked_at(directory: RunDirectory) -> int:
+    """Tokens that the run in the folder began with, by its config.yaml: 0 unless it is a fork."""
+    try:
+        found = re.search(rb"^fork_step: (\d{1,18})", directory.config.read_bytes(), flags=re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def restore(directory: RunDirectory) -> None:
@@ -96,7 +134,7 @@ def restore(directory: RunDirectory) -> None:
     if directory.status_before is None:
         file.unlink(missing_ok=True)
     else:
-        file.write_text(directory.status_before, encoding="utf-8")
+        file.write_bytes(directory.status_before)
 
 
 def refuse(directory: RunDirectory, reason: str) -> None:

@@ -227,6 +227,8 @@ class Trainer:
         self.guard = StepGuard(self.fabric.device, config.train.spike_factor)
         #: What the checkpoint that this start continues from was trained with.
         self.before: execution.Execution | None = None
+        #: The hash of the corpus's list of checksums, or of the one that the run began with.
+        self.data_checksums = self.data_info.checksums
         self.directory.make(self.directory.checkpoints)
         setup.on_rank_zero(self.fabric, self.checkpointer.clean)
         if checkpoint is not None:
@@ -523,7 +525,7 @@ class Trainer:
         return choose_on_all_ranks(model, dtype, self.fabric.device, lengths)
 
     def _check_budget(self) -> None:
-        """Held-out data and the token budget are looked at now, not after hours of training."""
+        """Held-out data, the token budget and the cache of a remote corpus are looked at now, not after hours of training."""
         info, config = self.data_info, self.config
         if config.train.max_tokens > info.total_tokens and not config.datamodule.repeat:
             raise ConfigError(
@@ -532,6 +534,7 @@ class Trainer:
             )
         if not config.skip_eval:
             self.data.eval_info()
+        self.data.check_cache(self.fabric.world_size, evaluates=not config.skip_eval)
 
     def _find_checkpoint(self) -> tuple[Checkpoint | None, bool]:
         """What to start from, and whether it is another run's: the newest valid checkpoint, else the fork, else nothing."""
@@ -554,7 +557,10 @@ class Trainer:
     def _load(self, checkpoint: Checkpoint, forked: bool) -> None:
         state = checkpoint.trainer_state()
         check_continues(str(checkpoint.path), state, self.config, self.data_info, forked)
-        self.before = None if forked else execution.recorded(state)
+        if not forked:
+            self.before = execution.recorded(state)
+            name, rank = str(checkpoint.path), self.fabric.global_rank
+            self.data_checksums = setup.list_held_to(name, state, self.data_info, rank)
         how = "forked from" if forked else "continuing from"
         log.info("%s %s", how, checkpoint.path)
         self.origin = f"{how} {checkpoint.path} ({checkpoint.step:,} tokens)"
@@ -681,7 +687,7 @@ class Trainer:
             "config": self.resolved,
             "model_config": self.model.module.config.to_dict(),
             "data_fingerprint": self.data_info.fingerprint,
-            "data_checksums": self.data_info.checksums,
+            "data_checksums": self.data_checksums,
             "world_size": self.fabric.world_size,
             "environment": self.environment,
             "execution": self.execution.as_json(),
