@@ -3,6 +3,8 @@
 
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo
 
+exported_from.json says which checkpoint it was. A folder with another model is refused, and an earlier export is replaced.
+
 Load it anywhere with
 
     import forgetting_transformer.model  # registers the model classes
@@ -47,4 +49,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line.run(main, "interrupted: the same command exports again"))

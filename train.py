@@ -80,6 +80,13 @@ def compose_or_explain() -> DictConfig | None:
             raise
         refuse(hydra_errors.explain(error, CONFIGS))
     except Exception as error:
+        if full_errors != "1" and hydra_errors.is_of_hydra(error):
+            nameless = next((argument for argument in sys.argv[1:] if argument.startswith("=")), None)
+            refuse(
+                f"ConfigError: {nameless!r} has no key; write key=value"
+                if nameless
+                else hydra_errors.explain(error, CONFIGS)
+            )
         console.fail(f"{type(error).__name__}: {error}", trace=True)
     except SystemExit as end:
         if end.code:

@@ -14,6 +14,9 @@ import sys
 
 from forgetting_transformer import command_line
 
+#: Below it the likeliest token is as good as certain, and at some point the divided logits overflow.
+LEAST_TEMPERATURE = 1e-3
+
 
 def main() -> None:
     arguments = parse()
@@ -94,8 +97,12 @@ def parse() -> argparse.Namespace:
     for key, least in (("max_new_tokens", 1), ("top_k", 0), ("samples", 1)):
         if getattr(arguments, key) < least:
             parser.error(f"--{key}={getattr(arguments, key)} must be at least {least}")
-    if not 0 <= arguments.temperature < float("inf"):
-        parser.error(f"--temperature={arguments.temperature} must be 0 or a positive number")
+    if arguments.temperature != 0 and not LEAST_TEMPERATURE <= arguments.temperature < float("inf"):
+        parser.error(
+            f"--temperature={arguments.temperature} must be 0 or a positive number, {LEAST_TEMPERATURE} at the least"
+        )
+    if not 0 <= arguments.seed < 2**64:
+        parser.error(f"--seed={arguments.seed} must be at least 0 and below 2**64")
     if not 0 < arguments.top_p <= 1:
         parser.error(f"--top_p={arguments.top_p} must be above 0 and at most 1")
     if not arguments.temperature:
@@ -108,4 +115,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line.run(main))

@@ -17,6 +17,7 @@ What failed is said once, by the first rank of a node. The launcher adds only wh
 """
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,11 +52,22 @@ def environment(arguments: Sequence[str], cores: int) -> dict[str, str]:
     return added
 
 
+def problem(arguments: Sequence[str]) -> str | None:
+    """What is wrong with --devices, which Fabric would answer with a traceback; None if nothing is."""
+    devices = option(arguments, "--devices")
+    if devices is None or re.fullmatch(r"auto|-1|0*[1-9]\d*|\d+,|\d+(,\d+)+,?", devices):
+        return None
+    return f"--devices={devices} must be a number of GPUs from 1 on, a list of them such as 0,1, or auto"
+
+
 def main() -> int:
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0
+    if wrong := problem(arguments):
+        print(f"error: {wrong}", file=sys.stderr)
+        return 2
     # Until there are ranks, to which the launcher passes signals on.
     with console.stopped_by_signals():
         return launch(arguments)

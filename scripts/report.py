@@ -15,8 +15,6 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
-from forgetting_transformer.evaluation.models import EvaluationError
-from forgetting_transformer.evaluation.report import write_report
 
 
 def main() -> None:
@@ -29,6 +27,10 @@ def main() -> None:
         "--out", type=command_line.path, default=Path("report.html"), help="the page; default %(default)s"
     )
     args = parser.parse_args()
+
+    from forgetting_transformer.evaluation.models import EvaluationError
+    from forgetting_transformer.evaluation.report import write_report
+
     try:
         for reason in write_report(args.run_dirs, args.results, args.out):
             print(f"left out: {reason}", file=sys.stderr)
@@ -38,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line.run(main))

@@ -111,3 +111,43 @@ def test_shell_scripts_refuse_an_empty_folder(script, arguments, tmp_path):
     )
     assert done.returncode == 2 and "is empty" in done.stderr
     assert not log.exists()
+
+
+def test_ctrl_c_is_one_line_and_130(capsys):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    assert command_line.run(interrupted, "interrupted: again") == 130
+    assert capsys.readouterr().err == "interrupted: again\n"
+    assert command_line.run(lambda: 3) == 3 and command_line.run(lambda: None) is None
+
+
+@pytest.mark.parametrize("script", ["save_model.py", *(f"scripts/{name}.py" for name in (
+    "generate", "report", "verify_data", "prepare_data", "download_longcrawl64"))])  # fmt: skip
+def test_ctrl_c_ends_each_command_in_that_way(script, monkeypatch, capsys):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", interrupted)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    said = capsys.readouterr().err
+    assert end.value.code == 130 and said.startswith("interrupted") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [1, 10_000])
+def test_a_reader_that_has_left_is_no_error(monkeypatch, capsys, words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert command_line.run(lambda: print("text " * words)) == 141
+
+    def other_pipe() -> None:
+        raise BrokenPipeError
+
+    with open(os.devnull, "w") as nowhere:
+        monkeypatch.setattr(sys, "stdout", nowhere)
+        with pytest.raises(BrokenPipeError):
+            command_line.run(other_pipe)
+    assert capsys.readouterr().err == ""

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -240,10 +241,28 @@ def test_a_group_that_does_not_exist_is_named():
         (["-m", "output_dir=a"], None),
         (["--cfg", "job", "output_dir=a"], None),
         (["train.max_tokens=3"], None),
+        (["output_dir= "], None),
+        (["output_dir=' '"], None),
     ],
 )
 def test_the_folder_of_a_command_that_cannot_be_composed(arguments, folder):
     assert hydra_errors.output_dir_of(arguments) == folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["=3"], "ConfigError: '=3' has no key; write key=value"), (["--resolve"], "ConfigError: The --resolve flag"),
+     (["+experiment/demo=fox_pro", "data_dir=data", "output_dir= "], "ConfigError: output_dir")],
+)  # fmt: skip
+def test_what_hydra_raises_raw_is_one_line(rank, monkeypatch, capsys, tmp_path, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    monkeypatch.setattr(console, "_has_log", False)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    error = capsys.readouterr().err
+    assert end.value.code == 1 and error.startswith(said) and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

@@ -1,7 +1,15 @@
-"""Types of command-line arguments, for argparse. Imports only the standard library."""
+"""What the commands share: types of arguments for argparse, and how they end. Imports only the standard library."""
 
 import argparse
+import os
+import select
+import sys
+from collections.abc import Callable
 from pathlib import Path
+
+#: What a shell reports of a command that SIGINT has ended, and of one that SIGPIPE has.
+_INTERRUPTED = 130
+_READER_GONE = 141
 
 
 def name(text: str) -> str:
@@ -22,3 +30,26 @@ def path(text: str) -> Path:
         argparse.ArgumentTypeError: as `name`.
     """
     return Path(name(text))
+
+
+def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int | None:
+    """Calls `main` and returns the exit code; Ctrl-C, and a reader of the output such as `head` that has left, need no traceback.
+
+    Args:
+        interrupted: what Ctrl-C is answered with, one line.
+    """
+    try:
+        code = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if not poll.poll(0):  # which tells of errors without being asked
+            raise  # another pipe broke
+        # Python writes what is left when it ends, and would complain of it then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
+    return code

@@ -1,6 +1,7 @@
 """What is wrong with a command line, in one line with the closest name, where Hydra prints ten."""
 
 import difflib
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -28,6 +29,13 @@ def explain(error: Exception, config_dir: Path | None = None) -> str:
     return f"ConfigError: {_explain(error, config_dir)}"
 
 
+def is_of_hydra(error: Exception) -> bool:
+    """Whether Hydra's own code, or a library it parses with, raised this: then the command line asks for what cannot be."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    module = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
+    return module.partition(".")[0] in ("hydra", "omegaconf", "antlr4")
+
+
 def _explain(error: Exception, config_dir: Path | None) -> str:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options:
@@ -50,7 +58,7 @@ def _explain(error: Exception, config_dir: Path | None) -> str:
         if (config_dir / group).is_dir():
             return f"there is no {group}={option}{_in_groups_below(config_dir, group, option)}"
     lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines()]
-    return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line))
+    return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line)) or type(error).__name__
 
 
 def _in_groups_below(config_dir: Path, group: str, option: str) -> str:
@@ -103,5 +111,5 @@ def output_dir_of(arguments: Sequence[str]) -> str | None:
     if any(a.startswith("-") and not a.startswith(("--config", "-cd", "-cn", "-cp")) for a in arguments):
         return None  # --cfg job, --help, -m
     values = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    folder = values.get("output_dir", "").strip("'\"")
+    folder = values.get("output_dir", "").strip().strip("'\"").strip()
     return folder if folder and "${" not in folder and values.get("preflight", "false") == "false" else None

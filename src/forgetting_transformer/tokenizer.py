@@ -141,9 +141,11 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     """
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except ValueError as error:
+    except OSError:
+        raise
+    except Exception as error:  # the library of fast tokenizers raises no class of its own
         if "trust_remote_code" not in str(error):
-            raise
+            raise ValueError(f"the tokenizer {source} cannot be read: {error}") from error
         raise ValueError(
             f"the tokenizer {source} asks for code of its own (auto_map in tokenizer_config.json), which is never run; "
             "give one that Transformers knows, for example its tokenizer.json alone"

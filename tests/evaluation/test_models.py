@@ -47,6 +47,16 @@ def test_pickled_weights_are_refused(tmp_path):
         load_model(str(tmp_path))
 
 
+def test_damaged_weights_are_one_line(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=16))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(EvaluationError, match=r"the weights of .* are damaged \(.*again") as caught:
+        load_model(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_foreign_models_losses_are_those_of_its_own_logits(tmp_path, monkeypatch):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=len(VOCABULARY), n_embd=8, n_layer=1, n_head=1, n_positions=64, bos_token_id=0)

@@ -5,12 +5,14 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
 from forgetting_transformer.evaluation import longbench
+from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.evaluation.report import differing, flatten, write_report
 from tests.evaluation.scripts import run_script
 
@@ -123,6 +125,15 @@ def test_the_page_needs_nothing_from_outside_and_texts_stay_texts(runs, tmp_path
     assert not re.search(r"https?://", re.sub(r'base64,[^"]*', "", text))
     assert all(attributes["src"].startswith("data:") for tag, attributes in page.tags if tag == "img")
     assert any("<script>alert(1)" in cell for row in page.rows for cell in row)
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "file").touch()
+    for out in (tmp_path, tmp_path / "file/page.html", Path("/proc/no_such_folder/page.html")):
+        with pytest.raises(EvaluationError, match=f"cannot write --out={out} .*; name another file") as caught:
+            write_report([], [tmp_path / "results"], out)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_file_of_another_program_is_left_out_and_named(tmp_path):

@@ -31,6 +31,20 @@ def test_what_the_launcher_adds(arguments, standalone, threads):
     assert "SIGUSR1" in added["PET_SIGNALS_TO_HANDLE"].split(",")
 
 
+@pytest.mark.parametrize("devices", ["0", "abc", "-2", "", "1.5", "0;1"])
+def test_devices_that_cannot_be_are_one_line_and_nothing_starts(monkeypatch, capsys, devices):
+    monkeypatch.setattr(launch, "launch", lambda arguments: pytest.fail("started"))
+    monkeypatch.setattr(sys, "argv", ["launch.py", f"--devices={devices}"])
+    assert launch.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: --devices={devices} must be") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("devices", ["1", "8", "-1", "auto", "0,1", "0,", "1,2,3,"])
+def test_devices_that_fabric_knows_are_left_to_it(devices):
+    assert launch.problem(["--devices", devices]) is None and launch.problem([]) is None
+
+
 def executable(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

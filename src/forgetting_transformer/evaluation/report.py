@@ -58,7 +58,7 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
         out: the HTML file.
 
     Raises:
-        EvaluationError: nothing to report, a folder that is not a run's, or a damaged file.
+        EvaluationError: nothing to report, a folder that is not a run's, a damaged file, or a page that cannot be written.
     """
     for folder in run_dirs:
         if not (folder / "config.yaml").is_file():
@@ -87,8 +87,11 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n{body}\n</body></html>\n"
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise EvaluationError(f"cannot write --out={out} ({error.strerror or error}); name another file") from error
     return left_out
 
 

