@@ -1,6 +1,8 @@
 """A run's folder holds what the run wrote, and may hold other people's files, which a run neither moves nor overwrites."""
 
+import errno
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from omegaconf import OmegaConf
 
 from forgetting_transformer.training import ConfigError, parse, status
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.run_directory import OWN_NAMES, RunDirectory, RunDirectoryError
 from tests.data.mirror import serve
 from tests.training.conftest import STEP, changed, refused, train
 from tests.training.test_nothing_lost import snapshot
@@ -114,6 +116,147 @@ def test_files_of_others_are_not_overwritten(tmp_path, name):
         status.claim(RunDirectory(tmp_path))
     status.refuse(RunDirectory(tmp_path), "ConfigError: …")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: f"somebody's {name}"}
+
+
+CHANGED_BY_A_START = (
+    "run.lock", "goodput.json", "last_checkpoint.json", "tokenizer/tokenizer.json", "metrics/jsonlines/train.jsonl",
+    "metrics/npz/val/step-000000000000128.npz", "metrics/wandb/wandb_run_id.txt", "logs/rank-0.log",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("name", CHANGED_BY_A_START)
+def test_a_first_start_takes_nothing_of_others_for_its_own(tmp_path, name, resume):
+    place(tmp_path, name)
+    before = snapshot(tmp_path)
+    with pytest.raises(RunDirectoryError, match=r"^output_dir=.* and no run that wrote .* choose another output_dir$") as error:
+        status.claim(RunDirectory(tmp_path), resume)
+    assert Path(name).parts[0] in str(error.value)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["run.lock", "status.json"])
+def test_a_run_that_was_killed_early_starts_again(tmp_path, name):
+    """Nothing but its lock or its status says whose the rest is."""
+    directory = RunDirectory(tmp_path)
+    status.claim(directory)
+    directory.release()
+    (tmp_path / {"run.lock": "status.json", "status.json": "run.lock"}[name]).unlink()
+    place(tmp_path, *set(CHANGED_BY_A_START) - {"run.lock"})
+    status.claim(directory)
+    directory.release()
+
+
+def test_what_a_start_leaves_on_a_full_disk_is_no_obstacle(tmp_path):
+    (tmp_path / "logs").mkdir()
+    for name in ("run.lock", "logs/rank-0.log"):
+        (tmp_path / name).touch()
+    for resume in (True, False):
+        RunDirectory(tmp_path).check_ours(resume)
+
+
+def test_checkpoints_and_a_tokenizer_that_were_copied_are_no_obstacle(tmp_path):
+    place(tmp_path, f"checkpoints/step-{128:015d}/trainer.json", "tokenizer/tokenizer.json", "last_checkpoint.json")
+    RunDirectory(tmp_path).check_ours(resume=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("train.zarr/zarr.json", "{}"), ("zarr.json", "{}"), ("manifest.json", '{"vocab_size": 64, "bos_token_id": 0}')],
+)
+def test_the_folder_of_a_corpus_is_not_an_output_dir(tmp_path, name, text):
+    place(tmp_path, name, "tokenizer/tokenizer.json")
+    (tmp_path / name).write_text(text)
+    before = snapshot(tmp_path)
+    for resume in (True, False):
+        with pytest.raises(RunDirectoryError, match=r"is a folder of token arrays .*choose another output_dir$"):
+            status.claim(RunDirectory(tmp_path), resume)
+    (tmp_path / "starts.jsonl").touch()
+    with pytest.raises(RunDirectoryError, match="resume=false would move its tokenizer aside"):
+        RunDirectory(tmp_path).move_aside()
+    RunDirectory(tmp_path).check_ours(resume=True)  # a run that an earlier version began there goes on
+    (tmp_path / "starts.jsonl").unlink()
+    assert snapshot(tmp_path) == before
+
+
+def test_a_manifest_of_something_else_is_no_obstacle(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"short_name": "App", "icons": []}')
+    RunDirectory(tmp_path).check_ours(resume=True)
+
+
+def place_run(root: Path, without: str = "") -> dict[str, str]:
+    """A finished run, each of whose names holds one file; returns what they hold."""
+    folders = ("checkpoints", "logs", "metrics", "tokenizer", "plots", "wandb")
+    files = {name: f"{name}/content" if name in folders else name for name in OWN_NAMES if name != without}
+    place(root, *files.values())
+    if without != "config.yaml":
+        (root / "config.yaml").write_text("output_dir: x\ndatamodule: {}\n")
+    return {file: (root / file).read_text() for file in files.values()}
+
+
+@pytest.mark.parametrize("without", ["", "starts.jsonl", "config.yaml"])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_a_move_that_is_cut_short_is_completed_by_the_same_command(tmp_path, monkeypatch, kind, without):
+    """Cut before every rename; what a run is recognised by must still be there."""
+    rename = Path.rename
+    names = len(OWN_NAMES) - bool(without)
+    for cut in range(names):
+        root = tmp_path / str(cut)
+        content = place_run(root, without)
+        left = cut
+
+        def cut_short(self, target):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise kind(errno.EBUSY, os.strerror(errno.EBUSY))
+            return rename(self, target)
+
+        monkeypatch.setattr(Path, "rename", cut_short)
+        with pytest.raises((KeyboardInterrupt, RunDirectoryError)) as error:
+            RunDirectory(root).move_aside()
+        monkeypatch.setattr(Path, "rename", rename)
+        if kind is OSError:
+            assert "busy" in str(error.value) and "start the same command again" in str(error.value)
+            assert (root / "previous").is_dir() and bool(os.listdir(root / "previous")) == bool(cut)
+        assert RunDirectory(root).holds_run
+        refuses_to_start_over = (root / "last_checkpoint.json").exists()
+        assert refuses_to_start_over or cut == names - 1, "a start without resume=false may not begin a run here"
+        assert RunDirectory(root).move_aside() is not None
+        assert os.listdir(root) == ["previous"]
+        found = {str(file.relative_to(folder)): file.read_text() for folder in (root / "previous").iterdir()
+                 for file in folder.rglob("*") if file.is_file()}  # fmt: skip
+        assert found == content
+
+
+def test_checkpoints_that_are_a_mount_are_refused_before_anything_moves(tmp_path, monkeypatch):
+    rename = Path.rename
+
+    def busy(self, target):
+        if self.name == "checkpoints":
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return rename(self, target)
+
+    place_run(tmp_path)
+    before = snapshot(tmp_path)
+    monkeypatch.setattr(Path, "rename", busy)
+    with pytest.raises(RunDirectoryError, match=r"cannot move .*/checkpoints aside: .* busy"):
+        RunDirectory(tmp_path).move_aside()
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_link_leads_where_it_led_after_it_was_moved_aside(tmp_path, caplog, relative):
+    root, disk = tmp_path / "run", tmp_path / "big/disk"
+    place_run(root, "checkpoints")
+    place(disk, "weights")
+    (root / "checkpoints").symlink_to("../big/disk" if relative else disk)
+    with caplog.at_level(logging.WARNING):
+        moved = RunDirectory(root).move_aside()
+    assert (moved / "checkpoints").is_symlink() and (moved / "checkpoints/weights").read_text() == "somebody's weights"
+    assert not os.path.lexists(root / "checkpoints")
+    (record,) = caplog.records
+    assert f"{root}/checkpoints was a link to {disk.resolve()}" in record.getMessage()
 
 
 def test_a_run_is_recognised_by_its_config_or_its_starts(tmp_path):

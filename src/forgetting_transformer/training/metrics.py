@@ -25,16 +25,9 @@ from tqdm import tqdm
 from forgetting_transformer.redaction import redact_tree
 from forgetting_transformer.training.checkpoint import write_atomically
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.run_directory import ARRAY_KINDS, KINDS, RunDirectory
 
 log = logging.getLogger(__name__)
-#: All kinds of lines that a run writes. Only files of these names are the run's to cut and to read back.
-KINDS = (
-    "train", "norm", "throughput", "goodput", "train_eval", "val", "checkpoint", "bad_step", "resume", "train_data_info",
-    "val_data_info", "model_info",
-)  # fmt: skip
-#: The same for arrays.
-ARRAY_KINDS = ("train_eval", "val")
 
 
 class MetricsLog:
@@ -71,7 +64,7 @@ class MetricsLog:
             ValueError: `kind` is not in KINDS, so no resume would cut its lines.
         """
         if kind not in KINDS:
-            raise ValueError(f"{kind!r} is not in KINDS of training/metrics.py; add it there")
+            raise ValueError(f"{kind!r} is not in KINDS of training/run_directory.py; add it there")
         line = json.dumps({"step": step, **values}) + "\n"
         with _file(self.directory, kind).open("a", encoding="utf-8") as file:
             file.write(line)
@@ -95,7 +88,7 @@ class MetricsLog:
             ValueError: `kind` is not in ARRAY_KINDS.
         """
         if kind not in ARRAY_KINDS:
-            raise ValueError(f"{kind!r} is not in ARRAY_KINDS of training/metrics.py; add it there")
+            raise ValueError(f"{kind!r} is not in ARRAY_KINDS of training/run_directory.py; add it there")
         folder = self.directory.npz / kind
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f".step-{step:015d}.npz"

@@ -3,20 +3,46 @@
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import re
 import socket
 import time
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 PREVIOUS = "previous"
 #: Files that every start replaces.
 _REPLACED = ("config.yaml", "model.txt", "decay_params.txt", "no_decay_params.txt", "status.json")
 #: All that a run, its plots and wandb write there, besides `run.lock` and `previous/`. The rest is somebody else's.
+#: In the order in which they are moved aside: first what may be a mount and cannot be moved, last what a run is recognised by.
+#: `last_checkpoint.json` refuses a start that would not find the checkpoints, so it is late too.
 OWN_NAMES = (
-    *_REPLACED, "starts.jsonl", "goodput.json", "last_checkpoint.json", "checkpoints", "logs", "metrics", "tokenizer", "plots",
-    "wandb",
+    "checkpoints", "logs", "metrics", "tokenizer", "plots", "wandb", "goodput.json", "model.txt", "decay_params.txt",
+    "no_decay_params.txt", "status.json", "config.yaml", "last_checkpoint.json", "starts.jsonl",
 )  # fmt: skip
+#: All kinds of lines that a run writes. Only files of these names are the run's to cut and to read back.
+KINDS = (
+    "train", "norm", "throughput", "goodput", "train_eval", "val", "checkpoint", "bad_step", "resume", "train_data_info",
+    "val_data_info", "model_info",
+)  # fmt: skip
+#: The same for arrays.
+ARRAY_KINDS = ("train_eval", "val")
+#: What else a start changes or takes for its own: patterns under `output_dir`.
+_CHANGED = (
+    "goodput.json", "last_checkpoint.json", "tokenizer", "logs/rank-[0-9]*.log", "metrics/wandb/wandb_run_id.txt",
+    *(f"metrics/jsonlines/{kind}.jsonl" for kind in KINDS),
+    *(f"metrics/npz/{kind}/step-{15 * '[0-9]'}.npz" for kind in ARRAY_KINDS),
+)  # fmt: skip
+#: What makes a folder a token array or a corpus of them; besides, the manifest of a corpus.
+_ARRAYS = ("*.zarr", "zarr.json", ".zarray")
+#: Keys of our own JSON, by which a lock, a status and the manifest of a corpus are known.
+_LOCK_KEYS = {"pid", "host", "since"}
+_STATUS_KEYS = {"status", "step", "pid"}
+_CORPUS_KEYS = {"vocab_size", "bos_token_id"}
+#: A lock, a status or a manifest is far smaller; what is larger is something else's and is not read.
+_LARGEST = 1 << 20
 
 
 class RunDirectoryError(RuntimeError):
@@ -28,6 +54,32 @@ def told(error: OSError, root: Path) -> str:
     if error.strerror is None:
         return str(error)
     return f"{error.filename or root}: {error.strerror}"
+
+
+def _keys(file: Path) -> set[str]:
+    """The keys of a file that holds one JSON object; none if it is anything else."""
+    try:
+        if not file.is_file() or file.stat().st_size > _LARGEST:
+            return set()
+        entry = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return set()
+    return set(entry) if isinstance(entry, dict) else set()
+
+
+def _empty(path: Path) -> bool:
+    """Whether this is a file without content, such as a start leaves on a full disk."""
+    return path.is_file() and not path.stat().st_size
+
+
+def _may_be_a_lock(file: Path) -> bool:
+    """Whether taking this file as the lock destroys nothing: it is not there, empty, a lock of a run, or cannot be opened."""
+    if not os.path.lexists(file):
+        return True
+    try:
+        return _empty(file) or (file.is_file() and _keys(file) >= _LOCK_KEYS)
+    except OSError:
+        return True
 
 
 class RunDirectory:
@@ -73,34 +125,65 @@ class RunDirectory:
         return all(re.search(rb"^%b:" % key, text, flags=re.MULTILINE) for key in (b"output_dir", b"datamodule"))
 
     def check_ours(self, resume: bool) -> None:
-        """Looks whether a start would replace files, or with `resume=False` move things, that no run wrote.
+        """Looks whether a start would change files, or with `resume=False` move things, that no run wrote.
 
         Raises:
             RunDirectoryError: naming them.
         """
-        if self.holds_run:
-            return
-        names = _REPLACED if resume else OWN_NAMES
-        strangers = [name for name in names if os.path.lexists(self.root / name) and not self._left_by_a_start(name)]
-        if strangers:
-            what = "a run would replace" if resume else "resume=false would move aside"
+        holds_run = self.holds_run
+        if not (holds_run and resume) and (sign := self._sign_of_a_corpus()):
+            what = "a run would write among its files" if resume else "resume=false would move its tokenizer aside"
             raise RunDirectoryError(
-                f"output_dir={self.root} holds {', '.join(strangers)}, and no run that wrote this is recognised there (by its "
+                f"output_dir={self.root} is a folder of token arrays (it holds {sign}): {what}; choose another output_dir"
+            )
+        if holds_run:
+            return
+        begun = self._begun
+        names = [
+            name
+            for name in (_REPLACED if resume else OWN_NAMES)
+            if os.path.lexists(self.root / name) and not self._left_by_a_start(name, begun)
+        ]
+        if resume and not begun:
+            changed = [path for pattern in _CHANGED for path in sorted(self.root.glob(pattern)) if not _empty(path)]
+            names += [str(path.relative_to(self.root)) for path in changed]
+        if not _may_be_a_lock(self._lock_file):
+            names.append(self._lock_file.name)
+        if names:
+            what = "a run would change" if resume else "resume=false would move or change"
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise RunDirectoryError(
+                f"output_dir={self.root} holds {shown}, and no run that wrote this is recognised there (by its "
                 f"config.yaml or starts.jsonl): {what} what is not a run's; choose another output_dir"
             )
 
-    def _left_by_a_start(self, name: str) -> bool:
+    @property
+    def _begun(self) -> bool:
+        """Whether a start wrote here, perhaps one that ended before config.yaml, or checkpoints were copied here."""
+        return (
+            _keys(self._lock_file) >= _LOCK_KEYS
+            or _keys(self.root / "status.json") >= _STATUS_KEYS
+            or any(re.fullmatch(r"step-\d{15}", path.parent.name) for path in self.checkpoints.glob("step-*/trainer.json"))
+        )
+
+    def _sign_of_a_corpus(self) -> str | None:
+        """The name that shows that this is a token array, or a folder of them; None if it is neither."""
+        found = (path.name for pattern in _ARRAYS for path in self.root.glob(pattern))
+        manifest = self.root / "manifest.json"
+        return next(found, manifest.name if _keys(manifest) >= _CORPUS_KEYS else None)
+
+    def _left_by_a_start(self, name: str, begun: bool) -> bool:
         """Whether a start that failed before it wrote config.yaml left this."""
         path = self.root / name
         try:
             if name == "status.json":
-                return {"status", "step", "pid"} <= json.loads(path.read_text(encoding="utf-8")).keys()
+                return _keys(path) >= _STATUS_KEYS
             if name == "last_checkpoint.json":
-                return {"step", "checkpoint"} <= json.loads(path.read_text(encoding="utf-8")).keys()
+                return _keys(path) >= {"step", "checkpoint"}
             if name == "logs":
-                return all(re.fullmatch(r"rank-\d+\.log", entry) for entry in os.listdir(path))
+                return all(re.fullmatch(r"rank-\d+\.log", file.name) and (begun or _empty(file)) for file in path.iterdir())
             return name == "checkpoints" and not os.listdir(path)
-        except (OSError, ValueError, AttributeError):
+        except OSError:
             return False
 
     def make(self, folder: Path) -> None:
@@ -172,13 +255,17 @@ class RunDirectory:
     def move_aside(self) -> Path | None:
         """Moves what a run wrote into `previous/<time>/`, and nothing else; returns that folder, None if there was nothing.
 
+        What a run is recognised by goes last: after an interruption the same call moves the rest.
+
         Raises:
-            RunDirectoryError: as `check_ours`.
+            RunDirectoryError: as `check_ours`, or something cannot be moved.
         """
         self.check_ours(resume=False)
         entries = [self.root / name for name in OWN_NAMES if os.path.lexists(self.root / name)]
         if not entries:
             return None
+        mark = "starts.jsonl" if (self.root / "starts.jsonl").is_file() else "config.yaml"
+        entries.sort(key=lambda entry: entry.name == mark)
         target = self.root / PREVIOUS / time.strftime("%Y%m%d-%H%M%S")
         number = 1
         while target.exists():
@@ -186,5 +273,28 @@ class RunDirectory:
             number += 1
         target.mkdir(parents=True)
         for entry in entries:
-            entry.rename(target / entry.name)
+            try:
+                _move(entry, target)
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    target.rmdir()  # unless something is in it
+                moved = f"; what came before it is in {target}" if target.exists() else ""
+                raise RunDirectoryError(
+                    f"resume=false cannot move {entry} aside: {error.strerror or error}{moved}. Mend this (a mount must be "
+                    "unmounted) and start the same command again, or choose another output_dir"
+                ) from error
         return target
+
+
+def _move(entry: Path, folder: Path) -> None:
+    """Moves `entry` into `folder`; a link goes on to lead where it led."""
+    if not entry.is_symlink():
+        entry.rename(folder / entry.name)
+        return
+    place = os.path.realpath(entry)
+    (folder / entry.name).symlink_to(place)
+    entry.unlink()
+    log.warning(
+        "%s was a link to %s. The link is now in %s, and the new run writes into %s itself; stop it and make a new link if it "
+        "should write elsewhere", entry, place, folder, entry,
+    )  # fmt: skip
