@@ -21,7 +21,7 @@ if [ "${1:-}" = oldest ] || [ "${1:-}" = newest ]; then
     wishes=("$1")
     shift
 fi
-[ $# -gt 0 ] || set -- -n "${TEST_WORKERS:-3}" --dist worksteal -m "not slow"
+[ $# -gt 0 ] || set -- -n "${TEST_WORKERS:-3}" --dist worksteal -m "not slow or quick"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 
 torch="torch==${TORCH:-$(sed -n 's/^torch==//p' requirements-dev.txt)}"

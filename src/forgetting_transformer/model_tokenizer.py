@@ -15,7 +15,7 @@ _FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-#: Models may have more ids than their tokenizer, to a round number; one with fewer than this share is another one.
+#: A model's vocabulary is often padded to a round size. A tokenizer with fewer than this share of its ids belongs to another model.
 _LEAST_SHARE = 0.9
 
 
