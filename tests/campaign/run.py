@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.campaign import faults
 from tests.campaign.faults import Fault
-from tests.campaign.runs import DONE, FAILED, PREEMPTED, STEP, STEPS, config, contents, make_corpus, start, valid_steps
+from tests.campaign.runs import DONE, FAILED, PREEMPTED, STEPS, config, contents, start, valid_steps
+from tests.tiny import STEP, make_corpus
 
 #: Seconds. No start takes as long unless it hangs.
 HANG = 900.0

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import zarr
 from omegaconf import OmegaConf
 
 from forgetting_transformer import training
@@ -21,61 +20,22 @@ from forgetting_transformer.training.checkpoint import CheckpointError, inspect
 from forgetting_transformer.training.safe_reader import read_tensors
 from tests.campaign import faults
 from tests.campaign.faults import Fault
+from tests.tiny import STEP, tiny_config
 
 #: Exit codes of a start, besides those of signals.
 DONE, FAILED, PREEMPTED = 0, 1, 75
-VOCAB, DOC_LEN, DOCUMENTS, STEP, STEPS = 64, 64, 96, 128, 20
-
-
-def make_corpus(folder: Path) -> None:
-    """Documents in which the next token depends on the last."""
-    generator = np.random.default_rng(0)
-    table = generator.integers(1, VOCAB, size=(VOCAB, 4))
-    for split in ("train", "heldout"):
-        tokens = np.zeros((DOCUMENTS, DOC_LEN), dtype=np.uint16)
-        state = generator.integers(1, VOCAB, size=DOCUMENTS)
-        for position in range(DOC_LEN):
-            tokens[:, position] = state
-            state = table[state, generator.integers(0, 4, size=DOCUMENTS)]
-        array = zarr.create_array(
-            folder / "tiny" / f"{split}.zarr", shape=tokens.shape, dtype="uint16", chunks=(16, 32)
-        )
-        array[:] = tokens
+STEPS = 20
 
 
 def config(output_dir: Path, data_dir: Path, strategy: str, workers: int = 0) -> dict[str, Any]:
     """Twenty steps of four sequences of 32 tokens, a checkpoint every three, two evaluations."""
+    tiny = tiny_config(output_dir, data_dir)
+    tiny |= {"checkpoint_interval": 3 * STEP, "checkpoint_keep_interval": 9 * STEP}
+    tiny["strategy"] = {"name": strategy, "timeout_seconds": 60, "compare_steps": 5}
+    tiny["datamodule"]["train_num_workers"] = workers
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "qk_norm": True, "use_k_shift": True}
-    return {
-        "output_dir": str(output_dir),
-        "data_dir": str(data_dir),
-        "log_interval": STEP,
-        "train_eval_interval": 6 * STEP,
-        "eval_interval": 10 * STEP,
-        "skip_eval": False,
-        "checkpoint_interval": 3 * STEP,
-        "checkpoint_keep_interval": 9 * STEP,
-        "fabric": {"precision": "32-true", "accelerator": "cpu"},
-        "strategy": {"name": strategy, "timeout_seconds": 60, "compare_steps": 5},
-        "train": {"max_tokens": STEPS * STEP, "grad_acc_tokens": 64},
-        "eval": {"min_val_length": 8},
-        "wandb": {"mode": "disabled"},
-        "optimizer": {"lr": 1e-2},
-        "schedule": {"name": "warmup_cosine", "warmup_tokens": 4 * STEP, "total_tokens": STEPS * STEP},
-        "datamodule": {
-            "dataset": "tiny",
-            "train_batch_len": 32,
-            "train_batch_size": 4,
-            "train_num_workers": workers,
-            "eval_tokens": 10 * DOC_LEN,
-            "eval_batch_len": 32,
-            "eval_local_batch_size": 4,
-            "eval_num_workers": 0,
-            "vocab_size": VOCAB,
-            "bos_token_id": 0,
-        },
-        "model": {"name": "forgetting_transformer", "config": shape},
-    }
+    tiny["model"]["config"] = shape
+    return tiny
 
 
 def start(settings: dict[str, Any], environment: dict[str, str], fault: Fault, said: Path) -> None:

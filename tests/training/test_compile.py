@@ -25,7 +25,8 @@ from forgetting_transformer.training.config import check_choices
 from forgetting_transformer.training.execution import Execution
 from forgetting_transformer.training.launch import shard
 from tests.model.small_models import SMALL_FIELDS
-from tests.training.conftest import STEP, VOCAB, Job, changed, checkpoint_tensors
+from tests.tiny import VOCAB
+from tests.training.conftest import STEP, Job, changed, checkpoint_tensors
 from tests.training.test_resume import lines, losses
 
 #: For a training process: torch.compile that captures graphs and runs them as they are, within a second.

@@ -10,7 +10,8 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.training.checkpoint import newest_valid
 from forgetting_transformer.training.export import ExportError, build_from_checkpoint, export
 from tests.model.small_models import SMALL_FIELDS
-from tests.training.conftest import STEP, VOCAB, changed, checkpoint_tensors, train
+from tests.tiny import VOCAB
+from tests.training.conftest import STEP, changed, checkpoint_tensors, train
 
 pytestmark = pytest.mark.slow
 

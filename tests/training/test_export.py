@@ -29,7 +29,8 @@ from forgetting_transformer.training.export import (
 )
 from forgetting_transformer.training.run_directory import RunDirectory
 from tests.processes import ROOT, run_command
-from tests.training.conftest import STEP, VOCAB, changed, train
+from tests.tiny import VOCAB
+from tests.training.conftest import STEP, changed, train
 from tests.waiting import HANG
 
 pytestmark = pytest.mark.slow
