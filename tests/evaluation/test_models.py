@@ -32,6 +32,13 @@ def test_a_runs_earlier_checkpoint_is_another_model(quickstart):
         load_model(str(quickstart.hf), step=5)
 
 
+def test_a_model_trained_with_hugging_faces_loss_is_evaluated_like_any_other(quickstart, tmp_path):
+    AutoModelForCausalLM.from_pretrained(quickstart.hf, loss="causal_lm").save_pretrained(tmp_path)
+    ids = torch.arange(8)[None]
+    losses = [token_losses(load_model(str(folder)).model, ids, ids.roll(-1, 1)) for folder in (tmp_path, quickstart.hf)]
+    assert losses[0].shape == ids.shape and torch.equal(*losses)
+
+
 def test_what_is_no_model_is_refused(tmp_path, quickstart):
     with pytest.raises(EvaluationError, match=r"neither a training run .* nor a model in Hugging Face format"):
         load_model(str(tmp_path))

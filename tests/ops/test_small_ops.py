@@ -43,7 +43,7 @@ def test_token_shift_refuses_shapes_that_do_not_fit():
 def test_rotary_turns_halves_of_a_head_against_each_other():
     torch.manual_seed(0)
     x = torch.randn(1, 4, 2, 6, dtype=torch.float64)
-    out = rotate(x, first_position=3, base=100.0)
+    out = rotate(x, 3, base=100.0)
     for t in range(4):
         for d in range(3):
             angle = (3 + t) * 100.0 ** (-2 * d / 6)

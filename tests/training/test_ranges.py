@@ -165,6 +165,14 @@ def test_half_a_layer_is_refused(base, value):
         parse(set_key(base, "log_interval", value))
 
 
+def test_the_loss_of_hugging_face_is_not_for_training_here(base):
+    """It would shift the labels a second time."""
+    with pytest.raises(ConfigError, match=r"model\.config\.loss is 'causal_lm'.*leave it out"):
+        setup.model_config(parse(set_key(base, "model.config.loss", "causal_lm")), DATA)
+    with pytest.raises(ConfigError, match=r"model\.config: loss is 'causl_lm'; it must be one of"):
+        setup.model_config(parse(set_key(base, "model.config.loss", "causl_lm")), DATA)
+
+
 def test_a_very_large_batch_is_refused_at_once(base):
     """The numbers of processes that would do are computed, and not looked for one by one."""
     from forgetting_transformer.training.config import check

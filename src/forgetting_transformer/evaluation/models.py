@@ -109,7 +109,7 @@ def load_model(
         EvaluationError: nothing there that can be loaded.
     """
     import forgetting_transformer.model
-    import forgetting_transformer.tokenizer  # noqa: F401  (both imports register classes)
+    import forgetting_transformer.tokenizer
 
     folder = Path(source).expanduser()
     name = name or (folder.resolve().name if folder.exists() else source.rsplit("/", 1)[-1])
@@ -127,6 +127,8 @@ def load_model(
             )
         model, found, length, tokens, problem = _load_pretrained(source, tokenizer)
     model = model.to(device).eval()
+    if isinstance(model, forgetting_transformer.model.DecoderForCausalLM):
+        model.config.loss = "per_token"  # however it was trained: see `token_losses`
     _check_kernels(model, precision, torch.device(device))
     return EvaluatedModel(model, found, name, source, train_length or length, tokens, problem)
 

@@ -87,15 +87,18 @@ class DecoderCache(Cache):
     Attributes:
         seq_start_B: index of the first real token of each sequence `(B,)`, None without left padding. Kept here so that
             later calls need no attention mask.
+        has_position_ids: whether the last tokens were given positions by the caller, so that the next ones need some too.
     """
 
     def __init__(self, layers: Sequence[CacheLayerMixin]) -> None:
         super().__init__(layers=list(layers))
         self.seq_start_B: Tensor | None = None
+        self.has_position_ids = False
 
     def reset(self) -> None:
         super().reset()
         self.seq_start_B = None
+        self.has_position_ids = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)

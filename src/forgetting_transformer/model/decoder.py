@@ -3,12 +3,15 @@
 An architecture is a mixer and a configuration. The configuration builds the mixers (`build_mixer`) and the MLPs
 (`build_mlp`), names the submodules as its published checkpoints do, and counts FLOPs. A mixer is an `nn.Module` with
 
-    forward(hidden_BTE, seq_start_B=None, cache=None) -> (out_BTE, cache); after these three it gets what the model's
-        `mixer_inputs` returns for its block, by default nothing
+    forward(hidden_BTE, seq_start_B=None, cache=None) -> (out_BTE, …), of which the block reads the first; after these three it
+        gets what the model's `mixer_inputs` returns for its block, by default nothing
     new_cache() -> CacheLayerMixin, an empty layer cache
     init_own_weights(), optional: called after its submodules got the default initialisation, to change it. It must
         write through `transformers.initialization`, whose functions leave weights alone that came from a checkpoint
     op_use() -> OpUse, optional: how it calls its op, so that the op's kernels are tested before the first step on a GPU
+    use_rope, optional: True if it has rotary positions; its forward then takes the keyword `position_BT`
+    gives_attentions, optional: True if its forward takes the keyword `output_attentions` and then returns (out_BTE,
+        AttentionMaps, …)
 
 and registers itself with `model.registry`.
 
@@ -17,9 +20,12 @@ Axes: B batch, T new positions, N past and new positions, E model width (hidden_
 
 import functools
 import math
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -30,10 +36,33 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from forgetting_transformer.model.cache import DecoderCache
-from forgetting_transformer.model.layers import RMSNorm, SwiGLU, swiglu_width
+from forgetting_transformer.model.layers import AttentionMaps, RMSNorm, SwiGLU, swiglu_width
+from forgetting_transformer.model.padding import find_seq_start
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
+
+#: What `forward` makes of labels: the convention of the FoX paper's code, and that of Hugging Face's models and Trainer.
+LOSSES = ("per_token", "causal_lm")
+
+
+@dataclass
+class DecoderOutput(BaseModelOutputWithPast):
+    """What a decoder returns.
+
+    Attributes (beside transformers' own; one entry per block, None for a block that was not asked for):
+        attentions: attention weights `(B, H, T, N)`, float32.
+        decays: `Σ log f` between key and query, which the weights are computed with, `(B, H, T, N)`, nats, float32.
+    """
+
+    decays: tuple[Tensor | None, ...] | None = None
+
+
+@dataclass
+class CausalDecoderOutput(CausalLMOutputWithPast):
+    """What a language model returns: `DecoderOutput`, with the loss and the logits."""
+
+    decays: tuple[Tensor | None, ...] | None = None
 
 
 class DecoderConfig(PreTrainedConfig):
@@ -46,6 +75,9 @@ class DecoderConfig(PreTrainedConfig):
         initializer_range: standard deviation of linear and embedding weights at the start.
         use_cache: whether `forward` without labels returns a cache outside training.
         tie_word_embeddings: the output layer uses the embedding's weights.
+        loss: what `forward` makes of labels. "per_token": `labels[t]` is the token after `input_ids[t]`, the loss is `(B, T)`,
+            as in the FoX paper's code. "causal_lm": labels are the input ids, shifted inside, and the loss is a mean, as in
+            Hugging Face's models.
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -66,6 +98,11 @@ class DecoderConfig(PreTrainedConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = False
+    loss: str = "per_token"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        _check_loss(self.loss)
+        super().__post_init__(**kwargs)
 
     def build_mixer(self, layer_idx: int) -> nn.Module:
         """Make the sequence mixer of block `layer_idx`."""
@@ -168,23 +205,34 @@ class DecoderBlock(GradientCheckpointingLayer):
         seq_start_B: Tensor | None = None,
         cache: CacheLayerMixin | None = None,
         *mixer_inputs: Tensor,
-    ) -> Tensor:
+        **mixer_options: Any,
+    ) -> Tensor | tuple[Tensor, AttentionMaps]:
+        """Return the new residual stream `(B, T, E)`, and with `output_attentions` the mixer's maps."""
         if self.gradient_checkpointing and self.training:
             if cache is not None:
                 raise ValueError(
                     "gradient checkpointing runs the block twice, so it cannot fill a cache: use_cache=False"
                 )
-            return self._gradient_checkpointing_func(self._transform, hidden_BTE, seq_start_B, None, *mixer_inputs)
-        return self._transform(hidden_BTE, seq_start_B, cache, *mixer_inputs)
+            # Keywords are bound first: PyTorch's older kind of checkpointing takes none.
+            transform = functools.partial(self._transform, **mixer_options) if mixer_options else self._transform
+            return self._gradient_checkpointing_func(transform, hidden_BTE, seq_start_B, None, *mixer_inputs)
+        return self._transform(hidden_BTE, seq_start_B, cache, *mixer_inputs, **mixer_options)
 
     def _transform(
-        self, hidden_BTE: Tensor, seq_start_B: Tensor | None, cache: CacheLayerMixin | None, *mixer_inputs: Tensor
-    ) -> Tensor:
-        mixer_norm = getattr(self, self.mixer_norm_name)
-        hidden_BTE = hidden_BTE + self.sequence_mixer(mixer_norm(hidden_BTE), seq_start_B, cache, *mixer_inputs)[0]
+        self,
+        hidden_BTE: Tensor,
+        seq_start_B: Tensor | None,
+        cache: CacheLayerMixin | None,
+        *mixer_inputs: Tensor,
+        **mixer_options: Any,
+    ) -> Tensor | tuple[Tensor, AttentionMaps]:
+        mixed_BTE, *others = self.sequence_mixer(
+            getattr(self, self.mixer_norm_name)(hidden_BTE), seq_start_B, cache, *mixer_inputs, **mixer_options
+        )
+        hidden_BTE = hidden_BTE + mixed_BTE
         if self.has_mlp:
             hidden_BTE = hidden_BTE + self.mlp(self.mlp_norm(hidden_BTE))
-        return hidden_BTE
+        return (hidden_BTE, others[0]) if mixer_options.get("output_attentions") else hidden_BTE
 
 
 class DecoderPreTrainedModel(PreTrainedModel):
@@ -253,18 +301,30 @@ class DecoderModel(DecoderPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-    ) -> BaseModelOutputWithPast | tuple:
+        position_ids: Tensor | None = None,
+        output_attentions: bool | Sequence[int] | None = None,
+    ) -> DecoderOutput | tuple:
         """Run the blocks on T new tokens.
 
         Args:
             input_ids: `(B, T)`, or
             inputs_embeds: `(B, T, E)` in its place.
             attention_mask: `(B, N)`, 1 for tokens and 0 for left padding; N counts cached tokens too. Not needed
-                without padding, nor after the first call with a cache.
+                without padding, nor after the first call with a cache. Without a cache, as in training, it may also have
+                zeros on the right; what the model computes there means nothing.
             past_key_values: cache of the tokens before these. Any number of new tokens may follow it.
             use_cache: return a cache. Default: `config.use_cache` outside training.
             output_hidden_states: also return the input of every block and the normalised output of the last.
             return_dict: False gives a tuple.
+            position_ids: rotary positions of the new tokens `(B, T)` or `(1, T)`, rising along a sequence, for models that
+                have rotary positions. Default: the number of tokens before each. Only differences matter, so padding
+                needs none.
+            output_attentions: also return attention weights and decays, of all layers that have attention (True) or of
+                those with these numbers. `H·T·N` numbers each; for long texts see eval/forget_gates.
+
+        Raises:
+            ValueError, TypeError: arguments that do not fit together, or that this model has no use for. The message names
+                the argument.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -279,26 +339,89 @@ class DecoderModel(DecoderPreTrainedModel):
             past_key_values = self.new_cache()
 
         hidden_BTE = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        seq_start_B = _find_seq_start(attention_mask, hidden_BTE, past_key_values)
-        if past_key_values is not None:
+        num_past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if past_key_values is None:
+            seq_start_B = find_seq_start(attention_mask, hidden_BTE, allow_right=True)
+        else:
+            seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, past_key_values.seq_start_B)
             past_key_values.seq_start_B = seq_start_B
+            if num_past and past_key_values.has_position_ids and position_ids is None:
+                raise ValueError("the cached tokens were given position_ids; give them for the new tokens too")
+            past_key_values.has_position_ids = position_ids is not None
+        if position_ids is not None:
+            self._check_position_ids(position_ids, hidden_BTE, seq_start_B, num_past)
+        chosen_layers = self._layers_to_show(output_attentions)
 
         all_hidden: list[Tensor] = []
+        maps: dict[int, AttentionMaps] = {}
         for i, (block, mixer_inputs) in enumerate(zip(self.layers, self.mixer_inputs(), strict=True)):
             all_hidden.append(hidden_BTE)
             cache = None if past_key_values is None else past_key_values.layers[i]
-            hidden_BTE = block(hidden_BTE, seq_start_B, cache, *mixer_inputs)
+            options: dict[str, Any] = {}
+            if position_ids is not None and _has_rope(block):
+                options["position_BT"] = position_ids
+            if i in chosen_layers:
+                options["output_attentions"] = True
+                hidden_BTE, maps[i] = block(hidden_BTE, seq_start_B, cache, *mixer_inputs, **options)
+            else:
+                hidden_BTE = block(hidden_BTE, seq_start_B, cache, *mixer_inputs, **options)
         hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE)
         all_hidden.append(hidden_BTE)
 
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        output = BaseModelOutputWithPast(
+        shown = [maps.get(i, AttentionMaps(None, None)) for i in range(len(self.layers))] if maps else []
+        output = DecoderOutput(
             last_hidden_state=hidden_BTE,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=tuple(all_hidden) if output_hidden_states else None,
+            attentions=tuple(weights for weights, _ in shown) or None,
+            decays=tuple(decay for _, decay in shown) or None,
         )
         return output if self._wants_dict(return_dict) else output.to_tuple()
+
+    def _check_position_ids(
+        self, position_ids: Tensor, hidden_BTE: Tensor, seq_start_B: Tensor | None, num_past: int
+    ) -> None:
+        batch, length = hidden_BTE.shape[:2]
+        if not any(_has_rope(block) for block in self.layers):
+            raise ValueError(
+                f"position_ids: this {type(self).__name__} has no rotary positions, so they would change nothing; leave them out "
+                "(packed documents are not kept apart by them)"
+            )
+        if position_ids.is_floating_point() or position_ids.shape not in ((batch, length), (1, length)):
+            raise ValueError(
+                f"position_ids has shape {tuple(position_ids.shape)} and dtype {position_ids.dtype}; it must be integers of "
+                f"shape {(batch, length)} or {(1, length)}"
+            )
+        # One look at the values, which a compiled graph cannot take, and for which a GPU is waited for. Not while decoding.
+        if length == 1 or torch.compiler.is_compiling():
+            return
+        falls_BT = position_ids.diff(dim=1) <= 0
+        if seq_start_B is not None:
+            index_T = torch.arange(num_past, num_past + length - 1, device=falls_BT.device)
+            falls_BT = falls_BT & (index_T >= seq_start_B[:, None])
+        if bool(falls_BT.any()):
+            raise ValueError(
+                "position_ids must rise along a sequence; where they start again, packed documents would see each other. Give "
+                "every document a row of its own"
+            )
+
+    def _layers_to_show(self, output_attentions: bool | Sequence[int] | None) -> Sequence[int]:
+        """The numbers of the blocks whose attention is asked for."""
+        if output_attentions is None:
+            output_attentions = self.config.output_attentions
+        if output_attentions is False:
+            return ()
+        able = [i for i, block in enumerate(self.layers) if getattr(block.sequence_mixer, "gives_attentions", False)]
+        if not able:
+            raise ValueError(f"output_attentions: {type(self).__name__} has no attention layers; leave it out")
+        if output_attentions is True:
+            return able
+        for layer in output_attentions:
+            if layer not in able:
+                raise ValueError(f"output_attentions has {layer!r}; layers with attention are {', '.join(map(str, able))}")
+        return output_attentions
 
     def _wants_dict(self, return_dict: bool | None) -> bool:
         return self.config.return_dict if return_dict is None else return_dict
@@ -308,6 +431,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     """A decoder with an output layer, which gives logits or, with labels, the loss of every token."""
 
     model_class: ClassVar[type[DecoderModel]] = DecoderModel
+    # transformers' Trainer then passes num_items_in_batch, and counts the labels that are left after the shift.
+    accepts_loss_kwargs = True
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -315,6 +440,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         self.add_module(self.base_model_prefix, self.model_class(config))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._is_compiled = False
+        self._has_looked_at_labels = False
+        self.loss_type = "ForCausalLM"
         self.post_init()
 
     def compile_parts(self) -> None:
@@ -365,18 +492,27 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
-    ) -> CausalLMOutputWithPast | tuple:
-        """Compute logits `(B, T, V)`, or with labels the loss `(B, T)`. Further arguments: `DecoderModel.forward`.
+        position_ids: Tensor | None = None,
+        output_attentions: bool | Sequence[int] | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> CausalDecoderOutput | tuple:
+        """Compute logits `(B, T, V)`, or with labels the loss. Further arguments: `DecoderModel.forward`.
 
         Args:
-            labels: the token to predict at every position `(B, T)`: `labels[t]` is the token after `input_ids[t]`.
-                They are not shifted here. -100 is ignored. With labels, `loss` is float32 in nats, not reduced, and
-                `logits` is None, as they are never all held at once.
-            logits_to_keep: compute logits of the last this many positions only, 0 for all; or the positions.
+            labels: what is to be predicted `(B, T)`; -100 is ignored. `config.loss` says how they are meant:
+                "per_token": `labels[t]` is the token after `input_ids[t]`. They are not shifted here. `loss` is `(B, T)`,
+                float32 in nats, not reduced, and `logits` is None, as they are never all held at once.
+                "causal_lm": `labels[t]` is the token `input_ids[t]`, shifted here. `loss` is the mean over the labels that
+                count, and `logits` are returned beside it.
+            logits_to_keep: compute logits of the last this many positions only, 0 for all; or the positions. Without labels.
             use_cache: default False with labels.
+            num_items_in_batch: divide the summed loss by this instead of taking the mean, for "causal_lm": the labels that
+                count in all micro-batches of a step, as transformers' Trainer passes them.
         """
         if use_cache is None and labels is not None:
             use_cache = False
+        if labels is not None:
+            self._check_loss_arguments(input_ids, labels, logits_to_keep, num_items_in_batch)
         output = self.decoder(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -385,19 +521,58 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
+            position_ids=position_ids,
+            output_attentions=output_attentions,
         )
         logits, loss = None, None
-        if labels is None:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(output.last_hidden_state[:, kept])
-        else:
+        if labels is not None and self.config.loss == "per_token":
             loss = linear_cross_entropy(
                 output.last_hidden_state, self.lm_head.weight, labels, compiled=self._is_compiled
             )
-        result = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(output.last_hidden_state[:, kept])
+        if labels is not None and self.config.loss == "causal_lm":
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
+            )
+        result = CausalDecoderOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+            decays=output.decays,
         )
         return result if self.decoder._wants_dict(return_dict) else result.to_tuple()
+
+    def _check_loss_arguments(
+        self,
+        input_ids: Tensor | None,
+        labels: Tensor,
+        logits_to_keep: int | Tensor,
+        num_items_in_batch: int | Tensor | None,
+    ) -> None:
+        """Refuse what the convention for labels has no use for, and warn once of labels that look like the other's."""
+        _check_loss(self.config.loss)
+        if self.config.loss == "causal_lm":
+            if not isinstance(logits_to_keep, int) or logits_to_keep:
+                raise ValueError("logits_to_keep is given with labels; the loss needs all logits, leave it out")
+            return
+        if num_items_in_batch is not None:
+            raise ValueError(
+                "num_items_in_batch is given, as transformers' Trainer does, but config.loss is 'per_token': a loss (B, T) of "
+                "labels that are not shifted. Set model.config.loss = 'causal_lm'"
+            )
+        if self._has_looked_at_labels or not self.training or input_ids is None or torch.compiler.is_compiling():
+            return
+        self._has_looked_at_labels = True
+        if labels.device.type != "meta" and _are_inputs(labels, input_ids):
+            warnings.warn(
+                "labels are input_ids, and are not shifted (config.loss is 'per_token', where labels[t] is the token after "
+                "input_ids[t]): the model learns to copy. For Hugging Face's convention set model.config.loss = 'causal_lm'",
+                stacklevel=2,
+            )
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -410,29 +585,24 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
 
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the cache knows how many tokens came before, and padding needs no correction (`ops/rotary.py`)."""
 
-def _find_seq_start(attention_mask_BN: Tensor | None, hidden_BTE: Tensor, cache: DecoderCache | None) -> Tensor | None:
-    """Return the index of the first real token of every sequence `(B,)`, or None if there is no padding."""
-    num_new = hidden_BTE.shape[1]
-    num_past = 0 if cache is None else cache.get_seq_length()
-    known = None if cache is None else cache.seq_start_B
-    if attention_mask_BN is None:
-        return known
-    expected_shape = (hidden_BTE.shape[0], num_past + num_new)
-    if attention_mask_BN.shape != expected_shape:
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask_BN.shape)}; it must be {expected_shape}: one entry per token, "
-            f"{num_past} of them cached"
-        )
-    # While decoding, looking at the mask's values would stall a GPU at every token.
-    if num_new == 1 and num_past > 0:
-        return None if known is None else (attention_mask_BN == 0).sum(-1)
-    is_token_BN = attention_mask_BN.bool()
-    if bool(is_token_BN.all()):
-        return None
-    if bool((is_token_BN[:, :-1] & ~is_token_BN[:, 1:]).any()):
-        raise ValueError(
-            "attention_mask has zeros after ones: only left padding is supported. Pad on the left "
-            "(tokenizer.padding_side = 'left'); right padding needs no mask in a causal model, set its labels to -100"
-        )
-    return (~is_token_BN).sum(-1)
+
+def _has_rope(block: DecoderBlock) -> bool:
+    return getattr(block.sequence_mixer, "use_rope", False)
+
+
+def _check_loss(loss: str) -> None:
+    if loss not in LOSSES:
+        raise ValueError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}")
+
+
+def _are_inputs(labels_BT: Tensor, input_ids_BT: Tensor) -> bool:
+    """Whether the labels that count are the tokens of their own positions, and not those of the next."""
+    if labels_BT.shape != input_ids_BT.shape:
+        return False
+    counts_BT = labels_BT != -100
+    differs_BT = (labels_BT != input_ids_BT) & counts_BT
+    differs_from_next_BT = (labels_BT[:, :-1] != input_ids_BT[:, 1:]) & counts_BT[:, :-1]
+    return not bool(differs_BT.any()) and bool(differs_from_next_BT.any())

@@ -15,9 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.cache import ForgettingAttentionCache
+from forgetting_transformer.model.cache import DecoderCache, ForgettingAttentionCache
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
-from forgetting_transformer.model.layers import GroupRMSNorm, RMSNorm, ShiftLinear, SwiGLU, swiglu_width
+from forgetting_transformer.model.layers import (
+    AttentionMaps,
+    GroupRMSNorm,
+    RMSNorm,
+    ShiftLinear,
+    SwiGLU,
+    attention_maps,
+    swiglu_width,
+)
+from forgetting_transformer.model.padding import find_seq_start
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention, forgetting_attention_decode
@@ -61,14 +70,23 @@ class ForgettingAttentionLayer(nn.Module):
         use_k_shift, use_v_shift: data-dependent token shift of keys, values.
         log_pruning_tolerance: ln ε < 0 switches on adaptive computation pruning: attention may skip what
             changes the weights of a row by no more than ε in all. None computes everything.
+        initializer_range: standard deviation of the linear layers' weights at the start; their biases start at 0. None leaves
+            PyTorch's values, for a model that initialises all of its layers itself.
+        layer_idx: number of this layer's entry in a `DecoderCache` passed as `past_key_values`.
+        window_size: must be None; FoX has no sliding window.
+        max_position_embeddings: no effect: positions are not limited. The authors' layer has this argument too.
     """
+
+    gives_attentions = True
 
     def __init__(
         self,
         hidden_size: int = 2048,
         num_heads: int = 32,
-        *,
         num_kv_heads: int | None = None,
+        window_size: int | None = None,
+        max_position_embeddings: int | None = None,
+        *,
         use_rope: bool = False,
         rope_base: float = 500_000.0,
         use_output_gate: bool = False,
@@ -84,8 +102,12 @@ class ForgettingAttentionLayer(nn.Module):
         use_k_shift: bool = False,
         use_v_shift: bool = False,
         log_pruning_tolerance: float | None = None,
+        initializer_range: float | None = 0.02,
+        layer_idx: int | None = None,
     ) -> None:
         super().__init__()
+        if window_size is not None:
+            raise ValueError(f"window_size is {window_size}; FoX has no sliding window, leave it None")
         _check_attention_options(
             hidden_size=hidden_size,
             num_heads=num_heads,
@@ -102,7 +124,7 @@ class ForgettingAttentionLayer(nn.Module):
         self.use_rope, self.rope_base = use_rope, rope_base
         self.ogate_act, self.fgate_type, self.fgate_bias_init = ogate_act, fgate_type, fgate_bias_init
         self.decay_time_min, self.decay_time_max = decay_time_min, decay_time_max
-        self.log_pruning_tolerance = log_pruning_tolerance
+        self.log_pruning_tolerance, self.layer_idx = log_pruning_tolerance, layer_idx
 
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.k_proj = _projection(hidden_size, num_heads, use_k_shift)
@@ -124,6 +146,12 @@ class ForgettingAttentionLayer(nn.Module):
         elif qk_norm:
             self.q_norm = GroupRMSNorm(num_heads, hidden_size, QK_NORM_EPS)
             self.k_norm = GroupRMSNorm(num_heads, hidden_size, QK_NORM_EPS)
+        if initializer_range is not None:
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=initializer_range)
+                    if module.bias is not None:
+                        nn.init.zeros_(module.bias)
 
     def init_own_weights(self) -> None:
         if self.fgate_type in ("bias_only", "fixed"):
@@ -145,17 +173,42 @@ class ForgettingAttentionLayer(nn.Module):
         return ForgettingAttentionCache(keeps_key_norm=self.log_pruning_tolerance is not None and self.q_norm is None)
 
     def forward(
-        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: ForgettingAttentionCache | None = None
-    ) -> tuple[Tensor, ForgettingAttentionCache | None]:
-        """Return the output `(B, T, E)` and the cache.
+        self,
+        hidden_states: Tensor,
+        seq_start_B: Tensor | None = None,
+        cache: ForgettingAttentionCache | None = None,
+        *,
+        position_BT: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: ForgettingAttentionCache | DecoderCache | None = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, AttentionMaps | None, ForgettingAttentionCache | None]:
+        """Return the output `(B, T, E)`, the maps if they are asked for, and the cache.
 
         Args:
-            hidden_BTE: T new tokens.
+            hidden_states: T new tokens `(B, T, E)`.
             seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
             cache: what `new_cache` returned, holding the tokens before these. Extended in place.
+            position_BT: rotary positions `(B, T)` or `(1, T)`. Default: the number of tokens before each.
+            output_attentions: also return `AttentionMaps`.
+            attention_mask, past_key_values: the same as seq_start_B and cache, as the authors' layer takes them: a mask `(B, N)`
+                with 0 for left padding; a layer's cache, or a model's, in which this layer has the number `layer_idx`.
+            use_cache: with no cache given, start one.
+
+        Raises:
+            ValueError: something is given in both ways, or the mask does not fit.
         """
+        hidden_BTE = hidden_states
         num_new = hidden_BTE.shape[1]
+        cache = self._given_cache(cache, past_key_values, use_cache)
         num_past = 0 if cache is None else cache.get_seq_length()
+        if attention_mask is not None:
+            if seq_start_B is not None:
+                raise ValueError("seq_start_B and attention_mask are both given; they say the same, leave one out")
+            # A layer's cache does not remember where sequences start, so the mask is believed at every call.
+            num_padding_B = (attention_mask == 0).sum(-1)
+            seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, num_padding_B, allow_right=cache is None)
         padding_BT = None
         if seq_start_B is not None:
             position_T = torch.arange(num_past, num_past + num_new, device=hidden_BTE.device)
@@ -166,8 +219,8 @@ class ForgettingAttentionLayer(nn.Module):
         v_BTE = self._project(self.v_proj, "value", hidden_BTE, padding_BT, cache)
         q_BTHD, k_BTHD = self._normalise(self.q_norm, q_BTE), self._normalise(self.k_norm, k_BTE)
         if self.use_rope:
-            q_BTHD = rotate(q_BTHD, num_past, self.rope_base)
-            k_BTHD = rotate(k_BTHD, num_past, self.rope_base)
+            position = num_past if position_BT is None else position_BT
+            q_BTHD, k_BTHD = rotate(q_BTHD, position, self.rope_base), rotate(k_BTHD, position, self.rope_base)
         q_BHTD, k_BHND = q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2)
         v_BHND = self._split_heads(v_BTE).transpose(1, 2)
         log_fgate_BHN = self.log_forget_gate(hidden_BTE).transpose(1, 2)
@@ -188,7 +241,26 @@ class ForgettingAttentionLayer(nn.Module):
             out_BTE = self.output_norm(out_BTE)
         if self.ogate_proj is not None:
             out_BTE = OGATE_ACTIVATIONS[self.ogate_act](self.ogate_proj(hidden_BTE)) * out_BTE
-        return self.o_proj(out_BTE), cache
+        maps = None
+        if output_attentions:
+            all_log_fgate_BHN = log_fgate_BHN if cache is None else cache.log_fgate
+            maps = attention_maps(q_BHTD, k_BHND, all_log_fgate_BHN, seq_start_B)
+        return self.o_proj(out_BTE), maps, cache
+
+    def _given_cache(
+        self,
+        cache: ForgettingAttentionCache | None,
+        past_key_values: ForgettingAttentionCache | DecoderCache | None,
+        use_cache: bool,
+    ) -> ForgettingAttentionCache | None:
+        if cache is not None and past_key_values is not None:
+            raise ValueError("cache and past_key_values are both given; they mean the same, leave one out")
+        if isinstance(past_key_values, DecoderCache):
+            if self.layer_idx is None:
+                raise ValueError("past_key_values is a model's cache; make the layer with layer_idx=…, or pass layer.new_cache()")
+            past_key_values = past_key_values.layers[self.layer_idx]
+        cache = cache if past_key_values is None else past_key_values
+        return self.new_cache() if cache is None and use_cache else cache
 
     def _attend(
         self,
@@ -434,6 +506,8 @@ class ForgettingTransformerConfig(DecoderConfig):
             use_k_shift=self.use_k_shift,
             use_v_shift=self.use_v_shift,
             log_pruning_tolerance=self.log_pruning_tolerance,
+            initializer_range=None,
+            layer_idx=layer_idx,
         )
 
     def build_mlp(self, layer_idx: int) -> SwiGLU:

@@ -21,6 +21,7 @@ from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausal
 from forgetting_transformer.model.field_ranges import check_field
 from forgetting_transformer.model.layers import (
     ShortConvolution,
+    StepProjection,
     SwiGLU,
     init_uniform,
     initial_dt_bias,
@@ -86,7 +87,7 @@ class MambaMixer(nn.Module):
         self.in_proj = nn.Linear(hidden_size, 2 * inner_size, bias=use_bias)
         self.conv1d = ShortConvolution(inner_size, conv_kernel, bias=use_conv_bias)
         self.x_proj = nn.Linear(inner_size, time_step_rank + 2 * state_size, bias=False)
-        self.dt_proj = nn.Linear(time_step_rank, inner_size)
+        self.dt_proj = StepProjection(time_step_rank, inner_size)
         self.A_log = nn.Parameter(self._initial_A_log())
         self.D = nn.Parameter(torch.ones(inner_size))
         self.A_log._no_weight_decay = self.D._no_weight_decay = True
@@ -131,8 +132,7 @@ class MambaMixer(nn.Module):
         # Once more: the convolution's bias makes something of nothing.
         x_BTI = zero_padding(F.silu(x_BTI), seq_start_B, num_past)
         dt_BTR, B_BTN, C_BTN = self.x_proj(x_BTI).split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
-        # The bias is added in float32: it holds step sizes as small as 1e-3.
-        dt_BTI = F.softplus(F.linear(dt_BTR, self.dt_proj.weight).float() + self.dt_proj.bias.float())
+        dt_BTI = F.softplus(self.dt_proj(dt_BTR))
 
         y_BTI, state_BIN = selective_scan(
             x_BTI,

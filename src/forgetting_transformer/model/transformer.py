@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer.model.cache import AttentionCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
+from forgetting_transformer.model.layers import AttentionMaps, attention_maps
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.rotary import rotate
@@ -34,6 +35,8 @@ class AttentionLayer(nn.Module):
         use_rope: rotary position embedding.
         rope_base: its base.
     """
+
+    gives_attentions = True
 
     def __init__(
         self,
@@ -71,22 +74,30 @@ class AttentionLayer(nn.Module):
         return AttentionCache(self.window_size)
 
     def forward(
-        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: AttentionCache | None = None
-    ) -> tuple[Tensor, AttentionCache | None]:
-        """Return the output `(B, T, E)` and the cache.
+        self,
+        hidden_BTE: Tensor,
+        seq_start_B: Tensor | None = None,
+        cache: AttentionCache | None = None,
+        *,
+        position_BT: Tensor | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, AttentionMaps | None, AttentionCache | None]:
+        """Return the output `(B, T, E)`, the maps if they are asked for, and the cache.
 
         Args:
             hidden_BTE: T new tokens.
             seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
             cache: what `new_cache` returned, holding the tokens before these. Extended in place.
+            position_BT: rotary positions `(B, T)` or `(1, T)`. Default: the number of tokens before each.
+            output_attentions: also return `AttentionMaps`.
         """
         num_past = 0 if cache is None else cache.get_seq_length()
         q_BTHD = self.q_proj(hidden_BTE).unflatten(-1, (self.num_heads, self.head_dim))
         k_BTGD = self.k_proj(hidden_BTE).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v_BTGD = self.v_proj(hidden_BTE).unflatten(-1, (self.num_kv_heads, self.head_dim))
         if self.use_rope:
-            q_BTHD = rotate(q_BTHD, num_past, self.rope_base)
-            k_BTGD = rotate(k_BTGD, num_past, self.rope_base)
+            position = num_past if position_BT is None else position_BT
+            q_BTHD, k_BTGD = rotate(q_BTHD, position, self.rope_base), rotate(k_BTGD, position, self.rope_base)
 
         k_BNGD, v_BNGD = k_BTGD, v_BTGD
         if cache is not None:
@@ -96,7 +107,12 @@ class AttentionLayer(nn.Module):
                 # The window's cache has dropped the oldest keys: count from the first that is left.
                 seq_start_B = (seq_start_B - (cache.get_seq_length() - k_BNGD.shape[1])).clamp(min=0)
         out_BTHD = causal_attention(q_BTHD, k_BNGD, v_BNGD, window=self.window_size, seq_start_B=seq_start_B)
-        return self.o_proj(out_BTHD.flatten(-2)), cache
+        maps = None
+        if output_attentions:
+            maps = attention_maps(
+                q_BTHD.transpose(1, 2), k_BNGD.transpose(1, 2), None, seq_start_B, window=self.window_size
+            )
+        return self.o_proj(out_BTHD.flatten(-2)), maps, cache
 
     @staticmethod
     def flops_per_token(

@@ -157,9 +157,14 @@ def model_config(config: Config, data: DataInfo) -> DecoderConfig:
         "eos_token_id": data.bos_token_id,
     }
     try:
-        return registry.build_config(config.model.name, **fields)
+        found = registry.build_config(config.model.name, **fields)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"model.config: {error.args[0]}") from error
+    if found.loss != "per_token":
+        raise ConfigError(
+            f"model.config.loss is {found.loss!r}, which is for Hugging Face's Trainer; training here needs 'per_token', leave it out"
+        )
+    return found
 
 
 def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.Module:

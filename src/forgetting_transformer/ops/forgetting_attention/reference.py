@@ -28,9 +28,36 @@ def forgetting_attention_reference(
     Returns:
         The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)` in the dtype of the computation.
     """
+    weights_BHMN, _, log_normaliser_BHM = attention_weights(
+        q_BHMD, k_BGND, log_fgate_BHN, seq_start_B, sm_scale, first_key_BM=first_key_BM
+    )
+    v_BHND = v_BGND.to(weights_BHMN.dtype).repeat_interleave(q_BHMD.shape[1] // v_BGND.shape[1], dim=1)
+    if seq_start_B is not None:
+        # Zeros, not whatever the padding holds: 0 · NaN would reach the sums.
+        padding_BN = torch.arange(v_BHND.shape[2], device=v_BHND.device) < seq_start_B[:, None]
+        v_BHND = v_BHND.masked_fill(padding_BN[:, None, :, None], 0)
+    return (weights_BHMN @ v_BHND).to(q_BHMD.dtype), log_normaliser_BHM
+
+
+def attention_weights(
+    q_BHMD: Tensor,
+    k_BGND: Tensor,
+    log_fgate_BHN: Tensor,
+    seq_start_B: Tensor | None,
+    sm_scale: float,
+    *,
+    first_key_BM: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights `softmax(sm_scale · q kᵀ + d)`, the decay bias d, and the log-normalisers.
+
+    Arguments as in `forgetting_attention_reference`.
+
+    Returns:
+        Weights `(B, H, M, N)`, 0 where a query does not see a key; d `(B, H, M, N)`, nats, -inf there; log-normalisers
+        `(B, H, M)`. All in the dtype of the computation.
+    """
     dtype = torch.promote_types(q_BHMD.dtype, torch.float32)
-    group = q_BHMD.shape[1] // k_BGND.shape[1]
-    k_BHND, v_BHND = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k_BGND, v_BGND))
+    k_BHND = k_BGND.to(dtype).repeat_interleave(q_BHMD.shape[1] // k_BGND.shape[1], dim=1)
     q, log_fgate_BHN = q_BHMD.to(dtype), log_fgate_BHN.to(dtype)
     num_queries, num_keys = q.shape[2], k_BHND.shape[2]
     key_N = torch.arange(num_keys, device=q.device)
@@ -45,7 +72,6 @@ def forgetting_attention_reference(
         # Zeros, not whatever the padding holds: 0 · NaN would reach the sums below.
         q = q.masked_fill(padding_BN[:, None, query_M, None], 0)
         k_BHND = k_BHND.masked_fill(padding_BN[:, None, :, None], 0)
-        v_BHND = v_BHND.masked_fill(padding_BN[:, None, :, None], 0)
         # The gate of the first real token acts on padding only.
         log_fgate_BHN = log_fgate_BHN.masked_fill((key_N <= seq_start_B[:, None])[:, None, :], 0)
 
@@ -61,4 +87,4 @@ def forgetting_attention_reference(
     weights_BHMN = masked_BHMN.softmax(-1).masked_fill(~visible_BHMN, 0)
     sees_nothing_BHM = ~visible_BHMN.any(-1)
     log_normaliser_BHM = masked_BHMN.logsumexp(-1).masked_fill(sees_nothing_BHM, -torch.inf)
-    return (weights_BHMN @ v_BHND).to(q_BHMD.dtype), log_normaliser_BHM
+    return weights_BHMN, decay_BHMN.masked_fill(~visible_BHMN, -torch.inf), log_normaliser_BHM

@@ -1,0 +1,56 @@
+"""Where sequences begin, read from an attention mask.
+
+Axes: B batch, T new positions, N past and new positions.
+"""
+
+from torch import Tensor
+
+
+def find_seq_start(
+    attention_mask_BN: Tensor | None,
+    new_BTE: Tensor,
+    num_past: int = 0,
+    known_seq_start_B: Tensor | None = None,
+    *,
+    allow_right: bool = False,
+) -> Tensor | None:
+    """Return the index of the first real token of every sequence `(B,)`, or None without left padding.
+
+    Args:
+        attention_mask_BN: 1 for tokens, 0 for padding, past tokens included. None means that nothing has changed.
+        new_BTE: the new positions; only their number is read.
+        num_past: number of cached positions.
+        known_seq_start_B: what was found for the cached tokens.
+        allow_right: take padding on the right as well. A causal model need not know of it, as long as no further tokens
+            follow.
+
+    Raises:
+        ValueError: the shape is wrong, or there is padding where none may be.
+    """
+    if attention_mask_BN is None:
+        return known_seq_start_B
+    num_new = new_BTE.shape[1]
+    expected_shape = (new_BTE.shape[0], num_past + num_new)
+    if attention_mask_BN.shape != expected_shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask_BN.shape)}; it must be {expected_shape}: one entry per token, "
+            f"{num_past} of them cached"
+        )
+    # While decoding, looking at the mask's values would stall a GPU at every token.
+    if num_new == 1 and num_past > 0:
+        return None if known_seq_start_B is None else (attention_mask_BN == 0).sum(-1)
+    is_token_BN = attention_mask_BN.bool()
+    if bool(is_token_BN.all()):
+        return None
+    has_begun_BN = is_token_BN.cumsum(-1) > 0
+    has_ended_BN = has_begun_BN & ~is_token_BN
+    if bool(has_ended_BN.any()):
+        if bool((has_ended_BN[:, :-1] & is_token_BN[:, 1:]).any()):
+            raise ValueError("attention_mask has zeros between ones; only the beginning or the end of a row can be padding")
+        if not allow_right:
+            raise ValueError(
+                "attention_mask has zeros after ones: only left padding is supported where tokens may follow. Pad on the left "
+                "(tokenizer.padding_side = 'left'), or pass use_cache=False"
+            )
+    seq_start_B = (~has_begun_BN).sum(-1)
+    return seq_start_B if bool(seq_start_B.any()) else None

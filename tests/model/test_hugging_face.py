@@ -1,0 +1,312 @@
+"""Trained the Hugging Face way: its loss, its Trainer, LoRA, positions, padding and attention maps."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from forgetting_transformer.model import ForgettingAttentionLayer, registry
+from forgetting_transformer.model.cache import DecoderCache
+from tests.model.small_models import PRO, small, small_model
+
+ARCHITECTURES = registry.model_names()
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_loss_is_that_of_hugging_face(name, ids):
+    model = small(name, loss="causal_lm")
+    labels = ids.clone()
+    labels[0, 5:] = -100
+    out = model(input_ids=ids, labels=labels)
+    torch.testing.assert_close(out.logits, model(input_ids=ids).logits)
+    torch.testing.assert_close(out.loss, ForCausalLMLoss(out.logits, labels, 61))
+    # The same loss by this project's own convention.
+    model.config.loss = "per_token"
+    per_token_BT = model(input_ids=ids[:, :-1], labels=labels[:, 1:]).loss
+    torch.testing.assert_close(out.loss, per_token_BT.sum() / (labels[:, 1:] != -100).sum())
+
+
+def test_micro_batches_add_up_to_the_mean_of_the_step(ids):
+    model = small_model(loss="causal_lm")
+    labels = ids.clone()
+    labels[0, 3:] = -100
+    count = (labels[:, 1:] != -100).sum()
+    parts = [model(input_ids=ids[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=count).loss for i in (0, 1)]
+    torch.testing.assert_close(sum(parts), model(input_ids=ids, labels=labels).loss)
+
+
+def test_the_convention_is_stored_with_the_model_and_may_be_chosen_at_loading(ids, tmp_path):
+    small_model().save_pretrained(tmp_path / "a")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", loss="causal_lm")
+    assert model(input_ids=ids, labels=ids).loss.shape == ()
+    model.save_pretrained(tmp_path / "b")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "b").config.loss == "causal_lm"
+
+
+def test_losses_that_do_not_exist_and_arguments_without_use_are_refused(ids):
+    with pytest.raises(ValueError, match=r"loss is 'causal'; it must be one of per_token, causal_lm"):
+        small_model(loss="causal")
+    model = small_model()
+    with pytest.raises(ValueError, match=r"num_items_in_batch .* model\.config\.loss = 'causal_lm'"):
+        model(input_ids=ids, labels=ids, num_items_in_batch=3)
+    model.config.loss = "causl_lm"
+    with pytest.raises(ValueError, match="loss is 'causl_lm'"):
+        model(input_ids=ids, labels=ids)
+    model.config.loss = "causal_lm"
+    with pytest.raises(ValueError, match="logits_to_keep"):
+        model(input_ids=ids, labels=ids, logits_to_keep=1)
+
+
+@pytest.mark.filterwarnings("error")
+def test_labels_that_are_the_inputs_get_one_warning(ids):
+    model = small_model().train()
+    padded = ids.clone()
+    padded[:, 8:] = -100
+    with pytest.warns(UserWarning, match=r"labels are input_ids.*model\.config\.loss = 'causal_lm'"):
+        model(input_ids=ids, labels=padded)
+    model(input_ids=ids, labels=padded)  # not twice
+    for labels, training in ((ids.roll(-1, 1), True), (ids, False)):
+        small_model().train(training)(input_ids=ids, labels=labels)
+    constant = torch.ones_like(ids)
+    small_model().train()(input_ids=constant, labels=constant)  # right in both conventions
+    small_model(loss="causal_lm").train()(input_ids=ids, labels=ids)
+    # Only the first training step is looked at.
+    model = small_model().train()
+    model(input_ids=ids, labels=ids.roll(-1, 1))
+    model(input_ids=ids, labels=ids)
+
+
+def right_padded(batch: list[Tensor]) -> dict[str, Tensor]:
+    """What DataCollatorForLanguageModeling makes of unequal texts with a tokenizer that pads on the right."""
+    ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in batch], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def trained(model: torch.nn.Module, tmp_path, **options) -> list[float]:
+    """Losses of a few steps of Trainer on one small corpus."""
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate: pip install -r requirements-dev.txt")
+    texts = [torch.arange(start, start + length) % 61 for start, length in ((3, 9), (20, 12), (40, 7), (11, 12))]
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, max_steps=6,
+        logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True, seed=0, **options,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=texts, data_collator=right_padded)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.filterwarnings("ignore:.*(gradient_checkpointing|use_reentrant).*")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("forgetting_transformer", {}), ("transformer", {"gradient_checkpointing": True}), ("samba", {})],
+)
+def test_trainer_trains(name, options, tmp_path):
+    model = small(name, loss="causal_lm", initializer_range=0.02)
+    losses = trained(model, tmp_path, **options)
+    assert losses[0] == pytest.approx(4.11, abs=0.3)  # ln 61: a mean, whatever the number of micro-batches
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_trainer_refuses_a_model_of_the_other_convention_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"Trainer .* model\.config\.loss = 'causal_lm'"):
+        trained(small_model(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_adapter_of_lora_gets_a_gradient(name, ids):
+    peft = pytest.importorskip("peft", reason="LoRA is peft's: pip install -r requirements-dev.txt")
+    model = small(name, loss="causal_lm", **(PRO if name == "forgetting_transformer" else {}))
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    parameters = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
+    assert parameters and all("lora" in n for n in parameters)
+    assert [n for n, p in parameters.items() if p.grad is None or not p.grad.any()] == []
+
+
+def test_lora_trains_is_saved_and_generates(ids, tmp_path):
+    peft = pytest.importorskip("peft", reason="LoRA is peft's: pip install -r requirements-dev.txt")
+    base = small_model(loss="causal_lm", initializer_range=0.02, **PRO)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    losses = trained(adapted, tmp_path / "run")
+    assert losses[-1] < losses[0]
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(
+        small_model(loss="causal_lm", initializer_range=0.02, **PRO), tmp_path / "adapter"
+    )
+    adapted.eval()
+    out = adapted.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(loaded.eval().generate(input_ids=ids, max_new_tokens=4, do_sample=False), out)
+    merged = loaded.merge_and_unload()
+    torch.testing.assert_close(merged(input_ids=ids).logits, adapted(input_ids=ids).logits)
+
+
+# Padding and positions.
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_right_padding_changes_nothing_before_it(name, ids):
+    model = small(name, loss="causal_lm").train()
+    mask = torch.ones_like(ids)
+    mask[0, 7:], mask[1, :2], mask[1, 10:] = 0, 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    got = model(input_ids=ids, labels=labels, attention_mask=mask).logits
+    torch.testing.assert_close(got[:1, :7], model(input_ids=ids[:1, :7]).logits, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(got[1:, 2:10], model(input_ids=ids[1:, 2:10]).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_padding_inside_of_a_row_is_refused(ids):
+    mask = torch.ones_like(ids)
+    mask[0, 3:5] = 0
+    with pytest.raises(ValueError, match="zeros between ones"):
+        small_model()(input_ids=ids, attention_mask=mask, use_cache=False)
+
+
+ROTARY = {
+    "fox": ("forgetting_transformer", {"use_rope": True}),
+    "transformer": ("transformer", {}),
+    "samba": ("samba", {}),
+}
+
+
+@pytest.mark.parametrize("name, fields", ROTARY.values(), ids=ROTARY)
+def test_rotary_positions_can_be_given(name, fields, ids):
+    model = small(name, **fields)
+    position_ids = torch.arange(12)[None]
+    logits = model(input_ids=ids).logits
+    for shifted in (position_ids, position_ids + 5, (position_ids + 5).repeat(2, 1)):
+        torch.testing.assert_close(model(input_ids=ids, position_ids=shifted).logits, logits, rtol=1e-3, atol=1e-4)
+    stretched = model(input_ids=ids, position_ids=3 * position_ids).logits
+    assert not torch.allclose(stretched, logits, atol=1e-2)
+    first = model(input_ids=ids[:, :8], position_ids=3 * position_ids[:, :8])
+    second = model(input_ids=ids[:, 8:], position_ids=3 * position_ids[:, 8:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(second.logits, stretched[:, 8:], rtol=1e-3, atol=1e-4)
+    with pytest.raises(ValueError, match="give them for the new tokens too"):
+        model(input_ids=ids[:, :1], past_key_values=first.past_key_values)
+
+
+def test_positions_as_transformers_makes_them_of_a_mask_are_taken(ids):
+    model = small_model(use_rope=True)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    position_ids = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    want = model(input_ids=ids, attention_mask=mask).logits
+    got = model(input_ids=ids, attention_mask=mask, position_ids=position_ids).logits
+    torch.testing.assert_close(got[mask == 1], want[mask == 1], rtol=1e-3, atol=1e-4)
+    out = model.generate(ids, attention_mask=mask, position_ids=position_ids, max_new_tokens=5, do_sample=False)
+    assert torch.equal(out, model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False))
+
+
+def test_positions_that_can_do_nothing_or_harm_are_refused(ids):
+    packed = torch.cat((torch.arange(5), torch.arange(7)))[None]
+    with pytest.raises(ValueError, match="ForgettingTransformerModel has no rotary positions"):
+        small_model()(input_ids=ids, position_ids=torch.arange(12)[None])
+    model = small_model(use_rope=True)
+    with pytest.raises(ValueError, match="packed documents would see each other"):
+        model(input_ids=ids, position_ids=packed)
+    with pytest.raises(ValueError, match=r"position_ids has shape \(1, 7\)"):
+        model(input_ids=ids, position_ids=torch.arange(7)[None])
+
+
+# Attention maps.
+
+SHOWING = {
+    "fox pro": ("forgetting_transformer", {**PRO, "use_rope": True}),
+    "transformer pro": ("forgetting_transformer", {**PRO, "fgate_type": "none"}),
+    "transformer gqa window": ("transformer", {"num_heads": 4, "num_kv_heads": 2, "window_size": 4}),
+}
+
+
+@pytest.mark.parametrize("name, fields", SHOWING.values(), ids=SHOWING)
+def test_the_weights_shown_are_those_that_attention_uses(name, fields, ids):
+    model = small(name, **fields)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    mixer = model.decoder.layers[1].sequence_mixer
+    seen = {}
+    mixer.v_proj.register_forward_hook(lambda *call: seen.update(v=call[2][0] if isinstance(call[2], tuple) else call[2]))
+    after = mixer.o_proj if getattr(mixer, "output_norm", None) is None else mixer.output_norm
+    after.register_forward_pre_hook(lambda _, args: seen.update(out=args[0]))
+    out = model(input_ids=ids, attention_mask=mask, output_attentions=[1])
+    assert out.attentions[0] is None and out.decays[0] is None
+    weights = out.attentions[1]
+    assert weights.shape == out.decays[1].shape == (2, mixer.num_heads, 12, 12)
+    v_BHND = seen["v"].unflatten(-1, (-1, mixer.head_dim)).transpose(1, 2)
+    v_BHND = v_BHND.repeat_interleave(mixer.num_heads // v_BHND.shape[1], 1)
+    want = (weights @ v_BHND).transpose(1, 2).flatten(-2)
+    torch.testing.assert_close(seen["out"], want, rtol=1e-4, atol=1e-5)
+    visible = weights > 0
+    assert torch.equal(out.decays[1] > -torch.inf, visible) and not weights[0, :, :, :3].any()
+    torch.testing.assert_close(weights.sum(-1)[1], torch.ones_like(weights[1, :, :, 0]))
+
+
+def test_all_layers_may_be_shown_and_a_cache_shows_old_keys(ids):
+    model = small_model(**PRO)
+    full = model(input_ids=ids, output_attentions=True)
+    first = model(input_ids=ids[:, :7])
+    rest = model(input_ids=ids[:, 7:], past_key_values=first.past_key_values, output_attentions=True)
+    for got, want in zip((*rest.attentions, *rest.decays), (*full.attentions, *full.decays), strict=True):
+        torch.testing.assert_close(got, want[:, :, 7:], rtol=1e-3, atol=1e-4)
+    assert model(input_ids=ids).attentions is None
+    assert [weights is None for weights in small("samba")(input_ids=ids, output_attentions=True).attentions] == [True, False] * 2
+
+
+def test_layers_without_attention_cannot_be_shown(ids):
+    with pytest.raises(ValueError, match="HGRN2Model has no attention layers"):
+        small("hgrn2")(input_ids=ids, output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions has 0; layers with attention are 1, 3"):
+        small("samba")(input_ids=ids, output_attentions=[0])
+
+
+# The layer by itself.
+
+
+def test_the_layer_alone_starts_as_in_a_model():
+    torch.manual_seed(0)
+    layer = ForgettingAttentionLayer(hidden_size=256, num_heads=4, use_output_gate=True, use_k_shift=True)
+    weights = {name: p for name, p in layer.named_parameters() if name.endswith("weight")}
+    assert {"q_proj.weight", "k_proj.linear.weight", "k_proj.shift_proj.weight", "ogate_proj.weight"} < set(weights)
+    for name, weight in weights.items():
+        assert weight.std().item() == pytest.approx(0.02, rel=0.1), name
+    assert not layer.fgate_proj.bias.any()
+    wide = ForgettingAttentionLayer(hidden_size=256, num_heads=4, initializer_range=0.1)
+    assert wide.q_proj.weight.std().item() == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_models_first_weights_do_not_depend_on_how_a_layer_alone_starts():
+    model = small_model(initializer_range=0.4)
+    assert model.model.layers[0].attn.q_proj.weight.std().item() == pytest.approx(0.4, rel=0.1)
+
+
+def test_the_layer_takes_the_arguments_of_the_authors(ids):
+    torch.manual_seed(0)
+    options = {"num_kv_heads": None, "window_size": None, "max_position_embeddings": 2048, "initializer_range": 0.3}
+    layer = ForgettingAttentionLayer(32, 2, **options, qk_norm=True, use_k_shift=True, layer_idx=1).eval()
+    x = torch.randn(2, 6, 32)
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    out, attentions, cache = layer(hidden_states=x, attention_mask=mask, output_attentions=True, use_cache=True)
+    assert attentions.weights.shape == (2, 2, 6, 6) and cache.get_seq_length() == 6
+    torch.testing.assert_close(out[0, 2:], layer(x[:1, 2:])[0][0])
+    # In pieces, with a layer's cache and with a model's.
+    with torch.no_grad():
+        for whole in (layer.new_cache(), DecoderCache([layer.new_cache(), layer.new_cache()])):
+            parts = [layer(x[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=whole)[0] for t in range(6)]
+            torch.testing.assert_close(torch.cat(parts, 1)[mask == 1], out[mask == 1], rtol=1e-4, atol=1e-5)
+    for wrong, message in (
+        ({"attention_mask": mask, "seq_start_B": torch.zeros(2, dtype=torch.long)}, "both given"),
+        ({"cache": layer.new_cache(), "past_key_values": layer.new_cache()}, "both given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(x, **wrong)
+    with pytest.raises(ValueError, match="window_size is 8"):
+        ForgettingAttentionLayer(32, 2, window_size=8)
+    with pytest.raises(ValueError, match="layer_idx"):
+        ForgettingAttentionLayer(32, 2)(x, past_key_values=DecoderCache([]))
