@@ -461,8 +461,6 @@ def stand_in_fla(fresh_fla, monkeypatch):
 
         module = types.ModuleType(module_name)
         setattr(module, kernel_name, kernel)
-        if op == "simple_gla":
-            module.fused_chunk_simple_gla = functools.partial(kernel, kernel_name="fused_chunk_simple_gla")
         monkeypatch.setitem(sys.modules, module_name, module)
     for package in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
@@ -474,11 +472,15 @@ def on_hopper(monkeypatch):
     """A setter of what GPU and Triton are like: whether FLA refuses the gated backward pass, and whether that is right."""
 
     def pretend(refuses: bool, is_right: bool = False) -> None:
-        monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: False)
-        monkeypatch.setattr(fla_on_hopper, "refuses_gated_backward", lambda device_index: refuses)
+        monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: True)
+        monkeypatch.setattr(fla_on_hopper, "choose_configurations", lambda: None)
+        monkeypatch.setattr(fla_on_hopper, "refuses_gated_backward", lambda: refuses)
         monkeypatch.setattr(fla_on_hopper, "gated_backward_is_right", lambda *_: is_right)
 
     return pretend
+
+
+GATED = ("simple_gla", "gated_delta_rule")
 
 
 @pytest.mark.parametrize("refuses, is_right", [(False, False), (True, False), (True, True)])
@@ -486,29 +488,35 @@ def on_hopper(monkeypatch):
 def test_fla_gets_every_argument_under_its_name(op, refuses, is_right, stand_in_fla, on_hopper):
     on_hopper(refuses, is_right)
     miscompiled = refuses and not is_right
-    inputs = rounded(make_inputs(op, 9, key_dim=64, value_dim=128), torch.bfloat16)
-    assert fla.supports(op, inputs["q"], inputs["v"]) == (not (miscompiled and op == "gated_delta_rule"))
+    inputs = rounded(make_inputs(op, 9, key_dim=128, value_dim=64), torch.bfloat16)
+    assert fla.supports(op, inputs["q"], inputs["v"]) == (not (miscompiled and op in GATED))
     assert_close(run(getattr(fla, op), inputs), run(REFERENCE[op], inputs), 1e-6)
     [(name, arguments)] = stand_in_fla.items()
-    assert name == ("fused_chunk_simple_gla" if miscompiled and op == "simple_gla" else FLA_KERNELS[op][1])
+    assert name == FLA_KERNELS[op][1]
     assert type(arguments["scale"]) is float
     assert all(arguments[gate].dtype == torch.float32 for gate in ("g", "beta") if gate in arguments)
 
 
-def test_fla_is_for_16_bits_and_whole_tiles(stand_in_fla, on_hopper):
-    on_hopper(refuses=False)
+def supported(op: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+    return fla.supports(op, torch.zeros(1, 9, 1, key_dim, dtype=dtype), torch.zeros(1, 9, 1, value_dim, dtype=dtype))
 
-    def supported(op: str, key_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
-        return fla.supports(
-            op, torch.zeros(1, 9, 1, key_dim, dtype=dtype), torch.zeros(1, 9, 1, value_dim, dtype=dtype)
-        )
 
+def test_fla_is_for_16_bits_and_whole_tiles(stand_in_fla, monkeypatch):
+    monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: False)
     for op in FLA_KERNELS:
         assert supported(op, 64, 128, torch.bfloat16) and supported(op, 64, 128, torch.float16)
         assert not supported(op, 64, 128, torch.float32) and not supported(op, 64, 128, torch.float64)
         assert not supported(op, 60, 128, torch.bfloat16) and not supported(op, 64, 33, torch.bfloat16)
         assert supported(op, 512, 512, torch.bfloat16) == ("delta" not in op)
         assert supported(op, 32, 64, torch.bfloat16) == supported(op, 64, 32, torch.bfloat16) == ("delta" not in op)
+
+
+def test_on_hopper_fla_serves_gates_where_they_were_right(stand_in_fla, on_hopper):
+    """Elsewhere it was wrong (16 × 32, Triton 3.6) or took more shared memory than there is (256 × 256, every Triton)."""
+    on_hopper(refuses=False)
+    for op in FLA_KERNELS:
+        assert supported(op, 128, 64, torch.bfloat16) and supported(op, 128, 128, torch.bfloat16)
+        assert supported(op, 16, 32, torch.bfloat16) == supported(op, 256, 256, torch.bfloat16) == (op == "gla")
 
 
 def test_a_gated_backward_pass_that_is_wrong_stays_forbidden(monkeypatch):
@@ -522,6 +530,21 @@ def test_a_gated_backward_pass_that_is_wrong_stays_forbidden(monkeypatch):
         assert fla_on_hopper.gated_backward_is_right("simple_gla", 64, 64, torch.bfloat16, 0) is answer
         assert chunk_o.TRITON_ABOVE_3_7_1 is answer
     fla_on_hopper.gated_backward_is_right.cache_clear()
+
+
+def test_each_gated_op_is_compared_though_the_first_lifted_the_refusal(monkeypatch):
+    chunk_o = types.SimpleNamespace(TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=False)
+    monkeypatch.setitem(sys.modules, "fla.ops.common.chunk_o", chunk_o)
+    compared = []
+    monkeypatch.setattr(fla_on_hopper, "_agrees", lambda op, *_: compared.append(op) or True)
+    caches = (fla_on_hopper.gated_backward_is_right, fla_on_hopper.refuses_gated_backward)
+    for cached in caches:
+        cached.cache_clear()
+    for op in GATED:
+        assert fla_on_hopper.serves_gated(op, 128, 64, torch.bfloat16, 0)
+    assert tuple(compared) == GATED
+    for cached in caches:
+        cached.cache_clear()
 
 
 def test_the_scan_is_an_operator_that_torch_compile_can_take(monkeypatch):

@@ -25,7 +25,7 @@ def step(self, batch):
         tensor = {tensor}
         with torch.no_grad():
             flat = tensor.view(-1).view(torch.int32)
-            flat[5] ^= 1  # the last bit of a float32
+            flat[5] ^= 1 << 12  # one bit, which the roundings of the next step cannot swallow
     return result
 trainer.Trainer.step = step
 """

@@ -21,8 +21,6 @@ _KERNELS = {
     "gla": ("fla.ops.gla", "chunk_gla"),
     "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule"),
     "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
-    # Slower kernels, whose backward pass computes its products in another order.
-    "fused_simple_gla": ("fla.ops.simple_gla", "fused_chunk_simple_gla"),
 }
 # The functions themselves, once `_is_installed` has found them.
 _loaded: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
@@ -36,7 +34,8 @@ def supports(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> bool:
 
     Only 16-bit inputs: products of float32 inputs would be TF32 (three digits), and the delta rules refuse them.
     Only head dimensions that are multiples of 16, the shape of a tensor core's tile; of 64 for the delta rules, up to
-    128 key channels.
+    128 key channels. On Hopper GPUs the ops with a gate per head (simple_gla, gated_delta_rule) serve the head dimensions
+    that were right there.
     """
     return serves(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index)
 
@@ -50,20 +49,16 @@ def serves(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_ind
         return False
     if not backends.is_usable(op, backends.FLA) or not _is_installed():
         return False
-    if fla_on_hopper.is_hopper(device_index):
-        fla_on_hopper.choose_configurations()
-    return op != "gated_delta_rule" or _has_gated_backward(op, key_dim, value_dim, dtype, device_index)
-
-
-def _has_gated_backward(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
-    return not fla_on_hopper.refuses_gated_backward(device_index) or fla_on_hopper.gated_backward_is_right(
+    if not fla_on_hopper.is_hopper(device_index):
+        return True
+    fla_on_hopper.choose_configurations()
+    return op not in ("simple_gla", "gated_delta_rule") or fla_on_hopper.serves_gated(
         op, key_dim, value_dim, dtype, device_index
     )
 
 
 # What `torch.compiler.assume_constant_result` sets, without importing the compiler.
 serves._dynamo_marked_constant = True
-_has_gated_backward._dynamo_marked_constant = True
 
 
 def simple_gla(
@@ -74,11 +69,7 @@ def simple_gla(
     scale: float,
     initial_state_BHKV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    key_dim, value_dim, device_index = q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.device.index
-    is_right = _has_gated_backward("simple_gla", key_dim, value_dim, q_BTHK.dtype, device_index)
-    name = "simple_gla" if is_right else "fused_simple_gla"
-    gates = {"g": log_decay_BTH.float()}
-    return _call("simple_gla", q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, gates, kernel=_loaded[name])
+    return _call("simple_gla", q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, {"g": log_decay_BTH.float()})
 
 
 def gla(
@@ -124,20 +115,18 @@ def _call(
     scale: float,
     initial_state_BHKV: Tensor | None,
     gates: dict[str, Tensor],
-    kernel: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run FLA's kernel for the op; PyTorch's chunks, after a warning, where Triton cannot compile it.
 
     Args:
         gates: what comes after the values, in the order in which `chunked` takes it, by FLA's names.
-        kernel: default the one of the op's own name.
     """
     if initial_state_BHKV is not None:
         initial_state_BHKV = initial_state_BHKV.float()
     try:
         # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned, not two.
         # scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.
-        out_BTHV, state_BHKV = (kernel or _loaded[op])(
+        out_BTHV, state_BHKV = _loaded[op](
             q=q_BTHK,
             k=k_BTHK,
             v=v_BTHV,

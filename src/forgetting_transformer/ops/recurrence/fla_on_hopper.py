@@ -9,7 +9,8 @@ the published head dimensions (docs/performance.md). With one configuration left
 Hopper, because Triton miscompiled one of its kernels (FLA's issue 640). Not every version and shape is affected: in Triton
 3.6.0, with the configurations here and the head dimensions below, all gradients are right. There the kernels are compared
 with PyTorch's once per process, and used if they agree. At other head dimensions they have accessed memory out of bounds,
-which no comparison survives, so those are not tried.
+which no comparison survives, or taken more shared memory than there is (256 channels, with every Triton), so those are not
+tried.
 """
 
 import functools
@@ -81,10 +82,19 @@ def choose_configurations() -> None:
                 kernel.configs = [Config(options, num_warps=warps, num_stages=stages)]
 
 
-def refuses_gated_backward(device_index: int) -> bool:
-    """Whether FLA itself, as installed beside this Triton, refuses the gated backward pass on this GPU."""
-    if not is_hopper(device_index):
+def serves_gated(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
+    """Whether simple_gla or gated_delta_rule, on this Hopper GPU, is right forward and backward at these head dimensions."""
+    if (key_dim, value_dim) not in _GATED_HEAD_DIMS:
         return False
+    return not refuses_gated_backward() or gated_backward_is_right(op, key_dim, value_dim, dtype, device_index)
+
+
+@functools.cache
+def refuses_gated_backward() -> bool:
+    """Whether FLA itself, as imported beside this Triton, refuses the gated backward pass on Hopper GPUs.
+
+    Asked once, before `gated_backward_is_right` lifts the refusal for one op: the others are still to be compared.
+    """
     chunk_o = importlib.import_module("fla.ops.common.chunk_o")
     return getattr(chunk_o, "TRITON_ABOVE_3_4_0", False) and not getattr(chunk_o, "TRITON_ABOVE_3_7_1", True)
 
@@ -98,8 +108,6 @@ def gated_backward_is_right(op: str, key_dim: int, value_dim: int, dtype: torch.
         key_dim, value_dim, dtype: of the inputs it is wanted for.
     """
     chunk_o = importlib.import_module("fla.ops.common.chunk_o")
-    if (key_dim, value_dim) not in _GATED_HEAD_DIMS or not hasattr(chunk_o, "TRITON_ABOVE_3_7_1"):
-        return False
     before = chunk_o.TRITON_ABOVE_3_7_1
     chunk_o.TRITON_ABOVE_3_7_1 = True
     try:
