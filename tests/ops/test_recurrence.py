@@ -3,7 +3,6 @@
 Axes: B batch, T positions, H heads, K key channels, V value channels; selective_scan: E channels, N states.
 """
 
-import functools
 import math
 import subprocess
 import sys

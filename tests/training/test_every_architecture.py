@@ -16,6 +16,8 @@ from tests.training.conftest import STEP, changed, checkpoint_tensors, train
 pytestmark = pytest.mark.slow
 
 CASES = [(name, {}, "auto", 1) for name in registry.model_names() if name != "forgetting_transformer"]
+# A parameter with two names.
+CASES += [("forgetting_transformer", {"tie_word_embeddings": True}, "auto", 1)]
 # A parameter without a gradient, and one that all blocks share.
 CASES += [
     ("hgrn2", {"apply_lower_bounds": apply}, strategy, 2) for strategy in ("ddp", "fsdp") for apply in (False, True)

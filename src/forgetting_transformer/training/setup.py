@@ -27,7 +27,7 @@ from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
 from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.decoder import DecoderConfig
-from forgetting_transformer.training import status
+from forgetting_transformer.training import initialisation, status
 from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
 from forgetting_transformer.training.metrics import LogFile, TerminalHandler
@@ -177,9 +177,12 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
         ConfigError: a field the architecture does not have, or a vocabulary that is not the data's.
     """
     fields = model_config(config, data)
-    torch.manual_seed(config.seed)
-    with contextlib.nullcontext() if initialise else no_init_weights():
+    with no_init_weights():
         model = registry.get(config.model.name).lm_class(fields)
+    # Left out above together with the weights.
+    model.tie_weights(recompute_mapping=False)
+    if initialise:
+        initialisation.initialise(model, config.seed)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
         # Meant for frozen embeddings. Without gradients, in an evaluation, it would make the first block's input a kind of its

@@ -1,0 +1,61 @@
+"""Initial weights as a function of (seed, name of the parameter).
+
+Models that share a parameter's name and shape start with the same values there, whatever else they hold: two variants of an
+architecture differ in what they do, not in their luck. And tensors can be drawn in pieces by all cores at once.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+# Values drawn from one generator: enough to keep a core busy, few enough to share a matrix among cores. Part of what the
+# initial weights are: another number gives other weights.
+PIECE = 1 << 18
+_DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+
+
+def initialise(model: PreTrainedModel, seed: int) -> None:
+    """Draw the initial weights of a model that was built without them, on the CPU.
+
+    What the architecture draws and from which law is its own (`_init_weights`). Each parameter's numbers come from generators
+    seeded with (seed, its name, the piece of it); random numbers for anything else come from PyTorch's own generator, which
+    is seeded too.
+    """
+    torch.manual_seed(seed)
+    # A core of its own for whoever calls: kernels are tested meanwhile.
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as cores, _ByName(model, seed, cores):
+        model.initialize_weights()
+
+
+class _ByName(TorchDispatchMode):
+    """Within it, a parameter of `model` that is drawn as a whole is drawn in pieces, each from a generator of its own."""
+
+    def __init__(self, model: nn.Module, seed: int, cores: ThreadPoolExecutor) -> None:
+        super().__init__()
+        self.seed, self.cores = seed, cores
+        self.names = {p.data_ptr(): (name, p.numel()) for name, p in model.named_parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func in _DRAWS:
+            tensor, *law = args
+            name, size = self.names.get(tensor.data_ptr(), ("", 0))
+            if tensor.numel() == size and tensor.is_contiguous():
+                list(self.cores.map(lambda piece: _draw(func, *piece, law), self._pieces(tensor, name)))
+                return tensor
+        return func(*args, **(kwargs or {}))
+
+    def _pieces(self, tensor: Tensor, name: str) -> Iterator[tuple[Tensor, int]]:
+        for number, piece in enumerate(tensor.detach().view(-1).split(PIECE)):
+            digest = hashlib.blake2b(f"{self.seed}/{name}/{number}".encode(), digest_size=8).digest()
+            yield piece, int.from_bytes(digest, "little", signed=True)
+
+
+def _draw(func: Any, piece: Tensor, seed: int, law: list[float]) -> None:
+    func(piece, *law, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,74 @@
+"""Initial weights depend on the seed and a parameter's name, and on nothing else."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.training import initialisation, parse, setup
+from forgetting_transformer.training.config import Config
+from tests.model.small_models import SMALL_FIELDS
+from tests.tiny import VOCAB
+from tests.training.conftest import changed
+
+DATA = SimpleNamespace(vocab_size=VOCAB, bos_token_id=0)
+
+
+def config_of(tiny: dict, name: str, **changes) -> Config:
+    fields = {"hidden_size": 32, "num_hidden_layers": 2, **SMALL_FIELDS[name]}
+    return parse(OmegaConf.create(changed(tiny, model={"name": name, "config": fields}, **changes)))
+
+
+def weights(config: Config) -> dict[str, torch.Tensor]:
+    return dict(setup.build_model(config, DATA).named_parameters())
+
+
+@pytest.mark.parametrize("name", registry.model_names())
+def test_every_weight_is_drawn_from_its_law_whatever_the_number_of_cores(tiny, name, monkeypatch):
+    """The laws are those of a model that is built without this; what memory held before is overwritten."""
+    monkeypatch.setattr(initialisation, "PIECE", 1000)
+    config = config_of(tiny, name)
+    many = weights(config)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    built = registry.get(name).lm_class(setup.model_config(config, DATA))
+    plain = {key: parameter.detach().clone() for key, parameter in built.named_parameters()}
+    for parameter in built.parameters():
+        parameter.detach().fill_(torch.nan)
+    for module in built.modules():
+        module._is_hf_initialized = False
+    initialisation.initialise(built, config.seed)
+    one = dict(built.named_parameters())
+    assert many.keys() == one.keys() == plain.keys()
+    for key, parameter in many.items():
+        assert torch.equal(parameter, one[key]) and torch.isfinite(parameter).all(), key
+        if plain[key].unique().numel() == 1:
+            assert torch.equal(parameter, plain[key]), key
+        elif plain[key].numel() > 64:
+            error = 6 / parameter.numel() ** 0.5
+            assert abs(parameter.mean() - plain[key].mean()) <= error * plain[key].std(), key
+            assert abs(parameter.std() / plain[key].std() - 1) <= error, key
+
+
+def test_models_start_alike_where_they_have_the_same_parameters(tiny):
+    """A change of one part, or of depth, leaves the rest as it was; another seed changes everything."""
+    ours = weights(config_of(tiny, "forgetting_transformer"))
+    longer = config_of(tiny, "forgetting_transformer")
+    longer.model.config.update(num_hidden_layers=3, use_output_gate=not longer.model.config.get("use_output_gate", False))
+    theirs = weights(longer)
+    shared = ours.keys() & theirs.keys()
+    assert len(shared) > 10 and theirs.keys() != ours.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in shared)
+    other = weights(config_of(tiny, "forgetting_transformer", seed=1))
+    drawn = [key for key, parameter in ours.items() if parameter.unique().numel() > 64]
+    assert len(drawn) > 5 and not any(torch.equal(ours[key], other[key]) for key in drawn)
+
+
+@pytest.mark.parametrize("initialise", [False, True])
+def test_a_tied_output_layer_is_the_embedding(tiny, initialise):
+    config = config_of(tiny, "forgetting_transformer")
+    config.model.config["tie_word_embeddings"] = True
+    model = setup.build_model(config, DATA, initialise)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
