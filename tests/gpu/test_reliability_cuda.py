@@ -1,7 +1,6 @@
 """Stopping, saving in the background, bad steps and changes of size on CUDA; on two GPUs over NCCL where there are two."""
 
-import json
-from pathlib import Path
+import signal
 
 import pytest
 import torch
@@ -131,7 +130,29 @@ trainer.Trainer.step = step
     codes = job.wait()
     assert all(codes), codes
     assert "in lost_in_thought" in rank_log(config, 1)
-    assert json.loads((Path(config["output_dir"]) / "status.json").read_text())["status"] in ("failed", "running")
+    assert status(config)["status"] == "failed"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_that_is_killed_is_named(on_gpus, strategy):
+    """Rank 0 waits for it in a CUDA call, which NCCL alone would not end before its timeout."""
+    if GPUS < 2:
+        pytest.skip("needs 2 GPUs")
+    patch = """
+import os
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 9 and self.fabric.global_rank == 1:
+        os.kill(os.getpid(), 9)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    config = on_gpus(strategy, 2)
+    job = Job(config, 2, patch=patch, accelerator="cuda")
+    assert job.wait() == [1, -signal.SIGKILL]
+    assert status(config)["status"] == "failed"
+    assert f"rank 1 (process {job.processes[1].pid} on " in status(config)["reason"]
 
 
 def test_two_one_and_two_gpus_with_other_micro_batches(on_gpus, tmp_path):

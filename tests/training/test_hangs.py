@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from forgetting_transformer.training import checkpoint, sentinel
+from forgetting_transformer.training import checkpoint, peers, sentinel
 from forgetting_transformer.training.checkpoint import Checkpointer
 from tests.training.conftest import STEP, Job, changed, train
 from tests.training.test_checkpoint import trained
@@ -228,6 +229,23 @@ def test_a_first_step_may_take_longer_than_the_limit_of_later_ones():
     assert watch._patience() == sentinel.LEAST_PATIENCE_SECONDS
     with watch.waiting_for("the checkpoint at 5 tokens", 1000.0):
         assert watch._patience() == 2000, "a flush may take as long as the whole save before it"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("place", [None, "another-machine pid:[1]"])
+def test_only_a_process_that_can_be_seen_is_missed(monkeypatch, place):
+    """Elsewhere, and in another container, its number is another process's or nobody's."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(HANG,))
+    process.start()
+    torch.distributed.PrefixStore("peers", store).set("1", f"{process.pid} {place or peers._place()}")
+    here = peers.Peers()
+    here.join(0, 2)
+    assert here.gone() is None
+    process.kill()
+    process.join()
+    assert here.gone() == (None if place else 1)
 
 
 def _hang_with_its_log(pipe: int) -> None:

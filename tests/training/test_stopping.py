@@ -178,6 +178,31 @@ trainer.Trainer.step = step
     assert_same_run(finished(tiny, 2), tiny["output_dir"])
 
 
+def test_a_rank_inside_of_a_call_that_never_returns_notices_that_another_was_killed(tiny):
+    """As in a CUDA call that waits for NCCL; a launcher asks the ranks that are left to stop, and kills them 30 s later."""
+    patch = """
+import os, signal, time
+from forgetting_transformer.training import sentinel, trainer
+sentinel.PEER_PATIENCE_SECONDS = 0.5
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 9:
+        if self.fabric.global_rank == 1:
+            os.kill(os.getpid(), 9)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(36000)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    job = Job(tiny, 2, patch=patch)
+    assert job.wait() == [1, -signal.SIGKILL]
+    found = status(tiny)
+    assert found["status"] == "failed"
+    assert f"rank 1 (process {job.processes[1].pid} on " in found["reason"], found
+    assert "was killed or has crashed; no step ended for " in found["reason"]
+    assert "the last good checkpoint is" in found["reason"]
+
+
 def test_a_data_worker_that_is_killed_is_replaced_and_no_batch_is_lost(tiny, finished):
     patch = """
 import multiprocessing, os

@@ -21,6 +21,8 @@ from forgetting_transformer.model.decoder import DecoderBlock
 from forgetting_transformer.training.config import Config, ConfigError
 
 log = logging.getLogger(__name__)
+#: NCCL ends a process whose operation takes too long, and nothing then says why. The sentinel, which does, comes first.
+_AFTER_THE_SENTINEL_SECONDS = 60
 
 
 def launch(config: Config) -> Fabric:
@@ -105,7 +107,7 @@ def _expected_world_size(config: Config, under_cli: bool) -> int:
 
 
 def _strategy(config: Config, world_size: int) -> Strategy | str:
-    timeout = timedelta(seconds=config.strategy.timeout_seconds)
+    timeout = timedelta(seconds=config.strategy.timeout_seconds + _AFTER_THE_SENTINEL_SECONDS)
     if config.strategy.name == "fsdp" and world_size == 1:
         # One process has nothing to shard. FSDP2 would still copy every weight and gradient, and keep the host so busy
         # that an H200 waits for it: a 125M model trains at 250,000 tokens/s instead of 400,000.

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ _CLOSED = re.compile(r"(connection|socket) (was )?(closed|reset)|(closed|reset) 
 _PERHAPS = re.compile(r"connection|timed? ?out|socket|broken pipe|NCCL|gloo", re.IGNORECASE)
 #: A connection ends a moment before the process behind it is seen to have ended.
 _SECONDS_TO_DIE = 3.0
+#: All ranks have just found each other when they say who they are. One that takes longer is not looked after.
+_SECONDS_TO_JOIN = 60.0
 
 
 class Peers:
@@ -28,13 +31,29 @@ class Peers:
     def __init__(self) -> None:
         self.rank, self.world_size = 0, 1
         self._store: Any = None
+        #: Processes of the other ranks that this one can see: rank -> pid.
+        self._visible: dict[int, int] = {}
 
     def join(self, rank: int, world_size: int) -> None:
         """Called once by every rank when they are connected."""
         self.rank, self.world_size = rank, world_size
         if world_size > 1:
             self._store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())
-            self._tell(f"{rank}", f"{os.getpid()} {socket.gethostname()}")
+            self._tell(f"{rank}", f"{os.getpid()} {_place()}")
+            self._look_around()
+
+    def _look_around(self) -> None:
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        with contextlib.suppress(Exception):  # a rank that is gone already: the next collective operation tells
+            self._store.wait([f"{rank}" for rank in others], timedelta(seconds=_SECONDS_TO_JOIN))
+            for rank in others:
+                process, _, place = self._told(f"{rank}").partition(" ")
+                if place == _place() and not _is_gone(int(process)):
+                    self._visible[rank] = int(process)
+
+    def gone(self) -> int | None:
+        """A rank on this machine whose process has ended; None if there is none. Asks nobody, so it cannot hang."""
+        return next((rank for rank, process in self._visible.items() if _is_gone(process)), None)
 
     def failed(self, reason: str) -> None:
         """This rank ends, and why. Never raises."""
@@ -57,9 +76,9 @@ class Peers:
                 if reason := self._told(f"{rank} failed"):
                     return f"rank {rank} has failed: {reason}"
             for rank in others:
-                process, _, host = (self._told(f"{rank}") or "").partition(" ")
-                if process and host == socket.gethostname() and _is_gone(int(process)):
-                    return f"rank {rank} (process {process} on {host}) was killed or has crashed"
+                process, _, place = (self._told(f"{rank}") or "").partition(" ")
+                if process and place == _place() and _is_gone(int(process)):
+                    return f"rank {rank} (process {process} on {socket.gethostname()}) was killed or has crashed"
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
@@ -88,6 +107,13 @@ class Peers:
             if self._store.check([key]):
                 return self._store.get(key).decode(errors="replace")
         return None
+
+
+def _place() -> str:
+    """Where a process number means the same: this machine, and on it this container."""
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
 
 
 def _is_gone(process: int) -> bool:

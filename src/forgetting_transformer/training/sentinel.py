@@ -34,6 +34,9 @@ SAME_REQUEST_SECONDS = 1.0
 LEAST_PATIENCE_SECONDS = 60.0
 #: The same for a checkpoint of which no byte is written: a flush of many gigabytes to a slow disk is one long silence.
 LEAST_WRITER_PATIENCE_SECONDS = 300.0
+#: A rank whose peer's process has ended notices that by itself: a connection was closed. Inside of a CUDA call, where it
+#: waits for the peer's NCCL, it does not; then it is ended after so long, before a launcher that tidies up kills it.
+PEER_PATIENCE_SECONDS = 10.0
 #: Until the first step has ended every stage of the start may take so much longer than `timeout`: kernels are compiled
 #: and tuned, weights are read.
 START_SECONDS = 1800.0
@@ -54,6 +57,9 @@ class Sentinel:
         self.timeout = timeout
         #: Called before the process ends itself, with the reason.
         self.on_end: Callable[[str], None] = lambda reason: None
+        #: A rank without which no step ends, because its process has; None if there is none.
+        self.gone: Callable[[], int | None] = lambda: None
+        self._gone_since: float | None = None
         #: Name of the signal that asked to stop, None if none did.
         self.request: str | None = None
         self._heard_at = 0.0
@@ -136,7 +142,7 @@ class Sentinel:
                 if number in SIGNALS:
                     self._hear(signal.Signals(number))
             silence = time.monotonic() - self._last_beat
-            if silence > self._patience() and not self._closing:
+            if not self._closing and (silence > self._patience() or self._waits_in_vain(silence)):
                 self._end(silence)
 
     def _hear(self, number: signal.Signals) -> None:
@@ -147,6 +153,13 @@ class Sentinel:
         elif now - self._heard_at > SAME_REQUEST_SECONDS:
             reason = f"{number.name}, after {self.request}: left at once, without a checkpoint"
             self._leave(128 + number, reason, lambda: log.warning("%s", reason), AT_ONCE_SECONDS)
+
+    def _waits_in_vain(self, silence: float) -> bool:
+        if self._writer_of is not None or self._closing_down or silence < PEER_PATIENCE_SECONDS or self.gone() is None:
+            return False
+        now = time.monotonic()
+        self._gone_since = self._gone_since or now
+        return now - self._gone_since > PEER_PATIENCE_SECONDS
 
     def _patience(self) -> float:
         if self._writer_of is not None:
@@ -186,6 +199,8 @@ class Sentinel:
         room = f" and {START_SECONDS:.0f} s for compiling" if self._stage is not None and self._writer_of is None else ""
         limit = f"after {self.request}" if self.request and not room else f"(strategy.timeout_seconds{room})"
         reason = f"{what} for {seconds:.0f} s {limit}; {where}"
+        if self._gone_since is not None:
+            reason = f"{what} for {seconds:.0f} s, and never will: the process of rank {self.gone()} is gone"
         self._leave(1, reason, lambda: log.critical("%s. Where its threads are:%s", reason, text), LAST_WORDS_SECONDS, text)
 
     def _leave(self, code: int, reason: str, say: Callable[[], None], seconds: float, stacks: str = "") -> None:

@@ -149,6 +149,7 @@ class Trainer:
         self.fabric = launch(config)
         self.peers = peers or Peers()
         self.peers.join(self.fabric.global_rank, self.fabric.world_size)
+        self.sentinel.gone = self.peers.gone
         check(config, self.fabric.world_size)
         self._started("processes")
         self.goodput = goodput.Goodput(self.directory.goodput if self.fabric.is_global_zero else None)
