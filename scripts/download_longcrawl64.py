@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 from forgetting_transformer import command_line
-from forgetting_transformer.data.download import MIRROR, SPLITS, Selection, download
-from forgetting_transformer.data.errors import DataError
+
+with command_line.interruptible("interrupted: the same command continues"):
+    from forgetting_transformer.data.download import MIRROR, SPLITS, Selection, download
+    from forgetting_transformer.data.errors import DataError
 
 EPILOG = f"""\
 examples:

@@ -7,8 +7,10 @@ import re
 import sys
 
 from forgetting_transformer import command_line
-from forgetting_transformer.data.corpus import CorpusError, CorpusSettings, prepare_corpus
-from forgetting_transformer.data.corpus.settings import DEFAULT_HELDOUT_FRACTION
+
+with command_line.interruptible("interrupted: the same command continues"):
+    from forgetting_transformer.data.corpus import CorpusError, CorpusSettings, prepare_corpus
+    from forgetting_transformer.data.corpus.settings import DEFAULT_HELDOUT_FRACTION
 
 EPILOG = """\
 examples:

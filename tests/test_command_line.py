@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import builtins
 import os
 import runpy
 import subprocess
@@ -122,13 +123,25 @@ def test_ctrl_c_is_one_line_and_130(capsys):
     assert command_line.run(lambda: 3) == 3 and command_line.run(lambda: None) is None
 
 
+@pytest.mark.parametrize("moment", ["importing", "working"])
 @pytest.mark.parametrize("script", ["save_model.py", *(f"scripts/{name}.py" for name in (
     "generate", "report", "verify_data", "prepare_data", "download_longcrawl64"))])  # fmt: skip
-def test_ctrl_c_ends_each_command_in_that_way(script, monkeypatch, capsys):
+def test_ctrl_c_ends_each_command_in_that_way(script, moment, monkeypatch, capsys):
+    really_import = builtins.__import__
+
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", interrupted)
+    def interrupted_import(name: str, *arguments: object, **options: object) -> object:
+        if name.startswith("forgetting_transformer."):
+            raise KeyboardInterrupt
+        return really_import(name, *arguments, **options)
+
+    monkeypatch.setattr(sys, "argv", [script, "--hf_load_dir=run", "--hf_save_dir=hf"] if "save" in script else [script, "x"])
+    if moment == "importing":
+        monkeypatch.setattr(builtins, "__import__", interrupted_import)
+    else:
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", interrupted)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     said = capsys.readouterr().err

@@ -1,10 +1,11 @@
 """What the commands share: types of arguments for argparse, and how they end. Imports only the standard library."""
 
 import argparse
+import contextlib
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 #: What a shell reports of a command that SIGINT has ended, and of one that SIGPIPE has.
@@ -30,6 +31,16 @@ def path(text: str) -> Path:
         argparse.ArgumentTypeError: as `name`.
     """
     return Path(name(text))
+
+
+@contextlib.contextmanager
+def interruptible(interrupted: str = "interrupted") -> Iterator[None]:
+    """Ctrl-C in here, where a command imports what takes seconds, ends it as it would in `run`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        sys.exit(_INTERRUPTED)
 
 
 def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int | None:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from forgetting_transformer import elastic
-from forgetting_transformer.redaction import RedactingFormatter, redact
+from forgetting_transformer.redaction import RedactingFormatter, RedactingStream, redact
 
 DATE_FORMAT = "%m-%d %H:%M:%S"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -61,9 +61,10 @@ def start_log() -> None:
 
 @contextlib.contextmanager
 def one_voice() -> Iterator[None]:
-    """What is printed in here is printed by the first process of the node only."""
+    """What is printed in here is printed by the first process of the node only, and without the passwords of URLs."""
     if first_of_node():
-        yield
+        with contextlib.redirect_stdout(RedactingStream(sys.stdout)):
+            yield
         return
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

@@ -6,7 +6,7 @@ https://reader:***@host/data?token=***. Imports only the standard library.
 
 import logging
 import re
-from typing import Any
+from typing import Any, TextIO
 
 REDACTED = "***"
 # Up to the last @ before the path, since passwords hold @ too.
@@ -47,3 +47,16 @@ class RedactingFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
+
+
+class RedactingStream:
+    """A stream, such as standard output, to which no password of a URL is written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(redact(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

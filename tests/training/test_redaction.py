@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import runpy
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from forgetting_transformer.sweep.machines import Slurm
 from forgetting_transformer.sweep.state import SweepState
 from forgetting_transformer.training import parse
 from tests.data.mirror import serve, write_layout
+from tests.processes import ROOT
 from tests.training.conftest import STEP, changed
 from tests.training.conftest import Job as Training
 
@@ -49,6 +51,15 @@ def everything_written(*folders: Path) -> str:
 def test_what_is_shown_of_a_url(text, shown):
     assert redact(text) == shown and redact(shown) == shown
     assert redact_tree({"a": [text, 1, None], "b": {"c": text}}) == {"a": [shown, 1, None], "b": {"c": shown}}
+
+
+def test_the_composed_configuration_is_printed_without_it(monkeypatch, capsys):
+    url = f"https://reader:{SECRET}@host/data"
+    arguments = ["+experiment/demo=fox_pro", f"data_dir='{url}'", "output_dir=run", "--cfg", "all"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "https://reader:***@host/data" in printed and SECRET not in printed
 
 
 @pytest.mark.slow

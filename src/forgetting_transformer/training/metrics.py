@@ -181,10 +181,7 @@ class _Wandb:
             self.place = "not installed"
             return
         try:
-            directory.wandb_run_id.parent.mkdir(parents=True, exist_ok=True)
-            if not directory.wandb_run_id.is_file():
-                write_atomically(directory.wandb_run_id, secrets.token_hex(4))
-            run_id = directory.wandb_run_id.read_text(encoding="utf-8").strip()
+            run_id = _wandb_run_id(directory)
             log_dir = Path(config.wandb.log_dir or directory.root)
             log_dir.mkdir(parents=True, exist_ok=True)
             if config.wandb.mode == "offline":
@@ -229,6 +226,28 @@ class _Wandb:
                 self._run.finish()
         except Exception as error:
             log.warning("wandb did not finish (%s); all metrics are in the JSON-lines files", error)
+
+
+def _wandb_run_id(directory: RunDirectory) -> str:
+    """The id of this folder's run in wandb. A folder that is a copy gets its own: the other may go on, under the old one."""
+    file, home = directory.wandb_run_id, directory.wandb_run_id.with_name("folder.json")
+    here = {"output_dir": str(directory.root), "inode": directory.root.stat().st_ino}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        recorded = json.loads(home.read_text(encoding="utf-8"))
+        # One that was moved keeps its inode, and so does one that a link leads to.
+        known = any(recorded[key] == value for key, value in here.items())
+    except FileNotFoundError:
+        known, recorded = True, None  # of an earlier version
+    except (ValueError, LookupError, TypeError):
+        known, recorded = False, {}
+    if not file.is_file() or not known:
+        if file.is_file():
+            log.info("this folder is a copy: wandb gets a run of its own for it, with all that its metrics hold")
+        write_atomically(file, secrets.token_hex(4))
+    if recorded != here:
+        write_atomically(home, json.dumps(here))
+    return file.read_text(encoding="utf-8").strip()
 
 
 @contextlib.contextmanager

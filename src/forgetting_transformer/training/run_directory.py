@@ -32,6 +32,7 @@ ARRAY_KINDS = ("train_eval", "val")
 #: What else a start changes or takes for its own: patterns under `output_dir`.
 _CHANGED = (
     "goodput.json", "last_checkpoint.json", "tokenizer", "logs/rank-[0-9]*.log", "metrics/wandb/wandb_run_id.txt",
+    "metrics/wandb/folder.json",
     *(f"metrics/jsonlines/{kind}.jsonl" for kind in KINDS),
     *(f"metrics/npz/{kind}/step-{15 * '[0-9]'}.npz" for kind in ARRAY_KINDS),
 )  # fmt: skip
