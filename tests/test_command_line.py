@@ -137,7 +137,8 @@ def test_ctrl_c_ends_each_command_in_that_way(script, moment, monkeypatch, capsy
             raise KeyboardInterrupt
         return really_import(name, *arguments, **options)
 
-    monkeypatch.setattr(sys, "argv", [script, "--hf_load_dir=run", "--hf_save_dir=hf"] if "save" in script else [script, "x"])
+    arguments = ["--hf_load_dir=run", "--hf_save_dir=hf"] if "save" in script else ["x"]
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
     if moment == "importing":
         monkeypatch.setattr(builtins, "__import__", interrupted_import)
     else:

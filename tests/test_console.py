@@ -191,6 +191,15 @@ def error_of(*overrides: str) -> str:
             "ConfigError: Could not override 'experiment/demo'. No match in the defaults list; "
             "To append to your default list use +experiment/demo=fox_pro",
         ),
+        (["optimizer="], "ConfigError: optimizer= is empty (a variable that is not set?); choices: adamw"),
+        *(
+            (
+                [f"tag={value}"],
+                f"ConfigError: tag={value} cannot be read; give text that holds = , : \" ' or brackets in two pairs of "
+                "quotes: 'tag=\"…\"'",
+            )
+            for value in ("'", "[a", "a=b", "${")
+        ),
     ],
 )
 def test_a_typo_is_answered_in_one_line_with_the_closest_name(overrides, text):
@@ -252,6 +261,7 @@ def test_the_folder_of_a_command_that_cannot_be_composed(arguments, folder):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [(["=3"], "ConfigError: '=3' has no key; write key=value"), (["--resolve"], "ConfigError: The --resolve flag"),
+     (["--config-name=foo"], "ConfigError: --config-name=foo: there is no such file in "),
      (["+experiment/demo=fox_pro", "data_dir=data", "output_dir= "], "ConfigError: output_dir")],
 )  # fmt: skip
 def test_what_hydra_raises_raw_is_one_line(rank, monkeypatch, capsys, tmp_path, arguments, said):

@@ -33,6 +33,11 @@ def path(text: str) -> Path:
     return Path(name(text))
 
 
+def one_line(error: BaseException) -> str:
+    """All that an error of a library says, which may be a title and a list, for the middle of a sentence."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
 @contextlib.contextmanager
 def interruptible(interrupted: str = "interrupted") -> Iterator[None]:
     """Ctrl-C in here, where a command imports what takes seconds, ends it as it would in `run`."""

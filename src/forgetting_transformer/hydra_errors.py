@@ -1,6 +1,7 @@
 """What is wrong with a command line, in one line with the closest name, where Hydra prints ten."""
 
 import difflib
+import re
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,8 +41,14 @@ def _explain(error: Exception, config_dir: Path | None) -> str:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
+        if not option:
+            return f"{group}= is empty (a variable that is not set?); choices: {', '.join(error.options)}"
         return f"there is no {group}={option}{closest(option, error.options, 'choices')}"
     if isinstance(error, OverrideParseException):
+        key, equals, value = error.override.partition("=")
+        if equals and re.fullmatch(r"[\w@/.+~:-]+", key):
+            how = f"in two pairs of quotes: '{key}=\"…\"'"
+            return f"{key}={value} cannot be read; give text that holds = , : \" ' or brackets {how}"
         reason = next((line for line in error.message.splitlines() if not line.startswith("Error parsing")), "")
         return f"{error.override!r} is not of the form key=value ({reason.strip()})"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not in struct" in str(cause):
@@ -55,6 +62,9 @@ def _explain(error: Exception, config_dir: Path | None) -> str:
         return f"unknown config key {key!r}{close}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and config_dir is not None:
         group, _, option = error.missing_cfg_file.rpartition("/")
+        if not group:
+            known = " or ".join(sorted(file.stem for file in config_dir.glob("*.yaml")))
+            return f"--config-name={option}: there is no such file in {config_dir}; leave it out, or name {known}"
         if (config_dir / group).is_dir():
             return f"there is no {group}={option}{_in_groups_below(config_dir, group, option)}"
     lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines()]

@@ -46,7 +46,13 @@ SIZE = Range(1, 2**24)
 POSITIVE = Range(0, 1e9, above=True)
 
 
+#: Bounds that no decimal says as well.
+_POWERS = {-(2**63): "-2**63", 2**63 - 1: "2**63 - 1"}
+
+
 def _written(number: float) -> str:
+    if number in _POWERS:
+        return _POWERS[number]
     return f"{int(number):,}" if number == int(number) and abs(number) < 1e16 else f"{number:g}"
 
 

@@ -200,6 +200,26 @@ def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=", "seed= is empty (a variable that is not set?); give a whole number from -2**63 to 2**63 - 1"),
+        ("resume=", "resume= is empty (a variable that is not set?); give true or false"),
+        ("seed=x", "seed=x must be a whole number from -2**63 to 2**63 - 1"),
+        ("fabric=", "fabric= is a group of keys: set fabric.devices, fabric.accelerator, "),
+        ("train=null", "train=None is a group of keys: set train.max_tokens, "),
+        ("tag=${nope}", "tag=${nope}: Interpolation key 'nope' not found; give the value itself, "),
+        ("exp=${nope:1}", "exp=${nope:1}: Unsupported interpolation type nope; give the value itself, "),
+        # Another key refers to this one.
+        ("train.max_tokens=${oc.env:NOPE}", "train.max_tokens=${oc.env:NOPE}: Environment variable 'NOPE' not found; give "),
+    ],
+)
+def test_a_value_that_is_none_is_refused_by_the_key_that_was_given_it(override, message):
+    with pytest.raises(ConfigError) as refused:
+        demo(override)
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("override", "world_size", "message"),
     [
         ("datamodule.train_batch_size=6", 4, r"train_batch_size=6 .* 4 processes; use a multiple of 4.*\[1, 2, 3, 6\]"),

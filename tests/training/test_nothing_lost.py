@@ -53,6 +53,19 @@ def test_checkpoints_without_manifests_are_damage_and_not_wreckage(tmp_path):
     assert snapshot(tmp_path / "run") == before
 
 
+@pytest.mark.parametrize("what", ["no run is recognised", "a fork"])
+def test_resume_false_is_advised_only_where_it_would_be_allowed(tmp_path, what):
+    """It moves nothing aside in a folder that may not be a run's, and starts no fork over."""
+    damaged = tmp_path / f"checkpoints/step-{128:015d}/state"
+    damaged.mkdir(parents=True)
+    if what == "a fork":
+        (tmp_path / "starts.jsonl").write_text("{}\n")
+    checkpointer = Checkpointer(tmp_path / "checkpoints", 1, 0, 1)
+    checkpointer.forked = what == "a fork"
+    with pytest.raises(CheckpointError, match=r"Bring back a copy of one, or choose another output_dir$"):
+        checkpointer.newest()
+
+
 def test_the_manifest_is_there_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
     seen = []
     rename = Path.rename

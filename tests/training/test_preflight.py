@@ -1,5 +1,6 @@
 """Before a long run: what would go wrong later is said now, and nothing is left behind."""
 
+import re
 from pathlib import Path
 
 from tests.training.conftest import Job, changed, refused
@@ -20,6 +21,7 @@ def test_it_measures_and_leaves_the_run_alone(tiny, tmp_path):
         "all-reduce",
     ):
         assert row in said, said
+    assert re.search(r"^disk: speed of writing +[\d.]+ [kMG]B/s$", said, re.MULTILINE), said
     assert "20 of 4 x 32" in said
 
 

@@ -299,3 +299,10 @@ def test_with_a_cache_too_small_the_old_run_stays_where_it_is(tiny, tmp_path):
         remote = {"data_dir": mirror.url, "datamodule__cache_dir": str(tmp_path / "cache"), "datamodule__cache_gb": 1e-9}
         assert "datamodule.cache_gb=1e-09 is less than" in refused(changed(tiny, resume=False, **remote))
     assert (root / "starts.jsonl").is_file() and not (root / "previous").exists()
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_file_in_the_place_of_the_folder_is_called_one(tmp_path, below):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(RunDirectoryError, match=r"is a file, or lies under one; choose another output_dir$"):
+        RunDirectory(tmp_path / "thesis.tex" / below).acquire()

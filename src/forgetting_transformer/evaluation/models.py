@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from forgetting_transformer.command_line import one_line
+
 log = logging.getLogger(__name__)
 
 PRECISIONS = ("auto", "bf16", "fp32")
@@ -270,8 +272,8 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn
         found = tokenizer_of_run(directory, state, tokenizer)
     except (OSError, ValueError) as error:
         if tokenizer is not None:
-            raise EvaluationError(f"--tokenizer={tokenizer}: {str(error).splitlines()[0]}") from error
-        found, problem = None, str(error).splitlines()[0]
+            raise EvaluationError(f"--tokenizer={tokenizer}: {one_line(error)}") from error
+        found, problem = None, one_line(error)
     return model, found, state["config"]["datamodule"]["train_batch_len"], checkpoint.step, problem
 
 
@@ -288,11 +290,11 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
         )
     except SafetensorError as error:
         raise EvaluationError(
-            f"the weights of {source} are damaged ({str(error).splitlines()[0]}); export or download the model again"
+            f"the weights of {source} are damaged ({one_line(error)}); export or download the model again"
         ) from error
     except (OSError, ValueError) as error:
         raise EvaluationError(
-            f"cannot load the model {source}: {str(error).strip().splitlines()[0]}. It must be a folder or a hub id with "
+            f"cannot load the model {source}: {one_line(error)}. It must be a folder or a hub id with "
             "config.json and safetensors weights; without a network run `hf download "
             + source
             + " --local-dir FOLDER` "
@@ -305,8 +307,8 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
         check_vocabulary(found, config.vocab_size)
     except (OSError, ValueError, KeyError) as error:
         if tokenizer is not None:
-            raise EvaluationError(f"--tokenizer={tokenizer}: {str(error).splitlines()[0]}") from error
-        found, problem = None, str(error).splitlines()[0]
+            raise EvaluationError(f"--tokenizer={tokenizer}: {one_line(error)}") from error
+        found, problem = None, one_line(error)
     length = getattr(found, "model_max_length", None)
     if length is None or length > _NO_LIMIT:
         length = getattr(config, "max_position_embeddings", None)

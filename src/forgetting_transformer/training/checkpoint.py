@@ -52,6 +52,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from forgetting_transformer.training.corruption import differing, digests_of_whole
 from forgetting_transformer.training.host_copy import HostCopy, share
+from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.safe_reader import (
     TensorPlanner,
     TensorReader,
@@ -142,6 +143,8 @@ class Checkpointer:
     ) -> None:
         self.folder, self.keep_last, self.rank, self.world_size = folder, keep_last, rank, world_size
         self.record = record
+        #: The run began from another's checkpoint: resume=false, which begins with nothing, cannot start it over.
+        self.forked = False
         self.background = background
         self._group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
         self._copy = HostCopy()
@@ -336,6 +339,8 @@ class Checkpointer:
     def _why_not_from_the_start(self) -> str | None:
         """What speaks against training from the first token where no checkpoint can be used; None for a new run."""
         over = "start over with resume=false, which moves what is left of the run aside"
+        if self.forked or not _can_be_moved_aside(self.folder.parent):
+            over = "choose another output_dir"
         if steps := steps_in(self.folder):
             names = ", ".join(_name(step) for step in steps)
             return (
@@ -591,6 +596,15 @@ def _name(step: int) -> str:
 def step_of(path: Path) -> int:
     """Training tokens of a checkpoint folder, from its name."""
     return int(path.name.removeprefix("step-"))
+
+
+def _can_be_moved_aside(folder: Path) -> bool:
+    """Whether resume=false is allowed in this output_dir: only where a run is recognised."""
+    try:
+        RunDirectory(folder).check_ours(resume=False)
+    except RunDirectoryError:
+        return False
+    return True
 
 
 def steps_in(folder: Path) -> list[int]:

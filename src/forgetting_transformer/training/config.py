@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, UnsupportedInterpolationType
 
 from forgetting_transformer.hydra_errors import closest_key
 from forgetting_transformer.ranges import COUNT, POSITIVE, SIZE, TOKENS, Range, divisors, expected
@@ -228,6 +228,12 @@ def parse(composed: Any) -> Config:
     Raises:
         ConfigError: an unknown key (with the closest known one), a value of the wrong type, or a key without a value.
     """
+    written = _raw(composed)
+    for section in dataclasses.fields(Config):
+        value = written.get(section.name, {})
+        if dataclasses.is_dataclass(section.type) and not isinstance(value, dict):
+            keys = ", ".join(f"{section.name}.{item.name}" for item in dataclasses.fields(section.type))
+            raise ConfigError(f"{section.name}={redact(str(value))} is a group of keys: set {keys}")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), _with_whole_numbers(composed))
         missing = sorted(key for key in known_keys() if _is_missing(merged, key))
@@ -240,16 +246,40 @@ def parse(composed: Any) -> Config:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
+        if isinstance(error, InterpolationResolutionError | UnsupportedInterpolationType):
+            raise ConfigError(_unresolved(composed, str(key), error)) from error
         if key and "not in" in str(error):
             raise ConfigError(f"unknown config key {key!r}{closest_key(key, known_keys())}") from error
         if key in _fields():
             item = _fields()[key]
-            value = OmegaConf.select(composed, key, throw_on_resolution_failure=False)
+            value = str(OmegaConf.select(composed, key, throw_on_resolution_failure=False))
             better = expected(item.type, item.metadata.get("range"))
-            raise ConfigError(f"{key}={redact(str(value))} must be {better}") from error
+            if not value.strip():
+                raise ConfigError(f"{key}={value} is empty (a variable that is not set?); give {better}") from error
+            raise ConfigError(f"{key}={redact(value)} must be {better}") from error
         raise ConfigError(f"config key {key!r}: {str(error).splitlines()[0]}") from error
     check_paths(config)
     return config
+
+
+def _raw(composed: Any) -> dict[str, Any]:
+    """The configuration as it was written, ${…} included."""
+    return OmegaConf.to_container(composed) if OmegaConf.is_config(composed) else composed
+
+
+def _unresolved(composed: Any, key: str, error: Exception) -> str:
+    """What is wrong with a ${…}, named by the key that was given it and not by another that refers to that one."""
+    written = flatten(_raw(composed))
+    for _ in written:
+        reference = re.fullmatch(r"\$\{([\w.]+)\}", str(written.get(key)))
+        if reference is None or reference[1] not in written:
+            break
+        key = reference[1]
+    reason = str(error).splitlines()[0].rpartition("interpolation: ")[2].strip('"')
+    return (
+        f"{key}={redact(str(written.get(key)))}: {reason}; give the value itself, or another key as in ${{seed}}, or a "
+        "variable of the shell that is set as in ${oc.env:HOME}"
+    )
 
 
 #: Keys that name a folder.
@@ -483,7 +513,8 @@ def check_continues(
         raise ConfigError(
             f"{checkpoint} was trained with other settings:\n  " + "\n  ".join(changes) + "\n"
             "Undo these changes to continue it, or choose another output_dir"
-            + ("" if forked else " (with fork_dir and fork_step to start from its weights), or resume=false")
+            + ("" if forked else " (with fork_dir and fork_step to start from its weights)")
+            + ("" if config.fork_dir else ", or start over with resume=false")
         )
 
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import GenerationConfig, PreTrainedModel
 
+from forgetting_transformer.command_line import one_line
 from forgetting_transformer.model import registry
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, load_tokenizer
 from forgetting_transformer.training.checkpoint import (
@@ -80,9 +81,9 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     except (FileExistsError, NotADirectoryError) as error:
         raise ExportError(f"{save_folder} is a file, or lies under one; choose another --hf_save_dir") from error
     except (OSError, SafetensorError) as error:
-        reason = told(error, save_folder) if isinstance(error, OSError) else str(error)
+        reason = told(error, save_folder) if isinstance(error, OSError) else one_line(error)
         raise ExportError(
-            f"cannot write the export to {save_folder} ({reason.splitlines()[0]}); make room, or choose another --hf_save_dir"
+            f"cannot write the export to {save_folder} ({reason}); make room, or choose another --hf_save_dir"
         ) from error
     if found_tokenizer is None:
         raise ExportError(f"the model is in {save_folder}, but without a tokenizer ({why_none}). {_WHERE_FROM}")
@@ -210,7 +211,7 @@ def _find_tokenizer(directory: RunDirectory, state: dict[str, Any], source: str 
     try:
         tokenizer = tokenizer_of_run(directory, state, source)
     except (OSError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = one_line(error)
         if source is None and not directory.tokenizer.is_dir():
             return None, reason
         whose = "the run's tokenizer" if source is None else f"--tokenizer={source}"

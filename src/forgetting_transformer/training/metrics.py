@@ -229,7 +229,7 @@ class _Wandb:
 
 
 def _wandb_run_id(directory: RunDirectory) -> str:
-    """The id of this folder's run in wandb. A folder that is a copy gets its own: the other may go on, under the old one."""
+    """The id of this folder's run in wandb. A copy of a folder gets a new one: the other may go on under its own."""
     file, home = directory.wandb_run_id, directory.wandb_run_id.with_name("folder.json")
     here = {"output_dir": str(directory.root), "inode": directory.root.stat().st_ino}
     file.parent.mkdir(parents=True, exist_ok=True)

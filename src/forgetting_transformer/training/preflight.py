@@ -155,13 +155,13 @@ def table(found: dict[str, float], config: Config, world_size: int) -> str:
         ("a checkpoint", _size(found["checkpoint_bytes"])),
         ("copy of it in host memory, per rank", _size(found["host_copy_bytes"])),
         ("disk: needed, free", f"{_size(found['disk_needed_bytes'])}, {_size(found['disk_free_bytes'])}"),
-        ("disk: written per second, on disk", _size(found["disk_bytes_per_second"])),
+        ("disk: speed of writing", f"{_size(found['disk_bytes_per_second'])}/s"),
     ]
     if "memory_bytes" in found:
         rows.append(("GPU memory: peak, all", f"{_size(found['memory_bytes'])}, {_size(found['memory_total_bytes'])}"))
-        rows.append(("GPU to host, per second", _size(found["host_link_bytes_per_second"])))
+        rows.append(("GPU to host: speed", f"{_size(found['host_link_bytes_per_second'])}/s"))
     if "all_reduce_bytes_per_second" in found:
-        rows.append(("all-reduce, per second", _size(found["all_reduce_bytes_per_second"])))
+        rows.append(("all-reduce: speed", f"{_size(found['all_reduce_bytes_per_second'])}/s"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

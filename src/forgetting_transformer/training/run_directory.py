@@ -211,6 +211,10 @@ class RunDirectory:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise RunDirectoryError(
+                f"output_dir={self.root} is a file, or lies under one; choose another output_dir"
+            ) from error
         except OSError as error:
             raise RunDirectoryError(
                 f"cannot write to output_dir={self.root}: {error.strerror}; make room, or choose another output_dir"

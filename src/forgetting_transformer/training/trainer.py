@@ -185,6 +185,7 @@ class Trainer:
             self.directory.last_checkpoint,
         )
         self.checkpointer.watch = self.sentinel.waiting_for
+        self.checkpointer.forked = config.fork_dir is not None
         self.vote = Vote(self.fabric.world_size, timeout)
         checkpoint, forked = self._find_checkpoint()
         self._started("checkpoint")
