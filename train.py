@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer import console, elastic, hydra_errors
+from forgetting_transformer import console, elastic, hydra_errors, official_names
 
 if TYPE_CHECKING:
     from forgetting_transformer.training import Config
@@ -73,6 +73,7 @@ def compose_or_explain() -> DictConfig | None:
     # Hydra then raises what it would print, and it is said here in one line.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
+        sys.argv[1:] = official_names.admit(sys.argv[1:])
         with console.one_voice():
             compose()
     except (HydraException, OmegaConfBaseException) as error:

@@ -9,6 +9,8 @@ from pathlib import Path
 from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from forgetting_transformer.official_names import GONE, MODEL_FIELDS, SCHEDULE
+
 #: Names that other frameworks have for a key.
 OTHER_NAMES = {
     "learning_rate": "lr",
@@ -21,6 +23,8 @@ OTHER_NAMES = {
     "d_model": "hidden_size",
     "num_workers": "train_num_workers",
 }
+#: Names of the authors' code that are understood, by section.
+_OFFICIAL = {"model.config": MODEL_FIELDS, "schedule": SCHEDULE}
 
 
 def explain(error: Exception, config_dir: Path | None = None) -> str:
@@ -56,7 +60,9 @@ def _explain(error: Exception, config_dir: Path | None) -> str:
         section, dot, name = key.rpartition(".")
         known = [str(known) for known in cause.parent_node or ()]
         title = f"keys of {section}" if dot and section != "model.config" else ""
-        close = closest(OTHER_NAMES.get(name, name), known, title, before=section + dot)
+        close = _why_gone(key) or closest(OTHER_NAMES.get(name, name), known, before=section + dot)
+        close = close or closest(name, sorted(_OFFICIAL.get(section, ())), before=section + dot)
+        close = close or closest(name, known, title)
         if not close and section == "model.config":
             close = f"; a field that the model's YAML does not list is added with +{key}=…"
         return f"unknown config key {key!r}{close}"
@@ -80,12 +86,19 @@ def _in_groups_below(config_dir: Path, group: str, option: str) -> str:
     return f"; choices are in the groups {', '.join(groups)}, as in +{files[0].parent}={files[0].name}" if files else ""
 
 
+def _why_gone(key: str) -> str:
+    """ ": …; leave it out" for a key that only the authors' code has; else ""."""
+    return f": {GONE[key]}; leave it out" if key in GONE else ""
+
+
 def closest_key(key: str, known: Sequence[str]) -> str:
     """ "; did you mean 'optimizer.lr'?" for optimizer.learning_rate and for lr; "" where nothing is like it.
 
     Args:
         known: whole keys, with their sections.
     """
+    if why := _why_gone(key):
+        return why
     section, dot, name = key.rpartition(".")
     wanted = OTHER_NAMES.get(name, name)
     beside = [k for k in known if k.rpartition(".")[0] == section]

@@ -54,7 +54,8 @@ def test_every_group_file_has_only_known_keys(group_file):
     group, name = Path(group_file).parent, Path(group_file).stem
     if str(group) == "recipe":
         pytest.skip("recipes are part of experiments, which the test above composes")
-    extra = ["schedule.decay_tokens=1"] if name == "warmup_stable_decay" else []
+    extra = ["schedule.decay_tokens=1"] if name in ("warmup_stable_decay", "warmup_one_minus_sqrt") else []
+    extra += ["model.config.rope_base=1"] if (str(group), name) == ("model", "transformer") else []
     extra += ["datamodule.dataset=x", "datamodule.train_batch_len=64", "datamodule.train_batch_size=8"] * (
         name == "corpus"
     )

@@ -10,6 +10,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
+from forgetting_transformer import official_names
 from forgetting_transformer.sweep import SweepError, machines
 from forgetting_transformer.sweep.runner import Machine
 from forgetting_transformer.training import Config, parse
@@ -36,7 +37,7 @@ class Composer:
         """
         try:
             with initialize_config_dir(str(self._config_dir), version_base="1.3"):
-                return parse(compose("config", overrides=list(overrides)))
+                return parse(compose("config", overrides=official_names.admit(overrides)))
         except HydraException as error:
             raise SweepError(str(error)) from error
 
@@ -48,7 +49,7 @@ class Composer:
         """
         try:
             with initialize_config_dir(str(self._config_dir), version_base="1.3"):
-                composed = compose("config", overrides=self._all, return_hydra_config=True)
+                composed = compose("config", overrides=official_names.admit(self._all), return_hydra_config=True)
         except HydraException as error:
             raise SweepError(str(error)) from error
         settings = OmegaConf.to_container(composed.hydra.launcher)

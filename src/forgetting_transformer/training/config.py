@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, UnsupportedInterpolationType
 
+from forgetting_transformer import official_names
 from forgetting_transformer.hydra_errors import closest_key
 from forgetting_transformer.ranges import COUNT, POSITIVE, SIZE, TOKENS, Range, divisors, expected
 from forgetting_transformer.redaction import redact, redact_tree
@@ -235,6 +236,7 @@ def parse(composed: Any) -> Config:
             keys = ", ".join(f"{section.name}.{item.name}" for item in dataclasses.fields(section.type))
             raise ConfigError(f"{section.name}={redact(str(value))} is a group of keys: set {keys}")
     try:
+        composed = official_names.translate(composed)
         merged = OmegaConf.merge(OmegaConf.structured(Config), _with_whole_numbers(composed))
         missing = sorted(key for key in known_keys() if _is_missing(merged, key))
         if missing:
@@ -258,6 +260,8 @@ def parse(composed: Any) -> Config:
                 raise ConfigError(f"{key}={value} is empty (a variable that is not set?); give {better}") from error
             raise ConfigError(f"{key}={redact(value)} must be {better}") from error
         raise ConfigError(f"config key {key!r}: {str(error).splitlines()[0]}") from error
+    except ValueError as error:  # of the translation
+        raise ConfigError(str(error)) from error
     check_paths(config)
     return config
 

@@ -1,0 +1,100 @@
+"""What the authors' code calls the keys of a configuration, and what they are here.
+
+`admit` lets these names through Hydra, which refuses keys that no YAML lists; `translate` puts this project's keys in their
+place, whether they come from the command line or from an experiment's file. Nothing behind that knows the official names.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.errors import CompactHydraException
+from omegaconf import OmegaConf
+
+_DECAYING = ("warmup_cosine", "warmup_linear")
+_STABLE = ("warmup_stable_decay",)
+#: Official key of `schedule` -> the key here, and the schedules that have it. What is called steps there is tokens too.
+SCHEDULE = {
+    "value": ("optimizer.lr", ("constant",)),
+    "peak_value": ("optimizer.lr", (*_DECAYING, *_STABLE)),
+    "init_value": ("schedule.init_lr", (*_DECAYING, *_STABLE)),
+    "end_value": ("schedule.end_lr", (*_DECAYING, *_STABLE)),
+    "warmup_steps": ("schedule.warmup_tokens", (*_DECAYING, *_STABLE)),
+    "decay_steps": ("schedule.total_tokens", _DECAYING),
+    "total_steps": ("schedule.total_tokens", _STABLE),
+    "anneal_steps": ("schedule.decay_tokens", _STABLE),
+}
+#: Fields of the official `model.config`, over all architectures. A model whose class lacks one refuses it by name.
+MODEL_FIELDS = frozenset({
+    "vocab_size", "hidden_size", "hidden_ratio", "intermediate_size", "num_hidden_layers", "num_heads", "num_kv_heads",
+    "hidden_act", "window_size", "max_position_embeddings", "initializer_range", "elementwise_affine", "norm_eps",
+    "use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "attention_bias", "fuse_norm",
+    "fuse_cross_entropy", "rope_base", "use_rope", "use_output_gate", "ogate_act", "fgate_type", "fgate_bias_init",
+    "decay_time_min", "decay_time_max", "use_output_norm", "qk_norm", "qk_norm_share_param_across_head", "use_k_shift",
+    "use_v_shift", "log_pruning_tolerance",
+    "head_dim", "state_size", "layer_norm_epsilon", "expand", "conv_kernel", "n_groups", "use_bias", "use_conv_bias",
+    "residual_in_fp32", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "time_step_limit",
+    "rescale_prenorm_residual", "rms_norm", "chunk_size", "time_step_scale", "time_step_init_scheme", "attn",
+    "attn_hidden_ratio", "mamba_hidden_ratio",
+    "attn_mode", "expand_ratio", "use_short_conv", "conv_size", "use_lower_bound", "expand_k", "expand_v", "use_gate",
+    "use_beta", "qk_activation", "norm_first",
+})  # fmt: skip
+_ONE_LENGTH = "sequences are as long as {}_batch_len, and documents as the corpus has them"
+#: Official keys without a counterpart, and why.
+GONE = {
+    "strategy.state_dict_type": "checkpoints are the same whatever strategy wrote them",
+    "strategy.sharding_strategy": "strategy=fsdp shards weights, gradients and moments (FULL_SHARD)",
+    "strategy.cpu_offload": "weights and moments stay on the GPU",
+    "hf_load_dir": "export with save_model.py --hf_load_dir=… --hf_save_dir=…",
+    "hf_save_dir": "export with save_model.py --hf_load_dir=… --hf_save_dir=…",
+    "hf_load_step": "export with save_model.py --hf_load_step=…",
+    **{f"datamodule.{split}_{key}": _ONE_LENGTH.format(split) for split in ("train", "eval") for key in ("seq_len", "doc_len")},
+}
+
+
+def admit(arguments: Sequence[str]) -> list[str]:
+    """Arguments of a command line for Hydra, in which keys with official names may be given though no YAML lists them.
+
+    Raises:
+        CompactHydraException: a key and its official name are both given.
+    """
+    keys = {argument.partition("=")[0].lstrip("+") for argument in arguments if "=" in argument}
+    for name, (own, _) in SCHEDULE.items():
+        if {f"schedule.{name}", own} <= keys:
+            raise CompactHydraException(
+                f"ConfigError: schedule.{name} is the official name of {own}, and both are given; leave one out"
+            )
+    return [f"++{argument}" if _is_official(argument.partition("=")[0]) else argument for argument in arguments]
+
+
+def _is_official(key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    return (section == "model.config" and name in MODEL_FIELDS) or (section == "schedule" and name in SCHEDULE)
+
+
+def translate(composed: Any) -> Any:
+    """A composed configuration without official keys; those of its `schedule` have become this project's.
+
+    Raises:
+        ValueError: a key that its schedule does not have.
+        OmegaConfBaseException: a value refers to what is not there.
+    """
+    schedule = OmegaConf.select(composed, "schedule") if OmegaConf.is_dict(composed) else None
+    found = [name for name in SCHEDULE if OmegaConf.is_dict(schedule) and name in schedule]
+    if not found:
+        return composed
+    composed = copy.deepcopy(composed)
+    OmegaConf.set_readonly(composed, False)
+    OmegaConf.set_struct(composed, False)
+    kind = composed.schedule.get("name")
+    for name in found:
+        own, kinds = SCHEDULE[name]
+        if kind not in kinds:
+            raise ValueError(
+                f"schedule.{name}={composed.schedule[name]} has no meaning for schedule.name={kind}; it belongs to "
+                f"{' and '.join(kinds)}"
+            )
+        if not OmegaConf.is_missing(composed.schedule, name):
+            OmegaConf.update(composed, own, composed.schedule[name])
+        del composed.schedule[name]
+    return composed

@@ -1,0 +1,143 @@
+"""Keys of the authors' configurations mean here what they mean there, on the command line and in files."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import CompactHydraException, ConfigCompositionException
+
+from forgetting_transformer import hydra_errors
+from forgetting_transformer.model import registry
+from forgetting_transformer.official_names import GONE, MODEL_FIELDS, SCHEDULE, admit
+from forgetting_transformer.training.config import Config, ConfigError, known_keys, parse
+from forgetting_transformer.training.schedule import build_schedule
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PRO = "+experiment/longcrawl64/forgetting_transformer=pro_760m_48b"
+FOLDERS = ("output_dir=out", "data_dir=data")
+
+
+def parsed(*arguments: str) -> Config:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return parse(compose("config", overrides=admit([*arguments, *FOLDERS])))
+
+
+def test_the_model_of_that_name_has_the_defaults_of_the_authors_yaml():
+    model = parsed(PRO, "model=forgetting_transformer").model
+    fields = {field.name: field.default for field in dataclasses.fields(registry.get(model.name).config_class)}
+    assert (model.config["hidden_size"], model.config["num_hidden_layers"], model.config["num_heads"]) == (1536, 24, 24)
+    own = {"hidden_size", "num_hidden_layers", "num_heads", "max_position_embeddings"}
+    assert model.config["max_position_embeddings"] is None and model.config["log_pruning_tolerance"] is None
+    assert {name: value for name, value in model.config.items() if name not in own and value != fields[name]} == {}
+
+
+def test_official_fields_are_those_of_the_architectures():
+    ours = set()
+    for entry in registry.MODELS.values():
+        ours |= {field.name for field in dataclasses.fields(entry.config_class)} | set(entry.config_class.attribute_map)
+    assert not MODEL_FIELDS - ours
+    # Of a config class, what transformers adds aside: those that no official configuration had are this project's own.
+    fox = set(registry.get("forgetting_transformer").config_class.__annotations__)
+    assert {name for name in fox if name.islower() and not name.startswith("_")} <= MODEL_FIELDS
+
+
+@pytest.mark.parametrize("model", ["fox_pro", "fox_llama", "transformer_pro", "forgetting_transformer"])
+def test_official_fields_need_no_plus(model):
+    config = parsed(PRO, f"model={model}", "model.config.qk_norm_share_param_across_head=true", "model.config.qk_norm=true")
+    assert config.model.config["qk_norm_share_param_across_head"] is True
+    registry.build_config(config.model.name, **config.model.config)
+
+
+@pytest.mark.parametrize(
+    ("own", "official"),
+    [
+        (
+            ("schedule=warmup_cosine", "schedule.init_lr=1e-5", "schedule.warmup_tokens=1000", "schedule.end_lr=1e-4",
+             "optimizer.lr=0.01", "schedule.total_tokens=9000"),
+            ("schedule=warmup_cosine", "schedule.init_value=1e-5", "schedule.warmup_steps=1000", "schedule.end_value=1e-4",
+             "schedule.peak_value=0.01", "schedule.decay_steps=9000"),
+        ),
+        (
+            ("schedule=warmup_linear", "schedule.warmup_tokens=1000"),
+            ("schedule=warmup_linear", "schedule.warmup_steps=1e3", "schedule.decay_steps=${train.max_tokens}",
+             "schedule.peak_value=${optimizer.lr}"),
+        ),
+        (
+            ("schedule=warmup_stable_decay", "schedule.total_tokens=9000", "schedule.decay_tokens=2000", "schedule.warmup_tokens=10"),
+            ("schedule=warmup_one_minus_sqrt", "schedule.total_steps=9000", "schedule.anneal_steps=2000", "schedule.warmup_steps=10"),
+        ),
+        (("schedule=constant", "optimizer.lr=0.5"), ("schedule=constant", "schedule.value=0.5")),
+    ],
+)  # fmt: skip
+def test_official_schedules_are_the_same_functions_of_tokens(own, official):
+    first, second = parsed(PRO, *own), parsed(PRO, *official)
+    assert first == second
+    rate = build_schedule(second.schedule, second.optimizer.lr)
+    assert rate(0) == second.schedule.init_lr if second.schedule.name == "warmup_cosine" else rate(5) > 0
+
+
+def test_an_experiment_file_with_official_keys_composes(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text("""\
+# @package _global_
+defaults:
+  - override /model: forgetting_transformer
+  - override /optimizer: adamw
+  - override /schedule: warmup_cosine
+  - override /datamodule: longcrawl64
+  - override /strategy: fsdp
+  - _self_
+resume: True
+log_interval: 1024
+train_eval_interval: 1024
+checkpoint_interval: 1024
+eval_interval: 1024
+checkpoint_keep_interval: 1024
+train: {max_tokens: 8192, grad_acc_tokens: 64, max_grad_norm: 1.0}
+model: {config: {hidden_size: 64, num_hidden_layers: 2, num_heads: 2, rope_base: 500000, hidden_ratio: 3.5}}
+optimizer: {lr: 0.002, betas: [0.9, 0.95], weight_decay: 0.1}
+schedule: {init_value: 0.0, peak_value: "${optimizer.lr}", warmup_steps: 512, decay_steps: "${train.max_tokens}", end_value: 0.0}
+datamodule: {train_batch_len: 64, train_batch_size: 4}
+""")
+    config = parsed(f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine")
+    assert config.model.config["hidden_size"] == 64 and config.model.config["hidden_ratio"] == 3.5
+    assert (config.optimizer.lr, config.schedule.warmup_tokens, config.schedule.total_tokens) == (0.002, 512, 8192)
+
+
+def said(*arguments: str) -> str:
+    """What train.py answers to a command line that it refuses."""
+    try:
+        parsed(PRO, *arguments)
+    except CompactHydraException as error:
+        return hydra_errors.explain(error, CONFIGS)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("it was accepted")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["schedule.warmup_steps=5", "schedule.warmup_tokens=6"], "schedule.warmup_steps is the official name of schedule.warmup_tokens"),
+        (["schedule.peak_value=5", "optimizer.lr=6"], "schedule.peak_value is the official name of optimizer.lr"),
+        (["schedule.anneal_steps=5"], "schedule.anneal_steps=5 has no meaning for schedule.name=warmup_cosine"),
+        (["schedule=warmup_one_minus_sqrt", "schedule.anneal_steps=9", "schedule.decay_steps=5"], "schedule.decay_steps=5 has no meaning"),
+        (["schedule.anneal_step=5"], "did you mean 'schedule.anneal_steps'?"),
+        (["model.config.qk_nrm=true"], "did you mean 'model.config.qk_norm'?"),
+        (["model.config.fgate_typ=full"], "did you mean 'model.config.fgate_type'?"),
+        (["strategy.sharding_strategy=FULL_SHARD"], "strategy=fsdp shards weights"),
+        (["schedule.warmup_steps=many"], "schedule.warmup_tokens=many must be a whole number"),
+        (["schedule=warmup_one_minus_square"], "there is no schedule=warmup_one_minus_square; did you mean 'warmup_one_minus_sqrt'?"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line(arguments, message):
+    line = said(*arguments)
+    assert message in line and "\n" not in line
+
+
+def test_tables_name_keys_that_are_here_or_are_gone():
+    assert {own for own, _ in SCHEDULE.values()} <= set(known_keys())
+    assert not GONE.keys() & set(known_keys())
+    with pytest.raises(ConfigCompositionException), initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        compose("config", overrides=[f"{next(iter(GONE))}=1"])
