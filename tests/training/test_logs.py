@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 import yaml
 
+from forgetting_transformer.evaluation.runs import read_description
 from forgetting_transformer.training.metrics import LogFile, Progress, TerminalHandler
 from tests.training.conftest import STEP, changed, train
 from tests.training.test_resume import lines
 
+#: Of a split and its batches.
+SIZES = (
+    "vocab_size", "seq_len", "batch_len", "total_tokens", "global_batch_size", "local_batch_size", "global_tokens_per_batch",
+    "local_tokens_per_batch",
+)  # fmt: skip
 COUNTERS = {"token_count", "batch_count", "flop_count", "total_time", "update_time"}
 
 
@@ -36,7 +42,7 @@ def test_train_lines_have_the_official_names(finished):
     last = entries[-1]
     assert (last["train/token_count"], last["train/batch_count"]) == (20 * STEP, 20)
     assert 0 < last["train/update_time"] <= last["train/total_time"]
-    info = lines(str(finished), "model_info")[0]
+    info = read_description(finished / "metrics/jsonlines/model_info.jsonl")
     assert last["train/flop_count"] == pytest.approx(20 * STEP * info["flops_per_token"])
     assert info["total_params"] == info["embedding_params"] + info["non_embedding_params"]
 
@@ -97,15 +103,35 @@ def test_the_run_says_where_it_came_from(finished):
     no_decay = (finished / "no_decay_params.txt").read_text().splitlines()
     assert any(line.startswith("model.embeddings.weight") for line in decay)
     assert any(line.startswith("model.norm.weight") for line in no_decay) and not set(decay) & set(no_decay)
-    info = lines(str(finished), "train_data_info")[0]
+    info = read_description(finished / "metrics/jsonlines/train_data_info.jsonl")
     assert info["documents"] == 96 and info["total_tokens"] == 96 * 64 and len(info["fingerprint"]) == 16
 
 
+def test_descriptions_have_the_official_names_and_share_none(finished):
+    """wandb keeps one row per step, in which the held-out corpus would take the place of the training one."""
+    training, heldout, model = (lines(str(finished), f"{kind}_info")[0] for kind in ("train_data", "val_data", "model"))
+    assert training.keys() & heldout.keys() == training.keys() & model.keys() == {"step"}
+    assert {name: training[f"train_data_info/{name}"] for name in SIZES} == {
+        "vocab_size": 64, "seq_len": 32, "batch_len": 32, "total_tokens": 96 * 64, "global_batch_size": 4,
+        "local_batch_size": 4, "global_tokens_per_batch": 128, "local_tokens_per_batch": 128,
+    }  # fmt: skip
+    assert heldout["val_data_info/total_tokens"] == 10 * 64 and heldout["val_data_info/global_batch_size"] == 4
+    assert model["model_info/total_params"] > model["model_info/embedding_params"] > 0
+
+
+def test_arrays_of_a_report_come_with_its_numbers(finished):
+    for kind in ("val", "train_eval"):
+        entry = lines(str(finished), kind)[-1]
+        with np.load(finished / f"metrics/npz/{kind}/step-{entry['step']:015d}.npz") as arrays:
+            assert {name: arrays[name].item() for name in entry} == entry
+            assert arrays[f"{kind}/loss_per_token"].shape == (32,)
+
+
 @pytest.mark.slow
-def test_a_resume_leaves_a_line_that_says_so(tiny):
+def test_every_start_leaves_a_line_that_says_so(tiny):
     train(changed(tiny, train__max_tokens=8 * STEP))
     train(tiny)
-    assert [e["resume/resume_step"] for e in lines(tiny["output_dir"], "resume")] == [8 * STEP]
+    assert [e["resume/resume_step"] for e in lines(tiny["output_dir"], "resume")] == [0, 8 * STEP]
     assert len(Path(tiny["output_dir"], "starts.jsonl").read_text().splitlines()) == 2
 
 

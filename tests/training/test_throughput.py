@@ -23,10 +23,16 @@ def counters(*values: float) -> dict[str, float]:
 ZERO = counters(0, 0, 0, 0, 0)
 
 
+def after_step(throughput: Throughput, now: dict[str, float]) -> dict[str, float]:
+    """What is reported after a step that leaves these counters."""
+    throughput.step(now)
+    return throughput.metrics(now)
+
+
 def test_rates_and_mfu_are_what_one_computes_by_hand():
     throughput = Throughput(peak_flops=2000, start=ZERO)
-    throughput.add(counters(100, 1, 5_000, 10, 5))
-    metrics = throughput.add(counters(300, 3, 15_000, 20, 15))
+    after_step(throughput, counters(100, 1, 5_000, 10, 5))
+    metrics = after_step(throughput, counters(300, 3, 15_000, 20, 15))
     # 200 tokens, 2 batches and 10,000 FLOPs in 10 s of either clock since the first sample
     for clock in ("total", "update"):
         assert metrics[f"throughput/token_count_per_second_{clock}_recent"] == 20
@@ -42,14 +48,14 @@ def test_rates_and_mfu_are_what_one_computes_by_hand():
 
 def test_names_are_the_official_ones():
     throughput = Throughput(peak_flops=1, start=ZERO)
-    assert throughput.add(counters(1, 1, 1, 1, 1)) == {}
-    assert set(throughput.add(counters(2, 2, 2, 2, 2))) == {f"throughput/{name}" for name in COUNTERS} | RATES | MFU
+    assert after_step(throughput, counters(1, 1, 1, 1, 1)) == {}
+    assert set(after_step(throughput, counters(2, 2, 2, 2, 2))) == {f"throughput/{name}" for name in COUNTERS} | RATES | MFU
 
 
 def test_an_unknown_peak_gives_no_mfu():
     throughput = Throughput(peak_flops=None, start=ZERO)
-    throughput.add(counters(1, 1, 1, 1, 1))
-    assert set(throughput.add(counters(2, 2, 2, 2, 2))) == {f"throughput/{name}" for name in COUNTERS} | RATES
+    after_step(throughput, counters(1, 1, 1, 1, 1))
+    assert set(after_step(throughput, counters(2, 2, 2, 2, 2))) == {f"throughput/{name}" for name in COUNTERS} | RATES
 
 
 def test_recent_looks_back_over_the_window_and_no_further():
@@ -57,16 +63,28 @@ def test_recent_looks_back_over_the_window_and_no_further():
     # 1 token in each of the first 10 s, then 5 a second.
     tokens = [*range(1, 11), 15, 20, 25]
     for second, count in enumerate(tokens, start=1):
-        metrics = throughput.add(counters(count, 0, 0, second, second))
+        metrics = after_step(throughput, counters(count, 0, 0, second, second))
     assert metrics["throughput/token_count_per_second_total_recent"] == 5
     assert metrics["throughput/token_count_per_second_total_cum"] == pytest.approx(25 / 13)
+
+
+def test_recent_counts_steps_and_not_lines_of_the_log():
+    """A second for each of the first 200 steps, two for the others, and a line every 50 steps."""
+    throughput, seconds, recent = Throughput(peak_flops=None, start=ZERO), 0, {}
+    for step in range(1, 301):
+        seconds += 1 if step <= 200 else 2
+        now = counters(step, step, 0, seconds, seconds)
+        throughput.step(now)
+        if step % 50 == 0:
+            recent[step] = throughput.metrics(now)["throughput/batch_count_per_second_total_recent"]
+    assert recent == {50: 1, 100: 1, 150: 1, 200: 1, 250: 100 / 150, 300: 100 / 200}
 
 
 def test_cumulative_mfu_counts_from_this_start_on():
     """The FLOPs before it were done by other GPUs perhaps; the rates, which need no peak, count them."""
     throughput = Throughput(peak_flops=100, start=counters(0, 0, 1_000_000, 1000, 1000))
-    throughput.add(counters(0, 0, 1_000_500, 1010, 1010))
-    metrics = throughput.add(counters(0, 0, 1_001_000, 1020, 1020))
+    after_step(throughput, counters(0, 0, 1_000_500, 1010, 1010))
+    metrics = after_step(throughput, counters(0, 0, 1_001_000, 1020, 1020))
     assert metrics["throughput/mfu_total_cum"] == metrics["throughput/mfu_update_cum"] == 0.5
     assert metrics["throughput/flop_count_per_second_total_cum"] == pytest.approx(1_001_000 / 1020)
 

@@ -24,6 +24,7 @@ from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.evaluation.plots import format_tokens, loss_against_position, loss_against_tokens
 from forgetting_transformer.evaluation.runs import (
     LossHistory,
+    read_description,
     read_loss_history,
     read_metrics,
     read_position_loss,
@@ -118,9 +119,8 @@ def _overview(runs: Mapping[str, Path]) -> str:
     for name, folder in runs.items():
         config = _config(folder)
         metrics = folder / "metrics" / "jsonlines"
-        info, train, heldout, speed = (
-            _last(metrics / f"{kind}.jsonl") for kind in ("model_info", "train", "val", "throughput")
-        )
+        info = read_description(metrics / "model_info.jsonl")
+        train, heldout, speed = (_last(metrics / f"{kind}.jsonl") for kind in ("train", "val", "throughput"))
         starts = [json.loads(line) for line in _lines(folder / "starts.jsonl")]
         loss = heldout.get("val/loss")
         rows.append(

@@ -143,5 +143,15 @@ def _column(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
 def read_unigram_entropy(run_dir: Path) -> float | None:
     """Entropy of the training corpus's token frequencies in nats, if the corpus stated it when the run started."""
     file = Path(run_dir) / "metrics" / "jsonlines" / "train_data_info.jsonl"
-    entries = read_metrics(file) if file.is_file() else []
-    return entries[0].get("unigram_entropy_nats") if entries else None
+    return read_description(file).get("unigram_entropy_nats")
+
+
+def read_description(file: Path) -> dict[str, Any]:
+    """What a run says of itself in `<kind>_info.jsonl`, by names without their prefix; {} if there is nothing yet.
+
+    Raises:
+        ValueError: a line cannot be read (see `read_metrics`).
+    """
+    entries = read_metrics(file)
+    # Earlier versions wrote no prefix.
+    return {name.rpartition("/")[2]: value for name, value in entries[0].items()} if entries else {}

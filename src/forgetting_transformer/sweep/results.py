@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from forgetting_transformer.evaluation.runs import read_metrics
+from forgetting_transformer.evaluation.runs import read_description, read_metrics
 
 #: Training loss at some tokens is the mean of what was logged over the last 5 % of the tokens before.
 TRAIN_WINDOW = 0.05
@@ -101,13 +101,13 @@ def read_run(output_dir: Path) -> RunRecord:
     train = [line for line in read_metrics(jsonlines / "train.jsonl") if "train/loss" in line]
     heldout = [line for line in read_metrics(jsonlines / "val.jsonl") if "val/loss" in line]
     saved = read_metrics(jsonlines / "checkpoint.jsonl")
-    info = read_metrics(jsonlines / "model_info.jsonl")
+    info = read_description(jsonlines / "model_info.jsonl")
     return RunRecord(
         output_dir=output_dir,
         train_tokens=np.array([line["step"] for line in train], dtype=np.int64),
         train_loss=np.array([line["train/loss"] for line in train], dtype=np.float64),
         heldout_tokens=np.array([line["step"] for line in heldout], dtype=np.int64),
         heldout_loss=np.array([line["val/loss"] for line in heldout], dtype=np.float64),
-        flops_per_token=info[0].get("flops_per_token") if info else None,
+        flops_per_token=info.get("flops_per_token"),
         saved_tokens=saved[-1]["step"] if saved else 0,
     )

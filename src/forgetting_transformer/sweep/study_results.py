@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer.evaluation import per_token_loss
-from forgetting_transformer.evaluation.runs import read_metrics
+from forgetting_transformer.evaluation.runs import read_description
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.compare import differing_settings
 from forgetting_transformer.sweep.learning_rate import grid_text, nearest_grid_index
@@ -124,7 +124,7 @@ def collect(
                 "commit": start["git"].get("commit"),
             }
             found["started"] = start["time"]
-            found["corpus"] = read_metrics(path / "metrics" / "jsonlines" / "train_data_info.jsonl")[0]
+            found["corpus"] = read_description(path / "metrics" / "jsonlines" / "train_data_info.jsonl")
             break
     return found
 
@@ -138,7 +138,7 @@ def _describe(paths: Sequence[Path]) -> dict[str, Any]:
                 f"{runs[0].output_dir} and {other.output_dir} differ in {', '.join(keys)}, and seeds of one model are averaged: "
                 "train them with the same settings, or move one of them away"
             )
-    info = read_metrics(paths[0] / "metrics" / "jsonlines" / "model_info.jsonl")[0]
+    info = read_description(paths[0] / "metrics" / "jsonlines" / "model_info.jsonl")
     config = runs[0].config
     states = [_state(run) for run in runs]
     return {

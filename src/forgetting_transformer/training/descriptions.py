@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 from torch import nn
 
+from forgetting_transformer.data import DataInfo
 from forgetting_transformer.training.checkpoint import write_atomically
 from forgetting_transformer.training.config import Config, recorded
 from forgetting_transformer.training.run_directory import RunDirectory
@@ -22,6 +23,22 @@ def model_info(model: nn.Module, flops_per_token: float) -> dict[str, float]:
         "embedding_params": embedding,
         "non_embedding_params": total - embedding,
         "flops_per_token": flops_per_token,
+    }
+
+
+def data_description(info: DataInfo, local_batch_size: int, world_size: int) -> dict[str, Any]:
+    """What a split offers, with the sizes of batches under their official names.
+
+    Args:
+        local_batch_size: sequences of one rank's batch.
+    """
+    return {
+        **vars(info),
+        "batch_len": info.seq_len,
+        "local_batch_size": local_batch_size,
+        "global_batch_size": local_batch_size * world_size,
+        "local_tokens_per_batch": local_batch_size * info.seq_len,
+        "global_tokens_per_batch": local_batch_size * world_size * info.seq_len,
     }
 
 

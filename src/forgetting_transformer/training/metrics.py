@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,13 @@ class MetricsLog:
         return file.is_file() and any(entry["step"] == step for entry in read_lines(file))
 
     def report_once(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Reports what holds for the whole run, if an earlier start has not."""
+        """Reports what holds for the whole run, if an earlier start has not; names get `kind` as their prefix."""
         file = _file(self.directory, kind)
         if not file.is_file() or not read_lines(file):
-            self.report(kind, step, values)
+            self.report(kind, step, _prefixed(kind, values))
 
-    def report_arrays(self, kind: str, step: int, arrays: dict[str, np.ndarray]) -> None:
-        """Writes `npz/<kind>/step-<step>.npz`; the step is in the file too.
+    def report_arrays(self, kind: str, step: int, arrays: dict[str, Any]) -> None:
+        """Writes `npz/<kind>/step-<step>.npz`, of arrays and numbers; the step is in the file too.
 
         Raises:
             ValueError: `kind` is not in ARRAY_KINDS.
@@ -107,6 +108,11 @@ class MetricsLog:
 
 def _file(directory: RunDirectory, kind: str) -> Path:
     return directory.jsonlines / f"{kind}.jsonl"
+
+
+def _prefixed(kind: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Values under names that no other kind has: wandb keeps one row per step for all kinds."""
+    return {name if "/" in name else f"{kind}/{name}": value for name, value in values.items()}
 
 
 def _written(directory: RunDirectory) -> list[Path]:
@@ -208,7 +214,9 @@ class _Wandb:
         rows: dict[int, dict[str, Any]] = {}
         for file in _written(directory):
             for entry in read_lines(file):
-                rows.setdefault(entry["step"], {}).update((k, v) for k, v in entry.items() if k != "step")
+                # Descriptions of earlier versions have names without a prefix.
+                row = _prefixed(file.stem, {k: v for k, v in entry.items() if k != "step"})
+                rows.setdefault(entry["step"], {}).update(row)
         for step in sorted(rows):
             self.log(step, rows[step])
 
@@ -338,7 +346,7 @@ def duration(seconds: float) -> str:
 
 
 class Throughput:
-    """Rates and MFU, over all of a run and over the last `window` samples, under the names the paper's runs used.
+    """Rates and MFU, over all of a run and over the last `window` steps, under the names the paper's runs used.
 
         throughput/{token,batch,flop}_count_per_second_{total,update}_{recent,cum}
         throughput/mfu_{total,update}_{recent,cum}
@@ -356,22 +364,30 @@ class Throughput:
     Args:
         peak_flops: FLOP/s of all devices of the job together; None if unknown.
         start: the counters when this process began to train.
-        window: samples that "recent" looks back.
+        window: steps that "recent" looks back, or as many as there are since the start.
     """
 
     KEYS = ("token_count", "batch_count", "flop_count")
 
     def __init__(self, peak_flops: float | None, start: dict[str, float], window: int = 100) -> None:
-        self._peak_flops, self._start, self._window = peak_flops, start, window
-        self._samples: list[dict[str, float]] = []
+        self._peak_flops, self._start = peak_flops, start
+        self._steps: deque[dict[str, float]] = deque(maxlen=window + 1)
 
-    def add(self, counters: dict[str, float]) -> dict[str, float]:
-        """Takes counters with KEYS, total_time and update_time (seconds); returns metrics once there are two samples."""
-        self._samples = [*self._samples[-self._window :], counters]
+    def step(self, counters: dict[str, float]) -> None:
+        """Takes the counters after a step: KEYS, total_time and update_time (seconds)."""
+        self._steps.append(counters)
+
+    def metrics(self, counters: dict[str, float]) -> dict[str, float]:
+        """What to report after the step taken last; nothing after the first.
+
+        Args:
+            counters: as they are now, after waiting for the device, in place of what that step left.
+        """
+        self._steps[-1] = counters
         metrics = {f"throughput/{name}": value for name, value in counters.items()}
-        if len(self._samples) < 2:
+        if len(self._steps) < 2:
             return {}
-        first = self._samples[0]
+        first = self._steps[0]
         beginning = dict.fromkeys(counters, 0.0)
         for clock in ("total_time", "update_time"):
             name = clock.removesuffix("_time")

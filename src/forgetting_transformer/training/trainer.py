@@ -45,7 +45,7 @@ from forgetting_transformer.training.config import (
     recorded,
 )
 from forgetting_transformer.training.corruption import Comparison, held
-from forgetting_transformer.training.descriptions import model_info, write_descriptions
+from forgetting_transformer.training.descriptions import data_description, model_info, write_descriptions
 from forgetting_transformer.training.feed import DataWorkerError, feed
 from forgetting_transformer.training.hardware import peak_flops
 from forgetting_transformer.training.launch import launch
@@ -287,6 +287,7 @@ class Trainer:
             counters.flop_count += round(tokens_per_batch * self.flops_per_token)
             counters.update_time += time.perf_counter() - started
             counters.total_time = time.perf_counter() - clock
+            self.throughput.step(counters.as_floats())
             self.progress.advance(tokens_per_batch)
             if category == "first step":
                 self._report_first_step(loss)
@@ -396,20 +397,17 @@ class Trainer:
             return Stop.NO
         mean_T, count = (loss_T / sequences).cpu().numpy(), int(sequences.item())
         seconds = time.perf_counter() - started
-        self.metrics.report(
-            "val",
-            self.counters.token_count,
-            {
-                "val/loss": float(mean_T.mean()),
-                "val/val_token_count": count * length,
-                "val/val_seq_count": count,
-                "val/val_time": seconds,
-                "val/val_tokens_per_second": count * length / seconds,
-                **by_length("val", mean_T, self.config.eval.min_val_length),
-                **{f"val/train_{name}": value for name, value in vars(self.counters).items()},
-            },
-        )
-        self.metrics.report_arrays("val", self.counters.token_count, {"val/loss_per_token": mean_T})
+        values = {
+            "val/loss": float(mean_T.mean()),
+            "val/val_token_count": count * length,
+            "val/val_seq_count": count,
+            "val/val_time": seconds,
+            "val/val_tokens_per_second": count * length / seconds,
+            **by_length("val", mean_T, self.config.eval.min_val_length),
+            **{f"val/train_{name}": value for name, value in vars(self.counters).items()},
+        }
+        self.metrics.report("val", self.counters.token_count, values)
+        self.metrics.report_arrays("val", self.counters.token_count, values | {"val/loss_per_token": mean_T})
         unigram = self.data_info.unigram_entropy_nats
         known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""
         tokens = f"{self.counters.token_count:,}"
@@ -584,11 +582,13 @@ class Trainer:
         write_descriptions(self.directory, self.config, self.model.module, self.undecayed, info, start)
         setup.copy_tokenizer(self.data.folder, self.directory)
         metrics = MetricsLog(self.directory, self.config, self.resolved, step)
-        if self.counters.batch_count:
-            metrics.report("resume", step, {"resume/resume_step": step})
-        metrics.report_once("train_data_info", step, vars(self.data_info))
+        metrics.report("resume", step, {"resume/resume_step": step})
+        data, world_size = self.config.datamodule, self.fabric.world_size
+        local = data.train_batch_size // world_size
+        metrics.report_once("train_data_info", step, data_description(self.data_info, local, world_size))
         if not self.config.skip_eval:
-            metrics.report_once("val_data_info", step, vars(self.data.eval_info()))
+            described = data_description(self.data.eval_info(), data.eval_local_batch_size, world_size)
+            metrics.report_once("val_data_info", step, described)
         metrics.report_once("model_info", step, info)
         return metrics
 
@@ -600,7 +600,7 @@ class Trainer:
         """The only place in the loop, besides evaluations and checkpoints, that waits for the device."""
         self._wait_for_device()
         norms = parameter_norms(self.model.module)
-        rates = self.throughput.add(self.counters.as_floats())
+        rates = self.throughput.metrics(self.counters.as_floats())
         if self.metrics is None:
             return
         step, value = self.counters.token_count, loss.item()
@@ -632,17 +632,14 @@ class Trainer:
         if self.metrics is None:
             return
         step = self.counters.token_count
-        self.metrics.report(
-            "train_eval",
-            step,
-            {
-                **by_length("train_eval", mean_T, self.config.eval.min_val_length),
-                "train_eval/window_seq_count": sequences,
-                "train_eval/window_token_count": sequences * mean_T.size,
-                **{f"train_eval/train_{name}": value for name, value in vars(self.counters).items()},
-            },
-        )
-        self.metrics.report_arrays("train_eval", step, {"train_eval/loss_per_token": mean_T})
+        values = {
+            **by_length("train_eval", mean_T, self.config.eval.min_val_length),
+            "train_eval/window_seq_count": sequences,
+            "train_eval/window_token_count": sequences * mean_T.size,
+            **{f"train_eval/train_{name}": value for name, value in vars(self.counters).items()},
+        }
+        self.metrics.report("train_eval", step, values)
+        self.metrics.report_arrays("train_eval", step, values | {"train_eval/loss_per_token": mean_T})
 
     def _save(self, permanent: bool, must_succeed: bool) -> None:
         self._wait_for_device()
