@@ -182,9 +182,9 @@ def error_of(*overrides: str) -> str:
             "ConfigError: 'train.max_tokens' is not of the form key=value (missing EQUAL at '<EOF>')",
         ),
         (
-            ["model.config.window=3"],
-            "ConfigError: unknown config key 'model.config.window'; a field that the model's YAML does not list is added "
-            "with +model.config.window=…",
+            ["model.config.mine=3"],
+            "ConfigError: unknown config key 'model.config.mine'; a field that the model's YAML does not list is added "
+            "with +model.config.mine=…",
         ),
         (
             ["experiment/demo=fox_pro"],

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,20 @@ def valid_steps(output_dir: Path) -> list[int]:
     return found
 
 
+def untimed(names: Iterable[str]) -> list[str]:
+    """Names of reports, without those of what clocks say."""
+    return [name for name in names if "time" not in name and "per_second" not in name]
+
+
 def contents(output_dir: Path) -> dict[str, Any]:
     """What has to be bitwise the same whatever a run has been through: weights, moments, and every number that was logged."""
     tensors = read_tensors(output_dir / "checkpoints" / f"step-{STEPS * STEP:015d}" / "state")
     found: dict[str, Any] = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
     for kind in ("train", "norm", "train_eval", "val"):
         lines = (output_dir / f"metrics/jsonlines/{kind}.jsonl").read_text(encoding="utf-8").splitlines()
-        found[f"{kind}.jsonl"] = [
-            {k: v for k, v in json.loads(line).items() if "time" not in k and "per_second" not in k} for line in lines
-        ]
+        entries = [json.loads(line) for line in lines]
+        found[f"{kind}.jsonl"] = [{name: entry[name] for name in untimed(entry)} for entry in entries]
     for file in sorted((output_dir / "metrics/npz").glob("*/*.npz")):
         with np.load(file) as arrays:
-            found[str(file.relative_to(output_dir))] = {name: arrays[name].tobytes() for name in arrays.files}
+            found[str(file.relative_to(output_dir))] = {name: arrays[name].tobytes() for name in untimed(arrays.files)}
     return found

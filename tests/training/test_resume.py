@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.campaign.runs import untimed
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
 from tests.waiting import wait_until
 
@@ -40,15 +41,12 @@ def assert_same_run(a: str, b: str, step: int = 20 * STEP) -> None:
     assert losses(a) == losses(b)
     for kind in ("train", "norm", "train_eval", "val"):
         for x, y in zip(lines(a, kind), lines(b, kind), strict=True):
-            untimed = [
-                {k: v for k, v in entry.items() if "time" not in k and "per_second" not in k} for entry in (x, y)
-            ]
-            assert untimed[0] == untimed[1]
+            assert {k: x[k] for k in untimed(x)} == {k: y[k] for k in untimed(y)}
     files = sorted(p.relative_to(a) for p in Path(a).glob("metrics/npz/*/*.npz"))
     assert files == sorted(p.relative_to(b) for p in Path(b).glob("metrics/npz/*/*.npz")) and len(files) >= 5
     for file in files:
         x, y = np.load(Path(a) / file), np.load(Path(b) / file)
-        assert all(np.array_equal(x[k], y[k]) for k in x.files)
+        assert x.files == y.files and all(np.array_equal(x[k], y[k]) for k in untimed(x.files))
 
 
 def interrupted_at(config: dict, step: int, world_size: int = 1) -> None:
