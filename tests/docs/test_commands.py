@@ -151,6 +151,7 @@ def test_the_python_of_the_readme_runs(quickstart, monkeypatch, tmp_path):  # no
     loaded, computed = {}, {}
     exec(load, loaded)
     assert loaded["model"].config.model_type.startswith("forgetting_transformer") and loaded["tokenizer"]("the cat")
+    assert len(loaded["texts"]) == 2 and all(isinstance(text, str) for text in loaded["texts"])
     exec(op, computed)
     assert computed["out"].shape == computed["q"].shape
     computed["out"].sum().backward()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from forgetting_transformer.model import DecoderForCausalLM
 from forgetting_transformer.model.cache import AttentionCache, ForgettingAttentionCache
@@ -280,6 +280,12 @@ def test_calls_that_cannot_be_right_are_refused(call, error, message):
         small_model()(input_ids=torch.zeros(2, 3, dtype=torch.long), **call)
 
 
-def test_other_cache_implementations_are_refused(ids):
-    with pytest.raises(ValueError, match="cache_implementation is 'static'"):
-        small_model().generate(ids, max_new_tokens=2, cache_implementation="static")
+@pytest.mark.parametrize("name", ["static", "hybrid", "quantized"])
+def test_other_cache_implementations_are_refused(ids, name):
+    model = small_model()
+    for how in ({"cache_implementation": name}, {"generation_config": GenerationConfig(cache_implementation=name)}):
+        with pytest.raises(ValueError, match=f"cache_implementation is '{name}'; this model has one cache"):
+            model.generate(ids, max_new_tokens=2, **how)
+    model.generation_config.cache_implementation = name
+    with pytest.raises(ValueError, match=f"cache_implementation is '{name}'"):
+        model.generate(ids, max_new_tokens=2)

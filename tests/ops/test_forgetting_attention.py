@@ -395,7 +395,12 @@ GOOD = {
             ValueError,
             "k has 2 heads and q 3; .* multiple",
         ),
-        ({"log_fgate": torch.zeros(2, 5, 3)}, ValueError, "log_fgate has shape .* one entry per key and query head"),
+        (
+            {"log_fgate": torch.zeros(2, 5, 3)},
+            ValueError,
+            r"log_fgate has shape .* one entry per key and query head, .*\(axes \(B, length, H\), head_first=False\)",
+        ),
+        ({"log_fgate": torch.full((2, 6, 3), 0.5)}, ValueError, r"log_fgate has entries up to 0\.5;.*logsigmoid"),
         ({"window_size": 0}, ValueError, "window_size is 0"),
         ({"window_size": 2.0}, ValueError, "window_size is 2.0"),
         ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, "batch size 1 .got 2."),
@@ -422,3 +427,13 @@ def test_refused_inputs_name_the_argument(change, error, message):
     forgetting_attention(**GOOD)
     with pytest.raises(error, match=message):
         forgetting_attention(**{**GOOD, **change})
+
+
+def test_padding_may_hold_gates_above_one():
+    log_fgate = torch.zeros(2, 6, 3)
+    log_fgate[0, :2], log_fgate[0, 2] = 3.0, -torch.inf
+    seq_start = torch.tensor([2, 0])
+    assert forgetting_attention(**{**GOOD, "log_fgate": log_fgate}, seq_start=seq_start).isfinite().all()
+    log_fgate[1, 2] = 0.1
+    with pytest.raises(ValueError, match=r"log_fgate has entries up to 0\.1;"):
+        forgetting_attention(**{**GOOD, "log_fgate": log_fgate}, seq_start=seq_start)

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -574,14 +574,18 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
                 stacklevel=2,
             )
 
+    def _prepare_generation_config(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> Any:
+        """Refuse other caches. Here, as transformers takes the word "hybrid" back before it makes a cache."""
+        asked_for = [config.cache_implementation for config in (self.generation_config, generation_config) if config]
+        for implementation in (*asked_for, kwargs.get("cache_implementation")):
+            if implementation not in (None, "dynamic"):
+                raise ValueError(f"cache_implementation is {implementation!r}; this model has one cache, leave it out")
+        return super()._prepare_generation_config(generation_config, *args, **kwargs)
+
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """Give `generate` this model's cache instead of transformers' DynamicCache, which holds keys and values only."""
-        if generation_config.cache_implementation not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation is {generation_config.cache_implementation!r}; this model has one cache, leave it out"
-            )
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from forgetting_transformer.ops.forgetting_attention.checks import (
     check_adaptive_threshold,
     check_cu_seqlens,
+    check_gates,
     check_seq_start,
     check_tensors,
     checked_scale,
@@ -72,7 +73,8 @@ def forgetting_attention(
         k: keys `(B, N, G, D)`, N ≥ M, in q's dtype. H must be a multiple of G: query head h reads key head h // (H / G)
             (grouped-query attention, Ainslie et al. 2023).
         v: values, like k.
-        log_fgate: natural logarithm of the forget gates `(B, N, H)`, any floating dtype; float32 is recommended.
+        log_fgate: natural logarithm of the forget gates `(B, N, H)`, any floating dtype; float32 is recommended. Never
+            positive, which is checked for tensors on the CPU: looking at values would make a GPU wait.
             Usually `logsigmoid` of a linear layer's output. 0 is "keep everything"; -inf is a hard reset, after
             which nothing before that position is seen.
         head_first: the head axis comes before the sequence axis in every argument and in the output.
@@ -102,6 +104,7 @@ def forgetting_attention(
     check_tensors(q, k, v, log_fgate, head_first)
     check_seq_start(seq_start, k, head_first)
     check_cu_seqlens(cu_seqlens, q, k, head_first)
+    check_gates(log_fgate, seq_start, head_first)
     check_adaptive_threshold(adaptive_threshold, q, head_first)
     if window_size is not None and (
         isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1

@@ -22,7 +22,7 @@ def check_tensors(
     axes = "(B, H, length, D)" if head_first else "(B, length, H, D)"
     for name in ("q", "k", "v"):
         if named[name].ndim != 4:
-            raise ValueError(f"{name} has shape {tuple(named[name].shape)}; it must have 4 axes, {axes}")
+            raise ValueError(f"{name} has shape {tuple(named[name].shape)}; it must have 4 axes, {axes} (head_first={head_first})")
         if named[name].dtype != q.dtype:
             raise ValueError(f"{name} is {named[name].dtype} and q {q.dtype}; cast q, k and v to one dtype")
     if k.shape != v.shape:
@@ -47,8 +47,28 @@ def check_tensors(
         raise ValueError(f"q has shape {tuple(q.shape)}; every axis must have at least one element")
     gates_shape = (*k.shape[:head_axis], q.shape[head_axis], *k.shape[head_axis + 1 : 3])
     if gates.shape != gates_shape:
+        axes = "(B, H, length)" if head_first else "(B, length, H)"
         raise ValueError(
-            f"{gates_name} has shape {tuple(gates.shape)}; it must have one entry per key and query head, {gates_shape}"
+            f"{gates_name} has shape {tuple(gates.shape)}; it must have one entry per key and query head, {gates_shape} (axes "
+            f"{axes}, head_first={head_first})"
+        )
+
+
+def check_gates(log_fgate: Tensor, seq_start: Tensor | None, head_first: bool) -> None:
+    """Gates above 1 are refused. As with all values, this is looked at on the CPU only and not in a compiled graph."""
+    if log_fgate.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    log_fgate_BHN = log_fgate.detach() if head_first else log_fgate.detach().transpose(1, 2)
+    if not bool((log_fgate_BHN > 0).any()):
+        return
+    if seq_start is not None:  # whatever padding holds
+        position_N = torch.arange(log_fgate_BHN.shape[2])
+        log_fgate_BHN = log_fgate_BHN.masked_fill((position_N < seq_start[:, None])[:, None], 0)
+    largest = log_fgate_BHN.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).max().item()
+    if largest > 0:
+        raise ValueError(
+            f"log_fgate has entries up to {largest:.4g}; logarithms of gates between 0 and 1 are never positive: pass "
+            "torch.nn.functional.logsigmoid of the logits"
         )
 
 
