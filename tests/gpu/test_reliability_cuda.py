@@ -1,14 +1,19 @@
 """Stopping, saving in the background, bad steps and changes of size on CUDA; on two GPUs over NCCL where there are two."""
 
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from tests.processes import ROOT, shell_environment
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors
 from tests.training.test_bad_steps import POISON, bad_steps, single
+from tests.training.test_failures import command_line
 from tests.training.test_resume import assert_same_run, losses
-from tests.training.test_stopping import SIGNAL_IN_STEP_SIX, rank_log, status
+from tests.training.test_stopping import SIGNAL_IN_STEP_SIX, rank_log, start, status, wait_for_training
+from tests.waiting import HANG
 
 GPUS = min(2, torch.cuda.device_count())
 #: (strategy, processes) that this machine can run.
@@ -171,3 +176,28 @@ def test_two_one_and_two_gpus_with_other_micro_batches(on_gpus, tmp_path):
     assert all(ours[name].item() == 20.0 for name in ours if name.endswith(".step"))
     for name, tensor in theirs.items():
         assert (ours[name] - tensor).norm() <= 1e-3 * tensor.norm() + 1e-7, name
+
+
+def test_the_launcher_stops_two_gpus_in_order(on_gpus, tmp_path):
+    if GPUS < 2:
+        pytest.skip("needs 2 GPUs")
+    folder = tmp_path / "run"
+    launch = [sys.executable, "scripts/launch.py", "--accelerator", "cuda", "--devices", "2", "strategy=fsdp"]
+    launcher = start(on_gpus("fsdp", 2), folder, *launch)
+    wait_for_training(folder, launcher)
+    launcher.send_signal(signal.SIGTERM)
+    said = folder / "printed"
+    assert launcher.wait(HANG) == 75, said.read_text()
+    found = status({"output_dir": folder})
+    assert found["status"] == "preempted" and found["reason"] == "SIGTERM"
+    assert (folder / f"checkpoints/step-{found['step']:015d}/manifest.json").is_file()
+    assert "Traceback" not in said.read_text()
+
+
+def test_more_gpus_than_there_are_is_one_line(on_gpus, tmp_path):
+    overrides = [*command_line(on_gpus("auto", 1), tmp_path / "run"), "fabric.accelerator=cuda", "fabric.devices=99"]
+    command = [sys.executable, "train.py", *overrides]
+    done = subprocess.run(command, cwd=ROOT, env=shell_environment(), capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "99" in line]
+    assert "fabric.devices" in line and not (tmp_path / "run").exists()
