@@ -1,6 +1,7 @@
 """Keys of the authors' configurations mean here what they mean there, on the command line and in files."""
 
 import dataclasses
+import types
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hydra.errors import CompactHydraException, ConfigCompositionException
 from forgetting_transformer import hydra_errors
 from forgetting_transformer.model import registry
 from forgetting_transformer.official_names import GONE, MODEL_FIELDS, SCHEDULE, admit
-from forgetting_transformer.training.config import Config, ConfigError, known_keys, parse
+from forgetting_transformer.training.config import Config, ConfigError, check_continues, known_keys, parse
 from forgetting_transformer.training.schedule import build_schedule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -134,6 +135,15 @@ def said(*arguments: str) -> str:
 def test_what_is_wrong_is_one_line(arguments, message):
     line = said(*arguments)
     assert message in line and "\n" not in line
+
+
+def test_a_field_that_is_listed_later_with_its_default_does_not_alter_the_run():
+    """Runs of YAMLs that listed fewer fields go on, and what the authors' code writes lists them all."""
+    config, data = parsed(PRO), types.SimpleNamespace(vocab_size=9, bos_token_id=0, checksums=None, fingerprint="f", path="")
+    state = {"config": dataclasses.asdict(config), "model_config": {"vocab_size": 9, "bos_token_id": 0}, "data_fingerprint": "f"}
+    check_continues("it", state, parsed(PRO, "model.config.fgate_bias_init=false", "model.config.tie_word_embeddings=false"), data)
+    with pytest.raises(ConfigError, match=r"model\.config\.tie_word_embeddings: False -> True"):
+        check_continues("it", state, parsed(PRO, "model.config.tie_word_embeddings=true"), data)
 
 
 def test_tables_name_keys_that_are_here_or_are_gone():

@@ -496,6 +496,7 @@ def check_continues(
         ConfigError: naming every such key, its old and its new value.
     """
     before, after = state["config"], dataclasses.asdict(config)
+    before, after = ({**whole, "model": _with_defaults(whole["model"])} for whole in (before, after))
     if model := state.get("model_config"):
         # Null stands for what the corpus says, so what it came to is compared.
         for key, value in (("vocab_size", data.vocab_size), ("bos_token_id", data.bos_token_id)):
@@ -511,7 +512,8 @@ def check_continues(
     listed = state.get("data_checksums")
     if listed and data.checksums and listed != data.checksums:
         changes.append(f"the corpus's list of checksums (its hash {listed} -> {data.checksums}): {data.path}")
-    if state["data_fingerprint"] != data.fingerprint:
+    # A checkpoint that was imported from the authors' code does not say which corpus it was.
+    if state["data_fingerprint"] not in (None, data.fingerprint):
         changes.append(f"the corpus (fingerprint {state['data_fingerprint']} -> {data.fingerprint}): {data.path}")
     if changes:
         raise ConfigError(
@@ -520,6 +522,15 @@ def check_continues(
             + ("" if forked else " (with fork_dir and fork_step to start from its weights)")
             + ("" if config.fork_dir else ", or start over with resume=false")
         )
+
+
+def _with_defaults(model: dict[str, Any]) -> dict[str, Any]:
+    """A section `model` in which every field of the architecture's configuration has its value, listed or not."""
+    from forgetting_transformer.model import registry  # loads PyTorch, which a run that continues has done
+
+    fields = dataclasses.fields(registry.MODELS[model["name"]].config_class) if model["name"] in registry.MODELS else ()
+    defaults = {item.name: item.default for item in fields if item.default is not dataclasses.MISSING}
+    return {**model, "config": defaults | model["config"]}
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -36,11 +36,14 @@ class Execution:
         return {"compile": self.compile, "device": self.device, "backends": self.backends}
 
 
-def recorded(state: dict[str, Any]) -> Execution:
+def recorded(state: dict[str, Any]) -> Execution | None:
     """What the checkpoint with this trainer.json was trained with. Checkpoints that do not say so are older than `auto`:
-    their config has it, and compiled only where `train.compile` is there and true."""
-    found = state.get("execution")
+    their config has it, and compiled only where `train.compile` is there and true. None for one that was imported: another
+    program computed it."""
+    found = state.get("execution", ())
     if found is None:
+        return None
+    if not found:
         return Execution(state["config"]["train"].get("compile") is True, None, {})
     return Execution(found["compile"], found["device"], found["backends"])
 

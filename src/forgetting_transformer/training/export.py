@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.model import registry
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, load_tokenizer
+from forgetting_transformer.training import official_checkpoint
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -43,7 +44,7 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     """Writes `save_folder` and returns a line that says what was written.
 
     Args:
-        run_folder: output_dir of a training run; it may still be training.
+        run_folder: output_dir of a training run, of this project or of the authors' code; it may still be training.
         step: training tokens of the checkpoint; None for the newest valid one.
         tokenizer: folder or hub id; None for the run's own.
 
@@ -53,7 +54,10 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
             cannot be used. Also where the run has no tokenizer and none is named; then the model is written all the same.
     """
     directory = RunDirectory(run_folder)
-    found = read_newest(directory.checkpoints, load_checkpoint, step)
+    if official_checkpoint.is_official(directory):
+        found = official_checkpoint.load_model(directory, step)
+    else:
+        found = read_newest(directory.checkpoints, load_checkpoint, step)
     if found is None:
         wanted = "no valid checkpoint" if step is None else f"no valid checkpoint at step {step}"
         raise CheckpointError(

@@ -1,0 +1,53 @@
+#!/usr/bin/env python
+"""Makes a run of this project from a training checkpoint of the authors' code, to be continued here.
+
+    python scripts/import_checkpoint.py OFFICIAL_DIR OUTPUT_DIR
+    fabric run train.py --devices 4 +experiment/… output_dir=OUTPUT_DIR data_dir=… model.config.log_pruning_tolerance=null
+
+OFFICIAL_DIR is the output_dir of the authors' train.py: config.yaml, and checkpoints/step-*.pt with a .pt.done beside it. OUTPUT_DIR
+gets the weights, AdamW's moments, the counters and the sums of loss by position; the position in the data and the learning rate follow
+from the counters. Nothing in OFFICIAL_DIR is changed, and no code that its files name is run. It takes memory for the weights (4 bytes per
+parameter) and room on the disk for 12. The run goes on with the same numbers up to rounding, not bitwise (docs/differences.md).
+
+To export such a checkpoint no import is needed: save_model.py --hf_load_dir=OFFICIAL_DIR.
+"""
+
+import argparse
+import logging
+import sys
+import warnings
+
+from forgetting_transformer import command_line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("official_dir", type=command_line.path, help="output_dir of a run of the authors' code")
+    parser.add_argument("output_dir", type=command_line.path, help="folder of the run to make")
+    parser.add_argument("--step", type=int, help="training tokens of the checkpoint; without it the newest")
+    parser.add_argument(
+        "--bos_token_id", type=int, help="first token of every sequence, for a corpus other than LongCrawl64"
+    )
+    arguments = parser.parse_args()
+    # Said by torch of a checkpoint that one process writes, which is meant.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+
+    from forgetting_transformer.training.checkpoint import CheckpointError
+    from forgetting_transformer.training.official_checkpoint import import_run
+    from forgetting_transformer.training.run_directory import RunDirectoryError
+
+    try:
+        written, config = import_run(
+            arguments.official_dir, arguments.output_dir, arguments.step, arguments.bos_token_id
+        )
+    except (CheckpointError, RunDirectoryError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    print(f"{written.path} holds the run at {written.step:,} of {config.train.max_tokens:,} tokens")
+    print(f"continue it with the run's own command and output_dir={arguments.output_dir}", end="")
+    unpruned = config.model.config.get("fgate_type") != "none" and config.model.config.get("log_pruning_tolerance", 0) is None
+    print(" model.config.log_pruning_tolerance=null, as it was trained" if unpruned else "")
+
+
+if __name__ == "__main__":
+    sys.exit(command_line.run(main, "interrupted: move what is in OUTPUT_DIR away, and the same command imports again"))

@@ -1,0 +1,336 @@
+"""Training checkpoints of the authors' code: read without running what is in them, exported, or made a checkpoint of this project.
+
+    OFFICIAL_DIR/config.yaml                        the composed configuration; parts are named by `_target_`
+    OFFICIAL_DIR/checkpoints/step-<15 digits>.pt    weights, AdamW's state, counters; the number is training tokens
+    OFFICIAL_DIR/checkpoints/step-<15 digits>.pt.done    beside it once it is whole; `.pt.keep` where it is to stay
+
+What a class is called in `_target_` chooses one of this project's; nothing that a folder names is imported.
+"""
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.training.checkpoint import (
+    Checkpoint,
+    Checkpointer,
+    CheckpointError,
+    steps_in,
+    write_atomically,
+)
+from forgetting_transformer.training.config import Config, ConfigError, parse, recorded
+from forgetting_transformer.training.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+from forgetting_transformer.training.setup import build_optimizer
+
+_DONE = re.compile(r"step-(\d{15,})\.pt\.done")
+_COUNTERS = {"token_count": int, "batch_count": int, "total_time": (int, float), "update_time": (int, float), "window_seq_count": int}
+#: Functions named in `schedule._target_`.
+_SCHEDULES = {
+    "constant_schedule": "constant",
+    "warmup_cosine_decay_schedule": "warmup_cosine",
+    "warmup_linear_decay_schedule": "warmup_linear",
+    "warmup_one_minus_sqrt_schedule": "warmup_stable_decay",
+}
+_STRATEGIES = {"FSDPStrategy": "fsdp", "DDPStrategy": "ddp"}
+#: Sections whose keys are the same here.
+_SAME = ("fabric", "train", "eval", "wandb")
+#: Top-level keys that say what another folder holds, or how to export.
+_LEFT_OUT = ("fork_dir", "fork_step", "hf_load_dir", "hf_save_dir", "hf_load_step", "hydra")
+#: Keys of sections that the authors' program fills in, or that must be null there.
+_FILLED_IN = {
+    "datamodule": ("data_dir", "rank", "world_size", "train_seq_len", "train_doc_len", "eval_seq_len", "eval_doc_len"),
+    # The corpus decides the first three; the last has no effect.
+    "model": ("vocab_size", "bos_token_id", "eos_token_id", "max_position_embeddings"),
+}
+#: What BOS is in GPT-2's vocabulary, which has so many ids.
+_GPT2_IDS, _GPT2_BOS = 50257, 50256
+#: All that such a file holds besides tensors: an array of sums, which NumPy 1 and 2 pickle under two names.
+_NUMPY = [
+    np.ndarray, np.dtype, np.dtypes.Float64DType,
+    *((np.zeros(0).__reduce__()[0], f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+]  # fmt: skip
+
+
+def steps_of(folder: Path) -> list[int]:
+    """Training tokens of the official checkpoints in `folder` that are whole."""
+    found = (_DONE.fullmatch(path.name) for path in folder.glob("*.pt.done"))
+    return sorted(int(name[1]) for name in found if name and (folder / name[0].removesuffix(".done")).is_file())
+
+
+def is_official(directory: RunDirectory) -> bool:
+    """Whether the authors' code wrote the checkpoints of this run."""
+    return bool(steps_of(directory.checkpoints)) and not steps_in(directory.checkpoints)
+
+
+def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
+    """The model of an official checkpoint, on the CPU in fp32 and evaluation mode, as `export.load_checkpoint` returns ours.
+
+    Args:
+        step: training tokens; None for the newest.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it holds what no training checkpoint needs.
+    """
+    checkpoint = _find(directory, step)
+    config = _config(directory)
+    model = _model(checkpoint, config, _read(checkpoint)["model"], None)
+    state = {"config": recorded(config), "model_config": model.config.to_dict()}
+    return checkpoint, state, model.eval()
+
+
+def import_run(
+    official_dir: Path, output_dir: Path, step: int | None = None, bos_token_id: int | None = None
+) -> tuple[Checkpoint, Config]:
+    """Makes `output_dir` a run that continues the authors' run from a checkpoint: weights, moments, counters, rate.
+
+    Args:
+        step: training tokens of the checkpoint; None for the newest.
+        bos_token_id: first token of every sequence; None for LongCrawl64's.
+
+    Returns:
+        the checkpoint that was written, and the configuration that the run had.
+
+    Raises:
+        CheckpointError: there is none, it is damaged or does not belong to its configuration.
+        RunDirectoryError: `output_dir` is not empty of runs.
+    """
+    source, target = RunDirectory(official_dir), RunDirectory(output_dir)
+    checkpoint, config = _find(source, step), _config(source)
+    config.output_dir = str(target.root)
+    saved = _read(checkpoint)
+    tokens_per_batch = config.datamodule.train_batch_size * config.datamodule.train_batch_len
+    if saved["token_count"] != checkpoint.step or saved["batch_count"] * tokens_per_batch != checkpoint.step:
+        raise CheckpointError(
+            f"{checkpoint.path} was not imported: it counts {saved['token_count']:,} tokens in {saved['batch_count']:,} batches, "
+            f"and config.yaml beside it says {tokens_per_batch:,} tokens a batch"
+        )
+    window = saved["window_loss_per_token"]
+    if window.shape != (config.datamodule.train_batch_len,):
+        raise CheckpointError(
+            f"{checkpoint.path} was not imported: window_loss_per_token has shape {window.shape}, and "
+            f"datamodule.train_batch_len is {config.datamodule.train_batch_len}"
+        )
+    model = _model(checkpoint, config, saved["model"], bos_token_id)
+    if model.config.bos_token_id is None:
+        raise CheckpointError(
+            f"{checkpoint.path} was not imported: its vocabulary of {model.config.vocab_size:,} ids is not LongCrawl64's, so the "
+            "first token of a sequence is not known; give it with --bos_token_id"
+        )
+    optimizer = build_optimizer(model, undecayed_parameters(model, config.train), config.optimizer)
+    _fill(optimizer, _moments(checkpoint, saved, model, config), model)
+    state = {
+        **{name: saved[name] for name in ("token_count", "batch_count", "total_time", "update_time")},
+        # The authors' code counts none.
+        "flop_count": round(saved["token_count"] * model.config.flops_per_token(config.datamodule.train_batch_len)),
+        "config": recorded(config),
+        "model_config": model.config.to_dict(),
+        # The corpus is not recorded there, nor is how the run computed.
+        "data_fingerprint": None,
+        "data_checksums": None,
+        "execution": None,
+        "world_size": 1,
+        "environment": {"imported_from": str(checkpoint.path.absolute())},
+    }
+    windows = {
+        "position_loss": torch.from_numpy(window),
+        "position_sequences": torch.tensor(saved["window_seq_count"], dtype=torch.float64),
+    }
+    _save(target, checkpoint, config, model, optimizer, state, windows)
+    return Checkpoint(target.checkpoints / f"step-{checkpoint.step:015d}", checkpoint.step, checkpoint.permanent), config
+
+
+def _save(
+    target: RunDirectory,
+    checkpoint: Checkpoint,
+    config: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    windows: dict[str, Tensor],
+) -> None:
+    target.check_ours(resume=True)
+    if target.holds_run or steps_in(target.checkpoints) or steps_of(target.checkpoints):
+        raise RunDirectoryError(f"{target.root} holds a run already; choose another folder for the imported one")
+    target.acquire()
+    try:
+        target.make(target.checkpoints)
+        writer = Checkpointer(target.checkpoints, config.checkpoint_keep_last, 0, 1, record=target.last_checkpoint)
+        # As every start of a run: by this file the folder is known as one.
+        write_atomically(target.config, yaml.safe_dump(recorded(config), sort_keys=False))
+        writer.save(checkpoint.step, model, optimizer, state, windows, checkpoint.permanent)
+        if error := writer.finished(wait=True).error:
+            raise error
+    finally:
+        target.release()
+
+
+def _find(directory: RunDirectory, step: int | None) -> Checkpoint:
+    steps = steps_of(directory.checkpoints)
+    if not steps or step not in (None, *steps):
+        wanted = "no checkpoint of the authors' code" + ("" if step is None else f" at step {step}")
+        raise CheckpointError(
+            f"{wanted} in {directory.checkpoints}: it holds {steps or 'no step-*.pt with a .pt.done beside it'}"
+        )
+    step = steps[-1] if step is None else step
+    path = next(path for path in directory.checkpoints.glob("step-*.pt") if int(path.stem.removeprefix("step-")) == step)
+    return Checkpoint(path, step, path.with_name(f"{path.name}.keep").is_file())
+
+
+def _config(directory: RunDirectory) -> Config:
+    """The configuration of an official run, in this project's keys."""
+    try:
+        text = directory.config.read_text(encoding="utf-8")
+        if "${" in text:
+            raise ValueError("it refers to other values with ${…}, and the authors' code writes values")
+        official = yaml.safe_load(text)
+        return parse(OmegaConf.create(_translated(official)))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{directory.root} holds checkpoints of the authors' code, but no config.yaml") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{directory.config} cannot be read: {str(error).splitlines()[0]}") from error
+    except ConfigError as error:
+        raise CheckpointError(f"{directory.config}: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{directory.config} is not what the authors' code writes ({error!r})") from error
+
+
+def _translated(official: dict[str, Any]) -> dict[str, Any]:
+    """
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: a section or a `_target_` is missing or unknown.
+    """
+    sections = ("optimizer", "schedule", "datamodule", "strategy", "model")
+    tree = {key: value for key, value in official.items() if key not in (*sections, *_LEFT_OUT) and key not in _SAME}
+    tree |= {key: dict(official[key]) for key in _SAME if key in official}
+    tree["optimizer"] = _without_target(official["optimizer"])
+    tree["schedule"] = {"name": _SCHEDULES[_target(official["schedule"])], **_without_target(official["schedule"])}
+    tree["strategy"] = {"name": _STRATEGIES[_target(official["strategy"])]}
+    data = _without_target(official["datamodule"])
+    tree["datamodule"] = {key: value for key, value in data.items() if key not in _FILLED_IN["datamodule"]}
+    tree["datamodule"]["dataset"] = _target(official["datamodule"]).removesuffix("DataModule").lower()
+    fields = _without_target(official["model"]["config"])
+    names = {architecture.lm_class.__name__: name for name, architecture in registry.MODELS.items()}
+    tree["model"] = {
+        "name": names[_target(official["model"])],
+        "config": {key: value for key, value in fields.items() if key not in _FILLED_IN["model"]},
+    }
+    return tree
+
+
+def _target(section: dict[str, Any]) -> str:
+    """The last part of what a section names."""
+    return section["_target_"].rpartition(".")[2]
+
+
+def _without_target(section: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in section.items() if key != "_target_"}
+
+
+def _read(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the file holds; tensors stay on disk until they are used.
+
+    Raises:
+        CheckpointError: it is damaged, or refers to code.
+    """
+    with torch.serialization.safe_globals(_NUMPY):
+        try:
+            saved = torch.load(checkpoint.path, map_location="cpu", mmap=True, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"{checkpoint.path} was not loaded: {_what_it_asks_for(checkpoint.path)}") from error
+        except (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{checkpoint.path} cannot be read: {str(error).splitlines()[0]}") from error
+    problem = _problem(saved)
+    if problem:
+        raise CheckpointError(f"{checkpoint.path} is not a training checkpoint of the authors' code: {problem}")
+    return saved
+
+
+def _what_it_asks_for(path: Path) -> str:
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # whatever a damaged or hostile file makes of it
+        names = []
+    return f"it asks for {names[0]}, which no training checkpoint needs" if names else "its pickle is damaged"
+
+
+def _problem(saved: Any) -> str | None:
+    if not isinstance(saved, dict):
+        return f"it holds a {type(saved).__name__}"
+    for name, kind in {"model": dict, "optimizer": dict, "window_loss_per_token": np.ndarray, **_COUNTERS}.items():
+        if not isinstance(saved.get(name), kind) or isinstance(saved[name], bool):
+            return f"{name} is missing, or is not what it should be"
+    if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in saved["model"].items()):
+        return "model holds something else than tensors"
+    if saved["window_loss_per_token"].dtype != np.float64:
+        return "window_loss_per_token is not of float64"
+    return None
+
+
+def _model(checkpoint: Checkpoint, config: Config, weights: dict[str, Tensor], bos_token_id: int | None) -> PreTrainedModel:
+    embeddings = [tensor for name, tensor in weights.items() if name.endswith("embeddings.weight") and tensor.ndim == 2]
+    if not embeddings:
+        raise CheckpointError(f"{checkpoint.path} holds no embeddings.weight of a model")
+    vocab_size = len(embeddings[0])
+    if bos_token_id is None and vocab_size == _GPT2_IDS:
+        bos_token_id = _GPT2_BOS
+    ids = {"vocab_size": vocab_size, "bos_token_id": bos_token_id, "eos_token_id": bos_token_id}
+    try:
+        with no_init_weights():
+            model = registry.get(config.model.name).lm_class(
+                registry.build_config(config.model.name, **config.model.config, **ids)
+            )
+        model.load_state_dict(weights)
+    except (RuntimeError, ValueError, TypeError) as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit the model of the config.yaml beside it: {' '.join(lines[:2])[:300]}"
+        ) from error
+    return model
+
+
+def _moments(checkpoint: Checkpoint, saved: dict[str, Any], model: nn.Module, config: Config) -> dict[str, dict[str, Tensor]]:
+    """AdamW's state of every parameter by its name.
+
+    FSDP saves it by name. DDP saves what torch's optimizer numbers: first all decayed parameters, then the others, each in
+    the order of the model's weights in the same file.
+    """
+    parameters = dict(model.named_parameters())
+    try:
+        state = saved["optimizer"]["state"]
+        if all(isinstance(key, int) for key in state):
+            order = [name for name in saved["model"] if name in parameters]
+            undecayed = undecayed_parameters(model, config.train)
+            order = [name for name in order if name not in undecayed] + [name for name in order if name in undecayed]
+            state = {name: state[number] for number, name in enumerate(order)}
+        found = {
+            name: {
+                "step": torch.as_tensor(float(state[name]["step"]), dtype=torch.float32),
+                "exp_avg": state[name]["exp_avg"],
+                "exp_avg_sq": state[name]["exp_avg_sq"],
+            }
+            for name in parameters
+        }
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{checkpoint.path}: its optimizer has no AdamW state for every parameter ({error!r})") from error
+    for name, moments in found.items():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            moment = moments[kind]
+            if not isinstance(moment, Tensor) or moment.shape != parameters[name].shape or moment.dtype != torch.float32:
+                raise CheckpointError(f"{checkpoint.path}: the optimizer's {kind} of {name} does not fit the parameter")
+    return found
+
+
+def _fill(optimizer: torch.optim.Optimizer, moments: dict[str, dict[str, Tensor]], model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        optimizer.state[parameter] = moments[name]

@@ -1,0 +1,167 @@
+"""A training checkpoint of the authors' code is exported and continued here, and nothing in it is run."""
+
+import os
+import pickle
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
+from forgetting_transformer.training.export import build_from_checkpoint, export
+from forgetting_transformer.training.official_checkpoint import import_run, is_official, load_model
+from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
+from tests.processes import ROOT
+from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
+from tests.training.official import official_run
+from tests.training.test_resume import lines, losses
+
+pytestmark = pytest.mark.slow
+AT = 8 * STEP
+
+
+@pytest.fixture
+def official(tiny, finished, tmp_path) -> Path:
+    """A run of the authors' code at step 8."""
+    official_run(Path(finished(tiny)), tmp_path / "official", AT)
+    return tmp_path / "official"
+
+
+def test_it_goes_on_where_it_was(tiny, official, finished, tmp_path, monkeypatch, capsys):
+    """The run that was not moved is the measure: the same losses, rates and windows of loss by position."""
+    before = {path: path.stat().st_mtime_ns for path in official.rglob("*")}
+    arguments = [str(official), tiny["output_dir"], "--bos_token_id", "0"]
+    monkeypatch.setattr(sys, "argv", ["import_checkpoint.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "scripts/import_checkpoint.py"), run_name="__main__")
+    assert not end.value.code and "holds the run at 1,024 of 2,560 tokens" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in official.rglob("*")}
+    assert "model.config.num_heads: 2 -> 4" in refused(changed(tiny, model__config__num_heads=4))
+    train(tiny)
+    straight = finished(tiny)
+    ours = losses(tiny["output_dir"])
+    assert ours == {step: loss for step, loss in losses(straight).items() if step > AT}
+    for name in ("train/lr", "train/batch_count", "train/flop_count"):
+        assert lines(tiny["output_dir"], "train")[0][name] == lines(straight, "train")[8][name]
+    windows = [lines(folder, "train_eval")[position] for folder, position in ((tiny["output_dir"], 0), (straight, 1))]
+    assert windows[0]["train_eval/loss_avg_len_32"] == windows[1]["train_eval/loss_avg_len_32"]
+    assert lines(tiny["output_dir"], "resume")[0]["resume/resume_step"] == AT
+    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+    assert "not bitwise from here" not in log, "there is nothing of this project's to compare with"
+
+
+@pytest.mark.parametrize("numbered", [False, True], ids=["by name (FSDP)", "by number (DDP)"])
+def test_every_tensor_finds_its_parameter(tiny, finished, tmp_path, numbered):
+    run = Path(finished(tiny))
+    official_run(run, tmp_path / "official", AT, numbered)
+    import_run(tmp_path / "official", tmp_path / "imported", AT, bos_token_id=0)
+    ours, theirs = checkpoint_tensors(str(tmp_path / "imported"), AT), checkpoint_tensors(str(run), AT)
+    assert ours.keys() == theirs.keys() and len(ours) > 50
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in theirs.items())
+
+
+def test_it_is_exported_as_it_is(tiny, official, finished, tmp_path):
+    from tests.training.test_export import word_tokenizer
+
+    told = export(official, tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
+    assert told == f"checkpoint step-{AT:015d}.pt of {official} is now {tmp_path / 'hf'}"
+    checkpoint = newest_valid(Path(finished(tiny)) / "checkpoints", AT)
+    trained = build_from_checkpoint(checkpoint, checkpoint.trainer_state())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert exported.config.max_position_embeddings == 32
+    for name, weight in trained.state_dict().items():
+        assert torch.equal(weight, exported.state_dict()[name])
+    with pytest.raises(CheckpointError, match=rf"no checkpoint of the authors' code at step 5 in .*\[{AT}\]"):
+        export(official, tmp_path / "other", step=5)
+
+
+def test_a_checkpoint_that_was_not_finished_does_not_count(official, tmp_path):
+    (official / f"checkpoints/step-{AT:015d}.pt.done").unlink()
+    assert not is_official(RunDirectory(official))
+    with pytest.raises(CheckpointError, match=r"no step-\*.pt with a .pt.done beside it"):
+        import_run(official, tmp_path / "imported")
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("made_by_a_checkpoint",)
+
+
+def test_code_in_it_is_not_run(official, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = official / f"checkpoints/step-{AT:015d}.pt"
+    torch.save({"model": Evil()}, file)
+    with pytest.raises(CheckpointError, match=r"was not loaded: it asks for posix\.mkdir, which no training checkpoint needs"):
+        load_model(RunDirectory(official))
+    file.write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CheckpointError) as error:
+        load_model(RunDirectory(official))
+    assert "\n" not in str(error.value) and not (tmp_path / "made_by_a_checkpoint").exists()
+
+
+def edited(file: Path, **values) -> None:
+    saved = torch.load(file, weights_only=False)
+    for name, value in values.items():
+        saved[name] = value
+    torch.save(saved, file)
+
+
+def test_a_damaged_one_is_one_line(official, tmp_path):
+    file = official / f"checkpoints/step-{AT:015d}.pt"
+    whole = file.read_bytes()
+
+    def problem() -> str:
+        with pytest.raises(CheckpointError) as error:
+            import_run(official, tmp_path / "imported", bos_token_id=0)
+        file.write_bytes(whole)
+        assert str(file) in str(error.value) and "\n" not in str(error.value)
+        assert not (tmp_path / "imported").exists()
+        return str(error.value)
+
+    file.write_bytes(whole[: len(whole) // 2])
+    assert "cannot be read" in problem()
+    edited(file, token_count="many")
+    assert "token_count is missing, or is not what it should be" in problem()
+    edited(file, batch_count=9)
+    assert "it counts 1,024 tokens in 9 batches" in problem()
+    edited(file, window_loss_per_token=torch.zeros(32))
+    assert "window_loss_per_token is missing" in problem()
+    edited(file, optimizer={"state": {}, "param_groups": []})
+    assert "no AdamW state for every parameter" in problem()
+    edited(file, model={"model.embeddings.weight": torch.zeros(64, 32)})
+    assert "does not fit the model of the config.yaml" in problem()
+
+
+def test_its_configuration_is_held_to_what_is_known(official, tmp_path):
+    config = yaml.safe_load((official / "config.yaml").read_text())
+
+    def problem(**sections) -> str:
+        text = yaml.safe_dump(config | {name: config[name] | values for name, values in sections.items()})
+        (official / "config.yaml").write_text(text)
+        with pytest.raises(CheckpointError) as error:
+            import_run(official, tmp_path / "imported", bos_token_id=0)
+        assert "config.yaml" in str(error.value) and "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "is not what the authors' code writes (KeyError('system'))" in problem(model={"_target_": "posix.system"})
+    assert "unknown config key 'train.mine'" in problem(train={"mine": 1})
+    assert "${…}" in problem(train={"max_tokens": "${oc.env:HOME}"})
+    (official / "config.yaml").unlink()
+    with pytest.raises(CheckpointError, match=r"no config\.yaml"):
+        import_run(official, tmp_path / "imported")
+
+
+def test_a_folder_with_a_run_is_left_alone(official, finished, tiny, tmp_path):
+    for folder in (official, Path(shutil.copytree(finished(tiny), tmp_path / "run"))):
+        with pytest.raises(RunDirectoryError, match="choose another"):
+            import_run(official, folder, bos_token_id=0)
+
+
+def test_another_vocabulary_needs_its_first_token(official, tmp_path):
+    with pytest.raises(CheckpointError, match=r"vocabulary of 64 ids is not LongCrawl64's.*--bos_token_id"):
+        import_run(official, tmp_path / "imported")
