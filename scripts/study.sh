@@ -146,7 +146,7 @@ position_loss() { # run
     local results="$folder/position_loss/$1" resume=()
     ! is_current "$results/results.json" "$1" || return 0
     # An evaluation of weights that have been trained further since is of no use.
-    [ "$results/state.npz" -nt "$folder/runs/$1/checkpoints" ] || resume=(--no-resume)
+    [ "$results/state/sums.npz" -nt "$folder/runs/$1/checkpoints" ] || resume=(--no-resume)
     "$python" eval/per_token_loss/run_per_token_loss.py --model_path "$folder/runs/$1" --data_path "$corpus" \
         --save_dir "$folder/position_loss" --preset extrapolation --local_batch_size "${EVAL_BATCH:-4}" \
         "${resume[@]}" >"$folder/logs/position_loss-$1.log" 2>&1

@@ -38,7 +38,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch_size", type=int, default=1, help="sequences per forward pass; default %(default)s")
     parser.add_argument("--limit", type=int, help="examples of each task, for a quick look; default all")
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    device.add_argument("--device_id", type=int, help="number of the GPU")
     args = parser.parse_args()
     for flag in ("batch_size", "limit", "max_len"):
         if (getattr(args, flag) or 1) < 1:
@@ -52,7 +54,7 @@ def main() -> None:
 
     import transformers
 
-    from forgetting_transformer.evaluation import harness_tables, tables
+    from forgetting_transformer.evaluation import harness_tables, official, tables
     from forgetting_transformer.evaluation.models import EvaluationError, load_model
     from forgetting_transformer.evaluation.workers import start_workers
 
@@ -62,7 +64,7 @@ def main() -> None:
         sys.exit(f"error: {error}. lm-evaluation-harness is an extra: pip install -e '.[eval]'")
     transformers.utils.logging.disable_progress_bar()
     try:
-        workers = start_workers(args.device)
+        workers = start_workers(official.device_of(args.device, args.device_id))
         model = load_model(
             args.model_path,
             name=args.model,

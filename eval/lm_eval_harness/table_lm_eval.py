@@ -3,6 +3,7 @@
 
     python eval/lm_eval_harness/table_lm_eval.py output/lm_eval/fox output/lm_eval/llama --out tables
     python eval/lm_eval_harness/table_lm_eval.py "FoX (Pro)=output/lm_eval/fox" …
+    python eval/lm_eval_harness/table_lm_eval.py --result_dir output/lm_eval        # all models in it
 
 Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md, OUT/table.tex and OUT/scores.png if --out is given.
 """
@@ -16,17 +17,21 @@ from forgetting_transformer import command_line
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "results", type=command_line.name, nargs="+", metavar="RESULT", help="[NAME=]FOLDER with results.json"
+        "results", type=command_line.name, nargs="*", metavar="RESULT", help="[NAME=]FOLDER with results.json"
     )
+    parser.add_argument("--result_dir", type=command_line.path, help="all models whose results are in this folder")
     parser.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     args = parser.parse_args()
+    if not args.results and args.result_dir is None:
+        parser.error("give RESULT folders, or --result_dir")
 
-    from forgetting_transformer.evaluation import harness_tables
+    from forgetting_transformer.evaluation import harness_tables, official
     from forgetting_transformer.evaluation.models import EvaluationError
     from forgetting_transformer.evaluation.tables import read_results, write_tables
 
     try:
-        write_tables(*harness_tables.table(read_results(args.results)), args.out)
+        found = official.results_in(args.result_dir, "results.json") if args.result_dir else []
+        write_tables(*harness_tables.table(read_results([*args.results, *found])), args.out)
     except EvaluationError as error:
         sys.exit(f"error: {error}")
 

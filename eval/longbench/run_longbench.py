@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""LongBench: answers to its fourteen English sets, and their scores (pip install -e ".[eval]").
+"""LongBench: answers to the fourteen of its English sets that the paper uses, and their scores (pip install -e ".[eval]").
 
     python eval/longbench/run_longbench.py --model_path output/hf/fox --max_length 15500 --save_dir output/longbench
     torchrun --nproc-per-node 4 eval/longbench/run_longbench.py --model_path runs/fox --save_dir output/longbench
@@ -35,7 +35,7 @@ def parse_args() -> argparse.Namespace:
         type=command_line.path,
         help="LongBench's data.zip, or a folder with it or with <set>.jsonl; default the hub",
     )
-    parser.add_argument("--sets", help="with commas between them; default all fourteen")
+    parser.add_argument("--sets", help="with commas between them, or all sixteen with `all`; default the paper's")
     parser.add_argument(
         "--max_length",
         type=int,
@@ -65,6 +65,7 @@ def main() -> None:
 
     transformers.utils.logging.disable_progress_bar()
     try:
+        sets = longbench.choose_sets(args.sets)
         workers = start_workers(args.device)
         model = load_model(
             args.model_path,
@@ -79,7 +80,7 @@ def main() -> None:
             model,
             folder,
             workers,
-            sets=args.sets.split(",") if args.sets else list(longbench.SETS),
+            sets=sets,
             data=args.data_dir,
             max_length=args.max_length,
             precision=args.precision,

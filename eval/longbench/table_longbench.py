@@ -3,12 +3,14 @@
 
     python eval/longbench/table_longbench.py output/longbench/fox output/longbench/llama --out tables
     python eval/longbench/table_longbench.py "FoX (Pro)=output/longbench/fox" …
+    cd eval/longbench && python table_longbench.py                          # all models in ./pred, after pred.py and eval.py
 
 Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md, OUT/table.tex and OUT/scores.png if --out is given.
 """
 
 import argparse
 import sys
+from pathlib import Path
 
 from forgetting_transformer import command_line
 
@@ -16,17 +18,25 @@ from forgetting_transformer import command_line
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "results", type=command_line.name, nargs="+", metavar="RESULT", help="[NAME=]FOLDER with results.json"
+        "results",
+        type=command_line.name,
+        nargs="*",
+        metavar="RESULT",
+        help="[NAME=]FOLDER with results.json; default all models in ./pred",
     )
     parser.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     args = parser.parse_args()
 
-    from forgetting_transformer.evaluation import longbench
+    from forgetting_transformer.evaluation import longbench, official
     from forgetting_transformer.evaluation.models import EvaluationError
     from forgetting_transformer.evaluation.tables import read_results, write_tables
 
     try:
-        write_tables(*longbench.table(read_results(args.results)), args.out)
+        if args.results:
+            results = read_results(args.results)
+        else:
+            results = read_results(official.results_in(Path("pred"), "result.json"), "result.json")
+        write_tables(*longbench.table(results), args.out)
     except EvaluationError as error:
         sys.exit(f"error: {error}")
 

@@ -2,10 +2,13 @@
 """Needle in a haystack: generates answers over a grid of lengths and depths, scores them here, draws a heat-map.
 
     python eval/niah/run_niah.py --model_path output/hf/fox --haystack_dir essays --mode easy --save_dir output/niah
+    python eval/niah/run_niah.py --model_path output/hf/fox --mode paper --save_dir output/niah     # and paper_easy
     torchrun --nproc-per-node 4 eval/niah/run_niah.py --model_path runs/fox --data_path data/longcrawl64 …
 
 MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. The haystack is a folder of texts, or
-held-out documents of the corpus that the model was trained on. Writes to SAVE_DIR/MODEL/MODE:
+held-out documents of the corpus that the model was trained on, or Python's documentation if neither is named. Modes paper
+and paper_easy are the standard and easy mode with the paper's prompts, and answers of 1,024 tokens. Writes to
+SAVE_DIR/MODEL/MODE:
 
 predictions/*.json          one file per prompt; a later start, on any number of GPUs, asks only for those that are missing
 scores.json                 every prediction with its scores
@@ -33,8 +36,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--haystack_dir", type=command_line.path, help="folder of texts (.txt, .md, .py)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--haystack_dir",
+        type=command_line.path,
+        help="folder of texts (.txt, .md, .py; in the paper's modes .txt); default the documentation that comes with Python",
+    )
     source.add_argument(
         "--data_path", type=command_line.name, help="folder of a corpus with heldout.zarr, or the folder that holds it"
     )
@@ -42,7 +49,9 @@ def parse_args() -> argparse.Namespace:
         "--dataset", type=command_line.name, default="longcrawl64", help="the corpus, if --data_path holds several"
     )
     parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL/MODE")
-    parser.add_argument("--mode", choices=["standard", "easy"], default="easy", help="default %(default)s")
+    parser.add_argument(
+        "--mode", choices=["standard", "easy", "paper", "paper_easy"], default="easy", help="default %(default)s"
+    )
     parser.add_argument("--question", help="what is asked; default about San Francisco")
     parser.add_argument("--statement", help="how the needle begins and the query ends")
     parser.add_argument("--answer", help="what is hidden and to be found")
@@ -51,17 +60,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num_lengths", type=int, default=11, help="evenly spaced from one to the other")
     parser.add_argument("--num_depths", type=int, default=11, help="evenly spaced from 0 to 100 %%")
     parser.add_argument("--samples", type=int, default=1, help="prompts per cell, from different parts of the text")
-    parser.add_argument("--max_new_tokens", type=int, default=50, help="tokens of an answer; default %(default)s")
+    parser.add_argument("--max_new_tokens", type=int, help="tokens of an answer; default 50, in the paper's modes 1024")
     parser.add_argument("--local_batch_size", type=int, default=1, help="prompts that a process runs together")
     parser.add_argument("--train_len", type=int, help="sequence length of training, where the model does not say")
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
     args = parser.parse_args()
+    in_paper = args.mode.startswith("paper")
+    if args.max_new_tokens is None:
+        args.max_new_tokens = 1024 if in_paper else 50
     for flag in ("min_length", "num_lengths", "num_depths", "samples", "max_new_tokens", "local_batch_size"):
         if getattr(args, flag) < 1:
             parser.error(f"--{flag}={getattr(args, flag)} must be at least 1")
     if args.max_length < args.min_length:
         parser.error(f"--max_length={args.max_length} must not be less than --min_length={args.min_length}")
+    if in_paper and (args.data_path is not None or args.samples > 1):
+        parser.error(f"--mode={args.mode} hides the needle once a cell in texts of --haystack_dir: leave --data_path and --samples out")
     return args
 
 
@@ -84,7 +98,7 @@ def main() -> None:
 def run(args: argparse.Namespace) -> None:
     import numpy as np
 
-    from forgetting_transformer.evaluation import niah
+    from forgetting_transformer.evaluation import niah, niah_paper
     from forgetting_transformer.evaluation.generation import write_json
     from forgetting_transformer.evaluation.models import load_model
     from forgetting_transformer.evaluation.workers import start_workers
@@ -103,8 +117,13 @@ def run(args: argparse.Namespace) -> None:
     needle = niah.Needle(**{key: value for key, value in chosen.items() if value is not None})
     lengths = [round(float(x)) for x in np.linspace(args.min_length, args.max_length, args.num_lengths)]
     depths = [round(float(x), 4) for x in np.linspace(0, 1, args.num_depths)] if args.num_depths > 1 else [0.5]
-    if args.haystack_dir is not None:
+    if args.mode in niah_paper.MODES:
+        text = niah_paper.free_text() if args.haystack_dir is None else niah_paper.read_essays(args.haystack_dir)
+        haystack = niah_paper.Essays(model.require_tokenizer(), text, bos=model.bos_token_id is not None)
+    elif args.haystack_dir is not None:
         haystack = niah.Haystack.from_folder(model, args.haystack_dir)
+    elif args.data_path is None:
+        haystack = niah.Haystack.from_text(model, niah_paper.free_text())
     else:
         haystack = niah.Haystack.from_heldout(model, args.data_path, args.dataset, args.samples * args.max_length)
     folder = args.save_dir / model.name / args.mode

@@ -3,18 +3,22 @@
 
     python eval/per_token_loss/plot_per_token_loss.py output/per_token_loss/fox output/per_token_loss/llama --out figures
     … "FoX=results/fox_seed0" "FoX=results/fox_seed1" "Transformer=results/llama_seed0"        # seeds under one name
+    python eval/per_token_loss/plot_per_token_loss.py --result_dir results --figure_dir figures   # as in the paper's repository
 
 RESULT is [NAME=]FOLDER. Results with the same NAME are seeds of one model: their mean is drawn and their range shaded.
 Writes OUT/per_token_loss.png (and .pdf): L(i) smoothed, left, and perplexity by context length, right, with the training
 length marked; OUT/slopes.md, by how much the loss changes with every doubling of the context; and OUT/comparison.md, every
 model against the first on the same documents, which is much more precise than either model's own slope.
+
+--result_dir takes all models below it, and --figure_dir names the figure as the paper's repository does:
+main_loss_64k_line.png (and .pdf), whatever the length.
 """
 
 import argparse
 import sys
 
 from forgetting_transformer import command_line
-from forgetting_transformer.evaluation import per_token_loss
+from forgetting_transformer.evaluation import official, per_token_loss
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.evaluation.plots import loss_against_position
 
@@ -22,32 +26,38 @@ from forgetting_transformer.evaluation.plots import loss_against_position
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "results", type=command_line.name, nargs="+", metavar="RESULT", help="[NAME=]FOLDER with results.npz"
+        "results", type=command_line.name, nargs="*", metavar="RESULT", help="[NAME=]FOLDER with results.npz"
     )
-    parser.add_argument(
-        "--out", type=command_line.path, required=True, metavar="DIR", help="folder to write to; made if needed"
-    )
+    parser.add_argument("--result_dir", type=command_line.path, help="all models whose results are in this folder")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
+    target.add_argument("--figure_dir", type=command_line.path, help="the same, with the official name of the figure")
     parser.add_argument("--train_len", type=int, help="training length to mark; default what the results agree on")
     parser.add_argument("--first", type=int, help="first position drawn; default a 512th of the longest sequence")
     args = parser.parse_args()
+    if not args.results and args.result_dir is None:
+        parser.error("give RESULT folders, or --result_dir")
+    out = args.out or args.figure_dir
+    stem = "per_token_loss" if args.out else "main_loss_64k_line"
     try:
-        results = [per_token_loss.read_named(text) for text in args.results]
+        found = official.results_in(args.result_dir, "results.npz") if args.result_dir else []
+        results = [per_token_loss.read_named(text) for text in [*args.results, *found]]
         curves = per_token_loss.group_seeds(results)
         lengths = {result.summary.get("train_length") for result in results} - {None}
         train_length = args.train_len or (lengths.pop() if len(lengths) == 1 else None)
         for suffix in ("png", "pdf"):
-            path = args.out / f"per_token_loss.{suffix}"
+            path = out / f"{stem}.{suffix}"
             loss_against_position(curves, path, train_length, args.first)
             print(path)
         table = per_token_loss.slope_table(per_token_loss.unique_names(results))
         comparison = per_token_loss.comparison_table(per_token_loss.compare(results))
     except (EvaluationError, ValueError) as error:
         sys.exit(f"error: {error}")
-    (args.out / "slopes.md").write_text(table, encoding="utf-8")
-    print(f"{args.out / 'slopes.md'}\n\n{table}", end="")
+    (out / "slopes.md").write_text(table, encoding="utf-8")
+    print(f"{out / 'slopes.md'}\n\n{table}", end="")
     if comparison:
-        (args.out / "comparison.md").write_text(comparison, encoding="utf-8")
-        print(f"\n{args.out / 'comparison.md'}\n\n{comparison}", end="")
+        (out / "comparison.md").write_text(comparison, encoding="utf-8")
+        print(f"\n{out / 'comparison.md'}\n\n{comparison}", end="")
 
 
 if __name__ == "__main__":

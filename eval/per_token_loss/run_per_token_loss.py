@@ -46,7 +46,11 @@ def parse_args() -> argparse.Namespace:
         "each doubling of the context beyond that length gains",
     )
     parser.add_argument("--eval_len", type=int, help="tokens of a sequence; default whole documents")
-    parser.add_argument("--eval_tokens", type=int, help="tokens to evaluate on; default all held-out documents")
+    parser.add_argument(
+        "--eval_tokens",
+        type=token_count,
+        help="tokens to evaluate on, or `all` held-out ones; default 2147483648 (2^31) as in the paper, or all if there are fewer",
+    )
     parser.add_argument("--vocab_size", type=int, help="of the corpus, where it has no manifest.json that says")
     parser.add_argument("--bos_token_id", type=int, help="the id that begins its texts, in the same case")
     parser.add_argument("--train_len", type=int, help="sequence length of training, where the model does not say")
@@ -66,6 +70,19 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def token_count(text: str) -> int | str:
+    """A number of tokens, or "all"."""
+    if text == "all":
+        return text
+    try:
+        number = float(text)
+        if number != int(number) or number < 1:
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of tokens, such as 2147483648 or 1e9, or all") from None
+    return int(text) if text.isdigit() else int(number)
+
+
 def main() -> None:
     args = parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
@@ -82,9 +99,10 @@ def main() -> None:
         data = per_token_loss.open_heldout(
             per_token_loss.find_heldout(args.data_path, args.dataset),
             args.eval_len,
-            args.eval_tokens,
+            None if args.eval_tokens == "all" else args.eval_tokens,
             args.vocab_size,
             args.bos_token_id,
+            at_most=per_token_loss.PAPER_TOKENS if args.eval_tokens is None else None,
         )
         workers = start_workers(args.device)
         model = load_model(

@@ -1,6 +1,9 @@
 """A quickstart in miniature: a corpus of words with its tokenizer, a run trained on it for a few steps, and its export."""
 
+import http.server
+import json
 import random
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,3 +106,28 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
     train(config)
     export(folder / "run", folder / "hf")
     return Quickstart(folder / "data", folder / "run", folder / "hf")
+
+
+@pytest.fixture
+def endpoint():
+    """An endpoint that answers from a list of (status, content); notes what it was asked."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.requests.append((self.path, self.headers.get("Authorization"), body))
+            status, content = server.replies.pop(0) if server.replies else (200, "Fine. [[7]]")
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [{"message": {"content": content}}]}).encode())
+
+        def log_message(self, *_arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.requests, server.replies = [], []
+    server.url = f"http://127.0.0.1:{server.server_port}/v1"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()

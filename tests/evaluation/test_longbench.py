@@ -46,14 +46,24 @@ def data(tmp_path):
     return folder
 
 
-def test_there_are_fourteen_english_sets_with_the_benchmarks_lengths():
+def test_there_are_sixteen_english_sets_with_the_benchmarks_lengths():
     lengths = {name: entry.max_new_tokens for name, entry in longbench.SETS.items()}
     assert lengths == {
         **dict.fromkeys(("narrativeqa", "qasper", "samsum"), 128),
         **dict.fromkeys(("multifieldqa_en", "trec", "lcc", "repobench-p"), 64),
-        **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa"), 32),
+        **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa", "passage_count", "passage_retrieval_en"), 32),
         **dict.fromkeys(("gov_report", "qmsum", "multi_news"), 512),
     }
+
+
+def test_the_papers_fourteen_are_the_default():
+    chosen = longbench.choose_sets(None)
+    assert len(chosen) == 14 and set(longbench.SETS) - set(chosen) == {"passage_count", "passage_retrieval_en"}
+    assert set(chosen) - set(longbench.choose_sets(None, even=True)) == {"narrativeqa", "musique", "qmsum"}
+    assert longbench.choose_sets("all") == list(longbench.SETS) and len(longbench.choose_sets("all", even=True)) == 13
+    assert longbench.choose_sets("lcc,passage_count") == ["lcc", "passage_count"]
+    with pytest.raises(EvaluationError, match=r"--sets=qmsum: the sets of LongBench-E are qasper, "):
+        longbench.choose_sets("qmsum", even=True)
 
 
 def test_prompts_agree_with_lm_evals_copy_of_the_benchmark():
@@ -115,6 +125,13 @@ def test_code_is_compared_with_the_first_line_that_is_code():
     assert longbench.code_similarity("# nothing", "x") == 0.0
 
 
+def test_synthetic_sets_count_the_numbers_that_are_right():
+    assert longbench.count("There are 7, or 8", "7") == 0.5
+    assert longbench.count("seven", "7") == 0.0 and longbench.count("17", "7") == 0.0
+    assert longbench.retrieval("Paragraph 12", "Paragraph 12") == 1.0
+    assert longbench.retrieval("12 or Paragraph 1", "Paragraph 1") == 0.5
+
+
 def test_only_the_benchmarks_three_sets_count_the_first_line_alone():
     single = {name for name, entry in longbench.SETS.items() if entry.first_line}
     assert single == {"trec", "triviaqa", "samsum"}
@@ -123,6 +140,13 @@ def test_only_the_benchmarks_three_sets_count_the_first_line_alone():
     whole = longbench.score_example("gov_report", "the cat sat.\nthe dog ran.", ["the cat sat. the dog ran."], None)
     assert whole == pytest.approx(1.0, abs=1e-6), "a summary has more than one line"
     assert longbench.score_example("hotpotqa", "red", ["blue", "red", "green"], None) == 1.0, "the best reference"
+    assert longbench.score_example("hotpotqa", "\nParis\nLondon is", ["Paris"], None, as_in_paper=True) == 1.0
+
+
+def test_longbench_e_has_a_score_for_each_range_of_lengths():
+    records = [{"pred": "red", "answers": ["red"], "length": n} for n in (10, 3999, 4000)]
+    records.append({"pred": "blue", "answers": ["red"], "length": 7999})
+    assert longbench.score_by_length("hotpotqa", records) == {"0-4k": 100.0, "4-8k": 50.0, "8k+": None}
 
 
 def test_a_prompt_that_is_too_long_loses_its_middle(model):
@@ -133,6 +157,10 @@ def test_a_prompt_that_is_too_long_loses_its_middle(model):
     assert len(cut) == 101
     assert cut.tolist() == [*whole[:51], *whole[-50:]]
     assert longbench.build_prompt(model, "qasper", example, 100).tolist() == [*whole[:50], *whole[-49:]]
+    # In the paper's code half of the length counts the first token, and the halves become text once more.
+    halves = (model.tokenizer.decode(half, skip_special_tokens=True) for half in (whole[:50], whole[-50:]))
+    expected = [0, *model.tokenizer("".join(halves), add_special_tokens=False).input_ids]
+    assert longbench.build_prompt(model, "qasper", example, 101, as_in_paper=True).tolist() == expected
     # Braces in a text are text.
     braces = {"context": "{input} {0} {context.__class__}", "input": "{}"}
     assert longbench.build_prompt(model, "lcc", braces, 100).shape
@@ -144,7 +172,7 @@ def test_the_command_answers_and_scores_every_set(quickstart, data, tmp_path):
     done = run_script(SCRIPT, *arguments, "--limit", 1)
     assert done.returncode == 0, done.stderr
     scores = json.loads((tmp_path / "hf/results.json").read_text())
-    assert list(scores) == list(longbench.SETS) and all(0 <= score <= 100 for score in scores.values())
+    assert list(scores) == list(longbench.PAPER_SETS) and all(0 <= score <= 100 for score in scores.values())
     done = run_script(SCRIPT, *arguments)
     assert done.returncode == 1 and "holds results with limit=1, this evaluation has None" in done.stderr
     done = run_script(SCRIPT, *arguments, "--sets", "dureader")
@@ -210,7 +238,7 @@ def test_missing_data_says_what_to_download_and_where_to_put_it(tmp_path, monkey
 def test_the_table_has_the_papers_groups(tmp_path):
     for name, score in (("fox", 30.0), ("llama", 20.0)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "results.json").write_text(json.dumps(dict.fromkeys(longbench.SETS, score)))
+        (tmp_path / name / "results.json").write_text(json.dumps(dict.fromkeys(longbench.PAPER_SETS, score)))
     done = run_script("eval/longbench/table_longbench.py", tmp_path / "fox", tmp_path / "llama", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "| fox | **30.00** |" in (tmp_path / "table.md").read_text() and (tmp_path / "scores.png").is_file()

@@ -1,8 +1,6 @@
 """Needle in a haystack: prompts of the stated length and depth, scores of known answers, ratings that are never lost."""
 
-import http.server
 import json
-import threading
 
 import numpy as np
 import pytest
@@ -162,31 +160,6 @@ def test_the_command_on_an_exported_model(quickstart, essays, tmp_path):
     }
     for name in ("words", "exact"):
         assert (tmp_path / f"hf/standard/{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.fixture
-def endpoint():
-    """An endpoint that answers from a list of (status, content); notes what it was asked."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            server.requests.append((self.path, self.headers.get("Authorization"), body))
-            status, content = server.replies.pop(0) if server.replies else (200, "Fine. [[7]]")
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps({"choices": [{"message": {"content": content}}]}).encode())
-
-        def log_message(self, *_arguments):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.requests, server.replies = [], []
-    server.url = f"http://127.0.0.1:{server.server_port}/v1"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
 
 
 def judge(endpoint, tmp_path, **options) -> Judge:

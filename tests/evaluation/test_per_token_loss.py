@@ -1,6 +1,8 @@
 """Loss at every position: right, resumable with another number of processes, and its slope."""
 
+import argparse
 import json
+import runpy
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from forgetting_transformer.evaluation import per_token_loss
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.evaluation.workers import Workers
 from tests.evaluation.conftest import DOC_LEN, DOCUMENTS, TRAIN_LENGTH
-from tests.evaluation.scripts import run_script
+from tests.evaluation.scripts import ROOT, run_script
 
 SCRIPT = "eval/per_token_loss/run_per_token_loss.py"
 ALONE = Workers(0, 1, torch.device("cpu"))
@@ -48,6 +50,27 @@ def test_results_are_the_mean_losses_of_all_held_out_sequences(quickstart, model
     assert results["eval_tokens"] == DOCUMENTS * DOC_LEN
     assert results[f"val/loss_avg_len_{DOC_LEN}"] == pytest.approx(losses.mean(), rel=1e-6)
     assert results[f"val/perplexity_len_{DOC_LEN}"] == pytest.approx(np.exp(losses.mean()), rel=1e-6)
+
+
+def test_a_models_folder_is_read_as_the_papers_script_reads_it(quickstart, model, tmp_path, monkeypatch):
+    """plot_per_token_loss.py there takes the only .npz of a model's folder; see its source."""
+    data = heldout(quickstart)
+    folder = tmp_path / "fox-pro-760m-longcrawl64-48b"
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 3)
+        with pytest.raises(Stopped):
+            per_token_loss.evaluate(model, data, folder, ALONE, batch_size=4, save_interval=2)
+    # What an earlier version left, or a process that was killed while it wrote.
+    (folder / "state/sums.npz").rename(folder / "state.npz")
+    (folder / ".results.npz.12345").write_bytes(b"PK")
+    stopped_after(monkeypatch, 4)  # of six, two are done
+    results = per_token_loss.evaluate(model, data, folder, ALONE, batch_size=4, save_interval=2)
+    (file,) = sorted(folder.glob("*.npz"))
+    with np.load(file) as arrays:
+        assert arrays["val/loss_per_token"].shape == (DOC_LEN,)
+        assert arrays["eval_len"] == DOC_LEN and arrays["eval_tokens"] == DOCUMENTS * DOC_LEN
+        scalars = {key for key in results if key.startswith("val/")}
+        assert len(scalars) == 2 and all(arrays[key] == results[key] for key in scalars)
 
 
 def test_shorter_sequences_are_slices_of_the_documents(quickstart, model, tmp_path):
@@ -94,7 +117,7 @@ def test_a_stopped_evaluation_continues_with_another_number_of_processes(quickst
         stopped_after(patch, 17)
         with pytest.raises(Stopped):
             per_token_loss.evaluate(model, data, tmp_path / "hf", ALONE, batch_size=3, save_interval=4)
-    with np.load(tmp_path / "hf/state.npz", allow_pickle=False) as state:
+    with np.load(tmp_path / "hf/state/sums.npz", allow_pickle=False) as state:
         assert len(state["octaves_NO"]) == 16 * 3
     arguments = ["--model_path", quickstart.hf, "--data_path", quickstart.data / "words", "--save_dir", tmp_path]
     done = run_script(SCRIPT, *arguments, "--eval_len", 64, "--local_batch_size", 5, "--device", "cpu", processes=2)
@@ -109,7 +132,7 @@ def test_a_stopped_evaluation_continues_with_another_number_of_processes(quickst
 
 def test_the_state_of_another_evaluation_is_refused(quickstart, model, tmp_path):
     per_token_loss.evaluate(model, heldout(quickstart, length=64), tmp_path, ALONE, batch_size=8)
-    with pytest.raises(EvaluationError, match=r"state.npz belongs to an evaluation with eval_len=64, this one has 32"):
+    with pytest.raises(EvaluationError, match=r"sums.npz belongs to an evaluation with eval_len=64, this one has 32"):
         per_token_loss.evaluate(model, heldout(quickstart, length=32), tmp_path, ALONE, batch_size=8)
     early = load_model(str(quickstart.run), step=4 * 4 * TRAIN_LENGTH)
     with pytest.raises(EvaluationError, match=r"with weights=.*--no-resume"):
@@ -170,6 +193,17 @@ def test_the_slope_of_a_logarithm_is_found():
 def test_impossible_requests_name_the_flag(quickstart, options, message):
     with pytest.raises(DataError, match=message):
         heldout(quickstart, **options)
+
+
+def test_unless_told_the_papers_number_of_tokens_is_evaluated(quickstart, monkeypatch):
+    assert per_token_loss.PAPER_TOKENS == 2**31
+    assert heldout(quickstart, at_most=2**31).sequences == DOCUMENTS
+    assert heldout(quickstart, at_most=5 * DOC_LEN).sequences == 5 < heldout(quickstart).sequences
+    parse = runpy.run_path(str(ROOT / SCRIPT))["token_count"]
+    assert (parse("all"), parse("2147483648"), parse("1e9")) == ("all", 2**31, 10**9)
+    for wrong in ("alll", "0", "-5", "1.5", "inf", "nan"):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be a number of tokens"):
+            parse(wrong)
 
 
 def test_a_missing_corpus_and_a_foreign_vocabulary_are_refused(quickstart, tmp_path):

@@ -49,8 +49,15 @@ def continue_greedily(
     return tokenizer.batch_decode(output[:, input_ids.shape[1] :], skip_special_tokens=True)
 
 
-def check_settings(folder: Path, settings: dict[str, Any]) -> None:
+def check_settings(
+    folder: Path,
+    settings: dict[str, Any],
+    cure: str = "choose another --save_dir or --model name, or delete the folder",
+) -> None:
     """Writes the settings of an evaluation beside its results, or refuses to mix results of others with them.
+
+    Args:
+        cure: what to do then.
 
     Raises:
         EvaluationError: the folder holds results made with other settings; names the first that differs.
@@ -63,7 +70,7 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
             if stored.get(key) != settings.get(key):
                 raise EvaluationError(
                     f"{folder} holds results with {key}={stored.get(key)!r}, this evaluation has {settings.get(key)!r}: "
-                    "choose another --save_dir or --model name, or delete the folder"
+                    f"{cure}"
                 )
         return
     write_json(file, settings)
@@ -71,9 +78,14 @@ def check_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 def write_json(file: Path, value: Any) -> None:
     """Writes a file that is whole or not there."""
+    write_text(file, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """The same of a text."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{os.getpid()}.{file.name}")
-    temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(file)
 
 

@@ -107,7 +107,7 @@ class Judge:
             # Asking again would not help, and neither would asking for the other answers.
             raise _Refused(
                 f"{url} answers {response.status_code} for the model {self.model!r}: check --judge_url, --judge_model and "
-                "the key in --judge_key_variable"
+                "the key"
             )
         response.raise_for_status()
         return json.loads(response.text)["choices"][0]["message"]["content"] or ""

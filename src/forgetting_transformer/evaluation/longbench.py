@@ -1,4 +1,4 @@
-"""LongBench (v1): its fourteen English sets, with its prompts, its truncation and its scores.
+"""LongBench (v1): its sixteen English sets, with its prompts, its truncation and its scores. The paper uses fourteen of them.
 
 Prompts, lengths of answers and scoring rules are the benchmark's, github.com/THUDM/LongBench (MIT licence; Bai et al., 2023):
 
@@ -6,7 +6,13 @@ Prompts, lengths of answers and scoring rules are the benchmark's, github.com/TH
 - answers are greedy; one for SAMSum also ends at a line break, and has at least one token;
 - only for TREC, TriviaQA and SAMSum does the first line of an answer alone count; summaries count whole;
 - scores: F1 of words (question answering), ROUGE-L (summaries), found class among the classes found (TREC), similarity of
-  the first line that is code (code); the best over the reference answers, times 100.
+  the first line that is code (code), share of the right number among the numbers (synthetic sets); the best over the
+  reference answers, times 100.
+
+LongBench-E has further examples for thirteen of the sets, as many of each length, and a score for each range of lengths.
+
+The paper's code differs in three points (`as_in_paper`): a cut prompt is made text and encoded again, SAMSum has no
+rule of its own, and the first line of every answer alone counts, of summaries too.
 """
 
 import difflib
@@ -76,6 +82,18 @@ def code_similarity(prediction: str, answer: str, _classes: Sequence[str] = ()) 
     return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
 
 
+def count(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
+    """Share of the prediction's numbers that are the answer."""
+    numbers = re.findall(r"\d+", prediction)
+    return numbers.count(str(answer).strip()) / len(numbers) if numbers else 0.0
+
+
+def retrieval(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
+    """Share of the prediction's numbers that are that of the paragraph which the answer names, "Paragraph N"."""
+    named = re.search(r"Paragraph (\d+)", answer)
+    return count(prediction, named[1]) if named else 0.0
+
+
 def _normalised_words(text: str) -> list[str]:
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
@@ -126,7 +144,9 @@ _ARTICLE = (
     '"unanswerable". Do not provide any explanation.\n\n'
 )
 
-#: The sets, in the order of the paper's Table 2.
+_SYNTHETIC = "Synthetic"
+
+#: The sets, in the order of the paper's Table 2, and the two that are not in it.
 SETS: dict[str, Set] = {
     "narrativeqa": Set(
         "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
@@ -221,18 +241,68 @@ SETS: dict[str, Set] = {
         "RepoBench-P",
         "Code",
     ),
+    "passage_count": Set(
+        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read these "
+        "paragraphs and determine how many unique paragraphs there are after removing duplicates. In other words, how many "
+        "non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of unique paragraphs after "
+        "removing duplicates. The output format should only contain the number, such as 1, 2, 3, and so on.\n\n"
+        "The final answer is: ",
+        32,
+        count,
+        "PassageCount",
+        _SYNTHETIC,
+    ),
+    "passage_retrieval_en": Set(
+        "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract is from."
+        "\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph that the abstract "
+        'is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
+        32,
+        retrieval,
+        "PassageRetrieval",
+        _SYNTHETIC,
+    ),
 }
+#: The fourteen of the paper.
+PAPER_SETS = tuple(name for name, entry in SETS.items() if entry.group != _SYNTHETIC)
+#: The thirteen that LongBench-E has; the paper's code takes those that are among its own.
+E_SETS = tuple(name for name in SETS if name not in ("narrativeqa", "musique", "qmsum"))
+#: LongBench-E's ranges of lengths: name -> first length beyond, in words.
+RANGES = {"0-4k": 4000, "4-8k": 8000, "8k+": float("inf")}
 
 
-def read_examples(name: str, data: Path | None) -> list[dict[str, Any]]:
+def choose_sets(chosen: str | None, even: bool = False) -> list[str]:
+    """The sets of a command line.
+
+    Args:
+        chosen: names with commas between them, or `all`; None for the paper's.
+        even: of LongBench-E.
+
+    Raises:
+        EvaluationError: there is no such set; names those that there are.
+    """
+    known = E_SETS if even else tuple(SETS)
+    if chosen is None:
+        return [name for name in PAPER_SETS if name in known]
+    names = list(known) if chosen == "all" else chosen.split(",")
+    for name in names:
+        if name not in known:
+            raise EvaluationError(
+                f"--sets={name}: the {'sets of LongBench-E' if even else 'English sets'} are {', '.join(known)}"
+            )
+    return names
+
+
+def read_examples(name: str, data: Path | None, even: bool = False) -> list[dict[str, Any]]:
     """The examples of a set.
 
     Args:
+        even: those of LongBench-E.
         data: the benchmark's data.zip, a folder with it, or a folder with `<set>.jsonl`; None fetches data.zip from the hub.
 
     Raises:
         EvaluationError: the set is not there, and how to get it.
     """
+    name = f"{name}_e" if even else name
     advice = (
         f"run `hf download --repo-type dataset {HUB_ID} {ARCHIVE} --local-dir FOLDER` on a machine with a network, copy the "
         f"folder here, and set --data_dir to it"
@@ -277,22 +347,39 @@ def _lines(file: Path, name: str) -> Iterator[str]:
                 yield line
 
 
-def build_prompt(model: EvaluatedModel, name: str, example: Mapping[str, Any], max_length: int) -> np.ndarray:
-    """Token ids `(T,)`, T ≤ max_length: beginning-of-sequence token, then the prompt, its middle left out if too long."""
+def build_prompt(
+    model: EvaluatedModel, name: str, example: Mapping[str, Any], max_length: int, as_in_paper: bool = False
+) -> np.ndarray:
+    """Token ids `(T,)`, T ≤ max_length: beginning-of-sequence token, then the prompt, its middle left out if too long.
+
+    Args:
+        as_in_paper: what is left is made text and encoded again, which may change a few tokens and T.
+    """
     first = texts.begin(model)
     prompt = SETS[name].prompt.format(context=example["context"], input=example["input"])
     ids = np.array(texts.encode(model, prompt), dtype=np.int64)
     room = max_length - len(first)
-    if len(ids) > room:
+    if len(ids) > room and as_in_paper:
+        half, tokenizer = max_length // 2, model.require_tokenizer()
+        # Half of the length counts the beginning-of-sequence token, which text has not.
+        ends = ids[: half - len(first)].tolist(), ids[len(ids) - half :].tolist()
+        ids = texts.encode(model, "".join(tokenizer.decode(end, skip_special_tokens=True) for end in ends))
+    elif len(ids) > room:
         half = room // 2
         ids = np.concatenate([ids[:half], ids[len(ids) - half :]])
     return np.concatenate([first, ids])
 
 
-def score_example(name: str, prediction: str, answers: Iterable[str], classes: Sequence[str] | None) -> float:
-    """0 to 1, the best over the reference answers."""
+def score_example(
+    name: str, prediction: str, answers: Iterable[str], classes: Sequence[str] | None, as_in_paper: bool = False
+) -> float:
+    """0 to 1, the best over the reference answers.
+
+    Args:
+        as_in_paper: the first line alone counts, whatever the set.
+    """
     chosen = SETS[name]
-    if chosen.first_line:
+    if chosen.first_line or as_in_paper:
         prediction = prediction.lstrip("\n").split("\n")[0]
     return max((chosen.score(prediction, answer, classes or ()) for answer in answers), default=0.0)
 
@@ -311,6 +398,7 @@ def evaluate(
     """Answers the examples that `folder/pred` does not have yet, set by set, and writes the scores to results.json.
 
     Args:
+        sets: of `SETS`.
         max_length: tokens of a prompt; default the training length less the tokens of the answer.
         limit: examples of each set, for a quick look; None for all.
 
@@ -320,9 +408,6 @@ def evaluate(
     Raises:
         EvaluationError: a set's data is missing, the length is unknown, or the folder holds results of other settings.
     """
-    for name in sets:
-        if name not in SETS:
-            raise EvaluationError(f"--sets={name}: the English sets are {', '.join(SETS)}")
     if max_length is None and model.train_length is None:
         raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_length")
     if workers.is_first:
@@ -332,29 +417,14 @@ def evaluate(
     for name in sets:
         examples = read_examples(name, data)[:limit]
         length = max_length or max(model.train_length - SETS[name].max_new_tokens, model.train_length // 2)
-        _answer(model, name, examples, length, folder / "pred", workers, precision)
-        workers.wait()
-        predictions = {
-            record["index"]: record["pred"]
-            for file in sorted((folder / "pred").glob(f"{name}.*.jsonl"))
-            for record in read_records(file)
-        }
-        missing = [n for n in range(len(examples)) if n not in predictions]
-        if missing:
-            raise EvaluationError(
-                f"{folder / 'pred'}: {name} lacks the answers to {len(missing)} examples; start again"
-            )
-        found = [
-            score_example(name, predictions[n], example["answers"], example.get("all_classes"))
-            for n, example in enumerate(examples)
-        ]
-        scores[name] = round(100 * sum(found) / len(found), 2)
+        records = answer(model, name, examples, length, folder / "pred", workers, precision)
+        scores[name] = score(name, records)
         if workers.is_first:
             write_json(folder / "results.json", scores)
     return scores
 
 
-def _answer(
+def answer(
     model: EvaluatedModel,
     name: str,
     examples: Sequence[Mapping[str, Any]],
@@ -362,16 +432,60 @@ def _answer(
     folder: Path,
     workers: Workers,
     precision: str,
-) -> None:
-    """Appends this process's answers to a file of its own; what any process has answered before is left out."""
-    answered = {record["index"] for file in folder.glob(f"{name}.*.jsonl") for record in read_records(file)}
-    mine = [n for n in range(len(examples)) if n % workers.world_size == workers.rank and n not in answered]
-    options: dict[str, Any] = {"min_new_tokens": 1, "stop_ids": _line_break(model)} if name == "samsum" else {}
+    as_in_paper: bool = False,
+) -> list[dict[str, Any]]:
+    """The answers to all examples of a set, in their order; what any process has answered before is left as it is.
+
+    Every process appends to a file of its own, `folder/<set>.<process>.jsonl`.
+
+    Returns:
+        For each example `pred`, and of the example `answers`, `all_classes` and `length`.
+
+    Raises:
+        EvaluationError: an answer is missing, which another process should have written.
+    """
+
+    def answered() -> dict[int, dict[str, Any]]:
+        files = sorted(folder.glob(f"{name}.*.jsonl"))
+        return {record["index"]: record for file in files for record in read_records(file)}
+
+    known = answered()
+    mine = [n for n in range(len(examples)) if n % workers.world_size == workers.rank and n not in known]
+    own_rule = name == "samsum" and not as_in_paper
+    options: dict[str, Any] = {"min_new_tokens": 1, "stop_ids": _line_break(model)} if own_rule else {}
     for n in tqdm(mine, desc=f"{model.name}, {name}", unit="answer", disable=not workers.shows_progress):
-        prompt = build_prompt(model, name, examples[n], max_length)
+        prompt = build_prompt(model, name, examples[n], max_length, as_in_paper)
         (prediction,) = continue_greedily(model, prompt[None], SETS[name].max_new_tokens, precision, **options)
         kept = {key: examples[n].get(key) for key in ("answers", "all_classes", "length")}
         append_record(folder / f"{name}.{workers.rank}.jsonl", {"index": n, "pred": prediction, **kept})
+    workers.wait()
+    known = answered()
+    missing = sum(n not in known for n in range(len(examples)))
+    if missing:
+        raise EvaluationError(f"{folder}: {name} lacks the answers to {missing} examples; start again")
+    return [
+        {key: known[n].get(key) for key in ("pred", "answers", "all_classes", "length")} for n in range(len(examples))
+    ]
+
+
+def score(name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False) -> float:
+    """The score of a set, 0 to 100: the mean over its answers as `answer` returns them."""
+    found = [
+        score_example(name, record["pred"], record["answers"], record.get("all_classes"), as_in_paper)
+        for record in records
+    ]
+    return round(100 * sum(found) / len(found), 2)
+
+
+def score_by_length(
+    name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False
+) -> dict[str, float | None]:
+    """The same for each range of lengths of LongBench-E; None where it has no examples."""
+    scores, least = {}, 0
+    for label, beyond in RANGES.items():
+        inside = [record for record in records if least <= record["length"] < beyond]
+        scores[label], least = score(name, inside, as_in_paper) if inside else None, beyond
+    return scores
 
 
 def _line_break(model: EvaluatedModel) -> list[int]:
@@ -381,5 +495,6 @@ def _line_break(model: EvaluatedModel) -> list[int]:
 
 
 def table(results: Mapping[str, Mapping[str, float]]) -> tuple[Mapping[str, Mapping[str, float]], list[Column]]:
-    """Rows and columns of the paper's Table 2 for models by name."""
-    return results, [Column(name, entry.title, "higher", group=entry.group) for name, entry in SETS.items()]
+    """Rows and columns of the paper's Table 2 for models by name; sets that are not in it where a model has them."""
+    shown = [name for name in SETS if name in PAPER_SETS or any(name in scores for scores in results.values())]
+    return results, [Column(name, SETS[name].title, "higher", group=SETS[name].group) for name in shown]

@@ -7,7 +7,7 @@ asked with (Qin et al., 2024; Lin et al., "Forgetting Transformer", ICLR 2025, s
     query     Answer the following question: {question} Answer: {statement}
 
 Everything is counted in tokens of the model under test, and a prompt has exactly the length it is named after: the
-beginning-of-sequence token, text, needle and query together.
+beginning-of-sequence token, text, needle and query together. niah_paper.py has the paper's own prompts.
 
 Axes: T tokens of a prompt.
 """
@@ -17,8 +17,9 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -31,6 +32,12 @@ from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_
 from forgetting_transformer.evaluation.workers import Workers
 
 MODES = ("standard", "easy")
+# In the titles of figures; the last two are niah_paper.py's.
+_MODE_NAMES = {
+    **{mode: f"{mode} mode" for mode in MODES},
+    "paper": "standard mode as in the paper",
+    "paper_easy": "easy mode as in the paper",
+}
 # How far back the needle may move from its depth to the end of a sentence, as a part of the text.
 _SENTENCE_REACH = 0.05
 
@@ -99,7 +106,12 @@ class Haystack:
     @classmethod
     def from_folder(cls, model: EvaluatedModel, folder: Path) -> "Haystack":
         """All texts of a folder, in the order of their paths, whatever the file system's."""
-        return cls._with_ends(model, np.array(texts.encode(model, "\n\n".join(texts.read_folder(folder)))))
+        return cls.from_text(model, "\n\n".join(texts.read_folder(folder)))
+
+    @classmethod
+    def from_text(cls, model: EvaluatedModel, text: str) -> "Haystack":
+        """One text."""
+        return cls._with_ends(model, np.array(texts.encode(model, text)))
 
     @classmethod
     def from_heldout(cls, model: EvaluatedModel, data_path: str, dataset: str, needed: int) -> "Haystack":
@@ -109,6 +121,15 @@ class Haystack:
         ids = np.concatenate([data.read(n)[0] for n in range(documents)]).astype(np.int64)
         texts.check_ids(model, ids)
         return cls._with_ends(model, ids)
+
+    @cached_property
+    def digest(self) -> str:
+        """A short hash of the text."""
+        return hashlib.blake2b(self.tokens.tobytes(), digest_size=8).hexdigest()
+
+    def prompt(self, model: EvaluatedModel, needle: Needle, mode: str, cell: Cell) -> np.ndarray:
+        """`build_prompt`."""
+        return build_prompt(model, self, needle, mode, cell)
 
     @classmethod
     def _with_ends(cls, model: EvaluatedModel, ids: np.ndarray) -> "Haystack":
@@ -175,9 +196,18 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
+class Prompts(Protocol):
+    """Where prompts come from: a `Haystack`, or `niah_paper.Essays`."""
+
+    digest: str
+
+    def prompt(self, model: EvaluatedModel, needle: Needle, mode: str, cell: Cell) -> np.ndarray:
+        """The prompt of a cell as token ids `(T,)`."""
+
+
 def evaluate(
     model: EvaluatedModel,
-    haystack: Haystack,
+    haystack: Prompts,
     cells: Sequence[Cell],
     folder: Path,
     workers: Workers,
@@ -201,7 +231,7 @@ def evaluate(
             **vars(needle),
             "max_new_tokens": max_new_tokens,
             "precision": resolve(precision, workers.device),
-            "haystack": _digest(haystack),
+            "haystack": haystack.digest,
         },
     )
     mine = [cell for n, cell in enumerate(cells) if n // batch_size % workers.world_size == workers.rank]
@@ -209,9 +239,10 @@ def evaluate(
     bar = tqdm(total=len(todo), desc=f"{model.name}, {mode}", unit="prompt", disable=not workers.shows_progress)
     while todo:
         # Prompts of one length only: nothing is padded.
-        batch = [cell for cell in todo[:batch_size] if cell.length == todo[0].length]
-        todo = todo[len(batch) :]
-        prompts = np.stack([build_prompt(model, haystack, needle, mode, cell) for cell in batch])
+        built = [(cell, haystack.prompt(model, needle, mode, cell)) for cell in todo[:batch_size]]
+        batch = [cell for cell, prompt in built if len(prompt) == len(built[0][1])]
+        todo = [cell for cell in todo if cell not in batch]
+        prompts = np.stack([prompt for cell, prompt in built if cell in batch])
         predictions = continue_greedily(model, prompts, max_new_tokens, precision)
         for cell, prediction in zip(batch, predictions, strict=True):
             write_json(folder / "predictions" / cell.file_name, {**vars(cell), "prediction": prediction})
@@ -247,10 +278,6 @@ def as_matrix(
     return matrix
 
 
-def _digest(haystack: Haystack) -> str:
-    return hashlib.blake2b(haystack.tokens.tobytes(), digest_size=8).hexdigest()
-
-
 def judge_records(folder: Path, judge: Judge) -> int:
     """Rates every record of `folder/scores.json` and writes `judge.json`; returns how many have no rating.
 
@@ -279,22 +306,24 @@ def draw(folder: Path, score: str) -> float:
     return draw_grid(results, score, folder / f"{score}.png")
 
 
-def draw_grid(results: dict[str, Any], score: str, path: Path) -> float:
-    """As `draw`, for the content of scores.json or judge.json and any file."""
+def draw_grid(results: dict[str, Any], score: str, *paths: Path) -> float:
+    """As `draw`, for the content of scores.json or judge.json and any files."""
     matrix = as_matrix(results["records"], results["lengths"], results["depths"], score)
     label, limits = {
         "words": ("share of the answer's words", (0.0, 1.0)),
         "exact": ("answered word for word", (0.0, 1.0)),
         "judge": (f"rating by {results.get('judge')}", (1.0, 10.0)),
     }[score]
-    heatmaps.score_grid(
-        matrix,
-        results["lengths"],
-        results["depths"],
-        path,
-        title=f"{results['model']}, needle in a haystack, {results['mode']} mode",
-        label=label,
-        limits=limits,
-        train_length=results["train_length"],
-    )
+    mode = _MODE_NAMES.get(results["mode"], results["mode"])
+    for path in paths:
+        heatmaps.score_grid(
+            matrix,
+            results["lengths"],
+            results["depths"],
+            path,
+            title=f"{results['model']}, needle in a haystack, {mode}",
+            label=label,
+            limits=limits,
+            train_length=results["train_length"],
+        )
     return float(np.nanmean(matrix)) if np.isfinite(matrix).any() else float("nan")

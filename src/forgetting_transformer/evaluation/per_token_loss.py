@@ -44,6 +44,8 @@ from forgetting_transformer.evaluation.workers import Workers
 
 #: Shortest context length that results report, as in the paper.
 MIN_LENGTH = 512
+#: Tokens that the paper evaluates on.
+PAPER_TOKENS = 2**31
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def open_heldout(
     vocab_size: int | None = None,
     bos_token_id: int | None = None,
     recorded: Vocabulary | None = None,
+    at_most: int | None = None,
 ) -> HeldOut:
     """Opens held-out documents; only `heldout.zarr` need be there.
 
@@ -97,6 +100,7 @@ def open_heldout(
         tokens: tokens to evaluate on, rounded down to whole sequences; default all.
         vocab_size, bos_token_id: of the tokenizer that made the corpus; default what its manifest says, or LongCrawl64's.
         recorded: of a model that is known to read this corpus, where the corpus does not say.
+        at_most: where `tokens` is None, not all tokens but this many, if there are more.
 
     Raises:
         DataError: naming the flag and what the corpus has.
@@ -112,11 +116,11 @@ def open_heldout(
     length = length or array.doc_len
     check_length("--eval_len", length, array)
     available = array.documents * array.doc_len
-    wanted = available if tokens is None else tokens
+    wanted = min(available, at_most or available) if tokens is None else tokens
     if not length <= wanted <= available:
         raise DataError(
             f"--eval_tokens={wanted:,} must be between one sequence ({length:,} tokens) and all {available:,} tokens of "
-            f"{array.path}; leave it out for all"
+            f"{array.path}; --eval_tokens all takes them all"
         )
     return HeldOut(array, found[0].bos_token_id, length, wanted // length)
 
@@ -165,11 +169,11 @@ def evaluate(
     """Evaluates, or continues an evaluation, and writes `folder/results.json` and `results.npz`.
 
     Args:
-        folder: of this model's results; `state.npz` in it holds the sums so far.
+        folder: of this model's results; `state/sums.npz` in it holds the sums so far.
         batch_size: sequences in one forward pass of one process.
         precision: "bf16" (autocast over fp32 weights), "fp32" or "auto".
         save_interval: batches of every process between two writes of the state.
-        resume: continue from `state.npz`; otherwise start again and replace it.
+        resume: continue from those sums; otherwise start again and replace it.
 
     Returns:
         What results.json holds, on every process.
@@ -191,7 +195,9 @@ def evaluate(
         "eval_tokens": data.sequences * data.length,
         "precision": resolve(precision, workers.device),
     }
-    state_file = folder / "state.npz"
+    state_file = folder / "state" / "sums.npz"
+    if workers.is_first:
+        _move_old_state(folder / "state.npz", state_file)
     sums = workers.broadcast(_read_state(state_file, identity) if resume and workers.is_first else None)
     sums = sums or Sums.empty(data.length)
     begun = sums.sequences
@@ -532,6 +538,13 @@ def _octave_means(length: int) -> Tensor:
     return matrix
 
 
+def _move_old_state(old: Path, file: Path) -> None:
+    """Earlier versions kept the sums beside the results, where programs that expect a single npz file met two."""
+    if old.is_file() and not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        old.replace(file)
+
+
 def _read_state(file: Path, identity: dict[str, Any]) -> Sums | None:
     if not file.is_file():
         return None
@@ -551,7 +564,8 @@ def _read_state(file: Path, identity: dict[str, Any]) -> Sums | None:
     if sums.sequences * identity["eval_len"] > identity["eval_tokens"]:
         raise EvaluationError(
             f"{file} already covers {sums.sequences * identity['eval_len']:,} tokens, more than "
-            f"--eval_tokens={identity['eval_tokens']:,}; start again with --no-resume, or ask for more"
+            f"--eval_tokens={identity['eval_tokens']:,}; ask for at least as many (--eval_tokens all), or start again with "
+            "--no-resume"
         )
     return sums
 
@@ -572,6 +586,8 @@ def _write_results(folder: Path, results: dict[str, Any], sums: Sums) -> None:
 
 
 def _savez(file: Path, **arrays: Any) -> None:
-    temporary = file.with_name(f".{os.getpid()}.{file.name}")
-    np.savez(temporary, **arrays)
+    # Its name does not end in .npz: what a crash leaves must not be taken for a result.
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    with temporary.open("wb") as stream:
+        np.savez(stream, **arrays)
     temporary.replace(file)

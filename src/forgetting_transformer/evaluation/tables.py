@@ -109,8 +109,8 @@ def _escape(text: str) -> str:
     return "".join(_LATEX_SPECIAL.get(character, character) for character in text)
 
 
-def read_results(named: Sequence[str]) -> dict[str, Any]:
-    """Reads the `results.json` of every `[NAME=]FOLDER`, as on a command line; by name, in that order.
+def read_results(named: Sequence[str], file: str = "results.json") -> dict[str, Any]:
+    """Reads this file of every `[NAME=]FOLDER`, as on a command line; by name, in that order.
 
     Raises:
         EvaluationError: one is not there, is damaged, or a name occurs twice.
@@ -122,7 +122,7 @@ def read_results(named: Sequence[str]) -> dict[str, Any]:
         name = name if separator and not Path(text).exists() else folder.resolve().name
         if name in results:
             raise EvaluationError(f"two results are called {name!r}: give them names, NAME=FOLDER")
-        results[name] = read_json(folder / "results.json")
+        results[name] = read_json(folder / file)
     return results
 
 

@@ -1,0 +1,62 @@
+#!/usr/bin/env python
+"""Has the answers of pred.py rated from 1 to 10 by a language model, and writes results/EXP/MODEL/OpenAI_JUDGE_eval.json.
+
+    cd eval/niah
+    python eval.py --exp max_len_32k_easy --model fox-pro-760m-longcrawl64-48b --api-key $API_KEY
+    python eval.py --exp max_len_32k_easy --model fox --judge_url http://localhost:8000/v1 --judge_model my-model
+
+Without --api-key the key is that in OPENAI_API_KEY, where other users of the machine cannot read it. Ratings are kept in
+ratings.jsonl beside the results: started again, only what has failed is asked for. run_niah.py scores without a judge.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from forgetting_transformer import command_line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--exp", type=command_line.name, required=True, help="as in pred.py")
+    parser.add_argument("--model", type=command_line.name, required=True, help="as in pred.py")
+    parser.add_argument("--api-key", help="key of the endpoint; default the environment variable OPENAI_API_KEY")
+    parser.add_argument(
+        "--judge_url",
+        default=os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1",
+        help="default the environment variable OPENAI_BASE_URL, or OpenAI's; here %(default)s",
+    )
+    parser.add_argument("--judge_model", type=command_line.name, help="as the endpoint calls it; default config-eval.yaml's")
+    parser.add_argument("--tries", type=int, default=5, help="requests for one rating; default %(default)s")
+    args = parser.parse_args()
+
+    from forgetting_transformer.evaluation import niah_files
+    from forgetting_transformer.evaluation.judge import Judge
+    from forgetting_transformer.evaluation.models import EvaluationError
+
+    config = Path(__file__).with_name("config-eval.yaml")
+    try:
+        found = niah_files.read_yaml(config)
+        exp, model = niah_files.one_folder("--exp", args.exp), niah_files.one_folder("--model", args.model)
+        answers, results = (Path(found[key]) / exp / model for key in ("pred_dir", "save_dir"))
+        judge = Judge(
+            args.judge_url,
+            args.judge_model or found["model"]["model_name"],
+            results / "ratings.jsonl",
+            args.api_key or os.environ.get("OPENAI_API_KEY") or None,
+            args.tries,
+        )
+        question, reference = found["prompt"]["retrieval_question"], found["prompt"]["needle"].strip()
+        file, failed = niah_files.rate_answers(answers, results, question, reference, judge)
+    except EvaluationError as error:
+        sys.exit(f"error: {error}")
+    except KeyError as error:
+        sys.exit(f"error: {config} lacks the key {error.args[0]}")
+    print(file)
+    if failed:
+        sys.exit(f"{failed} answers have no rating; {judge.cache} says why. Run the same command again to ask for them")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+#!/usr/bin/env python
+"""Draws the ratings of eval.py: FIGURE_DIR/EXP/needle_EXP_MODEL.png (and .pdf) for every EXP and MODEL in ./results.
+
+    cd eval/niah
+    python plot_niah.py --figure_dir=figures
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from forgetting_transformer import command_line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--figure_dir", type=command_line.path, required=True, help="folder to write to; made if needed")
+    parser.add_argument("--train_len", type=int, help="training length to mark; default what pred.py has found")
+    args = parser.parse_args()
+
+    from forgetting_transformer.evaluation import niah_files
+    from forgetting_transformer.evaluation.models import EvaluationError
+
+    try:
+        for picture in niah_files.draw_all(Path("results"), Path("pred"), args.figure_dir, args.train_len):
+            print(picture)
+    except EvaluationError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

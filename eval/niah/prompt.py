@@ -1,0 +1,45 @@
+#!/usr/bin/env python
+"""Writes the prompts of the paper's needle in a haystack: for every length and depth a file in prompts/EXP.
+
+    cd eval/niah
+    python prompt.py --config config-prompt-easy.yaml --exp max_len_32k_easy
+    python prompt.py --config config-prompt-standard.yaml --exp max_len_32k_standard
+
+The first of four steps: prompt.py, pred.py, eval.py, plot_niah.py. run_niah.py does all of them at once and needs no judge.
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from forgetting_transformer import command_line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--config", type=command_line.path, required=True, help="YAML file, here or beside this script; says everything else"
+    )
+    parser.add_argument("--exp", type=command_line.name, required=True, help="name of the folder of prompts")
+    parser.add_argument("--haystack_dir", type=command_line.path, help="folder of .txt files, instead of the config's")
+    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, instead of the config's")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+
+    from forgetting_transformer.evaluation import niah_files
+    from forgetting_transformer.evaluation.models import EvaluationError
+
+    beside = Path(__file__).with_name(args.config.name)
+    file = beside if not args.config.exists() and beside.exists() else args.config
+    try:
+        config = niah_files.read_prompt_config(file)
+        tokenizer = niah_files.load_prompt_tokenizer(args.tokenizer or config.tokenizer)
+        folder = niah_files.write_prompts(config, args.exp, tokenizer, args.haystack_dir)
+    except EvaluationError as error:
+        sys.exit(f"error: {error}")
+    print(f"{len(config.lengths) * len(config.depths)} prompts in {folder}")
+
+
+if __name__ == "__main__":
+    main()
