@@ -149,12 +149,31 @@ def test_the_launchers_of_other_scripts_are_left_alone(monkeypatch, tmp_path):
     hook = sys.excepthook
     (tmp_path / "train.py").touch()
     monkeypatch.delenv(elastic.OUTCOME_VARIABLE, raising=False)
-    for script in ("other.py", str(tmp_path / "train.py")):
+    (tmp_path / "eval/mine").mkdir(parents=True)
+    (tmp_path / "eval/mine/run.py").touch()
+    for script in ("other.py", str(tmp_path / "train.py"), str(tmp_path / "eval/mine/run.py")):
         monkeypatch.setattr(sys, "argv", ["torchrun", "--nproc-per-node=2", script, "train.max_tokens=1"])
         no_backend = elastic.quieten()
         assert sys.excepthook is hook and elastic.OUTCOME_VARIABLE not in os.environ
     with pytest.raises(ValueError, match="not a rendezvous backend"):
         no_backend(None)
+
+
+@pytest.mark.parametrize("script", ["eval/niah/pred.py", "run_per_token_loss.py"])
+def test_the_launchers_of_evaluations_are_quiet(monkeypatch, script):
+    monkeypatch.setattr(sys, "argv", ["fabric", "run", script, "--device_id", "0"])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv(elastic.OUTCOME_VARIABLE, "none")
+    monkeypatch.chdir(ROOT / "eval/per_token_loss" if "/" not in script else ROOT)
+    elastic.quieten()
+    assert sys.excepthook is elastic._report_and_exit
+
+
+def test_an_evaluation_ends_with_its_line_and_leaves_it_for_the_launcher(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit, match="error: no such model"):
+        elastic.end_with("error: no such model")
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "error: no such model"
 
 
 def error_of(*overrides: str) -> str:

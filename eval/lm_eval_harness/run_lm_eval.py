@@ -14,7 +14,7 @@ import argparse
 import logging
 import sys
 
-from forgetting_transformer import command_line
+from forgetting_transformer import command_line, elastic
 
 
 def parse_args() -> argparse.Namespace:
@@ -92,7 +92,7 @@ def main() -> None:
             print(f"{folder}/results.json\n\n{table}", end="")
         workers.close()
     except EvaluationError as error:
-        sys.exit(f"error: {error}")
+        elastic.end_with(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""LongBench's questions answered as in the paper: pred/MODEL/<set>.jsonl for its fourteen sets (pip install -e ".[eval]").
+"""LongBench's questions answered as in the paper, in pred/MODEL/<set>.jsonl for its fourteen sets.
 
     cd eval/longbench
     python pred.py --model fox-pro-760m-longcrawl64-48b --model_path MODEL --max_length 15500
@@ -13,9 +13,8 @@ scores by LongBench's own rules.
 
 import argparse
 import logging
-import sys
 
-from forgetting_transformer import command_line
+from forgetting_transformer import command_line, elastic
 
 
 def main() -> None:
@@ -25,7 +24,10 @@ def main() -> None:
         "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
     )
     parser.add_argument(
-        "--max_length", type=int, required=True, help="tokens of a prompt (the paper: 15500); longer ones lose their middle"
+        "--max_length",
+        type=int,
+        required=True,
+        help="tokens of a prompt (the paper: 15500); longer ones lose their middle",
     )
     parser.add_argument("--e", action="store_true", help="LongBench-E")
     parser.add_argument("--sets", help="with commas between them, or `all`; default the paper's")
@@ -81,7 +83,7 @@ def main() -> None:
             print(f"answers to {len(sets)} sets in {folder}")
         workers.close()
     except EvaluationError as error:
-        sys.exit(f"error: {error}")
+        elastic.end_with(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -12,9 +12,8 @@ from the Hugging Face hub, or from --data_dir.
 
 import argparse
 import logging
-import sys
 
-from forgetting_transformer import command_line
+from forgetting_transformer import command_line, elastic
 
 
 def parse_args() -> argparse.Namespace:
@@ -90,7 +89,7 @@ def main() -> None:
             print(f"{folder}/results.json\n\n{tables.markdown(*longbench.table({model.name: scores}))}", end="")
         workers.close()
     except EvaluationError as error:
-        sys.exit(f"error: {error}")
+        elastic.end_with(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Has the answers of pred.py rated from 1 to 10 by a language model, and writes results/EXP/MODEL/OpenAI_JUDGE_eval.json.
+"""Has the answers of pred.py rated from 1 to 10 by a language model: results/EXP/MODEL/OpenAI_JUDGE_eval.json.
 
     cd eval/niah
     python eval.py --exp max_len_32k_easy --model fox-pro-760m-longcrawl64-48b --api-key $API_KEY
     python eval.py --exp max_len_32k_easy --model fox --judge_url http://localhost:8000/v1 --judge_model my-model
 
-Without --api-key the key is that in OPENAI_API_KEY, where other users of the machine cannot read it. Ratings are kept in
-ratings.jsonl beside the results: started again, only what has failed is asked for. run_niah.py scores without a judge.
+Without --api-key the key is that in OPENAI_API_KEY, where other users of the machine cannot read it. Ratings are kept
+in ratings.jsonl beside the results: started again, only what has failed is asked for. run_niah.py scores without a
+judge.
 """
 
 import argparse
@@ -27,7 +28,9 @@ def main() -> None:
         default=os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1",
         help="default the environment variable OPENAI_BASE_URL, or OpenAI's; here %(default)s",
     )
-    parser.add_argument("--judge_model", type=command_line.name, help="as the endpoint calls it; default config-eval.yaml's")
+    parser.add_argument(
+        "--judge_model", type=command_line.name, help="as the endpoint calls it; default config-eval.yaml's"
+    )
     parser.add_argument("--tries", type=int, default=5, help="requests for one rating; default %(default)s")
     args = parser.parse_args()
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Draws the ratings of eval.py: FIGURE_DIR/EXP/needle_EXP_MODEL.png (and .pdf) for every EXP and MODEL in ./results.
 
-    cd eval/niah
-    python plot_niah.py --figure_dir=figures
+cd eval/niah
+python plot_niah.py --figure_dir=figures
 """
 
 import argparse
@@ -14,7 +14,9 @@ from forgetting_transformer import command_line
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figure_dir", type=command_line.path, required=True, help="folder to write to; made if needed")
+    parser.add_argument(
+        "--figure_dir", type=command_line.path, required=True, help="folder to write to; made if needed"
+    )
     parser.add_argument("--train_len", type=int, help="training length to mark; default what pred.py has found")
     args = parser.parse_args()
 

@@ -14,7 +14,7 @@ import logging
 import sys
 from pathlib import Path
 
-from forgetting_transformer import command_line
+from forgetting_transformer import command_line, elastic
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
             print(f"answers to {count} prompts in {folder}")
         workers.close()
     except EvaluationError as error:
-        sys.exit(f"error: {error}")
+        elastic.end_with(f"error: {error}")
     except KeyError as error:
         sys.exit(f"error: {config} lacks the key {error.args[0]}")
 

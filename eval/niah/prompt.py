@@ -5,7 +5,7 @@
     python prompt.py --config config-prompt-easy.yaml --exp max_len_32k_easy
     python prompt.py --config config-prompt-standard.yaml --exp max_len_32k_standard
 
-The first of four steps: prompt.py, pred.py, eval.py, plot_niah.py. run_niah.py does all of them at once and needs no judge.
+The first of four steps: prompt.py, pred.py, eval.py, plot_niah.py. run_niah.py does all at once and needs no judge.
 """
 
 import argparse
@@ -19,7 +19,10 @@ from forgetting_transformer import command_line
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--config", type=command_line.path, required=True, help="YAML file, here or beside this script; says everything else"
+        "--config",
+        type=command_line.path,
+        required=True,
+        help="YAML file, here or beside this script; says everything else",
     )
     parser.add_argument("--exp", type=command_line.name, required=True, help="name of the folder of prompts")
     parser.add_argument("--haystack_dir", type=command_line.path, help="folder of .txt files, instead of the config's")

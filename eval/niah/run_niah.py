@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 4 eval/niah/run_niah.py --model_path runs/fox --data_path data/longcrawl64 …
 
 MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. The haystack is a folder of texts, or
-held-out documents of the corpus that the model was trained on, or Python's documentation if neither is named. Modes paper
-and paper_easy are the standard and easy mode with the paper's prompts, and answers of 1,024 tokens. Writes to
+held-out documents of the corpus that the model was trained on, or Python's documentation if neither is named. Modes
+paper and paper_easy are the standard and easy mode with the paper's prompts, and answers of 1,024 tokens. Writes to
 SAVE_DIR/MODEL/MODE:
 
 predictions/*.json          one file per prompt; a later start, on any number of GPUs, asks only for those that are missing
@@ -19,9 +19,8 @@ judge_niah.py has the answers rated by a language model instead.
 
 import argparse
 import logging
-import sys
 
-from forgetting_transformer import command_line
+from forgetting_transformer import command_line, elastic
 
 
 def parse_args() -> argparse.Namespace:
@@ -40,7 +39,7 @@ def parse_args() -> argparse.Namespace:
     source.add_argument(
         "--haystack_dir",
         type=command_line.path,
-        help="folder of texts (.txt, .md, .py; in the paper's modes .txt); default the documentation that comes with Python",
+        help="folder of texts (.txt, .md, .py; in the paper's modes .txt); default Python's own documentation",
     )
     source.add_argument(
         "--data_path", type=command_line.name, help="folder of a corpus with heldout.zarr, or the folder that holds it"
@@ -75,7 +74,9 @@ def parse_args() -> argparse.Namespace:
     if args.max_length < args.min_length:
         parser.error(f"--max_length={args.max_length} must not be less than --min_length={args.min_length}")
     if in_paper and (args.data_path is not None or args.samples > 1):
-        parser.error(f"--mode={args.mode} hides the needle once a cell in texts of --haystack_dir: leave --data_path and --samples out")
+        parser.error(
+            f"--mode={args.mode} hides one needle a cell in --haystack_dir: leave --data_path and --samples out"
+        )
     return args
 
 
@@ -92,7 +93,7 @@ def main() -> None:
     try:
         run(args)
     except (EvaluationError, DataError) as error:
-        sys.exit(f"error: {error}")
+        elastic.end_with(f"error: {error}")
 
 
 def run(args: argparse.Namespace) -> None:

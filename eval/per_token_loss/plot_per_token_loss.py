@@ -3,7 +3,7 @@
 
     python eval/per_token_loss/plot_per_token_loss.py output/per_token_loss/fox output/per_token_loss/llama --out figures
     … "FoX=results/fox_seed0" "FoX=results/fox_seed1" "Transformer=results/llama_seed0"        # seeds under one name
-    python eval/per_token_loss/plot_per_token_loss.py --result_dir results --figure_dir figures   # as in the paper's repository
+    python eval/per_token_loss/plot_per_token_loss.py --result_dir results --figure_dir figures
 
 RESULT is [NAME=]FOLDER. Results with the same NAME are seeds of one model: their mean is drawn and their range shaded.
 Writes OUT/per_token_loss.png (and .pdf): L(i) smoothed, left, and perplexity by context length, right, with the training

@@ -12,9 +12,8 @@ results.npz; killed and started again, on any number of GPUs, it continues. Draw
 
 import argparse
 import logging
-import sys
 
-from forgetting_transformer import command_line
+from forgetting_transformer import command_line, elastic
 
 
 def parse_args() -> argparse.Namespace:
@@ -49,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--eval_tokens",
         type=token_count,
-        help="tokens to evaluate on, or `all` held-out ones; default 2147483648 (2^31) as in the paper, or all if there are fewer",
+        help="tokens to evaluate on, or `all`; default 2147483648 (2^31) as in the paper, or all if there are fewer",
     )
     parser.add_argument("--vocab_size", type=int, help="of the corpus, where it has no manifest.json that says")
     parser.add_argument("--bos_token_id", type=int, help="the id that begins its texts, in the same case")
@@ -79,7 +78,9 @@ def token_count(text: str) -> int | str:
         if number != int(number) or number < 1:
             raise ValueError
     except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number of tokens, such as 2147483648 or 1e9, or all") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a number of tokens, such as 2147483648 or 1e9, or all"
+        ) from None
     return int(text) if text.isdigit() else int(number)
 
 
@@ -135,7 +136,7 @@ def main() -> None:
                   f"token ({results['eval_tokens']:,} tokens); {folder}/results.json\n\n{table}", end="")  # fmt: skip
         workers.close()
     except (EvaluationError, DataError) as error:
-        sys.exit(f"error: {error}")
+        elastic.end_with(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ how the run ended, so that it need not.
 
 Two ways lead into the launcher. scripts/launch.py is one, and calls `conclude`. Into `fabric run` and torchrun comes
 `quieten`, through an entry point that PyTorch loads in every elastic launcher (pyproject.toml). It does nothing for any
-script but this project's train.py, and where it is not installed only the launcher's traceback comes back.
+script but this project's train.py and evaluations, and where it is not installed only the launcher's traceback comes back.
 
 Imports only the standard library at first: ranks load this before PyTorch.
 """
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 #: EX_TEMPFAIL of sysexits.h, "try again": what train.py and scripts/launch.py exit with when the run was preempted.
 PREEMPTED_EXIT_CODE = 75
@@ -68,6 +68,12 @@ def record_reason(reason: str) -> None:
             details = {"py_callstack": reason, "timestamp": str(int(time.time()))}
             content = {"message": {"message": reason, "extraInfo": details}}
             Path(path).write_text(json.dumps(content), encoding="utf-8")
+
+
+def end_with(message: str) -> NoReturn:
+    """Ends an evaluation that cannot go on: with this line, and with nothing of the launcher's below it."""
+    record_reason(message)
+    sys.exit(message)
 
 
 # In the launcher -------------------------------------------------------------------------------------------------------
@@ -151,7 +157,7 @@ def quieten() -> Callable[..., Any]:
     def no_backend(parameters: Any) -> None:
         raise ValueError("forgetting_transformer is not a rendezvous backend; use c10d or static")
 
-    if _runs_training(sys.argv[1:]):
+    if _runs_training(sys.argv[1:]) or _runs_evaluation(sys.argv[1:]):
         listen()
         sys.excepthook = _report_and_exit
     return no_backend
@@ -171,3 +177,12 @@ def _report_and_exit(kind: type[BaseException], error: BaseException, trace: Tra
     for line in lines:
         print(line, file=sys.stderr)
     sys.exit(code)  # from here Python takes it as the code of the process
+
+
+def _runs_evaluation(arguments: list[str]) -> bool:
+    scripts = (Path(argument).absolute() for argument in arguments if argument.endswith(".py"))
+    return any(
+        path.parents[1].name == "eval" and (path.parents[2] / "src" / "forgetting_transformer").is_dir()
+        for path in scripts
+        if len(path.parents) > 2
+    )

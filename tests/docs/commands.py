@@ -95,10 +95,11 @@ def _split(line: str) -> Iterator[list[str]]:
 
 
 class Shell:
-    """Checks the commands of a page one after another; remembers the variables that they set."""
+    """Checks the commands of a page one after another; remembers the variables that they set, and the folder they enter."""
 
     def __init__(self) -> None:
         self.variables: dict[str, str] = {}
+        self.folder = "."
 
     def check(self, words: Sequence[str]) -> None:
         """
@@ -114,6 +115,10 @@ class Shell:
         # "…" is what is left out, unless it is the value of an option.
         omitted = [i for i, word in enumerate(words) if word == MORE or (word == "…" and words[i - 1][:2] != "--")]
         words = [self._fill_in(self._expand(word)) for i, word in enumerate(words) if i not in omitted]
+        if words[0] == "cd":
+            self.folder = words[1]
+        elif words[0] == "python" and (ROOT / self.folder / words[1]).is_file():
+            words[1] = str(Path(self.folder) / words[1])
         try:
             check_command(words, bool(omitted))
         except CommandError as error:

@@ -79,7 +79,9 @@ def test_the_grid_and_the_answers_are_the_papers():
 
 def test_what_cannot_be_made_into_prompts_is_said(model, essays, tmp_path):
     haystack = niah_paper.Essays(model.tokenizer, niah_paper.read_essays(essays))
-    with pytest.raises(EvaluationError, match=r"a prompt of 205 tokens has no room for text: the needle has 11, and 200"):
+    with pytest.raises(
+        EvaluationError, match=r"a prompt of 205 tokens has no room for text: the needle has 11, and 200"
+    ):
         haystack.context(HIDDEN, 205, 50)
     with pytest.raises(EvaluationError, match=r"there is no folder .*esays: give a folder"):
         niah_paper.read_essays(tmp_path / "esays")

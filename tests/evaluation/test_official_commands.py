@@ -12,11 +12,14 @@ import pytest
 from lightning.fabric.cli import _run as fabric_run
 
 from forgetting_transformer.evaluation import generation, longbench, longbench_files, niah_files
+from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from tests.evaluation.conftest import DOC_LEN, DOCUMENTS, Quickstart, sentences
 from tests.evaluation.scripts import ROOT, run_script
 
 PAGE = ROOT / "docs/coming_from_the_paper.md"
 MODEL = "fox-pro-760m-longcrawl64-48b"
+# What the commands leave in their folder, and with them who has tried them in a checkout.
+LEFT_THERE = ("prompts", "pred", "pred_e", "results", "figures", "PaulGrahamEssays")
 
 
 def commands(folder: str) -> list[str]:
@@ -35,9 +38,7 @@ class Reader:
         self.folder, self.variables = folder, variables
 
     def type(self, command: str):
-        words = [
-            re.sub(r"\$(\w+)", lambda name: str(self.variables[name[1]]), word) for word in shlex.split(command)
-        ]
+        words = [re.sub(r"\$(\w+)", lambda name: str(self.variables[name[1]]), word) for word in shlex.split(command)]
         if words[:2] == ["fabric", "run"]:
             # What the launcher leaves of the command for its one process.
             options = fabric_run.make_context("run", words[2:]).params
@@ -56,7 +57,7 @@ class Reader:
 def reader(quickstart: Quickstart, tmp_path, monkeypatch, request):
     """In tmp_path/eval/<the test's parameter>, with the tiny model and corpus."""
     folder = tmp_path / "eval" / request.param
-    shutil.copytree(ROOT / "eval" / request.param, folder, ignore=shutil.ignore_patterns("*.png", "results", "pred*/"))
+    shutil.copytree(ROOT / "eval" / request.param, folder, ignore=shutil.ignore_patterns("*.png", *LEFT_THERE))
     monkeypatch.chdir(folder)
     corpus = tmp_path / "data/longcrawl64"
     corpus.parent.mkdir()
@@ -102,7 +103,9 @@ def test_needle_in_a_haystack(reader, quickstart, monkeypatch, endpoint):
     asked = short_answers(monkeypatch, niah_files)
     monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url)
     lines = commands("niah")
-    assert [line.split()[1] for line in lines] == [*["prompt.py", "pred.py", "eval.py"] * 2, "plot_niah.py"]
+    assert [line.split()[1] for line in lines] == [
+        f"{step}.py" for step in ("prompt", "prompt", "pred", "pred", "eval", "eval", "plot_niah")
+    ]
     reader.type_all(lines)
     assert asked == [1024] * 8
     names = {f"Huggingface_len_{length}_depth_{depth}" for length in (300, 400) for depth in (0, 10000)}
@@ -119,7 +122,7 @@ def test_needle_in_a_haystack(reader, quickstart, monkeypatch, endpoint):
     # The answers of both modes may be equal, and are then asked about once.
     path, key, body = endpoint.requests[0]
     assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer secret", "gpt-4o-2024-08-06")
-    reader.type_all(lines[3:6:2])
+    reader.type_all(lines[2:6])
     assert len(asked) == 8, "nothing is asked again"
 
 
@@ -129,9 +132,17 @@ def test_a_mistake_in_the_steps_of_the_needle_is_one_line(reader, monkeypatch):
         done = reader.type(line)
         assert done.returncode == 1 and re.fullmatch(f"error: .*{message}.*", done.stderr.strip()), done.stderr
 
-    ends_with("python prompt.py --config config-prompt-esy.yaml --exp a", "there is no config-prompt-esy.yaml; .* has config-")
-    ends_with("python prompt.py --config config-prompt-easy.yaml --exp a --tokenizer no/such", "give a folder with --tokenizer")
-    ends_with("python pred.py --exp b --model m --model_path $MODEL --device cpu", "there are no prompts in prompts/b .*run prompt.py")
+    ends_with(
+        "python prompt.py --config config-prompt-esy.yaml --exp a", "there is no config-prompt-esy.yaml; .* has config-"
+    )
+    ends_with(
+        "python prompt.py --config config-prompt-easy.yaml --exp a --tokenizer no/such",
+        "give a folder with --tokenizer",
+    )
+    ends_with(
+        "python pred.py --exp b --model m --model_path $MODEL --device cpu",
+        "there are no prompts in prompts/b .*run prompt.py",
+    )
     ends_with("python pred.py --exp b --model m --model_path no/such --device cpu", "cannot load the model no/such")
     ends_with("python eval.py --exp b --model m --api-key k", "there are no answers in pred/b/m; run pred.py")
     ends_with("python plot_niah.py --figure_dir figures", "there is no EXP/MODEL/.*_eval.json in .*; run eval.py first")
@@ -140,12 +151,17 @@ def test_a_mistake_in_the_steps_of_the_needle_is_one_line(reader, monkeypatch):
     (answers / "Huggingface_len_300_depth_0.txt").write_text("red")
     (answers / "Huggingface_len_300_depth_0.txt.done").touch()
     # Port 9, "discard", which nothing listens to.
-    ends_with("python eval.py --exp b --model m --tries 1 --judge_url http://127.0.0.1:9/v1", "cannot be reached .*--judge_url")
+    ends_with(
+        "python eval.py --exp b --model m --tries 1 --judge_url http://127.0.0.1:9/v1",
+        "cannot be reached .*--judge_url",
+    )
 
 
 @pytest.mark.parametrize("reader", ["lm_eval_harness"], indirect=True)
 def test_short_context_tasks(reader, monkeypatch):
-    harness = pytest.importorskip("forgetting_transformer.evaluation.harness", reason="the extra `eval` is not installed")
+    harness = pytest.importorskip(
+        "forgetting_transformer.evaluation.harness", reason="the extra `eval` is not installed"
+    )
     found = {"piqa": {"acc,none": 0.5}}
 
     def evaluate(model, folder, workers, *, tasks, max_length, batch_size, **_):
@@ -196,3 +212,21 @@ def test_long_context_tasks(reader, tmp_path, monkeypatch):
     assert done.returncode == 0 and "| FoX (Pro) | " in done.stdout
     done = reader.type("python pred.py --model $MODEL --model_path $MODEL --max_length 100")
     assert done.returncode == 1 and "must not contain a path separator" in done.stderr
+
+
+def test_a_hub_id_is_found_in_the_local_cache_and_missed_in_one_line(quickstart, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    name = f"zhixuan-lin/{MODEL}"
+    snapshot = tmp_path / f"hub/models--{name.replace('/', '--')}/snapshots/0123abc"
+    shutil.copytree(quickstart.hf, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("0123abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    found = load_model(name)
+    assert (found.name, len(found.tokenizer)) == (MODEL, 34)
+    with pytest.raises(
+        EvaluationError, match=r"cannot load the model zhixuan-lin/fox: .*without a network run `hf download"
+    ):
+        load_model("zhixuan-lin/fox")

@@ -1,4 +1,4 @@
-"""LongBench (v1): its sixteen English sets, with its prompts, its truncation and its scores. The paper uses fourteen of them.
+"""LongBench (v1): its sixteen English sets, with its prompts, its truncation and its scores. The paper uses fourteen.
 
 Prompts, lengths of answers and scoring rules are the benchmark's, github.com/THUDM/LongBench (MIT licence; Bai et al., 2023):
 
@@ -9,7 +9,8 @@ Prompts, lengths of answers and scoring rules are the benchmark's, github.com/TH
   the first line that is code (code), share of the right number among the numbers (synthetic sets); the best over the
   reference answers, times 100.
 
-LongBench-E has further examples for thirteen of the sets, as many of each length, and a score for each range of lengths.
+LongBench-E has further examples for thirteen of the sets, as many of each length, and a score for each range of
+lengths.
 
 The paper's code differs in three points (`as_in_paper`): a cut prompt is made text and encoded again, SAMSum has no
 rule of its own, and the first line of every answer alone counts, of summaries too.

@@ -1,9 +1,9 @@
 """LongBench in the steps of the paper's repository: answers in files, and scores of what the files hold.
 
-    pred/MODEL/<set>.jsonl           the answers, in the order of the examples, and an empty file .jsonl.done beside them
-    pred/MODEL/result.json           set -> score as the paper's code scores, by the first line of every answer
-    pred/MODEL/result_benchmark.json set -> score by LongBench's own rules
-    pred_e/MODEL/…                   the same for LongBench-E, set -> range of lengths -> score
+pred/MODEL/<set>.jsonl           the answers, in the order of the examples, and an empty file .jsonl.done beside them
+pred/MODEL/result.json           set -> score as the paper's code scores, by the first line of every answer
+pred/MODEL/result_benchmark.json set -> score by LongBench's own rules
+pred_e/MODEL/…                   the same for LongBench-E, set -> range of lengths -> score
 """
 
 import json
@@ -82,7 +82,9 @@ def score_sets(folder: Path, even: bool = False) -> tuple[dict[str, dict[str, An
     answers = {name: folder / f"{name}.jsonl" for name in longbench.SETS}
     finished = {name: read_records(file) for name, file in answers.items() if _done(file).is_file()}
     if not any(finished.values()):
-        raise EvaluationError(f"no finished set in {folder} (<set>.jsonl.done); run pred.py with the same --model first")
+        raise EvaluationError(
+            f"no finished set in {folder} (<set>.jsonl.done); run pred.py with the same --model first"
+        )
     missing = [name for name in longbench.choose_sets(None, even) if name not in finished]
     score = longbench.score_by_length if even else longbench.score
     scores = {

@@ -1,9 +1,9 @@
 """Needle in a haystack in the four steps of the paper's repository, each of which leaves files for the next.
 
-    prompts/EXP/Huggingface_len_{L}_depth_{100 d}_prompts.json      a prompt in chat format: its second message is the text
-    pred/EXP/MODEL/Huggingface_len_{L}_depth_{100 d}.txt            the answer to it, and an empty file .txt.done once it is whole
-    results/EXP/MODEL/OpenAI_{JUDGE}_eval.json                      name of an answer -> {"prediction": …, "score": 1 to 10}
-    FIGURES/EXP/needle_{EXP}_{MODEL}.png, .pdf                      the heat-map
+    prompts/EXP/Huggingface_len_{L}_depth_{100 d}_prompts.json   a prompt in chat format, its text in the second message
+    pred/EXP/MODEL/Huggingface_len_{L}_depth_{100 d}.txt         the answer to it; once it is whole, an empty .txt.done
+    results/EXP/MODEL/OpenAI_{JUDGE}_eval.json                   name of an answer -> {"prediction", "score": 1 to 10}
+    FIGURES/EXP/needle_{EXP}_{MODEL}.png, .pdf                   the heat-map
 
 L counts tokens, d is the depth in percent.
 """
@@ -80,7 +80,9 @@ def read_prompt_config(file: Path) -> PromptConfig:
                 chosen = np.linspace(get(section, least), get(section, most), get(section, "interval"))
             return [round(float(value)) for value in chosen]
         except (TypeError, ValueError) as error:
-            raise EvaluationError(f"{file}: {section} must give numbers: {least}, {most} and interval ({error})") from error
+            raise EvaluationError(
+                f"{file}: {section} must give numbers: {least}, {most} and interval ({error})"
+            ) from error
 
     kind = config.get("tokenizer", {}).get("tokenizer_type", "Huggingface")
     if kind != "Huggingface":
@@ -111,7 +113,9 @@ def read_yaml(file: Path) -> dict[str, Any]:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         beside = sorted(path.name for path in file.absolute().parent.glob("*.yaml"))
-        raise EvaluationError(f"there is no {file}; {file.absolute().parent} has {', '.join(beside) or 'no *.yaml'}") from error
+        raise EvaluationError(
+            f"there is no {file}; {file.absolute().parent} has {', '.join(beside) or 'no *.yaml'}"
+        ) from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise EvaluationError(f"{file} cannot be read: {str(error).splitlines()[0]}") from error
     if not isinstance(found, dict):
@@ -133,7 +137,8 @@ def load_prompt_tokenizer(source: str) -> Any:
         return load_tokenizer(source)
     except (OSError, ValueError, KeyError) as error:
         raise EvaluationError(
-            f"the tokenizer {source} cannot be loaded ({str(error).strip().splitlines()[0]}); give a folder with --tokenizer"
+            f"the tokenizer {source} cannot be loaded ({str(error).strip().splitlines()[0]}); give a folder with "
+            "--tokenizer"
         ) from error
 
 
@@ -240,12 +245,20 @@ def draw_all(results: Path, answers: Path, figures: Path, train_length: int | No
     """
     files = sorted(results.glob("*/*/*_eval.json"))
     if not files:
-        raise EvaluationError(f"there is no EXP/MODEL/*_eval.json in {results.absolute()}; run eval.py first, from the same folder")
+        raise EvaluationError(
+            f"there is no EXP/MODEL/*_eval.json in {results.absolute()}; run eval.py first, from the same folder"
+        )
     for file in files:
         exp, model = file.parent.parent.name, file.parent.name
         settings = answers / exp / model / "settings.json"
         trained = read_json(settings).get("train_length") if settings.is_file() else None
-        found = as_results(read_json(file), model, exp, file.stem.removesuffix("_eval"), train_length or trained)
+        found = as_results(
+            read_json(file),
+            model,
+            exp,
+            file.stem.removesuffix("_eval").removeprefix("OpenAI_"),
+            train_length or trained,
+        )
         several = len(list(file.parent.glob("*_eval.json"))) > 1  # judges, each of which has a picture
         stem = f"needle_{exp}_{model}" + (f"_{found['judge']}" if several else "")
         pictures = [figures / exp / f"{stem}.{suffix}" for suffix in ("png", "pdf")]
@@ -288,7 +301,9 @@ def _question(file: Path) -> str:
     try:
         return messages[1]["content"]
     except (LookupError, TypeError) as error:
-        raise EvaluationError(f"{file} is not a prompt as prompt.py writes it; delete it and run prompt.py again") from error
+        raise EvaluationError(
+            f"{file} is not a prompt as prompt.py writes it; delete it and run prompt.py again"
+        ) from error
 
 
 def _sentinel(folder: Path, name: str) -> Path:
@@ -298,5 +313,7 @@ def _sentinel(folder: Path, name: str) -> Path:
 def _length_and_depth(name: str) -> tuple[int, int]:
     found = _NAME.match(name)
     if found is None:
-        raise EvaluationError(f"{name}.txt is not named as pred.py names answers, Huggingface_len_L_depth_D.txt; move it elsewhere")
+        raise EvaluationError(
+            f"{name}.txt is not named as pred.py names answers, Huggingface_len_L_depth_D.txt; move it elsewhere"
+        )
     return int(found[1]), int(found[2])

@@ -9,8 +9,9 @@
 A prompt named after the length L therefore has about L - 200 tokens and those of the quiz, which are 59 with GPT-2's
 vocabulary. niah.py counts exactly. Needle, question and grid are the same in both.
 
-The essays are Paul Graham's, which have no free licence; the paper's repository has them in eval/niah/PaulGrahamEssays. Without
-them the haystack is the reference documentation that comes with Python, under Python's licence.
+The essays are Paul Graham's, which have no free licence; the paper's repository has them in
+eval/niah/PaulGrahamEssays. Without them the haystack is the reference documentation that comes with Python, under
+Python's licence.
 
 Source: zhixuan-lin/forgetting-transformer, eval/niah; Lin et al., "Forgetting Transformer", ICLR 2025, section 4.3.
 """
@@ -38,8 +39,8 @@ NO_ESSAYS = (
     f"github.com/zhixuan-lin/forgetting-transformer has the essays in eval/niah/{ESSAYS}: copy that folder here"
 )
 _QUIZ = (
-    "\n\nThere is an important piece of information hidden inside the above document. Now that you've read the document, I "
-    "will quiz you about it. Answer the following question: "
+    "\n\nThere is an important piece of information hidden inside the above document. Now that you've read the document, "
+    "I will quiz you about it. Answer the following question: "
 )
 _BUFFER = 200  # tokens that the paper sets aside for the question and the answer
 
@@ -70,7 +71,8 @@ def free_text() -> str:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise EvaluationError(
-            "this Python comes without its documentation (the module pydoc_data): give a folder of texts with --haystack_dir"
+            "this Python comes without its documentation (the module pydoc_data): give a folder of texts with "
+            "--haystack_dir"
         ) from error
     return "".join(topics[name] for name in sorted(topics))
 
@@ -131,7 +133,7 @@ class Essays:
         return np.concatenate([texts.begin(model), texts.encode(model, text)]).astype(np.int64)
 
     def _beginning(self, length: int) -> list[int]:
-        """Tokens of the text that is left of the essays when they are cut to a length; they begin again where they end."""
+        """Tokens of the essays, which begin again where they end, when they are cut to a length."""
         kept = length - self.bos
         if length not in self._beginnings:
             if len(self._ids) < kept:

@@ -54,6 +54,7 @@ def device_of(device: str | None, device_id: int | None) -> str | None:
         return "cpu"
     if not 0 <= device_id < torch.cuda.device_count():
         raise EvaluationError(
-            f"--device_id={device_id}: this machine has GPUs 0 to {torch.cuda.device_count() - 1}; CUDA_VISIBLE_DEVICES may hide some"
+            f"--device_id={device_id}: this machine has GPUs 0 to {torch.cuda.device_count() - 1}, unless "
+            "CUDA_VISIBLE_DEVICES hides some"
         )
     return f"cuda:{device_id}"
