@@ -164,8 +164,17 @@ def quieten() -> Callable[..., Any]:
 
 
 def _runs_training(arguments: list[str]) -> bool:
-    scripts = (Path(argument) for argument in arguments if Path(argument).name == "train.py")
-    return any((script.parent / "src" / "forgetting_transformer").is_dir() for script in scripts)
+    """Whether arguments name this repository's train.py, the module forgetting_transformer.train or its file."""
+    package = Path(__file__).resolve().parent
+    for argument in arguments:
+        path = Path(argument)
+        if path.name == "train.py" and (path.parent / "src" / package.name).is_dir():
+            return True
+        if argument == f"{package.name}.train" or (
+            path.name == "__main__.py" and path.resolve().parent == package / "train"
+        ):
+            return True
+    return False
 
 
 def _report_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

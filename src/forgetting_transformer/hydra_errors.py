@@ -27,11 +27,11 @@ OTHER_NAMES = {
 _OFFICIAL = {"model.config": MODEL_FIELDS, "schedule": SCHEDULE}
 
 
-def explain(error: Exception, config_dir: Path | None = None) -> str:
-    """One line for an error of Hydra or OmegaConf while the configuration is composed, or of a sweep."""
+def explain(error: Exception, *config_dirs: Path) -> str:
+    """One line for an error of Hydra or OmegaConf while the configuration is composed from these folders, or of a sweep."""
     if type(error) is CompactHydraException:
         return str(error)  # of this project's launchers
-    return f"ConfigError: {_explain(error, config_dir)}"
+    return f"ConfigError: {_explain(error, config_dirs)}"
 
 
 def is_of_hydra(error: Exception) -> bool:
@@ -41,13 +41,14 @@ def is_of_hydra(error: Exception) -> bool:
     return module.partition(".")[0] in ("hydra", "omegaconf", "antlr4")
 
 
-def _explain(error: Exception, config_dir: Path | None) -> str:
+def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         if not option:
             return f"{group}= is empty (a variable that is not set?); choices: {', '.join(error.options)}"
-        return f"there is no {group}={option}{closest(option, error.options, 'choices')}"
+        below = "" if closest(option, error.options) else _in_groups_below(config_dirs, group, option, only_close=True)
+        return f"there is no {group}={option}{below or closest(option, error.options, 'choices')}"
     if isinstance(error, OverrideParseException):
         key, equals, value = error.override.partition("=")
         if equals and re.fullmatch(r"[\w@/.+~:-]+", key):
@@ -66,22 +67,31 @@ def _explain(error: Exception, config_dir: Path | None) -> str:
         if not close and section == "model.config":
             close = f"; a field that the model's YAML does not list is added with +{key}=…"
         return f"unknown config key {key!r}{close}"
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and config_dir is not None:
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and config_dirs:
         group, _, option = error.missing_cfg_file.rpartition("/")
         if not group:
-            known = " or ".join(sorted(file.stem for file in config_dir.glob("*.yaml")))
-            return f"--config-name={option}: there is no such file in {config_dir}; leave it out, or name {known}"
-        if (config_dir / group).is_dir():
-            return f"there is no {group}={option}{_in_groups_below(config_dir, group, option)}"
+            known = " or ".join(sorted(file.stem for folder in config_dirs for file in folder.glob("*.yaml")))
+            searched = " or ".join(map(str, config_dirs))
+            return f"--config-name={option}: there is no such file in {searched}; leave it out, or name {known}"
+        if any((folder / group).is_dir() for folder in config_dirs):
+            return f"there is no {group}={option}{_in_groups_below(config_dirs, group, option)}"
     lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines()]
     return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line)) or type(error).__name__
 
 
-def _in_groups_below(config_dir: Path, group: str, option: str) -> str:
-    """Where choices of groups inside of a group are: experiment=fox_pro is +experiment/demo=fox_pro."""
-    files = sorted(path.relative_to(config_dir).with_suffix("") for path in (config_dir / group).rglob("*.yaml"))
+def _in_groups_below(config_dirs: Sequence[Path], group: str, option: str, only_close: bool = False) -> str:
+    """Where choices of groups inside of a group are: experiment=fox_pro is +experiment/demo=fox_pro.
+
+    Args:
+        only_close: do not list the groups where nothing in them is called so.
+    """
+    files = sorted(
+        {path.relative_to(folder).with_suffix("") for folder in config_dirs for path in (folder / group).rglob("*.yaml")}
+    )
     if found := [file for file in files if file.name == option]:
         return f"; did you mean +{found[0].parent}={option}?"
+    if only_close:
+        return ""
     groups = sorted({str(file.parent) for file in files})
     return f"; choices are in the groups {', '.join(groups)}, as in +{files[0].parent}={files[0].name}" if files else ""
 
@@ -109,7 +119,7 @@ def closest_key(key: str, known: Sequence[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def unknown_group(keys: Iterable[str], config_dir: Path) -> str | None:
+def unknown_group(keys: Iterable[str], *config_dirs: Path) -> str | None:
     """What to say of `+experiment/dmo=fox_pro`: Hydra takes a group that does not exist for a key of the config.
 
     Args:
@@ -118,7 +128,7 @@ def unknown_group(keys: Iterable[str], config_dir: Path) -> str | None:
     wrong = next((key for key in keys if "/" in str(key)), None)
     if wrong is None:
         return None
-    groups = [str(folder.relative_to(config_dir)) for folder in config_dir.rglob("*") if folder.is_dir()]
+    groups = {str(path.relative_to(folder)) for folder in config_dirs for path in folder.rglob("*") if path.is_dir()}
     return f"there is no group {wrong!r}{closest(wrong, sorted(groups), 'groups')}"
 
 

@@ -9,9 +9,9 @@ so this file imports nothing heavy.
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from inspect import getfile
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ class FabricLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.config = hydra_context, config
-        self.script = Path(getfile(task_function)).absolute()
+        # What this process was started with: train.py, or the file of `python -m forgetting_transformer.train`.
+        self.script = Path(sys.argv[0]).absolute()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs all jobs, prints a table and writes it to `hydra.sweep.dir`.

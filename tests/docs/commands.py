@@ -153,6 +153,8 @@ def check_command(words: Sequence[str], partial: bool = False) -> None:
     if program == "python" and rest[:1] == ["-c"]:
         with _refusals(SyntaxError):
             compile(rest[1], "python -c", "exec")
+    elif program == "python" and rest[:2] == ["-m", "forgetting_transformer.train"]:
+        check_train(rest[2:], 1, partial)
     elif program == "python":
         check_script(rest[0], rest[1:], partial)
     elif program == "bash":
@@ -270,6 +272,9 @@ def check_fabric(arguments: Sequence[str], partial: bool) -> None:
 def check_torchrun(arguments: Sequence[str], partial: bool) -> None:
     with _refusals():
         found = get_args_parser().parse_args(list(arguments))
+    if found.module and found.training_script == "forgetting_transformer.train":
+        check_train(found.training_script_args, int(found.nproc_per_node), partial)
+        return
     check_script(found.training_script, found.training_script_args, partial)
 
 
@@ -285,6 +290,9 @@ def check_train(arguments: Sequence[str], processes: int, partial: bool) -> None
     with _refusals():
         found = hydra_parser().parse_args(list(arguments))
     overrides = list(found.overrides)
+    if found.config_dir:
+        # What the reader's own folder offers is not known here.
+        overrides = [ANY_EXPERIMENT if override.startswith("+experiment=") else override for override in overrides]
     if partial and not any(override.startswith("+experiment/") for override in overrides):
         overrides.append(ANY_EXPERIMENT)
     if partial:

@@ -1,0 +1,172 @@
+"""Train a model: compose the configuration, check it, run it.
+
+    python train.py +experiment/demo=fox_pro output_dir=output/demo data_dir=data
+    fabric run train.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b \
+        output_dir=… data_dir=… wandb.log_dir=…
+    python train.py -m +experiment/demo=fox_pro seed=0,1 optimizer.lr=1e-3,2e-3 output_dir=output/sweep data_dir=data
+    python -m forgetting_transformer.train …    the same from any folder, without a copy of the repository
+    … --config-dir=mine +experiment=my_model    with groups of one's own, in mine/experiment/my_model.yaml
+
+The same command again continues an interrupted run; -m makes a run of every combination (docs/sweep.md). The exit code
+is 0 when the run is done, 75 when a signal (Ctrl-C, SIGTERM, SIGUSR1) stopped it, 1 after an error;
+output_dir/status.json says the same. Ranks of `fabric run` and torchrun, which take 75 for a failure, end with 0 after a
+signal; scripts/launch.py ends with 75. `python train.py --help` lists the
+choices of every config group, `--cfg job` prints the composed config without training, `preflight=true` checks whether
+everything fits and says what the run will cost.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from forgetting_transformer import console, elastic, hydra_errors, official_names
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training import Config
+
+log = logging.getLogger(__name__)
+_composed: list[DictConfig] = []
+
+
+def config_dir() -> Path:
+    """The folder of this project's configs: in an installed package beside the code, else at the top of the repository."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parents[1] / "configs"
+
+
+def config_dirs() -> list[Path]:
+    """All folders where choices may be: the project's, and the one that the command line adds."""
+    own = [value for name, value in _options() if name in ("--config-dir", "-cd")]
+    return [config_dir(), *(Path(folder) for folder in own)]
+
+
+def _options() -> Iterator[tuple[str, str]]:
+    """The options of the command line as name and value, in either way to write them."""
+    arguments = sys.argv[1:]
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = argument.partition("=")
+        yield name, value if equals else following
+
+
+@hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")
+def compose(composed: DictConfig) -> None:
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        # Another launcher than this project's, which calls this function for each job.
+        if elastic.started_this_process():
+            # All jobs would share one process group and mix their gradients.
+            raise CompactHydraException("-m under `fabric run` is not possible; start one `fabric run` per job")
+        train(parse(composed))
+    else:
+        _composed.append(composed)
+
+
+def main() -> None:
+    console.die_with_launcher()
+    with console.stopped_by_signals():
+        composed = compose_or_explain()
+        if composed is None:
+            return
+        config = parse(composed)
+        console.start_log()
+        log.info("loading PyTorch")
+        if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+            # DDP's advice against find_unused_parameters, which is meant (training/launch.py), on every rank. With several
+            # nodes the warnings of this level tell when one cannot be reached.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        from forgetting_transformer.training import trainer  # noqa: F401 (what takes the time)
+    train(config)
+
+
+def compose_or_explain() -> DictConfig | None:
+    """The composed config; None where Hydra has printed something instead, or has run a sweep."""
+    full_errors = os.environ.get("HYDRA_FULL_ERROR")
+    # Hydra then raises what it would print, and it is said here in one line.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        for folder in config_dirs():
+            if not folder.is_dir():
+                raise CompactHydraException(f"ConfigError: --config-dir={folder}: there is no such folder")
+        sys.argv[1:] = official_names.admit(sys.argv[1:])
+        with console.one_voice():
+            compose()
+    except (HydraException, OmegaConfBaseException) as error:
+        if full_errors == "1":
+            raise
+        refuse(hydra_errors.explain(error, *config_dirs()))
+    except Exception as error:
+        if full_errors != "1" and hydra_errors.is_of_hydra(error):
+            nameless = next((argument for argument in sys.argv[1:] if argument.startswith("=")), None)
+            refuse(
+                f"ConfigError: {nameless!r} has no key; write key=value"
+                if nameless
+                else hydra_errors.explain(error, *config_dirs())
+            )
+        console.fail(f"{type(error).__name__}: {error}", trace=True)
+    except SystemExit as end:
+        if end.code:
+            console.leave_it_to_the_first()  # an option that is not there, which the argument parser has said
+        raise
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full_errors is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_errors
+    return _composed.pop() if _composed else None
+
+
+def parse(composed: DictConfig) -> "Config":
+    from forgetting_transformer import training
+
+    try:
+        if problem := hydra_errors.unknown_group(composed, *config_dirs()):
+            raise training.ConfigError(problem)
+        config = training.parse(composed)
+        training.check_choices(config)
+        return config
+    except training.ConfigError as error:
+        refuse(f"ConfigError: {error}")
+
+
+def train(config: "Config") -> None:
+    from forgetting_transformer import training
+    from forgetting_transformer.data import DataError
+    from forgetting_transformer.training.checkpoint import CheckpointError
+    from forgetting_transformer.training.preflight import PreflightError
+    from forgetting_transformer.training.run_directory import RunDirectoryError
+    from forgetting_transformer.training.trainer import TrainingError
+
+    warnings.filterwarnings("ignore", message=".*tensorboardX.*|.*srun.*")
+    try:
+        code = console.exit_code(training.run(config))
+    except (
+        training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError, PreflightError
+    ) as error:  # fmt: skip
+        # These say what to do; a traceback would bury it. The run's log gets them too, if there is one yet.
+        console.fail(f"{type(error).__name__}: {error}")
+    except Exception as error:
+        console.fail(f"{type(error).__name__}: {error}", trace=True, once=False)
+    if code:
+        sys.exit(code)
+
+
+def refuse(reason: str) -> NoReturn:
+    """Ends with an error of the command line; what an earlier start left in its output_dir must not pass for this one's."""
+    output_dir = hydra_errors.output_dir_of(sys.argv[1:])
+    if output_dir and console.rank() == 0:
+        from forgetting_transformer.training import status
+        from forgetting_transformer.training.run_directory import RunDirectory
+
+        status.refuse(RunDirectory(output_dir), reason)
+    console.fail(reason)
+
