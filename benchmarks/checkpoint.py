@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     def step() -> None:
         with autocast:
-            loss = model(input_ids=tokens_BT, labels=tokens_BT).loss.mean()
+            loss = model(input_ids=tokens_BT, labels=tokens_BT.roll(-1, dims=1)).loss.mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

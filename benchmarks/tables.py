@@ -350,3 +350,18 @@ def checkpoints(results: Results) -> str:
     before = f"{first['step_seconds'] * 1e3:.0f}"
     header = ["save", "GB", "the GPU waits, s", "written in, s", f"ms per step meanwhile ({before} before)"]
     return table(header, rows)
+
+
+def corruption(results: Results) -> str:
+    """What digests of all weights and moments take, beside the shortest step, and their share at the default interval."""
+    rows = [
+        [
+            name_of(row["experiment"].removeprefix("longcrawl64/")),
+            f"{row['parameters'] / 1e6:.0f}M",
+            f"{row['step_seconds'] * 1e3:.0f}",
+            f"{row['digest_seconds'] * 1e3:.0f}",
+            f"{row['share']:.2%}".replace("%", " %"),
+        ]
+        for row in sorted(results.rows(), key=lambda row: row["parameters"])
+    ]
+    return table(["model", "parameters", "ms per step", "ms per comparison", "share of a run"], rows)

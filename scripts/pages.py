@@ -241,9 +241,11 @@ def longcrawl64() -> dict[str, str]:
 
 
 def reliability() -> dict[str, str]:
-    results = Results("checkpoint*.json")
+    results, corruption = Results("checkpoint*.json"), Results("corruption*.json")
     seconds = results.rows()[0]["reserve_seconds"]
     return {
+        "corruption": tables.corruption(corruption),
+        "corruption_source": corruption.source,
         "checkpoints": tables.checkpoints(results),
         "checkpoints_source": results.source,
         "reserve_seconds": f"{seconds:.1f}",

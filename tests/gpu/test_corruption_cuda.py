@@ -69,7 +69,7 @@ def test_killed_at_random_moments_it_ends_in_the_same_weights(on_gpus, tmp_path,
     run(straight, 2)
     generator = random.Random(0)
     log = Path(config["output_dir"]) / "metrics/jsonlines/train.jsonl"
-    for kill in range(4):
+    for kill in range(2):  # a rank that waits in NCCL for a killed one takes half a minute to notice
         target = generator.randint(4 * kill, 4 * kill + 6)
         job = Job(config, 2, accelerator="cuda")
         wait_until(
