@@ -1,5 +1,6 @@
 """Mamba-2 computes its recurrence, agrees with the implementation in transformers, and starts as the paper's models did."""
 
+import inspect
 import math
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from forgetting_transformer.model import Mamba2Config, Mamba2ForCausalLM
 from forgetting_transformer.model.layers import initial_dt_bias
@@ -59,6 +61,8 @@ def test_the_mixer_is_the_recurrence_of_the_paper(n_groups):
 
 @pytest.mark.parametrize("n_groups", [1, 2])
 def test_logits_and_gradients_are_those_of_transformers_mamba2(n_groups):
+    if n_groups > 1 and "group_size" not in inspect.signature(MambaRMSNormGated).parameters:
+        pytest.skip("this transformers normalises over all groups at once")
     fields = {
         "vocab_size": 61,
         "hidden_size": 32,

@@ -363,7 +363,7 @@ def test_a_gpu_that_fails_is_no_fault_of_the_compiler(monkeypatch, error):
     assert not backends.faults()
 
 
-def test_a_recurrence_whose_kernel_does_not_compile_runs_in_pytorch():
+def test_a_recurrence_whose_kernel_does_not_compile_runs_in_pytorch(monkeypatch):
     """As where the package is there and the compiler is not: the error comes from inside of Triton."""
     from forgetting_transformer.ops.recurrence import chunked, fla
 
@@ -373,10 +373,11 @@ def test_a_recurrence_whose_kernel_does_not_compile_runs_in_pytorch():
     q, k, v = torch.randn(3, 1, 70, 2, 16).unbind()
     beta, log_decay = torch.rand(1, 70, 2), -torch.rand(1, 70, 2)
     gates = {"beta": beta, "g": log_decay}
+    monkeypatch.setitem(fla._loaded, "gated_delta_rule", no_compiler)
     with pytest.warns(
         RuntimeWarning, match=r"gated_delta_rule: .* OSError: no C compiler x+ … x+ at all\. PyTorch runs instead"
     ):
-        out, _ = fla._call("gated_delta_rule", q, k, v, 1.0, None, gates, kernel=no_compiler)
+        out, _ = fla._call("gated_delta_rule", q, k, v, 1.0, None, gates)
     assert torch.equal(out, chunked.gated_delta_rule(q, k, v, beta, log_decay, 1.0, None)[0])
     assert not backends.is_usable("gated_delta_rule", FLA)
     assert (
