@@ -156,6 +156,20 @@ def test_its_configuration_is_held_to_what_is_known(official, tmp_path):
         import_run(official, tmp_path / "imported")
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_the_official_folder_is_not_trained_in(tiny, official, resume):
+    """It would be taken for a run without checkpoints: begun from the first token, over the official files."""
+    before = {path: path.read_bytes() for path in official.rglob("*") if path.is_file()}
+    directory = RunDirectory(official)
+    with pytest.raises(RunDirectoryError, match=r"is a run of the authors' code .*step-000000000001024\.pt.*import_checkpoint"):
+        directory.check_ours(resume)
+    for file in (official / "checkpoints").iterdir():
+        file.unlink()
+    with pytest.raises(RunDirectoryError, match=r"holds .*config\.yaml"):
+        directory.check_ours(resume)
+    assert before[official / "config.yaml"] == (official / "config.yaml").read_bytes()
+
+
 def test_a_folder_with_a_run_is_left_alone(official, finished, tiny, tmp_path):
     for folder in (official, Path(shutil.copytree(finished(tiny), tmp_path / "run"))):
         with pytest.raises(RunDirectoryError, match="choose another"):

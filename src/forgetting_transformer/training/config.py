@@ -461,6 +461,8 @@ FREE_KEYS = (
     "datamodule.eval_tokens", "datamodule.eval_batch_len", "datamodule.eval_local_batch_size",
     "datamodule.eval_num_workers", "datamodule.dataset", "datamodule.repeat", "datamodule.missing_chunks",
     "datamodule.cache_dir", "datamodule.cache_gb",
+    # Without effect on the model: other tools read it as the training length.
+    "model.config.max_position_embeddings",
 )  # fmt: skip
 
 

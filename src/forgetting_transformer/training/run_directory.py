@@ -123,6 +123,8 @@ class RunDirectory:
             text = self.config.read_bytes()
         except OSError:
             return False
+        if b"_target_:" in text:
+            return False  # of the authors' code
         return all(re.search(rb"^%b:" % key, text, flags=re.MULTILINE) for key in (b"output_dir", b"datamodule"))
 
     def check_ours(self, resume: bool) -> None:
@@ -131,6 +133,11 @@ class RunDirectory:
         Raises:
             RunDirectoryError: naming them.
         """
+        if official := next(self.checkpoints.glob("step-*.pt"), None):
+            raise RunDirectoryError(
+                f"output_dir={self.root} is a run of the authors' code (it holds checkpoints/{official.name}): make a run of it "
+                "in another folder with scripts/import_checkpoint.py and continue that, or choose another output_dir"
+            )
         holds_run = self.holds_run
         if not (holds_run and resume) and (sign := self._sign_of_a_corpus()):
             what = "a run would write among its files" if resume else "resume=false would move its tokenizer aside"
