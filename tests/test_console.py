@@ -249,6 +249,7 @@ def test_an_experiment_without_its_group_is_answered_with_the_groups():
 def test_the_closest_key_is_found_in_its_section_or_by_the_name_that_others_have(key, close):
     known = ["optimizer.lr", "optimizer.name", "model.name", "train.max_tokens", "datamodule.train_batch_size"]
     assert hydra_errors.closest_key(key, known) == (f"; did you mean {close!r}?" if close else "")
+    assert hydra_errors.closest_key("experiment", known).endswith("must begin with the line '# @package _global_'")
 
 
 def test_a_group_that_does_not_exist_is_named():

@@ -109,6 +109,8 @@ def closest_key(key: str, known: Sequence[str]) -> str:
     """
     if why := _why_gone(key):
         return why
+    if key == "experiment":
+        return "; the file of an experiment must begin with the line '# @package _global_'"
     section, dot, name = key.rpartition(".")
     wanted = OTHER_NAMES.get(name, name)
     beside = [k for k in known if k.rpartition(".")[0] == section]

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
+from forgetting_transformer.training import parse
 from tests.docs.commands import MORE, PAGES, ROOT, CommandError, Shell, blocks, shell_commands
 from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
 
@@ -158,6 +160,16 @@ def test_the_python_of_the_readme_runs(quickstart, monkeypatch, tmp_path):  # no
     assert computed["out"].shape == computed["q"].shape
     computed["out"].sum().backward()
     assert computed["k"].grad.isfinite().all()
+
+
+def test_the_yaml_of_the_page_on_training_is_an_experiment(tmp_path):
+    (experiment,) = blocks(read(ROOT / "docs/train.md"), "yaml")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/my_fox.yaml").write_text(experiment)
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        own = f"hydra.searchpath=[file://{tmp_path}]"  # what --config-dir adds
+        composed = compose("config", overrides=[own, "+experiment=my_fox", "output_dir=x", "data_dir=x"])
+    assert composed.tag == "my_fox" and parse(composed).model.config["num_hidden_layers"] == 2
 
 
 def test_the_python_of_prepare_data_is_what_the_corpus_takes(monkeypatch):
