@@ -133,6 +133,17 @@ def test_ids_out_of_range_are_refused_with_their_place(tmp_path):
         TokenArray(tmp_path / "train.zarr", VOCAB)
 
 
+def test_another_corpus_is_named_where_the_one_asked_for_is_not(tmp_path):
+    for name in ("words", "python_code"):
+        (tmp_path / name / "train.zarr").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"no token array at .*\. .* holds python_code, words: .* datamodule\.dataset=words$"):
+        TokenArray(tmp_path / "word" / "train.zarr", VOCAB)
+    with pytest.raises(DataError, match=r"words is a corpus itself: choose it with datamodule\.dataset=\.$"):
+        TokenArray(tmp_path / "words" / "longcrawl64" / "train.zarr", VOCAB)
+    with pytest.raises(DataError, match=r"Set data_dir to the folder that holds longcrawl64/heldout\.zarr"):
+        TokenArray(tmp_path / "longcrawl64" / "heldout.zarr", VOCAB)
+
+
 def test_wrong_shape_dtype_and_place_are_refused(tmp_path):
     with pytest.raises(DataError, match="no token array at"):
         TokenArray(tmp_path / "train.zarr", VOCAB)

@@ -30,7 +30,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         loss = 5 + (final - 5) * tokens / BUDGET
         config = {
             "tag": tag,
-            "model": {"name": tag},
+            "model": {"name": tag} | more.get("model", {}),
             "seed": seed,
             "output_dir": str(folder),
             "train": {"max_tokens": BUDGET},
@@ -82,6 +82,14 @@ def test_runs_that_differ_only_in_their_seed_are_one_model_named_by_what_differs
         ("fox lr=0.002", 2),
         ("transformer", 1),
     ]
+
+
+def test_a_model_is_called_what_it_is_whatever_the_tag_says(make_run):
+    """+experiment/demo=fox_pro model=gated_delta_net tag=mine"""
+    fox = make_run("a", 3.0, 0, tag="demo_fox_pro", model={"name": "forgetting_transformer", "label": "fox_pro"})
+    delta = make_run("b", 3.0, 0, tag="demo_fox_pro", model={"name": "gated_delta_net", "label": "gated_delta_net"})
+    own = make_run("c", 3.0, 0, tag="demo_fox_pro", model={"name": "my_mixer", "label": ""})
+    assert [model.name for model in compare.group([fox, delta, own])] == ["fox_pro", "gated_delta_net", "my_mixer"]
 
 
 def test_equal_tokens_and_equal_flops(make_run):

@@ -274,6 +274,25 @@ def test_no_yaml_repeats_a_key_of_its_group_without_changing_it():
         assert len(flatten(own)) <= 1, path
 
 
+@pytest.mark.parametrize(
+    ("overrides", "tag"),
+    [
+        (["+experiment/demo=fox_pro"], "demo_fox_pro"),
+        (["+experiment/demo=fox_pro", "model=gated_delta_net"], "demo_gated_delta_net"),
+        (["+experiment/longcrawl64/forgetting_transformer=pro_125m_2b", "model=mamba2"], "mamba2_125m_2b"),
+        (["+experiment/demo=fox_pro", "~model.label"], "demo_forgetting_transformer"),
+        (["+experiment/demo=fox_pro", "tag=mine"], "mine"),
+    ],
+)
+def test_tags_come_from_the_model(overrides, tag):
+    assert composed(*overrides).tag == tag
+
+
+def test_every_model_has_its_own_label():
+    labels = {path.stem: OmegaConf.load(path).label for path in (CONFIGS / "model").glob("*.yaml")}
+    assert all(name == label for name, label in labels.items())
+
+
 @pytest.mark.slow
 def test_every_key_can_be_set_without_a_plus_sign():
     """Hydra refuses to override a key that no file mentions, so the files mention every key of the schema."""

@@ -5,6 +5,8 @@ then train on documents of zeros. Here a chunk is read from its file, or the fil
 be sparse on purpose (`missing_chunks="skip"`): then only the documents of which every chunk is there count.
 """
 
+import contextlib
+import difflib
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -36,6 +38,8 @@ __all__ = ["DataError", "MissingChunkError", "TokenArray", "read_manifest"]
 SAMPLED_ROWS = 16
 SAMPLED_TOKENS = 1024
 MISSING_CHUNKS = ("error", "skip")
+#: Other corpora that a message lists.
+_MOST_LISTED = 8
 
 
 class TokenArray:
@@ -75,12 +79,7 @@ class TokenArray:
         else:
             self.files = ArrayFiles(self.path)
         if not self.files.has_array():
-            dataset, name = Path(self.path).parts[-2:] if len(Path(self.path).parts) > 1 else ("<dataset>", self.path)
-            raise DataError(
-                f"no token array at {self.path}. Set data_dir to the folder that holds {dataset}/{name} "
-                f"(datamodule.dataset={dataset}), or make one with scripts/prepare_data.py, or fetch LongCrawl64 with "
-                "scripts/download_longcrawl64.py"
-            )
+            raise DataError(_nothing_at(self.path))
         array = open_array(self.files)
         self.files.read_checksums()
         if array.ndim != 2 or array.dtype != np.uint16:
@@ -295,3 +294,27 @@ def read_manifest(folder: str | Path) -> dict:
     if problem := manifest_problem(manifest):
         raise DataError(f"{place}: {problem}; it is damaged: bring back a copy, or run scripts/prepare_data.py again")
     return manifest
+
+
+def _nothing_at(path: str | Path) -> str:
+    """That there is no array, and what is there in its place."""
+    parts = Path(path).parts
+    dataset, name = parts[-2:] if len(parts) > 1 else ("<dataset>", str(path))
+    others: list[str] = []
+    if isinstance(path, Path) and len(parts) > 1:  # listing a URL would be a request for every folder
+        data_dir = path.parent.parent
+        with contextlib.suppress(OSError):
+            others = sorted(folder.parent.name for folder in data_dir.glob(f"*/{name}"))
+        if not others and (data_dir / name).is_dir():
+            return f"no token array at {path}. {data_dir} is a corpus itself: choose it with datamodule.dataset=."
+    if others:
+        nearest = difflib.get_close_matches(dataset, others, n=1, cutoff=0.0)
+        return (
+            f"no token array at {path}. {path.parent.parent} holds {', '.join(others[:_MOST_LISTED])}"
+            f"{', …' if len(others) > _MOST_LISTED else ''}: choose one, as in data_dir={path.parent.parent} "
+            f"datamodule.dataset={nearest[0]}"
+        )
+    return (
+        f"no token array at {path}. Set data_dir to the folder that holds {dataset}/{name} (datamodule.dataset={dataset}), or make "
+        "one with scripts/prepare_data.py, or fetch LongCrawl64 with scripts/download_longcrawl64.py"
+    )

@@ -246,18 +246,24 @@ def _identity(config: Mapping[str, Any]) -> dict[str, str]:
     return kept | {"train.max_tokens": str(config["train"]["max_tokens"])}
 
 
+def _label(config: Mapping[str, Any]) -> str:
+    """What the model is called, and not the run: a tag may be another model's. Runs of earlier versions have only that."""
+    label = config["model"].get("label")
+    return config["tag"] if label is None else label or config["model"]["name"]
+
+
 def _names(runs: Sequence[RunRecord]) -> list[str]:
-    """Tags where they suffice, else the tag and what differs among those that share it, else the folder."""
-    tags = [run.config["tag"] for run in runs]
+    """What the models are called where that suffices, else that and what differs among those of one name, else the folder."""
+    labels = [_label(run.config) for run in runs]
     names = []
-    for run, tag in zip(runs, tags, strict=True):
+    for run, label in zip(runs, labels, strict=True):
         mine = _identity(run.config)
-        same_tag = [_identity(other.config) for other, its in zip(runs, tags, strict=True) if its == tag]
-        differing = sorted(key for key in mine if len({other.get(key) for other in same_tag}) > 1)
+        same_label = [_identity(other.config) for other, its in zip(runs, labels, strict=True) if its == label]
+        differing = sorted(key for key in mine if len({other.get(key) for other in same_label}) > 1)
         if len(differing) > _KEYS_IN_A_NAME:
             names.append(run.output_dir.name)
         else:
-            names.append(" ".join([tag, *(f"{key.rpartition('.')[2]}={mine[key]}" for key in differing)]))
+            names.append(" ".join([label, *(f"{key.rpartition('.')[2]}={mine[key]}" for key in differing)]))
     if len(set(names)) < len(names):
         names = [str(run.output_dir) for run in runs]
     return names

@@ -156,6 +156,8 @@ class DataModuleConfig:
 class ModelConfig:
     #: A name in model.registry, such as "forgetting_transformer".
     name: str = MISSING
+    #: What tags and comparisons call the model: several models may be one architecture with other fields. "": its name.
+    label: str = ""
     #: The fields of that architecture's configuration class. vocab_size and token ids come from the data.
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -453,7 +455,7 @@ def _check_devices(devices: Any, accelerator: str) -> None:
 #: Keys that may differ between the runs that one output_dir has seen: where things are, how the work is split, what is
 #: reported. Everything else decides what the weights become, so a change of it is refused on resume.
 FREE_KEYS = (
-    "output_dir", "data_dir", "resume", "fork_dir", "fork_step", "exp", "tag", "wandb", "fabric.devices",
+    "output_dir", "data_dir", "resume", "fork_dir", "fork_step", "exp", "tag", "model.label", "wandb", "fabric.devices",
     "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens", "train.grad_acc_tokens",
     "train.gradient_checkpointing", "train.compile",
     "train.max_bad_steps", "checkpoint_background", "preflight", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
