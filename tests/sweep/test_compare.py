@@ -39,7 +39,8 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         }
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         train = [{"step": int(t), "train/loss": float(x)} for t, x in zip(tokens, loss, strict=True)]
-        val = [{"step": t, "val/loss": 5.1 + (final - 5) * t / BUDGET} for t in more.get("evaluated", [])]
+        heldout = more.get("heldout", lambda tokens: 5.1 + (final - 5) * tokens / BUDGET)
+        val = [{"step": t, "val/loss": heldout(t)} for t in more.get("evaluated", [])]
         for kind, entries in (("train", train), ("val", val), ("model_info", [{"step": 0, "flops_per_token": flops}])):
             (lines / f"{kind}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         return folder
@@ -63,7 +64,10 @@ def test_intervals_are_students_and_welchs():
 def test_losses_of_a_run_at_some_tokens(make_run):
     run = read_run(make_run("a", 3.0, seed=0, evaluated=[200, 600]))
     assert run.train_loss_at(400) == pytest.approx(5 - 2 * np.mean([390, 400]) / BUDGET), "the last 5 % before"
-    assert run.heldout_loss_at(400) == pytest.approx(5.1 - 2 * 400 / BUDGET), "between two evaluations"
+    share = math.log(400 / 200) / math.log(600 / 200)
+    expected = (5.1 - 2 * 200 / BUDGET) * (1 - share) + (5.1 - 2 * 600 / BUDGET) * share
+    assert run.heldout_loss_at(400) == pytest.approx(expected), "between two evaluations"
+    assert run.heldout_loss_at(200) == pytest.approx(4.7) and run.heldout_loss_at(600) == pytest.approx(3.9)
     assert math.isnan(run.heldout_loss_at(700)) and math.isnan(run.train_loss_at(1100))
     assert run.final_loss(heldout=True) == pytest.approx(3.9)
 
@@ -113,6 +117,48 @@ def test_equal_tokens_and_equal_flops(make_run):
     (note,) = compare.warnings(flops, models, "small")
     assert "large is seen with 50% of its schedule left" in note
     assert compare.warnings(tokens, models, "small") == []
+
+
+def test_a_loss_between_two_evaluations_is_marked_and_bounded(make_run):
+    """Two models whose losses are the same function of FLOPs: what tells them apart is where they were evaluated."""
+
+    def same(flops: float) -> Callable[[int], float]:
+        return lambda tokens: 2 + 3 * (tokens * flops / 1e7) ** -0.4
+
+    def runs(name: str, flops: float, evaluated: list[int]) -> compare.Model:
+        options = {"flops": flops, "evaluated": evaluated, "heldout": same(flops)}
+        return compare.model(name, [read_run(make_run(f"{name}{k}", 3.0, k, **options)) for k in range(2)])
+
+    small, large = runs("small", 1e6, [100, 400, 700, 1000]), runs("large", 4e6, [100, 400, 700, 1000])
+    models = [small, large]
+    flops = compare.at_equal_flops(models, 1e9)
+    assert flops.tokens == {"small": 1000, "large": 250} and flops.heldout
+    assert flops.between == {"large": pytest.approx((same(4e6)(100), same(4e6)(400)))}
+    truth, before, after = same(4e6)(250), *flops.between["large"]
+    assert after < truth < before
+    chord = (before + after) / 2 - truth
+    assert chord > 0.06, "so much worse it would look on a straight line"
+    assert 0 < flops.losses["large"][0] - truth < chord / 3
+
+    table = compare.table(flops, models, "small").splitlines()
+    assert "| evaluated before and after |" in table[2]
+    assert table[-1].rstrip(" |").endswith(f"{before:.4f}, {after:.4f}") and table[-2].count("|  ") >= 1
+    assert "**" not in "".join(table), "which is better is open"
+    for baseline in ("small", "large"):
+        notes = "\n".join(compare.warnings(flops, models, baseline))
+        assert f"large was not evaluated after 250 tokens: its loss there is interpolated between {before:.4f}" in notes
+        assert "may differ by this interpolation alone" in notes
+    # Where every model was evaluated there is nothing to say.
+    exact = compare.at_equal_flops(models, 4e8)
+    assert exact.tokens == {"small": 400, "large": 100} and exact.between == {}
+    assert "before and after" not in compare.table(exact, models, "small")
+    assert not any("interpol" in note for note in compare.warnings(exact, models, "small"))
+    # A difference larger than what lies between the evaluations is one.
+    far = compare.model("far", [read_run(make_run("far", 3.0, 0, evaluated=[100, 400], heldout=lambda t: 9 - t / 1000))])
+    tokens = compare.at_equal_tokens([small, far], 250)
+    notes = "\n".join(compare.warnings(tokens, [small, far], "small"))
+    assert "far was not evaluated after 250 tokens" in notes and "alone" not in notes
+    assert "**small**" in compare.table(tokens, [small, far], "small")
 
 
 def test_what_is_not_known_is_not_claimed(make_run):

@@ -53,6 +53,8 @@ class Comparison:
         heldout: whether the losses are held-out ones; otherwise training losses over the last TRAIN_WINDOW of the tokens.
         tokens: model name -> training tokens at the point.
         losses: model name -> loss of each seed there, nats per token.
+        between: models that were not evaluated there -> their held-out losses at the evaluations before and after, means
+            over seeds. Their `losses` lie between.
     """
 
     what: str
@@ -60,6 +62,16 @@ class Comparison:
     heldout: bool
     tokens: Mapping[str, float]
     losses: Mapping[str, Sequence[float]]
+    between: Mapping[str, tuple[float, float]]
+
+    def depends_on_evaluations(self, one: str, other: str) -> bool:
+        """Whether the order of two models is open because one of them was not evaluated there."""
+
+        def around(name: str) -> Sequence[float]:
+            return self.between.get(name, [statistics.mean(self.losses[name]).value])
+
+        apart = max(around(one)) < min(around(other)) or max(around(other)) < min(around(one))
+        return not apart and bool({one, other} & self.between.keys())
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -156,10 +168,15 @@ def at_equal_flops(
 
 
 def table(comparison: Comparison, models: Sequence[Model], baseline: str) -> str:
-    """A Markdown table with a title; differences are to `baseline`, with Welch's 95 % interval."""
+    """A Markdown table with a title; differences are to `baseline`, with Welch's 95 % interval.
+
+    The best model is bold, unless that may be due to where models were evaluated.
+    """
     amount = f"{comparison.amount:,.0f}" if comparison.what == "training tokens" else f"{comparison.amount:.3e}"
     loss_name = "held-out loss" if comparison.heldout else f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
     best = min(comparison.losses, key=lambda name: statistics.mean(comparison.losses[name]).value)
+    if any(comparison.depends_on_evaluations(best, name) for name in comparison.losses if name != best):
+        best = None
     rows = []
     for one in models:
         losses, tokens = comparison.losses[one.name], comparison.tokens[one.name]
@@ -175,10 +192,12 @@ def table(comparison: Comparison, models: Sequence[Model], baseline: str) -> str
                 mean.text(),
                 "baseline" if one.name == baseline else apart.text("+"),
                 "" if left <= _SCHEDULE_TOLERANCE else f"{left:.0%}",
+                ", ".join(f"{loss:.4f}" for loss in comparison.between.get(one.name, ())),
             ]
         )
     header = ["model", "seeds", "tokens", "FLOPs", "loss ± 95 %", f"against {baseline}", "schedule left"]
-    return f"## {amount} {comparison.what}: {loss_name}, nats per token\n\n{markdown_table(header, rows, 'lrrrrrr')}"
+    header.append("evaluated before and after")
+    return f"## {amount} {comparison.what}: {loss_name}, nats per token\n\n{markdown_table(header, rows, 'lrrrrrrr')}"
 
 
 def warnings(comparison: Comparison, models: Sequence[Model], baseline: str) -> list[str]:
@@ -191,6 +210,15 @@ def warnings(comparison: Comparison, models: Sequence[Model], baseline: str) -> 
                 f"{one.name} is seen with {left:.0%} of its schedule left, before its learning rate has decayed; a run made for "
                 f"{comparison.tokens[one.name]:,.0f} tokens would be better there"
             )
+    for one in models:
+        if one.name in comparison.between:
+            before, after = comparison.between[one.name]
+            found.append(
+                f"{one.name} was not evaluated after {comparison.tokens[one.name]:,.0f} tokens: its loss there is interpolated "
+                f"between {before:.4f} and {after:.4f}; a smaller eval_interval narrows it"
+            )
+        if one.name != baseline and comparison.depends_on_evaluations(one.name, baseline):
+            found.append(f"{one.name} and {baseline} may differ by this interpolation alone")
     if any(len(losses) < 2 for losses in comparison.losses.values()):
         found.append("a model with one seed has no interval: how much of a difference is noise is unknown")
     for one in models:
@@ -216,7 +244,12 @@ def _comparison(
                 f"{name}: not all of its runs have {kind} around {tokens[name]:,.0f} tokens; choose another point (--tokens, "
                 f"--flops) or --loss {'train' if heldout else 'heldout'}"
             )
-    return Comparison(what, amount, heldout, tokens, found)
+    between = {}
+    for one in models if heldout else ():
+        around = [run.heldout_losses_around(tokens[one.name]) for run in one.runs]
+        if any(before != after for before, after in around):
+            between[one.name] = tuple(statistics.mean(losses_of).value for losses_of in zip(*around, strict=True))
+    return Comparison(what, amount, heldout, tokens, found, between)
 
 
 def _schedule_left(model: Model, tokens: float) -> float:

@@ -15,6 +15,9 @@ from forgetting_transformer.evaluation.runs import read_description, read_metric
 #: Training loss at some tokens is the mean of what was logged over the last 5 % of the tokens before.
 TRAIN_WINDOW = 0.05
 
+# Evaluations are at whole steps, and a point of equal FLOPs need not be: so near, as a part of the tokens, is there.
+_SAME_PLACE = 1e-3
+
 _NOT_FINITE = re.compile(r"infinite or NaN|not finite")
 
 
@@ -76,10 +79,29 @@ class RunRecord:
         return float(self.train_loss[inside].mean()) if inside.any() else float("nan")
 
     def heldout_loss_at(self, tokens: float) -> float:
-        """Held-out loss after `tokens`, linear between two evaluations; NaN outside of what was evaluated."""
+        """Held-out loss after `tokens`; NaN outside of what was evaluated.
+
+        Between two evaluations it is linear in the logarithm of the tokens. A loss falls ever more slowly, so that a straight
+        line would be too high everywhere between them.
+        """
         if not self.heldout_tokens.size or not self.heldout_tokens[0] <= tokens <= self.heldout_tokens[-1]:
             return float("nan")
-        return float(np.interp(tokens, self.heldout_tokens, self.heldout_loss))
+        place = np.log([tokens, *self.heldout_tokens])
+        return float(np.interp(place[0], place[1:], self.heldout_loss))
+
+    def heldout_losses_around(self, tokens: float) -> tuple[float, float]:
+        """Held-out losses of the last evaluation not after `tokens` and the first not before: equal if it was evaluated there.
+
+        NaN outside of what was evaluated.
+        """
+        before = self.heldout_loss[self.heldout_tokens <= tokens * (1 + _SAME_PLACE)]
+        after = self.heldout_loss[self.heldout_tokens >= tokens * (1 - _SAME_PLACE)]
+        if not before.size or not after.size:
+            return float("nan"), float("nan")
+        near = np.abs(self.heldout_tokens - tokens) <= tokens * _SAME_PLACE
+        if near.any():
+            return float(self.heldout_loss[near][0]), float(self.heldout_loss[near][0])
+        return float(before[-1]), float(after[0])
 
     def loss_at(self, tokens: float, heldout: bool) -> float:
         return self.heldout_loss_at(tokens) if heldout else self.train_loss_at(tokens)
