@@ -9,6 +9,7 @@ The paper's code keeps the first line of every answer; LongBench does so for TRE
 """
 
 import argparse
+import dataclasses
 import sys
 
 from forgetting_transformer import command_line
@@ -35,9 +36,10 @@ def main() -> None:
         if args.e:
             rows = {label: {name: of[label] for name, of in found.items()} for label in longbench.RANGES}
         _, columns = longbench.table(rows)
-        shown = [column for column in columns if column.key in found]
+        # No range of lengths is better than another.
+        shown = [dataclasses.replace(column, better=None) for column in columns if column.key in found]
         print(f"{folder / file}\n\n{tables.markdown(rows, shown, 'Words' if args.e else 'Scores')}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line.run(main))

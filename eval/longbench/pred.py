@@ -13,6 +13,7 @@ scores by LongBench's own rules.
 
 import argparse
 import logging
+import sys
 
 from forgetting_transformer import command_line, elastic
 
@@ -87,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line.run(main))

@@ -12,6 +12,7 @@ from the Hugging Face hub, or from --data_dir.
 
 import argparse
 import logging
+import sys
 
 from forgetting_transformer import command_line, elastic
 
@@ -93,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line.run(main))

@@ -19,6 +19,7 @@ judge_niah.py has the answers rated by a language model instead.
 
 import argparse
 import logging
+import sys
 
 from forgetting_transformer import command_line, elastic
 
@@ -150,4 +151,4 @@ def run(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line.run(main))

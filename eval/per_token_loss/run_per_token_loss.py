@@ -12,6 +12,7 @@ results.npz; killed and started again, on any number of GPUs, it continues. Draw
 
 import argparse
 import logging
+import sys
 
 from forgetting_transformer import command_line, elastic
 
@@ -140,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command_line.run(main))

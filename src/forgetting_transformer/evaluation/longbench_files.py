@@ -53,14 +53,15 @@ def answer_sets(
     Raises:
         EvaluationError: a set's data is missing, or the folder holds answers of other settings.
     """
+    todo = [name for name in sets if not _done(folder / f"{name}.jsonl").is_file()]
+    if todo:
+        longbench.read_examples(todo[0], data, even)  # missing data is said before anything is written
     settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
     if workers.is_first:
         cure = "choose another --model name, or delete the folder"
         check_settings(folder, {"weights": fingerprint(model.model), **settings}, cure)
-    for name in sets:
+    for name in todo:
         file = folder / f"{name}.jsonl"
-        if _done(file).is_file():
-            continue
         examples = longbench.read_examples(name, data, even)[:limit]
         parts = folder / "unfinished"
         records = longbench.answer(model, name, examples, max_length, parts, workers, precision, as_in_paper=True)
