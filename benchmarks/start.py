@@ -5,7 +5,7 @@
     python benchmarks/start.py --devices 2 --experiments forgetting_transformer/pro_760m_48b hgrn2/760m_16b
     python benchmarks/start.py --experiments demo/fox_pro --devices 1 --accelerator cpu
 
-Starts train.py (`fabric run train.py` on several devices) as a user would, on random tokens and for one step: first with
+Starts train.py (`fabric run train.py` or scripts/launch.py on several devices) as a user would, on random tokens and for one step: first with
 no compiled code in any cache, then with what that start left there. It reports seconds:
 
 first line   from the command to the first line with a loss
@@ -35,6 +35,7 @@ from forgetting_transformer import command_line
 from training import CONFIGS, compose, experiment_file
 
 CACHES = ("empty", "warm")
+LAUNCH = CONFIGS.parent / "scripts/launch.py"
 VOCABULARY = 50257
 FIRST_LINE = "the first step is done, loss "
 
@@ -44,6 +45,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--experiments", nargs="+", default=["forgetting_transformer/pro_760m_48b"], metavar="NAME")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--launcher", choices=("fabric", "launch.py"), default="fabric", help="of several devices")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
     parser.add_argument(
         "--folder", type=command_line.path, help="where to write; default: the system's temporary folder"
@@ -102,7 +104,8 @@ def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, 
         command = [sys.executable, train, "fabric.devices=1", f"fabric.accelerator={args.accelerator}"]
     else:
         fabric = str(Path(sys.executable).with_name("fabric"))
-        command = [fabric, "run", train, "--devices", str(args.devices), "--accelerator", args.accelerator]
+        launcher = [fabric, "run", train] if args.launcher == "fabric" else [sys.executable, str(LAUNCH)]
+        command = [*launcher, "--devices", str(args.devices), "--accelerator", args.accelerator]
     caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     log, began, seconds = output / "logs/rank-0.log", time.perf_counter(), None
     with Path(f"{output}.txt").open("w+", encoding="utf-8", errors="replace") as said:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""Starts training on this machine: `fabric run train.py`, with what it needs to stop in order and to share a node.
+"""Starts training on this machine as `fabric run train.py` does, sooner, and so that it can stop in order and share a node.
 
     python scripts/launch.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b output_dir=… data_dir=…
     python scripts/launch.py --devices 8 --num-nodes 2 --node-rank 0 --main-address HOST --main-port 1234 …
 
-Arguments are those of `fabric run` and of train.py. What this adds, as environment variables that you may set yourself:
+Options are those of `fabric run`, and everything else goes to train.py. --devices is a number, a list of GPUs such as 0,1, or auto for all GPUs
+of this machine. What this adds to `fabric run`, as environment variables that you may set yourself:
 
     PET_SIGNALS_TO_HANDLE            signals that reach every rank; without it SIGUSR1 ends the launcher alone
     TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds a rank has to save after a signal before it is killed: 600 instead of 30
@@ -16,6 +17,7 @@ The exit code is 0 when the run is done, 75 when a signal stopped it, 1 after an
 What failed is said once, by the first rank of a node. The launcher adds only what no rank could say: which one was killed.
 """
 
+import argparse
 import os
 import re
 import sys
@@ -27,37 +29,74 @@ from forgetting_transformer import console, elastic
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
 
-def option(arguments: Sequence[str], name: str) -> str | None:
-    """The value of `--name value` or `--name=value`, of the last one if there are several."""
-    found = None
-    for i, argument in enumerate(arguments):
-        if argument == name and i + 1 < len(arguments):
-            found = arguments[i + 1]
-        elif argument.startswith(f"{name}="):
-            found = argument.partition("=")[2]
-    return found
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of `fabric run`, and the rest of the arguments, which are train.py's."""
+    parser = argparse.ArgumentParser(prog="launch.py", add_help=False, allow_abbrev=False)
+    for name in ("--accelerator", "--strategy", "--precision"):
+        parser.add_argument(name)
+    parser.add_argument("--devices", default="1")
+    parser.add_argument("--num-nodes", "--num_nodes", type=int, default=1)
+    parser.add_argument("--node-rank", "--node_rank", type=int, default=0)
+    parser.add_argument("--main-address", "--main_address", default="127.0.0.1")
+    parser.add_argument("--main-port", "--main_port", type=int)
+    return parser.parse_known_args(arguments)
 
 
-def environment(arguments: Sequence[str], cores: int) -> dict[str, str]:
-    """What to add to the environment of `fabric run ARGUMENTS`."""
+def processes(args: argparse.Namespace, gpus: int) -> int:
+    """How many processes this machine runs, a GPU each.
+
+    Args:
+        gpus: how many this machine has.
+
+    Raises:
+        ValueError: --devices is nothing of the kind, or names GPUs that are not here.
+    """
+    if not re.fullmatch(r"auto|-1|0*[1-9]\d*|\d+,|\d+(,\d+)+,?", args.devices):
+        raise ValueError(f"--devices={args.devices} must be a number of GPUs from 1 on, a list of them such as 0,1, or auto")
+    is_list = "," in args.devices
+    if args.devices in ("auto", "-1"):
+        asked = range(1 if args.accelerator == "cpu" else max(1, gpus))
+    elif is_list:
+        asked = [int(number) for number in args.devices.split(",") if number]
+    else:
+        asked = range(int(args.devices))
+    # Without any GPU the ranks say what is missing; processes on a CPU may be as many as one likes.
+    if gpus and args.accelerator != "cpu" and max(asked) >= gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        raise ValueError(
+            f"--devices={args.devices}, but this machine has {gpus} GPU{'s' * (gpus != 1)}: ask for as many, or look at "
+            f"CUDA_VISIBLE_DEVICES={visible}"
+        )
+    return len(asked)
+
+
+def environment(args: argparse.Namespace, count: int, cores: int) -> dict[str, str]:
+    """What ranks and launcher find in their environment.
+
+    Args:
+        count: processes of this machine.
+    """
     added = {
         "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+        "OMP_NUM_THREADS": str(max(1, cores // count)),
     }
-    if (option(arguments, "--num-nodes") or "1") == "1" and option(arguments, "--main-port") is None:
+    if args.num_nodes == 1 and args.main_port is None:
         added["PET_STANDALONE"] = "1"
-    devices = option(arguments, "--devices") or "1"
-    if devices.isdigit() and int(devices) > 0:
-        added["OMP_NUM_THREADS"] = str(max(1, cores // int(devices)))
     return added
 
 
-def problem(arguments: Sequence[str]) -> str | None:
-    """What is wrong with --devices, which Fabric would answer with a traceback; None if nothing is."""
-    devices = option(arguments, "--devices")
-    if devices is None or re.fullmatch(r"auto|-1|0*[1-9]\d*|\d+,|\d+(,\d+)+,?", devices):
-        return None
-    return f"--devices={devices} must be a number of GPUs from 1 on, a list of them such as 0,1, or auto"
+def for_fabric(args: argparse.Namespace, count: int) -> dict[str, str]:
+    """What `fabric run` tells Fabric in the ranks: Lightning reads it there."""
+    told = {
+        "LT_CLI_USED": "1",
+        "LT_ACCELERATOR": args.accelerator,
+        "LT_STRATEGY": args.strategy,
+        "LT_DEVICES": args.devices if "," in args.devices else str(count),
+        "LT_NUM_NODES": str(args.num_nodes),
+        "LT_PRECISION": args.precision,
+    }
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def main() -> int:
@@ -65,26 +104,42 @@ def main() -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0
-    if wrong := problem(arguments):
-        print(f"error: {wrong}", file=sys.stderr)
-        return 2
+    args, rest = parse(arguments)
     # Until there are ranks, to which the launcher passes signals on.
     with console.stopped_by_signals():
-        return launch(arguments)
+        return launch(args, rest)
 
 
-def launch(arguments: Sequence[str]) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.update(environment(arguments, cores) | dict(os.environ))
+def launch(args: argparse.Namespace, rest: Sequence[str]) -> int:
     try:
-        from lightning.fabric.cli import _main as fabric  # what the command `fabric` calls
+        # Not Lightning's command line: it imports all of Lightning, which takes longer than everything else here.
+        import torch
+        import torch.distributed.run
     except ImportError as error:
         print(f'error: {error}; install this project with pip install -e ".[train]"', file=sys.stderr)
         return 1
+    try:
+        count = processes(args, torch.cuda.device_count())
+    except ValueError as wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        return 2
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.update(environment(args, count, cores) | dict(os.environ))
+    os.environ.update(for_fabric(args, count))
     elastic.listen()
     error = None
     try:
-        fabric(["run", str(TRAIN), *arguments], prog_name="fabric")
+        torch.distributed.run.main(
+            [
+                f"--nproc_per_node={count}",
+                f"--nnodes={args.num_nodes}",
+                f"--node_rank={args.node_rank}",
+                f"--master_addr={args.main_address}",
+                f"--master_port={args.main_port or 29400}",
+                str(TRAIN),
+                *rest,
+            ]
+        )
     except SystemExit as end:
         if end.code:
             return end.code  # it did not like an option, and said so

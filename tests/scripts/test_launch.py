@@ -25,7 +25,8 @@ import launch  # noqa: E402
     ],
 )
 def test_what_the_launcher_adds(arguments, standalone, threads):
-    added = launch.environment(arguments, cores=16)
+    args, _ = launch.parse(arguments)
+    added = launch.environment(args, launch.processes(args, gpus=0), cores=16)
     assert ("PET_STANDALONE" in added) == standalone
     assert added["OMP_NUM_THREADS"] == threads
     assert "SIGUSR1" in added["PET_SIGNALS_TO_HANDLE"].split(",")
@@ -33,16 +34,49 @@ def test_what_the_launcher_adds(arguments, standalone, threads):
 
 @pytest.mark.parametrize("devices", ["0", "abc", "-2", "", "1.5", "0;1"])
 def test_devices_that_cannot_be_are_one_line_and_nothing_starts(monkeypatch, capsys, devices):
-    monkeypatch.setattr(launch, "launch", lambda arguments: pytest.fail("started"))
+    monkeypatch.setattr("torch.distributed.run.main", lambda arguments: pytest.fail("started"))
     monkeypatch.setattr(sys, "argv", ["launch.py", f"--devices={devices}"])
     assert launch.main() == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: --devices={devices} must be") and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("devices", ["1", "8", "-1", "auto", "0,1", "0,", "1,2,3,"])
-def test_devices_that_fabric_knows_are_left_to_it(devices):
-    assert launch.problem(["--devices", devices]) is None and launch.problem([]) is None
+@pytest.mark.parametrize(
+    ("devices", "accelerator", "gpus", "count"),
+    [
+        ("1", None, 0, 1), ("8", "cpu", 0, 8), ("8", "cpu", 2, 8), ("auto", None, 4, 4), ("-1", None, 4, 4),
+        ("auto", "cpu", 4, 1), ("auto", None, 0, 1), ("0,1", None, 2, 2), ("1,", None, 2, 1), ("0,2,3,", "cuda", 4, 3),
+    ],
+)  # fmt: skip
+def test_a_process_for_each_device(devices, accelerator, gpus, count):
+    args, _ = launch.parse(["--devices", devices, *(["--accelerator", accelerator] if accelerator else [])])
+    assert launch.processes(args, gpus) == count
+
+
+@pytest.mark.parametrize("devices", ["3", "0,2", "2,"])
+def test_more_gpus_than_there_are_is_one_line(devices):
+    args, _ = launch.parse(["--devices", devices])
+    with pytest.raises(ValueError, match=f"^--devices={devices}, but this machine has 2 GPUs"):
+        launch.processes(args, gpus=2)
+
+
+def test_ranks_find_what_fabric_run_leaves_for_them(monkeypatch):
+    """Word for word, so that a run does not depend on which of both started it."""
+    from lightning.fabric import cli
+
+    words = ["--devices", "2", "--accelerator", "cpu", "--num-nodes", "3", "--node-rank", "1", "--main-address", "a", "--main-port", "7"]
+    rest = ["+experiment/demo=fox_pro", "optimizer.lr=1e-3", "--config-dir", "mine", "-m"]
+    started, left = [], []
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if not name.startswith("LT_")})
+    monkeypatch.setattr("torch.distributed.run.main", lambda arguments: started.append(list(arguments)))
+    for start in (lambda: cli._main(["run", str(launch.TRAIN), *words, *rest], standalone_mode=False), None):
+        if start:
+            start()
+        else:
+            monkeypatch.setattr(sys, "argv", ["launch.py", *words[:4], *rest[:1], *words[4:], *rest[1:]])
+            assert launch.main() == 0
+        left.append({name: os.environ.pop(name) for name in list(os.environ) if name.startswith("LT_")})
+    assert started[0] == started[1] and left[0] == left[1] and left[0]["LT_DEVICES"] == "2"
 
 
 def executable(path: Path, text: str) -> None:
@@ -109,5 +143,5 @@ def test_a_run_of_a_sweep_is_launched_with_the_same_settings(monkeypatch):
     settings = ("PET_SIGNALS_TO_HANDLE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     for name in settings:
         monkeypatch.delenv(name, raising=False)
-    alone, in_sweep = launch.environment([], cores=16), job_environment()
+    alone, in_sweep = launch.environment(launch.parse([])[0], 1, cores=16), job_environment()
     assert {name: alone[name] for name in settings} == {name: in_sweep[name] for name in settings}
