@@ -252,6 +252,33 @@ def reliability() -> dict[str, str]:
     }
 
 
+def differences() -> dict[str, str]:
+    results = Results("differences*.json")
+    reduction, seeds, pruning = (results.row(what=what) for what in ("reduction", "seeds", "pruning"))
+    rotary = {dim: results.row(what="rotary", head_dim=dim) for dim in (64, 128)}
+    short, long = sorted(results.rows(what="cumsum"), key=lambda row: row["length"])
+    return {
+        "steps": f"{seeds['steps']}",
+        "seed_difference": f"{abs(seeds['difference']):.4f}",
+        "seed_step": f"{seeds['largest_of_a_step']:.2f}",
+        "reduction_error": f"{reduction['gradient_error']:.1%}",
+        "reduction_difference": f"{abs(reduction['difference']):.1g}",
+        "reduction_step": f"{reduction['largest_of_a_step']:.1g}",
+        "pruned_bound": f"{pruning['bound']:.1e}",
+        "pruned_largest": f"{pruning['largest_of_a_row']:.0e}",
+        "pruned_skipped": f"{pruning['skipped']:.0%}",
+        **{f"rotary_{dim}": f"{row['fp32_tables']:.2%}" for dim, row in rotary.items()},
+        **{f"rotary_{dim}_coarse": f"{row['bf16_tables']:.2%}" for dim, row in rotary.items()},
+        "rotary_length": f"{rotary[64]['length']:,}",
+        "cumsum_short": f"{short['largest']:.2g}",
+        "cumsum_short_length": f"{short['length']:,}",
+        "cumsum_long": f"{long['largest']:.2g}",
+        "cumsum_long_length": f"{long['length']:,}",
+        "fixed_gate": f"{results.row(what='fixed gate')['largest_change']:.1%}",
+        "differences_source": results.source,
+    }
+
+
 def sweep() -> dict[str, str]:
     search, comparison = (read_json(ROOT / "studies" / "demo" / f"{name}.json") for name in ("sweep_lr", "compare"))
     best = min(entry["heldout_loss"] for entry in search["rates"])
@@ -313,6 +340,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "docs/longcrawl64.md": longcrawl64,
     "docs/reliability.md": reliability,
     "docs/sweep.md": sweep,
+    "docs/differences.md": differences,
     "eval/per_token_loss/README.md": eval_per_token_loss,
     "eval/lm_eval_harness/README.md": eval_lm_eval_harness,
     "eval/longbench/README.md": eval_longbench,

@@ -170,6 +170,10 @@ def test_the_official_folder_is_not_trained_in(tiny, official, resume):
     assert before[official / "config.yaml"] == (official / "config.yaml").read_bytes()
 
 
+def test_a_fork_of_it_says_how(tiny, official):
+    assert "is a run of the authors' code; make a run of it" in refused(changed(tiny, fork_dir=str(official), fork_step=AT))
+
+
 def test_a_folder_with_a_run_is_left_alone(official, finished, tiny, tmp_path):
     for folder in (official, Path(shutil.copytree(finished(tiny), tmp_path / "run"))):
         with pytest.raises(RunDirectoryError, match="choose another"):

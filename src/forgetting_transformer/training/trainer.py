@@ -51,6 +51,7 @@ from forgetting_transformer.training.hardware import peak_flops
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.metrics import MetricsLog, Progress, Throughput, by_length
 from forgetting_transformer.training.norms import all_finite, parameter_norms
+from forgetting_transformer.training.official_checkpoint import is_official
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.peers import Peers
 from forgetting_transformer.training.provenance import describe
@@ -547,6 +548,11 @@ class Trainer:
         folder = RunDirectory(config.fork_dir).checkpoints
         source = Checkpointer(folder, 1, self.fabric.global_rank, self.fabric.world_size)
         checkpoint = source.newest(config.fork_step)
+        if checkpoint is None and is_official(RunDirectory(config.fork_dir)):
+            raise CheckpointError(
+                f"fork_dir={config.fork_dir} is a run of the authors' code; make a run of it with scripts/import_checkpoint.py "
+                "first, and continue or fork that"
+            )
         if checkpoint is None:
             raise CheckpointError(
                 f"fork_step={config.fork_step}: no valid checkpoint of that many tokens in {folder}; it holds "
