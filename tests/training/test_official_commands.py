@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import yaml
 import zarr
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,7 +44,7 @@ ADDED = (
 SMALL = (
     "scale.hidden_size=32 scale.num_hidden_layers=2 scale.heads_of_64=2 datamodule.train_batch_len=64 datamodule.train_batch_size=2 "
     "train.grad_acc_tokens=128 train.max_tokens=512 train.gradient_checkpointing=false log_interval=128 train_eval_interval=256 "
-    "checkpoint_interval=256 schedule.warmup_tokens=128 datamodule.train_num_workers=0 fabric.accelerator=cpu "
+    "checkpoint_interval=256 schedule.warmup_steps=128 model.config.decay_time_min=null datamodule.train_num_workers=0 fabric.accelerator=cpu "
     "eval.min_val_length=64 wandb.mode=disabled"
 )
 
@@ -113,6 +114,9 @@ def test_a_run_is_exported_and_loaded_by_the_official_lines(trained):
     assert type(model).__name__ == "ForgettingTransformerForCausalLM" and model.config.bos_token_id == 50256
     ids = tokenizer('a "b"\n').input_ids
     assert ids[0] == 50256 and tokenizer.decode(ids[1:]) == 'a "b"\n' and tokenizer.model_max_length == 64
+    config = yaml.safe_load((trained.run / "config.yaml").read_text())
+    assert config["schedule"]["warmup_tokens"] == 128 and "warmup_steps" not in config["schedule"]
+    assert config["model"]["config"]["decay_time_min"] is None
     first = json.loads((trained.run / "metrics/jsonlines/train_data_info.jsonl").read_text().splitlines()[0])
     assert first["train_data_info/vocab_size"] == 50257, "by which the official export knows the vocabulary"
     with torch.no_grad():

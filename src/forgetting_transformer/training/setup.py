@@ -84,6 +84,8 @@ def start_logging(directory: RunDirectory, rank: int) -> None:
     logging.captureWarnings(True)
     # Said by torch at every checkpoint of a run on one process, where it is meant.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    # Said by newer releases of transformers of the only name that older ones have.
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable.* is deprecated")
     sys.excepthook = _log_uncaught
 
 
