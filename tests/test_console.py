@@ -176,6 +176,16 @@ def test_an_evaluation_ends_with_its_line_and_leaves_it_for_the_launcher(monkeyp
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "error: no such model"
 
 
+def test_of_ranks_that_end_for_the_same_reason_one_says_it(monkeypatch, tmp_path):
+    monkeypatch.setenv(elastic.OUTCOME_VARIABLE, str(tmp_path / "outcome"))
+    ends = []
+    for message in ("error: no such model", "error: no such model", "error: another"):
+        with pytest.raises(SystemExit) as end:
+            elastic.end_with(message)
+        ends.append(end.value.code)
+    assert ends == ["error: no such model", 1, "error: another"]
+
+
 def error_of(*overrides: str) -> str:
     with pytest.raises(Exception) as raised, initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         compose("config", overrides=list(overrides))

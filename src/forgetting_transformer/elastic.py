@@ -13,6 +13,7 @@ Imports only the standard library at first: ranks load this before PyTorch.
 
 import atexit
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -71,8 +72,16 @@ def record_reason(reason: str) -> None:
 
 
 def end_with(message: str) -> NoReturn:
-    """Ends an evaluation that cannot go on: with this line, and with nothing of the launcher's below it."""
+    """Ends an evaluation that cannot go on: with this line, which one rank of a node prints, and nothing of the launcher's."""
     record_reason(message)
+    if path := os.environ.get(OUTCOME_VARIABLE):
+        said = Path(path).with_name(hashlib.sha256(message.encode("utf-8", "replace")).hexdigest())
+        try:
+            said.touch(exist_ok=False)
+        except FileExistsError:
+            sys.exit(1)
+        except OSError:
+            pass
     sys.exit(message)
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+from forgetting_transformer.evaluation import generation
 from tests.training.conftest import free_port
 from tests.waiting import HANG
 
@@ -42,3 +43,15 @@ def _run_here(command: list[str]) -> subprocess.CompletedProcess:
         err.write(status)
         status = 1
     return subprocess.CompletedProcess(command, status or 0, out.getvalue(), err.getvalue())
+
+
+def short_answers(monkeypatch, module) -> list[int]:
+    """Every answer has four tokens; the numbers of tokens that were asked for."""
+    asked = []
+
+    def answer(model, prompts, max_new_tokens, *arguments, **options):
+        asked.append(max_new_tokens)
+        return generation.continue_greedily(model, prompts, min(4, max_new_tokens), *arguments, **options)
+
+    monkeypatch.setattr(module, "continue_greedily", answer)
+    return asked

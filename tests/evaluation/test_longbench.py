@@ -12,7 +12,7 @@ from forgetting_transformer.evaluation import longbench
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.evaluation.workers import Workers
 from tests.evaluation.conftest import sentences
-from tests.evaluation.scripts import run_script
+from tests.evaluation.scripts import run_script, short_answers
 
 SCRIPT = "eval/longbench/run_longbench.py"
 ALONE = Workers(0, 1, torch.device("cpu"))
@@ -166,8 +166,8 @@ def test_a_prompt_that_is_too_long_loses_its_middle(model):
     assert longbench.build_prompt(model, "lcc", braces, 100).shape
 
 
-@pytest.mark.slow
-def test_the_command_answers_and_scores_every_set(quickstart, data, tmp_path):
+def test_the_command_answers_and_scores_every_set(quickstart, data, tmp_path, monkeypatch):
+    short_answers(monkeypatch, longbench)
     arguments = ["--model_path", quickstart.hf, "--save_dir", tmp_path, "--data_dir", data, "--max_length", 40]
     done = run_script(SCRIPT, *arguments, "--limit", 1)
     assert done.returncode == 0, done.stderr
@@ -188,6 +188,7 @@ def test_answers_are_asked_for_once_whatever_the_number_of_processes(model, data
 
     monkeypatch.setattr(longbench, "continue_greedily", answer)
     monkeypatch.setattr(Workers, "wait", lambda self: None)
+    monkeypatch.setattr(Workers, "broadcast", lambda self, value: value)
     options = {"sets": ["samsum"], "data": data, "max_length": 200}
     with pytest.raises(EvaluationError, match="samsum lacks the answers to 2 examples"):
         longbench.evaluate(model, tmp_path, Workers(1, 2, torch.device("cpu")), **options)

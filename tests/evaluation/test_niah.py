@@ -132,6 +132,7 @@ def test_finished_prompts_are_not_asked_again_whatever_the_number_of_processes(m
 
     monkeypatch.setattr(niah, "continue_greedily", answer)
     monkeypatch.setattr(Workers, "wait", lambda self: None)
+    monkeypatch.setattr(Workers, "broadcast", lambda self, value: value)
     cells = niah.grid([100, 200], [0.0, 0.5, 1.0], 2)
     options = {"needle": NEEDLE, "mode": "easy"}
     second_of_two = Workers(1, 2, torch.device("cpu"))

@@ -14,7 +14,7 @@ from lightning.fabric.cli import _run as fabric_run
 from forgetting_transformer.evaluation import generation, longbench, longbench_files, niah_files
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from tests.evaluation.conftest import DOC_LEN, DOCUMENTS, Quickstart, sentences
-from tests.evaluation.scripts import ROOT, run_script
+from tests.evaluation.scripts import ROOT, run_script, short_answers
 
 PAGE = ROOT / "docs/coming_from_the_paper.md"
 MODEL = "fox-pro-760m-longcrawl64-48b"
@@ -64,18 +64,6 @@ def reader(quickstart: Quickstart, tmp_path, monkeypatch, request):
     corpus.symlink_to(quickstart.data / "words")
     variables = {"MODEL": quickstart.hf, "DATA_DIR": corpus.parent, "SAVE_DIR": "results", "FIGURE_DIR": "figures"}
     return Reader(folder, {**variables, "API_KEY": "secret"})
-
-
-def short_answers(monkeypatch, module) -> list[int]:
-    """Every answer has four tokens; the numbers of tokens that were asked for."""
-    asked = []
-
-    def answer(model, prompts, max_new_tokens, *arguments, **options):
-        asked.append(max_new_tokens)
-        return generation.continue_greedily(model, prompts, min(4, max_new_tokens), *arguments, **options)
-
-    monkeypatch.setattr(module, "continue_greedily", answer)
-    return asked
 
 
 @pytest.mark.parametrize("reader", ["per_token_loss"], indirect=True)

@@ -1,6 +1,7 @@
 """Greedy continuations of prompts, and files that several processes may fill and a later start continues."""
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ def continue_greedily(
         min_new_tokens: tokens before which nothing ends it.
     """
     tokenizer = model.require_tokenizer()
+    # It warns of texts longer than those of training, which are what is asked for here.
+    logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
     own = model.model.generation_config.eos_token_id
     if own is None:
         own = model.model.config.eos_token_id

@@ -219,10 +219,13 @@ def evaluate(
         "precision": resolve(precision, workers.device),
         "limit": limit,
     }
-    if workers.is_first:
-        check_settings(folder, settings)
     file = folder / "results.json"
-    results = workers.broadcast(read_json(file) if workers.is_first and file.is_file() else {})
+
+    def known_results() -> dict[str, Any]:
+        check_settings(folder, settings)
+        return read_json(file) if file.is_file() else {}
+
+    results = workers.on_first(known_results)
     manager = _task_manager(include_path)
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:

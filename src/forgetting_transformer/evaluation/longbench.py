@@ -411,9 +411,9 @@ def evaluate(
     """
     if max_length is None and model.train_length is None:
         raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_length")
-    if workers.is_first:
-        settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
-        check_settings(folder, {"weights": fingerprint(model.model), **settings})
+    settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
+    settings = {"weights": fingerprint(model.model), **settings}
+    workers.on_first(lambda: check_settings(folder, settings))
     scores = {}
     for name in sets:
         examples = read_examples(name, data)[:limit]

@@ -57,9 +57,9 @@ def answer_sets(
     if todo:
         longbench.read_examples(todo[0], data, even)  # missing data is said before anything is written
     settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
-    if workers.is_first:
-        cure = "choose another --model name, or delete the folder"
-        check_settings(folder, {"weights": fingerprint(model.model), **settings}, cure)
+    settings = {"weights": fingerprint(model.model), **settings}
+    cure = "choose another --model name, or delete the folder"
+    workers.on_first(lambda: check_settings(folder, settings, cure))
     for name in todo:
         file = folder / f"{name}.jsonl"
         examples = longbench.read_examples(name, data, even)[:limit]

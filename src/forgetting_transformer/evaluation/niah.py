@@ -223,17 +223,15 @@ def evaluate(
     Returns:
         A record per cell: length, depth, sample, prediction, `exact` and `words` (0 to 1).
     """
-    check_settings(
-        folder,
-        {
-            "weights": fingerprint(model.model),
-            "mode": mode,
-            **vars(needle),
-            "max_new_tokens": max_new_tokens,
-            "precision": resolve(precision, workers.device),
-            "haystack": haystack.digest,
-        },
-    )
+    settings = {
+        "weights": fingerprint(model.model),
+        "mode": mode,
+        **vars(needle),
+        "max_new_tokens": max_new_tokens,
+        "precision": resolve(precision, workers.device),
+        "haystack": haystack.digest,
+    }
+    workers.on_first(lambda: check_settings(folder, settings))
     mine = [cell for n, cell in enumerate(cells) if n // batch_size % workers.world_size == workers.rank]
     todo = [cell for cell in mine if not (folder / "predictions" / cell.file_name).is_file()]
     bar = tqdm(total=len(todo), desc=f"{model.name}, {mode}", unit="prompt", disable=not workers.shows_progress)

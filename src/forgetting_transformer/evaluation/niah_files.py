@@ -129,6 +129,7 @@ def load_prompt_tokenizer(source: str) -> Any:
     Raises:
         EvaluationError: there is none.
     """
+    import forgetting_transformer.model  # noqa: F401 (a folder with a model has its config, which must be known)
     from forgetting_transformer.tokenizer import load_tokenizer
 
     try:
@@ -198,9 +199,8 @@ def answer_prompts(
         "precision": resolve(precision, workers.device),
         "train_length": model.train_length,
     }
-    if workers.is_first:
-        check_settings(folder, settings, "delete the folder, or choose another --model name or --exp")
-    workers.wait()
+    cure = "delete the folder, or choose another --model name or --exp"
+    workers.on_first(lambda: check_settings(folder, settings, cure))
     mine = [name for number, name in enumerate(names) if number % workers.world_size == workers.rank]
     todo = [name for name in mine if not _sentinel(folder, name).is_file()]
     for name in tqdm(todo, desc=model.name, unit="prompt", disable=not workers.shows_progress):

@@ -196,10 +196,12 @@ def evaluate(
         "precision": resolve(precision, workers.device),
     }
     state_file = folder / "state" / "sums.npz"
-    if workers.is_first:
+
+    def known_sums() -> Sums | None:
         _move_old_state(folder / "state.npz", state_file)
-    sums = workers.broadcast(_read_state(state_file, identity) if resume and workers.is_first else None)
-    sums = sums or Sums.empty(data.length)
+        return _read_state(state_file, identity) if resume else None
+
+    sums = workers.on_first(known_sums) or Sums.empty(data.length)
     begun = sums.sequences
     octaves = _octave_means(data.length).to(workers.device)
     per_round = workers.world_size * batch_size

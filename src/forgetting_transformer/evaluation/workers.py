@@ -7,13 +7,17 @@ continue with another number of them.
 import datetime
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from forgetting_transformer.evaluation.models import EvaluationError, pick_device
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,30 @@ class Workers:
             dist.all_reduce(tensor)
         return tensor
 
-    def broadcast(self, value: object) -> object:
+    def broadcast(self, value: T) -> T:
         """What the first process passes, on every process."""
         if self.world_size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+    def on_first(self, work: Callable[[], T]) -> T:
+        """What the first process finds, on every process.
+
+        Raises:
+            EvaluationError: the first process did, and now every process does: none is left to wait for it.
+        """
+        found, refusal = None, None
+        if self.is_first:
+            try:
+                found = work()
+            except EvaluationError as error:
+                refusal = str(error)
+        found, refusal = self.broadcast((found, refusal))
+        if refusal is not None:
+            raise EvaluationError(refusal)
+        return found
 
     def wait(self) -> None:
         """Until every process is here."""
