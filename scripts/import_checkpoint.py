@@ -50,4 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run(main, "interrupted: move what is in OUTPUT_DIR away, and the same command imports again"))
+    sys.exit(command_line.run(main, "interrupted: the same command imports again"))

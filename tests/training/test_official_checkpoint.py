@@ -6,6 +6,7 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -178,6 +179,15 @@ def test_a_folder_with_a_run_is_left_alone(official, finished, tiny, tmp_path):
     for folder in (official, Path(shutil.copytree(finished(tiny), tmp_path / "run"))):
         with pytest.raises(RunDirectoryError, match="choose another"):
             import_run(official, folder, bos_token_id=0)
+
+
+def test_an_import_that_found_no_room_may_be_tried_again(official, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        with pytest.raises(CheckpointError, match=r"could not make room for a checkpoint .* the disk has 0\.00 GB left"):
+            import_run(official, tmp_path / "imported", bos_token_id=0)
+    written, _ = import_run(official, tmp_path / "imported", bos_token_id=0)
+    assert newest_valid(tmp_path / "imported/checkpoints").path == written.path
 
 
 def test_another_vocabulary_needs_its_first_token(official, tmp_path):

@@ -166,11 +166,11 @@ def _save(
     try:
         target.make(target.checkpoints)
         writer = Checkpointer(target.checkpoints, config.checkpoint_keep_last, 0, 1, record=target.last_checkpoint)
-        # As every start of a run: by this file the folder is known as one.
-        write_atomically(target.config, yaml.safe_dump(recorded(config), sort_keys=False))
         writer.save(checkpoint.step, model, optimizer, state, windows, checkpoint.permanent)
         if error := writer.finished(wait=True).error:
             raise error
+        # By this file the folder is known as a run's. Last, so that an import that failed may be tried again.
+        write_atomically(target.config, yaml.safe_dump(recorded(config), sort_keys=False))
     finally:
         target.release()
 
