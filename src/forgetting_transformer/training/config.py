@@ -7,6 +7,7 @@ intervals, budgets and schedule lengths are in training tokens of the whole job.
 
 import copy
 import dataclasses
+import functools
 import math
 import re
 import typing
@@ -239,7 +240,7 @@ def parse(composed: Any) -> Config:
             raise ConfigError(f"{section.name}={redact(str(value))} is a group of keys: set {keys}")
     try:
         composed = official_names.translate(composed)
-        merged = OmegaConf.merge(OmegaConf.structured(Config), _with_whole_numbers(composed))
+        merged = OmegaConf.merge(_schema(), _with_whole_numbers(composed))
         missing = sorted(key for key in known_keys() if _is_missing(merged, key))
         if missing:
             folders = set(missing) <= {"output_dir", "data_dir"}
@@ -251,7 +252,7 @@ def parse(composed: Any) -> Config:
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         if isinstance(error, InterpolationResolutionError | UnsupportedInterpolationType):
-            raise ConfigError(_unresolved(composed, str(key), error)) from error
+            raise ConfigError(_unresolved(written, str(key), error)) from error
         if key and "not in" in str(error):
             raise ConfigError(f"unknown config key {key!r}{closest_key(key, known_keys())}") from error
         if key in _fields():
@@ -273,9 +274,9 @@ def _raw(composed: Any) -> dict[str, Any]:
     return OmegaConf.to_container(composed) if OmegaConf.is_config(composed) else composed
 
 
-def _unresolved(composed: Any, key: str, error: Exception) -> str:
+def _unresolved(configuration: dict[str, Any], key: str, error: Exception) -> str:
     """What is wrong with a ${…}, named by the key that was given it and not by another that refers to that one."""
-    written = flatten(_raw(composed))
+    written = flatten(configuration)
     for _ in written:
         reference = re.fullmatch(r"\$\{([\w.]+)\}", str(written.get(key)))
         if reference is None or reference[1] not in written:
@@ -317,24 +318,26 @@ def known_keys() -> list[str]:
 
 
 def _with_whole_numbers(composed: Any) -> Any:
-    """A copy in which whole floats are integers where those are wanted: 1e9 tokens is how people write it."""
-    if not OmegaConf.is_config(composed):
-        return composed
-    composed = copy.deepcopy(composed)
-    OmegaConf.set_readonly(composed, False)
+    """With integers for whole floats where those are wanted: 1e9 tokens is how people write it. A copy if there are any."""
+    values, whole = flatten(_raw(composed)), {}
     for key, item in _fields().items():
-        if item.type not in (int, int | None):
-            continue
-        section, _, name = key.rpartition(".")
-        node = OmegaConf.select(composed, section) if section else composed
-        if not OmegaConf.is_dict(node) or name not in node or OmegaConf.is_interpolation(node, name):
-            continue
-        value = OmegaConf.select(node, name)
-        if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
-            OmegaConf.update(node, name, int(value))
+        value = values.get(key)
+        if item.type in (int, int | None) and isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
+            whole[key] = int(value)
+    if whole:
+        composed = OmegaConf.create(copy.deepcopy(composed))
+        OmegaConf.set_readonly(composed, False)
+        for key, value in whole.items():
+            OmegaConf.update(composed, key, value)
     return composed
 
 
+@functools.cache
+def _schema() -> DictConfig:
+    return OmegaConf.structured(Config)
+
+
+@functools.cache
 def _fields(config_class: type = Config, prefix: str = "") -> dict[str, dataclasses.Field]:
     fields = {}
     for item in dataclasses.fields(config_class):
