@@ -1,9 +1,11 @@
 """Sweeps whose jobs are a stand-in for train.py that takes a tenth of a second (fake_train.py)."""
 
-import copy
 import dataclasses
+import hashlib
 import importlib.util
 import json
+import os
+import pickle
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -19,20 +21,21 @@ from tests.training.conftest import corpus  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("fake_train.py")
-_composed: dict[tuple[str, ...], Config] = {}
 DEMO = ["+experiment/demo=fox_pro", "data_dir=data"]
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | float]:
-    """Jobs are played by fake_train.py, with the faults that a test puts in here. What was composed once is kept."""
+def faults(monkeypatch: pytest.MonkeyPatch, shared_folder: Path) -> dict[str, str | float]:
+    """Jobs are played by fake_train.py, with the faults that a test puts in here. What one worker composed all have."""
     kinds: dict[str, str | float] = {}
 
     def compose_once(composer: Composer, overrides: Sequence[str]) -> Config:
-        key = tuple(overrides)
-        if key not in _composed:
-            _composed[key] = compose(composer, overrides)
-        return copy.deepcopy(_composed[key])
+        file = shared_folder / f"composed-{hashlib.sha256(json.dumps(list(overrides)).encode()).hexdigest()[:20]}"
+        if not file.exists():
+            temporary = file.with_name(f"{file.name}.{os.getpid()}")
+            temporary.write_bytes(pickle.dumps(compose(composer, overrides)))
+            temporary.replace(file)
+        return pickle.loads(file.read_bytes())
 
     compose = Composer.compose
     monkeypatch.setattr(Composer, "compose", compose_once)

@@ -44,6 +44,13 @@ def warnings(caplog) -> list[str]:
     return [record.getMessage() for record in ours if record.levelno >= logging.WARNING]
 
 
+@pytest.fixture(autouse=True)
+def compiler_settings():
+    """What a run sets in torch.compile is for its process, and must not stay for the tests that come after."""
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
+        yield
+
+
 @pytest.fixture
 def working_triton(monkeypatch):
     monkeypatch.setattr(execution, "_obstacle", lambda device: None)
