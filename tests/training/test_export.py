@@ -1,5 +1,6 @@
 """Export: what is loaded elsewhere is what was trained."""
 
+import ast
 import errno
 import json
 import runpy
@@ -377,3 +378,27 @@ def test_a_place_that_cannot_be_written_is_one_line(tiny, tmp_path, finished, mo
         with pytest.raises(ExportError, match=r"cannot write the export to .*No space left.*make room") as caught:
             export(run, tmp_path / "hf", tokenizer=tokenizer)
         assert "\n" not in str(caught.value)
+
+
+def imports_at_once(module: str, seen: set[str]) -> set[str]:
+    """Names of all modules that importing one of this project's imports, as far as the others are this project's too."""
+    if module in seen or not module.startswith("forgetting_transformer"):
+        return seen | {module}
+    path = ROOT / "src" / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    seen = seen | {module}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ():
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{name}" for name in names)]
+        for name in names:
+            seen = imports_at_once(name, seen)
+    return seen
+
+
+def test_an_export_does_not_wait_for_the_trainers_imports():
+    """Fabric takes longer to import than all the rest."""
+    assert "lightning.fabric" in imports_at_once("forgetting_transformer.training.trainer", set())
+    found = imports_at_once("forgetting_transformer.training.export", set())
+    assert "forgetting_transformer.training.checkpoint" in found
+    assert not [name for name in found if name.startswith("lightning")]

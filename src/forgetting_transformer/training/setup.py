@@ -11,11 +11,10 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 from transformers.initialization import no_init_weights
 
@@ -35,13 +34,16 @@ from forgetting_transformer.training.parameter_groups import group_parameters
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.start_block import human_count
 
+if TYPE_CHECKING:  # an export takes parts from here too, and importing Fabric takes seconds
+    from lightning.fabric import Fabric
+
 log = logging.getLogger(__name__)
 #: Parameters from which on training on a CPU by accident is worth a warning.
 LARGE = 100_000_000
 T = TypeVar("T")
 
 
-def on_rank_zero(fabric: Fabric, action: Callable[[], T]) -> T | None:
+def on_rank_zero(fabric: "Fabric", action: Callable[[], T]) -> T | None:
     """Rank 0 acts, the others wait; if it fails, every rank raises the same error instead of waiting for ever."""
     result, error = None, None
     if fabric.is_global_zero:

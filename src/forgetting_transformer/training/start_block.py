@@ -7,7 +7,6 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.trainer import Trainer
@@ -75,6 +74,8 @@ def _devices(trainer: Trainer) -> str:
 
 
 def _strategy(trainer: Trainer) -> str:
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy  # seconds, which an export need not wait
+
     for kind, name in ((ModelParallelStrategy, "fsdp"), (DDPStrategy, "ddp")):
         if isinstance(trainer.fabric.strategy, kind):
             return name
