@@ -8,13 +8,36 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="what is marked long, and more rounds of what is random")
 
 
+@pytest.hookimpl(trylast=True)  # after -m has left some out
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--long"):
         long = [item for item in items if item.get_closest_marker("long")]
         items[:] = [item for item in items if item not in set(long)]
         config.hook.pytest_deselected(items=long)
-    # Last comes what is short, so that no worker waits long for another's last test.
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items[:] = _slow_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _slow_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """In an order that leaves no worker waiting long for another's last test.
+
+    Each worker gets a stretch of the list and begins at its front; one that is done takes from the ends of the others'. So
+    every stretch begins with its share of the slow tests, whole files, and ends with short ones.
+    """
+    slow: dict[Path, list[pytest.Item]] = {}
+    short = []
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            short.append(item)
+        else:
+            slow.setdefault(item.path, []).append(item)
+    ordered = []
+    for worker in range(workers):
+        mine = [item for file in list(slow)[worker::workers] for item in slow[file]]
+        length = (len(items) - len(ordered)) // (workers - worker)
+        filling = max(0, length - len(mine))
+        ordered += mine + short[:filling]
+        short = short[filling:]
+    return ordered + short
 
 
 @pytest.fixture(scope="session")

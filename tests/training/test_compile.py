@@ -392,7 +392,14 @@ def test_two_starts_with_empty_caches_are_bitwise_one_run(request, tiny, tmp_pat
 
     def run(name: str, caches: str, **changes) -> dict:
         job_config = changed(config, output_dir=str(tmp_path / name), **changes)
-        patch = f"import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path / caches)!r}"
+        patch = f"""
+import os
+import torch._inductor.config
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = {str(tmp_path / caches)!r}
+# A pool of compilers would import PyTorch in every one.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+torch._inductor.config.compile_threads = 1
+"""
         job = Job(job_config, world_size, patch=patch)
         assert job.wait() == [0] * world_size, job.errors()
         return job_config
