@@ -111,10 +111,16 @@ HOPPER = [("forward", 64), ("key_gradient", 64), *((name, 128) for name in KERNE
 USUAL = [("forward", 64, 3), ("key_gradient", 64, 1), ("forward", 128, 1), ("key_gradient", 128, 3), ("query_gradient", 128, 3)]
 
 
+def _when(case: tuple[str, int, int]) -> list[pytest.MarkDecorator]:
+    """One also in the daily loop, some in the whole suite, the others with --long."""
+    return [pytest.mark.quick] if case == USUAL[0] else [] if case in USUAL else [pytest.mark.long]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, head_dim, group",
     [
-        pytest.param(*case, group, marks=[] if (*case, group) in USUAL else [pytest.mark.long])
+        pytest.param(*case, group, marks=_when((*case, group)))
         for case in HOPPER
         for group in (1, 3)
     ],

@@ -77,6 +77,7 @@ def _save_and_die(folder: Path, moment: int, background: bool) -> None:
     save(folder, 2, background)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_death_between_any_two_writes_leaves_a_whole_checkpoint(tmp_path, background):
     """Every change to the folder in turn: folders, shards, manifest, renames, deletions."""

@@ -1,5 +1,6 @@
 """Configs: every experiment composes, unknown keys and impossible arithmetic are refused with the fix."""
 
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 EXPERIMENTS = sorted(str(p.relative_to(CONFIGS).with_suffix("")) for p in CONFIGS.glob("experiment/**/*.yaml"))
 
 
+@functools.cache
 def composed(*overrides: str):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose("config", overrides=[*overrides, "output_dir=out", "data_dir=data"])

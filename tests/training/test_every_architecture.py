@@ -1,5 +1,6 @@
 """Every architecture trains, resumes bitwise and exports through the same code."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from forgetting_transformer.training.export import ExportError, build_from_check
 from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
 from tests.training.conftest import STEP, changed, checkpoint_tensors, train
+from tests.training.test_stopping import rank_log
 
 pytestmark = pytest.mark.slow
 
@@ -39,8 +41,11 @@ def test_it_trains_resumes_bitwise_and_exports(tiny, tmp_path, name, fields, str
     straight = changed(tiny, strategy__name=strategy, train__max_tokens=8 * STEP, output_dir=str(tmp_path / "straight"))
     stopped = changed(straight, output_dir=str(tmp_path / "stopped"))
     train(straight, world_size)
-    train(changed(stopped, train__max_tokens=4 * STEP), world_size)
+    # As if it had been killed soon after its checkpoint at step 4.
+    shutil.copytree(tmp_path / "straight", tmp_path / "stopped")
+    shutil.rmtree(tmp_path / f"stopped/checkpoints/step-{8 * STEP:015d}")
     train(stopped, world_size)
+    assert f"continuing from {tmp_path}/stopped/checkpoints/step-{4 * STEP:015d}" in rank_log(stopped, 0)
     first, second = (checkpoint_tensors(str(tmp_path / run), 8 * STEP) for run in ("straight", "stopped"))
     assert first.keys() == second.keys()
     for key, tensor in first.items():
