@@ -31,7 +31,7 @@ if [ ! -x "$versions/uv/bin/uv" ]; then
 fi
 
 # What requirements-dev.txt names, without its pins.
-printf '%s\n' "-e .[train,data,wandb,eval,sweep,gpt2]" "accelerate>=1.1" "peft>=0.21" "pytest>=8" "pytest-xdist>=3.6" "triton>=3.6; platform_system == 'Linux'" >"$versions/wanted.txt"
+printf '%s\n' "-e .[train,data,wandb,eval,sweep,gpt2]" "accelerate>=1.3" "peft>=0.21" "pytest>=8" "pytest-xdist>=3.6" "triton>=3.6; platform_system == 'Linux'" >"$versions/wanted.txt"
 failed=()
 for wish in "${wishes[@]}"; do
     folder="$versions/$wish"
