@@ -59,6 +59,8 @@ def test_losses_that_do_not_exist_and_arguments_without_use_are_refused(ids):
     with pytest.raises(ValueError, match="loss is 'causl_lm'"):
         model(input_ids=ids, labels=ids)
     model.config.loss = "causal_lm"
+    with pytest.raises(ValueError, match=r"labels have shape \(2, 11\); they must be \(2, 12\)"):
+        model(input_ids=ids, labels=ids[:, 1:])
     with pytest.raises(ValueError, match="logits_to_keep"):
         model(input_ids=ids, labels=ids, logits_to_keep=1)
 
@@ -261,6 +263,8 @@ def test_all_layers_may_be_shown_and_a_cache_shows_old_keys(ids):
 def test_layers_without_attention_cannot_be_shown(ids):
     with pytest.raises(ValueError, match="HGRN2Model has no attention layers"):
         small("hgrn2")(input_ids=ids, output_attentions=True)
+    with pytest.raises(TypeError, match=r"output_attentions is 0; give True, or a list of layers such as \[1\]"):
+        small("samba")(input_ids=ids, output_attentions=0)
     with pytest.raises(ValueError, match="output_attentions has 0; layers with attention are 1, 3"):
         small("samba")(input_ids=ids, output_attentions=[0])
 

@@ -418,6 +418,8 @@ class DecoderModel(DecoderPreTrainedModel):
             raise ValueError(f"output_attentions: {type(self).__name__} has no attention layers; leave it out")
         if output_attentions is True:
             return able
+        if isinstance(output_attentions, int | str):
+            raise TypeError(f"output_attentions is {output_attentions!r}; give True, or a list of layers such as [{able[0]}]")
         for layer in output_attentions:
             if layer not in able:
                 raise ValueError(f"output_attentions has {layer!r}; layers with attention are {', '.join(map(str, able))}")
@@ -533,6 +535,10 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(output.last_hidden_state[:, kept])
         if labels is not None and self.config.loss == "causal_lm":
+            if labels.shape != logits.shape[:2]:
+                raise ValueError(
+                    f"labels have shape {tuple(labels.shape)}; they must be {tuple(logits.shape[:2])}, one per token"
+                )
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
             )
