@@ -11,6 +11,7 @@ asked for.
 
 import argparse
 import math
+import os
 import sys
 
 from forgetting_transformer import command_line
@@ -21,7 +22,11 @@ def main() -> None:
     parser.add_argument(
         "results", type=command_line.path, help="folder with scores.json: SAVE_DIR/MODEL/MODE of run_niah.py"
     )
-    parser.add_argument("--judge_url", default="https://api.openai.com/v1", help="default %(default)s")
+    parser.add_argument(
+        "--judge_url",
+        default=os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1",
+        help="default the environment variable OPENAI_BASE_URL, or OpenAI's; here %(default)s",
+    )
     parser.add_argument("--judge_model", required=True, help="as the endpoint calls it")
     parser.add_argument(
         "--judge_key_variable", default="OPENAI_API_KEY", help="environment variable with the key; default %(default)s"

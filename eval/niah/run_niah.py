@@ -20,6 +20,7 @@ judge_niah.py has the answers rated by a language model instead.
 import argparse
 import logging
 import sys
+from pathlib import Path
 
 from forgetting_transformer import command_line, elastic
 
@@ -40,7 +41,8 @@ def parse_args() -> argparse.Namespace:
     source.add_argument(
         "--haystack_dir",
         type=command_line.path,
-        help="folder of texts (.txt, .md, .py; in the paper's modes .txt); default Python's own documentation",
+        help="folder of texts (.txt, .md, .py; in the paper's modes .txt); default Python's own documentation, or in the "
+        "paper's modes PaulGrahamEssays beside this script if it is there",
     )
     source.add_argument(
         "--data_path", type=command_line.name, help="folder of a corpus with heldout.zarr, or the folder that holds it"
@@ -120,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
     lengths = [round(float(x)) for x in np.linspace(args.min_length, args.max_length, args.num_lengths)]
     depths = [round(float(x), 4) for x in np.linspace(0, 1, args.num_depths)] if args.num_depths > 1 else [0.5]
     if args.mode in niah_paper.MODES:
-        text = niah_paper.free_text() if args.haystack_dir is None else niah_paper.read_essays(args.haystack_dir)
+        text = niah_paper.find_text(args.haystack_dir, Path(__file__).with_name(niah_paper.ESSAYS))
         haystack = niah_paper.Essays(model.require_tokenizer(), text, bos=model.bos_token_id is not None)
     elif args.haystack_dir is not None:
         haystack = niah.Haystack.from_folder(model, args.haystack_dir)

@@ -90,8 +90,12 @@ def test_what_cannot_be_made_into_prompts_is_said(model, essays, tmp_path):
         niah_paper.read_essays(tmp_path / "empty")
 
 
-def test_without_essays_pythons_documentation_is_the_haystack():
-    assert len(niah_paper.free_text()) > 100_000
+def test_without_essays_pythons_documentation_is_the_haystack_and_that_is_said(essays, tmp_path, capsys):
+    assert len(niah_paper.find_text(None, tmp_path / niah_paper.ESSAYS)) > 100_000
+    assert "scores are not the paper's. github.com/zhixuan-lin" in capsys.readouterr().err
+    here = niah_paper.read_essays(essays)
+    assert niah_paper.find_text(None, essays) == niah_paper.find_text(essays, tmp_path) == here
+    assert capsys.readouterr().err == ""
 
 
 def test_the_command_in_the_papers_mode(quickstart, essays, tmp_path, monkeypatch):

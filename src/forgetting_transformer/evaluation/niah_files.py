@@ -152,12 +152,7 @@ def write_prompts(config: PromptConfig, exp: str, tokenizer: Any, folder: Path |
     Raises:
         EvaluationError: there is no text, or a length has no room for the needle.
     """
-    essays = folder or config.haystack_dir
-    if folder is None and not essays.is_dir():
-        print(f"warning: {niah_paper.NO_ESSAYS}", file=sys.stderr)
-        text = niah_paper.free_text()
-    else:
-        text = niah_paper.read_essays(essays)
+    text = niah_paper.find_text(folder, config.haystack_dir)
     haystack = niah_paper.Essays(tokenizer, text, bos=tokenizer.bos_token_id is not None)
     target = Path(config.save_dir) / one_folder("--exp", exp)
     for length in config.lengths:

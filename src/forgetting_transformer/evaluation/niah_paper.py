@@ -17,6 +17,7 @@ Source: zhixuan-lin/forgetting-transformer, eval/niah; Lin et al., "Forgetting T
 """
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,6 @@ LENGTHS = tuple(range(1000, 32001, 3100))
 DEPTHS = tuple(range(0, 101, 10))  # percent
 MAX_NEW_TOKENS = 1024
 ESSAYS = "PaulGrahamEssays"
-NO_ESSAYS = (
-    f"there is no folder {ESSAYS}, so the haystack is Python's documentation and scores are not the paper's. "
-    f"github.com/zhixuan-lin/forgetting-transformer has the essays in eval/niah/{ESSAYS}: copy that folder here"
-)
 _QUIZ = (
     "\n\nThere is an important piece of information hidden inside the above document. Now that you've read the document, "
     "I will quiz you about it. Answer the following question: "
@@ -59,6 +56,24 @@ def read_essays(folder: Path) -> str:
     if not joined.strip():
         raise EvaluationError(f"{folder} holds no text: put .txt files there")
     return joined
+
+
+def find_text(chosen: Path | None, expected: Path) -> str:
+    """The text of a folder of essays: the chosen one, else the expected one.
+
+    Where neither is named nor there, it is Python's documentation, and one line on stderr says so.
+
+    Raises:
+        EvaluationError: there is no text in the folder.
+    """
+    if chosen is not None or expected.is_dir():
+        return read_essays(chosen or expected)
+    print(
+        f"warning: there is no folder {expected}, so the haystack is Python's documentation and scores are not the paper's. "
+        f"github.com/zhixuan-lin/forgetting-transformer has the essays in eval/niah/{ESSAYS}: copy that folder here",
+        file=sys.stderr,
+    )
+    return free_text()
 
 
 def free_text() -> str:

@@ -59,8 +59,10 @@ def read_folder(folder: Path) -> list[str]:
     """The texts of a folder and the folders in it, in the order of their paths.
 
     Raises:
-        EvaluationError: it holds no text.
+        EvaluationError: it is not there, or holds no text.
     """
+    if not folder.is_dir():
+        raise EvaluationError(f"there is no folder {folder}: give a folder of texts")
     files = sorted(path for path in folder.rglob("*") if path.suffix in TEXT_SUFFIXES and path.is_file())
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
     if not any(text.strip() for text in texts):
