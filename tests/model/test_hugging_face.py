@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -119,6 +120,28 @@ def test_trainer_trains(name, options, tmp_path):
 def test_trainer_refuses_a_model_of_the_other_convention_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"Trainer .* model\.config\.loss = 'causal_lm'"):
         trained(small_model(), tmp_path)
+
+
+@pytest.mark.parametrize("loss", ["causal_lm", "per_token"])
+def test_smoothed_labels_are_shifted(loss, tmp_path):
+    """Trainer takes the labels for itself then, and shifts them only for models that it knows by name."""
+    model = small_model(loss=loss, initializer_range=0.02)
+    trained(model, tmp_path, label_smoothing_factor=0.01)
+    ids = torch.arange(20, 32)[None]
+    logits = model.eval()(input_ids=ids).logits[0, :-1]
+    copied, predicted = (F.cross_entropy(logits, target).item() for target in (ids[0, :-1], ids[0, 1:]))
+    assert predicted < copied
+
+
+def test_an_adapter_of_the_output_layer_counts_in_either_convention(ids):
+    peft = pytest.importorskip("peft", reason="LoRA is peft's: pip install -r requirements-dev.txt")
+    config = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+    adapted = peft.get_peft_model(small_model(), config)
+    labels = ids.roll(-1, dims=1)
+    labels[0, 2] = -100
+    logits = adapted(input_ids=ids).logits
+    want = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    torch.testing.assert_close(adapted(input_ids=ids, labels=labels).loss, want)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -528,9 +529,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         )
         logits, loss = None, None
         if labels is not None and self.config.loss == "per_token":
-            loss = linear_cross_entropy(
-                output.last_hidden_state, self.lm_head.weight, labels, compiled=self._is_compiled
-            )
+            loss = self._loss_per_token(output.last_hidden_state, labels)
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(output.last_hidden_state[:, kept])
@@ -551,6 +550,13 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             decays=output.decays,
         )
         return result if self.decoder._wants_dict(return_dict) else result.to_tuple()
+
+    def _loss_per_token(self, hidden_BTE: Tensor, labels_BT: Tensor) -> Tensor:
+        if isinstance(self.lm_head, nn.Linear):
+            return linear_cross_entropy(hidden_BTE, self.lm_head.weight, labels_BT, compiled=self._is_compiled)
+        # An adapter stands in its place, whose weight is not all that it computes with.
+        logits_BTV = self.lm_head(hidden_BTE).float()
+        return F.cross_entropy(logits_BTV.transpose(1, 2), labels_BT, reduction="none")
 
     def _check_loss_arguments(
         self,

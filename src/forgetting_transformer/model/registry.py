@@ -10,6 +10,7 @@ import difflib
 from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.field_ranges import check_fields
@@ -40,6 +41,8 @@ def register(
     # transformers compares class names and has a Mamba2Config too. It stores by class, so both stay usable.
     AutoModel.register(config_class, model_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, lm_class, exist_ok=True)
+    # Registering does not add it. Trainer looks here for models whose labels it has to shift when it smooths them.
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = lm_class.__name__
 
 
 def model_names() -> list[str]:
