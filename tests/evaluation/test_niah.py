@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from forgetting_transformer.evaluation import niah
+from forgetting_transformer.evaluation import heatmaps, niah
 from forgetting_transformer.evaluation.judge import Judge
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.evaluation.workers import Workers
@@ -161,6 +162,18 @@ def test_the_command_on_an_exported_model(quickstart, essays, tmp_path):
     }
     for name in ("words", "exact"):
         assert (tmp_path / f"hf/standard/{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_small_grid_has_room_for_its_title(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(heatmaps, "_save", lambda figure, path: drawn.append(figure))
+    records = [{"length": 300, "depth": 0.0, "words": 0.5}]
+    grid = {"lengths": [300, 400], "depths": [0.0], "model": "fox-pro-760m-longcrawl64-48b", "mode": "paper"}
+    niah.draw_grid({**grid, "train_length": None, "records": records}, "words", tmp_path / "x.png")
+    (figure,) = drawn
+    FigureCanvasAgg(figure).draw()
+    title = figure.axes[0].title.get_window_extent()
+    assert 0 <= title.x0 < title.x1 <= figure.bbox.width and title.y1 <= figure.bbox.height
 
 
 def judge(endpoint, tmp_path, **options) -> Judge:

@@ -1,5 +1,6 @@
 """Figures of the evaluations that are not curves: matrices of heads, heads over layers and training, grids of scores."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from forgetting_transformer.evaluation.plots import format_tokens
 _STYLE = {"font.family": "DejaVu Sans", "font.size": 8, "figure.constrained_layout.use": True}
 _DPI = 150
 _AT_LEAST = "▲ at least this: not forgotten within the text"
+_TITLE_CHARACTERS = 11  # in an inch of the width of a grid of scores
 
 
 def head_matrices(
@@ -148,14 +150,16 @@ def score_grid(
         train_length: drawn as a dashed line between the lengths within and beyond it.
     """
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(1.9 + 0.48 * len(lengths), 1.5 + 0.26 * len(depths)))
+        # So large at least that title and labels of a small grid have room.
+        width, height = max(4.4, 1.9 + 0.48 * len(lengths)), max(3.0, 1.5 + 0.26 * len(depths))
+        figure = Figure(figsize=(width, height))
         axes = figure.add_subplot()
         axes.set_facecolor("#bbbbbb")
         image = axes.imshow(np.ma.masked_invalid(scores), cmap="viridis", vmin=limits[0], vmax=limits[1], aspect="auto")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
         axes.set(xlabel="context length (tokens)", ylabel="depth of the needle")
-        axes.set_title(title, fontsize=9)
+        axes.set_title(textwrap.fill(title, int(_TITLE_CHARACTERS * width)), fontsize=9)
         if train_length is not None:
             within = sum(length <= train_length for length in lengths)
             if 0 < within < len(lengths):
