@@ -128,6 +128,7 @@ def said(*arguments: str) -> str:
         (["model.config.qk_nrm=true"], "did you mean 'model.config.qk_norm'?"),
         (["model.config.fgate_typ=full"], "did you mean 'model.config.fgate_type'?"),
         (["strategy.sharding_strategy=FULL_SHARD"], "strategy=fsdp shards weights"),
+        (["model=transformer"], "no value for model.config.rope_base: give it on the command line"),
         (["schedule.warmup_steps=many"], "schedule.warmup_tokens=many must be a whole number"),
         (["schedule=warmup_one_minus_square"], "there is no schedule=warmup_one_minus_square; did you mean 'warmup_one_minus_sqrt'?"),
     ],

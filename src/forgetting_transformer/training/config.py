@@ -15,7 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException, UnsupportedInterpolationType
+from omegaconf.errors import (
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
 
 from forgetting_transformer import official_names
 from forgetting_transformer.hydra_errors import closest_key
@@ -255,6 +260,8 @@ def parse(composed: Any) -> Config:
             raise ConfigError(_unresolved(written, str(key), error)) from error
         if key and "not in" in str(error):
             raise ConfigError(f"unknown config key {key!r}{closest_key(key, known_keys())}") from error
+        if isinstance(error, MissingMandatoryValue):
+            raise ConfigError(f"no value for {key}: give it on the command line, as in {key}=…") from error
         if key in _fields():
             item = _fields()[key]
             value = str(OmegaConf.select(composed, key, throw_on_resolution_failure=False))

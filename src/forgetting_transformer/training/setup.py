@@ -149,17 +149,14 @@ def model_config(config: Config, data: DataInfo) -> DecoderConfig:
         known = ", ".join(registry.model_names())
         raise ConfigError(f"model.name={config.model.name!r} is unknown; use one of {known}")
     fields = dict(config.model.config)
-    if fields.get("vocab_size") not in (None, data.vocab_size):
-        raise ConfigError(
-            f"model.config.vocab_size={fields['vocab_size']} is not the corpus's {data.vocab_size}; leave it unset, "
-            "the data decides it"
-        )
     # One token both begins and ends a text, in LongCrawl64 and in corpora of scripts/prepare_data.py.
-    fields |= {
-        "vocab_size": data.vocab_size,
-        "bos_token_id": data.bos_token_id,
-        "eos_token_id": data.bos_token_id,
-    }
+    decided = {"vocab_size": data.vocab_size, "bos_token_id": data.bos_token_id, "eos_token_id": data.bos_token_id}
+    for key, value in decided.items():
+        if fields.get(key) not in (None, value):
+            raise ConfigError(
+                f"model.config.{key}={fields[key]} is not the corpus's {value}; leave it unset, the data decides it"
+            )
+    fields |= decided
     try:
         found = registry.build_config(config.model.name, **fields)
     except (KeyError, TypeError, ValueError) as error:
