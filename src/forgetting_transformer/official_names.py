@@ -58,7 +58,7 @@ def admit(arguments: Sequence[str]) -> list[str]:
     Raises:
         CompactHydraException: a key and its official name are both given.
     """
-    keys = {argument.partition("=")[0].lstrip("+") for argument in arguments if "=" in argument}
+    keys = _keys(arguments)
     for name, (own, _) in SCHEDULE.items():
         if {f"schedule.{name}", own} <= keys:
             raise CompactHydraException(
@@ -67,13 +67,20 @@ def admit(arguments: Sequence[str]) -> list[str]:
     return [f"++{argument}" if _is_official(argument.partition("=")[0]) else argument for argument in arguments]
 
 
+def _keys(arguments: Sequence[str]) -> set[str]:
+    return {argument.partition("=")[0].lstrip("+") for argument in arguments if "=" in argument}
+
+
 def _is_official(key: str) -> bool:
     section, _, name = key.rpartition(".")
     return (section == "model.config" and name in MODEL_FIELDS) or (section == "schedule" and name in SCHEDULE)
 
 
-def translate(composed: Any) -> Any:
+def translate(composed: Any, typed: Sequence[str] = ()) -> Any:
     """A composed configuration without official keys; those of its `schedule` have become this project's.
+
+    Args:
+        typed: arguments of the command line. A key given there wins over its official name in an experiment's file.
 
     Raises:
         ValueError: a key that its schedule does not have.
@@ -94,7 +101,7 @@ def translate(composed: Any) -> Any:
                 f"schedule.{name}={composed.schedule[name]} has no meaning for schedule.name={kind}; it belongs to "
                 f"{' and '.join(kinds)}"
             )
-        if not OmegaConf.is_missing(composed.schedule, name):
+        if not OmegaConf.is_missing(composed.schedule, name) and own not in _keys(typed):
             OmegaConf.update(composed, own, composed.schedule[name])
         del composed.schedule[name]
     return composed

@@ -136,10 +136,10 @@ class FabricLauncher(Launcher):
         if self.config.hydra.job.config_name != "config":
             options.append(f"--config-name={self.config.hydra.job.config_name}")
         configs = []
-        for one in composed:
+        for one, mine in zip(composed, job_overrides, strict=True):
             with open_dict(one):
                 del one["hydra"]
-            configs.append(parse(one))
+            configs.append(parse(one, mine))
             check_choices(configs[-1])
         # An output_dir with ${…} in it may tell jobs apart, or be something like ${oc.env:SCRATCH}.
         tells_apart = interpolated and len({config.output_dir for config in configs}) == len(configs)

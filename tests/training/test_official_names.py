@@ -21,7 +21,7 @@ FOLDERS = ("output_dir=out", "data_dir=data")
 
 def parsed(*arguments: str) -> Config:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return parse(compose("config", overrides=admit([*arguments, *FOLDERS])))
+        return parse(compose("config", overrides=admit([*arguments, *FOLDERS])), arguments)
 
 
 def test_the_model_of_that_name_has_the_defaults_of_the_authors_yaml():
@@ -104,6 +104,24 @@ datamodule: {train_batch_len: 64, train_batch_size: 4}
     config = parsed(f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine")
     assert config.model.config["hidden_size"] == 64 and config.model.config["hidden_ratio"] == 3.5
     assert (config.optimizer.lr, config.schedule.warmup_tokens, config.schedule.total_tokens) == (0.002, 512, 8192)
+
+
+def test_what_is_typed_wins_over_an_official_key_in_a_file(tmp_path):
+    """In either name: the file is the earlier of the two."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment/mine.yaml").write_text("""\
+# @package _global_
+defaults:
+  - /experiment/demo/fox_pro
+  - _self_
+schedule: {peak_value: 2e-3, warmup_steps: 128}
+""")
+    mine = (f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine")
+    config = parsed(*mine)
+    assert (config.optimizer.lr, config.schedule.warmup_tokens) == (2e-3, 128)
+    for lr, warmup in (("optimizer.lr", "schedule.warmup_tokens"), ("schedule.peak_value", "schedule.warmup_steps")):
+        config = parsed(*mine, f"{lr}=7e-3", f"{warmup}=256")
+        assert (config.optimizer.lr, config.schedule.warmup_tokens) == (7e-3, 256)
 
 
 def said(*arguments: str) -> str:

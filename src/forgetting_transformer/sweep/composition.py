@@ -37,7 +37,7 @@ class Composer:
         """
         try:
             with initialize_config_dir(str(self._config_dir), version_base="1.3"):
-                return parse(compose("config", overrides=official_names.admit(overrides)))
+                return parse(compose("config", overrides=official_names.admit(overrides)), overrides)
         except HydraException as error:
             raise SweepError(str(error)) from error
 

@@ -11,6 +11,7 @@ import functools
 import math
 import re
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -231,8 +232,11 @@ class Config:
     preflight: bool = False
 
 
-def parse(composed: Any) -> Config:
+def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
     """Turns a composed OmegaConf config into a typed `Config`.
+
+    Args:
+        typed: the arguments of the command line it was composed from, which win over official names in files.
 
     Raises:
         ConfigError: an unknown key (with the closest known one), a value of the wrong type, or a key without a value.
@@ -244,7 +248,7 @@ def parse(composed: Any) -> Config:
             keys = ", ".join(f"{section.name}.{item.name}" for item in dataclasses.fields(section.type))
             raise ConfigError(f"{section.name}={redact(str(value))} is a group of keys: set {keys}")
     try:
-        composed = official_names.translate(composed)
+        composed = official_names.translate(composed, typed)
         merged = OmegaConf.merge(_schema(), _with_whole_numbers(composed))
         missing = sorted(key for key in known_keys() if _is_missing(merged, key))
         if missing:
