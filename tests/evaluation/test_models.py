@@ -39,6 +39,20 @@ def test_a_model_trained_with_hugging_faces_loss_is_evaluated_like_any_other(qui
     assert losses[0].shape == ids.shape and torch.equal(*losses)
 
 
+def test_a_run_of_the_authors_code_is_refused_with_the_way_to_evaluate_it(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("step-000000000001280.pt", "step-000000000001280.pt.done"):
+        (tmp_path / "checkpoints" / name).write_bytes(b"")
+    with pytest.raises(EvaluationError, match=r"a run of the authors' code: evaluate its export, python save_model\.py"):
+        load_model(str(tmp_path))
+
+
+def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path):
+    for source in (str(tmp_path / "none"), "./none", "output/hf/none"):
+        with pytest.raises(EvaluationError, match=f"^there is no folder {source}; give"):
+            load_model(source)
+
+
 def test_what_is_no_model_is_refused(tmp_path, quickstart):
     with pytest.raises(EvaluationError, match=r"neither a training run .* nor a model in Hugging Face format"):
         load_model(str(tmp_path))

@@ -1,5 +1,6 @@
 """Prompts of the paper's needle in a haystack: lengths as it counts them, the needle where it puts it."""
 
+import dataclasses
 import re
 
 import pytest
@@ -140,7 +141,7 @@ def test_answers_of_another_model_or_to_other_prompts_are_not_mixed(model, essay
     alone, folder = Workers(0, 1, torch.device("cpu")), tmp_path / "pred/one/hf"
     assert niah_files.answer_prompts(model, prompts, folder, alone) == 2
     assert (folder / "Huggingface_len_300_depth_5000.txt").read_text() == "red."
-    changed = next(prompts.iterdir())
+    changed = next(prompts.glob("*_prompts.json"))
     changed.write_text(changed.read_text().replace("what ?", "who ?"))
     with pytest.raises(EvaluationError, match=r"holds results with prompts=.*choose another --model name or --exp"):
         niah_files.answer_prompts(model, prompts, folder, alone)
@@ -148,3 +149,15 @@ def test_answers_of_another_model_or_to_other_prompts_are_not_mixed(model, essay
         niah_files.answer_prompts(model, prompts.with_name("on"), folder, alone)
     with pytest.raises(EvaluationError, match=r"--exp='../one' names a folder"):
         niah_files.write_prompts(config, "../one", model.tokenizer, None)
+
+
+def test_prompts_of_two_kinds_are_not_mixed(model, essays, tmp_path):
+    config = niah_files.PromptConfig("\nred .\n", "what ?", essays, [300], [0, 50], "", str(tmp_path))
+    prompts = niah_files.write_prompts(config, "one", model.tokenizer, None)
+    assert niah_files.write_prompts(config, "one", model.tokenizer, None) == prompts  # the same again
+    other = dataclasses.replace(config, depths=[25])
+    with pytest.raises(EvaluationError, match=r"holds results with depths=\[0, 50\].*choose another --exp"):
+        niah_files.write_prompts(other, "one", model.tokenizer, None)
+    (prompts / "settings.json").unlink()
+    with pytest.raises(EvaluationError, match=r"holds prompts that do not say how they were made"):
+        niah_files.write_prompts(config, "one", model.tokenizer, None)

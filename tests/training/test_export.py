@@ -258,7 +258,7 @@ def test_a_run_writes_without_an_export_and_draws_the_same_for_the_same_seed(tin
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no/such/folder"], "cannot load the model no/such/folder"),
+        (["no/such/folder"], "there is no folder no/such/folder"),
         (["x", "--top_p", "0.9"], "--top_p=0.9 has no effect without --temperature"),
         (["x", "--temperature", "nan"], "--temperature=nan must be 0 or a positive number"),
         (["x", "--temperature", "1e-45"], "must be 0 or a positive number, 0.001 at the least"),
@@ -340,13 +340,28 @@ def test_an_export_is_replaced_by_the_next_one_and_other_files_stay(tiny, tmp_pa
     export(run, folder, tokenizer=tokenizer)
     assert (folder / "model.safetensors").read_bytes() != before and (folder / "README.md").read_text() == "mine"
     mark = json.loads((folder / MARK).read_text())
-    assert mark["checkpoint"] == 20 * STEP and mark["files"] == ["config.json", "model.safetensors"]
+    assert mark["checkpoint"] == 20 * STEP and sorted(mark["files"]) == ["config.json", "model.safetensors"]
     (folder / "config.json").unlink()  # as an export that was killed
     assert str(folder) in export(run, folder, tokenizer=tokenizer)
     (folder / "model-00001-of-00002.safetensors").write_text("another model's")
     with pytest.raises(ExportError, match=r"holds model-00001-of-00002\.safetensors"):
         export(run, folder, tokenizer=tokenizer)
     assert (folder / "model-00001-of-00002.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_was_trained_further_in_an_export_is_not_overwritten(tiny, tmp_path, finished, name):
+    """Hugging Face's own way to save has the same names."""
+    run, tokenizer, folder = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer")), tmp_path / "hf"
+    export(run, folder, step=8 * STEP, tokenizer=tokenizer)
+    said = export(run, folder, tokenizer=tokenizer)
+    assert f"in place of the one at {8 * STEP:,} tokens of debug" in said
+    assert "in place of" not in export(run, folder, tokenizer=tokenizer)
+    changed_file = (folder / name).read_bytes() + b" "
+    (folder / name).write_bytes(changed_file)
+    with pytest.raises(ExportError, match=f"{folder}/{name} has changed since it was exported"):
+        export(run, folder, tokenizer=tokenizer)
+    assert (folder / name).read_bytes() == changed_file
 
 
 @pytest.mark.parametrize("wrong", ["no/such/folder", "damaged"])

@@ -67,7 +67,8 @@ def check_settings(
     """
     file = folder / "settings.json"
     settings = json.loads(json.dumps(settings))
-    if file.is_file():
+    # What a start left that failed before its first result stands in nobody's way.
+    if file.is_file() and any(path.is_file() and path != file for path in folder.rglob("*")):
         stored = read_json(file)
         for key in sorted(stored.keys() | settings.keys()):
             if stored.get(key) != settings.get(key):

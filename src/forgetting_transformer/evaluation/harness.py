@@ -257,7 +257,13 @@ def _check_data(task: str, manager: TaskManager) -> None:
     try:
         manager.load([task])
     except (OSError, ValueError, ImportError) as error:  # what datasets raises without network, cache or permission
-        dataset = next((f", {entry.dataset}," for entry in TASKS if entry.name == task), "")
+        entry_of_lm_eval = next((entry for entry in TASKS if entry.name == task), None)
+        dataset = f", {entry_of_lm_eval.dataset}," if entry_of_lm_eval else ""
+        if entry_of_lm_eval is None and "Unable to find" in str(error):
+            reason = str(error).strip().splitlines()[0]
+            raise EvaluationError(
+                f"the data of task {task} cannot be loaded ({reason}). Paths in a task file are taken from the current folder"
+            ) from error
         # `hf download` would not do: without a network, datasets reads what it has itself prepared, and nothing else.
         load = f"from lm_eval.tasks import TaskManager; TaskManager().load(['{task}'])"
         raise EvaluationError(

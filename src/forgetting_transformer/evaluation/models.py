@@ -127,6 +127,8 @@ def load_model(
                 f"{source} is neither a training run (no folder checkpoints/) nor a model in Hugging Face format (no "
                 "config.json); give a run's output_dir, what save_model.py wrote, or a hub id"
             )
+        if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
+            raise EvaluationError(f"there is no folder {source}; give a run's output_dir, what save_model.py wrote, or a hub id")
         model, found, length, tokens, problem = _load_pretrained(source, tokenizer)
     model = model.to(device).eval()
     if isinstance(model, forgetting_transformer.model.DecoderForCausalLM):
@@ -252,6 +254,7 @@ def fingerprint(model: nn.Module) -> str:
 def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn.Module, Any, int, int, str]:
     from forgetting_transformer.training.checkpoint import CheckpointError, read_newest, steps_in
     from forgetting_transformer.training.export import load_checkpoint, tokenizer_of_run
+    from forgetting_transformer.training.official_checkpoint import is_official
     from forgetting_transformer.training.run_directory import RunDirectory
 
     directory = RunDirectory(folder)
@@ -262,6 +265,11 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn
             loaded = read_newest(directory.checkpoints, load_checkpoint, step)
     except CheckpointError as error:
         raise EvaluationError(str(error)) from error
+    if loaded is None and is_official(directory):
+        raise EvaluationError(
+            f"{folder} is a run of the authors' code: evaluate its export, python save_model.py --hf_load_dir={folder} "
+            "--hf_save_dir=…"
+        )
     if loaded is None:
         wanted = "no valid checkpoint" if step is None else f"no valid checkpoint at --step={step}"
         held = ", ".join(map(str, steps_in(directory.checkpoints))) or "nothing"

@@ -150,17 +150,34 @@ def write_prompts(config: PromptConfig, exp: str, tokenizer: Any, folder: Path |
         folder: of essays; None takes the config's if it is there, else Python's documentation, and says so on stderr.
 
     Raises:
-        EvaluationError: there is no text, or a length has no room for the needle.
+        EvaluationError: there is no text, a length has no room for the needle, or the folder has prompts of another kind.
     """
+    target = Path(config.save_dir) / one_folder("--exp", exp)
     text = niah_paper.find_text(folder, config.haystack_dir)
     haystack = niah_paper.Essays(tokenizer, text, bos=tokenizer.bos_token_id is not None)
-    target = Path(config.save_dir) / one_folder("--exp", exp)
+    cure = "choose another --exp, or delete the folder"
+    if any(target.glob("*_prompts.json")) and not (target / "settings.json").is_file():
+        raise EvaluationError(f"{target} holds prompts that do not say how they were made: {cure}")
+    settings = {
+        "needle": config.needle,
+        "question": config.question,
+        "lengths": config.lengths,
+        "depths": config.depths,
+        "tokenizer": config.tokenizer,
+        "vocabulary": _digest(sorted(tokenizer.get_vocab().items())),
+        "haystack": _digest(text),
+    }
+    check_settings(target, settings, cure)
     for length in config.lengths:
         for depth in config.depths:
             prompt = haystack.prompt_text(config.needle, config.question, length, depth)
             messages = [{"role": "system", "content": ""}, {"role": "user", "content": prompt}]
             write_json(target / f"Huggingface_len_{length}_depth_{100 * depth}_prompts.json", messages)
     return target
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def answer_prompts(
@@ -186,10 +203,9 @@ def answer_prompts(
         raise EvaluationError(f"there are no prompts in {prompts} (--exp; made so far: {made}); run prompt.py first")
     names = sorted(files, key=_length_and_depth)
     questions = {name: _question(files[name]) for name in names}
-    digest = hashlib.blake2b(repr(sorted(questions.items())).encode("utf-8", "surrogatepass"), digest_size=8)
     settings = {
         "weights": fingerprint(model.model),
-        "prompts": digest.hexdigest(),
+        "prompts": _digest(sorted(questions.items())),
         "max_new_tokens": max_new_tokens,
         "precision": resolve(precision, workers.device),
         "train_length": model.train_length,

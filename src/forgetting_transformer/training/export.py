@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -76,10 +77,11 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     origin = {"checkpoint": checkpoint.step, "tag": state["config"].get("tag")}
     try:
         with _only_export(save_folder):
-            own = _check_ours(save_folder)
-            _mark(save_folder, origin, own | _STANDARD)  # first: an export that was killed may be made again
+            own, before = _check_ours(save_folder), _read_mark(save_folder)
+            # First: an export that was killed may be made again.
+            _mark(save_folder, origin | {"files": sorted(own | _STANDARD)})
             model.save_pretrained(save_folder)
-            _mark(save_folder, origin, _model_files(save_folder))
+            _mark(save_folder, origin | {"files": {name: _sha256(save_folder / name) for name in _model_files(save_folder)}})
             if found_tokenizer is not None:
                 _save_tokenizer(found_tokenizer, save_folder)
     except (FileExistsError, NotADirectoryError) as error:
@@ -91,7 +93,10 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
         ) from error
     if found_tokenizer is None:
         raise ExportError(f"the model is in {save_folder}, but without a tokenizer ({why_none}). {_WHERE_FROM}")
-    return f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}"
+    replaced = ""
+    if before and any(before.get(key) != value for key, value in origin.items()):
+        replaced = f", in place of the one at {before.get('checkpoint'):,} tokens of {before.get('tag')}"
+    return f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}{replaced}"
 
 
 def load_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
@@ -129,18 +134,39 @@ def _model_files(folder: Path) -> set[str]:
     return {name for name in os.listdir(folder) if name == "config.json" or name.endswith(_OF_MODELS)}
 
 
-def _mark(folder: Path, origin: dict[str, Any], files: set[str]) -> None:
-    write_atomically(folder / MARK, json.dumps(origin | {"files": sorted(files)}, indent=1) + "\n")
+def _mark(folder: Path, content: dict[str, Any]) -> None:
+    write_atomically(folder / MARK, json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def _read_mark(folder: Path) -> dict[str, Any]:
+    """What the last export wrote of itself; empty if there is nothing to read."""
+    try:
+        content = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        return content if isinstance(content.get("checkpoint"), int) else {}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _check_ours(folder: Path) -> set[str]:
-    """Names of model files in the folder, all of them written by earlier exports.
+    """Names of model files in the folder, all of them written by earlier exports, and unchanged.
 
     transformers deletes what looks like a part of an earlier model, and what it leaves would be loaded with the new one.
 
     Raises:
-        ExportError: some were not.
+        ExportError: some were not, or have changed since: a model that was trained further is saved under the same names.
     """
+    written = _read_mark(folder).get("files")
+    for name, digest in sorted(written.items() if isinstance(written, dict) else ()):
+        if (folder / name).is_file() and _sha256(folder / name) != digest:
+            raise ExportError(
+                f"{folder}/{name} has changed since it was exported, and an export would overwrite it; choose another "
+                "--hf_save_dir, or delete the folder"
+            )
     present, own = _model_files(folder), _exported_files(folder)
     if own is None:
         present.add(MARK)
