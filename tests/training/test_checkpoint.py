@@ -1,5 +1,6 @@
 """A checkpoint is whole or not there, whenever the process that writes it dies, and nobody's code runs when it is read."""
 
+import enum
 import json
 import multiprocessing
 import os
@@ -179,6 +180,31 @@ def _forge(path: Path, change) -> None:
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"]["state/.metadata"] = _checksum(file)
     (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+class _OldPickler(pickle.Pickler):
+    """Pickles enumerations as Python 3.11.2 does, which Debian 12 has."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_a_checkpoint_that_an_older_python_wrote_is_read(tmp_path):
+    save(tmp_path / "run", 1)
+    state = newest_valid(tmp_path / "run").path / "state"
+    before = read_tensors(state)
+    metadata = pickle.loads((state / ".metadata").read_bytes())
+    with (state / ".metadata").open("wb") as file:
+        _OldPickler(file).dump(metadata)
+    assert b"getattr" in (state / ".metadata").read_bytes()
+    after = read_tensors(state)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    # Of anything else, no attribute.
+    member = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    for owner, name in ((member, b"__class__"), (b"ctorch\nSize\n", b"numel")):
+        (state / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(" + owner + b"S'" + name + b"'\ntR.")
+        with pytest.raises(UnsafeCheckpointError, match="asks for an attribute"):
+            read_tensors(state)
 
 
 def test_a_strangers_checkpoint_runs_no_code(tmp_path):

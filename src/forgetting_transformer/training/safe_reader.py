@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 #: All that the metadata of a checkpoint of tensors consists of.
@@ -38,12 +38,21 @@ class UnsafeCheckpointError(ValueError):
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise UnsafeCheckpointError(f".metadata refers to {module}.{name}, which no checkpoint of tensors needs")
 
     def persistent_load(self, pid: Any) -> Any:
         raise UnsafeCheckpointError(".metadata refers to objects outside it")
+
+
+def _memory_format(of: Any, name: Any) -> Any:
+    """What stands for getattr: Python before 3.11.4 pickles a member of an enumeration as an attribute of its class."""
+    if of is _MEM_FORMAT_ENCODING and name in _MEM_FORMAT_ENCODING.__members__:
+        return _MEM_FORMAT_ENCODING[name]
+    raise UnsafeCheckpointError(".metadata asks for an attribute, which no checkpoint of tensors needs")
 
 
 class TensorReader(FileSystemReader):
