@@ -42,6 +42,13 @@ def main() -> None:
     try:
         found = official.results_in(args.result_dir, "results.npz") if args.result_dir else []
         results = [per_token_loss.read_named(text) for text in [*args.results, *found]]
+        named = per_token_loss.name_documents(results)
+        if [one.name for one in named] != [one.name for one in results]:
+            print(
+                "warning: not all of these were evaluated on the same documents, so their curves differ by texts too; names say on what",
+                file=sys.stderr,
+            )
+            results = named
         curves = per_token_loss.group_seeds(results)
         lengths = {result.summary.get("train_length") for result in results} - {None}
         train_length = args.train_len or (lengths.pop() if len(lengths) == 1 else None)

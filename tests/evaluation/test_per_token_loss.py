@@ -275,6 +275,18 @@ def test_models_are_compared_sequence_by_sequence(quickstart, model, tmp_path):
     assert per_token_loss.comparison_table([]) == ""
 
 
+def test_results_on_other_documents_say_so_in_their_names(quickstart, model, tmp_path):
+    same = [per_token_loss.Result(name, np.ones(4), {"data": "abcdefgh", "eval_tokens": 40}) for name in "ab"]
+    assert per_token_loss.name_documents(same) == same
+    fewer = per_token_loss.Result("c", np.ones(4), {"data": "abcdefgh", "eval_tokens": 8_000})
+    other = per_token_loss.Result("d", np.ones(4), {"data": "12345678", "eval_tokens": 40})
+    names = [[result.name for result in per_token_loss.name_documents([same[0], one])] for one in (fewer, other)]
+    assert names == [
+        ["a (40 tokens)", "c (8,000 tokens)"],
+        ["a (40 tokens, corpus abcdef)", "d (40 tokens, corpus 123456)"],
+    ]
+
+
 def test_seeds_of_different_lengths_are_refused(tmp_path):
     results = [per_token_loss.Result("a", np.ones(length), {}) for length in (4, 8)]
     with pytest.raises(EvaluationError, match=r"the results called 'a' have 4, 8 positions"):

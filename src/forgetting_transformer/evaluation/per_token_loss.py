@@ -12,6 +12,7 @@ processes. Source: Lin et al., "Forgetting Transformer", ICLR 2025, section 4.
 Axes: N sequences, B those of a batch, T positions, O octaves of positions.
 """
 
+import dataclasses
 import itertools
 import json
 import math
@@ -362,6 +363,24 @@ def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:
                 "model must be evaluated at one length. Give different models different names, NAME=FOLDER"
             )
     return {name: losses[0] if len(losses) == 1 else np.stack(losses) for name, losses in curves.items()}
+
+
+def name_documents(results: Sequence[Result]) -> list[Result]:
+    """The results, with names that say on what they were evaluated if that is not the same for all.
+
+    Curves over other documents differ by more than models do.
+    """
+    seen = {(result.summary.get("data"), result.summary.get("eval_tokens")) for result in results}
+    if len(seen) <= 1:
+        return list(results)
+    corpora = {data for data, _ in seen}
+    named = []
+    for result in results:
+        data, tokens = result.summary.get("data"), result.summary.get("eval_tokens")
+        on = ["tokens not known" if tokens is None else f"{tokens:,} tokens"]
+        on += [f"corpus {str(data)[:6]}"] if len(corpora) > 1 and data else []
+        named.append(dataclasses.replace(result, name=f"{result.name} ({', '.join(on)})"))
+    return named
 
 
 def unique_names(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
