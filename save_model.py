@@ -3,7 +3,8 @@
 
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo
 
-exported_from.json says which checkpoint it was. A folder with another model is refused, and an earlier export is replaced.
+exported_from.json says which checkpoint it was, and which files the export wrote. An earlier export is replaced; files of somebody else, or
+ones that were changed since, are not: such a folder is refused.
 
 Load it anywhere with
 

@@ -22,6 +22,7 @@ from forgetting_transformer.training.checkpoint import CheckpointError, newest_v
 from forgetting_transformer.training.export import (
     MARK,
     ExportError,
+    _check_ours,
     _find_tokenizer,
     _save_tokenizer,
     build_from_checkpoint,
@@ -340,7 +341,8 @@ def test_an_export_is_replaced_by_the_next_one_and_other_files_stay(tiny, tmp_pa
     export(run, folder, tokenizer=tokenizer)
     assert (folder / "model.safetensors").read_bytes() != before and (folder / "README.md").read_text() == "mine"
     mark = json.loads((folder / MARK).read_text())
-    assert mark["checkpoint"] == 20 * STEP and sorted(mark["files"]) == ["config.json", "model.safetensors"]
+    assert mark["checkpoint"] == 20 * STEP
+    assert set(mark["files"]) == {file.name for file in folder.iterdir()} - {MARK, "README.md"}
     (folder / "config.json").unlink()  # as an export that was killed
     assert str(folder) in export(run, folder, tokenizer=tokenizer)
     (folder / "model-00001-of-00002.safetensors").write_text("another model's")
@@ -349,9 +351,58 @@ def test_an_export_is_replaced_by_the_next_one_and_other_files_stay(tiny, tmp_pa
     assert (folder / "model-00001-of-00002.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "files",
+    [None, ["config.json", "model.safetensors"], {"config.json": None, "model.safetensors": None}],
+    ids=["no mark", "names", "digests of the model"],
+)
+def test_an_export_of_an_earlier_version_is_replaced(tiny, tmp_path, finished, files):
+    """Its mark says nothing of the tokenizer."""
+    run, tokenizer, folder = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer")), tmp_path / "hf"
+    export(run, folder, tokenizer=tokenizer)
+    whole = json.loads((folder / MARK).read_text())["files"]
+    if files is None:
+        (folder / MARK).unlink()
+    else:
+        files = {name: whole[name] for name in files} if isinstance(files, dict) else files
+        (folder / MARK).write_text(json.dumps({"checkpoint": 8 * STEP, "tag": "debug", "files": files}))
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ExportError, match="without a tokenizer"):
+        export(run, folder)
+    assert str(folder) in export(run, folder, tokenizer=tokenizer)
+    assert json.loads((folder / MARK).read_text())["files"] == whole
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "merges.txt"])
+def test_files_of_somebody_else_are_not_overwritten(tmp_path, name):
+    folder = word_tokenizer(tmp_path / "tokenizer")
+    (folder / name).write_text("mine")
+    names = {"config.json", "model.safetensors", name}
+    with pytest.raises(ExportError, match=f"{folder}/{name} is not from an export.*choose another --hf_save_dir") as caught:
+        _check_ours(folder, names)
+    assert "\n" not in str(caught.value)
+    (folder / name).unlink()
+    assert _check_ours(folder, names) == {}, "other files are no obstacle"
+
+
+def test_with_no_tokenizer_to_write_the_one_that_was_exported_stays_an_exports(tiny, tmp_path, finished):
+    run, tokenizer, folder = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer")), tmp_path / "hf"
+    export(run, folder, tokenizer=tokenizer)
+    with pytest.raises(ExportError, match="without a tokenizer"):
+        export(run, folder)
+    assert str(folder) in export(run, folder, tokenizer=tokenizer)
+    (folder / "tokenizer.json").write_text("mine")
+    with pytest.raises(ExportError, match="without a tokenizer"):
+        export(run, folder)
+    with pytest.raises(ExportError, match=r"tokenizer\.json has changed since it was exported"):
+        export(run, folder, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+)
 def test_what_was_trained_further_in_an_export_is_not_overwritten(tiny, tmp_path, finished, name):
-    """Hugging Face's own way to save has the same names."""
+    """Hugging Face's own way to save has the same names. Nor is what was edited there."""
     run, tokenizer, folder = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer")), tmp_path / "hf"
     export(run, folder, step=8 * STEP, tokenizer=tokenizer)
     said = export(run, folder, tokenizer=tokenizer)

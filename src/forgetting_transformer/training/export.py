@@ -5,6 +5,8 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,12 @@ from forgetting_transformer.training.run_directory import RunDirectory, told
 
 #: Written into every export: which checkpoint it was made from, and which files of a model an export may replace.
 MARK = "exported_from.json"
-_STANDARD = {"config.json", "model.safetensors"}
+_STANDARD = {"config.json", "generation_config.json", "model.safetensors"}
+#: What earlier versions may have written of a tokenizer, which their marks do not name.
+_OF_TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "tokenizer.py",
+)  # fmt: skip
 _OF_MODELS = (".safetensors", ".bin", ".index.json")
 _WHERE_FROM = (
     "Name one with --tokenizer FOLDER_OR_HUB_ID; for LongCrawl64 a folder with GPT-2's vocab.json and merges.txt will do, or "
@@ -77,13 +84,21 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     origin = {"checkpoint": checkpoint.step, "tag": state["config"].get("tag")}
     try:
         with _only_export(save_folder):
-            own, before = _check_ours(save_folder), _read_mark(save_folder)
-            # First: an export that was killed may be made again.
-            _mark(save_folder, origin | {"files": sorted(own | _STANDARD)})
-            model.save_pretrained(save_folder)
-            _mark(save_folder, origin | {"files": {name: _sha256(save_folder / name) for name in _model_files(save_folder)}})
-            if found_tokenizer is not None:
-                _save_tokenizer(found_tokenizer, save_folder)
+            with tempfile.TemporaryDirectory() as prepared:
+                # What a tokenizer consists of is known when it is saved, and is looked at before anything is overwritten.
+                if found_tokenizer is not None:
+                    _save_tokenizer(found_tokenizer, Path(prepared))
+                beside = {str(file.relative_to(prepared)) for file in Path(prepared).rglob("*") if file.is_file()}
+                own, before = _check_ours(save_folder, _STANDARD | beside), _read_mark(save_folder)
+                # First: an export that was killed may be made again.
+                _mark(save_folder, origin | {"files": sorted(_STANDARD | beside | own.keys())})
+                model.save_pretrained(save_folder)
+                for name in beside:
+                    (save_folder / name).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(Path(prepared) / name, save_folder / name)
+            written = _model_files(save_folder) | {"generation_config.json"} | beside
+            kept = {name: digest for name, digest in own.items() if os.path.lexists(save_folder / name)}
+            _mark(save_folder, origin | {"files": kept | {name: _sha256(save_folder / name) for name in written}})
     except (FileExistsError, NotADirectoryError) as error:
         raise ExportError(f"{save_folder} is a file, or lies under one; choose another --hf_save_dir") from error
     except (OSError, SafetensorError) as error:
@@ -152,48 +167,60 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _check_ours(folder: Path) -> set[str]:
-    """Names of model files in the folder, all of them written by earlier exports, and unchanged.
+def _check_ours(folder: Path, names: set[str]) -> dict[str, str | None]:
+    """What earlier exports may have written there: names, each with its SHA-256 or None where that was not recorded.
 
     transformers deletes what looks like a part of an earlier model, and what it leaves would be loaded with the new one.
 
+    Args:
+        names: files that the next export writes.
+
     Raises:
-        ExportError: some were not, or have changed since: a model that was trained further is saved under the same names.
+        ExportError: one of them, or a file of a model, is there and is not from an export, or has changed since: a model that
+            was trained further is saved under the same names, and files may be edited.
     """
-    written = _read_mark(folder).get("files")
-    for name, digest in sorted(written.items() if isinstance(written, dict) else ()):
-        if (folder / name).is_file() and _sha256(folder / name) != digest:
+    models, own = _model_files(folder), _exported_files(folder, names)
+    present = models | {name for name in names if os.path.lexists(folder / name)}
+    if own is None:
+        present.add(MARK)
+    if strangers := sorted(present - (own or {}).keys()):
+        if strangers[0] in models | {MARK}:
+            what = f"{folder} holds {strangers[0]}, which is not from an export: two models would be mixed there"
+        else:
+            what = f"{folder}/{strangers[0]} is not from an export, and an export would overwrite it"
+        raise ExportError(f"{what}; choose another --hf_save_dir")
+    for name in sorted(present):
+        if own[name] is not None and (folder / name).is_file() and _sha256(folder / name) != own[name]:
             raise ExportError(
                 f"{folder}/{name} has changed since it was exported, and an export would overwrite it; choose another "
                 "--hf_save_dir, or delete the folder"
             )
-    present, own = _model_files(folder), _exported_files(folder)
-    if own is None:
-        present.add(MARK)
-    if strangers := sorted(present - (own or set())):
-        raise ExportError(
-            f"{folder} holds {strangers[0]}, which is not from an export: two models would be mixed there; choose another "
-            "--hf_save_dir"
-        )
-    return present
+    return own
 
 
-def _exported_files(folder: Path) -> set[str] | None:
-    """What earlier exports may have written of a model; None where a file of somebody else has the name of the mark."""
+def _exported_files(folder: Path, names: set[str]) -> dict[str, str | None] | None:
+    """As `_check_ours`, from the mark alone; None where a file of somebody else has the name of the mark."""
     try:
-        return _STANDARD | set(json.loads((folder / MARK).read_text(encoding="utf-8"))["files"])
+        files = json.loads((folder / MARK).read_text(encoding="utf-8"))["files"]
+        recorded = dict(files) if isinstance(files, dict) else dict.fromkeys(files)
     except FileNotFoundError:
-        pass
+        recorded = {}
     except (ValueError, KeyError, TypeError):
         return None
-    # Earlier versions left no mark.
+    if "generation_config.json" not in recorded and _holds_our_model(folder):
+        # Earlier versions left no mark, or one that names configuration and weights only.
+        return dict.fromkeys((*_STANDARD, *_OF_TOKENIZERS, *names)) | recorded
+    return recorded
+
+
+def _holds_our_model(folder: Path) -> bool:
+    """Whether config.json is of one of this project's models."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         found = (config["model_type"], config["architectures"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return set()
-    known = [(known.config_class.model_type, [known.lm_class.__name__]) for known in registry.MODELS.values()]
-    return _STANDARD if found in known else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return found in [(known.config_class.model_type, [known.lm_class.__name__]) for known in registry.MODELS.values()]
 
 
 def build_from_checkpoint(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:
