@@ -1,9 +1,11 @@
 """What can be evaluated: runs, exports, hub models; and what is refused."""
 
 import logging
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from forgetting_transformer.evaluation.models import EvaluationError, fingerprint, load_model, token_losses
@@ -76,6 +78,57 @@ def test_damaged_weights_are_one_line(tmp_path):
     with pytest.raises(EvaluationError, match=r"the weights of .* are damaged \(.*again") as caught:
         load_model(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["prefix", "gone", "more", "shape"])
+def test_weights_that_are_not_the_models_are_refused_by_name(quickstart, tmp_path, change, capfd):
+    shutil.copytree(quickstart.hf, tmp_path / "hf")
+    file = tmp_path / "hf/model.safetensors"
+    weights = load_file(file)
+    gate = "model.layers.0.attn.fgate_proj.weight"
+    changed, message = {
+        "prefix": (
+            {f"_orig_mod.{name}": weight for name, weight in weights.items()},
+            rf"lm_head.weight is missing \({len(weights)} in all; \d+ belong to another model, among them _orig_mod",
+        ),
+        "gone": (
+            {name: weight for name, weight in weights.items() if name != gate},
+            rf"{gate} is missing \(1 in all\)",
+        ),
+        "more": (weights | {"model.layers.9.x": torch.ones(2)}, r"the model has no model.layers.9.x \(1 such in all\)"),
+        "shape": (weights | {gate: weights[gate][:, 1:].clone()}, rf"{gate} has the shape"),
+    }[change]
+    save_file(changed, file, metadata={"format": "pt"})
+    with pytest.raises(EvaluationError, match=message) as caught:
+        load_model(str(tmp_path / "hf"))
+    assert "\n" not in str(caught.value) and "REPORT" not in capfd.readouterr().err
+
+
+def test_tied_weights_and_what_other_models_store_besides_are_no_reason_to_refuse(tmp_path):
+    """As GPT-2's files on the hub: without lm_head, without the prefix, and with masks."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1, n_positions=16))
+    model.save_pretrained(tmp_path)
+    weights = dict(model.transformer.state_dict())
+    save_file(
+        weights | {"h.0.attn.bias": torch.ones(1, 1, 16, 16), "other": torch.ones(1)},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    assert fingerprint(load_model(str(tmp_path)).model) == fingerprint(model)
+
+
+def test_a_folder_with_a_run_and_an_exported_model_is_not_guessed_about(quickstart, tmp_path):
+    shutil.copytree(quickstart.run, tmp_path / "both")
+    shutil.copytree(quickstart.hf, tmp_path / "both", dirs_exist_ok=True)
+    with pytest.raises(EvaluationError, match=r"both holds both a training run .* and a model .*--step=") as caught:
+        load_model(str(tmp_path / "both"))
+    assert "\n" not in str(caught.value)
+    early = load_model(str(tmp_path / "both"), step=4 * 4 * TRAIN_LENGTH)
+    assert early.train_tokens == 4 * 4 * TRAIN_LENGTH
+    # A folder of this name that no run made is the model's own business.
+    shutil.copytree(quickstart.hf, tmp_path / "hf")
+    (tmp_path / "hf/checkpoints").mkdir()
+    assert load_model(str(tmp_path / "hf")).train_tokens is None
 
 
 def test_a_foreign_models_losses_are_those_of_its_own_logits(tmp_path, monkeypatch):

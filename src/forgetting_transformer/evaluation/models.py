@@ -117,7 +117,13 @@ def load_model(
     name = name or (folder.resolve().name if folder.exists() else source.rsplit("/", 1)[-1])
     if not name or name in (".", "..") or "/" in name or "\\" in name:
         raise EvaluationError(f"--model={name!r} names a folder of results; it must not contain a path separator")
-    if (folder / "checkpoints").is_dir() and not (folder / "config.json").is_file():
+    exported = (folder / "config.json").is_file()
+    if (folder / "checkpoints").is_dir() and (not exported or _is_run(folder)):
+        if exported and step is None:
+            raise EvaluationError(
+                f"{source} holds both a training run (checkpoints/) and a model in Hugging Face format (config.json): choose "
+                "the run with --step=…, or move the model's files to a folder of their own and name that"
+            )
         model, found, length, tokens, problem = _load_run(folder, step, tokenizer)
     else:
         if step is not None:
@@ -251,6 +257,14 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def _is_run(folder: Path) -> bool:
+    """Whether `checkpoints/` in the folder is a run's, of this project or of the authors' code."""
+    from forgetting_transformer.training.official_checkpoint import is_official
+    from forgetting_transformer.training.run_directory import RunDirectory
+
+    return bool(run_steps(folder)) or is_official(RunDirectory(folder))
+
+
 def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn.Module, Any, int, int, str]:
     from forgetting_transformer.training.checkpoint import CheckpointError, read_newest, steps_in
     from forgetting_transformer.training.export import load_checkpoint, tokenizer_of_run
@@ -293,14 +307,20 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
 
     try:
         # safetensors only: a pickle from the hub may run what its author liked.
-        model = AutoModelForCausalLM.from_pretrained(
-            source, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
-        )
+        with _without_report():
+            model, loading = AutoModelForCausalLM.from_pretrained(
+                source,
+                use_safetensors=True,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+            )
     except SafetensorError as error:
         raise EvaluationError(
             f"the weights of {source} are damaged ({one_line(error)}); export or download the model again"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise EvaluationError(
             f"cannot load the model {source}: {one_line(error)}. It must be a folder or a hub id with "
             "config.json and safetensors weights; without a network run `hf download "
@@ -308,6 +328,7 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
             + " --local-dir FOLDER` "
             "elsewhere and give that folder"
         ) from error
+    _check_weights(source, model, loading)
     config = model.config.get_text_config()
     found, problem = None, ""
     try:
@@ -321,3 +342,53 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
     if length is None or length > _NO_LIMIT:
         length = getattr(config, "max_position_embeddings", None)
     return model, found, length, None, problem
+
+
+@contextlib.contextmanager
+def _without_report() -> Iterator[None]:
+    """Leaves out transformers' table of weights that are missing or left over, of which `_check_weights` says what matters."""
+
+    def is_no_report(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_no_report)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_report)
+
+
+def _check_weights(source: str, model: nn.Module, loading: dict[str, Any]) -> None:
+    """Refuses a model of which a part was not read: transformers initialises that as for training.
+
+    Args:
+        loading: transformers' account of it; tied weights, which are stored once, do not count as missing.
+
+    Raises:
+        EvaluationError: naming a weight that is missing or has another shape, or one that this project's models do not have.
+            Other models' files may hold more than is used, such as masks.
+    """
+    from forgetting_transformer.model import DecoderForCausalLM
+
+    shapes = {name: (tuple(stored), tuple(wanted)) for name, stored, wanted in loading["mismatched_keys"]}
+    missing, unexpected = sorted({*loading["missing_keys"]} - shapes.keys()), sorted(loading["unexpected_keys"])
+    if shapes:
+        name, (stored, wanted) = min(shapes.items())
+        raise EvaluationError(
+            f"the weights of {source} do not fit its config.json: {name} has the shape {stored}, and the model {wanted} "
+            f"({len(shapes)} such in all); save the model again, with the configuration it was trained with"
+        )
+    if missing:
+        left = f"; {len(unexpected)} belong to another model, among them {unexpected[0]}" if unexpected else ""
+        raise EvaluationError(
+            f"the weights of {source} are incomplete: {missing[0]} is missing ({len(missing)} in all{left}), and a result would "
+            "be that of random weights; save the model again, or download all of its files"
+        )
+    if unexpected and isinstance(model, DecoderForCausalLM):
+        raise EvaluationError(
+            f"the weights of {source} do not fit its config.json: the model has no {unexpected[0]} ({len(unexpected)} such in "
+            "all); save the model again, with the configuration it was trained with"
+        )
+    if unexpected:
+        log.warning("%s: %s is not used (%d such in all)", source, unexpected[0], len(unexpected))
