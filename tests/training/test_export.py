@@ -332,6 +332,49 @@ def test_a_folder_with_another_model_is_refused_and_left_as_it_is(tiny, tmp_path
     assert {file.name: file.read_text() for file in folder.iterdir()} == strangers
 
 
+@pytest.mark.parametrize(
+    ("holds", "below", "what"),
+    [
+        ("starts.jsonl", ".", "is the folder of a training run"),
+        ("starts.jsonl", "checkpoints", "is a part of the training run"),
+        ("starts.jsonl", f"checkpoints/step-{128:015d}", "is a part of the training run"),
+        ("starts.jsonl", "tokenizer", "is a part of the training run"),
+        ("run.lock", ".", "is the folder of a training run"),
+        (f"checkpoints/step-{128:015d}.pt", ".", "is the folder of a training run"),
+        (f"checkpoints/step-{128:015d}.pt", "checkpoints", "is a part of the training run"),
+        (f"step-{128:015d}/trainer.json", ".", "is a folder of checkpoints"),
+        (f"step-{128:015d}.pt", ".", "is a folder of checkpoints"),
+        ("manifest.json", ".", "is a folder of token arrays"),
+        ("manifest.json", "tokenizer", "is a part of the corpus"),
+        ("train.zarr/zarr.json", ".", "is a folder of token arrays"),
+        ("train.zarr/zarr.json", "train.zarr", "is a folder of token arrays"),
+        ("train.zarr/zarr.json", "train.zarr/c", "is a part of the corpus"),
+    ],
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_the_folders_of_runs_and_corpora_are_refused(tmp_path, holds, below, what, linked):
+    """Evaluations of the run would take the export for it, and a corpus's tokenizer has other settings."""
+    texts = {"manifest.json": '{"vocab_size": 64, "bos_token_id": 0}', "run.lock": '{"pid": 1, "host": "a", "since": "b"}'}
+    (tmp_path / "it" / holds).parent.mkdir(parents=True)
+    (tmp_path / "it" / holds).write_text(texts.get(holds, ""))
+    folder = tmp_path / "it" / below
+    if linked:
+        folder.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "link").symlink_to(folder)
+        folder = tmp_path / "link"
+    with pytest.raises(ExportError, match=f"^--hf_save_dir={folder} {what}.*choose another --hf_save_dir") as caught:
+        export(tmp_path / "run", folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_ones_own_in_a_run_is_no_obstacle(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/starts.jsonl").touch()
+    (tmp_path / "run/manifest.json").write_text('{"vocab_size": 64, "bos_token_id": 0}')
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+        export(tmp_path / "run", tmp_path / "run/hf")
+
+
 def test_an_export_is_replaced_by_the_next_one_and_other_files_stay(tiny, tmp_path, finished):
     run, tokenizer, folder = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer")), tmp_path / "hf"
     export(run, folder, step=8 * STEP, tokenizer=tokenizer)

@@ -27,7 +27,7 @@ from forgetting_transformer.training.checkpoint import (
     steps_in,
     write_atomically,
 )
-from forgetting_transformer.training.run_directory import RunDirectory, told
+from forgetting_transformer.training.run_directory import RunDirectory, belongs_to, told
 
 #: Written into every export: which checkpoint it was made from, and which files of a model an export may replace.
 MARK = "exported_from.json"
@@ -58,9 +58,15 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
 
     Raises:
         CheckpointError: no valid checkpoint (at that step).
-        ExportError: another export is writing there, the folder holds another model or cannot be written, or the tokenizer
-            cannot be used. Also where the run has no tokenizer and none is named; then the model is written all the same.
+        ExportError: another export is writing there, the folder is a run's or a corpus's, holds another model or files of
+            somebody else, or cannot be written, or the tokenizer cannot be used. Also where the run has no tokenizer and none is
+            named; then the model is written all the same.
     """
+    if said := belongs_to(save_folder):
+        raise ExportError(
+            f"--hf_save_dir={save_folder} {said}, which is no place for an exported model: what reads that folder later would "
+            "take one for the other; choose another --hf_save_dir"
+        )
     directory = RunDirectory(run_folder)
     if official_checkpoint.is_official(directory):
         found = official_checkpoint.load_model(directory, step)

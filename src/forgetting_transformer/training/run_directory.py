@@ -139,7 +139,7 @@ class RunDirectory:
                 "in another folder with scripts/import_checkpoint.py and continue that, or choose another output_dir"
             )
         holds_run = self.holds_run
-        if not (holds_run and resume) and (sign := self._sign_of_a_corpus()):
+        if not (holds_run and resume) and (sign := self.sign_of_a_corpus()):
             what = "a run would write among its files" if resume else "resume=false would move its tokenizer aside"
             raise RunDirectoryError(
                 f"output_dir={self.root} is a folder of token arrays (it holds {sign}): {what}; choose another output_dir"
@@ -166,6 +166,11 @@ class RunDirectory:
             )
 
     @property
+    def is_a_runs(self) -> bool:
+        """Whether a run wrote here, of this project or of the authors' code, or at least began."""
+        return self.holds_run or self._begun or any(self.checkpoints.glob("step-*.pt"))
+
+    @property
     def _begun(self) -> bool:
         """Whether a start wrote here, perhaps one that ended before config.yaml, or checkpoints were copied here."""
         return (
@@ -174,7 +179,7 @@ class RunDirectory:
             or any(re.fullmatch(r"step-\d{15}", path.parent.name) for path in self.checkpoints.glob("step-*/trainer.json"))
         )
 
-    def _sign_of_a_corpus(self) -> str | None:
+    def sign_of_a_corpus(self) -> str | None:
         """The name that shows that this is a token array, or a folder of them; None if it is neither."""
         found = (path.name for pattern in _ARRAYS for path in self.root.glob(pattern))
         manifest = self.root / "manifest.json"
@@ -296,6 +301,38 @@ class RunDirectory:
                     "unmounted) and start the same command again, or choose another output_dir"
                 ) from error
         return target
+
+
+def belongs_to(folder: Path) -> str | None:
+    """Says of a folder what a run or a corpus has in it, such as "is the folder of a training run"; None if it is neither's.
+
+    What a link leads to counts as well: the checkpoints of a run may lie elsewhere.
+    """
+    for path in dict.fromkeys((Path(os.path.realpath(folder)), Path(os.path.abspath(folder)))):
+        try:
+            said = _belongs_to(path)
+        except OSError:
+            continue  # whatever is there cannot be written either
+        if said:
+            return said
+    return None
+
+
+def _belongs_to(path: Path) -> str | None:
+    here = RunDirectory(path)
+    if here.is_a_runs:
+        return "is the folder of a training run"
+    if sign := here.sign_of_a_corpus():
+        return f"is a folder of token arrays (it holds {sign})"
+    for part in (path, *path.parents):
+        above = RunDirectory(part.parent)
+        if part.name in OWN_NAMES and above.is_a_runs:
+            return f"is a part of the training run {above.root}"
+        if part.suffix == ".zarr" or (part.name == here.tokenizer.name and above.sign_of_a_corpus()):
+            return f"is a part of the corpus {above.root}"
+    if any(path.glob("step-*/trainer.json")) or any(path.glob("step-*.pt")):
+        return "is a folder of checkpoints"
+    return None
 
 
 def _move(entry: Path, folder: Path) -> None:
