@@ -77,11 +77,21 @@ def check_vocabulary(tokenizer: Any, vocab_size: int, bos_token_id: int | None =
     Raises:
         ValueError: another vocabulary.
     """
-    size = max(tokenizer.get_vocab().values(), default=-1) + 1
+    check_size_and_bos(
+        max(tokenizer.get_vocab().values(), default=-1) + 1, tokenizer.bos_token_id, vocab_size, bos_token_id
+    )
+
+
+def check_size_and_bos(size: int, bos: int | None, vocab_size: int, bos_token_id: int | None) -> None:
+    """`check_vocabulary` for a tokenizer of which only the number of ids and the BOS token are known.
+
+    Raises:
+        ValueError: another vocabulary.
+    """
     if not _LEAST_SHARE * vocab_size <= size <= vocab_size:
         raise ValueError(f"its vocabulary has {size:,} ids, and the model was trained with {vocab_size:,}")
-    if None not in (bos_token_id, tokenizer.bos_token_id) and tokenizer.bos_token_id != bos_token_id:
-        raise ValueError(f"its BOS token is {tokenizer.bos_token_id}, and the model was trained with {bos_token_id}")
+    if None not in (bos, bos_token_id) and bos != bos_token_id:
+        raise ValueError(f"its BOS token is {bos}, and the model was trained with {bos_token_id}")
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -1,12 +1,14 @@
 """Loss at every position: right, resumable with another number of processes, and its slope."""
 
 import argparse
+import dataclasses
 import json
 import runpy
 
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from forgetting_transformer.data import DataError
 from forgetting_transformer.evaluation import per_token_loss
@@ -206,14 +208,29 @@ def test_unless_told_the_papers_number_of_tokens_is_evaluated(quickstart, monkey
             parse(wrong)
 
 
-def test_a_missing_corpus_and_a_foreign_vocabulary_are_refused(quickstart, tmp_path):
+def test_a_missing_corpus_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no heldout.zarr in .*--data_path"):
         per_token_loss.find_heldout(tmp_path)
-    from transformers import GPT2Config, GPT2LMHeadModel
 
-    GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "small")
-    with pytest.raises(EvaluationError, match=r"knows 11 tokens and the corpus .* was made with"):
-        per_token_loss.evaluate(load_model(str(tmp_path / "small")), heldout(quickstart), tmp_path, ALONE)
+
+@pytest.mark.parametrize(
+    ("vocab_size", "bos_token_id", "message"),
+    [
+        (11, 0, "its vocabulary has 34 ids, and the model was trained with 11"),
+        (50257, 0, "its vocabulary has 34 ids, and the model was trained with 50,257"),
+        (34, 33, "its BOS token is 0, and the model was trained with 33"),
+        (36, 0, None),  # padded
+        (34, None, None),
+        (34, 50256, None),  # GPT2Config's default, which this model does not have
+    ],
+)
+def test_a_corpus_of_another_tokenizer_is_refused(quickstart, model, tmp_path, vocab_size, bos_token_id, message):
+    config = GPT2Config(vocab_size=vocab_size, n_embd=8, n_layer=1, n_head=1, bos_token_id=bos_token_id)
+    other = dataclasses.replace(model, model=GPT2LMHeadModel(config), tokenizer=None)
+    if message is None:
+        return per_token_loss.check_vocabulary(other, heldout(quickstart))
+    with pytest.raises(EvaluationError, match=f"was made with another tokenizer than .* reads: {message}"):
+        per_token_loss.evaluate(other, heldout(quickstart), tmp_path, ALONE)
 
 
 def test_only_the_held_out_array_need_be_there(quickstart, tmp_path):

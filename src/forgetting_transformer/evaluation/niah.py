@@ -28,7 +28,7 @@ from forgetting_transformer.evaluation import heatmaps, texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
 from forgetting_transformer.evaluation.judge import Judge
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
-from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
+from forgetting_transformer.evaluation.per_token_loss import check_vocabulary, find_heldout, open_heldout
 from forgetting_transformer.evaluation.workers import Workers
 
 MODES = ("standard", "easy")
@@ -117,6 +117,7 @@ class Haystack:
     def from_heldout(cls, model: EvaluatedModel, data_path: str, dataset: str, needed: int) -> "Haystack":
         """Held-out documents of a corpus made with the model's tokenizer, as many as make `needed` tokens."""
         data = open_heldout(find_heldout(data_path, dataset), recorded=texts.vocabulary_of_model(model))
+        check_vocabulary(model, data)
         documents = min(data.sequences, -(-needed // data.length))
         ids = np.concatenate([data.read(n)[0] for n in range(documents)]).astype(np.int64)
         texts.check_ids(model, ids)

@@ -126,6 +126,25 @@ def open_heldout(
     return HeldOut(array, found[0].bos_token_id, length, wanted // length)
 
 
+def check_vocabulary(model: EvaluatedModel, data: HeldOut) -> None:
+    """Refuses a corpus of another tokenizer than the model's, whose losses would mean nothing.
+
+    Raises:
+        EvaluationError: saying in what the two differ, their sizes or their BOS tokens.
+    """
+    from forgetting_transformer.model_tokenizer import check_size_and_bos
+
+    vocab_size, bos = model.model.config.get_text_config().vocab_size, model.bos_token_id
+    if bos is not None and bos >= vocab_size:  # a default of transformers for another vocabulary
+        bos = None
+    try:
+        check_size_and_bos(data.array.vocab_size, data.bos_token_id, vocab_size, bos)
+    except ValueError as error:
+        raise EvaluationError(
+            f"the corpus {data.array.path} was made with another tokenizer than {model.source} reads: {error}"
+        ) from error
+
+
 @dataclass
 class Sums:
     """Statistics of the first sequences.
@@ -180,15 +199,10 @@ def evaluate(
         What results.json holds, on every process.
 
     Raises:
-        EvaluationError: the folder holds the state of another evaluation, the vocabularies do not fit, or a loss is not
-            finite.
+        EvaluationError: the folder holds the state of another evaluation, the corpus was made with another tokenizer, or a
+            loss is not finite.
     """
-    vocab_size = model.model.config.get_text_config().vocab_size
-    if vocab_size < data.array.vocab_size:
-        raise EvaluationError(
-            f"{model.source} knows {vocab_size:,} tokens and the corpus {data.array.path} was made with "
-            f"{data.array.vocab_size:,}: the model was trained with another tokenizer"
-        )
+    check_vocabulary(model, data)
     identity = {
         "weights": fingerprint(model.model),
         "data": data.array.fingerprint,

@@ -7,7 +7,7 @@ import numpy as np
 from forgetting_transformer import model_tokenizer
 from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError
-from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
+from forgetting_transformer.evaluation.per_token_loss import check_vocabulary, find_heldout, open_heldout
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 
@@ -30,6 +30,7 @@ def read_tokens(
         ids = np.array(encode(model, text.read_text(encoding="utf-8", errors="replace")), dtype=np.int64)
     else:
         data = open_heldout(find_heldout(data_path, dataset), recorded=vocabulary_of_model(model))
+        check_vocabulary(model, data)
         if not 0 <= document < data.sequences:
             raise EvaluationError(f"--document={document}: {data.array.path} has documents 0 to {data.sequences - 1}")
         ids = data.read(document)[0].astype(np.int64)
