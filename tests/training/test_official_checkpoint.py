@@ -193,3 +193,18 @@ def test_an_import_that_found_no_room_may_be_tried_again(official, tmp_path, mon
 def test_another_vocabulary_needs_its_first_token(official, tmp_path):
     with pytest.raises(CheckpointError, match=r"vocabulary of 64 ids is not LongCrawl64's.*--bos_token_id"):
         import_run(official, tmp_path / "imported")
+
+
+@pytest.mark.parametrize("wrong", [-1, 64, 9999])
+def test_a_first_token_out_of_the_vocabulary_is_refused(official, tmp_path, wrong):
+    with pytest.raises(CheckpointError, match=rf"--bos_token_id={wrong} .*64 ids; give one of 0 to 63") as caught:
+        import_run(official, tmp_path / "imported", bos_token_id=wrong)
+    assert "\n" not in str(caught.value) and not (tmp_path / "imported").exists()
+
+
+def test_it_is_not_imported_into_the_folder_of_a_model(official, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(RunDirectoryError, match=r"holds a model \(config\.json, model\.safetensors\).*choose another"):
+        import_run(official, tmp_path, bos_token_id=0)
+    assert not (tmp_path / "checkpoints").exists()

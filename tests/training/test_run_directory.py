@@ -179,6 +179,20 @@ def test_the_folder_of_a_corpus_is_not_an_output_dir(tmp_path, name, text):
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin"])
+def test_the_folder_of_a_model_is_not_an_output_dir(tmp_path, weights):
+    """Evaluations would take that model for the run's."""
+    place(tmp_path, "config.json", "tokenizer.json")
+    RunDirectory(tmp_path).check_ours(resume=True)
+    place(tmp_path, weights)
+    for resume in (True, False):
+        with pytest.raises(RunDirectoryError, match=rf"holds a model \(config\.json, {weights}\).*choose another output_dir$"):
+            status.claim(RunDirectory(tmp_path), resume)
+    assert not (tmp_path / "run.lock").exists()
+    (tmp_path / "starts.jsonl").touch()
+    RunDirectory(tmp_path).check_ours(resume=True)  # a run that an earlier version began there goes on
+
+
 def test_a_manifest_of_something_else_is_no_obstacle(tmp_path):
     (tmp_path / "manifest.json").write_text('{"short_name": "App", "icons": []}')
     RunDirectory(tmp_path).check_ours(resume=True)

@@ -284,6 +284,11 @@ def _model(checkpoint: Checkpoint, config: Config, weights: dict[str, Tensor], b
     vocab_size = len(embeddings[0])
     if bos_token_id is None and vocab_size == _GPT2_IDS:
         bos_token_id = _GPT2_BOS
+    if bos_token_id is not None and not 0 <= bos_token_id < vocab_size:
+        raise CheckpointError(
+            f"--bos_token_id={bos_token_id} is not in the vocabulary of {checkpoint.path}, which has {vocab_size:,} ids; give one "
+            f"of 0 to {vocab_size - 1:,}"
+        )
     ids = {"vocab_size": vocab_size, "bos_token_id": bos_token_id, "eos_token_id": bos_token_id}
     try:
         with no_init_weights():

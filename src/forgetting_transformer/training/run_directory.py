@@ -38,6 +38,8 @@ _CHANGED = (
 )  # fmt: skip
 #: What makes a folder a token array or a corpus of them; besides, the manifest of a corpus.
 _ARRAYS = ("*.zarr", "zarr.json", ".zarray")
+#: Weights of a model in Hugging Face format.
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 #: Keys of our own JSON, by which a lock, a status and the manifest of a corpus are known.
 _LOCK_KEYS = {"pid", "host", "since"}
 _STATUS_KEYS = {"status", "step", "pid"}
@@ -146,6 +148,11 @@ class RunDirectory:
             )
         if holds_run:
             return
+        if weights := self._weights_of_a_model():
+            raise RunDirectoryError(
+                f"output_dir={self.root} holds a model (config.json, {weights}), which evaluations of the run would take for the "
+                "run's; choose another output_dir"
+            )
         begun = self._begun
         names = [
             name
@@ -184,6 +191,11 @@ class RunDirectory:
         found = (path.name for pattern in _ARRAYS for path in self.root.glob(pattern))
         manifest = self.root / "manifest.json"
         return next(found, manifest.name if _keys(manifest) >= _CORPUS_KEYS else None)
+
+    def _weights_of_a_model(self) -> str | None:
+        """The name of weights in Hugging Face format beside their config.json; None if there are none."""
+        names = sorted(path.name for pattern in _WEIGHTS for path in self.root.glob(pattern))
+        return names[0] if names and (self.root / "config.json").is_file() else None
 
     def _left_by_a_start(self, name: str, begun: bool) -> bool:
         """Whether a start that failed before it wrote config.yaml left this."""
