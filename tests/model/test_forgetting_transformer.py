@@ -304,5 +304,10 @@ def test_registry_finds_architectures_and_refuses_what_it_does_not_know():
         registry.get("fox")
     with pytest.raises(ValueError, match="no field 'hiden_size'; did you mean 'hidden_size'"):
         registry.build_config("forgetting_transformer", hiden_size=64)
+    with pytest.raises(ValueError, match="has no field 'state_size', which is one of mamba2, samba; it has"):
+        registry.build_config("forgetting_transformer", state_size=64)
+    with pytest.raises(ValueError) as refused:
+        registry.build_config("forgetting_transformer", zzz=1)
+    assert "qk_norm" in str(refused.value) and "id2label" not in str(refused.value)
     with pytest.raises(ValueError, match="registered already"):
         registry.register("forgetting_transformer", *registry.get("forgetting_transformer"))

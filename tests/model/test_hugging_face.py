@@ -50,15 +50,33 @@ def test_the_convention_is_stored_with_the_model_and_may_be_chosen_at_loading(id
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "b").config.loss == "causal_lm"
 
 
+def test_a_loss_that_does_not_exist_is_refused_at_loading(tmp_path):
+    small_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"loss is 'causallm'; it must be one of per_token, causal_lm"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, loss="causallm")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_loss_does_not_depend_on_the_side_of_the_padding(name, ids):
+    model = small(name, loss="causal_lm")
+    lengths = (12, 7)
+    mask = torch.stack([torch.arange(12) < n for n in lengths]).long()
+    right = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    left = {key: torch.stack([row.roll(12 - n) for row, n in zip(x, lengths, strict=True)]) for key, x in right.items()}
+    torch.testing.assert_close(model(**left).loss, model(**right).loss)
+    # With the same divisor, too: a step's gradients do not depend on the side.
+    losses = [model(**padded, num_items_in_batch=17).loss for padded in (left, right)]
+    torch.testing.assert_close(*losses)
+
+
 def test_losses_that_do_not_exist_and_arguments_without_use_are_refused(ids):
     with pytest.raises(ValueError, match=r"loss is 'causal'; it must be one of per_token, causal_lm"):
         small_model(loss="causal")
     model = small_model()
     with pytest.raises(ValueError, match=r"num_items_in_batch .* model\.config\.loss = 'causal_lm'"):
         model(input_ids=ids, labels=ids, num_items_in_batch=3)
-    model.config.loss = "causl_lm"
     with pytest.raises(ValueError, match="loss is 'causl_lm'"):
-        model(input_ids=ids, labels=ids)
+        model.config.loss = "causl_lm"
     model.config.loss = "causal_lm"
     with pytest.raises(ValueError, match=r"labels have shape \(2, 11\); they must be \(2, 12\)"):
         model(input_ids=ids, labels=ids[:, 1:])

@@ -116,6 +116,13 @@ def test_every_key_takes_nonsense_or_says_in_one_line_what_it_wants(base, corpus
 DATA = DataInfo("tiny", 64, 0, 96, 64, 32, 4, 192, 6144, "", None)
 
 
+@pytest.mark.parametrize(("key", "value", "neutral"), [("window_size", 16, "null"), ("attention_bias", True, "false")])
+def test_a_field_without_effect_takes_its_neutral_value_only(base, key, value, neutral):
+    config = set_key(base | {"data_dir": "data", "output_dir": "run"}, f"model.config.{key}", value)
+    with pytest.raises(ConfigError, match=rf"^model\.config: {key} is {value}, .* it must be {neutral}$"):
+        setup.model_config(parse(config), DATA)
+
+
 @pytest.mark.parametrize("path", [path for path in EXPERIMENTS if "/demo/" in path and not path.endswith("fox_pro")])
 def test_every_field_of_every_model_takes_nonsense_or_says_what_it_wants(path):
     """The models that the test above does not build: from the config to modules without memory."""

@@ -21,7 +21,7 @@ Axes: B batch, T new positions, N past and new positions, E model width (hidden_
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -87,6 +87,9 @@ class DecoderConfig(PreTrainedConfig):
     mixer_norm_name: ClassVar[str] = "attn_norm"
     mixer_name: ClassVar[str] = "attn"
     final_norm_name: ClassVar[str] = "norm"
+    # Fields that published configurations have and that change nothing here, with the values for which that is right.
+    # Published files may hold others, with which the authors' code computes the same; `registry.build_config` refuses them.
+    neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {}
     # Whether the embedding of the padding token is zero, and stays so.
     zero_padding_embedding: ClassVar[bool] = True
 
@@ -101,9 +104,11 @@ class DecoderConfig(PreTrainedConfig):
     tie_word_embeddings: bool = False
     loss: str = "per_token"
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        _check_loss(self.loss)
-        super().__post_init__(**kwargs)
+    def __setattr__(self, key: str, value: Any) -> None:
+        # `from_pretrained` sets what it is given after the configuration was made.
+        if key == "loss" and value not in LOSSES:
+            raise ValueError(f"loss is {value!r}; it must be one of {', '.join(LOSSES)}")
+        super().__setattr__(key, value)
 
     def build_mixer(self, layer_idx: int) -> nn.Module:
         """Make the sequence mixer of block `layer_idx`."""
@@ -506,11 +511,14 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
                 "per_token": `labels[t]` is the token after `input_ids[t]`. They are not shifted here. `loss` is `(B, T)`,
                 float32 in nats, not reduced, and `logits` is None, as they are never all held at once.
                 "causal_lm": `labels[t]` is the token `input_ids[t]`, shifted here. `loss` is the mean over the labels that
-                count, and `logits` are returned beside it.
+                count, and `logits` are returned beside it. Padding predicts nothing: after a 0 of `attention_mask` a label
+                does not count.
             logits_to_keep: compute logits of the last this many positions only, 0 for all; or the positions. Without labels.
             use_cache: default False with labels.
             num_items_in_batch: divide the summed loss by this instead of taking the mean, for "causal_lm": the labels that
-                count in all micro-batches of a step, as transformers' Trainer passes them.
+                count in all micro-batches of a step, as transformers' Trainer passes them. Trainer counts from the labels
+                alone, so with left padding the first token of a row too, unless its label is -100: the loss is then too
+                small by this factor, 1 in the length of a row, and its gradient's direction is right.
         """
         if use_cache is None and labels is not None:
             use_cache = False
@@ -538,6 +546,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
                 raise ValueError(
                     f"labels have shape {tuple(labels.shape)}; they must be {tuple(logits.shape[:2])}, one per token"
                 )
+            if attention_mask is not None:
+                labels = _ignore_after_padding(labels, attention_mask)
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
             )
@@ -566,7 +576,6 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         num_items_in_batch: int | Tensor | None,
     ) -> None:
         """Refuse what the convention for labels has no use for, and warn once of labels that look like the other's."""
-        _check_loss(self.config.loss)
         if self.config.loss == "causal_lm":
             if not isinstance(logits_to_keep, int) or logits_to_keep:
                 raise ValueError("logits_to_keep is given with labels; the loss needs all logits, leave it out")
@@ -609,9 +618,10 @@ def _has_rope(block: DecoderBlock) -> bool:
     return getattr(block.sequence_mixer, "use_rope", False)
 
 
-def _check_loss(loss: str) -> None:
-    if loss not in LOSSES:
-        raise ValueError(f"loss is {loss!r}; it must be one of {', '.join(LOSSES)}")
+def _ignore_after_padding(labels_BT: Tensor, attention_mask_BN: Tensor) -> Tensor:
+    """Labels without those that a position of padding would have to predict: in left padding a row's first token."""
+    follows_padding_BT = F.pad(attention_mask_BN[:, -labels_BT.shape[1] :][:, :-1] == 0, (1, 0))
+    return labels_BT.masked_fill(follows_padding_BT, -100)
 
 
 def _are_inputs(labels_BT: Tensor, input_ids_BT: Tensor) -> bool:

@@ -8,6 +8,7 @@ Axes: B batch, T new positions, E model width, H heads, K, V key and value chann
 C = H·K or H·V channels of all heads, W taps of a convolution (of past inputs W - 1).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from transformers import initialization as init
 
 from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
+from forgetting_transformer.model.field_ranges import KERNEL_MODES
 from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, zero_padding
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.norm import l2_norm
@@ -156,11 +158,12 @@ class DeltaNetConfig(SwiGLUDecoderConfig):
     Fields:
         expand_k, expand_v: width of all keys and of all values, relative to hidden_size.
 
-    Accepted so that published config.json files load, without effect: attn_mode, use_output_norm (the output is always
-    normalised), fuse_cross_entropy.
+    Accepted so that published config.json files load, without effect: use_output_norm (the output is always normalised), for
+    training with its default only; and attn_mode, fuse_cross_entropy, which choose among the authors' kernels.
     """
 
     model_type = "delta_net-project_fox"
+    neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {"use_output_norm": (True,), "attn_mode": KERNEL_MODES}
     rescale_down_proj: ClassVar[bool] = True
 
     attn_mode: str = "chunk"

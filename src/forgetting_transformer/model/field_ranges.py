@@ -11,6 +11,10 @@ _RATIO = Range(0, 1024, above=True)
 _EPSILON = Range(0, 1, above=True)
 #: Tokens. Far more than any text has makes gates that forget nothing.
 _DECAY_TIME = Range(0, 1e15, above=True)
+#: What the authors' code calls its kernels of DeltaNet and of HGRN2, which compute the same function.
+KERNEL_MODES = ("chunk", "fused_chunk", "fused_recurrent")
+#: As YAML and the command line have them.
+_SPELLED = {None: "null", True: "true", False: "false"}
 #: By field, whatever the architecture. A field of a user's own that is not here may be any finite number.
 RANGES = {
     "vocab_size": COUNT,
@@ -53,7 +57,7 @@ RANGES = {
 
 
 def check_fields(config_class: type, fields: Mapping[str, Any]) -> None:
-    """Holds `fields` to the types that `config_class` declares and to RANGES.
+    """Holds `fields` to the types that `config_class` declares, to RANGES and to its `neutral_values`.
 
     Raises:
         ValueError: naming the field, its value and what it must be.
@@ -63,6 +67,10 @@ def check_fields(config_class: type, fields: Mapping[str, Any]) -> None:
         # transformers' own fields have types that are text, and are not for users to set here.
         if name in hints and not isinstance(hints[name], str):
             check_field(name, value, hints[name])
+        neutral = config_class.neutral_values.get(name, (value,))
+        if value not in neutral:
+            spelled = " or ".join(_SPELLED.get(choice, str(choice)) for choice in neutral)
+            raise ValueError(f"{name} is {value!r}, which has no effect in {config_class.__name__}; it must be {spelled}")
 
 
 def check_field(name: str, value: Any, hint: Any) -> None:

@@ -8,6 +8,7 @@ Axes: B batch, T new positions, N past and new positions, H heads, D channels of
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -431,10 +432,16 @@ class ForgettingTransformerConfig(DecoderConfig):
         max_position_embeddings: no effect on the model; other tools read it as the training context length.
 
     Accepted so that published config.json files load, without effect: window_size, elementwise_affine (norms always
-    have weights), attention_bias (projections never have one), fuse_norm, fuse_cross_entropy.
+    have weights), attention_bias (projections never have one), all three for training with their defaults only; and
+    fuse_norm, fuse_cross_entropy, which choose among the authors' kernels.
     """
 
     model_type = "forgetting_transformer-project_fox"
+    neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "window_size": (None,),
+        "elementwise_affine": (True,),
+        "attention_bias": (False,),
+    }
 
     hidden_ratio: float | None = 4
     intermediate_size: int | None = None

@@ -9,6 +9,7 @@ Axes: B batch, T new positions, E model width, H heads, K = expand_ratio gates o
 L layers.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from transformers import initialization as init
 
 from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
+from forgetting_transformer.model.field_ranges import KERNEL_MODES
 from forgetting_transformer.model.layers import RMSNorm, zero_padding
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import gla, gla_flops_per_token
@@ -110,11 +112,17 @@ class HGRN2Config(SwiGLUDecoderConfig):
         apply_lower_bounds: use it. False agrees with the released checkpoints, which ignore it; True gives HGRN2 as
             published, whose forget gates in higher layers stay closer to 1.
 
-    Accepted so that published config.json files load, without effect: attn_mode, conv_size, elementwise_affine (norms
-    always have weights), fuse_cross_entropy.
+    Accepted so that published config.json files load, without effect: conv_size (there are no short convolutions),
+    elementwise_affine (norms always have weights), both for training with their defaults only; and attn_mode,
+    fuse_cross_entropy, which choose among the authors' kernels.
     """
 
     model_type = "hgrn2-project_fox"
+    neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {
+        "conv_size": (4,),
+        "elementwise_affine": (True,),
+        "attn_mode": KERNEL_MODES,
+    }
     rescale_down_proj: ClassVar[bool] = True
 
     attn_mode: str = "chunk"

@@ -9,6 +9,7 @@ each), W its taps (of past inputs W - 1).
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -164,10 +165,12 @@ class Mamba2Config(DecoderConfig):
         rescale_prenorm_residual: start `out_proj` smaller by sqrt(num_hidden_layers).
 
     Accepted so that published config.json files load, without effect: time_step_rank, residual_in_fp32 (the residual
-    stream has the dtype of the embedding's weights, float32 in training), chunk_size, fuse_cross_entropy.
+    stream has the dtype of the embedding's weights, float32 in training), both for training with their defaults only; and
+    chunk_size, fuse_cross_entropy, which choose among the authors' kernels.
     """
 
     model_type = "mamba2-project_fox"
+    neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {"time_step_rank": ("auto",), "residual_in_fp32": (True,)}
     mixer_norm_name: ClassVar[str] = "norm"
     mixer_name: ClassVar[str] = "mixer"
     final_norm_name: ClassVar[str] = "norm_f"

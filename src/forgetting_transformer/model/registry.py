@@ -10,6 +10,7 @@ import difflib
 from typing import Any, NamedTuple
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
@@ -57,21 +58,29 @@ def get(name: str) -> Architecture:
     return MODELS[name]
 
 
+def fields_of(config_class: type[DecoderConfig]) -> set[str]:
+    """The fields that an architecture's own classes declare, without those that transformers gives every configuration."""
+    declared, inherited = ({field.name for field in dataclasses.fields(c)} for c in (config_class, PreTrainedConfig))
+    return declared - inherited | set(config_class.attribute_map)
+
+
 def build_config(name: str, **fields: Any) -> DecoderConfig:
     """Build the configuration of architecture `name`.
 
     transformers' configs keep any keyword they are given; here a field the architecture does not have is an error, and so is
-    a value of a wrong type or out of its range.
+    a value of a wrong type or out of its range, and one that asks for what the architecture does not do (`neutral_values`).
 
     Raises:
         ValueError: naming the field, its value and the fix.
     """
     config_class = get(name).config_class
-    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    known = fields_of(config_class)
     for key in fields:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(sorted(known))}"
+            others = [other for other in model_names() if key in fields_of(MODELS[other].config_class)]
+            close = difflib.get_close_matches(key, known, n=1) if not others else []
+            hint = f", which is one of {', '.join(others)}" if others else ""
+            hint += f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(sorted(known))}"
             raise ValueError(f"{config_class.__name__} has no field {key!r}{hint}")
     check_fields(config_class, fields)
     return config_class(**fields)

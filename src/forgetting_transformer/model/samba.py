@@ -208,7 +208,8 @@ class SambaConfig(DecoderConfig):
         max_position_embeddings: no effect on the model; other tools read it as the training context length.
 
     Accepted so that published config.json files load, without effect: residual_in_fp32 (the residual stream has the dtype
-    of the embedding's weights, float32 in training), fuse_norm, fuse_cross_entropy.
+    of the embedding's weights, float32 in training, as in the authors' code, which reads neither value), fuse_norm and
+    fuse_cross_entropy, which choose among the authors' kernels.
     """
 
     model_type = "samba-project_fox"

@@ -8,6 +8,7 @@ Axes: B batch, T new positions, N past and new positions, H query heads, G key a
 E = H·D model width.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -152,10 +153,12 @@ class TransformerConfig(SwiGLUDecoderConfig):
     """Configuration of the Transformer. Fields of attention: see `AttentionLayer`; of the MLP: `SwiGLUDecoderConfig`.
 
     Accepted so that published config.json files load, without effect: elementwise_affine (norms always have weights),
-    attention_bias (projections never have one), fuse_norm, fuse_cross_entropy.
+    attention_bias (projections never have one), both for training with their defaults only; and fuse_norm,
+    fuse_cross_entropy, which choose among the authors' kernels.
     """
 
     model_type = "transformer-project_fox"
+    neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {"elementwise_affine": (True,), "attention_bias": (False,)}
 
     num_heads: int = 32
     num_kv_heads: int | None = None
