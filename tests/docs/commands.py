@@ -280,6 +280,8 @@ def check_torchrun(arguments: Sequence[str], partial: bool) -> None:
 
 def check_pip(arguments: Sequence[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    if any(argument.startswith("forgetting-transformer") for argument in arguments):
+        raise CommandError('this package is on no package index: pip install -e ".[…]" in a clone')
     for chosen in re.findall(r"\[(.*?)\]", " ".join(arguments)):
         if unknown := set(chosen.split(",")) - set(extras):
             raise CommandError(f"pyproject.toml has no extra {', '.join(unknown)}")

@@ -46,6 +46,7 @@ def test_the_commands_of_the_readme_are_found():
         ("--devices 4", "--device 4", "SystemExit"),
         ("--devices 4", "--devices 5", "datamodule.train_batch_size=32"),
         ("--main-port 1234", "--main-port abc", "'abc' is not a valid integer"),
+        ('-e ".[train,', '"forgetting-transformer[train,', "is on no package index: pip install -e"),
         ("=pro_760m_48b ", "=pro_760m_48 ", "pro_760m_48'"),
         ("+experiment/longcrawl64", "+experiment/longcrawl", "experiment/longcrawl/"),
         ("resume=true", "resme=true", "resme"),
