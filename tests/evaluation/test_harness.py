@@ -204,6 +204,28 @@ def test_scores_and_texts_are_those_of_lm_evals_own_backend(quickstart, model, a
                 assert mine == pytest.approx(their, rel=1e-4)
 
 
+@pytest.mark.parametrize("add_bos_token", [None, True])
+@pytest.mark.parametrize("text", ["", "the cat sat on the red mat ."])
+def test_lm_evals_own_backend_scores_bos_of_whole_texts_and_reads_them_behind_two(
+    quickstart, model, adapter, text, add_bos_token
+):
+    """What the documentation says of the difference: here BOS is read once, and not scored."""
+    from lm_eval.models.huggingface import HFLM
+
+    def score(*ids: int) -> torch.Tensor:
+        """Log-probability of each but the first."""
+        return log_probs(model, list(ids[:-1])).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    options = {} if add_bos_token is None else {"add_bos_token": add_bos_token}
+    theirs = HFLM(str(quickstart.hf), device="cpu", dtype="float32", batch_size=1, max_length=32, **options)
+    request = [instance("loglikelihood_rolling", text)]
+    (mine,), (their,) = (each.loglikelihood_rolling(request, disable_tqdm=True) for each in (adapter, theirs))
+    ids, of_bos = ids_of(model, text), score(0, 0).item()
+    assert of_bos < -1, "as far from 0 as the test needs"
+    assert mine == pytest.approx(score(0, *ids).sum().item() if ids else 0.0, rel=1e-4)
+    assert their == pytest.approx(of_bos + score(0, 0, *ids)[1:].sum().item(), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -99,6 +99,14 @@ def test_without_essays_pythons_documentation_is_the_haystack_and_that_is_said(e
     assert capsys.readouterr().err == ""
 
 
+def test_settings_of_a_start_that_had_no_room_stand_in_nobodys_way(quickstart, essays, tmp_path):
+    arguments = ["--model_path", quickstart.hf, "--haystack_dir", essays, "--save_dir", tmp_path, "--mode", "paper"]
+    for tokens in (5, 6):  # other settings
+        grid = ["--min_length", 30, "--max_length", 40, "--num_depths", 1, "--max_new_tokens", tokens]
+        done = run_script("eval/niah/run_niah.py", *arguments, *grid)
+        assert done.returncode == 1 and "a prompt of 30 tokens has no room for text" in done.stderr
+
+
 def test_the_command_in_the_papers_mode(quickstart, essays, tmp_path, monkeypatch):
     asked = []
 
