@@ -213,6 +213,10 @@ def error_of(*overrides: str) -> str:
             ["optimizer.learning_rate=1e-3"],
             "ConfigError: unknown config key 'optimizer.learning_rate'; did you mean 'optimizer.lr'?",
         ),
+        (["learning_rate=1e-3"], "ConfigError: unknown config key 'learning_rate'; did you mean 'optimizer.lr'?"),
+        (["lr=1e-3"], "ConfigError: unknown config key 'lr'; did you mean 'optimizer.lr'?"),
+        (["max_tokns=3"], "ConfigError: unknown config key 'max_tokns'; did you mean 'train.max_tokens'?"),
+        (["zzzzzz=3"], "ConfigError: unknown config key 'zzzzzz'"),
         (
             ["+experiment=fox_pro"],
             "ConfigError: there is no experiment=fox_pro; did you mean +experiment/demo=fox_pro?",

@@ -3,10 +3,12 @@
 import difflib
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.errors import CompactHydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer.official_names import GONE, MODEL_FIELDS, SCHEDULE
@@ -64,6 +66,8 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
         close = _why_gone(key) or closest(OTHER_NAMES.get(name, name), known, before=section + dot)
         close = close or closest(name, sorted(_OFFICIAL.get(section, ())), before=section + dot)
         close = close or closest(name, known, title)
+        if not close and not dot:
+            close = closest_key(key, list(_keys_below(OmegaConf.to_container(cause.parent_node))))
         if not close and section == "model.config":
             close = f"; a field that the model's YAML does not list is added with +{key}=…"
         return f"unknown config key {key!r}{close}"
@@ -77,6 +81,15 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
             return f"there is no {group}={option}{_in_groups_below(config_dirs, group, option)}"
     lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines()]
     return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line)) or type(error).__name__
+
+
+def _keys_below(sections: dict[Any, Any], before: str = "") -> Iterator[str]:
+    """Every key with its sections, as in "optimizer.lr"."""
+    for key, value in sections.items():
+        if isinstance(value, dict):
+            yield from _keys_below(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}"
 
 
 def _in_groups_below(config_dirs: Sequence[Path], group: str, option: str, only_close: bool = False) -> str:
