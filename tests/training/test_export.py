@@ -456,6 +456,8 @@ def test_what_was_trained_further_in_an_export_is_not_overwritten(tiny, tmp_path
     with pytest.raises(ExportError, match=f"{folder}/{name} has changed since it was exported"):
         export(run, folder, tokenizer=tokenizer)
     assert (folder / name).read_bytes() == changed_file
+    (folder / name).rename(tmp_path / name)  # as the message says
+    assert str(folder) in export(run, folder, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("wrong", ["no/such/folder", "damaged"])

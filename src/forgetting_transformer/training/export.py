@@ -198,8 +198,8 @@ def _check_ours(folder: Path, names: set[str]) -> dict[str, str | None]:
     for name in sorted(present):
         if own[name] is not None and (folder / name).is_file() and _sha256(folder / name) != own[name]:
             raise ExportError(
-                f"{folder}/{name} has changed since it was exported, and an export would overwrite it; choose another "
-                "--hf_save_dir, or delete the folder"
+                f"{folder}/{name} has changed since it was exported, and an export would overwrite it; move it away, or choose "
+                "another --hf_save_dir"
             )
     return own
 
