@@ -111,7 +111,7 @@ def test_after_so_many_in_a_row_the_run_stops_saved_and_says_where_to_look(tiny,
 def test_a_run_that_skipped_steps_resumes_bitwise(tiny, tmp_path):
     """With the spike rule on: what it compares with comes back from the checkpoint too."""
     patch = "from forgetting_transformer.training import step_guard; step_guard.WINDOW = 4\n"
-    patch += POISON.format(batches=[2, 7, 8, 13], rank=0, value="nan")
+    patch += POISON.format(batches=[2, 4, 5, 8, 13], rank=0, value="nan")
     tiny = single(changed(tiny, train__spike_factor=1.1, train__max_bad_steps=19))
     straight = changed(tiny, output_dir=str(tmp_path / "straight"))
     stopped = patch + SIGNAL_IN_STEP_SIX.format(name="SIGTERM", rank=0)  # two updates in a row left out by then
@@ -120,7 +120,7 @@ def test_a_run_that_skipped_steps_resumes_bitwise(tiny, tmp_path):
         assert job.wait() == [0], job.errors()
     left_out = [line["bad_step/batch"] for line in bad_steps(tiny)]
     assert left_out == [line["bad_step/batch"] for line in bad_steps(straight)]
-    assert {2, 5, 7, 8, 13} <= set(left_out), "the spike rule acted too"
+    assert {2, 4, 5, 8, 13} < set(left_out), "the spike rule acted too"
     ours, theirs = (checkpoint_tensors(config["output_dir"], 20 * STEP) for config in (tiny, straight))
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert losses(tiny["output_dir"]) == losses(straight["output_dir"])

@@ -25,7 +25,8 @@ def step(self, batch):
         tensor = {tensor}
         with torch.no_grad():
             flat = tensor.view(-1).view(torch.int32)
-            flat[5] ^= 1 << 12  # one bit, which the roundings of the next step cannot swallow
+            # One bit: of a weight one that the roundings of the next step cannot swallow, of a moment one too small for a weight.
+            flat[5] ^= 1 << (12 if tensor is parameter else 0)
     return result
 trainer.Trainer.step = step
 """
