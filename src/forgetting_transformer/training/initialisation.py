@@ -29,7 +29,7 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
     is seeded too.
     """
     torch.manual_seed(seed)
-    # A core of its own for whoever calls: kernels are tested meanwhile.
+    # One core is left to the caller, which tests kernels meanwhile.
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as cores, _ByName(model, seed, cores):
         model.initialize_weights()
 
