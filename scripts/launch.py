@@ -24,7 +24,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from forgetting_transformer import console, elastic
+from forgetting_transformer import console, elastic, gpus
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
@@ -42,11 +42,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return parser.parse_known_args(arguments)
 
 
-def processes(args: argparse.Namespace, gpus: int) -> int:
+def processes(args: argparse.Namespace, here: int) -> int:
     """How many processes this machine runs, a GPU each.
 
     Args:
-        gpus: how many this machine has.
+        here: how many GPUs this machine has.
 
     Raises:
         ValueError: --devices is nothing of the kind, or names GPUs that are not here.
@@ -55,18 +55,14 @@ def processes(args: argparse.Namespace, gpus: int) -> int:
         raise ValueError(f"--devices={args.devices} must be a number of GPUs from 1 on, a list of them such as 0,1, or auto")
     is_list = "," in args.devices
     if args.devices in ("auto", "-1"):
-        asked = range(1 if args.accelerator == "cpu" else max(1, gpus))
+        asked = range(1 if args.accelerator == "cpu" else max(1, here))
     elif is_list:
         asked = [int(number) for number in args.devices.split(",") if number]
     else:
         asked = range(int(args.devices))
     # Without any GPU the ranks say what is missing; processes on a CPU may be as many as one likes.
-    if gpus and args.accelerator != "cpu" and max(asked) >= gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        raise ValueError(
-            f"--devices={args.devices}, but this machine has {gpus} GPU{'s' * (gpus != 1)}: ask for as many, or look at "
-            f"CUDA_VISIBLE_DEVICES={visible}"
-        )
+    if here and args.accelerator != "cpu" and (problem := gpus.too_few(f"--devices={args.devices}", max(asked), here)):
+        raise ValueError(problem)
     return len(asked)
 
 

@@ -55,7 +55,7 @@ def main() -> None:
     import transformers
 
     from forgetting_transformer.evaluation import harness_tables, official, tables
-    from forgetting_transformer.evaluation.models import EvaluationError, load_model
+    from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
 
     try:
@@ -65,14 +65,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     try:
         workers = start_workers(official.device_of(args.device, args.device_id))
-        model = load_model(
-            args.model_path,
-            name=args.model,
-            step=args.step,
-            tokenizer=args.tokenizer,
-            device=workers.device,
-            precision=args.precision,
-        )
+        model = load_chosen(args, workers.device)
         if args.max_len is None and model.train_length is None:
             raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_len")
         folder = args.save_dir / model.name

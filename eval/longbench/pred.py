@@ -54,21 +54,14 @@ def main() -> None:
     import transformers
 
     from forgetting_transformer.evaluation import longbench, longbench_files
-    from forgetting_transformer.evaluation.models import EvaluationError, load_model
+    from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
 
     transformers.utils.logging.disable_progress_bar()
     try:
         sets, folder = longbench.choose_sets(args.sets, args.e), longbench_files.folder_of(args.model, args.e)
         workers = start_workers(args.device)
-        model = load_model(
-            args.model_path,
-            name=args.model,
-            step=args.step,
-            tokenizer=args.tokenizer,
-            device=workers.device,
-            precision=args.precision,
-        )
+        model = load_chosen(args, workers.device)
         longbench_files.answer_sets(
             model,
             folder,

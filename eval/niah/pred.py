@@ -41,7 +41,7 @@ def main() -> None:
     import transformers
 
     from forgetting_transformer.evaluation import niah_files, official
-    from forgetting_transformer.evaluation.models import EvaluationError, load_model
+    from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
 
     transformers.utils.logging.disable_progress_bar()
@@ -50,14 +50,7 @@ def main() -> None:
         folders = niah_files.read_yaml(config)
         prompts = Path(folders["prompt_dir"]) / niah_files.one_folder("--exp", args.exp)
         workers = start_workers(official.device_of(args.device, args.device_id))
-        model = load_model(
-            args.model_path,
-            name=args.model,
-            step=args.step,
-            tokenizer=args.tokenizer,
-            device=workers.device,
-            precision=args.precision,
-        )
+        model = load_chosen(args, workers.device)
         folder = Path(folders["save_dir"]) / args.exp / model.name
         count = niah_files.answer_prompts(
             model, prompts, folder, workers, max_new_tokens=args.max_new_tokens, precision=args.precision

@@ -104,19 +104,11 @@ def run(args: argparse.Namespace) -> None:
 
     from forgetting_transformer.evaluation import niah, niah_paper
     from forgetting_transformer.evaluation.generation import write_json
-    from forgetting_transformer.evaluation.models import load_model
+    from forgetting_transformer.evaluation.models import load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
 
     workers = start_workers(args.device)
-    model = load_model(
-        args.model_path,
-        name=args.model,
-        step=args.step,
-        tokenizer=args.tokenizer,
-        train_length=args.train_len,
-        device=workers.device,
-        precision=args.precision,
-    )
+    model = load_chosen(args, workers.device, train_length=args.train_len)
     chosen = {key: getattr(args, key) for key in ("question", "statement", "answer")}
     needle = niah.Needle(**{key: value for key, value in chosen.items() if value is not None})
     lengths = [round(float(x)) for x in np.linspace(args.min_length, args.max_length, args.num_lengths)]

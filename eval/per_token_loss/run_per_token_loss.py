@@ -93,7 +93,7 @@ def main() -> None:
 
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation import per_token_loss
-    from forgetting_transformer.evaluation.models import EvaluationError, load_model
+    from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
 
     transformers.utils.logging.disable_progress_bar()
@@ -107,14 +107,7 @@ def main() -> None:
             at_most=per_token_loss.PAPER_TOKENS if args.eval_tokens is None else None,
         )
         workers = start_workers(args.device)
-        model = load_model(
-            args.model_path,
-            name=args.model,
-            step=args.step,
-            train_length=args.train_len,
-            device=workers.device,
-            precision=args.precision,
-        )
+        model = load_chosen(args, workers.device, train_length=args.train_len)
         if args.preset == "extrapolation":
             per_token_loss.check_extrapolates(model, data)
         folder = args.save_dir / model.name

@@ -26,7 +26,7 @@ import launch  # noqa: E402
 )
 def test_what_the_launcher_adds(arguments, standalone, threads):
     args, _ = launch.parse(arguments)
-    added = launch.environment(args, launch.processes(args, gpus=0), cores=16)
+    added = launch.environment(args, launch.processes(args, here=0), cores=16)
     assert ("PET_STANDALONE" in added) == standalone
     assert added["OMP_NUM_THREADS"] == threads
     assert "SIGUSR1" in added["PET_SIGNALS_TO_HANDLE"].split(",")
@@ -57,7 +57,7 @@ def test_a_process_for_each_device(devices, accelerator, gpus, count):
 def test_more_gpus_than_there_are_is_one_line(devices):
     args, _ = launch.parse(["--devices", devices])
     with pytest.raises(ValueError, match=f"^--devices={devices}, but this machine has 2 GPUs"):
-        launch.processes(args, gpus=2)
+        launch.processes(args, here=2)
 
 
 def test_ranks_find_what_fabric_run_leaves_for_them(monkeypatch):

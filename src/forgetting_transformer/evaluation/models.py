@@ -6,6 +6,7 @@ and no code that comes with a model is run.
 Axes: B batch, T positions, V vocabulary, d hidden width.
 """
 
+import argparse
 import contextlib
 import hashlib
 import logging
@@ -85,6 +86,26 @@ class EvaluatedModel:
                 "with --tokenizer FOLDER_OR_HUB_ID, or export the run with `save_model.py --tokenizer …`"
             )
         return self.tokenizer
+
+
+def load_chosen(args: argparse.Namespace, device: torch.device, **options: Any) -> EvaluatedModel:
+    """The model that the options of an evaluation's script name: --model_path, --model, --step, --tokenizer, --precision.
+
+    Args:
+        options: further arguments of `load_model`.
+
+    Raises:
+        EvaluationError: as `load_model`.
+    """
+    return load_model(
+        args.model_path,
+        name=args.model,
+        step=args.step,
+        tokenizer=getattr(args, "tokenizer", None),
+        device=device,
+        precision=args.precision,
+        **options,
+    )
 
 
 def load_model(

@@ -165,7 +165,7 @@ def write_prompts(config: PromptConfig, exp: str, tokenizer: Any, folder: Path |
         "depths": config.depths,
         "tokenizer": config.tokenizer,
         "vocabulary": _digest(sorted(tokenizer.get_vocab().items())),
-        "haystack": _digest(text),
+        "haystack": haystack.digest,
     }
     check_settings(target, settings, cure)
     for length in config.lengths:

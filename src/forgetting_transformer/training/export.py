@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import GenerationConfig, PreTrainedModel
 
 from forgetting_transformer.command_line import one_line
+from forgetting_transformer.data.checksums import sha256_of
 from forgetting_transformer.model import registry
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, load_tokenizer
 from forgetting_transformer.training import official_checkpoint
@@ -104,7 +104,7 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
                     shutil.copyfile(Path(prepared) / name, save_folder / name)
             written = _model_files(save_folder) | {"generation_config.json"} | beside
             kept = {name: digest for name, digest in own.items() if os.path.lexists(save_folder / name)}
-            _mark(save_folder, origin | {"files": kept | {name: _sha256(save_folder / name) for name in written}})
+            _mark(save_folder, origin | {"files": kept | {name: sha256_of(save_folder / name) for name in written}})
     except (FileExistsError, NotADirectoryError) as error:
         raise ExportError(f"{save_folder} is a file, or lies under one; choose another --hf_save_dir") from error
     except (OSError, SafetensorError) as error:
@@ -168,11 +168,6 @@ def _read_mark(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 def _check_ours(folder: Path, names: set[str]) -> dict[str, str | None]:
     """What earlier exports may have written there: names, each with its SHA-256 or None where that was not recorded.
 
@@ -196,7 +191,7 @@ def _check_ours(folder: Path, names: set[str]) -> dict[str, str | None]:
             what = f"{folder}/{strangers[0]} is not from an export, and an export would overwrite it"
         raise ExportError(f"{what}; choose another --hf_save_dir")
     for name in sorted(present):
-        if own[name] is not None and (folder / name).is_file() and _sha256(folder / name) != own[name]:
+        if own[name] is not None and (folder / name).is_file() and sha256_of(folder / name) != own[name]:
             raise ExportError(
                 f"{folder}/{name} has changed since it was exported, and an export would overwrite it; move it away, or choose "
                 "another --hf_save_dir"

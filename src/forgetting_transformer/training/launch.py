@@ -89,11 +89,8 @@ def _check_gpus(config: Config) -> None:
         here, wanted = torch.cuda.device_count(), devices if isinstance(devices, list) else str(devices)
         if isinstance(wanted, str):
             wanted = list(range(int(wanted))) if wanted.isdigit() else []
-        if max(map(int, wanted), default=-1) >= here:
-            raise ConfigError(
-                f"fabric.devices={devices}, but this machine has {here} GPU{'s' * (here != 1)}: ask for as many, or look "
-                f"at CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
-            )
+        if problem := gpus.too_few(f"fabric.devices={devices}", max(map(int, wanted), default=-1), here):
+            raise ConfigError(problem)
 
 
 def _expected_world_size(config: Config, under_cli: bool) -> int:
