@@ -3,8 +3,9 @@
 
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo
 
-exported_from.json says which checkpoint it was, and which files the export wrote. An earlier export is replaced; files of somebody else, or
-ones that were changed since, are not: such a folder is refused. So is the folder of a run or of a corpus.
+exported_from.json says which checkpoint it was, and which files the export wrote. An earlier export is replaced; files
+of somebody else, or ones that were changed since, are not: such a folder is refused. So is the folder of a run or of a
+corpus.
 
 Load it anywhere with
 

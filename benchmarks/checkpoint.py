@@ -1,13 +1,16 @@
 #!/usr/bin/env python
 """Measures what a checkpoint costs training: how long it waits, and how much slower its steps are while one is written.
 
-    python benchmarks/checkpoint.py                                   # FoX (Pro) 760M on one GPU, into a temporary folder
+    python benchmarks/checkpoint.py                                   # FoX (Pro) 760M on one GPU, into a temporary
+                                                                      folder
     python benchmarks/checkpoint.py --folder /scratch/x --saves 5     # on the file system that a run would use
     python benchmarks/checkpoint.py --experiment demo/fox_pro --device cpu --seq-len 128
 
-Takes real steps on random tokens. Prints a line of JSON for the reserving of memory (`reserve_seconds`) and one per save:
-`copy_seconds` the loop waited, `write_seconds` in the background, and the median step in between. Every byte is written and
-flushed: the folder needs room for two checkpoints. --out keeps each line when it is measured (record.py). The lines of one
+Takes real steps on random tokens. Prints a line of JSON for the reserving of memory (`reserve_seconds`) and one per
+save: `copy_seconds` the loop waited, `write_seconds` in the background, and the median step in between. Every byte is
+written and
+flushed: the folder needs room for two checkpoints. --out keeps each line when it is measured (record.py). The lines of
+    one
 process belong together, so that a start that was stopped is measured again from its first line.
 """
 

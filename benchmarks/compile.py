@@ -5,7 +5,8 @@
     python benchmarks/compile.py --experiments hgrn2/760m_16b mamba2/760m_16b --steps 20
     python benchmarks/compile.py --device cpu --steps 2            # to see what it does; nothing is timed on a CPU
 
-A row is an experiment as benchmarks/training.py measures it, compiled, in a process of its own that begins with empty caches:
+A row is an experiment as benchmarks/training.py measures it, compiled, in a process of its own that begins with empty
+caches:
 
 timed          PyTorch's default: launch configurations of reductions, and padding of matrix products, win by time
 by rule        what runs use (ops/compiling.py)

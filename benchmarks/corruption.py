@@ -5,9 +5,9 @@
     python benchmarks/corruption.py --experiment longcrawl64/forgetting_transformer/pro_125m_2b --steps 50
     python benchmarks/corruption.py --experiment demo/fox_pro --device cpu --seq-len 128
 
-Takes real steps on random tokens, one sequence each, which is the shortest step that a run can have: `share` is the largest
-part of the time of a run that digests can take at the default of compare_steps. What is left out is gathering the digests
-of the ranks, a few kilobytes. Prints one line of JSON; --out keeps it (record.py).
+Takes real steps on random tokens, one sequence each, which is the shortest step that a run can have: `share` is the
+largest part of the time of a run that digests can take at the default of compare_steps. What is left out is gathering
+the digests of the ranks, a few kilobytes. Prints one line of JSON; --out keeps it (record.py).
 """
 
 import argparse

@@ -5,10 +5,10 @@
 
 Makes an array with LongCrawl64's chunks (2048 documents × 2048 tokens, Blosc lz4) of random tokens that compress about
 as well as text, and reads all of it as rank 0 of a training run would, without training. "plain zarr" is
-`array[documents, tokens]` per batch in the same kind of loader: what a reader without kept chunks does. Prints a row of a
-Markdown table when it is measured, and keeps it in --out (record.py): stopped and started again with the same --out, it
-measures what is missing. The decode factor is bytes decoded per byte used; CPU is that of all processes. The clock runs
-from the first batch to the last.
+`array[documents, tokens]` per batch in the same kind of loader: what a reader without kept chunks does. Prints a row of
+a Markdown table when it is measured, and keeps it in --out (record.py): stopped and started again with the same --out,
+it measures what is missing. The decode factor is bytes decoded per byte used; CPU is that of all processes. The clock
+runs from the first batch to the last.
 """
 
 import argparse
@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(describe_row(row), flush=True)
     rank = "" if args.world_size == 1 else f", the share of one of {args.world_size} ranks"
     print(
-        f"\n{args.documents:,} x {args.doc_len:,} tokens stored in {stored:.0%} of their size, batches of {args.batch_size} x "
-        f"{args.seq_len:,}{rank}; median of {args.repeats} passes."
+        f"\n{args.documents:,} x {args.doc_len:,} tokens stored in {stored:.0%} of their size, batches of "
+        f"{args.batch_size} x {args.seq_len:,}{rank}; median of {args.repeats} passes."
     )
     return 0
 

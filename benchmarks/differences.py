@@ -3,15 +3,16 @@
 
     python benchmarks/differences.py --out benchmarks/results/differences.json
 
-    reduction   gradients of four ranks added in bf16, as the authors' FSDP does, or in fp32; and the loss of models trained so
+    reduction   gradients of four ranks added in bf16, as the authors' FSDP does, or in fp32; and the loss of models
+                trained so
     seeds       the same model from other initial weights, the yardstick for differences of losses
     rotary      attention scores with rotary tables in bf16 or fp32, against float64
     pruning     what pruning at e^-10 takes from the weights of a row of attention
     cumsum      the decay between positions 16 apart, from running sums over the whole sequence in fp32
     fixed gate  the decay time of a constant forget gate whose bias is rounded to bf16
 
-Models are FoX (Pro) with two layers of width 64, trained in fp32 on sequences in which the next token depends on the last. Prints a line
-of JSON per row; --out keeps them (record.py).
+Models are FoX (Pro) with two layers of width 64, trained in fp32 on sequences in which the next token depends on the
+last. Prints a line of JSON per row; --out keeps them (record.py).
 """
 
 import argparse
@@ -49,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     rows = [record.row({"what": "reduction"}, lambda: reduction(args.steps))]
     rows += [record.row({"what": "seeds"}, lambda: seeds(args.steps))]
-    rows += [record.row({"what": "rotary", "head_dim": dim}, lambda dim=dim: rotary(args.length, dim)) for dim in (64, 128)]
+    rows += [
+        record.row({"what": "rotary", "head_dim": dim}, lambda dim=dim: rotary(args.length, dim)) for dim in (64, 128)
+    ]
     rows += [record.row({"what": "pruning"}, pruning)]
     rows += [record.row({"what": "cumsum", "length": n}, lambda n=n: cumsum(n)) for n in (args.length, 4 * args.length)]
     rows += [record.row({"what": "fixed gate"}, fixed_gate)]
@@ -65,7 +68,12 @@ def trained(steps: int, seed: int, low_precision: bool) -> tuple[list[float], li
     from forgetting_transformer.model import registry
 
     parts = ("qk_norm", "use_output_gate", "use_output_norm", "use_k_shift", "use_v_shift")
-    fields = dict.fromkeys(parts, True) | {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": VOCAB}
+    fields = dict.fromkeys(parts, True) | {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "vocab_size": VOCAB,
+    }
     torch.manual_seed(seed)
     model = registry.get("forgetting_transformer").lm_class(registry.build_config("forgetting_transformer", **fields))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)

@@ -8,8 +8,8 @@ A file of results, which --out names, is JSON; scripts/pages.py makes the tables
     settings      every option of the command
     rows          one object per measurement, in the order they were made
 
-The same command with the same --out measures what the file lacks. Another command, another commit, other packages and other
-hardware are refused, so that no file mixes them; --replace measures everything again.
+The same command with the same --out measures what the file lacks. Another command, another commit, other packages and
+other hardware are refused, so that no file mixes them; --replace measures everything again.
 """
 
 import argparse

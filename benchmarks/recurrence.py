@@ -4,13 +4,13 @@
     python benchmarks/recurrence.py                  # the head dimensions of the 760M models, about a minute
     python benchmarks/recurrence.py --ops gla --length 4096 --out results.json
 
-`forward ms` and `backward ms` are medians of --repeats runs measured with device events, bf16, one sequence. `error` is the
-largest of ‖x - reference‖ / ‖reference‖ over the output and the gradients, against float64, of the self-test that training makes
-before its first step. `backend` is what ran: on Hopper GPUs FLA's kernels have one fixed launch configuration each
-(ops/recurrence/fla_on_hopper.py), elsewhere FLA tunes them in the first call, which takes minutes.
+`forward ms` and `backward ms` are medians of --repeats runs measured with device events, bf16, one sequence. `error` is
+the largest of ‖x - reference‖ / ‖reference‖ over the output and the gradients, against float64, of the self-test that
+training makes before its first step. `backend` is what ran: on Hopper GPUs FLA's kernels have one fixed launch
+configuration each (ops/recurrence/fla_on_hopper.py), elsewhere FLA tunes them in the first call, which takes minutes.
 
-A row is printed when it is measured, and kept in --out (record.py): stopped and started again with the same --out, it measures
-what is missing.
+A row is printed when it is measured, and kept in --out (record.py): stopped and started again with the same --out, it
+measures what is missing.
 """
 
 import argparse
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(describe_row(record.row(case, functools.partial(measure, op, backend, args))), flush=True)
     versions = record.environment["versions"]
     print(
-        f"\n{device_name(record.environment)}, torch {versions['torch']}, Triton {versions['triton']}, T = {args.length:,}."
+        f"\n{device_name(record.environment)}, torch {versions['torch']}, Triton {versions['triton']}, T = "
+        f"{args.length:,}."
     )
     return 0
 

@@ -5,15 +5,15 @@
     python benchmarks/start.py --devices 2 --experiments forgetting_transformer/pro_760m_48b hgrn2/760m_16b
     python benchmarks/start.py --experiments demo/fox_pro --devices 1 --accelerator cpu
 
-Starts train.py (`fabric run train.py` or scripts/launch.py on several devices) as a user would, on random tokens and for one step: first with
-no compiled code in any cache, then with what that start left there. It reports seconds:
+Starts train.py (`fabric run train.py` or scripts/launch.py on several devices) as a user would, on random tokens and
+for one step: first with no compiled code in any cache, then with what that start left there. It reports seconds:
 
 first line   from the command to the first line with a loss
 launcher     of these, what passed before the process of rank 0 began: `fabric run` imports PyTorch too
 stages       from there on, as the run logs them (docs/reliability.md)
 
-Everything is written to a temporary folder, which needs room for two checkpoints. --out keeps each row when it is measured
-(record.py).
+Everything is written to a temporary folder, which needs room for two checkpoints. --out keeps each row when it is
+measured (record.py).
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Files of results (record.py) as tables and numbers of the documentation. scripts/pages.py puts them into pages.
 
-A table takes all files whose names match its pattern in benchmarks/results, so that a new file replaces an old one by its name,
-or adds a column or rows, for another Triton for example.
+A table takes all files whose names match its pattern in benchmarks/results, so that a new file replaces an old one by
+its name, or adds a column or rows, for another Triton for example.
 """
 
 import json
@@ -225,7 +225,8 @@ def starts(results: Results) -> str:
             devices = str(file["settings"]["devices"])
             rows.append([name_of(row["experiment"]), devices, row["caches"], *(f"{seconds:.1f}" for seconds in parts)])
     return table(
-        ["model", "GPUs", "caches", "first loss after s", "launcher", "imports", "self-test and model", "first step"], rows
+        ["model", "GPUs", "caches", "first loss after s", "launcher", "imports", "self-test and model", "first step"],
+        rows,
     )
 
 

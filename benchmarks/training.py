@@ -5,14 +5,14 @@
     python benchmarks/training.py --experiments mamba2/760m_16b transformer/llama_760m_16b --out results.json
     python benchmarks/training.py --experiments forgetting_transformer/pro_760m_16b \\
         --overrides model.config.log_pruning_tolerance=null          # FoX with its pruning off
-    python benchmarks/training.py --experiments output/run           # a run: its config, trained weights and held-out tokens
-    python benchmarks/training.py --experiments output/run --overrides model.config.log_pruning_tolerance=null
+    python benchmarks/training.py --experiments output/run           # a run: its config, trained weights and held-out
+    tokens python benchmarks/training.py --experiments output/run --overrides model.config.log_pruning_tolerance=null
 
 A step is forward and backward of one micro-batch of random tokens on one device, with --optimizer_step also gradient
 clipping and AdamW. Each experiment runs in a process of its own, first with activation checkpointing, then without.
-Prints a row of a Markdown table when it is measured, and --out keeps all there is to know of it as JSON (record.py): stopped
-and started again with the same --out, it measures what is missing. Running out of memory or of time is a result, not an
-error; anything else that goes wrong is in the table too, and the exit code is 1.
+Prints a row of a Markdown table when it is measured, and --out keeps all there is to know of it as JSON (record.py):
+stopped and started again with the same --out, it measures what is missing. Running out of memory or of time is a
+result, not an error; anything else that goes wrong is in the table too, and the exit code is 1.
 
 Defaults on a GPU: the 760M models, 16,384 tokens, bf16 autocast. On a CPU, so that it can be tried: the demo models,
 512 tokens, fp32.
@@ -27,8 +27,8 @@ first step   seconds of the first step of a process, which compiles and tunes ke
 cold start   seconds from the start of the process to the end of its first step: imports, building the model, and that
              step. Kernels that earlier runs left in the disk caches are found there; --empty_kernel_cache hides them
 
-Weights are those of initialisation, where forget gates are near 1/2 and pruning skips most, unless --experiments names the
-output_dir of a run.
+Weights are those of initialisation, where forget gates are near 1/2 and pruning skips most, unless --experiments names
+the output_dir of a run.
 """
 
 import argparse
@@ -388,8 +388,9 @@ def footer(result: dict[str, Any]) -> str:
     chosen = result["settings"]
     step = "forward, backward, clipping, AdamW" if chosen["optimizer_step"] else "forward and backward"
     return (
-        f"\n{device_name(result['environment'])}, {chosen['precision']}, {chosen['batch_size']} x {chosen['seq_len']:,} "
-        f"tokens a step; a step is {step}. MFU: causal-exact model FLOPs, recomputation not counted, pruned attention as if "
+        f"\n{device_name(result['environment'])}, {chosen['precision']}, {chosen['batch_size']} x "
+        f"{chosen['seq_len']:,} tokens a step; a step is {step}. MFU: causal-exact model FLOPs, recomputation not "
+        f"counted, pruned attention as if "
         "full, over dense peak."
     )
 

@@ -1,34 +1,37 @@
 #!/usr/bin/env python
 """Measures what a user gets: training through train.py, started as the README starts it, and steps with the weights it trained.
 
-    python benchmarks/whole_run.py                               # FoX (Pro) 125M, 44M tokens, one GPU, about five minutes
+    python benchmarks/whole_run.py                               # FoX (Pro) 125M, 44M tokens, one GPU, about five
+                                                                 minutes
     python benchmarks/whole_run.py --experiments transformer/llama_125m_2b --tokens 20000000 --devices 4
     python benchmarks/whole_run.py --data_dir data --dataset longcrawl64          # a corpus that is there
-    python benchmarks/whole_run.py --experiments demo/fox_pro --data_dir quickstart/data   # on a CPU, to see what it does
+    python benchmarks/whole_run.py --experiments demo/fox_pro --data_dir quickstart/data   # on a CPU, to see what it
+    does
 
 Parts, each a row of the table and of --out (record.py) as soon as it is measured:
 
   train            `fabric run train.py` for --tokens tokens of the experiment as it is, at its own learning rate
   train_unpruned   the same with pruning off, for --unpruned_tokens (only models that prune)
-  step             forward, backward, clipping and AdamW of one micro-batch of held-out text, with the weights that `train`
-                   left (benchmarks/training.py --optimizer_step)
+  step             forward, backward, clipping and AdamW of one micro-batch of held-out text, with the weights that
+                   `train` left (benchmarks/training.py --optimizer_step)
   step_unpruned    the same with pruning off
 
-train.py is told where its folders are, when to stop, to keep the experiment's learning rates although it stops, and to log
-twenty times. Speeds come from the run's metrics/jsonlines/throughput.jsonl:
+train.py is told where its folders are, when to stop, to keep the experiment's learning rates although it stops, and to
+log twenty times. Speeds come from the run's metrics/jsonlines/throughput.jsonl:
 
 tokens/s      from the first of these lines to the last, everything included that happens between two steps
 at the end    the same over the last quarter of the steps, when weights have been trained most
 MFU           as train.py logged it last
-first loss    seconds from the start of the command to the first loss it logged; kernels that earlier runs left in the caches of
-              Triton and PyTorch are found there
+first loss    seconds from the start of the command to the first loss it logged; kernels that earlier runs left in the
+              caches of Triton and PyTorch are found there
 
---out also keeps losses, the lines of the log that name backends, compilation and the first step, and the share of wall time by what
-it went into.
+--out also keeps losses, the lines of the log that name backends, compilation and the first step, and the share of wall
+time by what it went into.
 
-Without --data_dir a corpus is made of the Python sources of this machine; if it has fewer tokens than a run, it is read again.
-Stopped and started again with the same --out and --folder, this measures the parts that are missing, each from its start: what
-an unfinished run left is moved to previous/ in its folder.
+Without --data_dir a corpus is made of the Python sources of this machine; if it has fewer tokens than a run, it is read
+again. Stopped and started again with the same --out and --folder, this measures the parts that are missing, each from
+its
+start: what an unfinished run left is moved to previous/ in its folder.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """Continue a prompt with a trained model.
 
-    python scripts/generate.py output/demo --prompt "import os"                     # a run's output_dir, its newest checkpoint
-    python scripts/generate.py output/hf/demo --temperature 0.8 --top_p 0.95 --samples 3
-    python scripts/generate.py FOLDER --prompt - < text.txt                         # the prompt from standard input
+    python scripts/generate.py output/demo --prompt "import os"                     # a run's output_dir, its newest
+    checkpoint python scripts/generate.py output/hf/demo --temperature 0.8 --top_p 0.95 --samples 3 python
+    scripts/generate.py FOLDER --prompt - < text.txt                         # the prompt from standard input
 
-Without --temperature the likeliest token is taken each time. One continuation is shown as it is written; several are written
-together and shown one after the other.
+Without --temperature the likeliest token is taken each time. One continuation is shown as it is written; several are
+written together and shown one after the other.
 """
 
 import argparse

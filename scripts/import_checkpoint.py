@@ -2,12 +2,14 @@
 """Makes a run of this project from a training checkpoint of the authors' code, to be continued here.
 
     python scripts/import_checkpoint.py OFFICIAL_DIR OUTPUT_DIR
-    fabric run train.py --devices 4 +experiment/… output_dir=OUTPUT_DIR data_dir=… model.config.log_pruning_tolerance=null
+    fabric run train.py --devices 4 +experiment/… output_dir=OUTPUT_DIR data_dir=…
+    model.config.log_pruning_tolerance=null
 
-OFFICIAL_DIR is the output_dir of the authors' train.py: config.yaml, and checkpoints/step-*.pt with a .pt.done beside it. OUTPUT_DIR
-gets the weights, AdamW's moments, the counters and the sums of loss by position; the position in the data and the learning rate follow
-from the counters. Nothing in OFFICIAL_DIR is changed, and no code that its files name is run. It takes memory for the weights (4 bytes per
-parameter) and room on the disk for 12. The run goes on with the same numbers up to rounding, not bitwise (docs/differences.md).
+OFFICIAL_DIR is the output_dir of the authors' train.py: config.yaml, and checkpoints/step-*.pt with a .pt.done beside
+it. OUTPUT_DIR gets the weights, AdamW's moments, the counters and the sums of loss by position; the position in the
+data and the learning rate follow from the counters. Nothing in OFFICIAL_DIR is changed, and no code that its files name
+is run. It takes memory for the weights (4 bytes per parameter) and room on the disk for 12. The run goes on with the
+same numbers up to rounding, not bitwise (docs/differences.md).
 
 To export such a checkpoint no import is needed: save_model.py --hf_load_dir=OFFICIAL_DIR.
 """
@@ -45,7 +47,9 @@ def main() -> None:
         sys.exit(f"{type(error).__name__}: {error}")
     print(f"{written.path} holds the run at {written.step:,} of {config.train.max_tokens:,} tokens")
     print(f"continue it with the run's own command and output_dir={arguments.output_dir}", end="")
-    unpruned = config.model.config.get("fgate_type") != "none" and config.model.config.get("log_pruning_tolerance", 0) is None
+    unpruned = (
+        config.model.config.get("fgate_type") != "none" and config.model.config.get("log_pruning_tolerance", 0) is None
+    )
     print(" model.config.log_pruning_tolerance=null, as it was trained" if unpruned else "")
 
 

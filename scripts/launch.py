@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """Starts training on this machine as `fabric run train.py` does, sooner, and so that it can stop in order and share a node.
 
-    python scripts/launch.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b output_dir=… data_dir=…
-    python scripts/launch.py --devices 8 --num-nodes 2 --node-rank 0 --main-address HOST --main-port 1234 …
+    python scripts/launch.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b output_dir=…
+    data_dir=… python scripts/launch.py --devices 8 --num-nodes 2 --node-rank 0 --main-address HOST --main-port 1234 …
 
-Options are those of `fabric run`, and everything else goes to train.py. --devices is a number, a list of GPUs such as 0,1, or auto for all GPUs
-of this machine. What this adds to `fabric run`, as environment variables that you may set yourself:
+Options are those of `fabric run`, and everything else goes to train.py. --devices is a number, a list of GPUs such as
+0,1, or auto for all GPUs of this machine. What this adds to `fabric run`, as environment variables that you may set
+yourself:
 
     PET_SIGNALS_TO_HANDLE            signals that reach every rank; without it SIGUSR1 ends the launcher alone
     TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds a rank has to save after a signal before it is killed: 600 instead of 30
@@ -13,8 +14,9 @@ of this machine. What this adds to `fabric run`, as environment variables that y
                                      --main-port)
     OMP_NUM_THREADS                  this machine's cores divided by --devices
 
-The exit code is 0 when the run is done, 75 when a signal stopped it, 1 after an error; output_dir/status.json says the same.
-What failed is said once, by the first rank of a node. The launcher adds only what no rank could say: which one was killed.
+The exit code is 0 when the run is done, 75 when a signal stopped it, 1 after an error; output_dir/status.json says the
+same. What failed is said once, by the first rank of a node. The launcher adds only what no rank could say: which one
+was killed.
 """
 
 import argparse
@@ -52,7 +54,9 @@ def processes(args: argparse.Namespace, here: int) -> int:
         ValueError: --devices is nothing of the kind, or names GPUs that are not here.
     """
     if not re.fullmatch(r"auto|-1|0*[1-9]\d*|\d+,|\d+(,\d+)+,?", args.devices):
-        raise ValueError(f"--devices={args.devices} must be a number of GPUs from 1 on, a list of them such as 0,1, or auto")
+        raise ValueError(
+            f"--devices={args.devices} must be a number of GPUs from 1 on, a list of them such as 0,1, or auto"
+        )
     is_list = "," in args.devices
     if args.devices in ("auto", "-1"):
         asked = range(1 if args.accelerator == "cpu" else max(1, here))

@@ -2,11 +2,13 @@
 """Puts measured numbers into README.md and docs: every table of results and every number in a sentence comes from a file.
 
     python scripts/pages.py            # rewrites what has changed
-    python scripts/pages.py --check    # names pages that are not what the files say; the exit code is 1 if there are any
+    python scripts/pages.py --check    # names pages that are not what the files say; the exit code is 1 if there are
+    any
 
-The files are benchmarks/results/*.json, which the scripts in benchmarks/ write with --out, studies/*/*.json, and the example results
-beside the pages in eval/. A page has marks where something belongs: <!-- NAME --> and <!-- end of NAME --> around the lines of a
-table, <!-- NAME --> and <!-- end --> around a number in a sentence. PAGES below says what NAME is on which page.
+The files are benchmarks/results/*.json, which the scripts in benchmarks/ write with --out, studies/*/*.json, and the
+example results beside the pages in eval/. A page has marks where something belongs: <!-- NAME --> and <!-- end of NAME
+--> around the lines of a table, <!-- NAME --> and <!-- end --> around a number in a sentence. PAGES below says what
+NAME is on which page.
 """
 
 import argparse

@@ -5,9 +5,9 @@
     python scripts/report.py runs/fox runs/llama --results output/per_token_loss output/niah --out report.html
 
 RUN_DIR is the output_dir of a run, which may still be training. The page holds a table of the runs, their loss against
-training tokens and against position, their configurations side by side with the differences marked, and, for the folders
-in --results, what was evaluated: loss at every position with its slopes, needle in a haystack, lm-evaluation-harness,
-LongBench.
+training tokens and against position, their configurations side by side with the differences marked, and, for the
+folders in --results, what was evaluated: loss at every position with its slopes, needle in a haystack,
+lm-evaluation-harness, LongBench.
 """
 
 import argparse

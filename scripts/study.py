@@ -6,10 +6,10 @@
         --search train.max_tokens=8388608 schedule.warmup_tokens=1048576 --seeds 0 1 2 \\
         --variants fox_pro fox_pro_rope fox_pro_no_qk_norm --variant train.max_tokens=33554432
 
-All jobs wait in one queue for the GPUs of this node. MODEL and VARIANT are files of configs/experiment/GROUP; OVERRIDE is any
-of train.py's. Runs are in output_dir/search/MODEL/…, output_dir/runs/MODEL_seed0 and output_dir/variants/VARIANT_seed0. Ctrl-C
-or SIGTERM saves what is running; the same command goes on with it, and with more --seeds it adds to what is there.
-docs/study.md shows a study.
+All jobs wait in one queue for the GPUs of this node. MODEL and VARIANT are files of configs/experiment/GROUP; OVERRIDE
+is any of train.py's. Runs are in output_dir/search/MODEL/…, output_dir/runs/MODEL_seed0 and
+output_dir/variants/VARIANT_seed0. Ctrl-C or SIGTERM saves what is running; the same command goes on with it, and with
+more --seeds it adds to what is there. docs/study.md shows a study.
 """
 
 import argparse

@@ -6,10 +6,11 @@
     python scripts/study_report.py tables output/report my_study.md
 
 collect writes OUT/study.json (all numbers of the tables), OUT/positions.npz (loss at every position) and figures:
-per_token_loss.png, compare.png (training), search.png (learning rates), memory.png (of the first model with forget gates). It
-works on a study that is not finished, and says what it skips. tables replaces what stands between <!-- NAME --> and
-<!-- end of NAME --> in a page, where NAME is source, models, search, octaves, positions, comparison, variants, or that of a figure
-with _figure after it. Figures are shown from where they are. (docs/study.md is filled by scripts/pages.py.)
+per_token_loss.png, compare.png (training), search.png (learning rates), memory.png (of the first model with forget
+gates). It works on a study that is not finished, and says what it skips. tables replaces what stands between <!-- NAME
+--> and <!-- end of NAME --> in a page, where NAME is source, models, search, octaves, positions, comparison, variants,
+or that of a figure with _figure after it. Figures are shown from where they are. (docs/study.md is filled by
+scripts/pages.py.)
 """
 
 import argparse

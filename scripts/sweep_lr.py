@@ -10,9 +10,9 @@ Trains at {1, 2, 5} x 10^i around the guess, extends the grid until the best rat
 repeats that for every head dimension given, starting from the best rate so far. Runs are judged by their held-out loss
 if the config evaluates at the end (skip_eval=false), else by their training loss over the last 5 % of the tokens.
 
-OVERRIDE is any of train.py's. output_dir holds a folder per run, sweep.md (the table) and sweep.png. Runs share the GPUs of
-this node, fabric.devices each; hydra.launcher.… limits them or sends them to SLURM (docs/sweep.md). The same command
-again skips finished runs and continues interrupted ones; more seeds or head dimensions add to what is there.
+OVERRIDE is any of train.py's. output_dir holds a folder per run, sweep.md (the table) and sweep.png. Runs share the
+GPUs of this node, fabric.devices each; hydra.launcher.… limits them or sends them to SLURM (docs/sweep.md). The same
+command again skips finished runs and continues interrupted ones; more seeds or head dimensions add to what is there.
 """
 
 import argparse

@@ -24,8 +24,8 @@ what is checked:
   decodable       every file (or --share of them, evenly spread) decodes to a chunk of the right shape
   token range     ids are below the vocabulary's size
   all-zero rows   no document is all zeros within a chunk: that is what Zarr makes of chunks that are not there
-  checksums       files are as train.sha256, heldout.sha256 say. An array that has no such list and is sound gets one: from
-                  then on training compares every chunk with it
+  checksums       files are as train.sha256, heldout.sha256 say. An array that has no such list and is sound gets one:
+                  from then on training compares every chunk with it
   content hash    all tokens are as manifest.json says (scripts/prepare_data.py writes it)
 
 Exit code: 0 if the data can be trained on, 1 if not.

@@ -20,8 +20,8 @@ def pytest_collection_modifyitems(config, items):
 def _slow_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """In an order that leaves no worker waiting long for another's last test.
 
-    Each worker gets a stretch of the list and begins at its front; one that is done takes from the ends of the others'. So
-    every stretch begins with its share of the slow tests, whole files, and ends with short ones.
+    Each worker gets a stretch of the list and begins at its front; one that is done takes from the ends of the others'.
+    So every stretch begins with its share of the slow tests, whole files, and ends with short ones.
     """
     slow: dict[Path, list[pytest.Item]] = {}
     short = []

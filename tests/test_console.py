@@ -151,7 +151,12 @@ def test_the_launchers_of_other_scripts_are_left_alone(monkeypatch, tmp_path):
     monkeypatch.delenv(elastic.OUTCOME_VARIABLE, raising=False)
     (tmp_path / "eval/mine").mkdir(parents=True)
     (tmp_path / "eval/mine/run.py").touch()
-    for script in ("other.py", str(tmp_path / "train.py"), str(tmp_path / "train/__main__.py"), str(tmp_path / "eval/mine/run.py")):
+    for script in (
+        "other.py",
+        str(tmp_path / "train.py"),
+        str(tmp_path / "train/__main__.py"),
+        str(tmp_path / "eval/mine/run.py"),
+    ):
         monkeypatch.setattr(sys, "argv", ["torchrun", "--nproc-per-node=2", script, "train.max_tokens=1"])
         no_backend = elastic.quieten()
         assert sys.excepthook is hook and elastic.OUTCOME_VARIABLE not in os.environ
@@ -160,7 +165,12 @@ def test_the_launchers_of_other_scripts_are_left_alone(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [[ROOT / "train.py"], ["-m", "forgetting_transformer.train"], [ROOT / "src/forgetting_transformer/train/__main__.py"]]
+    "words",
+    [
+        [ROOT / "train.py"],
+        ["-m", "forgetting_transformer.train"],
+        [ROOT / "src/forgetting_transformer/train/__main__.py"],
+    ],
 )
 def test_the_launchers_of_training_are_quiet_however_it_is_named(monkeypatch, words):
     monkeypatch.setattr(sys, "argv", ["torchrun", "--nproc-per-node=2", *map(str, words), "train.max_tokens=1"])

@@ -29,7 +29,8 @@ checkpoint_interval: 256
 checkpoint_keep_interval: 256
 fabric: {accelerator: cpu}
 train: {max_tokens: 256, grad_acc_tokens: 128}
-datamodule: {dataset: tiny, train_batch_len: 32, train_batch_size: 4, vocab_size: 64, bos_token_id: 0, train_num_workers: 0}
+datamodule: {dataset: tiny, train_batch_len: 32, train_batch_size: 4, vocab_size: 64, bos_token_id: 0,
+    train_num_workers: 0}
 schedule: {warmup_tokens: 128}
 wandb: {mode: disabled}
 model: {config: {num_hidden_layers: 1, hidden_size: 32, num_heads: 2}}
@@ -37,9 +38,13 @@ model: {config: {num_hidden_layers: 1, hidden_size: 32, num_heads: 2}}
 
 
 def run(*command: str | Path, folder: Path, path: Path | None = None) -> subprocess.CompletedProcess:
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK", "WORLD_SIZE")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK", "WORLD_SIZE")
+    }
     environment |= {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {})
-    return subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG)
+    return subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +79,20 @@ def test_a_wheel_trains_from_an_empty_folder_with_configs_of_ones_own(source, ow
     pip("wheel", "--wheel-dir", tmp_path / "dist", source, folder=tmp_path)
     (wheel,) = (tmp_path / "dist").iterdir()
     with zipfile.ZipFile(wheel) as files:
-        inside = {name.removeprefix("forgetting_transformer/configs/") for name in files.namelist() if "/configs/" in name}
+        inside = {
+            name.removeprefix("forgetting_transformer/configs/") for name in files.namelist() if "/configs/" in name
+        }
     assert inside == {path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.yaml")}
     pip("install", "--target", tmp_path / "site", wheel, folder=tmp_path)
 
-    train = (sys.executable, "-m", "forgetting_transformer.train", "--config-dir=mine", f"data_dir={tmp_path}", "output_dir=run")
+    train = (
+        sys.executable,
+        "-m",
+        "forgetting_transformer.train",
+        "--config-dir=mine",
+        f"data_dir={tmp_path}",
+        "output_dir=run",
+    )
     typo = run(*train, "+experiment=my_fx", folder=own_folder, path=tmp_path / "site")
     assert typo.returncode == 1 and typo.stderr == "ConfigError: there is no experiment=my_fx; did you mean 'my_fox'?\n"
     make_corpus(tmp_path)
@@ -96,7 +110,9 @@ def test_an_editable_installation_uses_the_configs_of_the_repository(source, own
         "import runpy, site, sys; site.addsitedir(sys.argv.pop(1)); sys.path.insert(0, sys.path.pop()); "
         "runpy.run_module('forgetting_transformer.train', run_name='__main__', alter_sys=True)"
     )
-    (source / "configs/experiment/demo/new.yaml").write_text("# @package _global_\ndefaults: [fox_pro]\ntag: just_written\n")
+    (source / "configs/experiment/demo/new.yaml").write_text(
+        "# @package _global_\ndefaults: [fox_pro]\ntag: just_written\n"
+    )
     arguments = ("+experiment/demo=new", "output_dir=run", "data_dir=data", "--cfg", "job")
     done = run(sys.executable, "-c", program, tmp_path / "site", *arguments, folder=own_folder)
     assert "tag: just_written" in done.stdout, done.stderr

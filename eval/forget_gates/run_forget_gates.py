@@ -101,7 +101,9 @@ def run(args: argparse.Namespace) -> None:
     from forgetting_transformer.evaluation.texts import read_tokens
 
     device = pick_device(args.device)
-    model = load_model(args.model_path, step=args.step, tokenizer=args.tokenizer, device=device, precision=args.precision)
+    model = load_model(
+        args.model_path, step=args.step, tokenizer=args.tokenizer, device=device, precision=args.precision
+    )
     available = forget_gates.attention_layers(model.model)
     spaced = np.linspace(0, len(available) - 1, min(4, len(available))).round().astype(int)
     layers = args.layers or [list(available)[i] for i in spaced]
@@ -152,7 +154,8 @@ def run(args: argparse.Namespace) -> None:
     }
     (args.out / "heads.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     print(
-        f"{len(ids):,} tokens, {len(reports)} heads: pruning skips {100 * pruned:.1f} % of the tiles. Figures in {args.out}"
+        f"{len(ids):,} tokens, {len(reports)} heads: pruning skips {100 * pruned:.1f} % of the tiles. Figures in "
+        f"{args.out}"
     )
 
     if args.over_training:

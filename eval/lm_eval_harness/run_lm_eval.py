@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 4 eval/lm_eval_harness/run_lm_eval.py --model_path runs/fox --save_dir output/lm_eval
     python eval/lm_eval_harness/table_lm_eval.py output/lm_eval/*                        # Markdown and LaTeX
 
-MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. Writes SAVE_DIR/MODEL/results.json, lm_eval's
-results by task, after each task: started again, it goes on with those that are missing. Data comes from the Hugging Face
-hub; without a network an error says what to download and where to put it.
+MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. Writes SAVE_DIR/MODEL/results.json,
+lm_eval's results by task, after each task: started again, it goes on with those that are missing. Data comes from the
+Hugging Face hub; without a network an error says what to download and where to put it.
 """
 
 import argparse

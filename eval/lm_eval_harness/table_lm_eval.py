@@ -5,7 +5,8 @@
     python eval/lm_eval_harness/table_lm_eval.py "FoX (Pro)=output/lm_eval/fox" …
     python eval/lm_eval_harness/table_lm_eval.py --result_dir output/lm_eval        # all models in it
 
-Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md, OUT/table.tex and OUT/scores.png if --out is given.
+Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md, OUT/table.tex and OUT/scores.png if --out is
+given.
 """
 
 import argparse

@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 4 eval/longbench/run_longbench.py --model_path runs/fox --save_dir output/longbench
     python eval/longbench/table_longbench.py output/longbench/*                          # Markdown and LaTeX
 
-MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. Writes to SAVE_DIR/MODEL: pred/<set>.*.jsonl,
-the answers (started again, on any number of GPUs, only missing ones are asked for), and results.json, the scores. Data comes
-from the Hugging Face hub, or from --data_dir.
+MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. Writes to SAVE_DIR/MODEL:
+pred/<set>.*.jsonl, the answers (started again, on any number of GPUs, only missing ones are asked for), and
+results.json, the scores. Data comes from the Hugging Face hub, or from --data_dir.
 """
 
 import argparse

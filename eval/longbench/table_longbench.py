@@ -3,9 +3,11 @@
 
     python eval/longbench/table_longbench.py output/longbench/fox output/longbench/llama --out tables
     python eval/longbench/table_longbench.py "FoX (Pro)=output/longbench/fox" …
-    cd eval/longbench && python table_longbench.py                          # all models in ./pred, after pred.py and eval.py
+    cd eval/longbench && python table_longbench.py                          # all models in ./pred, after pred.py and
+    eval.py
 
-Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md, OUT/table.tex and OUT/scores.png if --out is given.
+Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md, OUT/table.tex and OUT/scores.png if --out is
+given.
 """
 
 import argparse

@@ -5,8 +5,8 @@
     python eval/niah/judge_niah.py output/niah/fox/easy --judge_model gpt-4o-2024-08-06
     python eval/niah/judge_niah.py output/niah/fox/easy --judge_url http://localhost:8000/v1 --judge_model my-model
 
-Writes RESULTS/judge.json and judge.png. Ratings are kept in RESULTS/judge_cache.jsonl: started again, only what has failed is
-asked for.
+Writes RESULTS/judge.json and judge.png. Ratings are kept in RESULTS/judge_cache.jsonl: started again, only what has
+failed is asked for.
 """
 
 import argparse

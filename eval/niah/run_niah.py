@@ -10,9 +10,11 @@ held-out documents of the corpus that the model was trained on, or Python's docu
 paper and paper_easy are the standard and easy mode with the paper's prompts, and answers of 1,024 tokens. Writes to
 SAVE_DIR/MODEL/MODE:
 
-predictions/*.json          one file per prompt; a later start, on any number of GPUs, asks only for those that are missing
+predictions/*.json          one file per prompt; a later start, on any number of GPUs, asks only for those that are
+                            missing
 scores.json                 every prediction with its scores
-words.png, exact.png        heat-maps: share of the reference answer's words in the answer, in order; answer word for word
+words.png, exact.png        heat-maps: share of the reference answer's words in the answer, in order; answer word for
+                            word
 
 judge_niah.py has the answers rated by a language model instead.
 """

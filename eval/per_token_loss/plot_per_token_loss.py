@@ -1,14 +1,15 @@
 #!/usr/bin/env python
 """Draws results of run_per_token_loss.py, and tables them.
 
-    python eval/per_token_loss/plot_per_token_loss.py output/per_token_loss/fox output/per_token_loss/llama --out figures
-    … "FoX=results/fox_seed0" "FoX=results/fox_seed1" "Transformer=results/llama_seed0"        # seeds under one name
-    python eval/per_token_loss/plot_per_token_loss.py --result_dir results --figure_dir figures
+    python eval/per_token_loss/plot_per_token_loss.py output/per_token_loss/fox output/per_token_loss/llama --out
+    figures … "FoX=results/fox_seed0" "FoX=results/fox_seed1" "Transformer=results/llama_seed0"        # seeds under one
+    name python eval/per_token_loss/plot_per_token_loss.py --result_dir results --figure_dir figures
 
 RESULT is [NAME=]FOLDER. Results with the same NAME are seeds of one model: their mean is drawn and their range shaded.
-Writes OUT/per_token_loss.png (and .pdf): L(i) smoothed, left, and perplexity by context length, right, with the training
-length marked; OUT/slopes.md, by how much the loss changes with every doubling of the context; and OUT/comparison.md, every
-model against the first on the same documents, which is much more precise than either model's own slope.
+Writes OUT/per_token_loss.png (and .pdf): L(i) smoothed, left, and perplexity by context length, right, with the
+training length marked; OUT/slopes.md, by how much the loss changes with every doubling of the context; and
+OUT/comparison.md, every model against the first on the same documents, which is much more precise than either model's
+own slope.
 
 --result_dir takes all models below it, and --figure_dir names the figure as the paper's repository does:
 main_loss_64k_line.png (and .pdf), whatever the length.
@@ -45,7 +46,8 @@ def main() -> None:
         named = per_token_loss.name_documents(results)
         if [one.name for one in named] != [one.name for one in results]:
             print(
-                "warning: not all of these were evaluated on the same documents, so their curves differ by texts too; names say on what",
+                "warning: not all of these were evaluated on the same documents, so their curves differ by texts too; "
+                "names say on what",
                 file=sys.stderr,
             )
             results = named

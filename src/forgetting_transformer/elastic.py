@@ -1,12 +1,13 @@
 """What passes between the ranks of train.py and the elastic launcher that started them: how the run ended, and why.
 
-`fabric run`, torchrun and scripts/launch.py are all PyTorch's elastic launcher. By itself it answers a failed rank, or a
-signal, with a traceback of its own some fifty lines long, below what the rank has said already. Here ranks tell it
+`fabric run`, torchrun and scripts/launch.py are all PyTorch's elastic launcher. By itself it answers a failed rank, or
+a signal, with a traceback of its own some fifty lines long, below what the rank has said already. Here ranks tell it
 how the run ended, so that it need not.
 
 Two ways lead into the launcher. scripts/launch.py is one, and calls `conclude`. Into `fabric run` and torchrun comes
 `quieten`, through an entry point that PyTorch loads in every elastic launcher (pyproject.toml). It does nothing for any
-script but this project's train.py and evaluations, and where it is not installed only the launcher's traceback comes back.
+script but this project's train.py and evaluations, and where it is not installed only the launcher's traceback comes
+back.
 
 Imports only the standard library at first: ranks load this before PyTorch.
 """
@@ -46,7 +47,8 @@ _CHATTY = (
 )
 
 
-# In a rank -------------------------------------------------------------------------------------------------------------
+# In a rank
+# -------------------------------------------------------------------------------------------------------------
 
 
 def started_this_process() -> bool:
@@ -85,7 +87,8 @@ def end_with(message: str) -> NoReturn:
     sys.exit(message)
 
 
-# In the launcher -------------------------------------------------------------------------------------------------------
+# In the launcher
+# -------------------------------------------------------------------------------------------------------
 
 
 def listen() -> None:
@@ -132,7 +135,10 @@ def conclude(error: BaseException | None) -> tuple[int, list[str]] | None:
             return PREEMPTED_EXIT_CODE, []
         return 1, _unexplained(error.failures)
     if isinstance(error, DistNetworkError) and "EADDRINUSE" in str(error):
-        return 1, ["error: the port of this job is taken by another job on this machine: give this one another, as in --main-port 29401"]
+        return 1, [
+            "error: the port of this job is taken by another job on this machine: give this one another, as in "
+            "--main-port 29401"
+        ]
     if type(error).__name__ == "MisconfigurationException":
         from forgetting_transformer.gpus import missing
 

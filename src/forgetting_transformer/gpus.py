@@ -24,11 +24,14 @@ def missing() -> str | None:
     if torch.cuda.is_available():
         return None
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"PyTorch {torch.__version__} is a build for CPUs: install one for CUDA (https://pytorch.org/get-started)"
+        return (
+            f"PyTorch {torch.__version__} is a build for CPUs: install one for CUDA (https://pytorch.org/get-started)"
+        )
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU: unset it, or name some"
     return (
-        f"PyTorch {torch.__version__} is built for GPUs and finds none: look whether `nvidia-smi` lists them, and whether "
+        f"PyTorch {torch.__version__} is built for GPUs and finds none: look whether `nvidia-smi` lists them, and "
+        f"whether "
         "the driver is recent enough"
     )

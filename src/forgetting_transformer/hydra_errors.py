@@ -99,7 +99,11 @@ def _in_groups_below(config_dirs: Sequence[Path], group: str, option: str, only_
         only_close: do not list the groups where nothing in them is called so.
     """
     files = sorted(
-        {path.relative_to(folder).with_suffix("") for folder in config_dirs for path in (folder / group).rglob("*.yaml")}
+        {
+            path.relative_to(folder).with_suffix("")
+            for folder in config_dirs
+            for path in (folder / group).rglob("*.yaml")
+        }
     )
     if found := [file for file in files if file.name == option]:
         return f"; did you mean +{found[0].parent}={option}?"

@@ -15,7 +15,8 @@ _FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-#: A model's vocabulary is often padded to a round size. A tokenizer with fewer than this share of its ids belongs to another model.
+#: A model's vocabulary is often padded to a round size. A tokenizer with fewer than this share of its ids belongs to
+#: another model.
 _LEAST_SHARE = 0.9
 
 
@@ -23,12 +24,12 @@ def longcrawl64_tokenizer(source: str | None = None) -> JSONGPT2Tokenizer:
     """LongCrawl64's tokenizer over GPT-2's vocabulary, which begins every text with the BOS token.
 
     Args:
-        source: folder with GPT-2's files, or a hub id. None: the files of the package of the extra `gpt2`, and without it
-            `gpt2` from the hub or its local cache.
+        source: folder with GPT-2's files, or a hub id. None: the files of the package of the extra `gpt2`, and without
+            it `gpt2` from the hub or its local cache.
 
     Raises:
-        OSError, ValueError: there is none, it is damaged, or it is empty, which is what transformers returns for a hub id
-            without a network; the message says what to do.
+        OSError, ValueError: there is none, it is damaged, or it is empty, which is what transformers returns for a hub
+            id without a network; the message says what to do.
     """
     files = None if source is not None else _packaged_files()
     if files is not None:
@@ -97,8 +98,8 @@ def check_size_and_bos(size: int, bos: int | None, vocab_size: int, bos_token_id
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text as corpora are made of it, for evaluations and prompts.
 
-    Nothing is put before or after it. A text that spells out a special token gets the ids of its characters, and half of a
-    surrogate pair, which UTF-8 does not have, becomes U+FFFD.
+    Nothing is put before or after it. A text that spells out a special token gets the ids of its characters, and half
+    of a surrogate pair, which UTF-8 does not have, becomes U+FFFD.
     """
     if not isinstance(tokenizer, JSONGPT2Tokenizer):  # which spells out surrogates, as LongCrawl64 does
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

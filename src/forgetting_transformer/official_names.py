@@ -1,7 +1,8 @@
 """What the authors' code calls the keys of a configuration, and what they are here.
 
-`admit` lets these names through Hydra, which refuses keys that no YAML lists; `translate` puts this project's keys in their
-place, whether they come from the command line or from an experiment's file. Nothing behind that knows the official names.
+`admit` lets these names through Hydra, which refuses keys that no YAML lists; `translate` puts this project's keys in
+their place, whether they come from the command line or from an experiment's file. Nothing behind that knows the
+official names.
 """
 
 import copy
@@ -48,7 +49,11 @@ GONE = {
     "hf_load_dir": "export with save_model.py --hf_load_dir=… --hf_save_dir=…",
     "hf_save_dir": "export with save_model.py --hf_load_dir=… --hf_save_dir=…",
     "hf_load_step": "export with save_model.py --hf_load_step=…",
-    **{f"datamodule.{split}_{key}": _ONE_LENGTH.format(split) for split in ("train", "eval") for key in ("seq_len", "doc_len")},
+    **{
+        f"datamodule.{split}_{key}": _ONE_LENGTH.format(split)
+        for split in ("train", "eval")
+        for key in ("seq_len", "doc_len")
+    },
 }
 
 

@@ -80,7 +80,8 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
       every training sequence began with it. ``save_pretrained`` keeps the choice.
     * Padding uses the same token, on the **left**, so that batched generation continues from the last real token.
     * ``<|endoftext|>`` written in a text becomes the token 50256, as in GPT-2. For text that you do not trust, pass
-      ``split_special_tokens=True`` and it is encoded like any other characters, as this project's corpora and evaluations do.
+      ``split_special_tokens=True`` and it is encoded like any other characters, as this project's corpora and
+      evaluations do.
     * Offsets (``return_offsets_mapping=True``) are refused, since they would count characters of the escaped text. The
       same holds for ``char_to_token`` and ``token_to_chars`` of the returned encoding: their positions are in the
       escaped text.

@@ -4,8 +4,8 @@
     hydra/launcher=slurm    as SLURM jobs
 
 Hydra finds plugins by importing what lies in the namespace package `hydra_plugins`, wherever on sys.path a part of it
-is, and accepts no class from elsewhere. It does so in every process that uses Hydra, every rank of every run among them,
-so this file imports nothing heavy.
+is, and accepts no class from elsewhere. It does so in every process that uses Hydra, every rank of every run among
+them, so this file imports nothing heavy.
 """
 
 import os
@@ -59,7 +59,8 @@ class FabricLauncher(Launcher):
     """Runs the jobs of a sweep on this machine.
 
     A job's output_dir is `output_dir/<what is swept>`, such as `output/sweep/optimizer.lr=0.001,seed=0`, unless
-    output_dir itself is swept, or is another one for every job by what `${…}` in it stands for: then it is taken as it is.
+    output_dir itself is swept, or is another one for every job by what `${…}` in it stands for: then it is taken as it
+    is.
     """
 
     machine = "LocalMachine"
@@ -87,7 +88,8 @@ class FabricLauncher(Launcher):
         if os.environ.get("LT_CLI_USED") == "1":
             # Every rank would launch the whole sweep.
             raise CompactHydraException(
-                "-m under `fabric run` is not possible; start `python train.py -m …`, which starts a `fabric run` per job"
+                "-m under `fabric run` is not possible; start `python train.py -m …`, which starts a `fabric run` per "
+                "job"
             )
         from forgetting_transformer.sweep import SweepError, machines, runner
         from forgetting_transformer.sweep.jobs import State

@@ -7,7 +7,10 @@ from tests.benchmarks.conftest import load
 
 def test_rows_are_what_the_page_needs(capsys):
     assert load("differences").main(["--steps", "2", "--length", "512"]) == 0
-    rows = {(row["what"], row.get("head_dim"), row.get("length")): row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    rows = {
+        (row["what"], row.get("head_dim"), row.get("length")): row
+        for row in map(json.loads, capsys.readouterr().out.splitlines())
+    }
     assert 0 < rows["reduction", None, None]["gradient_error"] < 2**-7 and "difference" in rows["seeds", None, None]
     for head_dim in (64, 128):
         rotary = rows["rotary", head_dim, 512]

@@ -5,13 +5,15 @@
     python tests/campaign/run.py --faults 1000 --jobs 8 --folder /scratch/campaign
     python tests/campaign/run.py --faults 40 --kinds disk,slow_storage --strategies fsdp
 
-Runs of twenty steps suffer faults, ten for each seed, and are started again after each: they are killed at one of its calls to the file system
-or at a random moment, get signals, meet disks that fail, are full or slow, a clock that jumps, a second start in their
-folder, damaged checkpoints and half-written lines. Then each is left alone, and must end in the weights, moments and logged
-numbers, bit for bit, of a run that nothing happened to. On the way no start may lose a checkpoint that was whole, end
-with an error that no message explains, or hang; and files that somebody keeps in the folder stay as they are.
+Runs of twenty steps suffer faults, ten for each seed, and are started again after each: they are killed at one of its
+calls to the file system or at a random moment, get signals, meet disks that fail, are full or slow, a clock that jumps,
+a second start in their folder, damaged checkpoints and half-written lines. Then each is left alone, and must end in the
+weights, moments and logged numbers, bit for bit, of a run that nothing happened to. On the way no start may lose a
+checkpoint that was whole, end with an error that no message explains, or hang; and files that somebody keeps in the
+folder stay as they are.
 
-Needs Linux and a C compiler. Not part of the test suite. Each run prints its seed; the exit code is 1 if anything was lost.
+Needs Linux and a C compiler. Not part of the test suite. Each run prints its seed; the exit code is 1 if anything was
+lost.
 """
 
 import argparse
@@ -285,12 +287,14 @@ class Run:
         different = [name for name in sorted(ours.keys() | straight.keys()) if ours.get(name) != straight.get(name)]
         if different:
             raise Lost(
-                f"{len(different)} of {len(straight)} things differ from a run to which nothing happened: {different[:5]}"
+                f"{len(different)} of {len(straight)} things differ from a run to which nothing happened: "
+                f"{different[:5]}"
             )
         shutil.rmtree(self.folder)
 
 
-# The faults. Each starts the run at least once, or damages what it has kept. ------------------------------------------------
+# The faults. Each starts the run at least once, or damages what it has kept.
+# ------------------------------------------------
 
 
 def killed_at_a_call(run: Run, generator: random.Random) -> None:

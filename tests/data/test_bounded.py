@@ -147,7 +147,8 @@ def test_what_is_not_the_chunk_is_an_error(name, damage):
 
 
 def test_a_zstd_frame_that_does_not_state_its_size_gets_the_declared_one():
-    # What a streaming writer makes, as tensorstore does: no size in the header. One raw block of 512 bytes, which is the last.
+    # What a streaming writer makes, as tensorstore does: no size in the header. One raw block of 512 bytes, which is
+    # the last.
     contents = TOKENS[:8, :32].tobytes()
     frame = b"\x28\xb5\x2f\xfd\x00\x58" + (NBYTES << 3 | 1).to_bytes(3, "little") + contents
     assert decode("zstd", {}, frame, NBYTES).tobytes() == contents

@@ -136,7 +136,9 @@ def test_ids_out_of_range_are_refused_with_their_place(tmp_path):
 def test_another_corpus_is_named_where_the_one_asked_for_is_not(tmp_path):
     for name in ("words", "python_code"):
         (tmp_path / name / "train.zarr").mkdir(parents=True)
-    with pytest.raises(DataError, match=r"no token array at .*\. .* holds python_code, words: .* datamodule\.dataset=words$"):
+    with pytest.raises(
+        DataError, match=r"no token array at .*\. .* holds python_code, words: .* datamodule\.dataset=words$"
+    ):
         TokenArray(tmp_path / "word" / "train.zarr", VOCAB)
     with pytest.raises(DataError, match=r"words is a corpus itself: choose it with datamodule\.dataset=\.$"):
         TokenArray(tmp_path / "words" / "longcrawl64" / "train.zarr", VOCAB)

@@ -105,7 +105,11 @@ def test_the_cache_stays_within_its_limit_and_drops_what_was_used_longest_ago(mi
         os.utime(cache.fetch(key, 10**6), (number, number))
     cache.fetch("0.0", 10**6)  # used again, so 0.1 is now the oldest
     cache.fetch("0.3", 10**6)
-    assert sorted(f.name for f in cache.folder.iterdir() if f.is_file() and f.name[0].isdigit()) == ["0.0", "0.2", "0.3"]
+    assert sorted(f.name for f in cache.folder.iterdir() if f.is_file() and f.name[0].isdigit()) == [
+        "0.0",
+        "0.2",
+        "0.3",
+    ]
     assert cached(tmp_path / "cache") <= 3 * size
 
 
@@ -328,7 +332,13 @@ def test_names_cannot_lead_out_of_the_cache(mirror, tmp_path, name):
 def test_a_prepared_corpus_comes_with_its_manifest_and_tokenizer(mirror, tmp_path):
     prepare(mirror.root / "bytes", package_tree(tmp_path / "in"))
     for data_dir in (mirror.url, f"hf://datasets/{REPOSITORY}@{REVISION}"):
-        changes = {"dataset": "bytes", "train_batch_len": 64, "eval_batch_len": 64, "vocab_size": None, "bos_token_id": None}
+        changes = {
+            "dataset": "bytes",
+            "train_batch_len": 64,
+            "eval_batch_len": 64,
+            "vocab_size": None,
+            "bos_token_id": None,
+        }
         remote = module(data_dir, tmp_path / "cache", **changes)
         local = module(mirror.root, tmp_path / "unused", **changes)
         assert (remote.vocab_size, remote.bos_token_id) == (257, 256)

@@ -1,7 +1,8 @@
 """Commands of the documentation: found in its Markdown, and checked without being run.
 
-A command of train.py is composed and its config checked as at the start of a run; the options of every other script go through the
-script's own parser. So a flag, key, experiment or file that does not exist, or does no longer, is an error here.
+A command of train.py is composed and its config checked as at the start of a run; the options of every other script go
+through the script's own parser. So a flag, key, experiment or file that does not exist, or does no longer, is an error
+here.
 """
 
 import argparse

@@ -79,11 +79,15 @@ def test_a_wrong_command_of_the_readme_is_noticed(right, wrong, message, monkeyp
     [
         ("python train.py -m +experiment/demo=fox_pro,mamba2 train.max_tokns=1,2 output_dir=x data_dir=x", "max_tokns"),
         (
-            "python train.py -m hydra/launcher=slurm hydra.launcher.tme=1 +experiment/demo=fox_pro output_dir=x data_dir=x",
+            "python train.py -m hydra/launcher=slurm hydra.launcher.tme=1 +experiment/demo=fox_pro output_dir=x "
+            "data_dir=x",
             "tme",
         ),
         ("python train.py --cgf job", "SystemExit"),
-        ("python -m forgetting_transformer.train --config-dir=mine +experiment=mine output_dir=x data_dir=x tga=y", "tga"),
+        (
+            "python -m forgetting_transformer.train --config-dir=mine +experiment=mine output_dir=x data_dir=x tga=y",
+            "tga",
+        ),
         ("torchrun --nproc-per-node 4 -m forgetting_transformer.train +experiment/demo=fx_pro output_dir=x", "fx_pro"),
         ("python train.py +experiment/demo=fox_pro output_dir=x", "data_dir"),
         ("python scripts/sweep_lr.py +experiment/demo=fox_pro output_dir=x data_dir=x --sead 0,1", "SystemExit"),

@@ -32,7 +32,9 @@ def test_the_lines_of_the_page_train_and_show_attention(tmp_path, monkeypatch):
     assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "output/finetuned").iterdir()}
     exec(lora.replace(few_steps, "max_steps=2"), names)
     adapter = tmp_path / "output/lora"
-    merged = peft.PeftModel.from_pretrained(names["model"].__class__.from_pretrained(folder), adapter).merge_and_unload()
+    merged = peft.PeftModel.from_pretrained(
+        names["model"].__class__.from_pretrained(folder), adapter
+    ).merge_and_unload()
     ids = torch.arange(9)[None]
     torch.testing.assert_close(merged(input_ids=ids).logits, names["adapted"].eval()(input_ids=ids).logits)
     exec(attention, names)

@@ -185,14 +185,19 @@ def test_scores_and_texts_are_those_of_lm_evals_own_backend(quickstart, model, a
         return HFLM(pretrained=str(quickstart.hf), add_bos_token=add_bos_token, **options)
 
     # Whole texts begin with BOS there anyway; add_bos_token would put it twice.
-    theirs = dict.fromkeys(("loglikelihood", "generate_until"), backend(True)) | {"loglikelihood_rolling": backend(False)}
+    theirs = dict.fromkeys(("loglikelihood", "generate_until"), backend(True)) | {
+        "loglikelihood_rolling": backend(False)
+    }
     pairs = [("the cat", " sat on"), ("a", " house is red and small"), ("the cat " * 20, " dog"), ("", " dog")]
     text = "the cat sat on the red mat . " * 10
-    asked = [{"until": ["."], key: 5} for key in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")]
+    asked = [
+        {"until": ["."], key: 5} for key in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+    ]
     requests = {
         "loglikelihood": pairs,
         "loglikelihood_rolling": [(text,), ("the cat",)],
-        "generate_until": [("the cat", options) for options in asked] + [("the dog " * 20, {"until": [], "max_gen_toks": 9})],
+        "generate_until": [("the cat", options) for options in asked]
+        + [("the dog " * 20, {"until": [], "max_gen_toks": 9})],
     }
     for kind, arguments in requests.items():
         instances = [instance(kind, *each) for each in arguments]
@@ -244,7 +249,9 @@ def test_what_the_adapter_does_not_do_is_refused_by_name(adapter, options, messa
 
 def test_a_continuation_that_would_be_scored_in_part_is_refused(adapter):
     requests = [instance("loglikelihood", "the cat", " dog" * 33)]
-    with pytest.raises(EvaluationError, match=r"a continuation of 33 tokens, ' dog dog .*…', does not fit --max_length=32"):
+    with pytest.raises(
+        EvaluationError, match=r"a continuation of 33 tokens, ' dog dog .*…', does not fit --max_length=32"
+    ):
         adapter.loglikelihood(requests, disable_tqdm=True)
 
 

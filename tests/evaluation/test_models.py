@@ -45,7 +45,9 @@ def test_a_run_of_the_authors_code_is_refused_with_the_way_to_evaluate_it(tmp_pa
     (tmp_path / "checkpoints").mkdir()
     for name in ("step-000000000001280.pt", "step-000000000001280.pt.done"):
         (tmp_path / "checkpoints" / name).write_bytes(b"")
-    with pytest.raises(EvaluationError, match=r"a run of the authors' code: evaluate its export, python save_model\.py"):
+    with pytest.raises(
+        EvaluationError, match=r"a run of the authors' code: evaluate its export, python save_model\.py"
+    ):
         load_model(str(tmp_path))
 
 

@@ -63,8 +63,8 @@ def test_a_prompt_ends_with_the_quiz_and_the_beginning_of_the_answer(model, essa
     haystack = niah_paper.Essays(model.tokenizer, niah_paper.read_essays(essays))
     text = haystack.prompt_text(NEEDLE.text("easy"), niah_paper.question(NEEDLE), 400, 50)
     assert text.endswith(
-        "\n\nThere is an important piece of information hidden inside the above document. Now that you've read the document, "
-        "I will quiz you about it. Answer the following question: what is best ? Answer: the best thing is"
+        "\n\nThere is an important piece of information hidden inside the above document. Now that you've read the "
+        "document, I will quiz you about it. Answer the following question: what is best ? Answer: the best thing is"
     )
     prompt = haystack.prompt(model, NEEDLE, "paper_easy", niah.Cell(400, 0.5, 0))
     assert prompt.tolist() == [0, *words(model, text)]

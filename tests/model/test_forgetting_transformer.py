@@ -233,7 +233,8 @@ def test_flops_match_a_counter(options):
     is_attention = {op: "attention" in str(op) for op in counted}
     linear = sum(n for op, n in counted.items() if not is_attention[op])
     config = model.config
-    # Causal attention by itself: 2 products, 2 FLOPs each, E channels, (T+1)/2 keys per query; three times with backward.
+    # Causal attention by itself: 2 products, 2 FLOPs each, E channels, (T+1)/2 keys per query; three times with
+    # backward.
     attention_per_token = config.num_hidden_layers * 4 * config.hidden_size * (seq_len + 1) / 2
     assert config.flops_per_token(seq_len) == linear / (batch * seq_len) + 3 * attention_per_token
     assert config.flops_per_token(seq_len, training=False) == config.flops_per_token(seq_len) / 3

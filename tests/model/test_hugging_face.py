@@ -274,7 +274,9 @@ def test_the_weights_shown_are_those_that_attention_uses(name, fields, ids):
     mask[0, :3] = 0
     mixer = model.decoder.layers[1].sequence_mixer
     seen = {}
-    mixer.v_proj.register_forward_hook(lambda *call: seen.update(v=call[2][0] if isinstance(call[2], tuple) else call[2]))
+    mixer.v_proj.register_forward_hook(
+        lambda *call: seen.update(v=call[2][0] if isinstance(call[2], tuple) else call[2])
+    )
     after = mixer.o_proj if getattr(mixer, "output_norm", None) is None else mixer.output_norm
     after.register_forward_pre_hook(lambda _, args: seen.update(out=args[0]))
     out = model(input_ids=ids, attention_mask=mask, output_attentions=[1])
@@ -298,7 +300,10 @@ def test_all_layers_may_be_shown_and_a_cache_shows_old_keys(ids):
     for got, want in zip((*rest.attentions, *rest.decays), (*full.attentions, *full.decays), strict=True):
         torch.testing.assert_close(got, want[:, :, 7:], rtol=1e-3, atol=1e-4)
     assert model(input_ids=ids).attentions is None
-    assert [weights is None for weights in small("samba")(input_ids=ids, output_attentions=True).attentions] == [True, False] * 2
+    assert [weights is None for weights in small("samba")(input_ids=ids, output_attentions=True).attentions] == [
+        True,
+        False,
+    ] * 2
 
 
 def test_layers_without_attention_cannot_be_shown(ids):
@@ -343,7 +348,9 @@ def test_the_layer_takes_the_arguments_of_the_authors(ids):
     # In pieces, with a layer's cache and with a model's.
     with torch.no_grad():
         for whole in (layer.new_cache(), DecoderCache([layer.new_cache(), layer.new_cache()])):
-            parts = [layer(x[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=whole)[0] for t in range(6)]
+            parts = [
+                layer(x[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=whole)[0] for t in range(6)
+            ]
             torch.testing.assert_close(torch.cat(parts, 1)[mask == 1], out[mask == 1], rtol=1e-4, atol=1e-5)
     for wrong, message in (
         ({"attention_mask": mask, "seq_start_B": torch.zeros(2, dtype=torch.long)}, "both given"),

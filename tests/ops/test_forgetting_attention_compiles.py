@@ -108,7 +108,13 @@ def compile_for_hopper(name: str, head_dim: int, group: int) -> int:
 
 # Heads that share keys change the loops of the key gradient, and addresses elsewhere.
 HOPPER = [("forward", 64), ("key_gradient", 64), *((name, 128) for name in KERNELS)]
-USUAL = [("forward", 64, 3), ("key_gradient", 64, 1), ("forward", 128, 1), ("key_gradient", 128, 3), ("query_gradient", 128, 3)]
+USUAL = [
+    ("forward", 64, 3),
+    ("key_gradient", 64, 1),
+    ("forward", 128, 1),
+    ("key_gradient", 128, 3),
+    ("query_gradient", 128, 3),
+]
 
 
 def _when(case: tuple[str, int, int]) -> list[pytest.MarkDecorator]:
@@ -119,11 +125,7 @@ def _when(case: tuple[str, int, int]) -> list[pytest.MarkDecorator]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, head_dim, group",
-    [
-        pytest.param(*case, group, marks=_when((*case, group)))
-        for case in HOPPER
-        for group in (1, 3)
-    ],
+    [pytest.param(*case, group, marks=_when((*case, group))) for case in HOPPER for group in (1, 3)],
 )
 def test_products_of_the_hopper_kernels_stay_in_flight(name, head_dim, group, tmp_path, monkeypatch, capsys):
     """The assembler says in its log when it makes every product wait for the one before: C7510 and so on."""

@@ -37,7 +37,8 @@ def test_compiled_graphs_see_a_constant_where_the_kernel_is_looked_for(monkeypat
 def test_outputs_and_gradients_are_the_references_at_ragged_lengths(head_dim):
     """Head dimensions that are no powers of two, too. Log-normalisers have gradients of their own.
 
-    A stretch is 128 positions, tiles are 32 to 128 wide; how they follow each other does not depend on the head dimension.
+    A stretch is 128 positions, tiles are 32 to 128 wide; how they follow each other does not depend on the head
+    dimension.
     """
     lengths = {16: (2, 63, 128, 129, 260), 24: (2, 129, 260)}.get(head_dim, (2, 130))
     interpret(
@@ -168,7 +169,8 @@ def test_the_search_finds_what_a_walk_over_all_blocks_finds():
         """
 from forgetting_transformer.ops.forgetting_attention import pruning
 totals = torch.zeros(2)
-for queries, keys, groups, kernel._MAX_CHUNK in ((1, 129, 3, 1024), (1000, 1000, 1, 4), (700, 1025, 3, 1024), (1536, 1536, 3, 2)):
+for queries, keys, groups, kernel._MAX_CHUNK in ((1, 129, 3, 1024), (1000, 1000, 1, 4), (700, 1025, 3, 1024), (1536,
+1536, 3, 2)):
     q, k, _, log_fgate, _ = inputs(keys, 16, heads=3, groups=groups, queries=queries)
     log_fgate += torch.tensor([-1.0, 0.1, 0.0])[:, None]
     log_fgate = log_fgate.clamp(max=0)
@@ -234,7 +236,8 @@ assert all(torch.equal(x.grad, want) for x, want in zip(leaves, wanted[2:5], str
 kernel.gate_sum_kernel = kernel.gate_gradient_kernel = None
 attend(*leaves, fixed, None, 0.25)[0].backward(d_out)
 torch.library.opcheck(
-    kernel._forward, (*leaves, fixed, *kernel._decay(fixed, fixed.shape[2], None, None, None, None, None), None, 0.25), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    kernel._forward, (*leaves, fixed, *kernel._decay(fixed, fixed.shape[2], None, None, None, None, None), None, 0.25),
+    test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
 )
 """
     )

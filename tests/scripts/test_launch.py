@@ -64,10 +64,25 @@ def test_ranks_find_what_fabric_run_leaves_for_them(monkeypatch):
     """Word for word, so that a run does not depend on which of both started it."""
     from lightning.fabric import cli
 
-    words = ["--devices", "2", "--accelerator", "cpu", "--num-nodes", "3", "--node-rank", "1", "--main-address", "a", "--main-port", "7"]
+    words = [
+        "--devices",
+        "2",
+        "--accelerator",
+        "cpu",
+        "--num-nodes",
+        "3",
+        "--node-rank",
+        "1",
+        "--main-address",
+        "a",
+        "--main-port",
+        "7",
+    ]
     rest = ["+experiment/demo=fox_pro", "optimizer.lr=1e-3", "--config-dir", "mine", "-m"]
     started, left = [], []
-    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if not name.startswith("LT_")})
+    monkeypatch.setattr(
+        os, "environ", {name: value for name, value in os.environ.items() if not name.startswith("LT_")}
+    )
     monkeypatch.setattr("torch.distributed.run.main", lambda arguments: started.append(list(arguments)))
     for start in (lambda: cli._main(["run", str(launch.TRAIN), *words, *rest], standalone_mode=False), None):
         if start:
@@ -103,7 +118,9 @@ def test_the_slurm_script_requeues_what_was_preempted_and_nothing_else(
     """srun and scontrol are stand-ins; the run's own launcher is one that leaves the given status."""
     write = f'echo \'{{\n "status": "{status}",\n "step": 1\n}}\' > "$OUT/status.json"' if status else "true"
     executable(tmp_path / "bin/srun", '#!/bin/bash\nshift\nSLURM_NODEID=0 exec "$@"\n')
-    executable(tmp_path / "bin/python", f'#!/bin/bash\nprintf "%s\\n" "$@" > "$OUT/arguments"\n{write}\nexit {launcher}\n')
+    executable(
+        tmp_path / "bin/python", f'#!/bin/bash\nprintf "%s\\n" "$@" > "$OUT/arguments"\n{write}\nexit {launcher}\n'
+    )
     executable(
         tmp_path / "bin/scontrol",
         '#!/bin/bash\n[ "$1" = show ] && echo node-a && exit\necho "$@" > "$OUT/requeued"\n',

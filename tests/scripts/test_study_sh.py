@@ -38,7 +38,12 @@ def study_sh(tmp_path):
         settings = {"PYTHON": str(python), "CALLS": str(calls), "MODELS": "mamba2 hgrn2 fox_pro", **environment}
         command = ["bash", str(ROOT / "scripts/study.sh"), str(tmp_path / "study"), *stages]
         done = subprocess.run(
-            command, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANG
+            command,
+            env=os.environ | settings,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=HANG,
         )
         return done.returncode, done.stdout, calls.read_text().splitlines()
 

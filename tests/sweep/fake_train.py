@@ -3,7 +3,8 @@
     python fake_train.py CONFIG_JSON FAULTS_JSON
 
 The loss is a parabola of log(lr) around 2e-3, plus 0.05 for every head above two and, in thousandths, what the seed
-decides. FAULTS_JSON maps "fail", "diverge", "preempt", "die" (at the very end), "bad" or "hang" to a part of the output_dir that is hit, "noise" to a factor.
+decides. FAULTS_JSON maps "fail", "diverge", "preempt", "die" (at the very end), "bad" or "hang" to a part of the
+output_dir that is hit, "noise" to a factor.
 """
 
 import json

@@ -154,7 +154,9 @@ def test_a_loss_between_two_evaluations_is_marked_and_bounded(make_run):
     assert "before and after" not in compare.table(exact, models, "small")
     assert not any("interpol" in note for note in compare.warnings(exact, models, "small"))
     # A difference larger than what lies between the evaluations is one.
-    far = compare.model("far", [read_run(make_run("far", 3.0, 0, evaluated=[100, 400], heldout=lambda t: 9 - t / 1000))])
+    far = compare.model(
+        "far", [read_run(make_run("far", 3.0, 0, evaluated=[100, 400], heldout=lambda t: 9 - t / 1000))]
+    )
     tokens = compare.at_equal_tokens([small, far], 250)
     notes = "\n".join(compare.warnings(tokens, [small, far], "small"))
     assert "far was not evaluated after 250 tokens" in notes and "alone" not in notes

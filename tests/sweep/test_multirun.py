@@ -335,7 +335,12 @@ def test_a_real_job_trains_in_a_fabric_run_of_two_processes(tmp_path, corpus):
 
 
 def test_a_real_run_whose_loss_is_not_finite_has_diverged(tmp_path, corpus):
-    overrides = [*tiny_overrides(corpus, tmp_path / "out"), "optimizer.lr=1e3", "optimizer.weight_decay=1e3", "train.max_bad_steps=1"]
+    overrides = [
+        *tiny_overrides(corpus, tmp_path / "out"),
+        "optimizer.lr=1e3",
+        "optimizer.weight_decay=1e3",
+        "train.max_bad_steps=1",
+    ]
     assert run_command("train.py", *overrides, folder=tmp_path).returncode == 1
     run = read_run(tmp_path / "out")
     assert run.diverged and not run.finished(4 * STEP) and run.flops_per_token > 0

@@ -69,7 +69,13 @@ def official_config(config: Config, folder: Path) -> dict[str, Any]:
              "normalization_weight_decay", "conv_weight_decay")  # fmt: skip
     batches = ("train_batch_len", "train_batch_size", "train_num_workers", "eval_tokens", "eval_batch_len",
                "eval_local_batch_size", "eval_num_workers")  # fmt: skip
-    fields = {"vocab_size": "???", "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": None, "use_rope": False}
+    fields = {
+        "vocab_size": "???",
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "max_position_embeddings": None,
+        "use_rope": False,
+    }
     return {
         **{name: getattr(config, name) for name in same},
         "hf_load_dir": None, "hf_save_dir": None, "hf_load_step": None, "fork_dir": None, "fork_step": None,

@@ -371,7 +371,6 @@ def test_what_would_change_bits_is_chosen_by_rule(monkeypatch):
     torch.compiler.reset()
 
 
-
 def assert_same_bits(a: str, b: str, step: int) -> None:
     """Weights, moments, losses and norms of two runs without evaluations."""
     first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, step)

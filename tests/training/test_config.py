@@ -217,7 +217,10 @@ def test_a_wrong_type_and_a_missing_value_are_refused_by_name():
         ("tag=${nope}", "tag=${nope}: Interpolation key 'nope' not found; give the value itself, "),
         ("exp=${nope:1}", "exp=${nope:1}: Unsupported interpolation type nope; give the value itself, "),
         # Another key refers to this one.
-        ("train.max_tokens=${oc.env:NOPE}", "train.max_tokens=${oc.env:NOPE}: Environment variable 'NOPE' not found; give "),
+        (
+            "train.max_tokens=${oc.env:NOPE}",
+            "train.max_tokens=${oc.env:NOPE}: Environment variable 'NOPE' not found; give ",
+        ),
     ],
 )
 def test_a_value_that_is_none_is_refused_by_the_key_that_was_given_it(override, message):

@@ -25,7 +25,8 @@ def step(self, batch):
         tensor = {tensor}
         with torch.no_grad():
             flat = tensor.view(-1).view(torch.int32)
-            # One bit: of a weight one that the roundings of the next step cannot swallow, of a moment one too small for a weight.
+            # One bit: of a weight one that the roundings of the next step cannot swallow, of a moment one too small for
+            # a weight.
             flat[5] ^= 1 << (12 if tensor is parameter else 0)
     return result
 trainer.Trainer.step = step
@@ -91,16 +92,26 @@ def test_a_comparison_names_ranks_and_tensors():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "tensor", "who"), [(2, WEIGHT, "ranks 0, 1 differ"), (3, MOMENT, "rank 1 differs from")])
+@pytest.mark.parametrize(
+    ("world_size", "tensor", "who"), [(2, WEIGHT, "ranks 0, 1 differ"), (3, MOMENT, "rank 1 differs from")]
+)
 def test_a_rank_that_differs_stops_the_run_and_nothing_wrong_is_saved(tiny, tmp_path, world_size, tensor, who):
     tiny = changed(tiny, strategy={"name": "ddp", "compare_steps": 2}, datamodule__train_batch_size=6)
-    tiny = changed(tiny, checkpoint_interval=3 * 192, train__max_tokens=12 * 192, train__grad_acc_tokens=32, skip_eval=True)
+    tiny = changed(
+        tiny, checkpoint_interval=3 * 192, train__max_tokens=12 * 192, train__grad_acc_tokens=32, skip_eval=True
+    )
     tiny["schedule"] |= {"warmup_tokens": 192, "total_tokens": 12 * 192}
     job = Job(tiny, world_size, patch=FLIP.format(batch=6, rank=1, tensor=tensor))
     assert job.wait() == [1] * world_size
     status = json.loads((Path(tiny["output_dir"]) / "status.json").read_text())
     kind = ".exp_avg_sq" if tensor == MOMENT else ""
-    for part in (who, "in ", kind, "after step 8 (they agreed after step 6)", f"the last good checkpoint is at {6 * 192:,} tokens"):
+    for part in (
+        who,
+        "in ",
+        kind,
+        "after step 8 (they agreed after step 6)",
+        f"the last good checkpoint is at {6 * 192:,} tokens",
+    ):
         assert part in status["reason"], (part, status["reason"])
     assert status["status"] == "failed" and all(part in job.errors() for part in (who, "TrainingError"))
     assert newest_valid(Path(tiny["output_dir"]) / "checkpoints").step == 6 * 192

@@ -15,7 +15,8 @@ from forgetting_transformer.training.run_directory import RunDirectory
 from tests.training.conftest import Job, refused
 from tests.training.test_checkpoint import save
 
-#: The disk takes no byte from the moment that training begins. The kernel refuses, and gives no path, as a full disk does.
+#: The disk takes no byte from the moment that training begins. The kernel refuses, and gives no path, as a full disk
+#: does.
 NO_ROOM = """
 import resource
 from forgetting_transformer.training import trainer
@@ -43,7 +44,9 @@ def without(files: dict, *names: str) -> dict:
         (lambda text: json.dumps(json.loads(text) | {"files": {}}), "does not list state/.metadata"),
         (lambda text: json.dumps(json.loads(text) | {"files": []}), "does not list state/.metadata"),
         (
-            lambda text: json.dumps({**json.loads(text), "files": without(json.loads(text)["files"], "state/__0_0.distcp")}),
+            lambda text: json.dumps(
+                {**json.loads(text), "files": without(json.loads(text)["files"], "state/__0_0.distcp")}
+            ),
             "does not list state/__0_0.distcp, so nothing holds that to its contents",
         ),
     ],

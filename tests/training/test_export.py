@@ -162,7 +162,9 @@ def test_all_that_transformers_says_of_a_tokenizer_is_said(monkeypatch, tmp_path
     """Its first line may be no more than a title."""
 
     def fails(source):
-        raise ValueError("Couldn't make the tokenizer from one of: \n(1) a file, \n(2) a slow one.\nInstall sentencepiece.")
+        raise ValueError(
+            "Couldn't make the tokenizer from one of: \n(1) a file, \n(2) a slow one.\nInstall sentencepiece."
+        )
 
     monkeypatch.setattr("forgetting_transformer.training.export.load_tokenizer", fails)
     state = {"config": {"datamodule": {"dataset": "mine"}}}
@@ -354,7 +356,10 @@ def test_a_folder_with_another_model_is_refused_and_left_as_it_is(tiny, tmp_path
 @pytest.mark.parametrize("linked", [False, True])
 def test_the_folders_of_runs_and_corpora_are_refused(tmp_path, holds, below, what, linked):
     """Evaluations of the run would take the export for it, and a corpus's tokenizer has other settings."""
-    texts = {"manifest.json": '{"vocab_size": 64, "bos_token_id": 0}', "run.lock": '{"pid": 1, "host": "a", "since": "b"}'}
+    texts = {
+        "manifest.json": '{"vocab_size": 64, "bos_token_id": 0}',
+        "run.lock": '{"pid": 1, "host": "a", "since": "b"}',
+    }
     (tmp_path / "it" / holds).parent.mkdir(parents=True)
     (tmp_path / "it" / holds).write_text(texts.get(holds, ""))
     folder = tmp_path / "it" / below
@@ -421,7 +426,9 @@ def test_files_of_somebody_else_are_not_overwritten(tmp_path, name):
     folder = word_tokenizer(tmp_path / "tokenizer")
     (folder / name).write_text("mine")
     names = {"config.json", "model.safetensors", name}
-    with pytest.raises(ExportError, match=f"{folder}/{name} is not from an export.*choose another --hf_save_dir") as caught:
+    with pytest.raises(
+        ExportError, match=f"{folder}/{name} is not from an export.*choose another --hf_save_dir"
+    ) as caught:
         _check_ours(folder, names)
     assert "\n" not in str(caught.value)
     (folder / name).unlink()
@@ -480,7 +487,10 @@ def test_a_place_that_cannot_be_written_is_one_line(tiny, tmp_path, finished, mo
     with pytest.raises(ExportError, match=r"cannot write the export to /proc/no_such_folder .*another --hf_save_dir"):
         export(run, Path("/proc/no_such_folder"), tokenizer=tokenizer)
 
-    for error in (OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left\non device")):
+    for error in (
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("I/O error: No space left\non device"),
+    ):
 
         def full(*_: object, error: Exception = error, **options: object) -> None:
             raise error

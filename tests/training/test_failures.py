@@ -259,9 +259,7 @@ def test_wandb_has_every_step_once_although_it_loses_rows_when_killed(tiny):
     tiny = changed(tiny, schedule__total_tokens=60 * STEP)
     log = Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl"
     job = Job(tiny)
-    wait_until(
-        lambda: log.exists() and log.read_bytes().count(b"\n") >= 31, job.processes[0].is_alive, job.errors
-    )
+    wait_until(lambda: log.exists() and log.read_bytes().count(b"\n") >= 31, job.processes[0].is_alive, job.errors)
     job.kill()
     train(tiny)
     folder = Path(tiny["output_dir"]) / "wandb"

@@ -20,7 +20,8 @@ from tests.waiting import HANG, wait_until
 
 pytestmark = pytest.mark.slow
 
-#: The writer of the checkpoint after step 8 never comes back. Once it hangs and somebody waits for it, the limit is short.
+#: The writer of the checkpoint after step 8 never comes back. Once it hangs and somebody waits for it, the limit is
+#: short.
 HUNG_WRITER = """
 import os, signal, threading, time
 import torch.distributed.checkpoint.filesystem as filesystem
@@ -80,17 +81,25 @@ def test_a_writer_that_hangs_ends_the_run_wherever_it_is_waited_for(tiny, step, 
     assert "in lost_in_thought" in log
     assert f"nothing was written of the checkpoint at {step * STEP:,} tokens for" in found["reason"]
     assert cause in found["reason"] and "its writer on this rank stands still" in found["reason"]
-    assert found["status"] == "failed" and f"the last good checkpoint is at {(step - 4) * STEP:,} tokens" in found["reason"]
+    assert (
+        found["status"] == "failed"
+        and f"the last good checkpoint is at {(step - 4) * STEP:,} tokens" in found["reason"]
+    )
 
 
 def test_a_writer_on_another_rank_that_hangs_is_named_by_all(tiny):
-    patch = HUNG_WRITER.format(step=8 * STEP, limit=SHORT).replace("== 1024:\n        lost", "== 1024 and os.environ['RANK'] == '1':\n        lost")
+    patch = HUNG_WRITER.format(step=8 * STEP, limit=SHORT).replace(
+        "== 1024:\n        lost", "== 1024 and os.environ['RANK'] == '1':\n        lost"
+    )
     patch = patch.replace("        hangs.wait()\n", "        os.environ['RANK'] == '0' or hangs.wait()\n")
     job = Job(tiny, 2, patch=patch)
     assert job.wait() == [1, 1]
     assert "its writer on this rank stands still" in rank_log(tiny, 1) and "in lost_in_thought" in rank_log(tiny, 1)
     reason = status(tiny)["reason"]
-    assert "its writer on this rank waits for another rank's" in reason or "rank 1 has failed: nothing was written" in reason
+    assert (
+        "its writer on this rank waits for another rank's" in reason
+        or "rank 1 has failed: nothing was written" in reason
+    )
 
 
 @pytest.mark.quick
@@ -152,9 +161,14 @@ trainer.Trainer.step = step
 """
     job = Job(changed(tiny, strategy__timeout_seconds=3600), 2, patch=patch)
     assert job.wait() == [1, 1]
-    assert "the start did not get beyond 'first batch'" in rank_log(tiny, 1) and "in lost_in_thought" in rank_log(tiny, 1)
+    assert "the start did not get beyond 'first batch'" in rank_log(tiny, 1) and "in lost_in_thought" in rank_log(
+        tiny, 1
+    )
     found = status(tiny)
-    assert found["status"] == "failed" and "rank 1 has failed: the start did not get beyond 'first batch'" in found["reason"]
+    assert (
+        found["status"] == "failed"
+        and "rank 1 has failed: the start did not get beyond 'first batch'" in found["reason"]
+    )
 
 
 def test_a_start_that_hangs_ends_with_its_stage_in_the_status(tiny):
@@ -222,7 +236,9 @@ def test_a_first_step_may_take_longer_than_the_limit_of_later_ones():
     watch = sentinel.Sentinel(60)
     watch.starting("first batch")
     watch.request = "SIGTERM"
-    assert watch._patience() == 60 + sentinel.START_SECONDS, "nothing is lost by it, and the first step hears the signal"
+    assert watch._patience() == 60 + sentinel.START_SECONDS, (
+        "nothing is lost by it, and the first step hears the signal"
+    )
     watch.started()
     assert watch._patience() == 60
     watch.timeout = 3600

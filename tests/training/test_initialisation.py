@@ -56,7 +56,9 @@ def test_models_start_alike_where_they_have_the_same_parameters(tiny):
     """A change of one part, or of depth, leaves the rest as it was; another seed changes everything."""
     ours = weights(config_of(tiny, "forgetting_transformer"))
     longer = config_of(tiny, "forgetting_transformer")
-    longer.model.config.update(num_hidden_layers=3, use_output_gate=not longer.model.config.get("use_output_gate", False))
+    longer.model.config.update(
+        num_hidden_layers=3, use_output_gate=not longer.model.config.get("use_output_gate", False)
+    )
     theirs = weights(longer)
     shared = ours.keys() & theirs.keys()
     assert len(shared) > 10 and theirs.keys() != ours.keys()

@@ -224,7 +224,9 @@ def test_a_run_of_which_only_the_status_is_left_is_refused_every_time(tmp_path, 
     ],
 )
 def test_a_status_that_proves_no_checkpoint_stops_nothing(tmp_path, text, fork_step):
-    (tmp_path / "config.yaml").write_text(f"output_dir: run\nfork_step: {fork_step or 'null'}\ndatamodule:\n  name: x\n")
+    (tmp_path / "config.yaml").write_text(
+        f"output_dir: run\nfork_step: {fork_step or 'null'}\ndatamodule:\n  name: x\n"
+    )
     (tmp_path / "status.json").write_text(text)
     starts(tmp_path)
     assert not (tmp_path / "last_checkpoint.json").exists()

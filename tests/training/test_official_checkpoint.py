@@ -97,7 +97,9 @@ def test_code_in_it_is_not_run(official, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = official / f"checkpoints/step-{AT:015d}.pt"
     torch.save({"model": Evil()}, file)
-    with pytest.raises(CheckpointError, match=r"was not loaded: it asks for posix\.mkdir, which no training checkpoint needs"):
+    with pytest.raises(
+        CheckpointError, match=r"was not loaded: it asks for posix\.mkdir, which no training checkpoint needs"
+    ):
         load_model(RunDirectory(official))
     file.write_bytes(pickle.dumps(Evil()))
     with pytest.raises(CheckpointError) as error:
@@ -162,7 +164,9 @@ def test_the_official_folder_is_not_trained_in(tiny, official, resume):
     """It would be taken for a run without checkpoints: begun from the first token, over the official files."""
     before = {path: path.read_bytes() for path in official.rglob("*") if path.is_file()}
     directory = RunDirectory(official)
-    with pytest.raises(RunDirectoryError, match=r"is a run of the authors' code .*step-000000000001024\.pt.*import_checkpoint"):
+    with pytest.raises(
+        RunDirectoryError, match=r"is a run of the authors' code .*step-000000000001024\.pt.*import_checkpoint"
+    ):
         directory.check_ours(resume)
     for file in (official / "checkpoints").iterdir():
         file.unlink()
@@ -172,7 +176,9 @@ def test_the_official_folder_is_not_trained_in(tiny, official, resume):
 
 
 def test_a_fork_of_it_says_how(tiny, official):
-    assert "is a run of the authors' code; make a run of it" in refused(changed(tiny, fork_dir=str(official), fork_step=AT))
+    assert "is a run of the authors' code; make a run of it" in refused(
+        changed(tiny, fork_dir=str(official), fork_step=AT)
+    )
 
 
 def test_a_folder_with_a_run_is_left_alone(official, finished, tiny, tmp_path):
@@ -184,7 +190,9 @@ def test_a_folder_with_a_run_is_left_alone(official, finished, tiny, tmp_path):
 def test_an_import_that_found_no_room_may_be_tried_again(official, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-        with pytest.raises(CheckpointError, match=r"could not make room for a checkpoint .* the disk has 0\.00 GB left"):
+        with pytest.raises(
+            CheckpointError, match=r"could not make room for a checkpoint .* the disk has 0\.00 GB left"
+        ):
             import_run(official, tmp_path / "imported", bos_token_id=0)
     written, _ = import_run(official, tmp_path / "imported", bos_token_id=0)
     assert newest_valid(tmp_path / "imported/checkpoints").path == written.path

@@ -27,8 +27,8 @@ LOADS = (
 )
 TRAIN = (
     "fabric run train.py --devices 4 --num-nodes 1 --node-rank 0 --main-address localhost --main-port 1234 "
-    "+experiment/longcrawl64/forgetting_transformer=pro_760m_48b seed=0 exp=demo tag=fox_pro_760m_48b output_dir=$OUTPUT_DIR "
-    "data_dir=$DATA_DIR wandb.log_dir=$WANDB_DIR wandb.mode=online resume=true"
+    "+experiment/longcrawl64/forgetting_transformer=pro_760m_48b seed=0 exp=demo tag=fox_pro_760m_48b "
+    "output_dir=$OUTPUT_DIR data_dir=$DATA_DIR wandb.log_dir=$WANDB_DIR wandb.mode=online resume=true"
 )
 EXPORT = "python save_model.py --hf_load_dir=$HF_LOAD_DIR --hf_save_dir=$HF_SAVE_DIR"
 #: What users of that repository add to the line that trains.
@@ -42,10 +42,11 @@ ADDED = (
 )
 #: 65,536 tokens are a document; four of them, read in sequences of 64.
 SMALL = (
-    "scale.hidden_size=32 scale.num_hidden_layers=2 scale.heads_of_64=2 datamodule.train_batch_len=64 datamodule.train_batch_size=2 "
-    "train.grad_acc_tokens=128 train.max_tokens=512 train.gradient_checkpointing=false log_interval=128 train_eval_interval=256 "
-    "checkpoint_interval=256 schedule.warmup_steps=128 model.config.decay_time_min=null datamodule.train_num_workers=0 fabric.accelerator=cpu "
-    "eval.min_val_length=64 wandb.mode=disabled"
+    "scale.hidden_size=32 scale.num_hidden_layers=2 scale.heads_of_64=2 datamodule.train_batch_len=64 "
+    "datamodule.train_batch_size=2 train.grad_acc_tokens=128 train.max_tokens=512 train.gradient_checkpointing=false "
+    "log_interval=128 train_eval_interval=256 checkpoint_interval=256 schedule.warmup_steps=128 "
+    "model.config.decay_time_min=null datamodule.train_num_workers=0 fabric.accelerator=cpu eval.min_val_length=64 "
+    "wandb.mode=disabled"
 )
 
 
@@ -96,7 +97,13 @@ def trained(tmp_path_factory) -> Folders:
         tokens = np.random.default_rng(0).integers(0, 50257, size=(4, 65536)).astype("uint16")
         path = found.data / f"longcrawl64/{split}.zarr"
         zarr.create_array(path, shape=tokens.shape, dtype="uint16", chunks=(1, 65536))[:] = tokens
-    values = {"OUTPUT_DIR": found.run, "DATA_DIR": found.data, "WANDB_DIR": folder / "wandb", "HF_LOAD_DIR": found.run, "HF_SAVE_DIR": found.hf}
+    values = {
+        "OUTPUT_DIR": found.run,
+        "DATA_DIR": found.data,
+        "WANDB_DIR": folder / "wandb",
+        "HF_LOAD_DIR": found.run,
+        "HF_SAVE_DIR": found.hf,
+    }
     lines = [re.sub(r"\$(\w+)", lambda name: str(values[name[1]]), line) for line in (TRAIN, EXPORT)]
     overrides = [word for word in shlex.split(lines[0])[3:] if "=" in word]  # the rest is `fabric run`'s
     done = run_command("train.py", *overrides, *shlex.split(SMALL))
@@ -110,7 +117,9 @@ def test_a_run_is_exported_and_loaded_by_the_official_lines(trained):
     namespace: dict = {"AutoModelForCausalLM": AutoModelForCausalLM, "AutoTokenizer": AutoTokenizer}
     for line in IMPORTS:
         exec(line, namespace)
-    model, tokenizer = (eval(line.replace("zhixuan-lin/fox-pro-760m-longcrawl64-48b", str(trained.hf)), namespace) for line in LOADS)
+    model, tokenizer = (
+        eval(line.replace("zhixuan-lin/fox-pro-760m-longcrawl64-48b", str(trained.hf)), namespace) for line in LOADS
+    )
     assert type(model).__name__ == "ForgettingTransformerForCausalLM" and model.config.bos_token_id == 50256
     ids = tokenizer('a "b"\n').input_ids
     assert ids[0] == 50256 and tokenizer.decode(ids[1:]) == 'a "b"\n' and tokenizer.model_max_length == 64
@@ -127,7 +136,9 @@ def test_a_run_is_exported_and_loaded_by_the_official_lines(trained):
 def test_an_official_folder_is_exported_by_the_same_line(trained, tmp_path):
     official_run(trained.run, tmp_path / "official", 512)
     execute("save_model.py", f"--hf_load_dir={tmp_path / 'official'}", f"--hf_save_dir={tmp_path / 'hf'}")
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (trained.hf, tmp_path / "hf"))
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (trained.hf, tmp_path / "hf")
+    )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("x").input_ids[0] == 50256
 

@@ -45,7 +45,9 @@ def test_official_fields_are_those_of_the_architectures():
 
 @pytest.mark.parametrize("model", ["fox_pro", "fox_llama", "transformer_pro", "forgetting_transformer"])
 def test_official_fields_need_no_plus(model):
-    config = parsed(PRO, f"model={model}", "model.config.qk_norm_share_param_across_head=true", "model.config.qk_norm=true")
+    config = parsed(
+        PRO, f"model={model}", "model.config.qk_norm_share_param_across_head=true", "model.config.qk_norm=true"
+    )
     assert config.model.config["qk_norm_share_param_across_head"] is True
     registry.build_config(config.model.name, **config.model.config)
 
@@ -98,7 +100,8 @@ checkpoint_keep_interval: 1024
 train: {max_tokens: 8192, grad_acc_tokens: 64, max_grad_norm: 1.0}
 model: {config: {hidden_size: 64, num_hidden_layers: 2, num_heads: 2, rope_base: 500000, hidden_ratio: 3.5}}
 optimizer: {lr: 0.002, betas: [0.9, 0.95], weight_decay: 0.1}
-schedule: {init_value: 0.0, peak_value: "${optimizer.lr}", warmup_steps: 512, decay_steps: "${train.max_tokens}", end_value: 0.0}
+schedule: {init_value: 0.0, peak_value: "${optimizer.lr}", warmup_steps: 512, decay_steps: "${train.max_tokens}",
+    end_value: 0.0}
 datamodule: {train_batch_len: 64, train_batch_size: 4}
 """)
     config = parsed(f"hydra.searchpath=[file://{tmp_path}]", "+experiment=mine")
@@ -158,9 +161,18 @@ def test_what_is_wrong_is_one_line(arguments, message):
 
 def test_a_field_that_is_listed_later_with_its_default_does_not_alter_the_run():
     """Runs of YAMLs that listed fewer fields go on, and what the authors' code writes lists them all."""
-    config, data = parsed(PRO), types.SimpleNamespace(vocab_size=9, bos_token_id=0, checksums=None, fingerprint="f", path="")
-    state = {"config": dataclasses.asdict(config), "model_config": {"vocab_size": 9, "bos_token_id": 0}, "data_fingerprint": "f"}
-    check_continues("it", state, parsed(PRO, "model.config.fgate_bias_init=false", "model.config.tie_word_embeddings=false"), data)
+    config, data = (
+        parsed(PRO),
+        types.SimpleNamespace(vocab_size=9, bos_token_id=0, checksums=None, fingerprint="f", path=""),
+    )
+    state = {
+        "config": dataclasses.asdict(config),
+        "model_config": {"vocab_size": 9, "bos_token_id": 0},
+        "data_fingerprint": "f",
+    }
+    check_continues(
+        "it", state, parsed(PRO, "model.config.fgate_bias_init=false", "model.config.tie_word_embeddings=false"), data
+    )
     with pytest.raises(ConfigError, match=r"model\.config\.tie_word_embeddings: False -> True"):
         check_continues("it", state, parsed(PRO, "model.config.tie_word_embeddings=true"), data)
 

@@ -194,7 +194,9 @@ def test_a_very_large_batch_is_refused_at_once(base):
 def test_gpus_that_are_listed_where_there_are_none_are_one_line(base, tmp_path, devices):
     config = set_key(base | {"output_dir": str(tmp_path), "data_dir": "x"}, "fabric.devices", devices)
     config.fabric.accelerator = "auto"
-    with pytest.raises(ConfigError, match=r"fabric\.devices=.* means GPUs\. PyTorch .*; or give a number of processes") as error:
+    with pytest.raises(
+        ConfigError, match=r"fabric\.devices=.* means GPUs\. PyTorch .*; or give a number of processes"
+    ) as error:
         Trainer(parse(config))
     assert "\n" not in str(error.value)
 

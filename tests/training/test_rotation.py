@@ -113,7 +113,9 @@ def test_a_shard_that_cannot_be_read_is_named(run, tmp_path, monkeypatch, number
         raise OSError(number, "the disk has failed")
 
     def read_data(*arguments):
-        monkeypatch.setattr(checkpoints, "_checksum", lambda file, *_: fails() if file.suffix == ".distcp" else whole(file))
+        monkeypatch.setattr(
+            checkpoints, "_checksum", lambda file, *_: fails() if file.suffix == ".distcp" else whole(file)
+        )
         fails()
 
     monkeypatch.setattr(FileSystemReader, "read_data", read_data)

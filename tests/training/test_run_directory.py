@@ -129,7 +129,9 @@ CHANGED_BY_A_START = (
 def test_a_first_start_takes_nothing_of_others_for_its_own(tmp_path, name, resume):
     place(tmp_path, name)
     before = snapshot(tmp_path)
-    with pytest.raises(RunDirectoryError, match=r"^output_dir=.* and no run that wrote .* choose another output_dir$") as error:
+    with pytest.raises(
+        RunDirectoryError, match=r"^output_dir=.* and no run that wrote .* choose another output_dir$"
+    ) as error:
         status.claim(RunDirectory(tmp_path), resume)
     assert Path(name).parts[0] in str(error.value)
     assert snapshot(tmp_path) == before
@@ -186,7 +188,9 @@ def test_the_folder_of_a_model_is_not_an_output_dir(tmp_path, weights):
     RunDirectory(tmp_path).check_ours(resume=True)
     place(tmp_path, weights)
     for resume in (True, False):
-        with pytest.raises(RunDirectoryError, match=rf"holds a model \(config\.json, {weights}\).*choose another output_dir$"):
+        with pytest.raises(
+            RunDirectoryError, match=rf"holds a model \(config\.json, {weights}\).*choose another output_dir$"
+        ):
             status.claim(RunDirectory(tmp_path), resume)
     assert not (tmp_path / "run.lock").exists()
     (tmp_path / "starts.jsonl").touch()
@@ -310,7 +314,11 @@ def test_with_a_cache_too_small_the_old_run_stays_where_it_is(tiny, tmp_path):
     root.mkdir()
     (root / "starts.jsonl").write_text("{}\n")
     with serve(Path(tiny["data_dir"])) as mirror:
-        remote = {"data_dir": mirror.url, "datamodule__cache_dir": str(tmp_path / "cache"), "datamodule__cache_gb": 1e-9}
+        remote = {
+            "data_dir": mirror.url,
+            "datamodule__cache_dir": str(tmp_path / "cache"),
+            "datamodule__cache_gb": 1e-9,
+        }
         assert "datamodule.cache_gb=1e-09 is less than" in refused(changed(tiny, resume=False, **remote))
     assert (root / "starts.jsonl").is_file() and not (root / "previous").exists()
 

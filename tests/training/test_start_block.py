@@ -46,7 +46,10 @@ def test_a_run_says_what_it_is_before_its_first_step(tiny, tmp_path):
     assert new["steps"] == f"8 to go, to {8 * STEP:,} tokens; 0 are done"
     assert new["devices"] == "2 x cpu, 1 thread each; 2 processes"
     assert new["precision"] == "32-true, strategy fsdp"
-    assert new["corruption"] == "comparison of ranks off (each holds other shards); checkpoints compared with what is loaded"
+    assert (
+        new["corruption"]
+        == "comparison of ranks off (each holds other shards); checkpoints compared with what is loaded"
+    )
     assert continued["corruption"].startswith("comparison of ranks off (there is one); checkpoints")
     assert new["attention"] == "PyTorch" and new["compiled"] == "no"
     assert new["optimizer"] == "adamw, lr 0.01, betas 0.9, 0.95, weight decay 0.1"
@@ -65,7 +68,13 @@ def test_the_slow_parts_before_the_first_step_are_named_as_they_come(tiny):
     train(changed(tiny, train__max_tokens=5 * STEP))
     log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
     second = log[log.index("training finished") :]
-    said = ["reading the corpus: tiny in", "building the model", "continuing from", "about to train", "training finished"]
+    said = [
+        "reading the corpus: tiny in",
+        "building the model",
+        "continuing from",
+        "about to train",
+        "training finished",
+    ]
     places = [second.index(text, 1 if i == 4 else 0) for i, text in enumerate(said)]
     assert places == sorted(places)
 
@@ -77,9 +86,19 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
     config = parse(
         {
             "train": {"max_tokens": 10**9, "grad_acc_tokens": 2**16},
-            "datamodule": {"train_batch_len": 2**14, "train_batch_size": 32, "eval_batch_len": 1, "eval_local_batch_size": 1},
+            "datamodule": {
+                "train_batch_len": 2**14,
+                "train_batch_size": 32,
+                "eval_batch_len": 1,
+                "eval_local_batch_size": 1,
+            },
             "optimizer": {"lr": 1e-3},
-            "schedule": {"name": "warmup_stable_decay", "warmup_tokens": 10**8, "total_tokens": 10**9, "decay_tokens": 10**8},
+            "schedule": {
+                "name": "warmup_stable_decay",
+                "warmup_tokens": 10**8,
+                "total_tokens": 10**9,
+                "decay_tokens": 10**8,
+            },
             "model": {"name": "forgetting_transformer"},
             "fabric": {"precision": "bf16-mixed"},
             "output_dir": "/runs/fox",

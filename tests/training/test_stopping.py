@@ -99,7 +99,9 @@ trainer.Trainer.step = step
     job = Job(tiny, patch=patch)
     assert job.wait() == [128 + signal.SIGTERM]
     found = status(tiny)
-    assert found["status"] == "failed" and "SIGTERM, after SIGTERM: left at once, without a checkpoint" in found["reason"]
+    assert (
+        found["status"] == "failed" and "SIGTERM, after SIGTERM: left at once, without a checkpoint" in found["reason"]
+    )
     assert "the last good checkpoint is at" in found["reason"]  # of step 4, or 8 where the disk was quick
     train(tiny)
     assert f"continuing from {tiny['output_dir']}/checkpoints/step-{8 * STEP:015d}" in rank_log(tiny, 0)
@@ -173,7 +175,10 @@ trainer.Trainer.step = step
     found = status(tiny)
     assert found["status"] == "failed"
     assert f"rank 1 (process {job.processes[1].pid} on " in found["reason"], found
-    assert "was killed or has crashed (seen here as: " in found["reason"] and "the last good checkpoint is" in found["reason"]
+    assert (
+        "was killed or has crashed (seen here as: " in found["reason"]
+        and "the last good checkpoint is" in found["reason"]
+    )
     train(tiny, 2)
     assert_same_run(finished(tiny, 2), tiny["output_dir"])
 

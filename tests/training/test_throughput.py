@@ -49,7 +49,10 @@ def test_rates_and_mfu_are_what_one_computes_by_hand():
 def test_names_are_the_official_ones():
     throughput = Throughput(peak_flops=1, start=ZERO)
     assert after_step(throughput, counters(1, 1, 1, 1, 1)) == {}
-    assert set(after_step(throughput, counters(2, 2, 2, 2, 2))) == {f"throughput/{name}" for name in COUNTERS} | RATES | MFU
+    assert (
+        set(after_step(throughput, counters(2, 2, 2, 2, 2)))
+        == {f"throughput/{name}" for name in COUNTERS} | RATES | MFU
+    )
 
 
 def test_an_unknown_peak_gives_no_mfu():

@@ -219,7 +219,9 @@ def _check_shape(place: str, array: zarr.Array) -> None:
     """
     sizes = array.shards or array.chunks
     if 0 in sizes or 0 in array.shape[1:]:
-        raise DataError(f"{place} states shape {array.shape} in chunks of {sizes}: rows of nothing; make or fetch it again")
+        raise DataError(
+            f"{place} states shape {array.shape} in chunks of {sizes}: rows of nothing; make or fetch it again"
+        )
     files = math.prod(-(-length // size) for length, size in zip(array.shape, sizes, strict=True))
     if files > LARGEST_FILE_COUNT or any(length > LONGEST_DOCUMENT for length in array.shape[1:]):
         raise DataError(

@@ -1,8 +1,8 @@
 """Decoders that stop at the size which an array's metadata declares, whatever a chunk says about itself.
 
 A zstd frame of 65 kB may decode to gigabytes, and its header may ask for any amount of memory before the first byte is
-decoded. How many bytes a chunk of tokens decodes to is known before: documents times tokens times two. So each decoder gets
-a buffer of exactly that size, or is asked for at most one byte more, and everything that differs is an error.
+decoded. How many bytes a chunk of tokens decodes to is known before: documents times tokens times two. So each decoder
+gets a buffer of exactly that size, or is asked for at most one byte more, and everything that differs is an error.
 
 That holds for one compressor per chunk. What a second one around it would decode to is not known, and no corpus needs
 one, so such arrays are refused.
@@ -71,7 +71,8 @@ def decode(name: str, settings: dict[str, Any], data: bytes, nbytes: int) -> np.
         raise ValueError(f"{name}: {error}") from error
 
 
-# What a compressed chunk says about its own size: it decides how much memory the decoder asks for. -----------------------
+# What a compressed chunk says about its own size: it decides how much memory the decoder asks for.
+# -----------------------
 
 
 def _zstd_size(data: bytes) -> int | None:
@@ -102,7 +103,8 @@ def _blosc_size(data: bytes) -> int:
 
 _HEADERS: dict[str, Callable[[bytes], int | None]] = {"zstd": _zstd_size, "lz4": _lz4_size, "blosc": _blosc_size}
 
-# Formats without a size: decoded piece by piece. --------------------------------------------------------------------------
+# Formats without a size: decoded piece by piece.
+# --------------------------------------------------------------------------
 
 
 def _lzma(settings: dict[str, Any]) -> Any:
@@ -136,7 +138,8 @@ def _stream(start: Callable[[], Any], data: bytes, nbytes: int) -> bytes:
     return bytes(found)
 
 
-# Zarr v2 ----------------------------------------------------------------------------------------------------------------
+# Zarr v2
+# ----------------------------------------------------------------------------------------------------------------
 
 
 class _BoundedCompressor(Codec):
@@ -175,7 +178,8 @@ def _bounded_v2(metadata: Any) -> Any:
     return dataclasses.replace(metadata, filters=tuple(filters) or None, compressor=compressor)
 
 
-# Zarr v3 ----------------------------------------------------------------------------------------------------------------
+# Zarr v3
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

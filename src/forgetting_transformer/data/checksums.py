@@ -2,11 +2,11 @@
 
     <64 hexadecimal digits>  train.zarr/0.0
 
-scripts/prepare_data.py and scripts/download_longcrawl64.py write it, scripts/verify_data.py does for arrays that have none. A file
-of chunks that is read is held to its line, so neither a flipped bit nor another chunk under the same name is trained on.
-SHA-256 and not a CRC: the list then also says which contents were trained on, and is the one that the downloader writes. It is
-fast enough; docs/longcrawl64.md has its cost. Files that are not listed are read with a warning. Lines without a file are no fault,
-since a copy may be partial.
+scripts/prepare_data.py and scripts/download_longcrawl64.py write it, scripts/verify_data.py does for arrays that have
+none. A file of chunks that is read is held to its line, so neither a flipped bit nor another chunk under the same name
+is trained on. SHA-256 and not a CRC: the list then also says which contents were trained on, and is the one that the
+downloader writes. It is fast enough; docs/longcrawl64.md has its cost. Files that are not listed are read with a
+warning. Lines without a file are no fault, since a copy may be partial.
 """
 
 import hashlib
@@ -111,7 +111,8 @@ def parse_list(text: bytes, array: str, place: str) -> Checksums:
         if match is None:
             if number < len(lines):
                 raise DataError(
-                    f"{place}, line {number}, is not of the form '<sha256>  {array}/<file>'. Bring back a copy of the list; or "
+                    f"{place}, line {number}, is not of the form '<sha256>  {array}/<file>'. Bring back a copy of the "
+                    f"list; or "
                     "delete it, and scripts/verify_data.py makes one of the files as they are"
                 )
         elif match[2].startswith(f"{array}/"):

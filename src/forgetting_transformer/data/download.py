@@ -5,8 +5,8 @@ taken that have every chunk asked for. Files keep their names, so the copy is sp
 less was asked for: train on it with datamodule.missing_chunks=skip.
 
 A file goes to `OUT/.download/`, is checked and decoded there, flushed, and renamed into place; then its SHA-256 is
-added to `OUT/<split>.sha256` (the format of sha256sum). The array's metadata comes last: an array that can be opened was
-once complete. After a kill the same command fetches what is not yet in place.
+added to `OUT/<split>.sha256` (the format of sha256sum). The array's metadata comes last: an array that can be opened
+was once complete. After a kill the same command fetches what is not yet in place.
 """
 
 import contextlib
@@ -202,7 +202,8 @@ class _Download:
         if not rows or documents < (wanted or 0):
             raise DataError(
                 f"{self.remote.url} has {documents:,} documents of {self.name} with all {len(columns)} chunks asked "
-                f"for, fewer than {'one row of chunks' if wanted is None else f'the {wanted:,} asked for'}; ask for fewer "
+                f"for, fewer than {'one row of chunks' if wanted is None else f'the {wanted:,} asked for'}; ask for "
+                f"fewer "
                 "documents, or for fewer tokens of each, or name another source"
             )
         whole = listed is not None or wanted is None
@@ -292,7 +293,8 @@ class _Download:
         free = shutil.disk_usage(self.out).free
         if needed + SPACE_MARGIN > free:
             raise DataError(
-                f"{needed / 1e9:,.2f} GB are to be fetched and {self.out} has {free / 1e9:,.2f} GB free; make room, ask for "
+                f"{needed / 1e9:,.2f} GB are to be fetched and {self.out} has {free / 1e9:,.2f} GB free; make room, "
+                f"ask for "
                 "fewer documents or fewer tokens of each, or choose another --out"
             )
 
@@ -308,8 +310,8 @@ class _Download:
             if different:
                 raise DataError(
                     f"{self.target} was begun with {', '.join(f'{key} {before.get(key)}' for key in different)}, not "
-                    f"{', '.join(str(now[key]) for key in different)}; choose another --out, or delete it, {note.name} and "
-                    f"{self.sums.name} first"
+                    f"{', '.join(str(now[key]) for key in different)}; choose another --out, or delete it, "
+                    f"{note.name} and {self.sums.name} first"
                 )
         for name, text in plan.metadata.items():
             if (self.target / name).exists() and json.loads((self.target / name).read_bytes()) != json.loads(text):

@@ -1,9 +1,9 @@
 """LongCrawl64 and corpora in its format: what the training loop asks data for.
 
 Layout: `data_dir/<dataset>/{train,heldout}.zarr`, and for corpora of scripts/prepare_data.py also `manifest.json` and
-`tokenizer/`. `data_dir` is a folder, or a URL of which the chunks that training needs are fetched into a cache. A training example is a slice of S tokens as labels and the same slice shifted right
-by one, with the beginning-of-sequence token in front, as inputs (also for slices from the middle of a document, as in
-the paper's runs).
+`tokenizer/`. `data_dir` is a folder, or a URL of which the chunks that training needs are fetched into a cache. A
+training example is a slice of S tokens as labels and the same slice shifted right by one, with the
+beginning-of-sequence token in front, as inputs (also for slices from the middle of a document, as in the paper's runs).
 """
 
 import math
@@ -55,7 +55,8 @@ class LongCrawl64DataModule:
     """Loaders over LongCrawl64 or any corpus in its format.
 
     Args:
-        data_dir: folder or URL (s3://, gs://, hf://, https://, …) with `<dataset>/train.zarr` and `<dataset>/heldout.zarr`.
+        data_dir: folder or URL (s3://, gs://, hf://, https://, …) with `<dataset>/train.zarr` and
+            `<dataset>/heldout.zarr`.
         dataset: folder name of the corpus.
         train_batch_len: tokens in a training sequence; must divide the documents' length.
         train_batch_size: sequences in a global batch.
@@ -65,14 +66,15 @@ class LongCrawl64DataModule:
         eval_local_batch_size: sequences in one evaluation batch of one rank.
         eval_num_workers: as train_num_workers, for evaluation.
         vocab_size, bos_token_id: of the tokenizer that made the corpus; None reads them from the corpus's
-            manifest.json. Only LongCrawl64, with documents of 65,536 tokens, needs neither: it is GPT-2's 50,257 and 50,256.
+            manifest.json. Only LongCrawl64, with documents of 65,536 tokens, needs neither: it is GPT-2's 50,257 and
+            50,256.
         repeat: read the data again, in the same order, when it has been read once.
         missing_chunks: "error", or "skip" to use a partial copy on purpose: the documents of which every chunk is
             there, in order, as if there were no others.
         cache_dir: where files of a URL are kept, on a disk of this machine; None is ~/.cache/forgetting_transformer.
             Ranks and runs may share it.
-        cache_gb: gigabytes (10^9 bytes) that the chunks in it may take; those used longest ago make room. Other people's
-            files there do not count.
+        cache_gb: gigabytes (10^9 bytes) that the chunks in it may take; those used longest ago make room. Other
+            people's files there do not count.
         recorded: the vocabulary that a run has used so far, for a corpus that does not say which it has.
 
     Raises:
@@ -113,7 +115,10 @@ class LongCrawl64DataModule:
         self._arrays: dict[str, TokenArray] = {}
         #: None until an array is open, where it depends on the length of the documents.
         self._vocabulary: Vocabulary | None = None
-        if {"vocab_size", "bos_token_id"} <= {*self._manifest, *(key for key, value in stated.items() if value is not None)}:
+        if {"vocab_size", "bos_token_id"} <= {
+            *self._manifest,
+            *(key for key, value in stated.items() if value is not None),
+        }:
             self._vocabulary_size("train", 0)
 
     @property

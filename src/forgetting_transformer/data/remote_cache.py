@@ -8,8 +8,8 @@ Chunks are needed for a while and then not again until the next epoch, so those 
                                   0.0, c/0/0, …   chunks; metadata and tokenizers beside them
                                   .parts, .locks  files under way
 
-`cache_dir` may be a folder with other things in it. Only chunks in folders with the mark count against the limit and are deleted.
-A copy of such a folder has another name than its mark says, and is left alone.
+`cache_dir` may be a folder with other things in it. Only chunks in folders with the mark count against the limit and
+are deleted. A copy of such a folder has another name than its mark says, and is left alone.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ from forgetting_transformer.data.remote import RemoteFolder, join, open_remote
 CONNECTIONS = 8
 #: Lock files; two names that share one wait for each other, no more.
 LOCKS = 64
-#: What marks a folder as the cache's own. Backups leave folders with such a file out; other programs write one too, so the
-#: second line counts.
+#: What marks a folder as the cache's own. Backups leave folders with such a file out; other programs write one too, so
+#: the second line counts.
 MARK = "CACHEDIR.TAG"
 _MARK_TEXT = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
@@ -81,7 +81,9 @@ class RemoteCache:
                 # Looked at in this order: another process may just be marking it.
                 strangers = list(self.folder.iterdir())
                 if strangers and not _is_ours(self.folder):
-                    raise DataError(f"{self.folder} holds files that this cache did not write; set datamodule.cache_dir")
+                    raise DataError(
+                        f"{self.folder} holds files that this cache did not write; set datamodule.cache_dir"
+                    )
             if not _is_marked(self.folder):
                 self._mark(self.folder)
             for folder in (self.locks, self.parts):
@@ -165,7 +167,8 @@ class RemoteCache:
                 self._make_room(keep=path)
         except OSError as error:
             raise DataError(
-                f"cannot keep {path.name} in {path.parent}: {error}. Make room there, lower datamodule.cache_gb, or choose "
+                f"cannot keep {path.name} in {path.parent}: {error}. Make room there, lower datamodule.cache_gb, or "
+                f"choose "
                 "another datamodule.cache_dir"
             ) from error
         finally:

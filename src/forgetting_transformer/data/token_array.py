@@ -142,7 +142,8 @@ class TokenArray:
                 return np.asarray(self._array[window])
             except MissingChunkError as error:
                 raise MissingChunkError(
-                    f"{error}: it holds documents {window[0].start:,} and on, which this run needs. The copy of the corpus "
+                    f"{error}: it holds documents {window[0].start:,} and on, which this run needs. The copy of the "
+                    f"corpus "
                     "is partial: fetch the chunk again, choose a complete array, or train on the documents that are "
                     "there with datamodule.missing_chunks=skip"
                 ) from error
@@ -153,9 +154,9 @@ class TokenArray:
                     if isinstance(error, ChecksumError):
                         listed = self.files.checksums.name
                         raise DataError(
-                            f"{self.files.place(name)} is not the file that {listed} lists: it was changed or is damaged "
-                            f"({error}). Fetch or make it again. If the change is meant, this is another corpus: delete "
-                            f"{listed}, and scripts/verify_data.py makes a new one"
+                            f"{self.files.place(name)} is not the file that {listed} lists: it was changed or is "
+                            f"damaged ({error}). Fetch or make it again. If the change is meant, this is another "
+                            f"corpus: delete {listed}, and scripts/verify_data.py makes a new one"
                         ) from error
                     raise DataError(
                         f"{self.files.place(name)} cannot be decoded ({error}); it is damaged: delete it and fetch or "
@@ -315,6 +316,7 @@ def _nothing_at(path: str | Path) -> str:
             f"datamodule.dataset={nearest[0]}"
         )
     return (
-        f"no token array at {path}. Set data_dir to the folder that holds {dataset}/{name} (datamodule.dataset={dataset}), or make "
+        f"no token array at {path}. Set data_dir to the folder that holds {dataset}/{name} "
+        f"(datamodule.dataset={dataset}), or make "
         "one with scripts/prepare_data.py, or fetch LongCrawl64 with scripts/download_longcrawl64.py"
     )

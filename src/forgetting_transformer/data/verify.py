@@ -162,8 +162,8 @@ def _check_contents(
                 wrong.append(f"{place} holds id {facts.largest}, not below vocab_size={vocab_size}")
             if facts.zero_rows:
                 zeros.append(
-                    f"{place}: {len(facts.zero_rows):,} documents are all zeros in tokens {file[1] * width:,} and on, the "
-                    f"first is document {facts.zero_rows[0]:,}"
+                    f"{place}: {len(facts.zero_rows):,} documents are all zeros in tokens {file[1] * width:,} and on, "
+                    f"the first is document {facts.zero_rows[0]:,}"
                 )
     for check, problems, result in (
         ("decodable", broken, f"yes, {len(chosen):,} files"),

@@ -1,7 +1,7 @@
 """How many token ids a corpus has, and which of them begins a text.
 
-The arrays do not say. A model with the vocabulary of another tokenizer trains all the same, only worse: so nothing is assumed of an
-array that nobody describes.
+The arrays do not say. A model with the vocabulary of another tokenizer trains all the same, only worse: so nothing is
+assumed of an array that nobody describes.
 """
 
 import json
@@ -38,8 +38,8 @@ def vocabulary_of(
     """The vocabulary of the corpus at `place`: what is stated, else what its manifest says, else GPT-2's for LongCrawl64,
     else what a run recorded when it began.
 
-    LongCrawl64 is a folder of that name with documents of 65,536 tokens, or of as many as scripts/download_longcrawl64.py
-    cut them to, which its note says.
+    LongCrawl64 is a folder of that name with documents of 65,536 tokens, or of as many as
+    scripts/download_longcrawl64.py cut them to, which its note says.
 
     Args:
         split: "train" or "heldout", the array whose documents have `doc_len` tokens.
@@ -57,8 +57,9 @@ def vocabulary_of(
     missing = [f"{prefix}{key}" for key, value in (("vocab_size", size), ("bos_token_id", bos)) if value is None]
     if missing:
         raise DataError(
-            f"{redact(str(place))} has no manifest.json that states its vocabulary and is not LongCrawl64 with documents of 65,536 "
-            f"tokens, so it does not say which tokenizer made it: set {' and '.join(missing)}, or bring back the manifest "
+            f"{redact(str(place))} has no manifest.json that states its vocabulary and is not LongCrawl64 with "
+            f"documents of 65,536 tokens, so it does not say which tokenizer made it: set {' and '.join(missing)}, or "
+            f"bring back the manifest "
             "that scripts/prepare_data.py wrote (docs/prepare_data.md)"
         )
     if not 0 <= bos < size:

@@ -3,8 +3,8 @@
     F_ij = Π_{l=j+1..i} f_l                  how much of token j's weight is left at token i
     A_ij = softmax_j(s·q_i·k_j + log F_ij)   the attention weights
 
-Both are T × T a head. They are computed in strips of rows and reduced to the picture's pixels at once, so that a text of
-16k tokens needs no more memory than a strip and the picture.
+Both are T × T a head. They are computed in strips of rows and reduced to the picture's pixels at once, so that a text
+of 16k tokens needs no more memory than a strip and the picture.
 
 Axes: B batch, H heads, T positions (queries), N positions (keys), D channels of a head, P pixels of a picture's side.
 """
@@ -38,10 +38,11 @@ class AttentionInputs:
 
     Attributes:
         layer: index of the block.
-        q_HTD, k_HTD: after normalisation and rotation, float32. Keys that a group of heads shares are repeated for each.
+        q_HTD, k_HTD: after normalisation and rotation, float32. Keys that a group of heads shares are repeated for
+            each.
         log_fgate_HT: float64, so that sums over a long text are exact enough to be compared.
-        score_bound_H: U with |s·q_i·k_j| ≤ U for all pairs, by the weights of QK-norm, which hold for every text. None without
-            QK-norm.
+        score_bound_H: U with |s·q_i·k_j| ≤ U for all pairs, by the weights of QK-norm, which hold for every text. None
+            without QK-norm.
         tolerance: ln ε of the model's pruning, None if it is off.
     """
 
@@ -69,7 +70,8 @@ def attention_layers(model: nn.Module) -> dict[int, ForgettingAttentionLayer]:
     }
     if not found:
         raise EvaluationError(
-            f"{type(model).__name__} has no forgetting-attention layer; this evaluation is for FoX, and for Transformer "
+            f"{type(model).__name__} has no forgetting-attention layer; this evaluation is for FoX, and for "
+            f"Transformer "
             "(Pro), whose gates are all 1"
         )
     return found
@@ -154,7 +156,8 @@ def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
 
 def pruned_share(inputs: AttentionInputs, tolerance: float) -> Tensor:
     """Share of causal tiles (128 × 128 positions) that pruning at ln ε = `tolerance` skips, `(H,)` float64, by the model's
-    rule: with QK-norm one threshold for a head, ln ε - (2U + ln T), without it the norms of the vectors of each tile."""
+    rule: with QK-norm one threshold for a head, ln ε - (2U + ln T), without it the norms of the vectors of each
+        tile."""
     log_fgate_BHT, length = inputs.log_fgate_HT[None], inputs.log_fgate_HT.shape[-1]
     threshold_BH = torch.full_like(log_fgate_BHT[..., 0], tolerance)
     if inputs.score_bound_H is not None:
@@ -167,8 +170,8 @@ def pruned_share(inputs: AttentionInputs, tolerance: float) -> Tensor:
 def gate_matrix(log_fgate_T: Tensor, pixels: int) -> Tensor:
     """F of one head as a picture `(P, P)`, P ≤ pixels: each pixel the largest entry it stands for, 0 above the diagonal.
 
-    Within a rectangle of F that lies below the diagonal the largest entry is its upper right corner, the earliest query and
-    the latest key, so the picture needs no other one.
+    Within a rectangle of F that lies below the diagonal the largest entry is its upper right corner, the earliest query
+    and the latest key, so the picture needs no other one.
     """
     edges_P = _pixel_edges(len(log_fgate_T), pixels, log_fgate_T.device)
     c_T = log_fgate_T.double().cumsum(0)

@@ -73,8 +73,8 @@ def check_settings(
         for key in sorted(stored.keys() | settings.keys()):
             if stored.get(key) != settings.get(key):
                 raise EvaluationError(
-                    f"{folder} holds results with {key}={stored.get(key)!r}, this evaluation has {settings.get(key)!r}: "
-                    f"{cure}"
+                    f"{folder} holds results with {key}={stored.get(key)!r}, this evaluation has "
+                    f"{settings.get(key)!r}: {cure}"
                 )
         return
     write_json(file, settings)

@@ -1,7 +1,7 @@
 """lm-evaluation-harness: an adapter for the models of this project.
 
-The harness asks for log-likelihoods; the adapter answers without ever holding the logits of a whole text. Every sequence
-begins with the beginning-of-sequence token, as in training. Needs `pip install lm_eval` (the extra `eval`).
+The harness asks for log-likelihoods; the adapter answers without ever holding the logits of a whole text. Every
+sequence begins with the beginning-of-sequence token, as in training. Needs `pip install lm_eval` (the extra `eval`).
 
 Axes: B batch, T positions, K last positions, V vocabulary.
 """
@@ -150,7 +150,9 @@ class HarnessModel(TemplateLM):
         for key, greedy in {"do_sample": False, "num_beams": 1, "max_length": None}.items():
             if options.get(key, greedy) != greedy:
                 instead = "max_gen_toks" if key == "max_length" else f"{key}={greedy}, as the paper's tasks do"
-                raise EvaluationError(f"a task asks for {key}={options[key]}, which this adapter does not do; use {instead}")
+                raise EvaluationError(
+                    f"a task asks for {key}={options[key]}, which this adapter does not do; use {instead}"
+                )
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         if self.world_size == 1:
@@ -209,7 +211,8 @@ def evaluate(
         Task -> lm_eval's results for it.
 
     Raises:
-        EvaluationError: a task's data is not there and cannot be downloaded, or the folder holds results of other settings.
+        EvaluationError: a task's data is not there and cannot be downloaded, or the folder holds results of other
+            settings.
     """
     import lm_eval
 
@@ -262,12 +265,14 @@ def _check_data(task: str, manager: TaskManager) -> None:
         if entry_of_lm_eval is None and "Unable to find" in str(error):
             reason = str(error).strip().splitlines()[0]
             raise EvaluationError(
-                f"the data of task {task} cannot be loaded ({reason}). Paths in a task file are taken from the current folder"
+                f"the data of task {task} cannot be loaded ({reason}). Paths in a task file are taken from the "
+                f"current folder"
             ) from error
         # `hf download` would not do: without a network, datasets reads what it has itself prepared, and nothing else.
         load = f"from lm_eval.tasks import TaskManager; TaskManager().load(['{task}'])"
         raise EvaluationError(
-            f"the data of task {task}{dataset} cannot be loaded ({str(error).strip().splitlines()[0]}). On a machine with a "
+            f"the data of task {task}{dataset} cannot be loaded ({str(error).strip().splitlines()[0]}). On a machine "
+            f"with a "
             f'network run `python -c "{load}"`, copy its ~/.cache/huggingface/datasets to the same path here (or to another '
             "one, and set HF_DATASETS_CACHE to it), and set HF_HUB_OFFLINE=1"
         ) from error

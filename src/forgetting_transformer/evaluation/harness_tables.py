@@ -1,6 +1,7 @@
 """The eleven tasks of the paper's Table 1 in lm-evaluation-harness, and the table. Needs no lm_eval.
 
-Source: Lin et al., "Forgetting Transformer", ICLR 2025, Table 1: zero-shot; "acc-n" is accuracy with log-likelihoods divided by
+Source: Lin et al., "Forgetting Transformer", ICLR 2025, Table 1: zero-shot; "acc-n" is accuracy with log-likelihoods
+    divided by
 the length of the answer.
 """
 

@@ -1,7 +1,7 @@
 """Ratings of answers by a language model behind an OpenAI-compatible endpoint. Optional; nothing else needs a network.
 
-Every rating is kept in a JSON-lines file under a hash of what was asked, so that nothing is asked, or paid for, twice. A
-request that fails is tried again, longer and longer apart; what still fails is kept too, and asked again next time.
+Every rating is kept in a JSON-lines file under a hash of what was asked, so that nothing is asked, or paid for, twice.
+A request that fails is tried again, longer and longer apart; what still fails is kept too, and asked again next time.
 """
 
 import hashlib
@@ -27,8 +27,9 @@ Question: {question}
 Reference answer: {reference}
 The model's answer: {answer}
 
-Compare the model's answer with the reference answer only. Give a whole number from 1 to 10: 10 if it says all that the \
-reference says, 1 if it says nothing of it, numbers between for parts of it. Write one sentence of explanation, then the \
+Compare the model's answer with the reference answer only. Give a whole number from 1 to 10: 10 if it says all that \
+the reference says, 1 if it says nothing of it, numbers between for parts of it. Write one sentence of explanation, \
+then the \
 rating in double square brackets, such as [[4]]."""
 
 
@@ -106,7 +107,8 @@ class Judge:
         if response.status_code in (401, 403, 404):
             # Asking again would not help, and neither would asking for the other answers.
             raise _Refused(
-                f"{url} answers {response.status_code} for the model {self.model!r}: check --judge_url, --judge_model and "
+                f"{url} answers {response.status_code} for the model {self.model!r}: check --judge_url, --judge_model "
+                f"and "
                 "the key"
             )
         response.raise_for_status()

@@ -1,12 +1,13 @@
 """LongBench (v1): its sixteen English sets, with its prompts, its truncation and its scores. The paper uses fourteen.
 
-Prompts, lengths of answers and scoring rules are the benchmark's, github.com/THUDM/LongBench (MIT licence; Bai et al., 2023):
+Prompts, lengths of answers and scoring rules are the benchmark's, github.com/THUDM/LongBench (MIT licence; Bai et al.,
+2023):
 
 - a prompt that is too long keeps its first and its last half;
 - answers are greedy; one for SAMSum also ends at a line break, and has at least one token;
 - only for TREC, TriviaQA and SAMSum does the first line of an answer alone count; summaries count whole;
-- scores: F1 of words (question answering), ROUGE-L (summaries), found class among the classes found (TREC), similarity of
-  the first line that is code (code), share of the right number among the numbers (synthetic sets); the best over the
+- scores: F1 of words (question answering), ROUGE-L (summaries), found class among the classes found (TREC), similarity
+  of the first line that is code (code), share of the right number among the numbers (synthetic sets); the best over the
   reference answers, times 100.
 
 LongBench-E has further examples for thirteen of the sets, as many of each length, and a score for each range of
@@ -140,7 +141,8 @@ _PASSAGES = (
 # "asconcisely" is the benchmark's own spelling, and part of what models are asked.
 _STORY = "asconcisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
 _ARTICLE = (
-    "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based on the "
+    "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
+    "on the "
     'information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", "no", or '
     '"unanswerable". Do not provide any explanation.\n\n'
 )
@@ -172,8 +174,8 @@ SETS: dict[str, Set] = {
         "Single-Document QA",
     ),
     "multifieldqa_en": Set(
-        "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the above "
-        "text, only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:",
+        "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the "
+        "above text, only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:",
         64,
         f1,
         "MFQA",
@@ -183,17 +185,17 @@ SETS: dict[str, Set] = {
     "2wikimqa": Set(_PASSAGES, 32, f1, "2WikiMQA", "Multi-Document QA"),
     "musique": Set(_PASSAGES, 32, f1, "Musique", "Multi-Document QA"),
     "gov_report": Set(
-        "You are given a report by a government agency. Write a one-page summary of the report.\n\nReport:\n{context}\n\n"
-        "Now, write a one-page summary of the report.\n\nSummary:",
+        "You are given a report by a government agency. Write a one-page summary of the "
+        "report.\n\nReport:\n{context}\n\nNow, write a one-page summary of the report.\n\nSummary:",
         512,
         rouge_l,
         "GovReport",
         "Summarization",
     ),
     "qmsum": Set(
-        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one or "
-        "more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript in one or "
-        "more sentences.\n\nQuery: {input}\nAnswer:",
+        "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
+        "or more sentences.\n\nTranscript:\n{context}\n\nNow, answer the query based on the above meeting transcript "
+        "in one or more sentences.\n\nQuery: {input}\nAnswer:",
         512,
         rouge_l,
         "QMSum",
@@ -216,8 +218,8 @@ SETS: dict[str, Set] = {
         first_line=True,
     ),
     "triviaqa": Set(
-        "Answer the question based on the given passage. Only give me the answer and do not output any other words. The "
-        "following are some examples.\n\n{context}\n\n{input}",
+        "Answer the question based on the given passage. Only give me the answer and do not output any other words. "
+        "The following are some examples.\n\n{context}\n\n{input}",
         32,
         f1,
         "TriviaQA",
@@ -243,19 +245,20 @@ SETS: dict[str, Set] = {
         "Code",
     ),
     "passage_count": Set(
-        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully read these "
-        "paragraphs and determine how many unique paragraphs there are after removing duplicates. In other words, how many "
-        "non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of unique paragraphs after "
-        "removing duplicates. The output format should only contain the number, such as 1, 2, 3, and so on.\n\n"
-        "The final answer is: ",
+        "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully "
+        "read these paragraphs and determine how many unique paragraphs there are after removing duplicates. In other "
+        "words, how many non-repeating paragraphs are there in total?\n\n{context}\n\nPlease enter the final count of "
+        "unique paragraphs after removing duplicates. The output format should only contain the number, such as 1, 2, "
+        "3, and so on.\n\nThe final answer is: ",
         32,
         count,
         "PassageCount",
         _SYNTHETIC,
     ),
     "passage_retrieval_en": Set(
-        "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract is from."
-        "\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the paragraph that the abstract "
+        "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract "
+        "is from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\nPlease enter the number of the "
+        "paragraph that the abstract "
         'is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
         32,
         retrieval,
@@ -298,15 +301,16 @@ def read_examples(name: str, data: Path | None, even: bool = False) -> list[dict
 
     Args:
         even: those of LongBench-E.
-        data: the benchmark's data.zip, a folder with it, or a folder with `<set>.jsonl`; None fetches data.zip from the hub.
+        data: the benchmark's data.zip, a folder with it, or a folder with `<set>.jsonl`; None fetches data.zip from the
+            hub.
 
     Raises:
         EvaluationError: the set is not there, and how to get it.
     """
     name = f"{name}_e" if even else name
     advice = (
-        f"run `hf download --repo-type dataset {HUB_ID} {ARCHIVE} --local-dir FOLDER` on a machine with a network, copy the "
-        f"folder here, and set --data_dir to it"
+        f"run `hf download --repo-type dataset {HUB_ID} {ARCHIVE} --local-dir FOLDER` on a machine with a network, "
+        f"copy the folder here, and set --data_dir to it"
     )
     if data is None:
         try:

@@ -82,7 +82,8 @@ class EvaluatedModel:
         """
         if self.tokenizer is None:
             raise EvaluationError(
-                f"{self.source} comes without a tokenizer and this evaluation reads text ({self.no_tokenizer}): name one "
+                f"{self.source} comes without a tokenizer and this evaluation reads text ({self.no_tokenizer}): name "
+                f"one "
                 "with --tokenizer FOLDER_OR_HUB_ID, or export the run with `save_model.py --tokenizer …`"
             )
         return self.tokenizer
@@ -142,7 +143,8 @@ def load_model(
     if (folder / "checkpoints").is_dir() and (not exported or _is_run(folder)):
         if exported and step is None:
             raise EvaluationError(
-                f"{source} holds both a training run (checkpoints/) and a model in Hugging Face format (config.json): choose "
+                f"{source} holds both a training run (checkpoints/) and a model in Hugging Face format (config.json): "
+                f"choose "
                 "the run with --step=…, or move the model's files to a folder of their own and name that"
             )
         model, found, length, tokens, problem = _load_run(folder, step, tokenizer)
@@ -155,7 +157,9 @@ def load_model(
                 "config.json); give a run's output_dir, what save_model.py wrote, or a hub id"
             )
         if not folder.exists() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-            raise EvaluationError(f"there is no folder {source}; give a run's output_dir, what save_model.py wrote, or a hub id")
+            raise EvaluationError(
+                f"there is no folder {source}; give a run's output_dir, what save_model.py wrote, or a hub id"
+            )
         model, found, length, tokens, problem = _load_pretrained(source, tokenizer)
     model = model.to(device).eval()
     if isinstance(model, forgetting_transformer.model.DecoderForCausalLM):
@@ -224,9 +228,9 @@ def resolve(precision: str, device: torch.device) -> str:
 def token_losses(model: nn.Module, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
     """Loss of every token in nats `(B, T)`, float32: `labels[t]` is the token after `input_ids[t]`.
 
-    Logits are never all held: this project's models see to that themselves, for others the output layer is run on slices
-    of the last hidden states. Where that does not give a model's own logits (a soft cap or a scale after the output
-    layer), they are computed whole.
+    Logits are never all held: this project's models see to that themselves, for others the output layer is run on
+    slices of the last hidden states. Where that does not give a model's own logits (a soft cap or a scale after the
+    output layer), they are computed whole.
     """
     from forgetting_transformer.model import DecoderForCausalLM
 
@@ -387,8 +391,8 @@ def _check_weights(source: str, model: nn.Module, loading: dict[str, Any]) -> No
         loading: transformers' account of it; tied weights, which are stored once, do not count as missing.
 
     Raises:
-        EvaluationError: naming a weight that is missing or has another shape, or one that this project's models do not have.
-            Other models' files may hold more than is used, such as masks.
+        EvaluationError: naming a weight that is missing or has another shape, or one that this project's models do not
+            have. Other models' files may hold more than is used, such as masks.
     """
     from forgetting_transformer.model import DecoderForCausalLM
 
@@ -397,18 +401,20 @@ def _check_weights(source: str, model: nn.Module, loading: dict[str, Any]) -> No
     if shapes:
         name, (stored, wanted) = min(shapes.items())
         raise EvaluationError(
-            f"the weights of {source} do not fit its config.json: {name} has the shape {stored}, and the model {wanted} "
-            f"({len(shapes)} such in all); save the model again, with the configuration it was trained with"
+            f"the weights of {source} do not fit its config.json: {name} has the shape {stored}, and the model "
+            f"{wanted} ({len(shapes)} such in all); save the model again, with the configuration it was trained with"
         )
     if missing:
         left = f"; {len(unexpected)} belong to another model, among them {unexpected[0]}" if unexpected else ""
         raise EvaluationError(
-            f"the weights of {source} are incomplete: {missing[0]} is missing ({len(missing)} in all{left}), and a result would "
+            f"the weights of {source} are incomplete: {missing[0]} is missing ({len(missing)} in all{left}), and a "
+            f"result would "
             "be that of random weights; save the model again, or download all of its files"
         )
     if unexpected and isinstance(model, DecoderForCausalLM):
         raise EvaluationError(
-            f"the weights of {source} do not fit its config.json: the model has no {unexpected[0]} ({len(unexpected)} such in "
+            f"the weights of {source} do not fit its config.json: the model has no {unexpected[0]} ({len(unexpected)} "
+            f"such in "
             "all); save the model again, with the configuration it was trained with"
         )
     if unexpected:

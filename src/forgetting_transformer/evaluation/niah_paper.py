@@ -36,8 +36,8 @@ DEPTHS = tuple(range(0, 101, 10))  # percent
 MAX_NEW_TOKENS = 1024
 ESSAYS = "PaulGrahamEssays"
 _QUIZ = (
-    "\n\nThere is an important piece of information hidden inside the above document. Now that you've read the document, "
-    "I will quiz you about it. Answer the following question: "
+    "\n\nThere is an important piece of information hidden inside the above document. Now that you've read the "
+    "document, I will quiz you about it. Answer the following question: "
 )
 _BUFFER = 200  # tokens that the paper sets aside for the question and the answer
 
@@ -69,8 +69,9 @@ def find_text(chosen: Path | None, expected: Path) -> str:
     if chosen is not None or expected.is_dir():
         return read_essays(chosen or expected)
     print(
-        f"warning: there is no folder {expected}, so the haystack is Python's documentation and scores are not the paper's. "
-        f"github.com/zhixuan-lin/forgetting-transformer has the essays in eval/niah/{ESSAYS}: copy that folder here",
+        f"warning: there is no folder {expected}, so the haystack is Python's documentation and scores are not the "
+        f"paper's. github.com/zhixuan-lin/forgetting-transformer has the essays in eval/niah/{ESSAYS}: copy that "
+        f"folder here",
         file=sys.stderr,
     )
     return free_text()
@@ -127,7 +128,8 @@ class Essays:
         room = length - _BUFFER - len(needle_ids)
         if room < 1:
             raise EvaluationError(
-                f"a prompt of {length} tokens has no room for text: the needle has {len(needle_ids)}, and {_BUFFER} are "
+                f"a prompt of {length} tokens has no room for text: the needle has {len(needle_ids)}, and {_BUFFER} "
+                f"are "
                 "set aside for the question; choose longer --min_length"
             )
         tokens = tokens[:room]

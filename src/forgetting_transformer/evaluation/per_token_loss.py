@@ -2,12 +2,12 @@
 
     L(i) = mean over sequences of -log p(token i | tokens before it)           i from 1, in nats
 
-A model that uses all of its context has an L(i) that falls with i; where it is flat, tokens farther back are of no use to
-the model. What tells models apart is therefore the slope of L, not its height, and not the perplexity over a context,
-which keeps falling long after L has become flat.
+A model that uses all of its context has an L(i) that falls with i; where it is flat, tokens farther back are of no use
+to the model. What tells models apart is therefore the slope of L, not its height, and not the perplexity over a
+context, which keeps falling long after L has become flat.
 
-The sums are additive over sequences, so an evaluation that was stopped continues at the next sequence, with any number of
-processes. Source: Lin et al., "Forgetting Transformer", ICLR 2025, section 4.
+The sums are additive over sequences, so an evaluation that was stopped continues at the next sequence, with any number
+of processes. Source: Lin et al., "Forgetting Transformer", ICLR 2025, section 4.
 
 Axes: N sequences, B those of a batch, T positions, O octaves of positions.
 """
@@ -79,7 +79,8 @@ def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
         if (folder / "heldout.zarr").is_dir():
             return folder
     raise DataError(
-        f"no heldout.zarr in {data_path} and none in {data_path / dataset}: set --data_path to a corpus's folder (or to the "
+        f"no heldout.zarr in {data_path} and none in {data_path / dataset}: set --data_path to a corpus's folder (or "
+        f"to the "
         "folder that holds it, with --dataset its name). docs/prepare_data.md says how to make one"
     )
 
@@ -99,7 +100,8 @@ def open_heldout(
         folder: of the corpus.
         length: tokens in a sequence, a divisor of the documents' length; default whole documents.
         tokens: tokens to evaluate on, rounded down to whole sequences; default all.
-        vocab_size, bos_token_id: of the tokenizer that made the corpus; default what its manifest says, or LongCrawl64's.
+        vocab_size, bos_token_id: of the tokenizer that made the corpus; default what its manifest says, or
+            LongCrawl64's.
         recorded: of a model that is known to read this corpus, where the corpus does not say.
         at_most: where `tokens` is None, not all tokens but this many, if there are more.
 
@@ -120,8 +122,8 @@ def open_heldout(
     wanted = min(available, at_most or available) if tokens is None else tokens
     if not length <= wanted <= available:
         raise DataError(
-            f"--eval_tokens={wanted:,} must be between one sequence ({length:,} tokens) and all {available:,} tokens of "
-            f"{array.path}; --eval_tokens all takes them all"
+            f"--eval_tokens={wanted:,} must be between one sequence ({length:,} tokens) and all {available:,} tokens "
+            f"of {array.path}; --eval_tokens all takes them all"
         )
     return HeldOut(array, found[0].bos_token_id, length, wanted // length)
 
@@ -199,8 +201,8 @@ def evaluate(
         What results.json holds, on every process.
 
     Raises:
-        EvaluationError: the folder holds the state of another evaluation, the corpus was made with another tokenizer, or a
-            loss is not finite.
+        EvaluationError: the folder holds the state of another evaluation, the corpus was made with another tokenizer,
+            or a loss is not finite.
     """
     check_vocabulary(model, data)
     identity = {
@@ -373,7 +375,8 @@ def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:
     for name, losses in curves.items():
         if len({loss.size for loss in losses}) > 1:
             raise EvaluationError(
-                f"the results called {name!r} have {', '.join(str(loss.size) for loss in losses)} positions: seeds of one "
+                f"the results called {name!r} have {', '.join(str(loss.size) for loss in losses)} positions: seeds of "
+                f"one "
                 "model must be evaluated at one length. Give different models different names, NAME=FOLDER"
             )
     return {name: losses[0] if len(losses) == 1 else np.stack(losses) for name, losses in curves.items()}
@@ -411,7 +414,8 @@ def unique_names(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
 def slope_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown: the slope of every model at every power-of-two fraction of its length, with standard errors."""
     lines = [
-        "| Model | at position i | loss in [i/2, i) | loss in [i, 2i) | change per doubling (nats) | dL/di (nats per 1,000 tokens) |",
+        "| Model | at position i | loss in [i/2, i) | loss in [i, 2i) | change per doubling (nats) | dL/di (nats per "
+        "1,000 tokens) |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, summary in results.items():
@@ -427,16 +431,16 @@ def slope_table(results: Mapping[str, Mapping[str, Any]]) -> str:
 def compare(results: Sequence[Result], from_position: int = 1) -> list[dict[str, Any]]:
     """Every model against the first, sequence by sequence; nothing of a model that was not evaluated on the same sequences.
 
-    Documents differ much more than models do. On the same documents that cancels, so a difference of two models is known
-    much better than either model's slope. Results of one name are seeds, and are averaged first.
+    Documents differ much more than models do. On the same documents that cancels, so a difference of two models is
+    known much better than either model's slope. Results of one name are seeds, and are averaged first.
 
     Args:
         results: of at least one model.
         from_position: octaves that begin before it are left out.
 
     Returns:
-        Per model and octave `begin` to `end` of positions: the mean difference in `loss`, and in its `change` from the octave
-        before (nats), each with its standard error over sequences, which is None for a single one.
+        Per model and octave `begin` to `end` of positions: the mean difference in `loss`, and in its `change` from the
+        octave before (nats), each with its standard error over sequences, which is None for a single one.
     """
     by_name: dict[str, list[Result]] = {}
     for result in results:
@@ -484,8 +488,8 @@ def check_extrapolates(model: EvaluatedModel, data: HeldOut) -> None:
         raise EvaluationError(f"{model.source} does not say at which sequence length it was trained: set --train_len")
     if data.length <= model.train_length:
         raise EvaluationError(
-            f"--preset=extrapolation: documents of {data.array.path} have {data.length:,} tokens and {model.source} was "
-            f"trained on {model.train_length:,}; choose a corpus of longer documents"
+            f"--preset=extrapolation: documents of {data.array.path} have {data.length:,} tokens and {model.source} "
+            f"was trained on {model.train_length:,}; choose a corpus of longer documents"
         )
 
 
@@ -593,13 +597,15 @@ def _read_state(file: Path, identity: dict[str, Any]) -> Sums | None:
         # More tokens than before is no other evaluation: the first sequences are the same.
         if key != "eval_tokens" and stored.get(key) != value:
             raise EvaluationError(
-                f"{file} belongs to an evaluation with {key}={stored.get(key)!r}, this one has {value!r}: choose another "
+                f"{file} belongs to an evaluation with {key}={stored.get(key)!r}, this one has {value!r}: choose "
+                f"another "
                 "--save_dir or --model name, or start again with --no-resume"
             )
     if sums.sequences * identity["eval_len"] > identity["eval_tokens"]:
         raise EvaluationError(
             f"{file} already covers {sums.sequences * identity['eval_len']:,} tokens, more than "
-            f"--eval_tokens={identity['eval_tokens']:,}; ask for at least as many (--eval_tokens all), or start again with "
+            f"--eval_tokens={identity['eval_tokens']:,}; ask for at least as many (--eval_tokens all), or start again "
+            f"with "
             "--no-resume"
         )
     return sums

@@ -155,8 +155,8 @@ def loss_against_position(
     are left out (127 of 65,536), because their losses are far above the rest.
 
     Args:
-        curves: name -> (seq_len,) mean loss in nats at each position, or (seeds, seq_len) for several runs that differ in
-            their seed only: their mean is drawn, and the range they span shaded. Lengths may differ.
+        curves: name -> (seq_len,) mean loss in nats at each position, or (seeds, seq_len) for several runs that differ
+            in their seed only: their mean is drawn, and the range they span shaded. Lengths may differ.
         path: where to write; the suffix chooses the format (.png, .pdf, .svg).
         train_length: sequence length of training, drawn as a vertical line: right of it the model extrapolates.
         first: the first position drawn, from 1; default as above.

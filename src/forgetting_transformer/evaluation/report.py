@@ -59,7 +59,8 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
         out: the HTML file.
 
     Raises:
-        EvaluationError: nothing to report, a folder that is not a run's, a damaged file, or a page that cannot be written.
+        EvaluationError: nothing to report, a folder that is not a run's, a damaged file, or a page that cannot be
+            written.
     """
     for folder in run_dirs:
         if not (folder / "config.yaml").is_file():

@@ -93,7 +93,8 @@ def start_workers(device: str | None = None) -> Workers:
     """
     if "LT_PRECISION" in os.environ:
         raise EvaluationError(
-            f"`fabric run` takes --precision={os.environ['LT_PRECISION']} for itself and the evaluation never sees it: start with "
+            f"`fabric run` takes --precision={os.environ['LT_PRECISION']} for itself and the evaluation never sees "
+            f"it: start with "
             "torchrun --nproc-per-node N SCRIPT --precision … instead"
         )
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))

@@ -4,8 +4,8 @@
 `CacheLayerMixin`; generation moves its batch axis around (beam search, several samples per prompt) and shortens it
 (assisted decoding), so every tensor a mixer stores must follow.
 
-What grows with every token lives in buffers with room to spare, so that a new token is written beside the old ones and the
-old ones are not copied for it.
+What grows with every token lives in buffers with room to spare, so that a new token is written beside the old ones and
+the old ones are not copied for it.
 
 Axes: B batch, H heads, G key and value heads, N cached positions, C positions a buffer has room for, T new positions, D
 channels of a head, E model width.
@@ -45,7 +45,8 @@ class GrowingTensor:
     def append(self, x: Tensor) -> None:
         """Add positions `(B, G, T, …)` at the end."""
         if torch.is_grad_enabled():
-            # Writing into a buffer would destroy what earlier calls saved for their backward pass, if only that of queries.
+            # Writing into a buffer would destroy what earlier calls saved for their backward pass, if only that of
+            # queries.
             self._replace(torch.cat((self.held, x), dim=2), is_own=False)
             return
         # Buffers made in inference mode can be written in inference mode only.
@@ -87,7 +88,8 @@ class DecoderCache(Cache):
     Attributes:
         seq_start_B: index of the first real token of each sequence `(B,)`, None without left padding. Kept here so that
             later calls need no attention mask.
-        has_position_ids: whether the last tokens were given positions by the caller, so that the next ones need some too.
+        has_position_ids: whether the last tokens were given positions by the caller, so that the next ones need some
+            too.
     """
 
     def __init__(self, layers: Sequence[CacheLayerMixin]) -> None:
@@ -119,7 +121,8 @@ class DecoderCache(Cache):
         """Forget the last tokens. As in transformers, the argument is minus their number."""
         if tokens_to_remove > 0:
             raise ValueError(
-                f"tokens_to_remove is {tokens_to_remove}; pass a negative number to remove that many tokens from the end"
+                f"tokens_to_remove is {tokens_to_remove}; pass a negative number to remove that many tokens from the "
+                f"end"
             )
         if tokens_to_remove < 0:
             super().crop(tokens_to_remove)

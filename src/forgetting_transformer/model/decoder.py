@@ -3,7 +3,8 @@
 An architecture is a mixer and a configuration. The configuration builds the mixers (`build_mixer`) and the MLPs
 (`build_mlp`), names the submodules as its published checkpoints do, and counts FLOPs. A mixer is an `nn.Module` with
 
-    forward(hidden_BTE, seq_start_B=None, cache=None) -> (out_BTE, …), of which the block reads the first; after these three it
+    forward(hidden_BTE, seq_start_B=None, cache=None) -> (out_BTE, …), of which the block reads the first; after these
+    three it
         gets what the model's `mixer_inputs` returns for its block, by default nothing
     new_cache() -> CacheLayerMixin, an empty layer cache
     init_own_weights(), optional: called after its submodules got the default initialisation, to change it. It must
@@ -43,7 +44,8 @@ from forgetting_transformer.ops import compiling
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
 
-#: What `forward` makes of labels: the convention of the FoX paper's code, and that of Hugging Face's models and Trainer.
+#: What `forward` makes of labels: the convention of the FoX paper's code, and that of Hugging Face's models and
+#: Trainer.
 LOSSES = ("per_token", "causal_lm")
 
 
@@ -76,9 +78,9 @@ class DecoderConfig(PreTrainedConfig):
         initializer_range: standard deviation of linear and embedding weights at the start.
         use_cache: whether `forward` without labels returns a cache outside training.
         tie_word_embeddings: the output layer uses the embedding's weights.
-        loss: what `forward` makes of labels. "per_token": `labels[t]` is the token after `input_ids[t]`, the loss is `(B, T)`,
-            as in the FoX paper's code. "causal_lm": labels are the input ids, shifted inside, and the loss is a mean, as in
-            Hugging Face's models.
+        loss: what `forward` makes of labels. "per_token": `labels[t]` is the token after `input_ids[t]`, the loss is
+            `(B, T)`, as in the FoX paper's code. "causal_lm": labels are the input ids, shifted inside, and the loss is
+            a mean, as in Hugging Face's models.
     """
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -88,7 +90,8 @@ class DecoderConfig(PreTrainedConfig):
     mixer_name: ClassVar[str] = "attn"
     final_norm_name: ClassVar[str] = "norm"
     # Fields that published configurations have and that change nothing here, with the values for which that is right.
-    # Published files may hold others, with which the authors' code computes the same; `registry.build_config` refuses them.
+    # Published files may hold others, with which the authors' code computes the same; `registry.build_config` refuses
+    # them.
     neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {}
     # Whether the embedding of the padding token is zero, and stays so.
     zero_padding_embedding: ClassVar[bool] = True
@@ -316,21 +319,21 @@ class DecoderModel(DecoderPreTrainedModel):
             input_ids: `(B, T)`, or
             inputs_embeds: `(B, T, E)` in its place.
             attention_mask: `(B, N)`, 1 for tokens and 0 for left padding; N counts cached tokens too. Not needed
-                without padding, nor after the first call with a cache. Without a cache, as in training, it may also have
-                zeros on the right; what the model computes there means nothing.
+                without padding, nor after the first call with a cache. Without a cache, as in training, it may also
+                have zeros on the right; what the model computes there means nothing.
             past_key_values: cache of the tokens before these. Any number of new tokens may follow it.
             use_cache: return a cache. Default: `config.use_cache` outside training.
             output_hidden_states: also return the input of every block and the normalised output of the last.
             return_dict: False gives a tuple.
-            position_ids: rotary positions of the new tokens `(B, T)` or `(1, T)`, rising along a sequence, for models that
-                have rotary positions. Default: the number of tokens before each. Only differences matter, so padding
-                needs none.
+            position_ids: rotary positions of the new tokens `(B, T)` or `(1, T)`, rising along a sequence, for models
+                that have rotary positions. Default: the number of tokens before each. Only differences matter, so
+                padding needs none.
             output_attentions: also return attention weights and decays, of all layers that have attention (True) or of
                 those with these numbers. `H·T·N` numbers each; for long texts see eval/forget_gates.
 
         Raises:
-            ValueError, TypeError: arguments that do not fit together, or that this model has no use for. The message names
-                the argument.
+            ValueError, TypeError: arguments that do not fit together, or that this model has no use for. The message
+                names the argument.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
@@ -392,15 +395,17 @@ class DecoderModel(DecoderPreTrainedModel):
         batch, length = hidden_BTE.shape[:2]
         if not any(_has_rope(block) for block in self.layers):
             raise ValueError(
-                f"position_ids: this {type(self).__name__} has no rotary positions, so they would change nothing; leave them out "
+                f"position_ids: this {type(self).__name__} has no rotary positions, so they would change nothing; "
+                f"leave them out "
                 "(packed documents are not kept apart by them)"
             )
         if position_ids.is_floating_point() or position_ids.shape not in ((batch, length), (1, length)):
             raise ValueError(
-                f"position_ids has shape {tuple(position_ids.shape)} and dtype {position_ids.dtype}; it must be integers of "
-                f"shape {(batch, length)} or {(1, length)}"
+                f"position_ids has shape {tuple(position_ids.shape)} and dtype {position_ids.dtype}; it must be "
+                f"integers of shape {(batch, length)} or {(1, length)}"
             )
-        # One look at the values, which a compiled graph cannot take, and for which a GPU is waited for. Not while decoding.
+        # One look at the values, which a compiled graph cannot take, and for which a GPU is waited for. Not while
+        # decoding.
         if length == 1 or torch.compiler.is_compiling():
             return
         falls_BT = position_ids.diff(dim=1) <= 0
@@ -409,8 +414,8 @@ class DecoderModel(DecoderPreTrainedModel):
             falls_BT = falls_BT & (index_T >= seq_start_B[:, None])
         if bool(falls_BT.any()):
             raise ValueError(
-                "position_ids must rise along a sequence; where they start again, packed documents would see each other. Give "
-                "every document a row of its own"
+                "position_ids must rise along a sequence; where they start again, packed documents would see each "
+                "other. Give every document a row of its own"
             )
 
     def _layers_to_show(self, output_attentions: bool | Sequence[int] | None) -> Sequence[int]:
@@ -425,10 +430,14 @@ class DecoderModel(DecoderPreTrainedModel):
         if output_attentions is True:
             return able
         if isinstance(output_attentions, int | str):
-            raise TypeError(f"output_attentions is {output_attentions!r}; give True, or a list of layers such as [{able[0]}]")
+            raise TypeError(
+                f"output_attentions is {output_attentions!r}; give True, or a list of layers such as [{able[0]}]"
+            )
         for layer in output_attentions:
             if layer not in able:
-                raise ValueError(f"output_attentions has {layer!r}; layers with attention are {', '.join(map(str, able))}")
+                raise ValueError(
+                    f"output_attentions has {layer!r}; layers with attention are {', '.join(map(str, able))}"
+                )
         return output_attentions
 
     def _wants_dict(self, return_dict: bool | None) -> bool:
@@ -455,9 +464,10 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def compile_parts(self) -> None:
         """Run blocks and loss through torch.compile from now on.
 
-        Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights on its own. Activation
-        checkpointing stays outside of what is compiled: inside, a mixer that breaks the graph (FLA's kernels do) would make
-        PyTorch give up on the whole block, in silence. Lengths and batch sizes are compiled in; each new one takes a while.
+        Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights on its own.
+        Activation checkpointing stays outside of what is compiled: inside, a mixer that breaks the graph (FLA's kernels
+        do) would make PyTorch give up on the whole block, in silence. Lengths and batch sizes are compiled in; each new
+        one takes a while.
         """
         for module in self.modules():
             if isinstance(module, DecoderBlock):
@@ -508,17 +518,20 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
 
         Args:
             labels: what is to be predicted `(B, T)`; -100 is ignored. `config.loss` says how they are meant:
-                "per_token": `labels[t]` is the token after `input_ids[t]`. They are not shifted here. `loss` is `(B, T)`,
+                "per_token": `labels[t]` is the token after `input_ids[t]`. They are not shifted here. `loss` is `(B,
+                    T)`,
                 float32 in nats, not reduced, and `logits` is None, as they are never all held at once.
-                "causal_lm": `labels[t]` is the token `input_ids[t]`, shifted here. `loss` is the mean over the labels that
-                count, and `logits` are returned beside it. Padding predicts nothing: after a 0 of `attention_mask` a label
-                does not count.
-            logits_to_keep: compute logits of the last this many positions only, 0 for all; or the positions. Without labels.
+                "causal_lm": `labels[t]` is the token `input_ids[t]`, shifted here. `loss` is the mean over the labels
+                    that
+                count, and `logits` are returned beside it. Padding predicts nothing: after a 0 of `attention_mask` a
+                label does not count.
+            logits_to_keep: compute logits of the last this many positions only, 0 for all; or the positions. Without
+                labels.
             use_cache: default False with labels.
-            num_items_in_batch: divide the summed loss by this instead of taking the mean, for "causal_lm": the labels that
-                count in all micro-batches of a step, as transformers' Trainer passes them. Trainer counts from the labels
-                alone, so with left padding the first token of a row too, unless its label is -100: the loss is then too
-                small by this factor, 1 in the length of a row, and its gradient's direction is right.
+            num_items_in_batch: divide the summed loss by this instead of taking the mean, for "causal_lm": the labels
+                that count in all micro-batches of a step, as transformers' Trainer passes them. Trainer counts from the
+                labels alone, so with left padding the first token of a row too, unless its label is -100: the loss is
+                then too small by this factor, 1 in the length of a row, and its gradient's direction is right.
         """
         if use_cache is None and labels is not None:
             use_cache = False
@@ -582,16 +595,17 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             return
         if num_items_in_batch is not None:
             raise ValueError(
-                "num_items_in_batch is given, as transformers' Trainer does, but config.loss is 'per_token': a loss (B, T) of "
-                "labels that are not shifted. Set model.config.loss = 'causal_lm'"
+                "num_items_in_batch is given, as transformers' Trainer does, but config.loss is 'per_token': a loss "
+                "(B, T) of labels that are not shifted. Set model.config.loss = 'causal_lm'"
             )
         if self._has_looked_at_labels or not self.training or input_ids is None or torch.compiler.is_compiling():
             return
         self._has_looked_at_labels = True
         if labels.device.type != "meta" and _are_inputs(labels, input_ids):
             warnings.warn(
-                "labels are input_ids, and are not shifted (config.loss is 'per_token', where labels[t] is the token after "
-                "input_ids[t]): the model learns to copy. For Hugging Face's convention set model.config.loss = 'causal_lm'",
+                "labels are input_ids, and are not shifted (config.loss is 'per_token', where labels[t] is the token "
+                "after input_ids[t]): the model learns to copy. For Hugging Face's convention set model.config.loss = "
+                "'causal_lm'",
                 stacklevel=2,
             )
 

@@ -158,8 +158,9 @@ class DeltaNetConfig(SwiGLUDecoderConfig):
     Fields:
         expand_k, expand_v: width of all keys and of all values, relative to hidden_size.
 
-    Accepted so that published config.json files load, without effect: use_output_norm (the output is always normalised), for
-    training with its default only; and attn_mode, fuse_cross_entropy, which choose among the authors' kernels.
+    Accepted so that published config.json files load, without effect: use_output_norm (the output is always
+    normalised), for training with its default only; and attn_mode, fuse_cross_entropy, which choose among the authors'
+    kernels.
     """
 
     model_type = "delta_net-project_fox"
@@ -184,8 +185,8 @@ class DeltaNetConfig(SwiGLUDecoderConfig):
         for key, size in (("expand_k", self.key_size), ("expand_v", self.value_size)):
             if size % self.num_heads:
                 raise ValueError(
-                    f"{key} · hidden_size is {getattr(self, key)} · {self.hidden_size} = {size}; it must be a multiple of "
-                    f"num_heads = {self.num_heads}"
+                    f"{key} · hidden_size is {getattr(self, key)} · {self.hidden_size} = {size}; it must be a "
+                    f"multiple of num_heads = {self.num_heads}"
                 )
         if self.qk_activation not in QK_ACTIVATIONS:
             raise ValueError(f"qk_activation is {self.qk_activation!r}; it must be one of {', '.join(QK_ACTIVATIONS)}")

@@ -70,7 +70,9 @@ def check_fields(config_class: type, fields: Mapping[str, Any]) -> None:
         neutral = config_class.neutral_values.get(name, (value,))
         if value not in neutral:
             spelled = " or ".join(_SPELLED.get(choice, str(choice)) for choice in neutral)
-            raise ValueError(f"{name} is {value!r}, which has no effect in {config_class.__name__}; it must be {spelled}")
+            raise ValueError(
+                f"{name} is {value!r}, which has no effect in {config_class.__name__}; it must be {spelled}"
+            )
 
 
 def check_field(name: str, value: Any, hint: Any) -> None:

@@ -37,7 +37,8 @@ FGATE_TYPES = ("full", "bias_only", "fixed", "none")
 OGATE_ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": F.silu}
 # Fixed in the released models, whatever their norm_eps.
 QK_NORM_EPS = 1e-5
-# New tokens that a cache is read for by the op that is made for few of them: one, or the guesses of assisted generation.
+# New tokens that a cache is read for by the op that is made for few of them: one, or the guesses of assisted
+# generation.
 MAX_DECODED_TOKENS = 16
 
 
@@ -71,8 +72,8 @@ class ForgettingAttentionLayer(nn.Module):
         use_k_shift, use_v_shift: data-dependent token shift of keys, values.
         log_pruning_tolerance: ln ε < 0 switches on adaptive computation pruning: attention may skip what
             changes the weights of a row by no more than ε in all. None computes everything.
-        initializer_range: standard deviation of the linear layers' weights at the start; their biases start at 0. None leaves
-            PyTorch's values, for a model that initialises all of its layers itself.
+        initializer_range: standard deviation of the linear layers' weights at the start; their biases start at 0. None
+            leaves PyTorch's values, for a model that initialises all of its layers itself.
         layer_idx: number of this layer's entry in a `DecoderCache` passed as `past_key_values`.
         window_size: must be None; FoX has no sliding window.
         max_position_embeddings: no effect: positions are not limited. The authors' layer has this argument too.
@@ -193,8 +194,9 @@ class ForgettingAttentionLayer(nn.Module):
             cache: what `new_cache` returned, holding the tokens before these. Extended in place.
             position_BT: rotary positions `(B, T)` or `(1, T)`. Default: the number of tokens before each.
             output_attentions: also return `AttentionMaps`.
-            attention_mask, past_key_values: the same as seq_start_B and cache, as the authors' layer takes them: a mask `(B, N)`
-                with 0 for left padding; a layer's cache, or a model's, in which this layer has the number `layer_idx`.
+            attention_mask, past_key_values: the same as seq_start_B and cache, as the authors' layer takes them: a mask
+                `(B, N)` with 0 for left padding; a layer's cache, or a model's, in which this layer has the number
+                `layer_idx`.
             use_cache: with no cache given, start one.
 
         Raises:
@@ -258,7 +260,9 @@ class ForgettingAttentionLayer(nn.Module):
             raise ValueError("cache and past_key_values are both given; they mean the same, leave one out")
         if isinstance(past_key_values, DecoderCache):
             if self.layer_idx is None:
-                raise ValueError("past_key_values is a model's cache; make the layer with layer_idx=…, or pass layer.new_cache()")
+                raise ValueError(
+                    "past_key_values is a model's cache; make the layer with layer_idx=…, or pass layer.new_cache()"
+                )
             past_key_values = past_key_values.layers[self.layer_idx]
         cache = cache if past_key_values is None else past_key_values
         return self.new_cache() if cache is None and use_cache else cache
@@ -323,8 +327,8 @@ class ForgettingAttentionLayer(nn.Module):
     def _pruning_options(self, num_keys: int) -> dict[str, Any]:
         """What the op may skip, as its keyword arguments.
 
-        If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N, so all
-        such pairs of a row together less than ε. QK-norm bounds every normalised vector by √D times its largest
+        If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N, so
+        all such pairs of a row together less than ε. QK-norm bounds every normalised vector by √D times its largest
         weight. Without it the op finds bounds in the vectors at hand.
         """
         if self.log_pruning_tolerance is None:
@@ -346,8 +350,8 @@ class ForgettingAttentionLayer(nn.Module):
     def _decoding_threshold(self, q_BHTD: Tensor, k_BHND: Tensor, max_key_norm_BH: Tensor | None) -> Tensor | None:
         """What decoding may skip, `(B, H)` or `(H,)`: as `_pruning_options`, without reading any old key.
 
-        Without QK-norm: no score of query i is above U_i = |q_i|·max|k|/√D, and its own key has s_ii and no bias. So what
-        has a bias below ln ε - ln N - (U_i - s_ii) has a weight below ε/N.
+        Without QK-norm: no score of query i is above U_i = |q_i|·max|k|/√D, and its own key has s_ii and no bias. So
+        what has a bias below ln ε - ln N - (U_i - s_ii) has a weight below ε/N.
         """
         if self.log_pruning_tolerance is None or self.q_norm is not None:
             return self._pruning_options(k_BHND.shape[2]).get("adaptive_threshold")
@@ -391,7 +395,8 @@ def _check_attention_options(
         raise ValueError(f"hidden_size is {hidden_size}; it must be a multiple of num_heads = {num_heads}")
     if num_kv_heads not in (None, num_heads):
         raise ValueError(
-            f"num_kv_heads is {num_kv_heads}; FoX has no grouped-query attention, leave it None (or num_heads = {num_heads})"
+            f"num_kv_heads is {num_kv_heads}; FoX has no grouped-query attention, leave it None (or num_heads = "
+            f"{num_heads})"
         )
     if use_rope and (hidden_size // num_heads) % 2:
         raise ValueError(
@@ -408,7 +413,8 @@ def _check_attention_options(
     if fgate_bias_init:
         if decay_time_min is None or decay_time_max is None or not 0 < decay_time_min <= decay_time_max:
             raise ValueError(
-                f"decay_time_min, decay_time_max are {decay_time_min}, {decay_time_max} (tokens); fgate_bias_init needs "
+                f"decay_time_min, decay_time_max are {decay_time_min}, {decay_time_max} (tokens); fgate_bias_init "
+                f"needs "
                 "0 < decay_time_min <= decay_time_max"
             )
     elif decay_time_min is not None or decay_time_max is not None:
@@ -417,7 +423,8 @@ def _check_attention_options(
         )
     if log_pruning_tolerance is not None and not log_pruning_tolerance < 0:
         raise ValueError(
-            f"log_pruning_tolerance is {log_pruning_tolerance}; it is ln ε of a small ε, so negative (-10), or None for off"
+            f"log_pruning_tolerance is {log_pruning_tolerance}; it is ln ε of a small ε, so negative (-10), or None "
+            f"for off"
         )
 
 

@@ -143,8 +143,8 @@ class GatedDeltaNetConfig(SwiGLUDecoderConfig):
         for key, size in (("expand_k", self.key_size), ("expand_v", self.value_size)):
             if size % self.num_heads:
                 raise ValueError(
-                    f"{key} · hidden_size is {getattr(self, key)} · {self.hidden_size} = {size}; it must be a multiple of "
-                    f"num_heads = {self.num_heads}"
+                    f"{key} · hidden_size is {getattr(self, key)} · {self.hidden_size} = {size}; it must be a "
+                    f"multiple of num_heads = {self.num_heads}"
                 )
         super().__post_init__(**kwargs)
 

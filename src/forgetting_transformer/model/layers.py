@@ -24,8 +24,8 @@ class AttentionMaps(NamedTuple):
 
     Attributes:
         weights: how much of each key a query takes; the weights of a query add up to 1. 0 in padding.
-        decay: what the forget gates add to the score of a pair, `Σ log f` from behind the key up to the query, nats. -inf where
-            a query does not see a key.
+        decay: what the forget gates add to the score of a pair, `Σ log f` from behind the key up to the query, nats.
+            -inf where a query does not see a key.
     """
 
     weights: Tensor | None
@@ -176,7 +176,8 @@ class StepProjection(nn.Linear):
 def zero_padding(x_BTC: Tensor, seq_start_B: Tensor | None, num_past: int) -> Tensor:
     """Set left-padded positions to 0.
 
-    A recurrence whose state starts at 0 and whose inputs there are 0 meets its first real token as if nothing came before.
+    A recurrence whose state starts at 0 and whose inputs there are 0 meets its first real token as if nothing came
+    before.
 
     Args:
         x_BTC: new positions.

@@ -165,8 +165,8 @@ class Mamba2Config(DecoderConfig):
         rescale_prenorm_residual: start `out_proj` smaller by sqrt(num_hidden_layers).
 
     Accepted so that published config.json files load, without effect: time_step_rank, residual_in_fp32 (the residual
-    stream has the dtype of the embedding's weights, float32 in training), both for training with their defaults only; and
-    chunk_size, fuse_cross_entropy, which choose among the authors' kernels.
+    stream has the dtype of the embedding's weights, float32 in training), both for training with their defaults only;
+    and chunk_size, fuse_cross_entropy, which choose among the authors' kernels.
     """
 
     model_type = "mamba2-project_fox"
@@ -203,8 +203,9 @@ class Mamba2Config(DecoderConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_heads * self.head_dim != self.expand * self.hidden_size:
             raise ValueError(
-                f"num_heads · head_dim is {self.num_heads} · {self.head_dim} = {self.num_heads * self.head_dim}; it must "
-                f"equal expand · hidden_size = {self.expand} · {self.hidden_size} = {self.expand * self.hidden_size}"
+                f"num_heads · head_dim is {self.num_heads} · {self.head_dim} = {self.num_heads * self.head_dim}; it "
+                f"must equal expand · hidden_size = {self.expand} · {self.hidden_size} = "
+                f"{self.expand * self.hidden_size}"
             )
         if self.num_heads % self.n_groups:
             raise ValueError(f"num_heads is {self.num_heads}; it must be a multiple of n_groups = {self.n_groups}")

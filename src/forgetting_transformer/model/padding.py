@@ -33,8 +33,8 @@ def find_seq_start(
     expected_shape = (new_BTE.shape[0], num_past + num_new)
     if attention_mask_BN.shape != expected_shape:
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask_BN.shape)}; it must be {expected_shape}: one entry per token, "
-            f"{num_past} of them cached"
+            f"attention_mask has shape {tuple(attention_mask_BN.shape)}; it must be {expected_shape}: one entry per "
+            f"token, {num_past} of them cached"
         )
     # While decoding, looking at the mask's values would stall a GPU at every token.
     if num_new == 1 and num_past > 0:
@@ -46,11 +46,13 @@ def find_seq_start(
     has_ended_BN = has_begun_BN & ~is_token_BN
     if bool(has_ended_BN.any()):
         if bool((has_ended_BN[:, :-1] & is_token_BN[:, 1:]).any()):
-            raise ValueError("attention_mask has zeros between ones; only the beginning or the end of a row can be padding")
+            raise ValueError(
+                "attention_mask has zeros between ones; only the beginning or the end of a row can be padding"
+            )
         if not allow_right:
             raise ValueError(
-                "attention_mask has zeros after ones: only left padding is supported where tokens may follow. Pad on the left "
-                "(tokenizer.padding_side = 'left'), or pass use_cache=False"
+                "attention_mask has zeros after ones: only left padding is supported where tokens may follow. Pad on "
+                "the left (tokenizer.padding_side = 'left'), or pass use_cache=False"
             )
     seq_start_B = (~has_begun_BN).sum(-1)
     return seq_start_B if bool(seq_start_B.any()) else None

@@ -1,7 +1,9 @@
 """Samba: Mamba and sliding-window attention in turns, an MLP after each.
 
-Source: Ren et al., "Samba: Simple Hybrid State Space Models for Efficient Unlimited Context Language Modeling", ICLR 2025;
-Mamba: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023. Parameter names, config keys
+Source: Ren et al., "Samba: Simple Hybrid State Space Models for Efficient Unlimited Context Language Modeling", ICLR
+    2025;
+Mamba: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023. Parameter names, config
+    keys
 and `model_type` are those of the FoX paper's code.
 
 Axes: B batch, T new positions, E model width, I = expand·E inner width of Mamba, N states per inner channel, R rank of
@@ -198,8 +200,8 @@ class SambaConfig(DecoderConfig):
             num_kv_heads: heads of keys and values, a divisor of num_heads. Default num_heads;
             window_size: number of keys a query sees, itself included. Default None, all;
             layers: indices of the attention blocks. Default None, every second block (1, 3, 5, …).
-        attn_hidden_ratio, mamba_hidden_ratio: MLP width in attention blocks and Mamba blocks relative to hidden_size, as
-            if the MLP had two matrices (`swiglu_width`).
+        attn_hidden_ratio, mamba_hidden_ratio: MLP width in attention blocks and Mamba blocks relative to hidden_size,
+            as if the MLP had two matrices (`swiglu_width`).
         rope_base: base of attention's rotary position embedding.
         initializer_range: standard deviation of the embedding at the start. All linear layers, the output layer too,
             start as PyTorch starts them.
@@ -207,9 +209,9 @@ class SambaConfig(DecoderConfig):
             smaller by sqrt(2 · num_hidden_layers), as the paper's runs do.
         max_position_embeddings: no effect on the model; other tools read it as the training context length.
 
-    Accepted so that published config.json files load, without effect: residual_in_fp32 (the residual stream has the dtype
-    of the embedding's weights, float32 in training, as in the authors' code, which reads neither value), fuse_norm and
-    fuse_cross_entropy, which choose among the authors' kernels.
+    Accepted so that published config.json files load, without effect: residual_in_fp32 (the residual stream has the
+    dtype of the embedding's weights, float32 in training, as in the authors' code, which reads neither value),
+    fuse_norm and fuse_cross_entropy, which choose among the authors' kernels.
     """
 
     model_type = "samba-project_fox"
@@ -271,7 +273,9 @@ class SambaConfig(DecoderConfig):
             check_field(f"attn.{key}", attn.get(key), int | None)
         layers = attn.get("layers")
         if layers is not None and not (isinstance(layers, list | tuple) and all(type(n) is int for n in layers)):
-            raise ValueError(f"attn.layers is {layers!r}; it must be a list of block numbers, or null for every other block")
+            raise ValueError(
+                f"attn.layers is {layers!r}; it must be a list of block numbers, or null for every other block"
+            )
         check_attention_options(
             hidden_size=self.hidden_size,
             num_heads=attn["num_heads"],

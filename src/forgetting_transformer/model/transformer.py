@@ -1,7 +1,8 @@
 """The Transformer baseline in its LLaMA form: softmax attention, rotary positions, RMSNorm, SwiGLU.
 
 Sources: Vaswani et al., "Attention is all you need", NeurIPS 2017; Touvron et al., "LLaMA", 2023; grouped key and value
-heads: Ainslie et al., "GQA", EMNLP 2023; sliding window: Beltagy et al., "Longformer", 2020. Parameter names, config keys
+heads: Ainslie et al., "GQA", EMNLP 2023; sliding window: Beltagy et al., "Longformer", 2020. Parameter names, config
+    keys
 and `model_type` are those of the released checkpoints. The sliding-window Transformer is this class with `window_size`.
 
 Axes: B batch, T new positions, N past and new positions, H query heads, G key and value heads, D channels of a head,
@@ -68,7 +69,12 @@ class AttentionLayer(nn.Module):
 
     def op_use(self) -> OpUse:
         return OpUse(
-            "attention", self.num_heads, self.head_dim, self.head_dim, key_heads=self.num_kv_heads, window=self.window_size
+            "attention",
+            self.num_heads,
+            self.head_dim,
+            self.head_dim,
+            key_heads=self.num_kv_heads,
+            window=self.window_size,
         )
 
     def new_cache(self) -> AttentionCache:
@@ -139,7 +145,8 @@ def check_attention_options(
         raise ValueError(f"hidden_size is {hidden_size}; it must be a multiple of num_heads = {num_heads}")
     if num_kv_heads is not None and (num_kv_heads < 1 or num_heads % num_kv_heads):
         raise ValueError(
-            f"num_kv_heads is {num_kv_heads}; it must divide num_heads = {num_heads}, or be None for as many as num_heads"
+            f"num_kv_heads is {num_kv_heads}; it must divide num_heads = {num_heads}, or be None for as many as "
+            f"num_heads"
         )
     if window_size is not None and window_size < 1:
         raise ValueError(f"window_size is {window_size}; a token sees itself, so at least 1, or None for no window")

@@ -1,12 +1,12 @@
 """Causal softmax attention (Vaswani et al. 2017) with an optional sliding window and grouped key and value heads.
 
-On GPUs, 16-bit queries go through the kernels of forgetting attention with gates of 1: they skip what a window hides, and
-give the same bits every time, which the backward pass of FlashAttention-2 does not.
+On GPUs, 16-bit queries go through the kernels of forgetting attention with gates of 1: they skip what a window hides,
+and give the same bits every time, which the backward pass of FlashAttention-2 does not.
 
-Everything else runs in PyTorch's `scaled_dot_product_attention`, in the dtype of the inputs: float32, for which our kernels
-are not tuned, single queries, and what the kernels do not take. Where the visible keys are not the plain causal triangle
-it needs an explicit mask. Queries then go through in blocks, each with the keys that some query of the block sees: memory
-stays O(T + N), and a window of w costs O(T·w).
+Everything else runs in PyTorch's `scaled_dot_product_attention`, in the dtype of the inputs: float32, for which our
+kernels are not tuned, single queries, and what the kernels do not take. Where the visible keys are not the plain causal
+triangle it needs an explicit mask. Queries then go through in blocks, each with the keys that some query of the block
+sees: memory stays O(T + N), and a window of w costs O(T·w).
 
 Axes: B batch, T queries, N keys, H query heads, G key and value heads, D channels of a head. Lower case t, n: the
 queries of one block and the keys that it is given.

@@ -1,8 +1,8 @@
 """The backends of the ops, and which of them may not be used in this process.
 
-The backends of an op stand in the order in which they are tried, the fastest first. A backend is ruled out, for the rest of the
-process, when its package does not import, a kernel of it does not compile, or its self-test (`selftest.py`) finds it wrong.
-PyTorch is never ruled out. Importing this imports neither Triton nor flash-linear-attention.
+The backends of an op stand in the order in which they are tried, the fastest first. A backend is ruled out, for the
+rest of the process, when its package does not import, a kernel of it does not compile, or its self-test (`selftest.py`)
+finds it wrong. PyTorch is never ruled out. Importing this imports neither Triton nor flash-linear-attention.
 """
 
 import contextlib

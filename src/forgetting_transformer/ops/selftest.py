@@ -1,14 +1,16 @@
 """Self-tests of kernels: the backend of each op, held to the float64 reference before a run relies on it.
 
-A kernel that is right on the GPU and compiler it was written on may be wrong, or not compile, on others. So before the first
-step each kernel that a run will use computes a small problem of the run's own head dimensions and dtype, forward and
-backward, and is compared with the reference in float64. One that fails is ruled out, and the next backend is tested.
+A kernel that is right on the GPU and compiler it was written on may be wrong, or not compile, on others. So before the
+first step each kernel that a run will use computes a small problem of the run's own head dimensions and dtype, forward
+and backward, and is compared with the reference in float64. One that fails is ruled out, and the next backend is
+tested.
 
 The problems have the run's number of heads, and lengths that Triton specialises in the same way, so that what is
-compiled here is what the run needs and is not compiled again. They cover several tiles, and what the run has of pruning,
-windows, ragged lengths and padding. They use no global random numbers.
+compiled here is what the run needs and is not compiled again. They cover several tiles, and what the run has of
+pruning, windows, ragged lengths and padding. They use no global random numbers.
 
-Axes: B batch, T positions, H query heads, G key heads, D channels of a head; K, V key and value channels of a recurrence.
+Axes: B batch, T positions, H query heads, G key heads, D channels of a head; K, V key and value channels of a
+    recurrence.
 """
 
 import contextlib
@@ -36,8 +38,8 @@ from forgetting_transformer.ops.forgetting_attention.dispatch import attention_b
 
 log = logging.getLogger(__name__)
 
-#: ‖x - reference‖ / ‖reference‖ of outputs and gradients, of attention. In 16 bits the kernels measured 1.8e-3 to 3.4e-3
-#: (bfloat16) and a quarter of that (float16); a kernel that is wrong is off by far more.
+#: ‖x - reference‖ / ‖reference‖ of outputs and gradients, of attention. In 16 bits the kernels measured 1.8e-3 to
+#: 3.4e-3 (bfloat16) and a quarter of that (float16); a kernel that is wrong is off by far more.
 TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 5e-5}
 #: The same of recurrences, whose kernels keep inputs and states in 16 bits.
 RECURRENCE_TOLERANCE = 2e-2
@@ -254,12 +256,14 @@ def _attention_error(
 
 
 @contextlib.contextmanager
-def _compiling_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, apart: bool) -> Iterator[None]:
+def _compiling_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, apart: bool
+) -> Iterator[None]:
     """Compiles the kernels of the backward pass beside those of the forward pass, which halves the wait for compilers.
 
     Args:
-        d_out, q, k, v, log_fgate: `(B, T, H or G, D)`, gates `(B, T, H)`. apart: False does nothing, as for inputs whose
-            backward pass needs more than these.
+        d_out, q, k, v, log_fgate: `(B, T, H or G, D)`, gates `(B, T, H)`. apart: False does nothing, as for inputs
+            whose backward pass needs more than these.
     """
     if not apart or d_out.device.type != "cuda":
         yield

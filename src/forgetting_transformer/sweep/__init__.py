@@ -4,8 +4,8 @@ jobs.py       a job is one run of train.py with its overrides, in processes of i
 machines.py   where jobs run: the GPUs of this node, or SLURM
 runner.py     runs a list of jobs, reports each, survives the failure of any
 results.py    what a run's folder says about how far it came and how good it is
-study.py      searches and runs of several models in one queue; study_results.py keeps what came of them, study_report.py
-              makes tables of it
+study.py      searches and runs of several models in one queue; study_results.py keeps what came of them,
+              study_report.py makes tables of it
 """
 
 

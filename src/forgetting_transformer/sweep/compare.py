@@ -1,7 +1,7 @@
 """Models against each other: loss after the same training tokens and after the same training FLOPs, over seeds.
 
-A model is a set of runs that differ in nothing but their seed. Its loss is the mean over them, its uncertainty what other
-initial weights would change (statistics.py).
+A model is a set of runs that differ in nothing but their seed. Its loss is the mean over them, its uncertainty what
+other initial weights would change (statistics.py).
 """
 
 import math
@@ -50,11 +50,12 @@ class Comparison:
 
     Attributes:
         what: what is equal, "training tokens" or "training FLOPs", and `amount` how many.
-        heldout: whether the losses are held-out ones; otherwise training losses over the last TRAIN_WINDOW of the tokens.
+        heldout: whether the losses are held-out ones; otherwise training losses over the last TRAIN_WINDOW of the
+            tokens.
         tokens: model name -> training tokens at the point.
         losses: model name -> loss of each seed there, nats per token.
-        between: models that were not evaluated there -> their held-out losses at the evaluations before and after, means
-            over seeds. Their `losses` lie between.
+        between: models that were not evaluated there -> their held-out losses at the evaluations before and after,
+            means over seeds. Their `losses` lie between.
     """
 
     what: str
@@ -116,7 +117,8 @@ def model(name: str, runs: Sequence[RunRecord]) -> Model:
         seed = run.config["seed"]
         if seed in seeds:
             raise SweepError(
-                f"{name}: {seeds[seed]} and {run.output_dir} both have seed {seed} and would count as two samples; leave one "
+                f"{name}: {seeds[seed]} and {run.output_dir} both have seed {seed} and would count as two samples; "
+                f"leave one "
                 "out, or put them into models of their own with --model NAME RUN"
             )
         seeds[seed] = run.output_dir
@@ -207,15 +209,15 @@ def warnings(comparison: Comparison, models: Sequence[Model], baseline: str) -> 
         left = _schedule_left(one, comparison.tokens[one.name])
         if left > _SCHEDULE_TOLERANCE:
             found.append(
-                f"{one.name} is seen with {left:.0%} of its schedule left, before its learning rate has decayed; a run made for "
-                f"{comparison.tokens[one.name]:,.0f} tokens would be better there"
+                f"{one.name} is seen with {left:.0%} of its schedule left, before its learning rate has decayed; a "
+                f"run made for {comparison.tokens[one.name]:,.0f} tokens would be better there"
             )
     for one in models:
         if one.name in comparison.between:
             before, after = comparison.between[one.name]
             found.append(
-                f"{one.name} was not evaluated after {comparison.tokens[one.name]:,.0f} tokens: its loss there is interpolated "
-                f"between {before:.4f} and {after:.4f}; a smaller eval_interval narrows it"
+                f"{one.name} was not evaluated after {comparison.tokens[one.name]:,.0f} tokens: its loss there is "
+                f"interpolated between {before:.4f} and {after:.4f}; a smaller eval_interval narrows it"
             )
         if one.name != baseline and comparison.depends_on_evaluations(one.name, baseline):
             found.append(f"{one.name} and {baseline} may differ by this interpolation alone")
@@ -241,8 +243,8 @@ def _comparison(
         if not all(math.isfinite(loss) for loss in losses_of):
             kind = "evaluated on held-out documents" if heldout else "logged a finite training loss"
             raise SweepError(
-                f"{name}: not all of its runs have {kind} around {tokens[name]:,.0f} tokens; choose another point (--tokens, "
-                f"--flops) or --loss {'train' if heldout else 'heldout'}"
+                f"{name}: not all of its runs have {kind} around {tokens[name]:,.0f} tokens; choose another point "
+                f"(--tokens, --flops) or --loss {'train' if heldout else 'heldout'}"
             )
     between = {}
     for one in models if heldout else ():

@@ -18,8 +18,8 @@ from pathlib import Path
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import Config
 
-#: Set by `fabric run`, torchrun or Fabric for their own processes; a job that inherited them would join another job. The
-#: last two are of train.py for its own time.
+#: Set by `fabric run`, torchrun or Fabric for their own processes; a job that inherited them would join another job.
+#: The last two are of train.py for its own time.
 _OF_ANOTHER_LAUNCH = re.compile(
     r"(LT_|TORCHELASTIC_|GROUP_|ROLE_).*|(LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)"
     r"|FORGETTING_TRANSFORMER_OUTCOME|HYDRA_FULL_ERROR"
@@ -68,7 +68,8 @@ class Job:
             count = 0
         if count < 1:
             raise SweepError(
-                f"fabric.devices={devices}: jobs of a sweep need a number of devices, or auto for all; which GPUs they get "
+                f"fabric.devices={devices}: jobs of a sweep need a number of devices, or auto for all; which GPUs "
+                f"they get "
                 "is the sweep's business (CUDA_VISIBLE_DEVICES limits it)"
             )
         return count
@@ -94,7 +95,8 @@ class State(StrEnum):
 def training_command(job: Job, devices: int, extra: Sequence[str] = (), alone: bool = False) -> list[str]:
     """`fabric run train.py …` for this job; `extra` are more options of `fabric run`.
 
-    `alone`: one process, started without `fabric run`, which would import PyTorch once more before it starts that process.
+    `alone`: one process, started without `fabric run`, which would import PyTorch once more before it starts that
+        process.
     """
     config = job.config
     if alone:

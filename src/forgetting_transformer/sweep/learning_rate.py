@@ -89,7 +89,8 @@ class GridSearch:
         first, last = self._as_good_as_the_best() if self.losses else (self.start, self.start)
         if max(abs(first - self.start), abs(last - self.start)) >= FARTHEST:
             raise SweepError(
-                f"{self._why_there_is_no_best(first, last)}; the guess was {grid_text(self.start)}: check the runs, or start "
+                f"{self._why_there_is_no_best(first, last)}; the guess was {grid_text(self.start)}: check the runs, "
+                f"or start "
                 "elsewhere with --guess"
             )
         inside = range(first - 1, last + 2)
@@ -97,7 +98,6 @@ class GridSearch:
             if missing := [(i, seed) for i in inside for seed in seeds if (i, seed) not in self.losses]:
                 return missing
         return []
-
 
     def _as_good_as_the_best(self) -> tuple[int, int]:
         """The ends of the row of grid points around the best that have its mean loss. Of rates that all diverged the lowest
@@ -260,7 +260,8 @@ class LearningRateSweep:
         if len(best) < 2:
             return ["one seed: how much of these differences is noise is unknown; --seeds 0,1,2 would tell"]
         close = [
-            f"{grid_text(index)} is within seed noise of {name}: it is better by {apart.value:.4f} ± {apart.half_width:.4f} nats"
+            f"{grid_text(index)} is within seed noise of {name}: it is better by {apart.value:.4f} ± "
+            f"{apart.half_width:.4f} nats"
             for name, losses in rivals.items()
             if len(losses) > 1
             and math.isfinite((apart := statistics.difference(losses, best)).value)
@@ -343,7 +344,8 @@ class LearningRateSweep:
         fields = self.base.model.config
         if "num_heads" not in fields or "head_dim" in fields:
             raise SweepError(
-                f"--head_dims: model {self.base.model.name!r} does not choose its head dimension by model.config.num_heads; "
+                f"--head_dims: model {self.base.model.name!r} does not choose its head dimension by "
+                f"model.config.num_heads; "
                 "sweep its own key with python train.py -m"
             )
         width = fields["hidden_size"]

@@ -98,7 +98,8 @@ class LocalMachine:
     Args:
         gpus: the GPUs to share, as CUDA_VISIBLE_DEVICES names them; None: those this process sees.
         jobs_at_once: most jobs that run at a time; None: on GPUs as many as fit, on a CPU one.
-        jobs_per_gpu: jobs that share a GPU. More than one where a job leaves its GPU idle, as small models and starts do.
+        jobs_per_gpu: jobs that share a GPU. More than one where a job leaves its GPU idle, as small models and starts
+            do.
     """
 
     def __init__(
@@ -230,8 +231,8 @@ class Slurm:
             for override in job.overrides:
                 if redact(override) != override:
                     raise SweepError(
-                        f"{redact(override)} holds a password, which a batch script would keep. Put the URL into an environment "
-                        f"variable and write {override.partition('=')[0]}='${{oc.env:VARIABLE}}'"
+                        f"{redact(override)} holds a password, which a batch script would keep. Put the URL into an "
+                        f"environment variable and write {override.partition('=')[0]}='${{oc.env:VARIABLE}}'"
                     )
             if job.devices(0) == 0:
                 raise SweepError(

@@ -81,8 +81,8 @@ class RunRecord:
     def heldout_loss_at(self, tokens: float) -> float:
         """Held-out loss after `tokens`; NaN outside of what was evaluated.
 
-        Between two evaluations it is linear in the logarithm of the tokens. A loss falls ever more slowly, so that a straight
-        line would be too high everywhere between them.
+        Between two evaluations it is linear in the logarithm of the tokens. A loss falls ever more slowly, so that a
+        straight line would be too high everywhere between them.
         """
         if not self.heldout_tokens.size or not self.heldout_tokens[0] <= tokens <= self.heldout_tokens[-1]:
             return float("nan")

@@ -71,7 +71,8 @@ def run_jobs(
     """Runs every job and returns their results in the order of `jobs`, and of those that came of them.
 
     A job that is finished already, by its own files, is not started. Ctrl-C or SIGTERM asks the running ones to end,
-    waits for them and returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A second Ctrl-C kills them.
+    waits for them and returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A second Ctrl-C kills
+    them.
 
     Args:
         log_dir: gets what each job prints, `<name>.log`.
@@ -79,8 +80,8 @@ def run_jobs(
         then: told every result that is no interruption; the jobs it returns wait with the others.
 
     Raises:
-        SweepError: two jobs share a folder, or the machine cannot run one of them. If they are among `jobs`, nothing was
-            started; if `then` returned them, what was running has saved and ended, as after Ctrl-C.
+        SweepError: two jobs share a folder, or the machine cannot run one of them. If they are among `jobs`, nothing
+            was started; if `then` returned them, what was running has saved and ended, as after Ctrl-C.
     """
     known: list[Job] = []
     results: dict[str, JobResult] = {}

@@ -61,7 +61,8 @@ class SweepState:
         stored: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
         if stored["kind"] != self._head["kind"]:
             raise SweepError(
-                f"{self.folder} holds a sweep of another kind ({stored['kind']}, not {self._head['kind']}); choose another "
+                f"{self.folder} holds a sweep of another kind ({stored['kind']}, not {self._head['kind']}); choose "
+                f"another "
                 "output_dir"
             )
         own = {*stored["own_keys"], *self._head["own_keys"]}

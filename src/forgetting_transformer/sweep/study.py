@@ -1,10 +1,10 @@
 """A comparison of several models in one queue of jobs: each gets its own learning-rate search, then a run at the rate found,
 then runs of its variants at the same rate. Runs and variants may be repeated with other seeds.
 
-The searches, runs and variants of all models wait together. One model's long run goes on while another is still searched, and
-GPUs are idle only when nothing is left to start. Runs with the first seed start before searches, since the longest chain decides
-when all is done; then come the variants, and the other seeds of runs and variants last, so that what is stopped early has
-something of everything.
+The searches, runs and variants of all models wait together. One model's long run goes on while another is still
+searched, and GPUs are idle only when nothing is left to start. Runs with the first seed start before searches, since
+the longest chain decides when all is done; then come the variants, and the other seeds of runs and variants last, so
+that what is stopped early has something of everything.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class Study:
         failures: model -> why its search could not go on; the other models are not affected.
 
     Raises:
-        SweepError: two runs would share a folder, a seed is negative or given twice, or the variants are of a model that is
-            not in the study.
+        SweepError: two runs would share a folder, a seed is negative or given twice, or the variants are of a model
+            that is not in the study.
         ConfigError: a run or variant that train.py would refuse. All are composed here, since they start hours later.
     """
 

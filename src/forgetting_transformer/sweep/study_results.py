@@ -88,8 +88,8 @@ def collect(
         Among others an empty "pruned", for model -> text length -> share of tiles that pruning skips.
 
     Raises:
-        SweepError: there is no run in the folder, or runs of one model differ in more than their seed, so that a mean of them
-            would be of no model.
+        SweepError: there is no run in the folder, or runs of one model differ in more than their seed, so that a mean
+            of them would be of no model.
     """
     runs, variants = runs_in(folder, "runs"), runs_in(folder, "variants")
     searched = sorted(path for path in (folder / "search").glob("*/lr*_seed*") if path.is_dir())
@@ -135,7 +135,8 @@ def _describe(paths: Sequence[Path]) -> dict[str, Any]:
     for other in runs[1:]:
         if keys := differing_settings(runs[0], other):
             raise SweepError(
-                f"{runs[0].output_dir} and {other.output_dir} differ in {', '.join(keys)}, and seeds of one model are averaged: "
+                f"{runs[0].output_dir} and {other.output_dir} differ in {', '.join(keys)}, and seeds of one model are "
+                f"averaged: "
                 "train them with the same settings, or move one of them away"
             )
     info = read_description(paths[0] / "metrics" / "jsonlines" / "model_info.jsonl")

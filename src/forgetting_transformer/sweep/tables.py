@@ -41,8 +41,8 @@ def fill_in(page: str, sections: Mapping[str, str]) -> str:
     """A page in which what stands between marks is replaced by the section of that name.
 
     Args:
-        page: Markdown with marks, `<!-- NAME -->` and `<!-- end of NAME -->` around lines, `<!-- NAME -->` and `<!-- end -->`
-            within a line.
+        page: Markdown with marks, `<!-- NAME -->` and `<!-- end of NAME -->` around lines, `<!-- NAME -->` and `<!--
+            end -->` within a line.
         sections: tables and numbers by name.
 
     Raises:

@@ -9,10 +9,10 @@
 
 The same command again continues an interrupted run; -m makes a run of every combination (docs/sweep.md). The exit code
 is 0 when the run is done, 75 when a signal (Ctrl-C, SIGTERM, SIGUSR1) stopped it, 1 after an error;
-output_dir/status.json says the same. Ranks of `fabric run` and torchrun, which take 75 for a failure, end with 0 after a
-signal; scripts/launch.py ends with 75. `python train.py --help` lists the
-choices of every config group, `--cfg job` prints the composed config without training, `preflight=true` checks whether
-everything fits and says what the run will cost.
+output_dir/status.json says the same. Ranks of `fabric run` and torchrun, which take 75 for a failure, end with 0 after
+a signal; scripts/launch.py ends with 75. `python train.py --help` lists the choices of every config group, `--cfg job`
+prints the composed config without training, `preflight=true` checks whether everything fits and says what the run will
+cost.
 """
 
 import logging
@@ -82,8 +82,8 @@ def main() -> None:
         console.start_log()
         log.info("loading PyTorch")
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-            # DDP's advice against find_unused_parameters, which is meant (training/launch.py), on every rank. With several
-            # nodes the warnings of this level tell when one cannot be reached.
+            # DDP's advice against find_unused_parameters, which is meant (training/launch.py), on every rank. With
+            # several nodes the warnings of this level tell when one cannot be reached.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from forgetting_transformer.training import trainer  # noqa: F401 (what takes the time)
     train(config)
@@ -169,4 +169,3 @@ def refuse(reason: str) -> NoReturn:
 
         status.refuse(RunDirectory(output_dir), reason)
     console.fail(reason)
-

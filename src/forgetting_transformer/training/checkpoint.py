@@ -6,15 +6,16 @@
         windows.npz                        running sums of metrics that are not yet reported
         manifest.json                      size and CRC-32 of every file above; written last
 
-A save writes everything into a folder with a temporary name, the manifest last, flushes it to disk and renames the folder.
-A deletion renames first too. So a folder `step-*` was whole once: without a valid manifest, or with files that do not match
-it, it is damaged. Loading passes over it, says why, and takes the next older one; nothing deletes it, and where no valid one is
-left the run is refused. `last_checkpoint.json`, beside the folder of all checkpoints, says that one was finished, for the case
-that the folder is gone. The format is the same for every strategy and number of processes.
+A save writes everything into a folder with a temporary name, the manifest last, flushes it to disk and renames the
+folder. A deletion renames first too. So a folder `step-*` was whole once: without a valid manifest, or with files that
+do not match it, it is damaged. Loading passes over it, says why, and takes the next older one; nothing deletes it, and
+where no valid one is left the run is refused. `last_checkpoint.json`, beside the folder of all checkpoints, says that
+one was finished, for the case that the folder is gone. The format is the same for every strategy and number of
+processes.
 
-Writing may happen in a thread while training goes on: the loop then waits only until a copy in the host's memory is made
-(host_copy.py). The thread has a gloo group of its own, because collectives of two threads in one group would mix. A
-thread, and not torch.distributed.checkpoint.async_save, because checksums, manifest and pruning belong behind the
+Writing may happen in a thread while training goes on: the loop then waits only until a copy in the host's memory is
+made (host_copy.py). The thread has a gloo group of its own, because collectives of two threads in one group would mix.
+A thread, and not torch.distributed.checkpoint.async_save, because checksums, manifest and pruning belong behind the
 same writing, and because a strategy that holds the whole model on every rank would copy all of it on every rank.
 """
 
@@ -78,8 +79,8 @@ _ROTATIONS = 20
 T = TypeVar("T")
 
 
-#: What watches a wait for a writer: takes a name for people and the seconds that the save before took, and yields what is
-#: called whenever bytes were written.
+#: What watches a wait for a writer: takes a name for people and the seconds that the save before took, and yields what
+#: is called whenever bytes were written.
 Watch = Callable[[str, float], AbstractContextManager[Callable[[], None]]]
 
 
@@ -125,8 +126,8 @@ class Checkpointer:
         folder: `output_dir/checkpoints`.
         keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
         rank, world_size: of this process. Collective calls go over a gloo group of their own, which needs no GPU.
-        timeout: how long a rank waits for the others in one. Where `watch` ends a wait for a writer that writes nothing, a
-            very long one: a rank with a slow disk is not gone.
+        timeout: how long a rank waits for the others in one. Where `watch` ends a wait for a writer that writes
+            nothing, a very long one: a rank with a slow disk is not gone.
         background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
         record: file outside `folder` that says that a checkpoint was finished; None keeps none.
     """
@@ -344,8 +345,8 @@ class Checkpointer:
         if steps := steps_in(self.folder):
             names = ", ".join(_name(step) for step in steps)
             return (
-                f"none of the checkpoints in {self.folder} can be used ({names}; the log says why). Bring back a copy of "
-                f"one, or {over}"
+                f"none of the checkpoints in {self.folder} can be used ({names}; the log says why). Bring back a copy "
+                f"of one, or {over}"
             )
         step = recorded_step(self.record)
         if step is None:
@@ -437,7 +438,8 @@ class Checkpointer:
         }
         write_atomically(temporary / MANIFEST, json.dumps(manifest, indent=1))  # flushes the folder too
         if self._is_whole(final):
-            # Of the same step of this run, which could not be read for a while. To replace it is to have none in between.
+            # Of the same step of this run, which could not be read for a while. To replace it is to have none in
+            # between.
             shutil.rmtree(temporary)
         else:
             temporary.rename(final)
@@ -516,8 +518,8 @@ def newest_valid(folder: Path, step: int | None = None) -> Checkpoint | None:
 def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None = None) -> T | None:
     """What `read` makes of the newest valid checkpoint, or of the one at `step`; None if there is none.
 
-    The run may be training, and deletes old checkpoints when it has written new ones. Where the checkpoint that is being
-    read goes, the next one is read.
+    The run may be training, and deletes old checkpoints when it has written new ones. Where the checkpoint that is
+    being read goes, the next one is read.
 
     Raises:
         CheckpointError: what `read` raised, of a checkpoint that is still there.
@@ -538,7 +540,8 @@ def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None 
                 raise CheckpointError(f"{checkpoint.path} cannot be read: {_reason(error)}") from error
             log.info("%s was deleted while it was read; taking the next", checkpoint.path)
     raise CheckpointError(
-        f"each of {_ROTATIONS} checkpoints in {folder} was deleted by its run while it was read; raise checkpoint_keep_last or "
+        f"each of {_ROTATIONS} checkpoints in {folder} was deleted by its run while it was read; raise "
+        f"checkpoint_keep_last or "
         "checkpoint_interval there, or export a step that stays (checkpoint_keep_interval)"
     )
 
@@ -557,7 +560,9 @@ def inspect(path: Path) -> Checkpoint:
             raise CheckpointError(f"its format is {manifest['format']}, this version reads {FORMAT}")
         listed = manifest["files"]
         lacking = [name for name in _ALWAYS if name not in listed]
-        lacking += [f"state/{file.name}" for file in (path / "state").glob("*.distcp") if f"state/{file.name}" not in listed]
+        lacking += [
+            f"state/{file.name}" for file in (path / "state").glob("*.distcp") if f"state/{file.name}" not in listed
+        ]
         if lacking or not any(name.endswith(".distcp") for name in listed):
             raise CheckpointError(
                 f"its manifest does not list {', '.join(lacking) or 'any shard'}, so nothing holds that to its contents"
@@ -644,7 +649,9 @@ def _unreadable(checkpoint: Checkpoint, error: BaseException) -> CheckpointError
         try:
             _checksum(file)
         except OSError as broken:
-            return CheckpointError(f"{file} cannot be read: {broken.strerror}; bring back a copy, or take another checkpoint")
+            return CheckpointError(
+                f"{file} cannot be read: {broken.strerror}; bring back a copy, or take another checkpoint"
+            )
     if isinstance(error, OSError):
         return CheckpointError(f"{error.filename or checkpoint.path} cannot be read: {error.strerror}")
     return CheckpointError(f"{checkpoint.path} does not fit this model: {_reason(error)}")
@@ -706,7 +713,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything to save, by name: `model.<parameter>`, `optimizer.state.<parameter>.<moment>`. Names do not depend on
-    how parameters are grouped or sharded. And the optimizer's state as torch flattens it, with the settings, which are not
+    how parameters are grouped or sharded. And the optimizer's state as torch flattens it, with the settings, which are
+    not
     saved: they come from the config."""
     # The model first: FSDP2 has gathered weights after an evaluation, and this puts the shards back in their place.
     tensors = {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
@@ -757,8 +765,10 @@ def _check_digests(checkpoint: Checkpoint, wrong: list[list[str]]) -> None:
     older = [step for step in steps_in(checkpoint.path.parent) if step < checkpoint.step]
     back = f"the last good checkpoint before it is at {older[-1]:,} tokens" if older else "there is no older checkpoint"
     raise CheckpointError(
-        f"{checkpoint.path}: {names[0]}{more}{where} is not what training held after {checkpoint.step:,} tokens, though the "
-        "files are as they were written: memory or a GPU failed, at the save or now. Start again on another machine; if "
+        f"{checkpoint.path}: {names[0]}{more}{where} is not what training held after {checkpoint.step:,} tokens, "
+        f"though the "
+        "files are as they were written: memory or a GPU failed, at the save or now. Start again on another machine; "
+        "if "
         f"it stays so, move this checkpoint away and the same command goes on from the one before ({back})"
     )
 

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 _MAX_VERSIONS = 64
 #: Most processes that compile kernels for one rank, TorchInductor's own limit.
 _MAX_WORKERS = 32
-#: Seconds of the first step on an H200 with nothing in the caches, 760M. Blocks of a kind share one compilation, so depth
-#: changes little.
+#: Seconds of the first step on an H200 with nothing in the caches, 760M. Blocks of a kind share one compilation, so
+#: depth changes little.
 _USUAL_SECONDS = {
     "delta_net": 25,
     "forgetting_transformer": 15,
@@ -41,8 +41,8 @@ _FIRST_STEPS = "first_steps.json"
 class Compilation:
     """torch.compile in one run. Logs on rank 0.
 
-    Where something may be compiled, making one prepares it: folders, limits, and on a thread, since it takes seconds, the compiler
-    and its processes.
+    Where something may be compiled, making one prepares it: folders, limits, and on a thread, since it takes seconds,
+    the compiler and its processes.
 
     Args:
         config: of the run.

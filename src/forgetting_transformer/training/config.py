@@ -1,8 +1,8 @@
 """The configuration of a training run: every key with its type, meaning and unit, and the rules between keys.
 
-YAML files under `configs/` fill these dataclasses. `parse` refuses what they do not know, `check` refuses numbers out of
-range and arithmetic that cannot work, and `changes_that_alter_the_run` says which keys may not differ when a run is continued. All
-intervals, budgets and schedule lengths are in training tokens of the whole job.
+YAML files under `configs/` fill these dataclasses. `parse` refuses what they do not know, `check` refuses numbers out
+of range and arithmetic that cannot work, and `changes_that_alter_the_run` says which keys may not differ when a run is
+continued. All intervals, budgets and schedule lengths are in training tokens of the whole job.
 """
 
 import copy
@@ -78,8 +78,8 @@ class TrainConfig:
     )
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
-    #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer. true, false or
-    #: "auto": on for CUDA, off elsewhere; a run that continues does as it did before.
+    #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer. true, false
+    #: or "auto": on for CUDA, off elsewhere; a run that continues does as it did before.
     compile: Any = "auto"
     #: Whether biases, norm weights and convolution kernels are decayed.
     bias_weight_decay: bool = False
@@ -106,8 +106,8 @@ class WandbConfig:
 class StrategyConfig:
     #: "auto" (one process: none; several: ddp), "ddp" or "fsdp" (weights, gradients and moments sharded by block).
     name: str = "auto"
-    #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck and
-    #: ends itself; so long it waits for the others in a collective operation. The start has half an hour more.
+    #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck
+    #: and ends itself; so long it waits for the others in a collective operation. The start has half an hour more.
     timeout_seconds: int = _within(Range(1, 10**8), 1800)
     #: ddp: steps between comparisons of all ranks' weights and moments, which hold the same unless memory or a GPU
     #: failed; they are compared before every checkpoint too. null: never.
@@ -207,8 +207,8 @@ class Config:
     output_dir: str = MISSING
     #: Folder that holds the corpus folder `datamodule.dataset`.
     data_dir: str = MISSING
-    #: true: continue from the newest valid checkpoint in output_dir, if any. false: move what the run in output_dir wrote
-    #: aside (into previous/) and start from the beginning.
+    #: true: continue from the newest valid checkpoint in output_dir, if any. false: move what the run in output_dir
+    #: wrote aside (into previous/) and start from the beginning.
     resume: bool = True
     #: Start a new run from the checkpoint of another run's output_dir at fork_step tokens.
     fork_dir: str | None = None
@@ -221,7 +221,8 @@ class Config:
     eval_interval: int = _within(TOKENS)
     skip_eval: bool = True
     final_eval: bool = True
-    #: Tokens between checkpoints; the newest `checkpoint_keep_last` stay, and one every checkpoint_keep_interval for good.
+    #: Tokens between checkpoints; the newest `checkpoint_keep_last` stay, and one every checkpoint_keep_interval for
+    #: good.
     checkpoint_interval: int = _within(TOKENS)
     checkpoint_keep_interval: int = _within(TOKENS)
     checkpoint_keep_last: int = _within(COUNT, 2)

@@ -4,19 +4,21 @@ Every tensor has a digest, an integer of 64 bits: with b_i the bits of element i
 
     digest = sum over i of b_i * (2 i + 1)  mod 2^64
 
-Sums of integers do not depend on the order in which they are made, so a digest is bitwise the same whatever device, kernel
-or sharding computes it, and the digests of the shards of a tensor add up to that of the whole. One changed element changes
-the digest, because 2 i + 1 is odd; so do two elements that trade places, because (b_i - b_j) * 2 (i - j) is smaller than 2^64
-(in tensors of 32-bit elements with fewer than 2^31 of them). Anything else goes unseen with a probability of about 2^-64.
+Sums of integers do not depend on the order in which they are made, so a digest is bitwise the same whatever device,
+kernel or sharding computes it, and the digests of the shards of a tensor add up to that of the whole. One changed
+element changes the digest, because 2 i + 1 is odd; so do two elements that trade places, because (b_i - b_j) * 2 (i -
+j) is smaller than 2^64 (in tensors of 32-bit elements with fewer than 2^31 of them). Anything else goes unseen with a
+probability of about 2^-64.
 
 What they are used for:
 
-- With data parallelism (ddp) all ranks hold the same weights and moments. Every `strategy.compare_steps` steps, and before
-  every checkpoint, each rank's digests are gathered on all ranks. Nobody waits for that but a checkpoint.
+- With data parallelism (ddp) all ranks hold the same weights and moments. Every `strategy.compare_steps` steps, and
+  before every checkpoint, each rank's digests are gathered on all ranks. Nobody waits for that but a checkpoint.
 - A checkpoint keeps the digests of what was to be saved, and loading compares them with what has been loaded, also on
   another number of ranks or with another strategy. That covers sharded runs (fsdp), whose ranks hold different tensors.
 
-What every rank computes alike and wrong is not found: a wrong gradient of one rank, once averaged, is in the weights of all.
+What every rank computes alike and wrong is not found: a wrong gradient of one rank, once averaged, is in the weights of
+all.
 """
 
 import collections
@@ -43,7 +45,8 @@ class Difference:
 
     Attributes:
         batch: steps that had been made then; `agreed`: at the last comparison that found nothing, None if none did.
-        ranks: those that differ from the majority; all that differ from rank 0, it included, where there is no majority.
+        ranks: those that differ from the majority; all that differ from rank 0, it included, where there is no
+            majority.
         tensors: names of the tensors in which they differ.
     """
 

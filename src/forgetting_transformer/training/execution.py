@@ -1,8 +1,8 @@
 """How a run computes: compiled or not, and what runs each op.
 
-Other kernels add in another order. So what a run computes with is in its checkpoints; a resume takes the recorded choice where
-the config leaves one (`train.compile: auto`), and warns where it computes otherwise: from there on the run is not bitwise the
-one that was not interrupted. A fork is a new run and chooses for itself.
+Other kernels add in another order. So what a run computes with is in its checkpoints; a resume takes the recorded
+choice where the config leaves one (`train.compile: auto`), and warns where it computes otherwise: from there on the run
+is not bitwise the one that was not interrupted. A fork is a new run and chooses for itself.
 """
 
 import logging
@@ -38,7 +38,8 @@ class Execution:
 
 def recorded(state: dict[str, Any]) -> Execution | None:
     """What the checkpoint with this trainer.json was trained with. Checkpoints that do not say so are older than `auto`:
-    their config has it, and compiled only where `train.compile` is there and true. None for one that was imported: another
+    their config has it, and compiled only where `train.compile` is there and true. None for one that was imported:
+    another
     program computed it."""
     found = state.get("execution", ())
     if found is None:

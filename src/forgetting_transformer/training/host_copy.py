@@ -1,9 +1,9 @@
 """A copy of a run's tensors in the host's memory, so that they can be written while training changes them.
 
 The copy is made once and filled again at every save: it costs the bytes of what this rank writes, for AdamW in fp32 12
-bytes per parameter divided by the number of ranks. On a GPU its pages are locked, so that the copy engine fills them at the speed
-of the link, in the order of the stream: kernels launched later cannot change what is being copied, and the host need
-not wait.
+bytes per parameter divided by the number of ranks. On a GPU its pages are locked, so that the copy engine fills them at
+the speed of the link, in the order of the stream: kernels launched later cannot change what is being copied, and the
+host need not wait.
 """
 
 import contextlib
@@ -77,7 +77,8 @@ class HostCopy:
 
     def _locked_like(self, local: Tensor) -> Tensor:
         # Not `pin_memory=True`, whose allocator rounds every tensor up to a power of two. Pages of their own, because a
-        # page can be locked once; and shared with forked data workers, because locked pages must not move when one writes.
+        # page can be locked once; and shared with forked data workers, because locked pages must not move when one
+        # writes.
         pages = own_pages(local)
         if int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0)) == 0:
             self._locked.append(pages)

@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, name of the parameter).
 
-Models that share a parameter's name and shape start with the same values there, whatever else they hold: two variants of an
-architecture differ in what they do, not in their luck. And tensors can be drawn in pieces by all cores at once.
+Models that share a parameter's name and shape start with the same values there, whatever else they hold: two variants
+of an architecture differ in what they do, not in their luck. And tensors can be drawn in pieces by all cores at once.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-# Values drawn from one generator: enough to keep a core busy, few enough to share a matrix among cores. Part of what the
-# initial weights are: another number gives other weights.
+# Values drawn from one generator: enough to keep a core busy, few enough to share a matrix among cores. Part of what
+# the initial weights are: another number gives other weights.
 PIECE = 1 << 18
 _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
@@ -24,9 +24,9 @@ _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 def initialise(model: PreTrainedModel, seed: int) -> None:
     """Draw the initial weights of a model that was built without them, on the CPU.
 
-    What the architecture draws and from which law is its own (`_init_weights`). Each parameter's numbers come from generators
-    seeded with (seed, its name, the piece of it); random numbers for anything else come from PyTorch's own generator, which
-    is seeded too.
+    What the architecture draws and from which law is its own (`_init_weights`). Each parameter's numbers come from
+    generators seeded with (seed, its name, the piece of it); random numbers for anything else come from PyTorch's own
+    generator, which is seeded too.
     """
     torch.manual_seed(seed)
     # One core is left to the caller, which tests kernels meanwhile.

@@ -40,7 +40,8 @@ def launch(config: Config) -> Fabric:
             raise ConfigError(f"environment variables {', '.join(stray)} would override the config; unset them")
     _check_gpus(config)
     processes = _expected_world_size(config, under_cli)
-    # Lightning's banner is said here in the run's log, and its warnings would come twice, by its handler and that log's.
+    # Lightning's banner is said here in the run's log, and its warnings would come twice, by its handler and that
+    # log's.
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)
         logging.getLogger(name).handlers.clear()
@@ -79,12 +80,16 @@ def _check_gpus(config: Config) -> None:
         ConfigError: GPUs are asked for that are not here.
     """
     accelerator = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
-    asked = f"fabric.accelerator={accelerator}" if "LT_ACCELERATOR" not in os.environ else f"--accelerator {accelerator}"
+    asked = (
+        f"fabric.accelerator={accelerator}" if "LT_ACCELERATOR" not in os.environ else f"--accelerator {accelerator}"
+    )
     if accelerator in ("cuda", "gpu") and (problem := gpus.missing()):
         raise ConfigError(f"{asked}, but there is no GPU. {problem}; or train on the CPU with fabric.accelerator=cpu")
     devices = config.fabric.devices
     if not torch.cuda.is_available() and (isinstance(devices, list) or devices in (-1, "-1")):
-        raise ConfigError(f"fabric.devices={devices} means GPUs. {gpus.missing()}; or give a number of processes, or 'auto'")
+        raise ConfigError(
+            f"fabric.devices={devices} means GPUs. {gpus.missing()}; or give a number of processes, or 'auto'"
+        )
     if accelerator != "cpu" and torch.cuda.is_available() and "LT_DEVICES" not in os.environ:
         here, wanted = torch.cuda.device_count(), devices if isinstance(devices, list) else str(devices)
         if isinstance(wanted, str):

@@ -2,8 +2,8 @@
 
 Files under `output_dir/metrics/`: `jsonlines/<kind>.jsonl`, one object per report with `step` in training tokens, and
 `npz/<kind>/step-%015d.npz` for loss at every position. After a resume everything past the checkpoint is cut off, and
-the same steps are then written again, so no step is missing or doubled. A damaged line is lost, with a warning, and the file as it
-was is kept beside it as `<kind>.jsonl.damaged`.
+the same steps are then written again, so no step is missing or doubled. A damaged line is lost, with a warning, and the
+file as it was is kept beside it as `<kind>.jsonl.damaged`.
 """
 
 import contextlib
@@ -333,7 +333,9 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._said:
             self._said = True
-            tqdm.write(f"{self.baseFilename} cannot be written: {error.strerror}; lines of the log are lost", file=sys.stderr)
+            tqdm.write(
+                f"{self.baseFilename} cannot be written: {error.strerror}; lines of the log are lost", file=sys.stderr
+            )
 
 
 def duration(seconds: float) -> str:

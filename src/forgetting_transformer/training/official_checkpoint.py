@@ -34,7 +34,13 @@ from forgetting_transformer.training.run_directory import RunDirectory, RunDirec
 from forgetting_transformer.training.setup import build_optimizer
 
 _DONE = re.compile(r"step-(\d{15,})\.pt\.done")
-_COUNTERS = {"token_count": int, "batch_count": int, "total_time": (int, float), "update_time": (int, float), "window_seq_count": int}
+_COUNTERS = {
+    "token_count": int,
+    "batch_count": int,
+    "total_time": (int, float),
+    "update_time": (int, float),
+    "window_seq_count": int,
+}
 #: Functions named in `schedule._target_`.
 _SCHEDULES = {
     "constant_schedule": "constant",
@@ -112,8 +118,8 @@ def import_run(
     tokens_per_batch = config.datamodule.train_batch_size * config.datamodule.train_batch_len
     if saved["token_count"] != checkpoint.step or saved["batch_count"] * tokens_per_batch != checkpoint.step:
         raise CheckpointError(
-            f"{checkpoint.path} was not imported: it counts {saved['token_count']:,} tokens in {saved['batch_count']:,} batches, "
-            f"and config.yaml beside it says {tokens_per_batch:,} tokens a batch"
+            f"{checkpoint.path} was not imported: it counts {saved['token_count']:,} tokens in "
+            f"{saved['batch_count']:,} batches, and config.yaml beside it says {tokens_per_batch:,} tokens a batch"
         )
     window = saved["window_loss_per_token"]
     if window.shape != (config.datamodule.train_batch_len,):
@@ -124,7 +130,8 @@ def import_run(
     model = _model(checkpoint, config, saved["model"], bos_token_id)
     if model.config.bos_token_id is None:
         raise CheckpointError(
-            f"{checkpoint.path} was not imported: its vocabulary of {model.config.vocab_size:,} ids is not LongCrawl64's, so the "
+            f"{checkpoint.path} was not imported: its vocabulary of {model.config.vocab_size:,} ids is not "
+            f"LongCrawl64's, so the "
             "first token of a sequence is not known; give it with --bos_token_id"
         )
     optimizer = build_optimizer(model, undecayed_parameters(model, config.train), config.optimizer)
@@ -147,7 +154,9 @@ def import_run(
         "position_sequences": torch.tensor(saved["window_seq_count"], dtype=torch.float64),
     }
     _save(target, checkpoint, config, model, optimizer, state, windows)
-    return Checkpoint(target.checkpoints / f"step-{checkpoint.step:015d}", checkpoint.step, checkpoint.permanent), config
+    return Checkpoint(
+        target.checkpoints / f"step-{checkpoint.step:015d}", checkpoint.step, checkpoint.permanent
+    ), config
 
 
 def _save(
@@ -183,7 +192,9 @@ def _find(directory: RunDirectory, step: int | None) -> Checkpoint:
             f"{wanted} in {directory.checkpoints}: it holds {steps or 'no step-*.pt with a .pt.done beside it'}"
         )
     step = steps[-1] if step is None else step
-    path = next(path for path in directory.checkpoints.glob("step-*.pt") if int(path.stem.removeprefix("step-")) == step)
+    path = next(
+        path for path in directory.checkpoints.glob("step-*.pt") if int(path.stem.removeprefix("step-")) == step
+    )
     return Checkpoint(path, step, path.with_name(f"{path.name}.keep").is_file())
 
 
@@ -277,7 +288,9 @@ def _problem(saved: Any) -> str | None:
     return None
 
 
-def _model(checkpoint: Checkpoint, config: Config, weights: dict[str, Tensor], bos_token_id: int | None) -> PreTrainedModel:
+def _model(
+    checkpoint: Checkpoint, config: Config, weights: dict[str, Tensor], bos_token_id: int | None
+) -> PreTrainedModel:
     embeddings = [tensor for name, tensor in weights.items() if name.endswith("embeddings.weight") and tensor.ndim == 2]
     if not embeddings:
         raise CheckpointError(f"{checkpoint.path} holds no embeddings.weight of a model")
@@ -286,8 +299,8 @@ def _model(checkpoint: Checkpoint, config: Config, weights: dict[str, Tensor], b
         bos_token_id = _GPT2_BOS
     if bos_token_id is not None and not 0 <= bos_token_id < vocab_size:
         raise CheckpointError(
-            f"--bos_token_id={bos_token_id} is not in the vocabulary of {checkpoint.path}, which has {vocab_size:,} ids; give one "
-            f"of 0 to {vocab_size - 1:,}"
+            f"--bos_token_id={bos_token_id} is not in the vocabulary of {checkpoint.path}, which has {vocab_size:,} "
+            f"ids; give one of 0 to {vocab_size - 1:,}"
         )
     ids = {"vocab_size": vocab_size, "bos_token_id": bos_token_id, "eos_token_id": bos_token_id}
     try:
@@ -304,11 +317,13 @@ def _model(checkpoint: Checkpoint, config: Config, weights: dict[str, Tensor], b
     return model
 
 
-def _moments(checkpoint: Checkpoint, saved: dict[str, Any], model: nn.Module, config: Config) -> dict[str, dict[str, Tensor]]:
+def _moments(
+    checkpoint: Checkpoint, saved: dict[str, Any], model: nn.Module, config: Config
+) -> dict[str, dict[str, Tensor]]:
     """AdamW's state of every parameter by its name.
 
-    FSDP saves it by name. DDP saves what torch's optimizer numbers: first all decayed parameters, then the others, each in
-    the order of the model's weights in the same file.
+    FSDP saves it by name. DDP saves what torch's optimizer numbers: first all decayed parameters, then the others, each
+    in the order of the model's weights in the same file.
     """
     parameters = dict(model.named_parameters())
     try:
@@ -327,11 +342,17 @@ def _moments(checkpoint: Checkpoint, saved: dict[str, Any], model: nn.Module, co
             for name in parameters
         }
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{checkpoint.path}: its optimizer has no AdamW state for every parameter ({error!r})") from error
+        raise CheckpointError(
+            f"{checkpoint.path}: its optimizer has no AdamW state for every parameter ({error!r})"
+        ) from error
     for name, moments in found.items():
         for kind in ("exp_avg", "exp_avg_sq"):
             moment = moments[kind]
-            if not isinstance(moment, Tensor) or moment.shape != parameters[name].shape or moment.dtype != torch.float32:
+            if (
+                not isinstance(moment, Tensor)
+                or moment.shape != parameters[name].shape
+                or moment.dtype != torch.float32
+            ):
                 raise CheckpointError(f"{checkpoint.path}: the optimizer's {kind} of {name} does not fit the parameter")
     return found
 

@@ -1,8 +1,8 @@
 """Which rank a failure began on, for the ranks that only see that another one is gone.
 
-What a rank sees then is a connection that was closed, or a collective operation that did not end. Each rank leaves who it is, and
-why it fails, in the store over which the processes found each other. A rank that was killed left no reason: on the same
-machine its process is looked for.
+What a rank sees then is a connection that was closed, or a collective operation that did not end. Each rank leaves who
+it is, and why it fails, in the store over which the processes found each other. A rank that was killed left no reason:
+on the same machine its process is looked for.
 """
 
 import contextlib
@@ -17,7 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 #: What PyTorch says on a rank whose peer is gone, and what it may say then.
-_CLOSED = re.compile(r"(connection|socket) (was )?(closed|reset)|(closed|reset) by peer|remote process exited", re.IGNORECASE)
+_CLOSED = re.compile(
+    r"(connection|socket) (was )?(closed|reset)|(closed|reset) by peer|remote process exited", re.IGNORECASE
+)
 _PERHAPS = re.compile(r"connection|timed? ?out|socket|broken pipe|NCCL|gloo", re.IGNORECASE)
 #: A connection ends a moment before the process behind it is seen to have ended.
 _SECONDS_TO_DIE = 3.0

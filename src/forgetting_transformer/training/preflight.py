@@ -131,7 +131,8 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     if found["disk_free_bytes"] < found["disk_needed_bytes"]:
         problems.append(
             f"{place} has {_size(found['disk_free_bytes'])} free and the checkpoints to come need "
-            f"{_size(found['disk_needed_bytes'])}: make room, raise checkpoint_keep_interval, or lower checkpoint_keep_last"
+            f"{_size(found['disk_needed_bytes'])}: make room, raise checkpoint_keep_interval, or lower "
+            f"checkpoint_keep_last"
         )
     print(table(found, config, fabric.world_size), flush=True)
     if problems:

@@ -1,8 +1,8 @@
 """One training step of a run once more, on one device, to look at it: its text, losses, gradients and forget gates.
 
 Tokens and weights come from where the run had them: the order of the data is arithmetic, and the weights are those of
-the newest checkpoint before the step. If that is not the step right before, the weights are somewhat older than those the
-run had; the result says by how many steps.
+the newest checkpoint before the step. If that is not the step right before, the weights are somewhat older than those
+the run had; the result says by how many steps.
 """
 
 import dataclasses

@@ -16,8 +16,8 @@ PREVIOUS = "previous"
 #: Files that every start replaces.
 _REPLACED = ("config.yaml", "model.txt", "decay_params.txt", "no_decay_params.txt", "status.json")
 #: All that a run, its plots and wandb write there, besides `run.lock` and `previous/`. The rest is somebody else's.
-#: In the order in which they are moved aside: first what may be a mount and cannot be moved, last what a run is recognised by.
-#: `last_checkpoint.json` refuses a start that would not find the checkpoints, so it is late too.
+#: In the order in which they are moved aside: first what may be a mount and cannot be moved, last what a run is
+#: recognised by. `last_checkpoint.json` refuses a start that would not find the checkpoints, so it is late too.
 OWN_NAMES = (
     "checkpoints", "logs", "metrics", "tokenizer", "plots", "wandb", "goodput.json", "model.txt", "decay_params.txt",
     "no_decay_params.txt", "status.json", "config.yaml", "last_checkpoint.json", "starts.jsonl",
@@ -137,20 +137,23 @@ class RunDirectory:
         """
         if official := next(self.checkpoints.glob("step-*.pt"), None):
             raise RunDirectoryError(
-                f"output_dir={self.root} is a run of the authors' code (it holds checkpoints/{official.name}): make a run of it "
+                f"output_dir={self.root} is a run of the authors' code (it holds checkpoints/{official.name}): make a "
+                f"run of it "
                 "in another folder with scripts/import_checkpoint.py and continue that, or choose another output_dir"
             )
         holds_run = self.holds_run
         if not (holds_run and resume) and (sign := self.sign_of_a_corpus()):
             what = "a run would write among its files" if resume else "resume=false would move its tokenizer aside"
             raise RunDirectoryError(
-                f"output_dir={self.root} is a folder of token arrays (it holds {sign}): {what}; choose another output_dir"
+                f"output_dir={self.root} is a folder of token arrays (it holds {sign}): {what}; choose another "
+                f"output_dir"
             )
         if holds_run:
             return
         if weights := self._weights_of_a_model():
             raise RunDirectoryError(
-                f"output_dir={self.root} holds a model (config.json, {weights}), which evaluations of the run would take for the "
+                f"output_dir={self.root} holds a model (config.json, {weights}), which evaluations of the run would "
+                f"take for the "
                 "run's; choose another output_dir"
             )
         begun = self._begun
@@ -183,7 +186,9 @@ class RunDirectory:
         return (
             _keys(self._lock_file) >= _LOCK_KEYS
             or _keys(self.root / "status.json") >= _STATUS_KEYS
-            or any(re.fullmatch(r"step-\d{15}", path.parent.name) for path in self.checkpoints.glob("step-*/trainer.json"))
+            or any(
+                re.fullmatch(r"step-\d{15}", path.parent.name) for path in self.checkpoints.glob("step-*/trainer.json")
+            )
         )
 
     def sign_of_a_corpus(self) -> str | None:
@@ -206,7 +211,9 @@ class RunDirectory:
             if name == "last_checkpoint.json":
                 return _keys(path) >= {"step", "checkpoint"}
             if name == "logs":
-                return all(re.fullmatch(r"rank-\d+\.log", file.name) and (begun or _empty(file)) for file in path.iterdir())
+                return all(
+                    re.fullmatch(r"rank-\d+\.log", file.name) and (begun or _empty(file)) for file in path.iterdir()
+                )
             return name == "checkpoints" and not os.listdir(path)
         except OSError:
             return False
@@ -221,10 +228,13 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise RunDirectoryError(
-                f"{folder} is a file, or lies under one, where a run keeps a folder: move it away, or choose another output_dir"
+                f"{folder} is a file, or lies under one, where a run keeps a folder: move it away, or choose another "
+                f"output_dir"
             ) from error
         except OSError as error:
-            raise RunDirectoryError(f"cannot make {told(error, folder)}; make room, or choose another output_dir") from error
+            raise RunDirectoryError(
+                f"cannot make {told(error, folder)}; make room, or choose another output_dir"
+            ) from error
 
     def acquire(self) -> None:
         """Makes the folder and takes it for this process; the kernel gives it back however the process ends.
@@ -257,7 +267,8 @@ class RunDirectory:
         except OSError as error:
             os.close(descriptor)
             raise RunDirectoryError(
-                f"the file system of output_dir={self.root} does not support locks ({error.strerror}), which keep two runs "
+                f"the file system of output_dir={self.root} does not support locks ({error.strerror}), which keep two "
+                f"runs "
                 "out of one folder; choose an output_dir on another one"
             ) from error
         os.ftruncate(descriptor, 0)
@@ -309,7 +320,8 @@ class RunDirectory:
                     target.rmdir()  # unless something is in it
                 moved = f"; what came before it is in {target}" if target.exists() else ""
                 raise RunDirectoryError(
-                    f"resume=false cannot move {entry} aside: {error.strerror or error}{moved}. Mend this (a mount must be "
+                    f"resume=false cannot move {entry} aside: {error.strerror or error}{moved}. Mend this (a mount "
+                    f"must be "
                     "unmounted) and start the same command again, or choose another output_dir"
                 ) from error
         return target
@@ -356,6 +368,7 @@ def _move(entry: Path, folder: Path) -> None:
     (folder / entry.name).symlink_to(place)
     entry.unlink()
     log.warning(
-        "%s was a link to %s. The link is now in %s, and the new run writes into %s itself; stop it and make a new link if it "
+        "%s was a link to %s. The link is now in %s, and the new run writes into %s itself; stop it and make a new "
+        "link if it "
         "should write elsewhere", entry, place, folder, entry,
     )  # fmt: skip

@@ -5,7 +5,8 @@ Signals (SIGTERM, SIGUSR1, SIGINT) ask the run to stop: the loop finishes its st
 main thread may be inside a CUDA call, where its own handlers cannot run.
 
 It watches from its start to its end. Whatever waits in between says so by `beat`: every stage of the start, every step,
-every batch of an evaluation, while a checkpoint is waited for every time that bytes of it were written, and the end of it all.
+every batch of an evaluation, while a checkpoint is waited for every time that bytes of it were written, and the end of
+it all.
 """
 
 import contextlib
@@ -26,16 +27,16 @@ import torch.distributed as dist
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-#: A launcher forwards what a scheduler or a terminal has already sent to its processes: within so many seconds it is the
-#: same request.
+#: A launcher forwards what a scheduler or a terminal has already sent to its processes: within so many seconds it is
+#: the same request.
 SAME_REQUEST_SECONDS = 1.0
 #: A rank that was asked to stop, and whose step does not end, waits for a rank that is gone. It leaves after this or
 #: after several times its slowest step.
 LEAST_PATIENCE_SECONDS = 60.0
 #: The same for a checkpoint of which no byte is written: a flush of many gigabytes to a slow disk is one long silence.
 LEAST_WRITER_PATIENCE_SECONDS = 300.0
-#: A rank whose peer's process has ended notices that by itself: a connection was closed. Inside of a CUDA call, where it
-#: waits for the peer's NCCL, it does not; then it is ended after so long, before a launcher that tidies up kills it.
+#: A rank whose peer's process has ended notices that by itself: a connection was closed. Inside of a CUDA call, where
+#: it waits for the peer's NCCL, it does not; then it is ended after so long, before a launcher that tidies up kills it.
 PEER_PATIENCE_SECONDS = 10.0
 #: Until the first step has ended every stage of the start may take so much longer than `timeout`: kernels are compiled
 #: and tuned, weights are read.
@@ -50,7 +51,8 @@ class Sentinel:
     """A context manager around training, on the main thread of a rank.
 
     Args:
-        timeout: seconds without a `beat` after which the process ends itself, with the stacks of its threads in the log.
+        timeout: seconds without a `beat` after which the process ends itself, with the stacks of its threads in the
+            log.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -182,7 +184,9 @@ class Sentinel:
             if identity in frames and identity != threading.get_ident()
         )
         if self._writer_of is not None:
-            writers = [frames[identity] for identity, name in stacks.items() if name == "checkpoint" and identity in frames]
+            writers = [
+                frames[identity] for identity, name in stacks.items() if name == "checkpoint" and identity in frames
+            ]
             what = f"nothing was written of {self._writer_of}"
             where = "its writer on this rank stands still: look at the disk"
             if any(_in_collective(frame) for frame in writers):
@@ -194,14 +198,19 @@ class Sentinel:
             if any("/torch/distributed/" in f.filename for f in traceback.extract_stack(frames[self._main])):
                 where = "this rank waits for another, whose log says where it stands"
             elif dist.is_initialized():
-                # In a backward pass, or when it asks the device, a rank that waits for another looks like one that hangs.
+                # In a backward pass, or when it asks the device, a rank that waits for another looks like one that
+                # hangs.
                 where += ", or waits for another, whose log then says where it stands"
-        room = f" and {START_SECONDS:.0f} s for compiling" if self._stage is not None and self._writer_of is None else ""
+        room = (
+            f" and {START_SECONDS:.0f} s for compiling" if self._stage is not None and self._writer_of is None else ""
+        )
         limit = f"after {self.request}" if self.request and not room else f"(strategy.timeout_seconds{room})"
         reason = f"{what} for {seconds:.0f} s {limit}; {where}"
         if self._gone_since is not None:
             reason = f"{what} for {seconds:.0f} s, and never will: the process of rank {self.gone()} is gone"
-        self._leave(1, reason, lambda: log.critical("%s. Where its threads are:%s", reason, text), LAST_WORDS_SECONDS, text)
+        self._leave(
+            1, reason, lambda: log.critical("%s. Where its threads are:%s", reason, text), LAST_WORDS_SECONDS, text
+        )
 
     def _leave(self, code: int, reason: str, say: Callable[[], None], seconds: float, stacks: str = "") -> None:
         """Ends the process. What it has to say may hang where the run hangs; then it goes to the terminal alone."""

@@ -95,9 +95,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -
     log.critical("the run stopped", exc_info=(kind, error, trace))
 
 
-def build_data(
-    data_dir: str, config: DataModuleConfig, recorded: Vocabulary | None = None
-) -> LongCrawl64DataModule:
+def build_data(data_dir: str, config: DataModuleConfig, recorded: Vocabulary | None = None) -> LongCrawl64DataModule:
     arguments = {key: value for key, value in vars(config).items() if key != "name"}
     return LongCrawl64DataModule(data_dir, **arguments, recorded=recorded)
 
@@ -111,7 +109,9 @@ def recorded_vocabulary(config: Config, directory: RunDirectory) -> Vocabulary |
     for folder in places:
         for step in reversed(steps_in(folder)):
             try:
-                model = json.loads((folder / f"step-{step:015d}/trainer.json").read_text(encoding="utf-8"))["model_config"]
+                model = json.loads((folder / f"step-{step:015d}/trainer.json").read_text(encoding="utf-8"))[
+                    "model_config"
+                ]
                 return Vocabulary(int(model["vocab_size"]), int(model["bos_token_id"]))
             except (OSError, ValueError, LookupError, TypeError):
                 continue  # damaged; whether the run can go on is decided elsewhere
@@ -121,8 +121,8 @@ def recorded_vocabulary(config: Config, directory: RunDirectory) -> Vocabulary |
 def list_held_to(checkpoint: str, state: dict[str, Any], data: DataInfo, rank: int) -> str | None:
     """The hash of the list of checksums that a continued run is held to, and its later checkpoints; None if it has had none.
 
-    A list that is gone does not stop the run. Rank 0 warns that contents are not checked any more. A list that comes back
-    later must be the one that the run began with.
+    A list that is gone does not stop the run. Rank 0 warns that contents are not checked any more. A list that comes
+    back later must be the one that the run began with.
 
     Args:
         checkpoint: its name, for messages. state: what its trainer.json holds. data: the corpus as it is now.
@@ -131,8 +131,8 @@ def list_held_to(checkpoint: str, state: dict[str, Any], data: DataInfo, rank: i
     if listed and not data.checksums and rank == 0:
         folder, _, array = data.path.rpartition("/")
         log.warning(
-            "the contents of the corpus are not checked any more: %s was trained with a list of checksums (its hash %s), and "
-            "%s/%s is gone. Copy this file back, and every chunk is compared with it again",
+            "the contents of the corpus are not checked any more: %s was trained with a list of checksums (its hash "
+            "%s), and %s/%s is gone. Copy this file back, and every chunk is compared with it again",
             *(checkpoint, listed, folder, list_name(array)),
         )
     return data.checksums or listed
@@ -142,8 +142,8 @@ def model_config(config: Config, data: DataInfo) -> DecoderConfig:
     """The configuration of the model, with what the corpus decides.
 
     Raises:
-        ConfigError: an architecture that is not there, a field that it does not have or a value that the field cannot have,
-            or a vocabulary that is not the data's.
+        ConfigError: an architecture that is not there, a field that it does not have or a value that the field cannot
+            have, or a vocabulary that is not the data's.
     """
     if config.model.name not in registry.MODELS:
         known = ", ".join(registry.model_names())
@@ -163,7 +163,8 @@ def model_config(config: Config, data: DataInfo) -> DecoderConfig:
         raise ConfigError(f"model.config: {error.args[0]}") from error
     if found.loss != "per_token":
         raise ConfigError(
-            f"model.config.loss is {found.loss!r}, which is for Hugging Face's Trainer; training here needs 'per_token', leave it out"
+            f"model.config.loss is {found.loss!r}, which is for Hugging Face's Trainer; training here needs "
+            f"'per_token', leave it out"
         )
     return found
 
@@ -186,8 +187,8 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
         initialisation.initialise(model, config.seed)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-        # Meant for frozen embeddings. Without gradients, in an evaluation, it would make the first block's input a kind of its
-        # own, for which torch.compile compiles everything once more.
+        # Meant for frozen embeddings. Without gradients, in an evaluation, it would make the first block's input a kind
+        # of its own, for which torch.compile compiles everything once more.
         model.disable_input_require_grads()
     return model
 

@@ -26,8 +26,8 @@ def start_block(trainer: Trainer) -> str:
         ("corpus", f"{info.path}, {info.total_tokens:,} tokens in {info.documents:,} documents"),
         (
             "batch",
-            f"{data.train_batch_size:,} x {data.train_batch_len:,} = {tokens:,} tokens; each process {local:,} sequences, "
-            f"{at_once:,} at a time",
+            f"{data.train_batch_size:,} x {data.train_batch_len:,} = {tokens:,} tokens; each process {local:,} "
+            f"sequences, {at_once:,} at a time",
         ),
         (
             "steps",

@@ -6,8 +6,8 @@ done        trained to train.max_tokens
 preempted   stopped by a signal, saved; the same command continues
 failed      stopped by an error; the reason says what to do before the same command continues
 
-What an earlier start left is replaced as soon as rank 0 holds the run's folder, before anything is built. Where it shows
-that a checkpoint was finished and nothing else does any more, that is noted in `last_checkpoint.json` first.
+What an earlier start left is replaced as soon as rank 0 holds the run's folder, before anything is built. Where it
+shows that a checkpoint was finished and nothing else does any more, that is noted in `last_checkpoint.json` first.
 """
 
 import contextlib
@@ -43,7 +43,8 @@ def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
         text = json.dumps(entry, indent=1) + "\n"
     with contextlib.suppress(OSError):
         _reserve(root)
-    # Over bytes that are there, which needs no room: those of the reserve, or, not quite at once, those of the old status.
+    # Over bytes that are there, which needs no room: those of the reserve, or, not quite at once, those of the old
+    # status.
     place = root / (_RESERVE if (root / _RESERVE).exists() else _NAME)
     with contextlib.suppress(OSError):
         descriptor = os.open(place, os.O_WRONLY)
@@ -100,8 +101,8 @@ def claim(directory: RunDirectory, resume: bool = True) -> None:
 def _keep_what_it_proves(directory: RunDirectory) -> None:
     """Notes that a checkpoint was finished, if only the status says so: the next one will not.
 
-    A run that is done or preempted has saved. One that began at more than 0 tokens had a checkpoint to begin from, which of
-    a fork was another run's. "failed" proves nothing: its tokens may never have been saved.
+    A run that is done or preempted has saved. One that began at more than 0 tokens had a checkpoint to begin from,
+    which of a fork was another run's. "failed" proves nothing: its tokens may never have been saved.
     """
     if directory.last_checkpoint.exists():
         return
@@ -110,7 +111,11 @@ def _keep_what_it_proves(directory: RunDirectory) -> None:
         name, step = found["status"], found["step"]
     except (ValueError, LookupError, TypeError, RecursionError):
         return  # damaged, so unknown
-    if name not in ("done", "preempted", "starting", "running") or type(step) is not int or step <= _forked_at(directory):
+    if (
+        name not in ("done", "preempted", "starting", "running")
+        or type(step) is not int
+        or step <= _forked_at(directory)
+    ):
         return
     # Imported here: it brings PyTorch along.
     from forgetting_transformer.training.checkpoint import recorded_step, write_atomically

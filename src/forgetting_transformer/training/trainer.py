@@ -4,9 +4,9 @@ Everything that decides what the weights become is a function of the config and 
 the learning rate (schedule.py), the random numbers (setup.seed_step). A checkpoint therefore carries only weights,
 moments and counters, and a run that was killed continues as if it had not been.
 
-What can go wrong has its own files: checkpoint.py (whole or not there, written in the background), step_guard.py (losses
-that are not finite), sentinel.py and stop.py (signals, ranks that hang), feed.py (readers that die), status.py and
-goodput.py (how it ended, where the time went). docs/reliability.md says what happens when.
+What can go wrong has its own files: checkpoint.py (whole or not there, written in the background), step_guard.py
+(losses that are not finite), sentinel.py and stop.py (signals, ranks that hang), feed.py (readers that die), status.py
+and goodput.py (how it ended, where the time went). docs/reliability.md says what happens when.
 """
 
 import dataclasses
@@ -459,8 +459,8 @@ class Trainer:
             self._refuse_differences()
         if stop == Stop.BAD_STEPS:
             raise TrainingError(
-                f"{self.guard.longest_row} updates in a row were left out, because a loss or gradient was not finite or "
-                f"much larger than usual; {self.kept}, without them. metrics/jsonlines/bad_step.jsonl in "
+                f"{self.guard.longest_row} updates in a row were left out, because a loss or gradient was not finite "
+                f"or much larger than usual; {self.kept}, without them. metrics/jsonlines/bad_step.jsonl in "
                 f"{self.directory.root} names their documents and tokens, and scripts/replay.py looks into one. Lower "
                 "optimizer.lr (in a fork), mend the data, or raise train.max_bad_steps"
             )
@@ -550,7 +550,8 @@ class Trainer:
         checkpoint = source.newest(config.fork_step)
         if checkpoint is None and is_official(RunDirectory(config.fork_dir)):
             raise CheckpointError(
-                f"fork_dir={config.fork_dir} is a run of the authors' code; make a run of it with scripts/import_checkpoint.py "
+                f"fork_dir={config.fork_dir} is a run of the authors' code; make a run of it with "
+                f"scripts/import_checkpoint.py "
                 "first, and continue or fork that"
             )
         if checkpoint is None:
@@ -672,8 +673,9 @@ class Trainer:
         found = self.comparison.difference(wait=True)
         if found is not None:
             raise TrainingError(
-                f"weights or moments are corrupt: {found}. All ranks should hold the same, so memory or a GPU has failed; "
-                f"nothing was saved since, and {self.kept}. Leave that machine out, or test it, and start the same command "
+                f"weights or moments are corrupt: {found}. All ranks should hold the same, so memory or a GPU has "
+                f"failed; nothing was saved since, and {self.kept}. Leave that machine out, or test it, and start the "
+                f"same command "
                 "again"
             )
 
@@ -684,7 +686,8 @@ class Trainer:
         if not all_finite(self.model.module, self.optimizer.optimizer):
             raise TrainingError(
                 f"weights or moments became infinite or NaN before {self.counters.token_count:,} tokens, though every "
-                f"update that was made had a finite gradient; {self.kept}, and nothing was saved since. Lower optimizer.lr, "
+                f"update that was made had a finite gradient; {self.kept}, and nothing was saved since. Lower "
+                f"optimizer.lr, "
                 "and if that does not help suspect the hardware"
             )
         state = {

@@ -8,7 +8,8 @@ Files, from the call down:
     checks, dispatch          refuse what does not fit; which calls the GPU kernels serve
     reference, portable       the yardstick every backend is held to; any device
     triton, layout            the operators and their launches; what launches share
-    kernels, hopper, decay    attention and its gradients; the same for Hopper GPUs; what surrounds them, and what pruning skips
+    kernels, hopper, decay    attention and its gradients; the same for Hopper GPUs; what surrounds them, and what
+                              pruning skips
     pruning                   the same search in PyTorch: a yardstick, and for reports
     decode, decode_triton, decode_kernels    from the newest tokens to a cache
 """
@@ -81,21 +82,21 @@ def forgetting_attention(
         seq_start: index `(B,)` of the first real token of each sequence, int64, in [0, N]: left padding. Keys before
             it are invisible whatever they hold (NaN included), queries before it give 0, and all their gradients
             are exactly 0.
-        cu_seqlens: packed documents: where each begins, and N, `(documents + 1,)`, int32 or int64, rising from 0 to N. Needs
-            B = 1 and M = N. A query sees its own document only.
+        cu_seqlens: packed documents: where each begins, and N, `(documents + 1,)`, int32 or int64, rising from 0 to N.
+            Needs B = 1 and M = N. A query sees its own document only.
         window_size: number of keys a query sees at most, itself included.
         sm_scale: factor on q·k. Default 1/√D.
         adaptive_threshold: adaptive computation pruning. A backend may skip blocks of pairs whose whole decay bias
-            is below this value (nats, ≤ 0): a number or a tensor that broadcasts to `(B, H)`. "auto" takes the norms of the
-            queries and keys of each block, and each query's score with itself, and skips blocks as long as the weights of
-            all that a row leaves out add up to less than exp(log_tolerance). None skips nothing. Pruning only ever
-            saves work: the Triton kernel does it, the portable and the reference backend compute every pair.
+            is below this value (nats, ≤ 0): a number or a tensor that broadcasts to `(B, H)`. "auto" takes the norms of
+            the queries and keys of each block, and each query's score with itself, and skips blocks as long as the
+            weights of all that a row leaves out add up to less than exp(log_tolerance). None skips nothing. Pruning
+            only ever saves work: the Triton kernel does it, the portable and the reference backend compute every pair.
         log_tolerance: for adaptive_threshold="auto", nats, < 0.
         return_log_normaliser: also return ln Σ_j exp(score_ij), to merge attention over parts of the keys.
 
     Returns:
-        Tensor with q's shape and dtype. With `return_log_normaliser` also the log-normalisers `(B, M, H)`, nats, float32 (or
-        float64), -inf for a query that sees nothing. Differentiable once in q, k, v and log_fgate.
+        Tensor with q's shape and dtype. With `return_log_normaliser` also the log-normalisers `(B, M, H)`, nats,
+        float32 (or float64), -inf for a query that sees nothing. Differentiable once in q, k, v and log_fgate.
 
     Raises:
         TypeError: an argument is not a tensor, or of an unsupported dtype.

@@ -22,7 +22,9 @@ def check_tensors(
     axes = "(B, H, length, D)" if head_first else "(B, length, H, D)"
     for name in ("q", "k", "v"):
         if named[name].ndim != 4:
-            raise ValueError(f"{name} has shape {tuple(named[name].shape)}; it must have 4 axes, {axes} (head_first={head_first})")
+            raise ValueError(
+                f"{name} has shape {tuple(named[name].shape)}; it must have 4 axes, {axes} (head_first={head_first})"
+            )
         if named[name].dtype != q.dtype:
             raise ValueError(f"{name} is {named[name].dtype} and q {q.dtype}; cast q, k and v to one dtype")
     if k.shape != v.shape:
@@ -49,8 +51,8 @@ def check_tensors(
     if gates.shape != gates_shape:
         axes = "(B, H, length)" if head_first else "(B, length, H)"
         raise ValueError(
-            f"{gates_name} has shape {tuple(gates.shape)}; it must have one entry per key and query head, {gates_shape} (axes "
-            f"{axes}, head_first={head_first})"
+            f"{gates_name} has shape {tuple(gates.shape)}; it must have one entry per key and query head, "
+            f"{gates_shape} (axes {axes}, head_first={head_first})"
         )
 
 
@@ -109,8 +111,8 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, head_first
         raise TypeError(f"cu_seqlens is a {kind}; it must be an int32 or int64 tensor of shape (documents + 1,)")
     if q.shape[0] != 1 or num_queries != num_keys:
         raise ValueError(
-            f"cu_seqlens packs documents into one sequence: it needs batch size 1 (got {q.shape[0]}) and as many queries as "
-            f"keys (got {num_queries} and {num_keys})"
+            f"cu_seqlens packs documents into one sequence: it needs batch size 1 (got {q.shape[0]}) and as many "
+            f"queries as keys (got {num_queries} and {num_keys})"
         )
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (documents + 1,)")
@@ -143,7 +145,8 @@ def check_adaptive_threshold(threshold: str | float | Tensor | None, q: Tensor, 
             fits = False
         if not fits:
             raise ValueError(
-                f"adaptive_threshold has shape {tuple(threshold.shape)}; it must broadcast to (B, H) = {batch_and_heads}"
+                f"adaptive_threshold has shape {tuple(threshold.shape)}; it must broadcast to (B, H) = "
+                f"{batch_and_heads}"
             )
         looks_at_values = threshold.device.type == "cpu" and not torch.compiler.is_compiling()
         if looks_at_values and not bool((threshold <= 0).all()):

@@ -7,18 +7,20 @@ With a *stretch* of 128 positions S and its end e_S, the decay from key j in S t
 where suffix_j is short and exact in float32, and the running sums C are kept in float64 and subtracted before they are
 rounded. So biases of near pairs, the ones that carry weight, are accurate at any length.
 
-Pruning: a block of 128 queries leaves out a stretch of keys where the largest bias of any pair of the two, C at the block's
-first query less C at the end of the stretch, is below a threshold. The stretches left out are the leftmost ones, because
-running sums never rise, so a binary search per block finds them, for all blocks at once. A second one per stretch, among what
-the first has found, finds the last block that keeps the stretch, so that all kernels leave out the same pairs.
+Pruning: a block of 128 queries leaves out a stretch of keys where the largest bias of any pair of the two, C at the
+    block's
+first query less C at the end of the stretch, is below a threshold. The stretches left out are the leftmost ones,
+because running sums never rise, so a binary search per block finds them, for all blocks at once. A second one per
+stretch, among what the first has found, finds the last block that keeps the stretch, so that all kernels leave out the
+same pairs.
 
-The threshold is given, or comes from bounds on the scores of each pair of block and stretch (`bound_kernel`). What a query q_i
-gives to all keys up to the end of stretch S is at most
+The threshold is given, or comes from bounds on the scores of each pair of block and stretch (`bound_kernel`). What a
+query q_i gives to all keys up to the end of stretch S is at most
 
     exp(s·max|q|·max|k| + C_i - C_{e_S} - s·q_i·k_i) · mass_S,        mass_S = Σ_{S' ≤ S} 128·exp(C_{e_S} - C_{e_S'})
 
-because its log-normaliser is no less than its score with itself. All of that is one number per block, the largest norm of a key
-up to S, and mass_S, which is a running sum too; and the bound rises with S, as the search needs.
+because its log-normaliser is no less than its score with itself. All of that is one number per block, the largest norm
+of a key up to S, and mass_S, which is a running sum too; and the bound rises with S, as the search needs.
 
 Sums are of log2 f. Axes: Z sequences × heads, S stretches of keys, Q blocks of queries, N keys, M queries.
 """
@@ -120,10 +122,10 @@ def running_kernel(
 ):  # fmt: skip
     """Running sums of one head of one sequence, and what pruning keeps of it.
 
-    Turns `running (Z, S + 1)` float64 from sums of stretches into sums over the stretches before each; writes for every block
-    of queries `reference (Z, Q)` float64, the running sum at the end of its last query's stretch, and
-    `first_stretch (Z, Q)` int32; for every stretch `end_block (Z, S)` int32, one past the last block that sees it. With bounds
-    also, for the search alone, the largest norm of a key so far and the logarithm of mass, `(Z, S)`.
+    Turns `running (Z, S + 1)` float64 from sums of stretches into sums over the stretches before each; writes for every
+    block of queries `reference (Z, Q)` float64, the running sum at the end of its last query's stretch, and
+    `first_stretch (Z, Q)` int32; for every stretch `end_block (Z, S)` int32, one past the last block that sees it. With
+    bounds also, for the search alone, the largest norm of a key so far and the logarithm of mass, `(Z, S)`.
     """
     z = tl.program_id(0).to(tl.int64)
     suffix, running = suffix_ptr + z * num_stretches * STRETCH, running_ptr + z * (num_stretches + 1)
@@ -270,8 +272,8 @@ def gate_gradient_kernel(
 ):  # fmt: skip
     """d log f_l = Σ_{i ≥ l > j} dS_ij: the exclusive running sum of column sums less row sums, in float64.
 
-    Row sums of dS are zero in exact arithmetic; with outputs rounded to 16 bits they are not, their errors would add up along
-    the sequence, and subtracting the ones that were really computed cancels them.
+    Row sums of dS are zero in exact arithmetic; with outputs rounded to 16 bits they are not, their errors would add up
+    along the sequence, and subtracting the ones that were really computed cancels them.
     """
     num_chunks = tl.cdiv(num_keys, CHUNK)
     z = (tl.program_id(0) // num_chunks).to(tl.int64)

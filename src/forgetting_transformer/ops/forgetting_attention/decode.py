@@ -1,11 +1,11 @@
 """Forgetting attention from the newest tokens of a sequence to a cache of all its keys: decoding, one token at a time.
 
-The decay of a pair is a difference of running sums, Σ_{l=j+1..i} log f_l = c_i - c_j. A cache that stores c has nothing to
-add up again when a token comes, and knows what pruning may skip: c never rises, so it is the oldest keys.
+The decay of a pair is a difference of running sums, Σ_{l=j+1..i} log f_l = c_i - c_j. A cache that stores c has nothing
+to add up again when a token comes, and knows what pruning may skip: c never rises, so it is the oldest keys.
 
-c is kept in float64. With f near 1/2 it reaches -45,000 nats at 65,536 tokens, where float32 numbers are 0.004 apart; in
-float64 the bias of a pair is exact to 1e-11 and then rounded to float32 by itself. It takes 8 bytes per head and token, against
-256 of keys and values with 64 channels in 16 bits.
+c is kept in float64. With f near 1/2 it reaches -45,000 nats at 65,536 tokens, where float32 numbers are 0.004 apart;
+in float64 the bias of a pair is exact to 1e-11 and then rounded to float32 by itself. It takes 8 bytes per head and
+token, against 256 of keys and values with 64 channels in 16 bits.
 
 Axes: B batch, H query heads, G key and value heads, M queries, N keys, T new tokens, D channels of a head.
 """
@@ -28,12 +28,13 @@ def cumulative_log_fgate(log_fgate: Tensor, previous: Tensor | None = None, *, h
     """Running sums c_i = Σ_{l ≤ i} log f_l of new tokens, to be stored for `forgetting_attention_decode`.
 
     Args:
-        log_fgate: natural logarithm of the forget gates `(B, T, H)`, or `(B, H, T)` with `head_first`. Hard resets (-inf)
-            count as -256, which no softmax weight survives.
+        log_fgate: natural logarithm of the forget gates `(B, T, H)`, or `(B, H, T)` with `head_first`. Hard resets
+            (-inf) count as -256, which no softmax weight survives.
         previous: what was returned for the token before these, `(B, 1, H)` or `(B, H, 1)`. None starts from 0.
 
     Returns:
-        Tensor with log_fgate's shape, float64 (float32 on devices without it). Only differences of its entries mean anything.
+        Tensor with log_fgate's shape, float64 (float32 on devices without it). Only differences of its entries mean
+        anything.
     """
     axis = -1 if head_first else -2
     has_float64 = log_fgate.device.type != "mps"
@@ -57,33 +58,34 @@ def forgetting_attention_decode(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the last M positions with weights `softmax_j(sm_scale · q_i·k_j + c_i - c_j)` over the keys j ≤ i.
 
-    The same numbers as `forgetting_attention`, without gradients, for M of 1 to 16 or so. The cost is one reading of the
-    visible keys and values, whatever the number of query heads that share them; with pruning, of those that are not pruned.
+    The same numbers as `forgetting_attention`, without gradients, for M of 1 to 16 or so. The cost is one reading of
+    the visible keys and values, whatever the number of query heads that share them; with pruning, of those that are not
+    pruned.
 
-    k, v and cum_log_fgate may be views of larger buffers, in any memory layout whose channels lie side by side (fastest:
-    head first, so that a head's keys are neighbours). With `seq_end` they may be the whole buffers: then no shape
-    changes while they fill, and one CUDA graph or one compiled graph serves every token.
+    k, v and cum_log_fgate may be views of larger buffers, in any memory layout whose channels lie side by side
+    (fastest: head first, so that a head's keys are neighbours). With `seq_end` they may be the whole buffers: then no
+    shape changes while they fill, and one CUDA graph or one compiled graph serves every token.
 
     Args:
         q: queries `(B, M, H, D)`, or `(B, H, M, D)` with `head_first`. float16, bfloat16, float32 or float64.
         k: keys `(B, N, G, D)`, in q's dtype. H must be a multiple of G: query head h reads key head h // (H / G).
         v: values, like k.
-        cum_log_fgate: running sums c of the log forget gates `(B, N, H)`, as `cumulative_log_fgate` returns them, float64 or
-            float32. Only differences count: a sum may have started anywhere.
+        cum_log_fgate: running sums c of the log forget gates `(B, N, H)`, as `cumulative_log_fgate` returns them,
+            float64 or float32. Only differences count: a sum may have started anywhere.
         head_first: the head axis comes before the sequence axis in every argument and in the output.
         seq_start: index `(B,)` of the first real token of each sequence, in [0, N]: left padding. Keys before it are
             invisible whatever they hold (NaN included), queries before it give 0.
-        seq_end: index `(B,)` one past the last token of each sequence, in [M, N]. Its queries are the M positions before
-            that, and what lies behind is invisible whatever it holds. Default N.
+        seq_end: index `(B,)` one past the last token of each sequence, in [M, N]. Its queries are the M positions
+            before that, and what lies behind is invisible whatever it holds. Default N.
         sm_scale: factor on q·k. Default 1/√D.
         adaptive_threshold: adaptive computation pruning: a backend may skip keys whose decay bias c_i - c_j is below
-            this value (nats, ≤ 0), a number or a tensor that broadcasts to `(B, H)`. None skips nothing. The Triton kernel
-            prunes, the portable backend computes every pair.
+            this value (nats, ≤ 0), a number or a tensor that broadcasts to `(B, H)`. None skips nothing. The Triton
+            kernel prunes, the portable backend computes every pair.
         return_log_normaliser: also return ln Σ_j exp(score_ij), to merge attention over parts of the keys.
 
     Returns:
-        Tensor with q's shape and dtype. With `return_log_normaliser` also the log-normalisers `(B, M, H)`, nats, float32 (or
-        float64), -inf for a query that sees nothing.
+        Tensor with q's shape and dtype. With `return_log_normaliser` also the log-normalisers `(B, M, H)`, nats,
+        float32 (or float64), -inf for a query that sees nothing.
 
     Raises:
         TypeError: an argument is not a tensor, or of an unsupported dtype.
@@ -99,7 +101,8 @@ def forgetting_attention_decode(
     check_seq_end(seq_end, q, k, head_first)
     if isinstance(adaptive_threshold, str):
         raise TypeError(
-            f"adaptive_threshold is {adaptive_threshold!r}; decoding takes a number or a tensor, as norms of all keys would "
+            f"adaptive_threshold is {adaptive_threshold!r}; decoding takes a number or a tensor, as norms of all keys "
+            f"would "
             "cost as much as attending to them"
         )
     check_adaptive_threshold(adaptive_threshold, q, head_first)

@@ -1,16 +1,17 @@
 """Triton kernels of decoding with split keys (Flash-Decoding, Dao et al. 2023), with the decay of forgetting attention.
 
-A few queries at the end of a long sequence leave most of a GPU idle if a head's keys are walked by one program. So the keys
-that count are split evenly over several: `split_kernel` attends within one part, `merge_kernel` adds the parts up, always
-in the same order. `decode_triton.py` launches them.
+A few queries at the end of a long sequence leave most of a GPU idle if a head's keys are walked by one program. So the
+keys that count are split evenly over several: `split_kernel` attends within one part, `merge_kernel` adds the parts up,
+always in the same order. `decode_triton.py` launches them.
 
-The bias of a pair, Σ_{l=j+1..i} log f_l = c_i - c_j, is the difference of two stored running sums, taken in their precision
-(float64) and rounded to float32 afterwards. Running sums never rise, so the tiles of keys that pruning leaves out are the
-leftmost ones: every program counts them by looking at all tile edges at once, and what is left is what is split.
+The bias of a pair, Σ_{l=j+1..i} log f_l = c_i - c_j, is the difference of two stored running sums, taken in their
+precision (float64) and rounded to float32 afterwards. Running sums never rise, so the tiles of keys that pruning leaves
+out are the leftmost ones: every program counts them by looking at all tile edges at once, and what is left is what is
+split.
 
-All query heads that share a key head are computed together, from one reading of the keys: a tile has R rows, row r being
-query r % M of the group's head r // M. Tensor cores want 16 rows; what is not used of them costs nothing that shows, as
-reading the keys takes longer.
+All query heads that share a key head are computed together, from one reading of the keys: a tile has R rows, row r
+being query r % M of the group's head r // M. Tensor cores want 16 rows; what is not used of them costs nothing that
+shows, as reading the keys takes longer.
 """
 
 # Kernels are written as Triton wants them: many arguments.
@@ -29,8 +30,8 @@ def split_kernel(
 ):  # fmt: skip
     """Attend from R rows to one part of the keys.
 
-    Writes for every query and part, `(B·H·M, parts)`, the largest score `maximum` and the `total` of exp2(score - maximum),
-    and `acc (B·H·M, parts, D)`, the values with these weights; nothing to `acc` where the total is 0.
+    Writes for every query and part, `(B·H·M, parts)`, the largest score `maximum` and the `total` of exp2(score -
+    maximum), and `acc (B·H·M, parts, D)`, the values with these weights; nothing to `acc` where the total is 0.
     """
     split = tl.program_id(0) % num_splits
     num_row_tiles = tl.cdiv(GROUP * num_queries, ROWS)
@@ -53,8 +54,8 @@ def split_kernel(
 
     first_tile = first_key // BLOCK
     if HAS_THRESHOLD:
-        # Tiles that every head of the group leaves out, as seen from the first query that is not padding, which sees the
-        # largest biases.
+        # Tiles that every head of the group leaves out, as seen from the first query that is not padding, which sees
+        # the largest biases.
         num_pruned = end
         first_query = tl.minimum(tl.maximum(end - num_queries, first_key), num_keys - 1)
         for member in range(GROUP):

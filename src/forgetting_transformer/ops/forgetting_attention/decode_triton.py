@@ -1,7 +1,8 @@
 """Decoding in Triton: the operator `forgetting_transformer::forgetting_attention_decode`, and how its kernels are launched.
 
-The operator is opaque to torch.compile, knows its FLOPs, never waits for the GPU and gives the same bits every time. The
-number of parts that keys are split into depends on shapes and on the GPU alone, so that a CUDA graph may be captured.
+The operator is opaque to torch.compile, knows its FLOPs, never waits for the GPU and gives the same bits every time.
+The number of parts that keys are split into depends on shapes and on the GPU alone, so that a CUDA graph may be
+captured.
 
 Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head.
 """
@@ -111,7 +112,8 @@ def _multiprocessors(device_index: int) -> int:
 def _tiles(q: Tensor) -> dict[str, Any]:
     """Launch options of `split_kernel`."""
     head_dim = max(16, triton.next_power_of_2(q.shape[3]))
-    # Measured on an H200 in 16 bits; what is loaded ahead fits in the 99 KiB of shared memory that the smallest GPUs have.
+    # Measured on an H200 in 16 bits; what is loaded ahead fits in the 99 KiB of shared memory that the smallest GPUs
+    # have.
     if q.element_size() == 2:
         block, stages = (128, 2) if head_dim <= 64 else (32, 3 if head_dim == 128 else 2)
     else:

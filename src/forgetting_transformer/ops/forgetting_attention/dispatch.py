@@ -1,6 +1,7 @@
 """Which calls the Triton kernels serve, and how they are called. Importing this imports no Triton.
 
-`forgetting_attention` and `causal_attention`, which is forgetting attention whose gates are all 1, both go through here.
+`forgetting_attention` and `causal_attention`, which is forgetting attention whose gates are all 1, both go through
+here.
 
 Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head.
 """
@@ -41,12 +42,12 @@ def attend_with_kernel(
         log_fgate_BHN: None is gates of 1, plain softmax attention.
         first_key_BM: what `first_visible_key` returned.
         threshold_BH: nats, float32: the decay bias below which pairs may be left out.
-        is_bounded: threshold_BH is the logarithm of the weight that each row may leave out, and norms of queries and keys are
-            to say what that is.
+        is_bounded: threshold_BH is the logarithm of the weight that each row may leave out, and norms of queries and
+            keys are to say what that is.
 
     Returns:
-        The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)`, nats, float32. None, after a warning, where
-        Triton cannot compile the kernels.
+        The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)`, nats, float32. None, after a
+        warning, where Triton cannot compile the kernels.
     """
     arguments = (q_BHMD, k_BGND, v_BGND, log_fgate_BHN, sm_scale, seq_start_B, first_key_BM, threshold_BH, is_bounded)
     if torch.compiler.is_compiling():

@@ -2,22 +2,25 @@
 
 Gluon is Triton one level lower. Triton waits for every product whose result is not an accumulator, so that products and
 exponentials take turns; here a product is started, other work is done, and the wait comes where its result is used. In
-each program one warp loads tiles through the copy engine, and two warpgroups of four warps compute, each with 64 rows, one's
-exponentials beside the other's products (Shah et al. 2024, FlashAttention-3). Tiles of the other tensor come in a ring of
-STAGES places; barriers say when a tile is there (`ready`) and when both warpgroups have read it (`free`).
+each program one warp loads tiles through the copy engine, and two warpgroups of four warps compute, each with 64 rows,
+one's exponentials beside the other's products (Shah et al. 2024, FlashAttention-3). Tiles of the other tensor come in a
+ring of STAGES places; barriers say when a tile is there (`ready`) and when both warpgroups have read it (`free`).
 
-Budget of a multiprocessor: 64 Ki registers, of which two warpgroups get 240 per thread and the loading warp's 24, and 227 KiB of
-shared memory. A float32 tile of 64 × N takes N / 2 registers per thread, a 16-bit one that enters a product N / 4. At D = 128:
+Budget of a multiprocessor: 64 Ki registers, of which two warpgroups get 240 per thread and the loading warp's 24, and
+227 KiB of shared memory. A float32 tile of 64 × N takes N / 2 registers per thread, a 16-bit one that enters a product
+N / 4. At D = 128:
     forward          scores 64 (N = 128), weights 32, outputs 64; queries 32 KiB, 2 stages of keys and values 128 KiB
     query gradient   scores 2 × 32 (N = 64), d weights 32, d scores 16, dq 64; queries 64 KiB, 4 stages 128 KiB
-    key gradient     scores 32 (64 queries), d weights 32, both in 16 bits 32, dk and dv 128; keys 64 KiB, 4 stages 128 KiB
-Row vectors that vary along a tile's columns come through shared memory too, for in registers they would take N / 4 each.
+    key gradient     scores 32 (64 queries), d weights 32, both in 16 bits 32, dk and dv 128; keys 64 KiB, 4 stages 128
+                     KiB
+Row vectors that vary along a tile's columns come through shared memory too, for in registers they would take N / 4
+each.
 
 Two things about the assembler that no result shows, only its log and its machine code:
-- It moves arithmetic across waits for products, not across branches. Before such a wait stands a wait for a barrier that was
-  passed long ago, for the sake of its branch.
-- Accumulators that are zeroed beside a product in flight make it run all products one by one. First tiles are therefore apart:
-  their product does not add to accumulators but sets them.
+- It moves arithmetic across waits for products, not across branches. Before such a wait stands a wait for a barrier
+  that was passed long ago, for the sake of its branch.
+- Accumulators that are zeroed beside a product in flight make it run all products one by one. First tiles are therefore
+  apart: their product does not add to accumulators but sets them.
 
 Axes: M queries × N keys as in `kernels.py`; Z = B·H.
 """
@@ -160,7 +163,8 @@ def _attend(
     acc = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v_tiles.index(stage), acc, is_async=True)])
     acc = acc * gl.convert_layout(1.0 / total, _rows_of(HEAD_DIM))[:, None]
     _store(out, out_row, first_row, acc, HEAD_DIM)
-    # From the bias as summed to the tile's reference, which is the end of its own stretch, to the bias as summed to each query.
+    # From the bias as summed to the tile's reference, which is the end of its own stretch, to the bias as summed to
+    # each query.
     value = (maximum + gl.log2(total) - gl.load(suffix + position)) * 0.6931471805599453
     gl.store(log_normaliser + (position - before), value)
 
@@ -246,7 +250,8 @@ def _query_gradient(
 ):  # fmt: skip
     """A warpgroup of `query_gradient_kernel`: 64 queries against tiles of keys, from the diagonal to the left.
 
-    Scores of the next tile are computed while this one's gradient is; the product that adds to dq runs on into the next tile.
+    Scores of the next tile are computed while this one's gradient is; the product that adds to dq runs on into the next
+    tile.
     """
     row = first_row + gl.arange(0, _ROWS, _rows_of(N))
     column = gl.arange(0, N, _columns_of(N))
@@ -574,8 +579,8 @@ def key_gradient_kernel(
     )  # fmt: skip
 
 
-# (kernel, head dimension): keys of a tile, for key gradients queries, and stages. Measured on an H200 (docs/lab_notebook.md); what
-# is missing is slower than Triton's kernel.
+# (kernel, head dimension): keys of a tile, for key gradients queries, and stages. Measured on an H200
+# (docs/lab_notebook.md); what is missing is slower than Triton's kernel.
 TILES = {
     ("forward", 64): (128, 2),
     ("forward", 128): (128, 2),

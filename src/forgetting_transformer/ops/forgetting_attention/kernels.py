@@ -3,11 +3,11 @@
 FlashAttention-2 (Dao 2023) with one addition per score; `triton.py` says what is added and launches them, `decay.py`
 prepares it. Everything is in base 2 (scores, biases, log-normalisers), which saves a product per exponential.
 
-Tiles are M queries × N keys. Most are computed without a mask; the loops over tiles that the diagonal or `first_key` cuts
-are the same code with one.
+Tiles are M queries × N keys. Most are computed without a mask; the loops over tiles that the diagonal or `first_key`
+cuts are the same code with one.
 
-Tensors come as pointers, or as descriptors for the copy engine of Hopper and later GPUs (TMA). Three numbers locate a head:
-its pointer offset per sequence and per head and the stride of its rows, or for a descriptor its row offset per
+Tensors come as pointers, or as descriptors for the copy engine of Hopper and later GPUs (TMA). Three numbers locate a
+head: its pointer offset per sequence and per head and the stride of its rows, or for a descriptor its row offset per
 sequence and per head and its column offset per head.
 """
 
@@ -239,8 +239,8 @@ def key_gradient_kernel(
     dk = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
     dv = tl.zeros([BLOCK_N, HEAD_DIM], tl.float32)
 
-    # Rows of queries by their index, which is num_keys - num_queries less than their position. Tiles of queries begin at
-    # multiples of their size, so that none lies in two blocks.
+    # Rows of queries by their index, which is num_keys - num_queries less than their position. Tiles of queries begin
+    # at multiples of their size, so that none lies in two blocks.
     before = num_keys - num_queries
     start = tl.maximum(start_n - before, 0) // BLOCK_M * BLOCK_M
     last_key = tl.minimum(start_n + BLOCK_N, num_keys) - 1

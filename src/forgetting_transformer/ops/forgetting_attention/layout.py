@@ -14,8 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from forgetting_transformer.ops.forgetting_attention.constants import STRETCH
 
-#: Launch option of every kernel: multiplications and additions are fused, as the kernels were measured. Said here because
-#: Triton's own default is to change with version 3.10.
+#: Launch option of every kernel: multiplications and additions are fused, as the kernels were measured. Said here
+#: because Triton's own default is to change with version 3.10.
 FUSED = {"enable_fp_fusion": True}
 
 

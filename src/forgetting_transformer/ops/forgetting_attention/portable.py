@@ -14,7 +14,8 @@ however long the sequence is. The forward pass of a block is repeated in the bac
 Windows and packed documents need an explicit mask, one block at a time. So does the log-normaliser, which
 `scaled_dot_product_attention` does not return: then a block's scores are held in memory.
 
-Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head, E = D + the bias channels +
+Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head, E = D + the bias channels
+    +
 zeros up to a multiple of 8. Lower case m, n: the queries of one block and the keys that it sees.
 """
 

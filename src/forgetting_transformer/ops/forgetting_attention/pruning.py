@@ -3,7 +3,8 @@ evaluations report.
 
 Queries come in blocks of 128, keys in stretches of 128; `decay.py` derives the rule.
 
-Axes: B batch, H query heads, G key heads, M queries, N keys, Q blocks of queries, S stretches of keys, D channels of a head.
+Axes: B batch, H query heads, G key heads, M queries, N keys, Q blocks of queries, S stretches of keys, D channels of a
+    head.
 """
 
 import math

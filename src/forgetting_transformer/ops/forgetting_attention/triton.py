@@ -1,14 +1,16 @@
 """Forgetting attention in Triton: FlashAttention-2 (Dao 2023) with one addition per score.
 
 Softmax does not change when a constant is added to a row, so the decay Σ_{l=j+1..i} log f_l may be measured from any
-reference r instead of from i: the bias of a score then depends on the key alone. Here r is the end of the stretch of 128
-positions in which the last query of the query's block of 128 lies; `decay.py` computes biases from it, `kernels.py` attends.
+reference r instead of from i: the bias of a score then depends on the key alone. Here r is the end of the stretch of
+128 positions in which the last query of the query's block of 128 lies; `decay.py` computes biases from it, `kernels.py`
+attends.
 
-The operators `forgetting_transformer::forgetting_attention_bounds`, `…_decay`, `…_forward` and `…_backward` are opaque to
-torch.compile and activation checkpointing, know their FLOPs, never wait for the GPU, and give the same bits every time. They
-are called in that order; what the first two find serves the forward and the backward pass.
+The operators `forgetting_transformer::forgetting_attention_bounds`, `…_decay`, `…_forward` and `…_backward` are opaque
+to torch.compile and activation checkpointing, know their FLOPs, never wait for the GPU, and give the same bits every
+time. They are called in that order; what the first two find serves the forward and the backward pass.
 
-Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head, Z = B·H, S stretches of keys, Q
+Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head, Z = B·H, S stretches of
+    keys, Q
 blocks of queries.
 """
 
@@ -96,9 +98,9 @@ def _decay(
 
     Args:
         log_fgate: `(B, H, N)`.
-        threshold: `(B, H)`, nats. Without bounds, pairs whose decay bias is below it may be left out. With them, pairs may be
-            left out as long as the weights of all that a row leaves out add up to less than its exponential. None leaves out
-            nothing.
+        threshold: `(B, H)`, nats. Without bounds, pairs whose decay bias is below it may be left out. With them, pairs
+            may be left out as long as the weights of all that a row leaves out add up to less than its exponential.
+            None leaves out nothing.
         query_norm, self_score, key_norm: what `_bounds` returned, or None.
         first_key: as in `_forward`.
 
@@ -164,8 +166,8 @@ def _forward(
         k, v: `(B, G, N, D)`, N ≥ M, H a multiple of G.
         log_fgate: `(B, H, N)`. What is computed comes from what `_decay` made of it; it is here for its gradient.
         suffix, running, reference, first_stretch, end_block: what `_decay` returned.
-        first_key: `(B, M)` int32, the first key each query sees, not falling along a sequence, up to N; None is 0. Queries
-            that see nothing give 0 and a log-normaliser of -inf.
+        first_key: `(B, M)` int32, the first key each query sees, not falling along a sequence, up to N; None is 0.
+            Queries that see nothing give 0 and a log-normaliser of -inf.
     """
     q, k, v = (with_whole_channels(x) for x in (q, k, v))
     sizes = Sizes.of(q, k)
@@ -320,9 +322,9 @@ def _backward_flops(d_out_shape, d_log_normaliser_shape, q_shape, k_shape, *args
     return attention_flops(q_shape, k_shape) * 5 // 2
 
 
-# (kernel, padded head dimension): queries and keys of a tile, warps, pipeline stages. The tables were measured on an H200 in 16
-# bits (docs/lab_notebook.md has what else was tried): Hopper and later through descriptors, and through pointers where
-# descriptors do not fit the inputs.
+# (kernel, padded head dimension): queries and keys of a tile, warps, pipeline stages. The tables were measured on an
+# H200 in 16 bits (docs/lab_notebook.md has what else was tried): Hopper and later through descriptors, and through
+# pointers where descriptors do not fit the inputs.
 _DESCRIPTORS = {
     ("forward", 64): (128, 128, 4, 2),
     ("forward", 128): (128, 128, 8, 3),

@@ -9,14 +9,15 @@ Each head keeps a K×V matrix S that maps keys to values. Every token decays it,
     gated_delta_rule    a_t S_{t-1} + β_t k_t (v_t - a_t S_{t-1}ᵀ k_t)ᵀ              scale · S_tᵀ q_t
     selective_scan      exp(dt_t A) ⊙ S_{t-1} + (dt_t x_t) B_tᵀ                      S_t C_t
 
-Decays are passed as natural logarithms, finite and ≤ 0, however strong. A token with k = 0 (or β = 0, or dt = 0) and log
-decay 0 leaves the state as it was. All ops are differentiable once in every tensor argument, the initial state included, and
-need O(T) memory.
+Decays are passed as natural logarithms, finite and ≤ 0, however strong. A token with k = 0 (or β = 0, or dt = 0) and
+log decay 0 leaves the state as it was. All ops are differentiable once in every tensor argument, the initial state
+included, and need O(T) memory.
 
 Axes in this folder: B batch, T positions, H heads, K key channels of a head, V value channels; for selective_scan
 E channels, N states per channel.
 
-Files: `reference.py` is the definition; `chunked.py` and, for selective_scan, `scan.py` run on any device; `fla.py` calls the
+Files: `reference.py` is the definition; `chunked.py` and, for selective_scan, `scan.py` run on any device; `fla.py`
+    calls the
 Triton kernels of flash-linear-attention. FLOPs of each op stand beside its chunked form.
 """
 
@@ -74,7 +75,8 @@ def simple_gla(
 
     Raises:
         TypeError: an argument is not a tensor, or of an unsupported dtype.
-        ValueError: shapes, dtypes or devices do not fit together, or scale is not positive. The message names the argument.
+        ValueError: shapes, dtypes or devices do not fit together, or scale is not positive. The message names the
+            argument.
     """
     _check_heads(q_BTHK, k_BTHK, v_BTHV, initial_state_BHKV, scale, log_decay=(log_decay_BTH, "BTH"))
     backend = _select_backend("simple_gla", q_BTHK, v_BTHV)
@@ -113,8 +115,8 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Replace, by a fraction β, what the state holds for k_t by v_t (DeltaNet).
 
-    The state stays bounded for `β |k|² ≤ 2`: pass keys of length 1 and β in [0, 2]. β is any floating dtype. Other arguments
-    and results: see `simple_gla`.
+    The state stays bounded for `β |k|² ≤ 2`: pass keys of length 1 and β in [0, 2]. β is any floating dtype. Other
+    arguments and results: see `simple_gla`.
     """
     _check_heads(q_BTHK, k_BTHK, v_BTHV, initial_state_BHKV, scale, beta=(beta_BTH, "BTH"))
     backend = _select_backend("delta_rule", q_BTHK, v_BTHV)

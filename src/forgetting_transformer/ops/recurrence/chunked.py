@@ -1,7 +1,8 @@
 """The recurrences in chunks of 64 tokens, on any device: matrix products within a chunk, a step per chunk between them.
 
-With the decay from the start of a chunk up to and including token i written `p_i`, from after token j to the end of the chunk
-`s_j`, and from after j up to and including i `d_ij` (all products of at most 64 decays), a chunk of linear attention is
+With the decay from the start of a chunk up to and including token i written `p_i`, from after token j to the end of the
+chunk `s_j`, and from after j up to and including i `d_ij` (all products of at most 64 decays), a chunk of linear
+attention is
 
     out_i = scale · (p_i q_i)ᵀ S + scale · Σ_{j ≤ i} d_ij (q_i·k_j) v_j       S: the state before the chunk
     S'    = p_last S + Σ_j (s_j k_j) v_jᵀ
@@ -160,7 +161,8 @@ def _gla_segment(
     """The decay d_ij depends on the key channel, so pairs are taken in groups whose d_ij factors safely.
 
     Take two neighbouring blocks of tokens. For i in the right and j in the left one, `d_ij = p_i s_j` with p counted
-    from the start of the right block and s to the end of the left one. Blocks of 1, 2, 4, ... C/2 tokens cover every pair.
+    from the start of the right block and s to the end of the left one. Blocks of 1, 2, 4, ... C/2 tokens cover every
+    pair.
     """
     q, k, v, log_decay = _into_chunks(state_BHKV.dtype, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK)
     # Sums of log decays within blocks of `size` tokens: from the start of the block to i, and from after j to its end.
@@ -201,7 +203,8 @@ def _gated_delta_rule_segment(
 ) -> tuple[Tensor, Tensor]:
     """Within a chunk the delta rule is linear attention of k with values `u_i = β_i (v_i - what S_{i-1} holds for k_i)`.
 
-    What S_{i-1} holds came from the state before the chunk and from earlier u's, so the u's solve a unit triangular system:
+    What S_{i-1} holds came from the state before the chunk and from earlier u's, so the u's solve a unit triangular
+    system:
 
         u_i + Σ_{j < i} β_i d_ij (k_i·k_j) u_j = β_i v_i - (β_i p_i k_i)ᵀ S
 

@@ -1,8 +1,9 @@
 """The recurrences on NVIDIA and AMD GPUs through the Triton kernels of flash-linear-attention (FLA, `fla.ops`).
 
-FLA is imported when an op first runs on a GPU, never before; `fla-core`, which holds the kernels without models, is enough.
-Written for FLA 0.6. Gates are passed in float32. The kernels sum log decays from the start of a chunk of 64 tokens, so after a
-decay of e^-10,000 the others of its chunk keep three digits, as many as the 16-bit inputs have. Axes: see `__init__.py`.
+FLA is imported when an op first runs on a GPU, never before; `fla-core`, which holds the kernels without models, is
+enough. Written for FLA 0.6. Gates are passed in float32. The kernels sum log decays from the start of a chunk of 64
+tokens, so after a decay of e^-10,000 the others of its chunk keep three digits, as many as the 16-bit inputs have.
+Axes: see `__init__.py`.
 """
 
 import functools
@@ -24,8 +25,9 @@ _KERNELS = {
 }
 # The functions themselves, once `_is_installed` has found them.
 _loaded: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
-# The kernels of the delta rules walk channels in blocks of 64, read out of bounds where blocks are not full, and hold all key
-# channels of a state at once: 256 of them, with the launch configurations chosen here, take more shared memory than there is.
+# The kernels of the delta rules walk channels in blocks of 64, read out of bounds where blocks are not full, and hold
+# all key channels of a state at once: 256 of them, with the launch configurations chosen here, take more shared memory
+# than there is.
 _DELTA_BLOCK, _MAX_DELTA_KEY_DIM = 64, 128
 
 
@@ -34,8 +36,8 @@ def supports(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> bool:
 
     Only 16-bit inputs: products of float32 inputs would be TF32 (three digits), and the delta rules refuse them.
     Only head dimensions that are multiples of 16, the shape of a tensor core's tile; of 64 for the delta rules, up to
-    128 key channels. On Hopper GPUs the ops with a gate per head (simple_gla, gated_delta_rule) serve the head dimensions
-    that were right there.
+    128 key channels. On Hopper GPUs the ops with a gate per head (simple_gla, gated_delta_rule) serve the head
+    dimensions that were right there.
     """
     return serves(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index)
 
@@ -124,8 +126,8 @@ def _call(
     if initial_state_BHKV is not None:
         initial_state_BHKV = initial_state_BHKV.float()
     try:
-        # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned, not two.
-        # scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.
+        # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned,
+        # not two. scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.
         out_BTHV, state_BHKV = _loaded[op](
             q=q_BTHK,
             k=k_BTHK,

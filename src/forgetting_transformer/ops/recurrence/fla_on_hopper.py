@@ -1,16 +1,17 @@
 """What FLA's kernels need on Hopper GPUs (H100, H200): chosen launch configurations, and a check of the gated backward.
 
-**Configurations.** FLA lets Triton time up to 48 configurations of each kernel in every new process without a warm cache:
-372 kernels to compile for the four ops here, minutes before the first step. And what is fastest is settled by a race, so
-that two starts of one run may sum in different orders and differ in the last bits. The configurations below won on an H200 at
-the published head dimensions (docs/performance.md). With one configuration left, Triton times nothing.
+**Configurations.** FLA lets Triton time up to 48 configurations of each kernel in every new process without a warm
+cache: 372 kernels to compile for the four ops here, minutes before the first step. And what is fastest is settled by a
+race, so that two starts of one run may sum in different orders and differ in the last bits. The configurations below
+won on an H200 at the published head dimensions (docs/performance.md). With one configuration left, Triton times
+nothing.
 
-**Gated backward.** With Triton 3.4.0 to 3.7.0, FLA refuses the backward pass of chunk_simple_gla and chunk_gated_delta_rule on
-Hopper, because Triton miscompiled one of its kernels (FLA's issue 640). Not every version and shape is affected: in Triton
-3.6.0, with the configurations here and the head dimensions below, all gradients are right. There the kernels are compared
-with PyTorch's once per process, and used if they agree. At other head dimensions they have accessed memory out of bounds,
-which no comparison survives, or taken more shared memory than there is (256 channels, with every Triton), so those are not
-tried.
+**Gated backward.** With Triton 3.4.0 to 3.7.0, FLA refuses the backward pass of chunk_simple_gla and
+chunk_gated_delta_rule on Hopper, because Triton miscompiled one of its kernels (FLA's issue 640). Not every version and
+shape is affected: in Triton 3.6.0, with the configurations here and the head dimensions below, all gradients are right.
+There the kernels are compared with PyTorch's once per process, and used if they agree. At other head dimensions they
+have accessed memory out of bounds, which no comparison survives, or taken more shared memory than there is (256
+channels, with every Triton), so those are not tried.
 """
 
 import functools

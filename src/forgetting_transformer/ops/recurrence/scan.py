@@ -1,18 +1,19 @@
 """Mamba's selective scan on any device: elementwise, as every state has a decay of its own (Gu and Dao 2023, section 3.3).
 
-The sequence is walked in segments. Within one, all chunks of 16 tokens take their 16 steps side by side from zero states, and
-then the true state before each chunk is added, decayed. Every decay is an exponential ≤ 1, so nothing overflows.
+The sequence is walked in segments. Within one, all chunks of 16 tokens take their 16 steps side by side from zero
+states, and then the true state before each chunk is added, decayed. Every decay is an exponential ≤ 1, so nothing
+overflows.
 
-The backward pass is written out, because recording every step would take several numbers per state and token. With h the
-states, `y_t = h_t C_t` and `h_t = a_t ⊙ h_{t-1} + u_t`, where `a_t = exp(dt_t A)` and `u_t = (dt_t x_t) B_tᵀ`, the gradient
-g of the states is the same recurrence from right to left,
+The backward pass is written out, because recording every step would take several numbers per state and token. With h
+the states, `y_t = h_t C_t` and `h_t = a_t ⊙ h_{t-1} + u_t`, where `a_t = exp(dt_t A)` and `u_t = (dt_t x_t) B_tᵀ`, the
+gradient g of the states is the same recurrence from right to left,
 
     g_t = a_{t+1} ⊙ g_{t+1} + dy_t C_tᵀ,        du_t = g_t,        d(dt_t A) = g_t ⊙ h_{t-1} ⊙ a_t.
 
 Memory: the inputs and the state before each segment are kept; the states of one segment at a time are computed again.
 
-The operators `forgetting_transformer::selective_scan` and `…_backward` are opaque to torch.compile: traced, the steps of all
-segments would become a graph of thousands of nodes.
+The operators `forgetting_transformer::selective_scan` and `…_backward` are opaque to torch.compile: traced, the steps
+of all segments would become a graph of thousands of nodes.
 
 Axes: see `__init__.py`; sequences are time first in here. S: positions of a segment; c: positions of a chunk.
 """
