@@ -246,7 +246,7 @@ def speeds(output_dir: Path) -> dict[str, Any]:
     Raises:
         BenchmarkError: it has logged fewer than two speeds.
     """
-    from forgetting_transformer.evaluation.runs import read_metrics
+    from forgetting_transformer.analysis.runs import read_metrics
 
     folder = output_dir / "metrics" / "jsonlines"
     logged = read_metrics(folder / "throughput.jsonl")

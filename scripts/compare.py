@@ -58,28 +58,29 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     # Only now, so that --help is quick.
-    from forgetting_transformer.sweep import SweepError, compare
-    from forgetting_transformer.sweep.plots import loss_against_tokens_and_flops
+    from forgetting_transformer.analysis import comparisons
+    from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
+    from forgetting_transformer.sweep import SweepError
 
     try:
-        models = [compare.named_model(name, [Path(run) for run in runs]) for name, *runs in args.model]
-        models += compare.group(compare.find_runs(args.runs))
+        models = [comparisons.named_model(name, [Path(run) for run in runs]) for name, *runs in args.model]
+        models += comparisons.group(comparisons.find_runs(args.runs))
         names = [model.name for model in models]
         baseline = args.baseline or names[0]
         if len(set(names)) < len(names) or baseline not in names:
             raise SweepError(f"models {names}: names must differ, and --baseline {baseline!r} be one of them")
         heldout = None if args.loss is None else args.loss == "heldout"
-        comparisons = [compare.at_equal_tokens(models, args.tokens, heldout)]
-        if (equal_flops := compare.at_equal_flops(models, args.flops, heldout)) is not None:
-            comparisons.append(equal_flops)
+        points = [comparisons.at_equal_tokens(models, args.tokens, heldout)]
+        if (equal_flops := comparisons.at_equal_flops(models, args.flops, heldout)) is not None:
+            points.append(equal_flops)
     except (SweepError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     parts = []
-    for comparison in comparisons:
-        notes = compare.warnings(comparison, models, baseline)
+    for comparison in points:
+        notes = comparisons.warnings(comparison, models, baseline)
         parts.append(
-            "\n".join([compare.table(comparison, models, baseline), "", *(f"- {note}" for note in notes)]).rstrip()
+            "\n".join([comparisons.table(comparison, models, baseline), "", *(f"- {note}" for note in notes)]).rstrip()
         )
     parts.append(
         "\n".join(["Runs:", "", *(f"- {m.name}: {', '.join(str(r.output_dir) for r in m.runs)}" for m in models)])
@@ -89,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "compare.md").write_text(f"{text}\n", encoding="utf-8")
     flops = equal_flops.amount if equal_flops is not None else None
-    loss_against_tokens_and_flops(models, args.out / "compare.png", comparisons[0].amount, flops)
+    loss_against_tokens_and_flops(models, args.out / "compare.png", points[0].amount, flops)
     print(f"\n{args.out / 'compare.md'}\n{args.out / 'compare.png'}")
     return 0
 

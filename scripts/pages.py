@@ -25,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import tables
 from tables import Results
 
+from forgetting_transformer.analysis import study_tables
+from forgetting_transformer.analysis.markdown import fill_in, markdown_table, rate_text
+from forgetting_transformer.analysis.studies import display_name
 from forgetting_transformer.evaluation import per_token_loss
-from forgetting_transformer.sweep import SweepError, study_report
-from forgetting_transformer.sweep.study_results import display_name
-from forgetting_transformer.sweep.tables import fill_in, markdown_table, rate_text
+from forgetting_transformer.sweep import SweepError
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDY = ROOT / "studies" / "seven_models"
@@ -118,7 +119,7 @@ def performance() -> dict[str, str]:
         "decoding": ("decode*.json", tables.decoding),
         "attention_errors": ("attention_errors*.json", tables.errors),
     }
-    sections = headline() | {"recurrences": study_report.NOT_RUN, "recurrences_source": ""}
+    sections = headline() | {"recurrences": study_tables.NOT_RUN, "recurrences_source": ""}
     if any(tables.RESULTS.glob("recurrence*.json")):
         made["recurrences"] = ("recurrence*.json", tables.recurrences)
     for name, (pattern, table) in made.items():
@@ -201,7 +202,7 @@ def study() -> dict[str, str]:
         **{f"seconds_{stage}": str(seconds) for stage, seconds in notes["seconds"].items()},
         **{f"{kind}_{name}": f"{value:.2f}" for name, both in after.items() for kind, value in both.items()},
     }
-    return {**study_report.sections(STUDY, page), **values, **second_seeds(variants, seeds)}
+    return {**study_tables.sections(STUDY, page), **values, **second_seeds(variants, seeds)}
 
 
 def second_seeds(variants: dict[str, Any], seeds: dict[str, Any]) -> dict[str, str]:
@@ -309,15 +310,15 @@ def eval_per_token_loss() -> dict[str, str]:
 
 
 def eval_lm_eval_harness() -> dict[str, str]:
+    from forgetting_transformer.analysis.tables import markdown
     from forgetting_transformer.evaluation import harness_tables
-    from forgetting_transformer.evaluation.tables import markdown
 
     return {"scores": markdown(*harness_tables.table(example("lm_eval_harness")["results"]))}
 
 
 def eval_longbench() -> dict[str, str]:
+    from forgetting_transformer.analysis.tables import markdown
     from forgetting_transformer.evaluation import longbench
-    from forgetting_transformer.evaluation.tables import markdown
 
     return {"scores": markdown(*longbench.table(example("longbench")["results"]))}
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from forgetting_transformer import command_line
-from forgetting_transformer.evaluation.plots import format_tokens, loss_against_position, loss_against_tokens
-from forgetting_transformer.evaluation.runs import (
+from forgetting_transformer.analysis.plots.losses import format_tokens, loss_against_position, loss_against_tokens
+from forgetting_transformer.analysis.runs import (
     PositionLoss,
     read_loss_history,
     read_position_loss,

@@ -28,8 +28,8 @@ def main() -> None:
     )
     args = parser.parse_args()
 
+    from forgetting_transformer.analysis.page import write_report
     from forgetting_transformer.evaluation.models import EvaluationError
-    from forgetting_transformer.evaluation.report import write_report
 
     try:
         for reason in write_report(args.run_dirs, args.results, args.out):

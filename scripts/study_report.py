@@ -55,17 +55,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    from forgetting_transformer.analysis import study_tables
+    from forgetting_transformer.analysis.markdown import fill_in
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
-    from forgetting_transformer.sweep import SweepError, study_report
-    from forgetting_transformer.sweep.tables import fill_in
+    from forgetting_transformer.sweep import SweepError
 
     try:
         if args.command == "collect":
             collect(args)
         else:
             page = args.page.read_text(encoding="utf-8")
-            args.page.write_text(fill_in(page, study_report.sections(args.report, args.page)), encoding="utf-8")
+            args.page.write_text(fill_in(page, study_tables.sections(args.report, args.page)), encoding="utf-8")
     except (SweepError, EvaluationError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -73,21 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def collect(args: argparse.Namespace) -> None:
+    from forgetting_transformer.analysis import comparisons, studies, study_tables
+    from forgetting_transformer.analysis.plots.losses import loss_against_position
+    from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate, loss_against_tokens_and_flops
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation import per_token_loss
     from forgetting_transformer.evaluation.models import EvaluationError
-    from forgetting_transformer.evaluation.plots import loss_against_position
-    from forgetting_transformer.sweep import compare, study_report, study_results
-    from forgetting_transformer.sweep.plots import loss_against_learning_rate, loss_against_tokens_and_flops
 
     args.out.mkdir(parents=True, exist_ok=True)
-    runs = study_results.runs_in(args.study, "runs")
-    study = study_results.collect(args.study, args.position_loss, args.speed)
-    positions = study_results.read_positions(study, args.position_loss)
+    runs = studies.runs_in(args.study, "runs")
+    study = studies.collect(args.study, args.position_loss, args.speed)
+    positions = studies.read_positions(study, args.position_loss)
     study["comparison"] = per_token_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
     write(study, args.out)
-    study_results.save_positions(positions, args.out / "positions.npz")
-    name = study_results.display_name
+    studies.save_positions(positions, args.out / "positions.npz")
+    name = studies.display_name
     if study["search"]:
         curves = {
             name(model): {float(rate): [float("inf") if loss is None else loss] for rate, loss in losses.items()}
@@ -95,7 +96,7 @@ def collect(args: argparse.Namespace) -> None:
         }
         loss_against_learning_rate(curves, study["search_loss"], args.out / "search.png", ring_each=True)
     if runs:
-        models = [compare.named_model(name(model), paths) for model, paths in runs.items()]
+        models = [comparisons.named_model(name(model), paths) for model, paths in runs.items()]
         loss_against_tokens_and_flops(models, args.out / "compare.png")
     if results := list(positions.values()):
         curves = per_token_loss.group_seeds(results)
@@ -108,9 +109,9 @@ def collect(args: argparse.Namespace) -> None:
         write(study, args.out)
     except (EvaluationError, DataError) as error:
         skip(f"the share of tiles that is pruned: {error}")
-    for table in study_report.TABLES.values():
+    for table in study_tables.TABLES.values():
         print(f"{table(study)}\n")
-    for missing in study_report.missing(study):
+    for missing in study_tables.missing(study):
         skip(missing)
 
 
@@ -127,7 +128,8 @@ def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure:
     the first such model on the first whole document."""
     import torch
 
-    from forgetting_transformer.evaluation import forget_gates, heatmaps, per_token_loss
+    from forgetting_transformer.analysis.plots import heatmaps
+    from forgetting_transformer.evaluation import forget_gates, per_token_loss
     from forgetting_transformer.evaluation.models import EvaluationError, load_model, pick_device
 
     folder = per_token_loss.find_heldout(data_path)

@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> None:
     import numpy as np
     import torch
 
-    from forgetting_transformer.evaluation import forget_gates, heatmaps
+    from forgetting_transformer.analysis.plots import heatmaps
+    from forgetting_transformer.evaluation import forget_gates
     from forgetting_transformer.evaluation.models import EvaluationError, load_model, pick_device, precision_context
     from forgetting_transformer.evaluation.texts import read_tokens
 

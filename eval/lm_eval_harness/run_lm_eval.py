@@ -54,7 +54,8 @@ def main() -> None:
 
     import transformers
 
-    from forgetting_transformer.evaluation import harness_tables, official, tables
+    from forgetting_transformer.analysis import tables
+    from forgetting_transformer.evaluation import harness_tables, official
     from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
 

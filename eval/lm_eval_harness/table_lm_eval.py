@@ -26,9 +26,9 @@ def main() -> None:
     if not args.results and args.result_dir is None:
         parser.error("give RESULT folders, or --result_dir")
 
+    from forgetting_transformer.analysis.tables import read_results, write_tables
     from forgetting_transformer.evaluation import harness_tables, official
     from forgetting_transformer.evaluation.models import EvaluationError
-    from forgetting_transformer.evaluation.tables import read_results, write_tables
 
     try:
         found = official.results_in(args.result_dir, "results.json") if args.result_dir else []

@@ -21,7 +21,8 @@ def main() -> None:
     parser.add_argument("--e", action="store_true", help="LongBench-E")
     args = parser.parse_args()
 
-    from forgetting_transformer.evaluation import longbench, longbench_files, tables
+    from forgetting_transformer.analysis import tables
+    from forgetting_transformer.evaluation import longbench, longbench_files
     from forgetting_transformer.evaluation.models import EvaluationError
 
     try:

@@ -59,7 +59,8 @@ def main() -> None:
 
     import transformers
 
-    from forgetting_transformer.evaluation import longbench, tables
+    from forgetting_transformer.analysis import tables
+    from forgetting_transformer.evaluation import longbench
     from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
 

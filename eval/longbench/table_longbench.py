@@ -29,9 +29,9 @@ def main() -> None:
     parser.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     args = parser.parse_args()
 
+    from forgetting_transformer.analysis.tables import read_results, write_tables
     from forgetting_transformer.evaluation import longbench, official
     from forgetting_transformer.evaluation.models import EvaluationError
-    from forgetting_transformer.evaluation.tables import read_results, write_tables
 
     try:
         if args.results:

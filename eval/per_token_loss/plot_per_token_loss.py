@@ -19,9 +19,9 @@ import argparse
 import sys
 
 from forgetting_transformer import command_line
+from forgetting_transformer.analysis.plots.losses import loss_against_position
 from forgetting_transformer.evaluation import official, per_token_loss
 from forgetting_transformer.evaluation.models import EvaluationError
-from forgetting_transformer.evaluation.plots import loss_against_position
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forgetting_transformer.evaluation import forget_gates, heatmaps
+from forgetting_transformer.analysis.plots import heatmaps
+from forgetting_transformer.evaluation import forget_gates
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.model.layers import GroupRMSNorm
 from tests.evaluation.conftest import TRAIN_LENGTH, sentences

@@ -11,7 +11,9 @@ lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not install
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from forgetting_transformer.evaluation import harness, harness_tables, plots, tables  # noqa: E402
+from forgetting_transformer.analysis import tables  # noqa: E402
+from forgetting_transformer.analysis.plots import losses as plots  # noqa: E402
+from forgetting_transformer.evaluation import harness, harness_tables  # noqa: E402
 from forgetting_transformer.evaluation.models import EvaluationError, load_model  # noqa: E402
 from forgetting_transformer.evaluation.workers import Workers  # noqa: E402
 from tests.evaluation.scripts import run_script  # noqa: E402

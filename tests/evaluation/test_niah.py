@@ -7,7 +7,8 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from forgetting_transformer.evaluation import heatmaps, niah
+from forgetting_transformer.analysis.plots import heatmaps
+from forgetting_transformer.evaluation import niah
 from forgetting_transformer.evaluation.judge import Judge
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.evaluation.workers import Workers

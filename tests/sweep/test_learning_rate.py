@@ -203,7 +203,7 @@ def test_a_search_needs_a_launcher_that_waits(search, tmp_path):
 
 
 def test_the_figure_shows_every_rate_every_seed_and_what_diverged(monkeypatch, tmp_path):
-    from forgetting_transformer.sweep import plots
+    from forgetting_transformer.analysis.plots import sweeps as plots
 
     drawn = []
     monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from forgetting_transformer.analysis.results import read_run
 from forgetting_transformer.sweep import SweepError, jobs, machines, runner
 from forgetting_transformer.sweep.jobs import State
-from forgetting_transformer.sweep.results import read_run
 from forgetting_transformer.training import parse
 from hydra_plugins import forgetting_transformer_launchers as launchers
 from tests.processes import run_command

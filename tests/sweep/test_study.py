@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from forgetting_transformer.analysis import studies, study_tables
 from forgetting_transformer.evaluation import per_token_loss
-from forgetting_transformer.sweep import SweepError, learning_rate, machines, runner, study_report, study_results
+from forgetting_transformer.sweep import SweepError, learning_rate, machines, runner
 from forgetting_transformer.sweep.jobs import State
 from forgetting_transformer.sweep.runner import run_jobs
 from tests.sweep.conftest import ROOT, load_script, starts
@@ -41,7 +42,7 @@ def tables_of(found: dict) -> dict[str, list[list[str]]]:
     """Name of a table -> its rows as cells; the first and the last are empty."""
     return {
         name: [[cell.strip() for cell in line.split("|")] for line in table(found).splitlines()]
-        for name, table in study_report.TABLES.items()
+        for name, table in study_tables.TABLES.items()
     }
 
 
@@ -58,7 +59,7 @@ def test_each_model_is_searched_run_at_its_best_rate_and_then_its_variants(study
     ]  # fmt: skip
     budgets = {}
     for folder in ("search/fox_pro/lr2e-3_seed0", "runs/fox_pro_seed0", "variants/fox_pro_seed0"):
-        config = json.loads(json.dumps(study_results.read_run(tmp_path / "out" / folder).config))
+        config = json.loads(json.dumps(studies.read_run(tmp_path / "out" / folder).config))
         assert config["optimizer"]["lr"] == 2e-3
         budgets[folder.split("/")[0]] = (config["train"]["max_tokens"], config["exp"])
     assert budgets == {"search": (4096, "demo"), "runs": (1572864, "demo"), "variants": (1572864, "short")}
@@ -187,8 +188,8 @@ def test_seeds_add_runs_and_variants_after_all_of_the_first_and_leave_searches_a
     assert study(*variants, "--seeds", "5")[2] == first
     code, out, order = study(*variants, "--seeds", "5", "4")
     assert code == 0 and order == second, out
-    runs = study_results.runs_in(tmp_path / "out", "runs")["fox_pro"]
-    assert [study_results.read_run(path).config["seed"] for path in runs] == [5, 4]
+    runs = studies.runs_in(tmp_path / "out", "runs")["fox_pro"]
+    assert [studies.read_run(path).config["seed"] for path in runs] == [5, 4]
     # The searches would be made again with it.
     code, out, order = study(*variants, "--seeds", "4", "5")
     assert code == 1 and "first seed: 5 -> 4" in out and not order
@@ -201,7 +202,7 @@ def test_seeds_of_different_settings_are_not_averaged(study, tmp_path):
     shutil.copytree(tmp_path / "out/runs/fox_pro_seed0", other)
     (other / "config.yaml").write_text(config.replace("seed: 0", "seed: 1").replace("lr: 0.002", "lr: 0.005"))
     with pytest.raises(SweepError, match=r"fox_pro_seed0 and .*fox_pro_seed1 differ in optimizer\.lr, and seeds"):
-        study_results.collect(tmp_path / "out", tmp_path / "positions")
+        studies.collect(tmp_path / "out", tmp_path / "positions")
 
 
 def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults, tmp_path):
@@ -223,16 +224,16 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults,
     (tmp_path / "speed.json").write_text(json.dumps({"rows": [row, {"status": "out of memory"}]}))
     log = tmp_path / "out/variants/fox_pro_seed1/metrics/jsonlines/val.jsonl"
     log.write_text(log.read_text().replace('"val/loss": 3.0', '"val/loss": 3.2'))
-    found = study_results.collect(tmp_path / "out", tmp_path / "positions", [tmp_path / "speed.json"])
+    found = studies.collect(tmp_path / "out", tmp_path / "positions", [tmp_path / "speed.json"])
     found["pruned"] = {"fox_pro": {"4,096": 0.25}}
     assert json.loads(json.dumps(found)) == found
-    runs = study_results.runs_in(tmp_path / "out", "runs")
+    runs = studies.runs_in(tmp_path / "out", "runs")
     assert {model: [path.name for path in paths] for model, paths in runs.items()} == {
         "fox_pro": ["fox_pro_seed0", "fox_pro_seed1"],
         "mamba2": ["mamba2_seed0", "mamba2_seed1"],
     }
-    positions = study_results.read_positions(found, tmp_path / "positions")
-    study_results.save_positions(positions, tmp_path / "positions.npz")
+    positions = studies.read_positions(found, tmp_path / "positions")
+    studies.save_positions(positions, tmp_path / "positions.npz")
     assert set(np.load(tmp_path / "positions.npz")) >= {"fox_pro_seed1", "fox_pro_seed1/octaves"}
     tables = tables_of(found)
     fox, mamba = tables["models"][2:]
@@ -245,18 +246,18 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults,
     assert "**3.0000**" in tables["search"][2] and tables["search"][0][2:5] == ["1e-3", "2e-3", "5e-3"]
     assert "-0.500 ± 0.010" in tables["positions"][2] and "2.5000" in tables["octaves"][2]
     found["comparison"] = per_token_loss.compare([*positions.values()], 256)
-    assert "| Mamba-2 | FoX (Pro) | 256 to 512 | +0.4000 ± 0.0000 |" in study_report.comparison_table(found)
+    assert "| Mamba-2 | FoX (Pro) | 256 to 512 | +0.4000 ± 0.0000 |" in study_tables.comparison_table(found)
 
 
 def test_seeds_that_are_not_finished_or_diverged_are_not_in_the_mean(study, faults, tmp_path):
     faults |= {"preempt": "runs/fox_pro_seed1", "diverge": "runs/fox_pro_seed2"}
     study("--models", "fox_pro", "--seeds", "0", "1", "2", "3")
     shutil.rmtree(tmp_path / "out/runs/fox_pro_seed3")
-    found = study_results.collect(tmp_path / "out", tmp_path / "positions")
+    found = studies.collect(tmp_path / "out", tmp_path / "positions")
     (row,) = tables_of(found)["models"][2:]
     assert row[4:8] == ["1.6M", "1 of 3, 1 diverged", "2.9980", "2.9980"]
-    assert [run for run, _ in study_results.evaluated_runs(found)] == ["fox_pro_seed0"]
-    assert study_report.missing(found)[:2] == [
+    assert [run for run, _ in studies.evaluated_runs(found)] == ["fox_pro_seed0"]
+    assert study_tables.missing(found)[:2] == [
         "the rest of fox_pro_seed1: 786,432 of 1,572,864 tokens are done",
         "the rest of fox_pro_seed2: which diverged",
     ]
@@ -266,17 +267,17 @@ def test_a_model_whose_only_run_is_not_finished_is_shown_with_what_it_has(study,
     faults["preempt"] = "runs/fox_pro"
     study("--models", "fox_pro", "mamba2", "--seeds", "0", "1")
     shutil.rmtree(tmp_path / "out/runs/fox_pro_seed1")
-    found = study_results.collect(tmp_path / "out", tmp_path / "positions")
+    found = studies.collect(tmp_path / "out", tmp_path / "positions")
     fox, mamba = tables_of(found)["models"][2:]
     assert fox[4:8] == ["0.8M", "1", "4.9980", ""] and mamba[5] == "2"
-    assert "fox_pro_seed1: others have a run with it" in study_report.missing(found)
+    assert "fox_pro_seed1: others have a run with it" in study_tables.missing(found)
 
 
 def test_a_folder_without_a_seed_in_its_name_is_refused(study, tmp_path):
     assert study("--models", "fox_pro")[0] == 0
     (tmp_path / "out/runs/fox_pro_seed0").rename(tmp_path / "out/runs/fox_pro")
     with pytest.raises(SweepError, match="'fox_pro' is not the name of a study's run"):
-        study_results.collect(tmp_path / "out", tmp_path / "positions")
+        studies.collect(tmp_path / "out", tmp_path / "positions")
 
 
 def test_a_study_without_evaluation_is_collected_and_its_page_shows_the_figures_there_are(study, tmp_path, capfd):
@@ -284,7 +285,7 @@ def test_a_study_without_evaluation_is_collected_and_its_page_shows_the_figures_
     report = load_script("study_report")
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()
-    names = [*study_report.TABLES, "source", *(f"{name}_figure" for name in study_report.FIGURES)]
+    names = [*study_tables.TABLES, "source", *(f"{name}_figure" for name in study_tables.FIGURES)]
     page.write_text("".join(f"<!-- {name} -->\n<!-- end of {name} -->\n" for name in names))
     collect = ["collect", "out", "--data_path", "nowhere", "--position_loss", "nowhere", "--out", "report"]
     assert report.main(collect) == 0

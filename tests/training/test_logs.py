@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from forgetting_transformer.evaluation.runs import read_description
+from forgetting_transformer.analysis.runs import read_description
 from forgetting_transformer.training.metrics import LogFile, Progress, TerminalHandler
 from tests.training.conftest import STEP, changed, train
 from tests.training.test_resume import lines

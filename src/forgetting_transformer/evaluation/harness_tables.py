@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forgetting_transformer.evaluation.tables import Column
+from forgetting_transformer.analysis.tables import Column
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from forgetting_transformer.analysis.tables import Column
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import (
     append_record,
@@ -41,7 +42,6 @@ from forgetting_transformer.evaluation.generation import (
     write_json,
 )
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
-from forgetting_transformer.evaluation.tables import Column
 from forgetting_transformer.evaluation.workers import Workers
 
 HUB_ID, ARCHIVE = "THUDM/LongBench", "data.zip"

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from forgetting_transformer.evaluation import heatmaps, texts
+from forgetting_transformer.analysis.plots import heatmaps
+from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
 from forgetting_transformer.evaluation.judge import Judge
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve

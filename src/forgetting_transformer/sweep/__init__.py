@@ -1,11 +1,11 @@
-"""Many runs as one experiment: start them, search a learning rate with them, compare them. docs/sweep.md shows how.
+"""Many runs as one experiment: start them, search a learning rate with them. docs/sweep.md shows how.
 
 jobs.py       a job is one run of train.py with its overrides, in processes of its own
 machines.py   where jobs run: the GPUs of this node, or SLURM
 runner.py     runs a list of jobs, reports each, survives the failure of any
-results.py    what a run's folder says about how far it came and how good it is
-study.py      searches and runs of several models in one queue; study_results.py keeps what came of them,
-              study_report.py makes tables of it
+study.py      searches and runs of several models in one queue
+
+What came of them is read and shown by analysis/.
 """
 
 

@@ -10,12 +10,12 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from forgetting_transformer.analysis.markdown import markdown_table
+from forgetting_transformer.analysis.plots.sweeps import loss_against_parameters
+from forgetting_transformer.analysis.results import RunRecord
 from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import Job, State
-from forgetting_transformer.sweep.plots import loss_against_parameters
-from forgetting_transformer.sweep.results import RunRecord
 from forgetting_transformer.sweep.state import SweepState
-from forgetting_transformer.sweep.tables import markdown_table
 from forgetting_transformer.training import Config
 from forgetting_transformer.training.checkpoint import write_atomically
 

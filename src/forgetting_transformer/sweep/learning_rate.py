@@ -7,12 +7,13 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forgetting_transformer.sweep import SweepError, runner, statistics
+from forgetting_transformer.analysis import statistics
+from forgetting_transformer.analysis.markdown import markdown_table
+from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
+from forgetting_transformer.analysis.results import TRAIN_WINDOW, RunRecord, read_run
+from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import Job, State
-from forgetting_transformer.sweep.plots import loss_against_learning_rate
-from forgetting_transformer.sweep.results import TRAIN_WINDOW, RunRecord, read_run
 from forgetting_transformer.sweep.state import SweepState
-from forgetting_transformer.sweep.tables import markdown_table
 from forgetting_transformer.training import Config
 from forgetting_transformer.training.checkpoint import write_atomically
 

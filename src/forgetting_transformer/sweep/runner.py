@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from forgetting_transformer.analysis.markdown import markdown_table
+from forgetting_transformer.analysis.results import RunRecord, read_run
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.jobs import Job, State, file_name
 from forgetting_transformer.sweep.machines import Process
-from forgetting_transformer.sweep.results import RunRecord, read_run
-from forgetting_transformer.sweep.tables import markdown_table
 from forgetting_transformer.training.config import changes_that_alter_the_run
 from forgetting_transformer.training.metrics import duration
 

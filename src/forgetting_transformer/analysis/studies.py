@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from forgetting_transformer.analysis.comparisons import differing_settings
+from forgetting_transformer.analysis.results import TRAIN_WINDOW, RunRecord, read_run
+from forgetting_transformer.analysis.runs import read_description
 from forgetting_transformer.evaluation import per_token_loss
-from forgetting_transformer.evaluation.runs import read_description
 from forgetting_transformer.sweep import SweepError
-from forgetting_transformer.sweep.compare import differing_settings
 from forgetting_transformer.sweep.learning_rate import grid_text, nearest_grid_index
-from forgetting_transformer.sweep.results import TRAIN_WINDOW, RunRecord, read_run
 
 #: How models are called in tables and figures; others go by the name of their config.
 NAMES = {

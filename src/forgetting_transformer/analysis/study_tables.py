@@ -1,4 +1,4 @@
-"""A study as tables: what study_results.py collected becomes Markdown, which `tables.fill_in` puts into a page between marks, so
+"""A study as tables: what studies.py collected becomes Markdown, which `tables.fill_in` puts into a page between marks, so
 that no number is copied by hand.
 """
 
@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.evaluation import per_token_loss
-from forgetting_transformer.sweep import statistics
-from forgetting_transformer.sweep.study_results import (
+from forgetting_transformer.analysis import statistics
+from forgetting_transformer.analysis.markdown import markdown_table, rate_text
+from forgetting_transformer.analysis.studies import (
     DIVERGED,
     FINISHED,
     counted_seeds,
     display_name,
     in_order,
 )
-from forgetting_transformer.sweep.tables import markdown_table, rate_text
+from forgetting_transformer.evaluation import per_token_loss
 
 #: In the place of a table or figure of which there is nothing.
 NOT_RUN = "Not run yet."

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from forgetting_transformer.evaluation import plots
-from forgetting_transformer.evaluation.runs import (
+from forgetting_transformer.analysis.plots import losses as plots
+from forgetting_transformer.analysis.runs import (
     LossHistory,
     read_loss_history,
     read_metrics,

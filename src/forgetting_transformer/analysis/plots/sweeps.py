@@ -12,7 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from forgetting_transformer.evaluation.plots import (
+from forgetting_transformer.analysis.comparisons import Model
+from forgetting_transformer.analysis.markdown import rate_text
+from forgetting_transformer.analysis.plots.losses import (
     COLOURS,
     STYLE,
     add_legend,
@@ -23,8 +25,6 @@ from forgetting_transformer.evaluation.plots import (
     save,
     smooth,
 )
-from forgetting_transformer.sweep.compare import Model
-from forgetting_transformer.sweep.tables import rate_text
 
 
 def loss_against_learning_rate(

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from forgetting_transformer.evaluation.plots import format_tokens
+from forgetting_transformer.analysis.plots.losses import format_tokens
 
 _STYLE = {"font.family": "DejaVu Sans", "font.size": 8, "figure.constrained_layout.use": True}
 _DPI = 150

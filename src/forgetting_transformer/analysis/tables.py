@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forgetting_transformer.evaluation import plots
+from forgetting_transformer.analysis.plots import losses as plots
 from forgetting_transformer.evaluation.generation import read_json
 from forgetting_transformer.evaluation.models import EvaluationError
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from forgetting_transformer.analysis.markdown import fill_in
 from forgetting_transformer.sweep import SweepError
-from forgetting_transformer.sweep.tables import fill_in
 
 PAGE = """a
 <!-- models -->

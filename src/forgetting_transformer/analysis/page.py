@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from forgetting_transformer.evaluation import harness_tables, longbench, niah, per_token_loss, tables
-from forgetting_transformer.evaluation.generation import read_json
-from forgetting_transformer.evaluation.models import EvaluationError
-from forgetting_transformer.evaluation.plots import format_tokens, loss_against_position, loss_against_tokens
-from forgetting_transformer.evaluation.runs import (
+from forgetting_transformer.analysis import tables
+from forgetting_transformer.analysis.plots.losses import format_tokens, loss_against_position, loss_against_tokens
+from forgetting_transformer.analysis.runs import (
     LossHistory,
     read_description,
     read_loss_history,
@@ -30,6 +28,9 @@ from forgetting_transformer.evaluation.runs import (
     read_position_loss,
     run_names,
 )
+from forgetting_transformer.evaluation import harness_tables, longbench, niah, per_token_loss
+from forgetting_transformer.evaluation.generation import read_json
+from forgetting_transformer.evaluation.models import EvaluationError
 
 # What run_forget_gates.py writes beside heads.json.
 _GATE_PICTURES = {

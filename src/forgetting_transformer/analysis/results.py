@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from forgetting_transformer.evaluation.runs import read_description, read_metrics
+from forgetting_transformer.analysis.runs import read_description, read_metrics
 
 #: Training loss at some tokens is the mean of what was logged over the last 5 % of the tokens before.
 TRAIN_WINDOW = 0.05
@@ -117,7 +117,7 @@ def read_run(output_dir: Path) -> RunRecord:
     """Reads a run's folder, at any time of its life; it need not exist yet.
 
     Raises:
-        ValueError: a metrics file has a line that cannot be read (see `evaluation.runs.read_metrics`).
+        ValueError: a metrics file has a line that cannot be read (see `runs.read_metrics`).
     """
     jsonlines = output_dir / "metrics" / "jsonlines"
     train = [line for line in read_metrics(jsonlines / "train.jsonl") if "train/loss" in line]

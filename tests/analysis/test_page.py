@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
+from forgetting_transformer.analysis.page import differing, flatten, write_report
 from forgetting_transformer.evaluation import longbench
 from forgetting_transformer.evaluation.models import EvaluationError
-from forgetting_transformer.evaluation.report import differing, flatten, write_report
 from tests.evaluation.scripts import run_script
 
 SCRIPT = "scripts/report.py"

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.sweep import SweepError, statistics
-from forgetting_transformer.sweep.results import TRAIN_WINDOW, RunRecord, read_run
-from forgetting_transformer.sweep.tables import markdown_table
+from forgetting_transformer.analysis import statistics
+from forgetting_transformer.analysis.markdown import markdown_table
+from forgetting_transformer.analysis.results import TRAIN_WINDOW, RunRecord, read_run
+from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training.config import FREE_KEYS, flatten
 
 #: Most differing keys that a name lists; beyond, the run's folder names the model.

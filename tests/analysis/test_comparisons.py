@@ -10,8 +10,9 @@ import pytest
 import yaml
 from scipy import stats
 
-from forgetting_transformer.sweep import compare, plots, statistics
-from forgetting_transformer.sweep.results import read_run
+from forgetting_transformer.analysis import comparisons, statistics
+from forgetting_transformer.analysis.plots import sweeps as plots
+from forgetting_transformer.analysis.results import read_run
 from tests.sweep.conftest import load_script
 
 compare_script = load_script("compare")
@@ -78,9 +79,9 @@ def test_runs_that_differ_only_in_their_seed_are_one_model_named_by_what_differs
         make_run(f"x/b{seed}", 3.1, seed, lr=2e-3)
     other = make_run("c", 3.2, 0, tag="transformer")
     moved = make_run("x/a0/previous/1/old", 3.0, 5)
-    runs = compare.find_runs([other.parent / "x", other, other])
+    runs = comparisons.find_runs([other.parent / "x", other, other])
     assert moved not in runs and len(runs) == 5
-    models = compare.group(runs)
+    models = comparisons.group(runs)
     assert [(model.name, len(model.runs)) for model in models] == [
         ("fox lr=0.001", 2),
         ("fox lr=0.002", 2),
@@ -93,30 +94,30 @@ def test_a_model_is_called_what_it_is_whatever_the_tag_says(make_run):
     fox = make_run("a", 3.0, 0, tag="demo_fox_pro", model={"name": "forgetting_transformer", "label": "fox_pro"})
     delta = make_run("b", 3.0, 0, tag="demo_fox_pro", model={"name": "gated_delta_net", "label": "gated_delta_net"})
     own = make_run("c", 3.0, 0, tag="demo_fox_pro", model={"name": "my_mixer", "label": ""})
-    assert [model.name for model in compare.group([fox, delta, own])] == ["fox_pro", "gated_delta_net", "my_mixer"]
+    assert [model.name for model in comparisons.group([fox, delta, own])] == ["fox_pro", "gated_delta_net", "my_mixer"]
 
 
 def test_equal_tokens_and_equal_flops(make_run):
     """A model of twice the FLOPs per token is seen at half the tokens when FLOPs are equal, in mid-schedule."""
-    small = compare.model("small", [read_run(make_run(f"s{k}", 3.0 + 0.01 * k, k)) for k in range(3)])
-    large = compare.model("large", [read_run(make_run(f"l{k}", 2.0 + 0.01 * k, k, flops=2e6)) for k in range(3)])
+    small = comparisons.model("small", [read_run(make_run(f"s{k}", 3.0 + 0.01 * k, k)) for k in range(3)])
+    large = comparisons.model("large", [read_run(make_run(f"l{k}", 2.0 + 0.01 * k, k, flops=2e6)) for k in range(3)])
     models = [small, large]
-    tokens = compare.at_equal_tokens(models)
+    tokens = comparisons.at_equal_tokens(models)
     assert tokens.amount == BUDGET and not tokens.heldout
     assert tokens.losses["large"] == [pytest.approx(run.train_loss_at(1000)) for run in large.runs]
-    flops = compare.at_equal_flops(models)
+    flops = comparisons.at_equal_flops(models)
     assert flops.amount == 1e9 and flops.tokens == {"small": 1000, "large": 500}
     assert flops.losses["large"] == [pytest.approx(run.train_loss_at(500)) for run in large.runs]
-    assert compare.at_equal_flops(models, 5e8).tokens == {"small": 500, "large": 250}
+    assert comparisons.at_equal_flops(models, 5e8).tokens == {"small": 500, "large": 250}
 
-    table = compare.table(flops, models, "small").splitlines()
+    table = comparisons.table(flops, models, "small").splitlines()
     apart = statistics.difference(flops.losses["large"], flops.losses["small"])
     assert "1.000e+09 training FLOPs" in table[0]
     assert f"{apart.value:+.4f} ± {apart.half_width:.4f}" in table[-1] and table[-1].endswith("50% |")
     assert "**small**" in table[-2] and "baseline" in table[-2]
-    (note,) = compare.warnings(flops, models, "small")
+    (note,) = comparisons.warnings(flops, models, "small")
     assert "large is seen with 50% of its schedule left" in note
-    assert compare.warnings(tokens, models, "small") == []
+    assert comparisons.warnings(tokens, models, "small") == []
 
 
 def test_a_loss_between_two_evaluations_is_marked_and_bounded(make_run):
@@ -125,13 +126,13 @@ def test_a_loss_between_two_evaluations_is_marked_and_bounded(make_run):
     def same(flops: float) -> Callable[[int], float]:
         return lambda tokens: 2 + 3 * (tokens * flops / 1e7) ** -0.4
 
-    def runs(name: str, flops: float, evaluated: list[int]) -> compare.Model:
+    def runs(name: str, flops: float, evaluated: list[int]) -> comparisons.Model:
         options = {"flops": flops, "evaluated": evaluated, "heldout": same(flops)}
-        return compare.model(name, [read_run(make_run(f"{name}{k}", 3.0, k, **options)) for k in range(2)])
+        return comparisons.model(name, [read_run(make_run(f"{name}{k}", 3.0, k, **options)) for k in range(2)])
 
     small, large = runs("small", 1e6, [100, 400, 700, 1000]), runs("large", 4e6, [100, 400, 700, 1000])
     models = [small, large]
-    flops = compare.at_equal_flops(models, 1e9)
+    flops = comparisons.at_equal_flops(models, 1e9)
     assert flops.tokens == {"small": 1000, "large": 250} and flops.heldout
     assert flops.between == {"large": pytest.approx((same(4e6)(100), same(4e6)(400)))}
     truth, before, after = same(4e6)(250), *flops.between["large"]
@@ -140,48 +141,48 @@ def test_a_loss_between_two_evaluations_is_marked_and_bounded(make_run):
     assert chord > 0.06, "so much worse it would look on a straight line"
     assert 0 < flops.losses["large"][0] - truth < chord / 3
 
-    table = compare.table(flops, models, "small").splitlines()
+    table = comparisons.table(flops, models, "small").splitlines()
     assert "| evaluated before and after |" in table[2]
     assert table[-1].rstrip(" |").endswith(f"{before:.4f}, {after:.4f}") and table[-2].count("|  ") >= 1
     assert "**" not in "".join(table), "which is better is open"
     for baseline in ("small", "large"):
-        notes = "\n".join(compare.warnings(flops, models, baseline))
+        notes = "\n".join(comparisons.warnings(flops, models, baseline))
         assert f"large was not evaluated after 250 tokens: its loss there is interpolated between {before:.4f}" in notes
         assert "may differ by this interpolation alone" in notes
     # Where every model was evaluated there is nothing to say.
-    exact = compare.at_equal_flops(models, 4e8)
+    exact = comparisons.at_equal_flops(models, 4e8)
     assert exact.tokens == {"small": 400, "large": 100} and exact.between == {}
-    assert "before and after" not in compare.table(exact, models, "small")
-    assert not any("interpol" in note for note in compare.warnings(exact, models, "small"))
+    assert "before and after" not in comparisons.table(exact, models, "small")
+    assert not any("interpol" in note for note in comparisons.warnings(exact, models, "small"))
     # A difference larger than what lies between the evaluations is one.
-    far = compare.model(
+    far = comparisons.model(
         "far", [read_run(make_run("far", 3.0, 0, evaluated=[100, 400], heldout=lambda t: 9 - t / 1000))]
     )
-    tokens = compare.at_equal_tokens([small, far], 250)
-    notes = "\n".join(compare.warnings(tokens, [small, far], "small"))
+    tokens = comparisons.at_equal_tokens([small, far], 250)
+    notes = "\n".join(comparisons.warnings(tokens, [small, far], "small"))
     assert "far was not evaluated after 250 tokens" in notes and "alone" not in notes
-    assert "**small**" in compare.table(tokens, [small, far], "small")
+    assert "**small**" in comparisons.table(tokens, [small, far], "small")
 
 
 def test_what_is_not_known_is_not_claimed(make_run):
-    one = compare.model("one", [read_run(make_run("one", 3.0, 0))])
-    close = compare.model("close", [read_run(make_run(f"c{k}", 3.0 + 0.1 * k, k)) for k in range(2)])
-    far = compare.model("far", [read_run(make_run(f"f{k}", 3.2 + 0.1 * k, k)) for k in range(2)])
-    notes = compare.warnings(compare.at_equal_tokens([close, one, far]), [close, one, far], "close")
+    one = comparisons.model("one", [read_run(make_run("one", 3.0, 0))])
+    close = comparisons.model("close", [read_run(make_run(f"c{k}", 3.0 + 0.1 * k, k)) for k in range(2)])
+    far = comparisons.model("far", [read_run(make_run(f"f{k}", 3.2 + 0.1 * k, k)) for k in range(2)])
+    notes = comparisons.warnings(comparisons.at_equal_tokens([close, one, far]), [close, one, far], "close")
     assert "a model with one seed has no interval: how much of a difference is noise is unknown" in notes
     assert "far and close are within seed noise of each other" in notes
-    unknown = compare.model("unknown", [read_run(make_run("u", 3.0, 0, flops=None))])
-    assert compare.at_equal_flops([one, unknown]) is None
+    unknown = comparisons.model("unknown", [read_run(make_run("u", 3.0, 0, flops=None))])
+    assert comparisons.at_equal_flops([one, unknown]) is None
 
 
 def test_held_out_losses_are_compared_where_every_run_has_them(make_run):
-    a = compare.model("a", [read_run(make_run("a", 3.0, 0, evaluated=[500, 1000]))])
-    b = compare.model("b", [read_run(make_run("b", 3.1, 0, evaluated=[1000], flops=2e6))])
-    assert compare.at_equal_tokens([a, b]).heldout and compare.at_equal_tokens([a, b]).losses["a"] == [
+    a = comparisons.model("a", [read_run(make_run("a", 3.0, 0, evaluated=[500, 1000]))])
+    b = comparisons.model("b", [read_run(make_run("b", 3.1, 0, evaluated=[1000], flops=2e6))])
+    assert comparisons.at_equal_tokens([a, b]).heldout and comparisons.at_equal_tokens([a, b]).losses["a"] == [
         pytest.approx(3.1)
     ]
-    assert not compare.at_equal_flops([a, b]).heldout, "b was not evaluated at half its tokens"
-    assert not compare.at_equal_tokens([a, b], heldout=False).heldout
+    assert not comparisons.at_equal_flops([a, b]).heldout, "b was not evaluated at half its tokens"
+    assert not comparisons.at_equal_tokens([a, b], heldout=False).heldout
 
 
 def test_the_script_writes_tables_and_a_figure(make_run, tmp_path, capsys):
@@ -222,7 +223,7 @@ def test_the_figure_has_the_mean_the_range_of_seeds_and_the_points_of_comparison
     drawn = []
     monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
     runs = [read_run(make_run(f"a{k}", 3.0 + k, k, evaluated=[500, 1000])) for k in range(2)]
-    plots.loss_against_tokens_and_flops([compare.model("a", runs)], tmp_path / "x.png", tokens=900, flops=9e8)
+    plots.loss_against_tokens_and_flops([comparisons.model("a", runs)], tmp_path / "x.png", tokens=900, flops=9e8)
     left, right = drawn[0].axes
     mean, heldout, point = left.lines
     assert mean.get_xdata()[-1] == 1000 and mean.get_ydata()[50] == pytest.approx(5 - 1.5 * 510 / BUDGET, abs=1e-6)

@@ -1,0 +1,1 @@
+from tests.evaluation.conftest import quickstart  # noqa: F401 (a fixture)
