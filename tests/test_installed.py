@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from forgetting_transformer import __version__
 from tests.tiny import make_corpus
 from tests.waiting import HANG
 
@@ -78,7 +79,9 @@ def own_folder(tmp_path) -> Path:
 def test_a_wheel_trains_from_an_empty_folder_with_configs_of_ones_own(source, own_folder, tmp_path):
     pip("wheel", "--wheel-dir", tmp_path / "dist", source, folder=tmp_path)
     (wheel,) = (tmp_path / "dist").iterdir()
+    assert wheel.name.startswith(f"forgetting_transformer-{__version__}-")
     with zipfile.ZipFile(wheel) as files:
+        assert "forgetting_transformer/py.typed" in files.namelist()
         inside = {
             name.removeprefix("forgetting_transformer/configs/") for name in files.namelist() if "/configs/" in name
         }

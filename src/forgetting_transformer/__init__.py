@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         forgetting_attention_decode,
     )
 
+__version__ = "0.2.0"
+
 __all__ = ["cumulative_log_fgate", "forgetting_attention", "forgetting_attention_decode"]
 
 

@@ -32,12 +32,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("eval/**/*.md")),
     *ROOT.glob("benchmarks/**/*.md"),
 ]
 #: Programs that are not this project's; what they are given is not looked at.
-OTHERS = ("cd", "cp", "hf", "export")
+OTHERS = ("cd", "cp", "hf", "export", "git", "source", "pre-commit")
 #: What a reader puts in the place of a word in capital letters.
 PLACEHOLDERS = {"NAME": "fox_pro", "RATE": "1e-3", "TOKENS": "4096", "N": "2"}
 ANY_EXPERIMENT = "+experiment/demo=fox_pro"
@@ -156,6 +157,8 @@ def check_command(words: Sequence[str], partial: bool = False) -> None:
             compile(rest[1], "python -c", "exec")
     elif program == "python" and rest[:2] == ["-m", "forgetting_transformer.train"]:
         check_train(rest[2:], 1, partial)
+    elif program == "python" and rest[:2] == ["-m", "pytest"]:
+        check_command(["pytest", *rest[2:]])
     elif program == "python":
         check_script(rest[0], rest[1:], partial)
     elif program == "bash":

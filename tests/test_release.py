@@ -1,0 +1,38 @@
+"""The version is the same wherever it stands."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+import forgetting_transformer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_version_is_known_without_an_installation_and_without_pytorch():
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import forgetting_transformer as f; "
+        "print(f.__version__, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program, ROOT / "src"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [forgetting_transformer.__version__, "False"]
+
+
+def test_changelog_and_citation_have_the_version():
+    released = re.findall(r"^## (\d+\.\d+\.\d+) \((\d{4}-\d{2}-\d{2})\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert released[0] == (forgetting_transformer.__version__, str(citation["date-released"]))
+    assert citation["version"] == forgetting_transformer.__version__
+
+
+def test_the_readme_cites_the_same_paper():
+    readme = (ROOT / "README.md").read_text()
+    paper = yaml.safe_load((ROOT / "CITATION.cff").read_text())["preferred-citation"]
+    names = " and ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
+    for said in (paper["title"], names, str(paper["year"]), paper["url"]):
+        assert f"{{{said}}}" in readme
