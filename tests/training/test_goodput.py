@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forgetting_transformer.training.goodput import CATEGORIES, Goodput, describe, shares
+from forgetting_transformer.training.callbacks.goodput import CATEGORIES, Goodput, describe, shares
 from tests.training.conftest import STEP, Job, changed, train
 from tests.training.test_resume import lines
 

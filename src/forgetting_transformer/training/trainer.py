@@ -27,8 +27,10 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from forgetting_transformer.ops.selftest import Backend
-from forgetting_transformer.training import execution, goodput, setup, status
+from forgetting_transformer.training import execution, setup, status
 from forgetting_transformer.training.backends import choose_on_all_ranks
+from forgetting_transformer.training.callbacks import goodput
+from forgetting_transformer.training.callbacks.norms import all_finite, parameter_norms
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     Checkpointer,
@@ -50,7 +52,6 @@ from forgetting_transformer.training.feed import DataWorkerError, feed
 from forgetting_transformer.training.hardware import peak_flops
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.metrics import MetricsLog, Progress, Throughput, by_length
-from forgetting_transformer.training.norms import all_finite, parameter_norms
 from forgetting_transformer.training.official_checkpoint import is_official
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.peers import Peers
