@@ -19,8 +19,26 @@ from forgetting_transformer.ops import backends, recurrence
 from forgetting_transformer.ops.recurrence import chunked, fla, fla_on_hopper, reference, scan
 
 OPS = ["simple_gla", "gla", "delta_rule", "gated_delta_rule", "selective_scan"]
-PORTABLE = {op: getattr(scan if op == "selective_scan" else chunked, op) for op in OPS}
-REFERENCE = {op: getattr(reference, op) for op in OPS}
+GATES = {
+    "simple_gla": ["log_decay"],
+    "gla": ["log_decay"],
+    "delta_rule": ["beta"],
+    "gated_delta_rule": ["beta", "log_decay"],
+}
+
+
+def by_position(module: types.ModuleType, op: str):
+    """A backend's form of the op as a function of queries, keys, values, gates, scale and state; of the scan as it is."""
+
+    def function(q, k, v, *others):
+        *gates, scale, state = others
+        return module.linear_recurrence(q, k, v, scale, state, **dict(zip(GATES[op], gates, strict=True)))
+
+    return module.selective_scan if op == "selective_scan" else function
+
+
+PORTABLE = {op: by_position(scan if op == "selective_scan" else chunked, op) for op in OPS}
+REFERENCE = {op: by_position(reference, op) for op in OPS}
 # "resets": a tenth of the tokens erase the state, the others keep most of it.
 DECAYS = ["random", "none", "strong", "resets"]
 OPS_AND_DECAYS = [(op, decay) for op in OPS for decay in (["none"] if op == "delta_rule" else DECAYS)]
@@ -489,7 +507,7 @@ def test_fla_gets_every_argument_under_its_name(op, refuses, is_right, stand_in_
     miscompiled = refuses and not is_right
     inputs = rounded(make_inputs(op, 9, key_dim=128, value_dim=64), torch.bfloat16)
     assert fla.supports(op, inputs["q"], inputs["v"]) == (not (miscompiled and op in GATED))
-    assert_close(run(getattr(fla, op), inputs), run(REFERENCE[op], inputs), 1e-6)
+    assert_close(run(by_position(fla, op), inputs), run(REFERENCE[op], inputs), 1e-6)
     [(name, arguments)] = stand_in_fla.items()
     assert name == FLA_KERNELS[op][1]
     assert type(arguments["scale"]) is float

@@ -372,13 +372,13 @@ def test_a_recurrence_whose_kernel_does_not_compile_runs_in_pytorch(monkeypatch)
 
     q, k, v = torch.randn(3, 1, 70, 2, 16).unbind()
     beta, log_decay = torch.rand(1, 70, 2), -torch.rand(1, 70, 2)
-    gates = {"beta": beta, "g": log_decay}
+    arguments, gates = (q, k, v, 1.0, None), {"beta": beta, "log_decay": log_decay}
     monkeypatch.setitem(fla._loaded, "gated_delta_rule", no_compiler)
     with pytest.warns(
         RuntimeWarning, match=r"gated_delta_rule: .* OSError: no C compiler x+ … x+ at all\. PyTorch runs instead"
     ):
-        out, _ = fla._call("gated_delta_rule", q, k, v, 1.0, None, gates)
-    assert torch.equal(out, chunked.gated_delta_rule(q, k, v, beta, log_decay, 1.0, None)[0])
+        out, _ = fla.linear_recurrence(*arguments, **gates)
+    assert torch.equal(out, chunked.linear_recurrence(*arguments, **gates)[0])
     assert not backends.is_usable("gated_delta_rule", FLA)
     assert (
         "To mend it, look whether a C compiler and Python's headers are installed"

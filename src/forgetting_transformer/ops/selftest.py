@@ -311,14 +311,15 @@ def check_recurrence(
     if use.op in ("delta_rule", "gated_delta_rule"):
         inputs["beta"] = normal(*shape).sigmoid()
     if use.op != "delta_rule":
-        inputs["log decay"] = F.logsigmoid(normal(*shape, *([use.key_dim] if use.op == "gla" else [])) + 2)
+        inputs["log_decay"] = F.logsigmoid(normal(*shape, *([use.key_dim] if use.op == "gla" else [])) + 2)
     d_out = normal(*shape, use.value_dim).to(dtype)
 
     def run(*tensors: Tensor) -> Tensor:
         return getattr(recurrence, use.op)(*tensors, scale=1.0)[0]
 
     def reference(*tensors: Tensor) -> Tensor:
-        return getattr(recurrence.reference, use.op)(*tensors, 1.0, None)[0]
+        gates = dict(zip(list(inputs)[3:], tensors[3:], strict=True))
+        return recurrence.reference.linear_recurrence(*tensors[:3], 1.0, None, **gates)[0]
 
     got = _results(run, [x.to(device) for x in inputs.values()], d_out.to(device))
     heads = sorted({0, use.heads - 1})

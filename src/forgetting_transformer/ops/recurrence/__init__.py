@@ -23,6 +23,7 @@ Triton kernels of flash-linear-attention. FLOPs of each op stand beside its chun
 
 import math
 from types import ModuleType
+from typing import Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -48,15 +49,22 @@ __all__ = [
 ]
 
 
+class Options(TypedDict, total=False):
+    """Further arguments of the ops with queries, keys and values.
+
+    Attributes:
+        scale: factor on the output.
+        initial_state_BHKV: the state before the first token. Default 0.
+        output_final_state: whether to return the state after the last token. Default False.
+    """
+
+    scale: Required[float]
+    initial_state_BHKV: Tensor | None
+    output_final_state: bool
+
+
 def simple_gla(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    log_decay_BTH: Tensor,
-    *,
-    scale: float,
-    initial_state_BHKV: Tensor | None = None,
-    output_final_state: bool = False,
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, log_decay_BTH: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with one decay per head and token; Mamba-2's state space with q = C, k = B, v = x·dt, log a = A·dt.
 
@@ -65,9 +73,7 @@ def simple_gla(
         k_BTHK: keys, in q's dtype.
         v_BTHV: values, in q's dtype.
         log_decay_BTH: natural logarithms of the decays, finite, ≤ 0, any floating dtype; float32 is recommended.
-        scale: factor on the output.
-        initial_state_BHKV: the state before the first token. Default 0.
-        output_final_state: whether to return the state after the last token.
+        options: `scale=`, and what else `Options` has.
 
     Returns:
         Outputs `(B, T, H, V)` in v's dtype, and the final state `(B, H, K, V)` or None. States and sums are float32
@@ -78,51 +84,25 @@ def simple_gla(
         ValueError: shapes, dtypes or devices do not fit together, or scale is not positive. The message names the
             argument.
     """
-    _check_heads(q_BTHK, k_BTHK, v_BTHV, initial_state_BHKV, scale, log_decay=(log_decay_BTH, "BTH"))
-    backend = _select_backend("simple_gla", q_BTHK, v_BTHV)
-    with torch.autocast(q_BTHK.device.type, enabled=False):
-        out, state = backend.simple_gla(q_BTHK, k_BTHK, v_BTHV, log_decay_BTH, float(scale), initial_state_BHKV)
-    return out, state if output_final_state else None
+    return _linear_recurrence("simple_gla", q_BTHK, k_BTHK, v_BTHV, {"log_decay": log_decay_BTH}, **options)
 
 
 def gla(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    log_decay_BTHK: Tensor,
-    *,
-    scale: float,
-    initial_state_BHKV: Tensor | None = None,
-    output_final_state: bool = False,
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, log_decay_BTHK: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with one decay per key channel and token (HGRN2). Arguments and results: see `simple_gla`."""
-    _check_heads(q_BTHK, k_BTHK, v_BTHV, initial_state_BHKV, scale, log_decay=(log_decay_BTHK, "BTHK"))
-    backend = _select_backend("gla", q_BTHK, v_BTHV)
-    with torch.autocast(q_BTHK.device.type, enabled=False):
-        out, state = backend.gla(q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, float(scale), initial_state_BHKV)
-    return out, state if output_final_state else None
+    return _linear_recurrence("gla", q_BTHK, k_BTHK, v_BTHV, {"log_decay": log_decay_BTHK}, **options)
 
 
 def delta_rule(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    beta_BTH: Tensor,
-    *,
-    scale: float,
-    initial_state_BHKV: Tensor | None = None,
-    output_final_state: bool = False,
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, beta_BTH: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor | None]:
     """Replace, by a fraction β, what the state holds for k_t by v_t (DeltaNet).
 
     The state stays bounded for `β |k|² ≤ 2`: pass keys of length 1 and β in [0, 2]. β is any floating dtype. Other
     arguments and results: see `simple_gla`.
     """
-    _check_heads(q_BTHK, k_BTHK, v_BTHV, initial_state_BHKV, scale, beta=(beta_BTH, "BTH"))
-    backend = _select_backend("delta_rule", q_BTHK, v_BTHV)
-    with torch.autocast(q_BTHK.device.type, enabled=False):
-        out, state = backend.delta_rule(q_BTHK, k_BTHK, v_BTHV, beta_BTH, float(scale), initial_state_BHKV)
-    return out, state if output_final_state else None
+    return _linear_recurrence("delta_rule", q_BTHK, k_BTHK, v_BTHV, {"beta": beta_BTH}, **options)
 
 
 def gated_delta_rule(
@@ -131,19 +111,37 @@ def gated_delta_rule(
     v_BTHV: Tensor,
     beta_BTH: Tensor,
     log_decay_BTH: Tensor,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor | None]:
+    """The delta rule with one decay per head and token (Gated DeltaNet). Arguments and results: see `delta_rule`."""
+    gates = {"beta": beta_BTH, "log_decay": log_decay_BTH}
+    return _linear_recurrence("gated_delta_rule", q_BTHK, k_BTHK, v_BTHV, gates, **options)
+
+
+def _linear_recurrence(
+    op: str,
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    gates: dict[str, Tensor],
     *,
     scale: float,
     initial_state_BHKV: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule with one decay per head and token (Gated DeltaNet). Arguments and results: see `delta_rule`."""
-    gates = {"beta": (beta_BTH, "BTH"), "log_decay": (log_decay_BTH, "BTH")}
-    _check_heads(q_BTHK, k_BTHK, v_BTHV, initial_state_BHKV, scale, **gates)
-    backend = _select_backend("gated_delta_rule", q_BTHK, v_BTHV)
+    """Check the arguments of an op with queries, keys and values, and run it on the fastest backend."""
+    sequences = {"q": (q_BTHK, "BTHK"), "k": (k_BTHK, "BTHK"), "v": (v_BTHV, "BTHV")}
+    gates_with_axes = {name: (gate, "BTHK" if op == "gla" else "BTH") for name, gate in gates.items()}
+    _check(sequences | gates_with_axes | {"initial_state": (initial_state_BHKV, "BHKV")})
+    for name in ("k", "v"):
+        dtype = sequences[name][0].dtype
+        if dtype != q_BTHK.dtype:
+            raise ValueError(f"{name} is {dtype} and q {q_BTHK.dtype}; cast q, k and v to one dtype")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale is {scale}; it must be a positive finite number, such as 1/√K")
+    backend = _select_backend(op, q_BTHK, v_BTHV)
     with torch.autocast(q_BTHK.device.type, enabled=False):
-        out, state = backend.gated_delta_rule(
-            q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH, float(scale), initial_state_BHKV
-        )
+        out, state = backend.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, float(scale), initial_state_BHKV, **gates)
     return out, state if output_final_state else None
 
 
@@ -189,25 +187,6 @@ def _select_backend(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> ModuleType:
     if q_BTHK.is_cuda and fla.supports(op, q_BTHK, v_BTHV):
         return fla
     return chunked
-
-
-def _check_heads(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    initial_state_BHKV: Tensor | None,
-    scale: float,
-    **gates: tuple[Tensor, str],
-) -> None:
-    """Refuse arguments of the ops with queries, keys and values that do not fit together; each gate comes with its axes."""
-    sequences = {"q": (q_BTHK, "BTHK"), "k": (k_BTHK, "BTHK"), "v": (v_BTHV, "BTHV")}
-    _check(sequences | gates | {"initial_state": (initial_state_BHKV, "BHKV")})
-    for name in ("k", "v"):
-        dtype = sequences[name][0].dtype
-        if dtype != q_BTHK.dtype:
-            raise ValueError(f"{name} is {dtype} and q {q_BTHK.dtype}; cast q, k and v to one dtype")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale is {scale}; it must be a positive finite number, such as 1/√K")
 
 
 def _check(arguments: dict[str, tuple[Tensor | None, str]]) -> None:

@@ -31,18 +31,23 @@ CHUNK_LENGTH = 64
 _SEGMENT_LENGTH = 1024
 
 
-def simple_gla(
+def linear_recurrence(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
     v_BTHV: Tensor,
-    log_decay_BTH: Tensor,
     scale: float,
     initial_state_BHKV: Tensor | None,
+    *,
+    beta: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One decay per head and token (Dao and Gu 2024, "state space duality", section 6)."""
+    """Arguments and results as in `reference.linear_recurrence`."""
+    if beta is not None:
+        segment, gates = _delta_rule_segment, (beta, torch.zeros_like(beta) if log_decay is None else log_decay)
+    else:
+        segment, gates = (_gla_segment if log_decay.ndim == 4 else _simple_gla_segment), (log_decay,)
     state = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
-    segment = functools.partial(_simple_gla_segment, scale=scale)
-    return _over_segments(segment, state, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH)
+    return _over_segments(functools.partial(segment, scale=scale), state, q_BTHK, k_BTHK, v_BTHV, *gates)
 
 
 def simple_gla_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
@@ -52,53 +57,11 @@ def simple_gla_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
     return heads * (2 * CHUNK_LENGTH * (key_dim + value_dim) + 4 * key_dim * value_dim)
 
 
-def gla(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    log_decay_BTHK: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """One decay per key channel and token (Yang et al. 2024, "Gated linear attention")."""
-    state = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
-    segment = functools.partial(_gla_segment, scale=scale)
-    return _over_segments(segment, state, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK)
-
-
 def gla_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
     """Forward FLOPs per token with chunks of C = 64: a token meets (C - 1)/2 earlier ones of its chunk, `(C - 1)(K + V)` per
     head; itself, `2(K + V)`; and reading and updating the state, `2KV` each. The exponentials are not counted.
     """
     return heads * ((CHUNK_LENGTH + 1) * (key_dim + value_dim) + 4 * key_dim * value_dim)
-
-
-def delta_rule(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    beta_BTH: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Yang et al. 2024, "Parallelizing linear transformers with the delta rule"."""
-    no_decay_BTH = torch.zeros_like(beta_BTH)
-    return gated_delta_rule(q_BTHK, k_BTHK, v_BTHV, beta_BTH, no_decay_BTH, scale, initial_state_BHKV)
-
-
-def gated_delta_rule(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    beta_BTH: Tensor,
-    log_decay_BTH: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Yang et al. 2025, "Gated delta networks"."""
-    state = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
-    segment = functools.partial(_gated_delta_rule_segment, scale=scale)
-    return _over_segments(segment, state, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH)
 
 
 def delta_rule_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
@@ -147,6 +110,7 @@ _keep_out_of_graphs._dynamo_marked_constant = True
 def _simple_gla_segment(
     state_BHKV: Tensor, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, log_decay_BTH: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """One decay per head and token (Dao and Gu 2024, "state space duality", section 6)."""
     q, k, v, log_decay = _into_chunks(state_BHKV.dtype, q_BTHK, k_BTHK, v_BTHV, log_decay_BTH)
     before, after, between = _decays(log_decay)
     summaries = (k * after[..., None]).transpose(-1, -2) @ v
@@ -158,7 +122,9 @@ def _simple_gla_segment(
 def _gla_segment(
     state_BHKV: Tensor, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, log_decay_BTHK: Tensor, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The decay d_ij depends on the key channel, so pairs are taken in groups whose d_ij factors safely.
+    """One decay per key channel and token (Yang et al. 2024, "Gated linear attention").
+
+    The decay d_ij depends on the key channel, so pairs are taken in groups whose d_ij factors safely.
 
     Take two neighbouring blocks of tokens. For i in the right and j in the left one, `d_ij = p_i s_j` with p counted
     from the start of the right block and s to the end of the left one. Blocks of 1, 2, 4, ... C/2 tokens cover every
@@ -191,7 +157,7 @@ def _gla_segment(
     return _from_chunks(scale * (out + (q * before) @ states), v_BTHV), state_BHKV
 
 
-def _gated_delta_rule_segment(
+def _delta_rule_segment(
     state_BHKV: Tensor,
     q_BTHK: Tensor,
     k_BTHK: Tensor,
@@ -201,9 +167,9 @@ def _gated_delta_rule_segment(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Within a chunk the delta rule is linear attention of k with values `u_i = β_i (v_i - what S_{i-1} holds for k_i)`.
+    """The delta rule (Yang et al. 2024, "Parallelizing linear transformers"; with decay 2025, "Gated delta networks").
 
-    What S_{i-1} holds came from the state before the chunk and from earlier u's, so the u's solve a unit triangular
+    Within a chunk it is linear attention of k with values `u_i = β_i (v_i - what S_{i-1} holds for k_i)`. What S_{i-1} holds came from the state before the chunk and from earlier u's, so the u's solve a unit triangular
     system:
 
         u_i + Σ_{j < i} β_i d_ij (k_i·k_j) u_j = β_i v_i - (β_i p_i k_i)ᵀ S

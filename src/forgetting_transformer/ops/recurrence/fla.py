@@ -63,68 +63,19 @@ def serves(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_ind
 serves._dynamo_marked_constant = True
 
 
-def simple_gla(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    log_decay_BTH: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return _call("simple_gla", q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, {"g": log_decay_BTH.float()})
-
-
-def gla(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    log_decay_BTHK: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return _call("gla", q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, {"g": log_decay_BTHK.float()})
-
-
-def delta_rule(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    beta_BTH: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return _call("delta_rule", q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, {"beta": beta_BTH.float()})
-
-
-def gated_delta_rule(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    beta_BTH: Tensor,
-    log_decay_BTH: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    gates = {"beta": beta_BTH.float(), "g": log_decay_BTH.float()}
-    return _call("gated_delta_rule", q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, gates)
-
-
-def _call(
-    op: str,
+def linear_recurrence(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
     v_BTHV: Tensor,
     scale: float,
     initial_state_BHKV: Tensor | None,
-    gates: dict[str, Tensor],
+    *,
+    beta: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run FLA's kernel for the op; PyTorch's chunks, after a warning, where Triton cannot compile it.
-
-    Args:
-        gates: what comes after the values, in the order in which `chunked` takes it, by FLA's names.
-    """
-    if initial_state_BHKV is not None:
-        initial_state_BHKV = initial_state_BHKV.float()
+    """Arguments and results as in `reference.linear_recurrence`. After a warning, PyTorch's chunks where Triton fails."""
+    op = _op(beta, log_decay)
+    gates = {"beta": beta, "g": log_decay}
     try:
         # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned,
         # not two. scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.
@@ -133,17 +84,26 @@ def _call(
             k=k_BTHK,
             v=v_BTHV,
             scale=scale,
-            initial_state=initial_state_BHKV,
+            initial_state=None if initial_state_BHKV is None else initial_state_BHKV.float(),
             output_final_state=True,
-            **gates,
+            **{name: gate.float() for name, gate in gates.items() if gate is not None},
         )
     except Exception as error:  # what a compiler raises is not one class
         if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
             raise
         reason = f"its kernels do not compile: {backends.describe_error(error)}"
         backends.rule_out(op, backends.FLA, reason, backends.COMPILER_CURE)
-        return getattr(chunked, op)(q_BTHK, k_BTHK, v_BTHV, *gates.values(), scale, initial_state_BHKV)
+        return chunked.linear_recurrence(
+            q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, beta=beta, log_decay=log_decay
+        )
     return out_BTHV.to(v_BTHV.dtype), state_BHKV
+
+
+def _op(beta: Tensor | None, log_decay: Tensor | None) -> str:
+    """The name of the op with these gates, as in `_KERNELS`."""
+    if beta is not None:
+        return "delta_rule" if log_decay is None else "gated_delta_rule"
+    return "gla" if log_decay.ndim == 4 else "simple_gla"
 
 
 @functools.cache

@@ -151,7 +151,9 @@ def _agrees(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_in
     with torch.cuda.device(device):
         got = results(functools.partial(kernel, scale=1.0, initial_state=None, output_final_state=True), inputs)
         wide = {name: x.float() for name, x in inputs.items()}
-        want = results(lambda **x: getattr(chunked, op)(*x.values(), 1.0, None), wide)
+        want = results(
+            lambda q, k, v, g, beta=None: chunked.linear_recurrence(q, k, v, 1.0, None, beta=beta, log_decay=g), wide
+        )
         return all(
             (a.float() - b).norm().item() <= _TOLERANCE * b.norm().item() for a, b in zip(got, want, strict=True)
         )

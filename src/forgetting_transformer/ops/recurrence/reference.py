@@ -7,66 +7,39 @@ import torch
 from torch import Tensor
 
 
-def simple_gla(
+def linear_recurrence(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
     v_BTHV: Tensor,
-    log_decay_BTH: Tensor,
     scale: float,
     initial_state_BHKV: Tensor | None,
+    *,
+    beta: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`S_t = a_t S_{t-1} + k_t v_tᵀ`."""
-    return gla(q_BTHK, k_BTHK, v_BTHV, log_decay_BTH[..., None], scale, initial_state_BHKV)
+    """`S_t = diag(a_t) S_{t-1} + k_t v_tᵀ`; with β, `S_t = diag(a_t) S_{t-1} + β_t k_t (v_t - (diag(a_t) S_{t-1})ᵀ k_t)ᵀ`.
 
+    Args:
+        beta: `(B, T, H)`, None for linear attention, which only adds to the state.
+        log_decay: `(B, T, H)` or `(B, T, H, K)`. None, only with beta, for no decay.
 
-def gla(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    log_decay_BTHK: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`S_t = diag(a_t) S_{t-1} + k_t v_tᵀ`."""
+    Returns:
+        The output `(B, T, H, V)` in v's dtype, and the final state, always.
+    """
     dtype = compute_dtype(q_BTHK)
     state_BHKV = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
+    if log_decay is None:
+        log_decay = torch.zeros_like(beta)
+    if log_decay.ndim == 3:
+        log_decay = log_decay[..., None]
+    gates = (log_decay,) if beta is None else (log_decay, beta)
     outs = []
-    for q_BHK, k_BHK, v_BHV, log_decay_BHK in _steps(dtype, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK):
-        state_BHKV = log_decay_BHK.exp()[..., None] * state_BHKV + k_BHK[..., :, None] * v_BHV[..., None, :]
-        outs.append(_read(state_BHKV, q_BHK))
-    return (scale * torch.stack(outs, dim=1)).to(v_BTHV.dtype), state_BHKV
-
-
-def delta_rule(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    beta_BTH: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`S_t = S_{t-1} + β_t k_t (v_t - S_{t-1}ᵀ k_t)ᵀ`."""
-    no_decay_BTH = torch.zeros_like(beta_BTH)
-    return gated_delta_rule(q_BTHK, k_BTHK, v_BTHV, beta_BTH, no_decay_BTH, scale, initial_state_BHKV)
-
-
-def gated_delta_rule(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    beta_BTH: Tensor,
-    log_decay_BTH: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`S_t = a_t S_{t-1} + β_t k_t (v_t - a_t S_{t-1}ᵀ k_t)ᵀ`."""
-    dtype = compute_dtype(q_BTHK)
-    state_BHKV = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
-    outs = []
-    for q_BHK, k_BHK, v_BHV, beta_BH, log_decay_BH in _steps(dtype, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH):
-        state_BHKV = log_decay_BH.exp()[..., None, None] * state_BHKV
-        error_BHV = v_BHV - _read(state_BHKV, k_BHK)
-        state_BHKV = state_BHKV + (beta_BH[..., None] * k_BHK)[..., :, None] * error_BHV[..., None, :]
+    for q_BHK, k_BHK, v_BHV, log_decay_BHK, *strength in _steps(dtype, q_BTHK, k_BTHK, v_BTHV, *gates):
+        state_BHKV = log_decay_BHK.exp()[..., None] * state_BHKV
+        if strength:
+            v_BHV = v_BHV - _read(state_BHKV, k_BHK)
+            k_BHK = strength[0][..., None] * k_BHK
+        state_BHKV = state_BHKV + k_BHK[..., :, None] * v_BHV[..., None, :]
         outs.append(_read(state_BHKV, q_BHK))
     return (scale * torch.stack(outs, dim=1)).to(v_BTHV.dtype), state_BHKV
 
