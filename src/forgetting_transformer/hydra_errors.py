@@ -45,7 +45,7 @@ def is_of_hydra(error: Exception) -> bool:
 
 def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
     cause = error.__cause__
-    if isinstance(error, MissingConfigException) and error.options:
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
         if not option:
             return f"{group}= is empty (a variable that is not set?); choices: {', '.join(error.options)}"
@@ -61,7 +61,8 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
     if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not in struct" in str(cause):
         key = str(cause.full_key)
         section, dot, name = key.rpartition(".")
-        known = [str(known) for known in cause.parent_node or ()]
+        parent: Any = cause.parent_node
+        known = [str(known) for known in parent or ()]
         title = f"keys of {section}" if dot and section != "model.config" else ""
         close = _why_gone(key) or closest(OTHER_NAMES.get(name, name), known, before=section + dot)
         close = close or closest(name, sorted(_OFFICIAL.get(section, ())), before=section + dot)
@@ -74,16 +75,16 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and config_dirs:
         group, _, option = error.missing_cfg_file.rpartition("/")
         if not group:
-            known = " or ".join(sorted(file.stem for folder in config_dirs for file in folder.glob("*.yaml")))
+            names = " or ".join(sorted(file.stem for folder in config_dirs for file in folder.glob("*.yaml")))
             searched = " or ".join(map(str, config_dirs))
-            return f"--config-name={option}: there is no such file in {searched}; leave it out, or name {known}"
+            return f"--config-name={option}: there is no such file in {searched}; leave it out, or name {names}"
         if any((folder / group).is_dir() for folder in config_dirs):
             return f"there is no {group}={option}{_in_groups_below(config_dirs, group, option)}"
     lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines()]
     return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line)) or type(error).__name__
 
 
-def _keys_below(sections: dict[Any, Any], before: str = "") -> Iterator[str]:
+def _keys_below(sections: Any, before: str = "") -> Iterator[str]:
     """Every key with its sections, as in "optimizer.lr"."""
     for key, value in sections.items():
         if isinstance(value, dict):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra.errors import CompactHydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 _DECAYING = ("warmup_cosine", "warmup_linear")
 _STABLE = ("warmup_stable_decay",)
@@ -92,7 +92,7 @@ def translate(composed: Any, typed: Sequence[str] = ()) -> Any:
         OmegaConfBaseException: a value refers to what is not there.
     """
     schedule = OmegaConf.select(composed, "schedule") if OmegaConf.is_dict(composed) else None
-    found = [name for name in SCHEDULE if OmegaConf.is_dict(schedule) and name in schedule]
+    found = [name for name in SCHEDULE if name in schedule] if isinstance(schedule, DictConfig) else []
     if not found:
         return composed
     composed = copy.deepcopy(composed)

@@ -47,7 +47,7 @@ POSITIVE = Range(0, 1e9, above=True)
 
 
 #: Bounds that no decimal says as well.
-_POWERS = {-(2**63): "-2**63", 2**63 - 1: "2**63 - 1"}
+_POWERS: dict[float, str] = {-(2**63): "-2**63", 2**63 - 1: "2**63 - 1"}
 
 
 def _written(number: float) -> str:

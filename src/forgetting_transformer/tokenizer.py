@@ -98,10 +98,11 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
     def __init__(self, *args: Any, eos_token: Any = "<|endoftext|>", pad_token: Any = None, **kwargs: Any) -> None:
         # GPT-2's own files say `pad_token: null`, which would make every padded batch an error.
         pad_token = eos_token if pad_token is None else pad_token
-        super().__init__(*args, eos_token=eos_token, pad_token=pad_token, **kwargs)
+        kwargs |= {"eos_token": eos_token, "pad_token": pad_token}
+        super().__init__(*args, **kwargs)
         # `_encode_plus` is not public API of transformers. Should a release stop calling it, text would be encoded
         # unescaped and every evaluation would be wrong without an error, so the first thing encoded is a check.
-        escaped_quote = self._tokenizer.encode(r"\"")
+        escaped_quote = self.backend_tokenizer.encode(r"\"")
         if self.encode('"') != escaped_quote.ids:
             raise RuntimeError(
                 "JSONGPT2Tokenizer does not escape text under the installed version of transformers: install one that "
@@ -111,7 +112,9 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
         self._add_bos_token = escaped_quote.special_tokens_mask[:1] == [1]
         self._add_eos_token = escaped_quote.special_tokens_mask[-1:] == [1]
 
-    def _encode_plus(self, text: Any, text_pair: Any = None, **kwargs: Any) -> BatchEncoding:
+    def _encode_plus(  # type: ignore[override]  # the base classes do not agree on the types
+        self, text: Any, text_pair: Any = None, **kwargs: Any
+    ) -> BatchEncoding:
         """Every public way to encode ends here; `text` is one text, a batch, or either of them split into words."""
         if kwargs.get("return_offsets_mapping"):
             raise NotImplementedError(

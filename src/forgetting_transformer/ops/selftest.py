@@ -19,7 +19,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -219,14 +219,17 @@ def _attention_error(
     def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
         if not use.is_gated:
             return attention.causal_attention(q, k, v, window=problem.window, seq_start_B=seq_start)
-        options = {}
+        (log_f,) = gates
+        options: dict[str, Any] = {}
         if use.pruning == "auto":
             options = {"adaptive_threshold": "auto", "log_tolerance": _LOG_PRUNING_TOLERANCE}
         elif use.pruning == "threshold":
             bound = _LOG_PRUNING_TOLERANCE - (2 * use.key_dim**0.5 + math.log(length))
             options = {"adaptive_threshold": torch.full((heads,), bound, device=device)}
-        with _compiling_backward(d_out, q, k, v, *gates, apart=seq_start is None and problem.window is None):
-            return forgetting_attention(q, k, v, *gates, seq_start=seq_start, window_size=problem.window, **options)
+        with _compiling_backward(d_out, q, k, v, log_f, apart=seq_start is None and problem.window is None):
+            out = forgetting_attention(q, k, v, log_f, seq_start=seq_start, window_size=problem.window, **options)
+        assert isinstance(out, Tensor)  # without the log-normalisers
+        return out
 
     def reference(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
         q, k, v, log_f = (
@@ -274,7 +277,8 @@ def _compiling_backward(
 
         try:
             tensors = (x.detach().transpose(1, 2) for x in (d_out, q, k, v, log_fgate))
-            kernels.compile_backward(*tensors, q.shape[-1] ** -0.5)
+            d_out_BHMD, q_BHMD, k_BGND, v_BGND, log_fgate_BHN = tensors
+            kernels.compile_backward(d_out_BHMD, q_BHMD, k_BGND, v_BGND, log_fgate_BHN, q.shape[-1] ** -0.5)
         except Exception as error:  # the test itself does the same, and says what is wrong
             log.debug("the backward pass was not compiled early: %s", error)
 
@@ -289,8 +293,9 @@ def _compiling_backward(
 def _decoding_error(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor) -> tuple[float, str]:
     with torch.no_grad():
         got = forgetting_attention_decode(q[:, -1:], k, v, cumulative_log_fgate(log_fgate))
-        wide = [x.double().transpose(1, 2) for x in (q[:, -1:], k, v, log_fgate)]
-        want, _ = forgetting_attention_reference(*wide, None, q.shape[-1] ** -0.5)
+        q_BHMD, k_BGND, v_BGND, log_fgate_BHN = (x.double().transpose(1, 2) for x in (q[:, -1:], k, v, log_fgate))
+        want, _ = forgetting_attention_reference(q_BHMD, k_BGND, v_BGND, log_fgate_BHN, None, q.shape[-1] ** -0.5)
+    assert isinstance(got, Tensor)  # without the log-normalisers
     return _relative_error(got, want.transpose(1, 2)), "the output of decoding"
 
 

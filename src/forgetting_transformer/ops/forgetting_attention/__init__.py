@@ -152,9 +152,10 @@ def _attend(
     first_key_BM = first_visible_key(q_BHMD, k_BGND, window=window, cu_seqlens=cu_seqlens)
     if takes_kernel(q_BHMD):
         is_bounded = isinstance(adaptive_threshold, str)  # "auto"
+        threshold = log_tolerance if isinstance(adaptive_threshold, str) else adaptive_threshold
         found = attend_with_kernel(
             q_BHMD, k_BGND, v_BGND, log_fgate_BHN, sm_scale=sm_scale, seq_start_B=seq_start_B, first_key_BM=first_key_BM,
-            threshold_BH=threshold_tensor(log_tolerance if is_bounded else adaptive_threshold, q_BHMD), is_bounded=is_bounded,
+            threshold_BH=threshold_tensor(threshold, q_BHMD), is_bounded=is_bounded,
         )  # fmt: skip
         if found is not None:
             return found

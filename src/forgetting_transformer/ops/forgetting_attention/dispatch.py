@@ -117,14 +117,13 @@ def first_visible_key(
     num_queries, num_keys = q_BHMD.shape[2], k_BGND.shape[2]
     if cu_seqlens is None and (window is None or window >= num_keys):
         return None
-    first_key_M = None
     query_M = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int32, device=q_BHMD.device)
+    first_key_M = torch.zeros_like(query_M)
     if cu_seqlens is not None:
         starts = cu_seqlens.to(torch.int32)
         first_key_M = starts[torch.searchsorted(starts, query_M, right=True) - 1]
     if window is not None and window < num_keys:
-        window_start_M = (query_M - (window - 1)).clamp(min=0)
-        first_key_M = window_start_M if first_key_M is None else torch.maximum(first_key_M, window_start_M)
+        first_key_M = torch.maximum(first_key_M, query_M - (window - 1))
     return first_key_M.expand(q_BHMD.shape[0], -1)
 
 
@@ -135,7 +134,7 @@ def _has_kernel(device_index: int) -> bool:
 
 # What `torch.compiler.assume_constant_result` sets. The decorator itself would import the compiler, and with it Triton,
 # seconds of start-up for everyone who does not compile.
-_has_kernel._dynamo_marked_constant = True
+_has_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -91,7 +91,7 @@ def empty_heads_like(x: Tensor) -> Tensor:
 def locate(x: Tensor, block: int = 0, tma: bool = False) -> tuple[Any, int, int, int]:
     """A tensor `(B, H, T, D)` and the three numbers that locate a head in it: see `kernels.py`."""
     if not tma:
-        return x, *x.stride()[:3]
+        return x, x.stride(0), x.stride(1), x.stride(2)
     batch, heads, length, head_dim = x.shape
     per_row = x.stride(2)
     if _heads_within_rows(x):

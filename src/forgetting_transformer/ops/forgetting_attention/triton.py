@@ -74,8 +74,11 @@ def _bounds(q: Tensor, k: Tensor, first_key: Tensor | None, sm_scale: float) -> 
 
 def _bounds_like(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     sizes = Sizes.of(q, k)
-    lengths = sizes.blocks, sizes.blocks, sizes.stretches
-    return tuple(torch.empty(sizes.rows, n, dtype=torch.float32, device=q.device) for n in lengths)
+
+    def empty(length: int) -> Tensor:
+        return torch.empty(sizes.rows, length, dtype=torch.float32, device=q.device)
+
+    return empty(sizes.blocks), empty(sizes.blocks), empty(sizes.stretches)
 
 
 @_bounds.register_fake
@@ -108,20 +111,22 @@ def _decay(
         The fields of `Decay`.
     """
     decay, sizes = _decay_like(log_fgate, num_queries), Sizes.of_gates(log_fgate, num_queries)
-    has_first, has_bounds = first_key is not None, query_norm is not None
+    has_first, has_bounds = first_key is not None, key_norm is not None
     stretch_kernel[(sizes.rows * triton.cdiv(sizes.stretches, 8),)](
         log_fgate, *log_fgate.stride(), first_key, decay.suffix, decay.running,
         sizes.heads, sizes.queries, sizes.keys, sizes.stretches, MIN_LOG_FGATE, HAS_FIRST=has_first, STRETCH=STRETCH, CHUNK=8,
         **FUSED,
     )  # fmt: skip
-    largest_key, log_mass = (torch.empty_like(key_norm), torch.empty_like(key_norm)) if has_bounds else (None, None)
+    largest_key, log_mass = (
+        (None, None) if key_norm is None else (torch.empty_like(key_norm), torch.empty_like(key_norm))
+    )
     running_kernel[(sizes.rows,)](
         None if threshold is None else threshold.contiguous(), query_norm, self_score, key_norm, largest_key, log_mass, *decay,
         *sizes.lengths, max(sizes.stretches, sizes.blocks).bit_length() + 1,
         HAS_THRESHOLD=threshold is not None, HAS_BOUNDS=has_bounds, STRETCH=STRETCH,
         CHUNK=min(_MAX_CHUNK, triton.next_power_of_2(sizes.stretches)), **FUSED,
     )  # fmt: skip
-    return tuple(decay)
+    return (*decay,)
 
 
 def _decay_like(log_fgate: Tensor, num_queries: int) -> Decay:
@@ -216,7 +221,7 @@ def _backward(
     sizes = Sizes.of(q, k)
     has_first = first_key is not None
     end_query = None
-    if has_first:
+    if first_key is not None:
         positions = torch.arange(sizes.keys, dtype=torch.int32, device=q.device).expand(sizes.batch, -1).contiguous()
         end_query = torch.searchsorted(first_key.contiguous(), positions, right=True, out_int32=True)
     delta, shifted = torch.empty_like(log_normaliser), torch.empty_like(log_normaliser)
@@ -389,7 +394,8 @@ def _has_large_shared_memory(device_index: int) -> bool:
     """Hopper and the Blackwell GPUs of data centres, which also have a copy engine."""
     if torch.version.hip is not None or torch.cuda.get_device_capability(device_index) < (9, 0):
         return False
-    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin >= 220 * 1024
+    properties: Any = torch.cuda.get_device_properties(device_index)  # PyTorch's type information lacks the field
+    return properties.shared_memory_per_block_optin >= 220 * 1024
 
 
 def _on_hopper(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | None, *arguments: Any) -> Any:

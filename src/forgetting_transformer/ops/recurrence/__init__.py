@@ -191,7 +191,7 @@ def _select_backend(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> ModuleType:
 
 def _check(arguments: dict[str, tuple[Tensor | None, str]]) -> None:
     """Refuse tensors that do not fit together. An axis has the size of its first appearance; the initial state may be None."""
-    first_name, (first, _) = next(iter(arguments.items()))
+    first_name, device = "", None
     sizes: dict[str, int] = {}
     for name, (x, axes) in arguments.items():
         if x is None and name == "initial_state":
@@ -200,8 +200,9 @@ def _check(arguments: dict[str, tuple[Tensor | None, str]]) -> None:
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
         if not x.is_floating_point():
             raise TypeError(f"{name} has dtype {x.dtype}; it must be a floating dtype")
-        if x.device != first.device:
-            raise ValueError(f"{name} is on {x.device} and {first_name} on {first.device}; move them to one device")
+        first_name, device = first_name or name, device or x.device
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device} and {first_name} on {device}; move them to one device")
         if x.ndim != len(axes):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have {len(axes)} axes, ({', '.join(axes)})")
         if 0 in x.shape:

@@ -104,7 +104,7 @@ def _keep_out_of_graphs() -> bool:
 
 
 # What `torch.compiler.assume_constant_result` sets, without importing the compiler.
-_keep_out_of_graphs._dynamo_marked_constant = True
+_keep_out_of_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _simple_gla_segment(
@@ -191,8 +191,8 @@ def _delta_rule_segment(
         states.append(state_BHKV)
         us.append(u_v_n - w_n @ state_BHKV)
         state_BHKV = decay_n * state_BHKV + k_after_n @ us[-1]
-    states, u = torch.stack(states, dim=2), torch.stack(us, dim=2)
-    out = (q * before[..., None]) @ states + (between * (q @ k_transposed)) @ u
+    u = torch.stack(us, dim=2)
+    out = (q * before[..., None]) @ torch.stack(states, dim=2) + (between * (q @ k_transposed)) @ u
     return _from_chunks(scale * out, v_BTHV), state_BHKV
 
 

@@ -60,7 +60,7 @@ def serves(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_ind
 
 
 # What `torch.compiler.assume_constant_result` sets, without importing the compiler.
-serves._dynamo_marked_constant = True
+serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def linear_recurrence(

@@ -108,7 +108,7 @@ def gated_backward_is_right(op: str, key_dim: int, value_dim: int, dtype: torch.
         op: "simple_gla" or "gated_delta_rule".
         key_dim, value_dim, dtype: of the inputs it is wanted for.
     """
-    chunk_o = importlib.import_module("fla.ops.common.chunk_o")
+    chunk_o: Any = importlib.import_module("fla.ops.common.chunk_o")
     before = chunk_o.TRITON_ABOVE_3_7_1
     chunk_o.TRITON_ABOVE_3_7_1 = True
     try:

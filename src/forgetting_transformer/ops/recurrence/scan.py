@@ -19,6 +19,7 @@ Axes: see `__init__.py`; sequences are time first in here. S: positions of a seg
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +125,7 @@ def _save(ctx: FunctionCtx, inputs: tuple[Tensor, ...], output: tuple[Tensor, ..
     ctx.mark_non_differentiable(output[2])
 
 
-def _backward(ctx: FunctionCtx, dy_TBE: Tensor, dstate_BEN: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
+def _backward(ctx: Any, dy_TBE: Tensor, dstate_BEN: Tensor, _: Tensor | None) -> tuple[Tensor, ...]:
     return _selective_scan_backward(dy_TBE, dstate_BEN, *ctx.saved_tensors)
 
 
