@@ -58,22 +58,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     # Only now, so that --help is quick.
-    from forgetting_transformer.analysis import comparisons
+    from forgetting_transformer.analysis import AnalysisError, comparisons
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
-    from forgetting_transformer.sweep import SweepError
+    from forgetting_transformer.training.config import FREE_KEYS
 
     try:
         models = [comparisons.named_model(name, [Path(run) for run in runs]) for name, *runs in args.model]
-        models += comparisons.group(comparisons.find_runs(args.runs))
+        models += comparisons.group(comparisons.find_runs(args.runs), FREE_KEYS)
         names = [model.name for model in models]
         baseline = args.baseline or names[0]
         if len(set(names)) < len(names) or baseline not in names:
-            raise SweepError(f"models {names}: names must differ, and --baseline {baseline!r} be one of them")
+            raise AnalysisError(f"models {names}: names must differ, and --baseline {baseline!r} be one of them")
         heldout = None if args.loss is None else args.loss == "heldout"
         points = [comparisons.at_equal_tokens(models, args.tokens, heldout)]
         if (equal_flops := comparisons.at_equal_flops(models, args.flops, heldout)) is not None:
             points.append(equal_flops)
-    except (SweepError, ValueError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     parts = []

@@ -25,11 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import tables
 from tables import Results
 
-from forgetting_transformer.analysis import study_tables
+from forgetting_transformer.analysis import AnalysisError, study_tables
 from forgetting_transformer.analysis.markdown import fill_in, markdown_table, rate_text
 from forgetting_transformer.analysis.studies import display_name
 from forgetting_transformer.evaluation import per_token_loss
-from forgetting_transformer.sweep import SweepError
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDY = ROOT / "studies" / "seven_models"
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         changed = {page: text for page in PAGES if (text := filled(page)) != read(page)}
-    except (SweepError, OSError, LookupError) as error:
+    except (AnalysisError, OSError, LookupError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for page, text in changed.items():
@@ -62,12 +61,12 @@ def filled(page: str) -> str:
     """The page as the files of results say.
 
     Raises:
-        SweepError: marks that do not fit.
+        AnalysisError: marks that do not fit.
         OSError, LookupError: a file of results, or a row in it, is missing.
     """
     try:
         return fill_in(read(page), PAGES[page]())
-    except (SweepError, LookupError) as error:
+    except (AnalysisError, LookupError) as error:
         raise type(error)(f"{page}: {error}") from error
 
 

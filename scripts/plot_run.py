@@ -21,9 +21,8 @@ from forgetting_transformer import command_line
 from forgetting_transformer.analysis.plots.losses import format_tokens, loss_against_position, loss_against_tokens
 from forgetting_transformer.analysis.runs import (
     PositionLoss,
-    read_loss_history,
+    read_logged_run,
     read_position_loss,
-    read_unigram_entropy,
     run_names,
 )
 
@@ -71,13 +70,13 @@ def position_label(curve: PositionLoss) -> str:
 def plot(args: argparse.Namespace) -> list[Path]:
     """Draws what there is to draw and returns the files."""
     names = run_names(args.run_dirs)
-    histories = read_all(args.run_dirs, names, read_loss_history)
+    histories = read_all(args.run_dirs, names, read_logged_run)
     positions = read_all(args.run_dirs, names, read_position_loss)
     out = args.out or args.run_dirs[0] / "plots"
     written = []
     if histories:
         written.append(out / "loss_tokens.png")
-        recorded = {read_unigram_entropy(run_dir) for run_dir in args.run_dirs}
+        recorded = {run.unigram_entropy for run in histories}
         entropy = recorded.pop() if args.entropy is None and len(recorded) == 1 else args.entropy
         loss_against_tokens(histories, written[-1], entropy)
     if positions:

@@ -55,11 +55,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    from forgetting_transformer.analysis import study_tables
+    from forgetting_transformer.analysis import AnalysisError, study_tables
     from forgetting_transformer.analysis.markdown import fill_in
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
-    from forgetting_transformer.sweep import SweepError
 
     try:
         if args.command == "collect":
@@ -67,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             page = args.page.read_text(encoding="utf-8")
             args.page.write_text(fill_in(page, study_tables.sections(args.report, args.page)), encoding="utf-8")
-    except (SweepError, EvaluationError, DataError) as error:
+    except (AnalysisError, EvaluationError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -80,10 +79,11 @@ def collect(args: argparse.Namespace) -> None:
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation import per_token_loss
     from forgetting_transformer.evaluation.models import EvaluationError
+    from forgetting_transformer.training.config import FREE_KEYS
 
     args.out.mkdir(parents=True, exist_ok=True)
     runs = studies.runs_in(args.study, "runs")
-    study = studies.collect(args.study, args.position_loss, args.speed)
+    study = studies.collect(args.study, args.position_loss, args.speed, FREE_KEYS)
     positions = studies.read_positions(study, args.position_loss)
     study["comparison"] = per_token_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
     write(study, args.out)

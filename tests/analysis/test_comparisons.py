@@ -12,7 +12,8 @@ from scipy import stats
 
 from forgetting_transformer.analysis import comparisons, statistics
 from forgetting_transformer.analysis.plots import sweeps as plots
-from forgetting_transformer.analysis.results import read_run
+from forgetting_transformer.analysis.runs import read_run
+from forgetting_transformer.training.config import FREE_KEYS
 from tests.sweep.conftest import load_script
 
 compare_script = load_script("compare")
@@ -81,7 +82,7 @@ def test_runs_that_differ_only_in_their_seed_are_one_model_named_by_what_differs
     moved = make_run("x/a0/previous/1/old", 3.0, 5)
     runs = comparisons.find_runs([other.parent / "x", other, other])
     assert moved not in runs and len(runs) == 5
-    models = comparisons.group(runs)
+    models = comparisons.group(runs, FREE_KEYS)
     assert [(model.name, len(model.runs)) for model in models] == [
         ("fox lr=0.001", 2),
         ("fox lr=0.002", 2),
@@ -94,7 +95,11 @@ def test_a_model_is_called_what_it_is_whatever_the_tag_says(make_run):
     fox = make_run("a", 3.0, 0, tag="demo_fox_pro", model={"name": "forgetting_transformer", "label": "fox_pro"})
     delta = make_run("b", 3.0, 0, tag="demo_fox_pro", model={"name": "gated_delta_net", "label": "gated_delta_net"})
     own = make_run("c", 3.0, 0, tag="demo_fox_pro", model={"name": "my_mixer", "label": ""})
-    assert [model.name for model in comparisons.group([fox, delta, own])] == ["fox_pro", "gated_delta_net", "my_mixer"]
+    assert [model.name for model in comparisons.group([fox, delta, own], FREE_KEYS)] == [
+        "fox_pro",
+        "gated_delta_net",
+        "my_mixer",
+    ]
 
 
 def test_equal_tokens_and_equal_flops(make_run):

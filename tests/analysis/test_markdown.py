@@ -2,8 +2,8 @@
 
 import pytest
 
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.markdown import fill_in
-from forgetting_transformer.sweep import SweepError
 
 PAGE = """a
 <!-- models -->
@@ -21,7 +21,7 @@ def test_only_what_is_between_marks_of_a_page_is_replaced():
 
 
 def test_a_mark_without_a_section_is_an_error():
-    with pytest.raises(SweepError, match="wants 'loss', and there is no such section; there are models, speed"):
+    with pytest.raises(AnalysisError, match="wants 'loss', and there is no such section; there are models, speed"):
         fill_in(PAGE, {"models": "", "speed": ""})
 
 
@@ -36,5 +36,5 @@ def test_a_mark_without_a_section_is_an_error():
     ],
 )
 def test_a_mark_without_its_other_one_is_an_error(page):
-    with pytest.raises(SweepError, match="has no other one to pair with"):
+    with pytest.raises(AnalysisError, match="has no other one to pair with"):
         fill_in(page, {"models": "1"})

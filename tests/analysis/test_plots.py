@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 
 from forgetting_transformer.analysis.plots import losses as plots
 from forgetting_transformer.analysis.runs import (
-    LossHistory,
-    read_loss_history,
+    Run,
+    read_logged_run,
     read_metrics,
     read_position_loss,
-    read_unigram_entropy,
+    read_run,
     run_names,
 )
 
@@ -155,7 +155,7 @@ class TestReading:
 
     def test_history_takes_the_records_that_have_a_loss(self, tmp_path: Path) -> None:
         write_jsonl(tmp_path, "train", [{"step": 1}, {"step": 2, "train/loss": 5.0}, {"step": 3, "train/loss": 4.0}])
-        history = read_loss_history(tmp_path, "run")
+        history = read_logged_run(tmp_path, "run")
         assert history.train_tokens.tolist() == [2, 3] and history.train_loss.tolist() == [5.0, 4.0]
         assert history.heldout_loss.size == 0
 
@@ -169,10 +169,10 @@ class TestReading:
 
     def test_what_is_missing_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="no folder 'metrics': give a run's output_dir"):
-            read_loss_history(tmp_path, "run")
+            read_logged_run(tmp_path, "run")
         (tmp_path / "metrics").mkdir()
         with pytest.raises(FileNotFoundError, match=r"no 'train/loss' in train\.jsonl"):
-            read_loss_history(tmp_path, "run")
+            read_logged_run(tmp_path, "run")
         with pytest.raises(FileNotFoundError, match="after the run's first validation"):
             read_position_loss(tmp_path, "run")
 
@@ -196,7 +196,7 @@ class TestReading:
 
 class TestLossAgainstTokens:
     def test_draws_the_logged_numbers(self, make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
-        run = read_loss_history(make_run("fox"), "fox")
+        run = read_logged_run(make_run("fox"), "fox")
         plots.loss_against_tokens([run], tmp_path / "new folder" / "loss.png", entropy=7.5)
         assert is_picture(tmp_path / "new folder" / "loss.png")
         axes = drawn[0].axes[0]
@@ -212,13 +212,13 @@ class TestLossAgainstTokens:
     def test_the_first_steps_do_not_flatten_the_rest(self, drawn: list[Figure], tmp_path: Path) -> None:
         tokens = np.arange(1, 1001)
         loss = np.where(tokens <= 5, 11.0, 3.0 - tokens / 2000)
-        run = LossHistory("run", tokens, loss, tokens[:0], loss[:0])
+        run = Run("run", tokens, loss, tokens[:0], loss[:0])
         plots.loss_against_tokens([run], tmp_path / "loss.png")
         assert drawn[0].axes[0].get_ylim()[1] < 3.5
 
     def test_legend_names_every_run_and_fits(self, drawn: list[Figure], make_run: MakeRun, tmp_path: Path) -> None:
         names = ["fox", "_transformer", "mamba2 $1_$2", "hgrn2_" + "a_long_name_" * 15, "delta net"]
-        runs = [read_loss_history(make_run(name[:20]), name) for name in names]
+        runs = [read_logged_run(make_run(name[:20]), name) for name in names]
         plots.loss_against_tokens(runs, tmp_path / "loss.png", entropy=5.0)
         figure = drawn[0]
         labels = [
@@ -230,13 +230,13 @@ class TestLossAgainstTokens:
         assert figure.axes[0].get_window_extent().height > 0.6 * 4.0 * figure.dpi
 
     def test_one_log_and_gaps_are_drawn(self, tmp_path: Path) -> None:
-        one = LossHistory("one", np.array([100]), np.array([9.0]), np.array([], int), np.array([]))
-        gaps = LossHistory("gaps", np.arange(4), np.array([9, math.nan, 7, 6.0]), np.array([3]), np.array([math.inf]))
+        one = Run("one", np.array([100]), np.array([9.0]), np.array([], int), np.array([]))
+        gaps = Run("gaps", np.arange(4), np.array([9, math.nan, 7, 6.0]), np.array([3]), np.array([math.inf]))
         plots.loss_against_tokens([one, gaps], tmp_path / "loss.png")
         assert is_picture(tmp_path / "loss.png")
 
     def test_nothing_finite_is_an_error(self, tmp_path: Path) -> None:
-        run = LossHistory("diverged", np.array([1]), np.array([math.nan]), np.array([], int), np.array([]))
+        run = Run("diverged", np.array([1]), np.array([math.nan]), np.array([], int), np.array([]))
         with pytest.raises(ValueError, match=r"no finite loss \(diverged\)"):
             plots.loss_against_tokens([run], tmp_path / "loss.png")
         with pytest.raises(ValueError, match="no runs given"):
@@ -277,7 +277,7 @@ class TestLossAgainstPosition:
 
 def test_matplotlib_settings_are_left_alone(make_run: MakeRun, tmp_path: Path) -> None:
     before = dict(mpl.rcParams)
-    plots.loss_against_tokens([read_loss_history(make_run("fox"), "fox")], tmp_path / "loss.png")
+    plots.loss_against_tokens([read_logged_run(make_run("fox"), "fox")], tmp_path / "loss.png")
     assert dict(mpl.rcParams) == before
 
 
@@ -328,9 +328,9 @@ class TestScript:
 def test_the_entropy_line_comes_from_the_run_when_it_is_not_given(tmp_path):
     folder = tmp_path / "metrics/jsonlines"
     folder.mkdir(parents=True)
-    assert read_unigram_entropy(tmp_path) is None
+    assert read_run(tmp_path).unigram_entropy is None
     (folder / "train_data_info.jsonl").write_text('{"step": 0, "unigram_entropy_nats": 6.5}\n')
-    assert read_unigram_entropy(tmp_path) == 6.5
+    assert read_run(tmp_path).unigram_entropy == 6.5
 
 
 def test_seeds_of_one_model_are_drawn_as_their_mean_and_a_shaded_range(tmp_path, drawn):

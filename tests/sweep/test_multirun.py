@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from forgetting_transformer.analysis.results import read_run
+from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.sweep import SweepError, jobs, machines, runner
 from forgetting_transformer.sweep.jobs import State
 from forgetting_transformer.training import parse

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from forgetting_transformer.analysis import studies, study_tables
+from forgetting_transformer.analysis import AnalysisError, studies, study_tables
 from forgetting_transformer.evaluation import per_token_loss
 from forgetting_transformer.sweep import SweepError, learning_rate, machines, runner
 from forgetting_transformer.sweep.jobs import State
 from forgetting_transformer.sweep.runner import run_jobs
+from forgetting_transformer.training.config import FREE_KEYS
 from tests.sweep.conftest import ROOT, load_script, starts
 from tests.sweep.test_multirun import make_job
 
@@ -201,8 +202,8 @@ def test_seeds_of_different_settings_are_not_averaged(study, tmp_path):
     other = tmp_path / "out/runs/fox_pro_seed1"
     shutil.copytree(tmp_path / "out/runs/fox_pro_seed0", other)
     (other / "config.yaml").write_text(config.replace("seed: 0", "seed: 1").replace("lr: 0.002", "lr: 0.005"))
-    with pytest.raises(SweepError, match=r"fox_pro_seed0 and .*fox_pro_seed1 differ in optimizer\.lr, and seeds"):
-        studies.collect(tmp_path / "out", tmp_path / "positions")
+    with pytest.raises(AnalysisError, match=r"fox_pro_seed0 and .*fox_pro_seed1 differ in optimizer\.lr, and seeds"):
+        studies.collect(tmp_path / "out", tmp_path / "positions", free=FREE_KEYS)
 
 
 def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults, tmp_path):
@@ -224,7 +225,7 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults,
     (tmp_path / "speed.json").write_text(json.dumps({"rows": [row, {"status": "out of memory"}]}))
     log = tmp_path / "out/variants/fox_pro_seed1/metrics/jsonlines/val.jsonl"
     log.write_text(log.read_text().replace('"val/loss": 3.0', '"val/loss": 3.2'))
-    found = studies.collect(tmp_path / "out", tmp_path / "positions", [tmp_path / "speed.json"])
+    found = studies.collect(tmp_path / "out", tmp_path / "positions", [tmp_path / "speed.json"], free=FREE_KEYS)
     found["pruned"] = {"fox_pro": {"4,096": 0.25}}
     assert json.loads(json.dumps(found)) == found
     runs = studies.runs_in(tmp_path / "out", "runs")
@@ -253,7 +254,7 @@ def test_seeds_that_are_not_finished_or_diverged_are_not_in_the_mean(study, faul
     faults |= {"preempt": "runs/fox_pro_seed1", "diverge": "runs/fox_pro_seed2"}
     study("--models", "fox_pro", "--seeds", "0", "1", "2", "3")
     shutil.rmtree(tmp_path / "out/runs/fox_pro_seed3")
-    found = studies.collect(tmp_path / "out", tmp_path / "positions")
+    found = studies.collect(tmp_path / "out", tmp_path / "positions", free=FREE_KEYS)
     (row,) = tables_of(found)["models"][2:]
     assert row[4:8] == ["1.6M", "1 of 3, 1 diverged", "2.9980", "2.9980"]
     assert [run for run, _ in studies.evaluated_runs(found)] == ["fox_pro_seed0"]
@@ -267,7 +268,7 @@ def test_a_model_whose_only_run_is_not_finished_is_shown_with_what_it_has(study,
     faults["preempt"] = "runs/fox_pro"
     study("--models", "fox_pro", "mamba2", "--seeds", "0", "1")
     shutil.rmtree(tmp_path / "out/runs/fox_pro_seed1")
-    found = studies.collect(tmp_path / "out", tmp_path / "positions")
+    found = studies.collect(tmp_path / "out", tmp_path / "positions", free=FREE_KEYS)
     fox, mamba = tables_of(found)["models"][2:]
     assert fox[4:8] == ["0.8M", "1", "4.9980", ""] and mamba[5] == "2"
     assert "fox_pro_seed1: others have a run with it" in study_tables.missing(found)
@@ -276,8 +277,8 @@ def test_a_model_whose_only_run_is_not_finished_is_shown_with_what_it_has(study,
 def test_a_folder_without_a_seed_in_its_name_is_refused(study, tmp_path):
     assert study("--models", "fox_pro")[0] == 0
     (tmp_path / "out/runs/fox_pro_seed0").rename(tmp_path / "out/runs/fox_pro")
-    with pytest.raises(SweepError, match="'fox_pro' is not the name of a study's run"):
-        studies.collect(tmp_path / "out", tmp_path / "positions")
+    with pytest.raises(AnalysisError, match="'fox_pro' is not the name of a study's run"):
+        studies.collect(tmp_path / "out", tmp_path / "positions", free=FREE_KEYS)
 
 
 def test_a_study_without_evaluation_is_collected_and_its_page_shows_the_figures_there_are(study, tmp_path, capfd):

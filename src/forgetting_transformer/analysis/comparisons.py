@@ -5,16 +5,14 @@ other initial weights would change (statistics.py).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.analysis import statistics
+from forgetting_transformer.analysis import AnalysisError, statistics
 from forgetting_transformer.analysis.markdown import markdown_table
-from forgetting_transformer.analysis.results import TRAIN_WINDOW, RunRecord, read_run
-from forgetting_transformer.sweep import SweepError
-from forgetting_transformer.training.config import FREE_KEYS, flatten
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, flatten, read_run
 
 #: Most differing keys that a name lists; beyond, the run's folder names the model.
 _KEYS_IN_A_NAME = 3
@@ -27,7 +25,7 @@ class Model:
     """Runs that differ in their seed alone."""
 
     name: str
-    runs: tuple[RunRecord, ...]
+    runs: tuple[Run, ...]
 
     @property
     def tokens(self) -> int:
@@ -80,44 +78,47 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     """The runs among these folders and inside them, in order; what a run moved aside is left out.
 
     Raises:
-        SweepError: a folder neither is a run nor contains one.
+        AnalysisError: a folder neither is a run nor contains one.
     """
     found: list[Path] = []
     for path in paths:
         inside = sorted(file.parents[2] for file in path.glob("**/metrics/jsonlines/train.jsonl"))
         runs = [run for run in inside if "previous" not in run.relative_to(path).parts]
         if not runs:
-            raise SweepError(
+            raise AnalysisError(
                 f"{path}: no run there that has logged (metrics/jsonlines/train.jsonl); give output_dirs of runs"
             )
         found += [run for run in runs if run.resolve() not in {other.resolve() for other in found}]
     return found
 
 
-def group(runs: Sequence[Path]) -> list[Model]:
+def group(runs: Sequence[Path], free: Collection[str] = ()) -> list[Model]:
     """Puts runs that differ only in their seed together, and names each group by what tells it from the others.
 
+    Args:
+        free: config keys that do not decide what is learnt, `training.config.FREE_KEYS`; they may differ too.
+
     Raises:
-        SweepError: a run has no config.yaml.
+        AnalysisError: a run has no config.yaml.
     """
-    groups: dict[tuple, list[RunRecord]] = {}
+    groups: dict[tuple, list[Run]] = {}
     for folder in runs:
         run = _read(folder)
-        groups.setdefault(tuple(sorted(_identity(run.config).items())), []).append(run)
-    names = _names([members[0] for members in groups.values()])
+        groups.setdefault(tuple(sorted(_identity(run.config, free).items())), []).append(run)
+    names = _names([members[0] for members in groups.values()], free)
     return [model(name, members) for name, members in zip(names, groups.values(), strict=True)]
 
 
-def model(name: str, runs: Sequence[RunRecord]) -> Model:
+def model(name: str, runs: Sequence[Run]) -> Model:
     """
     Raises:
-        SweepError: two runs have the same seed, so that they are no independent samples.
+        AnalysisError: two runs have the same seed, so that they are no independent samples.
     """
     seeds: dict[int, Path] = {}
     for run in runs:
         seed = run.config["seed"]
         if seed in seeds:
-            raise SweepError(
+            raise AnalysisError(
                 f"{name}: {seeds[seed]} and {run.output_dir} both have seed {seed} and would count as two samples; "
                 f"leave one "
                 "out, or put them into models of their own with --model NAME RUN"
@@ -138,14 +139,14 @@ def at_equal_tokens(models: Sequence[Model], tokens: float | None = None, heldou
         heldout: which loss; None takes held-out loss if every run has one there.
 
     Raises:
-        SweepError: a run has not come that far.
+        AnalysisError: a run has not come that far.
     """
     common = min(model.tokens for model in models)
     if tokens is None:
         tokens = common
     if tokens > common:
         short = min(models, key=lambda model: model.tokens).name
-        raise SweepError(f"--tokens {tokens:,.0f}: {short} has logged {common:,} tokens; choose at most that")
+        raise AnalysisError(f"--tokens {tokens:,.0f}: {short} has logged {common:,} tokens; choose at most that")
     return _comparison("training tokens", tokens, models, dict.fromkeys((m.name for m in models), tokens), heldout)
 
 
@@ -155,7 +156,7 @@ def at_equal_flops(
     """The same for training FLOPs (of the architecture's formula); None if a run has not recorded its FLOPs per token.
 
     Raises:
-        SweepError: a run has not come that far.
+        AnalysisError: a run has not come that far.
     """
     if any(math.isnan(model.flops_per_token) for model in models):
         return None
@@ -164,7 +165,7 @@ def at_equal_flops(
     if flops is None:
         flops = common
     if flops > common * (1 + 1e-9):
-        raise SweepError(f"--flops {flops:.3e}: {least.name} has done {common:.3e} FLOPs; choose at most that")
+        raise AnalysisError(f"--flops {flops:.3e}: {least.name} has done {common:.3e} FLOPs; choose at most that")
     # The division may end a rounding error past what was logged.
     tokens = {model.name: min(flops / model.flops_per_token, model.tokens) for model in models}
     return _comparison("training FLOPs", flops, models, tokens, heldout)
@@ -243,7 +244,7 @@ def _comparison(
     for name, losses_of in found.items():
         if not all(math.isfinite(loss) for loss in losses_of):
             kind = "evaluated on held-out documents" if heldout else "logged a finite training loss"
-            raise SweepError(
+            raise AnalysisError(
                 f"{name}: not all of its runs have {kind} around {tokens[name]:,.0f} tokens; choose another point "
                 f"(--tokens, --flops) or --loss {'train' if heldout else 'heldout'}"
             )
@@ -259,25 +260,25 @@ def _schedule_left(model: Model, tokens: float) -> float:
     return max(0.0, 1 - tokens / model.schedule_tokens) if model.schedule_tokens else 0.0
 
 
-def differing_settings(one: RunRecord, other: RunRecord) -> list[str]:
+def differing_settings(one: Run, other: Run, free: Collection[str] = ()) -> list[str]:
     """Keys in which two runs differ, except their seed and what does not decide a model's weights."""
-    first, second = _identity(one.config), _identity(other.config)
+    first, second = _identity(one.config, free), _identity(other.config, free)
     return sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
 
 
-def _read(folder: Path) -> RunRecord:
+def _read(folder: Path) -> Run:
     run = read_run(folder)
     if not run.config:
-        raise SweepError(f"{folder} has no config.yaml: give the output_dir of a run")
+        raise AnalysisError(f"{folder} has no config.yaml: give the output_dir of a run")
     return run
 
 
-def _identity(config: Mapping[str, Any]) -> dict[str, str]:
+def _identity(config: Mapping[str, Any], free: Collection[str]) -> dict[str, str]:
     """What makes a run another model: all that decides its weights except the seed, and its budget."""
     kept = {
         key: str(value)
         for key, value in flatten(dict(config)).items()
-        if key != "seed" and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+        if key != "seed" and not any(key == one or key.startswith(f"{one}.") for one in free)
     }
     return kept | {"train.max_tokens": str(config["train"]["max_tokens"])}
 
@@ -288,13 +289,13 @@ def _label(config: Mapping[str, Any]) -> str:
     return config["tag"] if label is None else label or config["model"]["name"]
 
 
-def _names(runs: Sequence[RunRecord]) -> list[str]:
+def _names(runs: Sequence[Run], free: Collection[str]) -> list[str]:
     """What the models are called where that suffices, else that and what differs among those of one name, else the folder."""
     labels = [_label(run.config) for run in runs]
     names = []
     for run, label in zip(runs, labels, strict=True):
-        mine = _identity(run.config)
-        same_label = [_identity(other.config) for other, its in zip(runs, labels, strict=True) if its == label]
+        mine = _identity(run.config, free)
+        same_label = [_identity(other.config, free) for other, its in zip(runs, labels, strict=True) if its == label]
         differing = sorted(key for key in mine if len({other.get(key) for other in same_label}) > 1)
         if len(differing) > _KEYS_IN_A_NAME:
             names.append(run.output_dir.name)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from forgetting_transformer.sweep import SweepError
+from forgetting_transformer.analysis import AnalysisError
 
 #: A table stands on lines of its own between <!-- NAME --> and <!-- end of NAME -->, a number in a sentence between
 #: <!-- NAME --> and <!-- end -->.
@@ -46,18 +46,20 @@ def fill_in(page: str, sections: Mapping[str, str]) -> str:
         sections: tables and numbers by name.
 
     Raises:
-        SweepError: the page has marks for a section that is not there, or a mark without the one that ends it.
+        AnalysisError: the page has marks for a section that is not there, or a mark without the one that ends it.
     """
 
     def replace(match: re.Match[str]) -> str:
         name = match[1]
         if name not in sections:
-            raise SweepError(f"the page wants {name!r}, and there is no such section; there are {', '.join(sections)}")
+            raise AnalysisError(
+                f"the page wants {name!r}, and there is no such section; there are {', '.join(sections)}"
+            )
         text = sections[name].strip()
         if match[0].endswith("<!-- end -->"):
             return f"<!-- {name} -->{text}<!-- end -->"
         return f"<!-- {name} -->\n{text}\n<!-- end of {name} -->"
 
     if unpaired := _MARK.search(_MARKED.sub("", page)):
-        raise SweepError(f"the mark {unpaired[0]} has no other one to pair with")
+        raise AnalysisError(f"the mark {unpaired[0]} has no other one to pair with")
     return _MARKED.sub(replace, page)

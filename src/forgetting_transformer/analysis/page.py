@@ -21,11 +21,11 @@ import yaml
 from forgetting_transformer.analysis import tables
 from forgetting_transformer.analysis.plots.losses import format_tokens, loss_against_position, loss_against_tokens
 from forgetting_transformer.analysis.runs import (
-    LossHistory,
-    read_description,
-    read_loss_history,
-    read_metrics,
+    Run,
+    flatten,
+    read_logged_run,
     read_position_loss,
+    read_run,
     run_names,
 )
 from forgetting_transformer.evaluation import harness_tables, longbench, niah, per_token_loss
@@ -98,16 +98,6 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
     return left_out
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested keys with dots between them: {"a": {"b": 1}} -> {"a.b": 1}."""
-    if not isinstance(config, dict):
-        return {prefix: config}
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
-
-
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Keys that are not in every configuration with the same value, in the order of their first occurrence."""
     keys = dict.fromkeys(key for config in configs for key in config)
@@ -119,11 +109,9 @@ def _overview(runs: Mapping[str, Path]) -> str:
         return ""
     rows = []
     for name, folder in runs.items():
-        config = _config(folder)
-        metrics = folder / "metrics" / "jsonlines"
-        info = read_description(metrics / "model_info.jsonl")
-        train, heldout, speed = (_last(metrics / f"{kind}.jsonl") for kind in ("train", "val", "throughput"))
-        starts = [json.loads(line) for line in _lines(folder / "starts.jsonl")]
+        run = read_run(folder)
+        config, starts, info = run.config, run.starts, run.info("model")
+        train, heldout, speed = (run.last(kind) for kind in ("train", "val", "throughput"))
         loss = heldout.get("val/loss")
         rows.append(
             [
@@ -147,13 +135,13 @@ def _overview(runs: Mapping[str, Path]) -> str:
 
 
 def _training_curves(runs: Mapping[str, Path], left_out: list[str]) -> str:
-    histories = _collect(runs, read_loss_history, left_out)
+    histories = _collect(runs, read_logged_run, left_out)
     if not any(_has_loss(history) for history in histories):
         return ""
     return _picture(lambda path: loss_against_tokens(histories, path), "loss against training tokens")
 
 
-def _has_loss(history: LossHistory) -> bool:
+def _has_loss(history: Run) -> bool:
     return bool(np.isfinite(history.train_loss).any() or np.isfinite(history.heldout_loss).any())
 
 
@@ -267,7 +255,7 @@ def _gates(file: Path) -> str:
 def _configurations(runs: Mapping[str, Path]) -> str:
     if not runs:
         return ""
-    configs = [flatten(_config(folder)) for folder in runs.values()]
+    configs = [flatten(read_run(folder).config) for folder in runs.values()]
     different = differing(configs)
     same = sorted({key for config in configs for key in config} - set(different))
 
@@ -346,19 +334,6 @@ def _free_name(name: str, taken: Mapping[str, Any]) -> str:
         number += 1
         free = f"{name} ({number})"
     return free
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    return yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-
-
-def _last(file: Path) -> dict[str, Any]:
-    records = read_metrics(file)
-    return records[-1] if records else {}
-
-
-def _lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
 
 
 def _count(value: float | None) -> str:

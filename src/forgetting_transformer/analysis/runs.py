@@ -1,32 +1,274 @@
-"""Reads what a training run wrote: its logged losses and its loss at every position.
+"""Reads what a training run left in its folder, at any time of the run's life. `step` is the number of training tokens.
 
-Files of a run that are read here (``step`` is the number of training tokens):
-
-    output_dir/metrics/jsonlines/train.jsonl             one JSON object per line: step, train/loss, ...
-    output_dir/metrics/jsonlines/val.jsonl               step, val/loss, ...
+    output_dir/config.yaml, status.json, starts.jsonl    settings, how the last start ended, a line per start
+    output_dir/metrics/jsonlines/<kind>.jsonl            a JSON object per line: step, and numbers by name
     output_dir/metrics/npz/val/step-%015d.npz            val/loss_per_token: (seq_len,), mean loss at each position
     output_dir/metrics/npz/train_eval/step-%015d.npz     train_eval/loss_per_token: the same over training batches
+
+Kinds and names are listed in docs/run_directory.md. A kind that a run does not have is empty here, and no error: runs
+of earlier versions lack some, and a run that has just begun lacks most.
 """
 
 import json
+import math
+import re
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import yaml
+
+#: Training loss at some tokens is the mean of what was logged over the last 5 % of the tokens before.
+TRAIN_WINDOW = 0.05
+
+# Evaluations are at whole steps, and a point of equal FLOPs need not be: so near, as a part of the tokens, is there.
+_SAME_PLACE = 1e-3
+
+_NOT_FINITE = re.compile(r"infinite or NaN|not finite")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+class Series(NamedTuple):
+    """Numbers that a run logged under one name, at growing numbers of training tokens."""
+
+    tokens: np.ndarray  # (n,)
+    values: np.ndarray  # (n,)
 
 
 @dataclass(frozen=True)
-class LossHistory:
-    """The losses a run logged, in nats per token, at growing numbers of training tokens."""
+class Run:
+    """One run as its files describe it; all numbers are zero or empty before the run has logged.
+
+    Attributes:
+        name: for people.
+        train_tokens, train_loss: (n,), training tokens and loss of the batch in nats per token, as logged.
+        heldout_tokens, heldout_loss: (m,), the same for held-out documents.
+        output_dir: the run's folder. All other numbers are read from it when they are asked for.
+    """
 
     name: str
-    train_tokens: np.ndarray  # (n,)
-    train_loss: np.ndarray  # (n,)
-    heldout_tokens: np.ndarray  # (m,), m = 0 before the first validation
-    heldout_loss: np.ndarray  # (m,)
+    train_tokens: np.ndarray
+    train_loss: np.ndarray
+    heldout_tokens: np.ndarray
+    heldout_loss: np.ndarray
+    output_dir: Path = Path()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved config of its newest start; {} before the first."""
+        file = self.output_dir / "config.yaml"
+        return yaml.safe_load(file.read_text(encoding="utf-8")) or {} if file.is_file() else {}
+
+    @cached_property
+    def status(self) -> dict[str, Any]:
+        """How its last start ended (training/status.py); {} before the first, and where the file is damaged."""
+        try:
+            found = json.loads((self.output_dir / "status.json").read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def starts(self) -> list[dict[str, Any]]:
+        """A record per start, the oldest first: versions, git commit, machine."""
+        file = self.output_dir / "starts.jsonl"
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of one kind of metrics, such as "train" or "throughput".
+
+        Raises:
+            ValueError: a line cannot be read (see `read_metrics`).
+        """
+        return read_metrics(_jsonlines(self.output_dir) / f"{kind}.jsonl")
+
+    def last(self, kind: str) -> dict[str, Any]:
+        """The newest line of one kind; {} where there is none."""
+        records = self.records(kind)
+        return records[-1] if records else {}
+
+    def series(self, kind: str, key: str) -> Series:
+        """What the lines of one kind say under `key`, such as ("train", "train/lr")."""
+        return _series(self.records(kind), key)
+
+    def info(self, kind: str) -> dict[str, Any]:
+        """What the run says of its "model", "train_data" or "val_data"."""
+        return read_description(_jsonlines(self.output_dir) / f"{kind}_info.jsonl")
+
+    @cached_property
+    def flops_per_token(self) -> float | None:
+        """Training FLOPs for one token, by the formula of the architecture; None if not logged."""
+        return self.info("model").get("flops_per_token")
+
+    @cached_property
+    def saved_tokens(self) -> int:
+        """Training tokens of the last checkpoint that was written."""
+        return self.last("checkpoint").get("step", 0)
+
+    @property
+    def unigram_entropy(self) -> float | None:
+        """Entropy of the training corpus's token frequencies in nats, if the corpus stated it when the run started."""
+        return self.info("train_data").get("unigram_entropy_nats")
+
+    @property
+    def loss(self) -> Series:
+        return Series(self.train_tokens, self.train_loss)
+
+    @property
+    def heldout(self) -> Series:
+        return Series(self.heldout_tokens, self.heldout_loss)
+
+    @property
+    def learning_rate(self) -> Series:
+        return self.series("train", "train/lr")
+
+    @property
+    def gradient_norm(self) -> Series:
+        """Norm of the whole gradient before it is clipped."""
+        return self.series("train", "train/global_grad_norm")
+
+    @property
+    def weight_norms(self) -> dict[str, Series]:
+        """L2 norms of the parameters of each block ("layer 0", …), and of the rest by the first part of their names."""
+        return self._norms("pnorm/")
+
+    @property
+    def gradient_norms(self) -> dict[str, Series]:
+        """The same for their gradients after clipping."""
+        return self._norms("gnorm/")
+
+    @property
+    def tokens_per_second(self) -> Series:
+        """Over the last steps before each line, evaluations and checkpoints included."""
+        return self.series("throughput", "throughput/token_count_per_second_total_recent")
+
+    @property
+    def mfu(self) -> Series:
+        """The same as a share of what the hardware computes at most, 0 to 1; empty where that is not known."""
+        return self.series("throughput", "throughput/mfu_total_recent")
+
+    @property
+    def peak_memory_bytes(self) -> Series:
+        """Most memory in use so far on the device of rank 0; empty in runs of earlier versions."""
+        return self.series("throughput", "throughput/peak_memory_bytes")
+
+    @property
+    def total_hours(self) -> Series:
+        """Hours of the training loop, with evaluations and checkpoints, over all starts, at each line of losses."""
+        seconds = self.series("train", "train/total_time")
+        return Series(seconds.tokens, seconds.values / 3600)
+
+    @property
+    def heldout_hours(self) -> Series:
+        """The same at each held-out evaluation."""
+        seconds = self.series("val", "val/train_total_time")
+        return Series(seconds.tokens, seconds.values / 3600)
+
+    @property
+    def goodput(self) -> dict[str, float]:
+        """Shares of the wall time of all starts by what it went to, which add up to 1; {} where it was not logged."""
+        found = {key.partition("/")[2]: value for key, value in self.last("goodput").items() if "/" in key}
+        found.pop("hours", None)
+        return found
+
+    @cached_property
+    def pass_tokens(self) -> int | None:
+        """Training tokens of one pass over the documents (data/order.py); None where the corpus has no such order.
+
+        The first pass reads the first `seq_len` tokens of every document, the second the next, and so on. Where a new
+        pass begins, the training loss jumps: other texts are read, and their beginnings have been seen before.
+        """
+        info = self.info("train_data")
+        try:
+            rows = info["documents"] // info["global_batch_size"]
+            return rows * info["global_batch_size"] * info["seq_len"] or None
+        except KeyError:
+            return None
+
+    def pass_at(self, tokens: float) -> int | None:
+        """Which pass the batch that ended at so many training tokens was read in, from 1."""
+        return max(1, math.ceil(tokens / self.pass_tokens)) if self.pass_tokens else None
+
+    def repeats_at(self, tokens: float) -> bool:
+        """Whether that batch had been read before: the corpus was at its end, and began again."""
+        total = self.info("train_data").get("total_tokens")
+        return bool(total) and tokens > total
+
+    @property
+    def diverged(self) -> bool:
+        """Whether its last start ended because too many updates, or the weights, were not finite."""
+        return self.status.get("status") == "failed" and _NOT_FINITE.search(self.status["reason"]) is not None
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens at the last logged step."""
+        return int(self.train_tokens[-1]) if self.train_tokens.size else 0
+
+    def finished(self, max_tokens: int) -> bool:
+        """Whether the run has done all of this budget, with its last checkpoint and evaluation."""
+        return self.saved_tokens >= max_tokens and self.status.get("status") == "done"
+
+    def train_loss_at(self, tokens: float) -> float:
+        """Mean training loss logged in the last TRAIN_WINDOW of `tokens`, nats per token; NaN without a line there."""
+        inside = (self.train_tokens > (1 - TRAIN_WINDOW) * tokens) & (self.train_tokens <= tokens)
+        if not inside.any() and self.train_tokens.size and self.train_tokens[0] <= tokens <= self.train_tokens[-1]:
+            # Logged more rarely than that: the newest line before.
+            inside = self.train_tokens == self.train_tokens[self.train_tokens <= tokens][-1]
+        return float(self.train_loss[inside].mean()) if inside.any() else float("nan")
+
+    def heldout_loss_at(self, tokens: float) -> float:
+        """Held-out loss after `tokens`; NaN outside of what was evaluated.
+
+        Between two evaluations it is linear in the logarithm of the tokens. A loss falls ever more slowly, so that a
+        straight line would be too high everywhere between them.
+        """
+        if not self.heldout_tokens.size or not self.heldout_tokens[0] <= tokens <= self.heldout_tokens[-1]:
+            return float("nan")
+        place = np.log([tokens, *self.heldout_tokens])
+        return float(np.interp(place[0], place[1:], self.heldout_loss))
+
+    def heldout_losses_around(self, tokens: float) -> tuple[float, float]:
+        """Held-out losses at the last evaluation not after `tokens` and at the first not before: equal if it is there.
+
+        NaN outside of what was evaluated.
+        """
+        before = self.heldout_loss[self.heldout_tokens <= tokens * (1 + _SAME_PLACE)]
+        after = self.heldout_loss[self.heldout_tokens >= tokens * (1 - _SAME_PLACE)]
+        if not before.size or not after.size:
+            return float("nan"), float("nan")
+        near = np.abs(self.heldout_tokens - tokens) <= tokens * _SAME_PLACE
+        if near.any():
+            return float(self.heldout_loss[near][0]), float(self.heldout_loss[near][0])
+        return float(before[-1]), float(after[0])
+
+    def loss_at(self, tokens: float, heldout: bool) -> float:
+        return self.heldout_loss_at(tokens) if heldout else self.train_loss_at(tokens)
+
+    def final_loss(self, heldout: bool) -> float:
+        """The loss at the end of what was logged: held-out, or training over the last TRAIN_WINDOW of the tokens."""
+        if heldout:
+            return float(self.heldout_loss[-1]) if self.heldout_loss.size else float("nan")
+        return self.train_loss_at(self.tokens)
+
+    def _norms(self, prefix: str) -> dict[str, Series]:
+        """Norms of all parameters of a block together, from those of each."""
+        records = self.records("norm")
+        members: dict[str, list[str]] = {}
+        for key in records[-1] if records else ():
+            if key.startswith(prefix):
+                name = key.removeprefix(prefix)
+                layer = _LAYER.search(name)
+                block = f"layer {layer[1]}" if layer else name.removeprefix("model.").split(".")[0]
+                members.setdefault(block, []).append(key)
+        tokens = np.asarray([record["step"] for record in records], dtype=np.int64)
+        return {
+            block: Series(tokens, np.asarray([math.hypot(*(r.get(key, math.nan) for key in keys)) for r in records]))
+            for block, keys in members.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -37,6 +279,73 @@ class PositionLoss:
     loss: np.ndarray  # (seq_len,), nats per token
     train_tokens: int  # how long the run had been trained
     source: Literal["val", "train_eval"]  # held-out documents, or the latest training batches
+
+
+def read_run(output_dir: Path, name: str | None = None) -> Run:
+    """Reads a run's folder, at any time of its life; it need not exist yet.
+
+    Args:
+        name: default the folder's.
+
+    Raises:
+        ValueError: a metrics file has a line that cannot be read (see `read_metrics`).
+    """
+    train = _series(read_metrics(_jsonlines(output_dir) / "train.jsonl"), "train/loss")
+    heldout = _series(read_metrics(_jsonlines(output_dir) / "val.jsonl"), "val/loss")
+    return Run(output_dir.name if name is None else name, *train, *heldout, output_dir)
+
+
+def read_logged_run(output_dir: Path, name: str) -> Run:
+    """Reads a run that must have logged a loss.
+
+    Raises:
+        FileNotFoundError: the folder is not a run's, or no loss has been logged yet.
+        ValueError: a metrics file has a line that cannot be read (see `read_metrics`).
+    """
+    _check_is_run(output_dir)
+    run = read_run(output_dir, name)
+    if run.train_loss.size == 0 and run.heldout_loss.size == 0:
+        raise FileNotFoundError(
+            f"{_jsonlines(output_dir)}: no 'train/loss' in train.jsonl and no 'val/loss' in val.jsonl yet. "
+            "They appear when the run has logged for the first time."
+        )
+    return run
+
+
+def read_position_loss(output_dir: Path, name: str) -> PositionLoss:
+    """Reads a run's newest loss at every position: on held-out documents, else on its training batches.
+
+    Raises:
+        FileNotFoundError: the folder is not a run's, or no such file has been written yet.
+        ValueError: the newest file is not whole, or does not hold the array.
+    """
+    _check_is_run(output_dir)
+    npz = output_dir / "metrics" / "npz"
+    for source in ("val", "train_eval"):
+        files = sorted((npz / source).glob("step-*.npz"))
+        if files:
+            try:
+                with np.load(files[-1]) as arrays:
+                    loss = np.asarray(arrays[f"{source}/loss_per_token"], dtype=np.float64)
+            except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+                raise ValueError(
+                    f"{files[-1]}: cannot read the array '{source}/loss_per_token' ({error}). If the run is writing "
+                    "the file, try again; if it was killed while it did, delete the file."
+                ) from error
+            return PositionLoss(name, loss, int(files[-1].stem.removeprefix("step-")), source)
+    raise FileNotFoundError(
+        f"{npz}: no val/step-*.npz and no train_eval/step-*.npz yet. They appear after the run's first validation."
+    )
+
+
+def run_names(run_dirs: Sequence[Path]) -> list[str]:
+    """A short name for each run: the last parts of its path, as many as it takes to tell all of them apart."""
+    parts = [run_dir.resolve().parts for run_dir in run_dirs]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(path[-depth:]) for path in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise ValueError(f"The same run is given twice: {', '.join(map(str, run_dirs))}.")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -71,81 +380,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def read_loss_history(run_dir: Path, name: str) -> LossHistory:
-    """Reads ``train/loss`` and ``val/loss`` of a run.
-
-    Raises:
-        FileNotFoundError: ``run_dir`` is not a run's folder, or no loss has been logged yet.
-        ValueError: a metrics file has a line that cannot be read (see :func:`read_metrics`).
-    """
-    jsonlines = _metrics_dir(run_dir) / "jsonlines"
-    train = _column(jsonlines / "train.jsonl", "train/loss")
-    heldout = _column(jsonlines / "val.jsonl", "val/loss")
-    if train[0].size == 0 and heldout[0].size == 0:
-        raise FileNotFoundError(
-            f"{jsonlines}: no 'train/loss' in train.jsonl and no 'val/loss' in val.jsonl yet. "
-            "They appear when the run has logged for the first time."
-        )
-    return LossHistory(name, *train, *heldout)
-
-
-def read_position_loss(run_dir: Path, name: str) -> PositionLoss:
-    """Reads a run's newest loss at every position: on held-out documents, else on its training batches.
-
-    Raises:
-        FileNotFoundError: ``run_dir`` is not a run's folder, or no such file has been written yet.
-        ValueError: the newest file is not whole, or does not hold the array.
-    """
-    npz = _metrics_dir(run_dir) / "npz"
-    for source in ("val", "train_eval"):
-        files = sorted((npz / source).glob("step-*.npz"))
-        if files:
-            try:
-                with np.load(files[-1]) as arrays:
-                    loss = np.asarray(arrays[f"{source}/loss_per_token"], dtype=np.float64)
-            except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
-                raise ValueError(
-                    f"{files[-1]}: cannot read the array '{source}/loss_per_token' ({error}). If the run is writing "
-                    "the file, try again; if it was killed while it did, delete the file."
-                ) from error
-            return PositionLoss(name, loss, int(files[-1].stem.removeprefix("step-")), source)
-    raise FileNotFoundError(
-        f"{npz}: no val/step-*.npz and no train_eval/step-*.npz yet. They appear after the run's first validation."
-    )
-
-
-def run_names(run_dirs: Sequence[Path]) -> list[str]:
-    """A short name for each run: the last parts of its path, as many as it takes to tell all of them apart."""
-    parts = [run_dir.resolve().parts for run_dir in run_dirs]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(path[-depth:]) for path in parts]
-        if len(set(names)) == len(names):
-            return names
-    raise ValueError(f"The same run is given twice: {', '.join(map(str, run_dirs))}.")
-
-
-def _metrics_dir(run_dir: Path) -> Path:
-    metrics = run_dir / "metrics"
-    if not metrics.is_dir():
-        raise FileNotFoundError(
-            f"{run_dir} has no folder 'metrics': give a run's output_dir (and wait until the run has logged once)."
-        )
-    return metrics
-
-
-def _column(path: Path, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of the records that have ``key``."""
-    pairs = [(record["step"], record[key]) for record in read_metrics(path) if key in record]
-    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
-    return np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64)
-
-
-def read_unigram_entropy(run_dir: Path) -> float | None:
-    """Entropy of the training corpus's token frequencies in nats, if the corpus stated it when the run started."""
-    file = Path(run_dir) / "metrics" / "jsonlines" / "train_data_info.jsonl"
-    return read_description(file).get("unigram_entropy_nats")
-
-
 def read_description(file: Path) -> dict[str, Any]:
     """What a run says of itself in `<kind>_info.jsonl`, by names without their prefix; {} if there is nothing yet.
 
@@ -155,3 +389,30 @@ def read_description(file: Path) -> dict[str, Any]:
     entries = read_metrics(file)
     # Earlier versions wrote no prefix.
     return {name.rpartition("/")[2]: value for name, value in entries[0].items()} if entries else {}
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested keys with dots between them: {"a": {"b": 1}} -> {"a.b": 1}."""
+    if not isinstance(config, dict) or not config:
+        return {prefix: config} if prefix else {}
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _jsonlines(output_dir: Path) -> Path:
+    return output_dir / "metrics" / "jsonlines"
+
+
+def _check_is_run(output_dir: Path) -> None:
+    if not (output_dir / "metrics").is_dir():
+        raise FileNotFoundError(
+            f"{output_dir} has no folder 'metrics': give a run's output_dir (and wait until the run has logged once)."
+        )
+
+
+def _series(records: Sequence[dict[str, Any]], key: str) -> Series:
+    pairs = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
+    return Series(np.asarray(steps, dtype=np.int64), np.asarray(values, dtype=np.float64))

@@ -2,18 +2,17 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.comparisons import differing_settings
-from forgetting_transformer.analysis.results import TRAIN_WINDOW, RunRecord, read_run
-from forgetting_transformer.analysis.runs import read_description
+from forgetting_transformer.analysis.markdown import rate_text
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_description, read_run
 from forgetting_transformer.evaluation import per_token_loss
-from forgetting_transformer.sweep import SweepError
-from forgetting_transformer.sweep.learning_rate import grid_text, nearest_grid_index
 
 #: How models are called in tables and figures; others go by the name of their config.
 NAMES = {
@@ -45,11 +44,11 @@ def split_seed(run: str) -> tuple[str, int]:
     """ "fox_pro_seed0" -> ("fox_pro", 0).
 
     Raises:
-        SweepError: the name does not end with a seed.
+        AnalysisError: the name does not end with a seed.
     """
     model, found, seed = run.rpartition("_seed")
     if not found or not seed.isdecimal():
-        raise SweepError(f"{run!r} is not the name of a study's run, which ends with its seed as in fox_pro_seed0")
+        raise AnalysisError(f"{run!r} is not the name of a study's run, which ends with its seed as in fox_pro_seed0")
     return model, int(seed)
 
 
@@ -76,6 +75,7 @@ def collect(
     folder: Path,
     position_loss: Path,
     speed: Sequence[Path] = (),
+    free: Collection[str] = (),
 ) -> dict[str, Any]:
     """All numbers of a study, for JSON; what is not there yet is left out.
 
@@ -83,18 +83,19 @@ def collect(
         folder: of the study.
         position_loss: folder of per_token_loss with a result per run.
         speed: results of benchmarks/training.py on runs of the study.
+        free: config keys in which seeds of one model may differ, `training.config.FREE_KEYS`.
 
     Returns:
         Among others an empty "pruned", for model -> text length -> share of tiles that pruning skips.
 
     Raises:
-        SweepError: there is no run in the folder, or runs of one model differ in more than their seed, so that a mean
+        AnalysisError: there is no run in the folder, or runs of one model differ in more than their seed, so that a mean
             of them would be of no model.
     """
     runs, variants = runs_in(folder, "runs"), runs_in(folder, "variants")
     searched = sorted(path for path in (folder / "search").glob("*/lr*_seed*") if path.is_dir())
     if not runs and not searched:
-        raise SweepError(f"{folder}: neither search/ nor runs/ holds a run; give the output_dir of scripts/study.py")
+        raise AnalysisError(f"{folder}: neither search/ nor runs/ holds a run; give the output_dir of scripts/study.py")
     search: dict[str, dict[str, float | None]] = {}
     heldout = False
     for path in searched:
@@ -103,12 +104,12 @@ def collect(
             rates = search.setdefault(path.parent.name, {})
             heldout = heldout or run.heldout_loss.size > 0
             loss = math.nan if run.diverged else run.final_loss(run.heldout_loss.size > 0)
-            rates[grid_text(nearest_grid_index(run.config["optimizer"]["lr"]))] = loss if math.isfinite(loss) else None
+            rates[rate_text(run.config["optimizer"]["lr"])] = loss if math.isfinite(loss) else None
     found: dict[str, Any] = {
-        "models": {name: _describe(paths) for name, paths in runs.items()},
+        "models": {name: _describe(paths, free) for name, paths in runs.items()},
         "search": {name: search[name] for name in in_order(list(search))},
         "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
-        "variants": {name: _describe(paths) for name, paths in variants.items()},
+        "variants": {name: _describe(paths, free) for name, paths in variants.items()},
         "speed": _speeds(speed, {paths[0].name: name for name, paths in runs.items()}),
         "pruned": {},
     }
@@ -129,12 +130,12 @@ def collect(
     return found
 
 
-def _describe(paths: Sequence[Path]) -> dict[str, Any]:
+def _describe(paths: Sequence[Path], free: Collection[str]) -> dict[str, Any]:
     """Runs that differ in their seed: what they share, and of each its losses."""
     runs = [read_run(path) for path in paths]
     for other in runs[1:]:
-        if keys := differing_settings(runs[0], other):
-            raise SweepError(
+        if keys := differing_settings(runs[0], other, free):
+            raise AnalysisError(
                 f"{runs[0].output_dir} and {other.output_dir} differ in {', '.join(keys)}, and seeds of one model are "
                 f"averaged: "
                 "train them with the same settings, or move one of them away"
@@ -163,18 +164,18 @@ def _describe(paths: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _state(run: RunRecord) -> str:
+def _state(run: Run) -> str:
     if run.diverged:
         return DIVERGED
     return FINISHED if run.finished(run.config["train"]["max_tokens"]) else UNFINISHED
 
 
-def _curve(run: RunRecord) -> list[list[float]]:
+def _curve(run: Run) -> list[list[float]]:
     keep = np.unique(np.linspace(0, run.tokens and len(run.train_tokens) - 1, _CURVE_POINTS).round().astype(int))
     return [[int(run.train_tokens[i]), round(float(run.train_loss[i]), 4)] for i in keep]
 
 
-def _heldout_at_end(run: RunRecord) -> float | None:
+def _heldout_at_end(run: Run) -> float | None:
     """The held-out loss, if the last evaluation was at the end of the budget."""
     at_end = run.heldout_tokens.size and run.heldout_tokens[-1] >= run.config["train"]["max_tokens"]
     return _finite(float(run.heldout_loss[-1])) if at_end else None

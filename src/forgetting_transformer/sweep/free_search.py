@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from forgetting_transformer.analysis.markdown import markdown_table
 from forgetting_transformer.analysis.plots.sweeps import loss_against_parameters
-from forgetting_transformer.analysis.results import RunRecord
+from forgetting_transformer.analysis.runs import Run
 from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import Job, State
 from forgetting_transformer.sweep.state import SweepState
@@ -136,7 +136,7 @@ class FreeSearch:
         by_name = {_name(trial.number): trial for trial in trials}
         jobs = [self._job(trial.number, trial.params) for trial in trials]
 
-        def hopeless(job: Job, run: RunRecord) -> str | None:
+        def hopeless(job: Job, run: Run) -> str | None:
             return self._report(by_name[job.name], job, run)
 
         results = runner.run_jobs(jobs, self.machine, self.folder / "logs", hopeless if self.prune else None)
@@ -156,7 +156,7 @@ class FreeSearch:
         self.write()
         return all(result.state not in (State.INTERRUPTED, State.INCOMPLETE) for result in results)
 
-    def _report(self, trial: Trial, job: Job, run: RunRecord) -> str | None:
+    def _report(self, trial: Trial, job: Job, run: Run) -> str | None:
         """Reports what is new of a running trial; a reason if Optuna would end it."""
         budget = job.config.train.max_tokens
         known = trial.storage.get_trial(trial._trial_id).intermediate_values

@@ -10,7 +10,7 @@ from pathlib import Path
 from forgetting_transformer.analysis import statistics
 from forgetting_transformer.analysis.markdown import markdown_table
 from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
-from forgetting_transformer.analysis.results import TRAIN_WINDOW, RunRecord, read_run
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import Job, State
 from forgetting_transformer.sweep.state import SweepState
@@ -315,7 +315,7 @@ class LearningRateSweep:
             print(f"\n{runner.summary(results)}\n", flush=True)
         return not unsettled
 
-    def _hopeless(self, job: Job, run: RunRecord) -> str | None:
+    def _hopeless(self, job: Job, run: Run) -> str | None:
         if run.tokens < HOPELESS_FROM * job.config.train.max_tokens:
             return None
         here = run.train_loss_at(run.tokens)

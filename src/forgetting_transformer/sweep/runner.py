@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from forgetting_transformer.analysis.markdown import markdown_table
-from forgetting_transformer.analysis.results import RunRecord, read_run
+from forgetting_transformer.analysis.runs import Run, read_run
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.jobs import Job, State, file_name
 from forgetting_transformer.sweep.machines import Process
@@ -24,7 +24,7 @@ from forgetting_transformer.training.metrics import duration
 POLL_SECONDS = 1.0
 
 #: Says why a running job is hopeless, None while it is not.
-Hopeless = Callable[[Job, RunRecord], str | None]
+Hopeless = Callable[[Job, Run], str | None]
 
 
 class Machine(Protocol):
@@ -43,7 +43,7 @@ class JobResult:
 
     job: Job
     state: State
-    run: RunRecord
+    run: Run
     seconds: float = 0.0
     note: str = ""
 
@@ -277,7 +277,7 @@ class _Bar:
         if self._bar is not None:
             self._bar.close()
 
-    def show(self, results: dict[str, JobResult], running: dict[str, RunRecord]) -> None:
+    def show(self, results: dict[str, JobResult], running: dict[str, Run]) -> None:
         if self._bar is None:
             return
         # A job that has ended is done, however it ended: nothing of its budget is still to come.

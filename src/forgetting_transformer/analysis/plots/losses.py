@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from forgetting_transformer.analysis.runs import LossHistory
+from forgetting_transformer.analysis.runs import Run
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LINES = ("-", "--", "-.", ":")
@@ -84,7 +84,7 @@ def prefix_perplexity(loss: np.ndarray) -> np.ndarray:
     return np.exp(np.cumsum(loss, dtype=np.float64) / np.arange(1, loss.size + 1))
 
 
-def loss_against_tokens(runs: Sequence[LossHistory], path: Path, entropy: float | None = None) -> None:
+def loss_against_tokens(runs: Sequence[Run], path: Path, entropy: float | None = None) -> None:
     """Draws the training loss (as logged, light; smoothed, strong) and held-out loss (markers) of each run.
 
     The upper end of the loss axis leaves out the highest 1 % of the logged training losses, so that the first steps do
@@ -270,7 +270,7 @@ def _smoothing_reach(logs: int) -> int:
     return math.ceil(logs / 40)
 
 
-def _loss_limits(runs: Sequence[LossHistory], entropy: float | None) -> tuple[float, float]:
+def _loss_limits(runs: Sequence[Run], entropy: float | None) -> tuple[float, float]:
     must_show = [run.heldout_loss for run in runs] + [np.array([] if entropy is None else [entropy])]
     low, high = [], []
     for run in runs:
@@ -319,7 +319,7 @@ def reference_line(label: str) -> Line2D:
     return Line2D([], [], color="#555555", linestyle=(0, (6, 3)), linewidth=1.1, label=label)
 
 
-def _token_legend(runs: Sequence[LossHistory], entropy: float | None) -> list[Line2D]:
+def _token_legend(runs: Sequence[Run], entropy: float | None) -> list[Line2D]:
     """One run's legend explains its three kinds of marks; several runs each get a line, then what the marks mean."""
     has_heldout = any(run.heldout_loss.size for run in runs)
     if len(runs) == 1:
