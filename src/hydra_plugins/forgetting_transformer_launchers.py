@@ -157,7 +157,7 @@ class FabricLauncher(Launcher):
     def _fixed_overrides(self) -> set[str]:
         """What the command line gives every job, as sweepers write it."""
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        parsed = parser.parse_overrides(OmegaConf.to_container(self.config.hydra.overrides.task))
+        parsed = parser.parse_overrides(list(self.config.hydra.overrides.task))
         return {f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in parsed if not o.is_sweep_override()}
 
 

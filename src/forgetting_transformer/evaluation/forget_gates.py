@@ -58,7 +58,7 @@ class AttentionInputs:
         return 1 / math.sqrt(self.q_HTD.shape[-1])
 
 
-def attention_layers(model: nn.Module) -> dict[int, ForgettingAttentionLayer]:
+def attention_layers(model: Any) -> dict[int, ForgettingAttentionLayer]:
     """The forgetting-attention layers of a model by block index.
 
     Raises:
@@ -77,7 +77,7 @@ def attention_layers(model: nn.Module) -> dict[int, ForgettingAttentionLayer]:
     return found
 
 
-def visit(model: nn.Module, input_ids_T: Tensor, layers: Sequence[int], use: Callable[[AttentionInputs], None]) -> None:
+def visit(model: Any, input_ids_T: Tensor, layers: Sequence[int], use: Callable[[AttentionInputs], None]) -> None:
     """Runs the model on one text and hands `use` the inputs of attention in each of the chosen layers.
 
     It is called while the model runs, after each layer, so that only one layer's inputs are held at a time.

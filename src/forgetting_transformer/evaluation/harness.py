@@ -64,8 +64,8 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        eos = self.tokenizer.eos_token_id
-        return eos if eos is not None else self.evaluated.bos_token_id
+        eos, bos = self.tokenizer.eos_token_id, self.evaluated.bos_token_id
+        return bos if eos is None and bos is not None else eos
 
     @property
     def prefix_token_id(self) -> int:
@@ -80,7 +80,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        for (_, text), _, continuation in requests:
+        for (_context, text), _ids, continuation in requests:
             if len(continuation) > self.max_length:
                 raise EvaluationError(
                     f"a continuation of {len(continuation):,} tokens, {_beginning(text)}, does not fit --max_length="

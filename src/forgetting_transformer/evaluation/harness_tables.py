@@ -7,7 +7,7 @@ the length of the answer.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from forgetting_transformer.analysis.tables import Column
 
@@ -60,7 +60,13 @@ TASKS = (
 )
 AVERAGE = Column("average", "Avg", "higher")
 # Which values are good, by what the names of lm_eval's metrics contain.
-_BETTER = {"perplexity": "lower", "per_byte": "lower", "acc": "higher", "exact_match": "higher", "f1": "higher"}
+_BETTER: dict[str, Literal["higher", "lower"]] = {
+    "perplexity": "lower",
+    "per_byte": "lower",
+    "acc": "higher",
+    "exact_match": "higher",
+    "f1": "higher",
+}
 
 
 def table_row(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -368,7 +368,8 @@ def build_prompt(
         half, tokenizer = max_length // 2, model.require_tokenizer()
         # Half of the length counts the beginning-of-sequence token, which text has not.
         ends = ids[: half - len(first)].tolist(), ids[len(ids) - half :].tolist()
-        ids = texts.encode(model, "".join(tokenizer.decode(end, skip_special_tokens=True) for end in ends))
+        kept = "".join(tokenizer.decode(end, skip_special_tokens=True) for end in ends)
+        ids = np.array(texts.encode(model, kept), dtype=np.int64)
     elif len(ids) > room:
         half = room // 2
         ids = np.concatenate([ids[:half], ids[len(ids) - half :]])
@@ -415,13 +416,14 @@ def evaluate(
     """
     if max_length is None and model.train_length is None:
         raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_length")
+    trained = model.train_length or 0  # not needed where max_length is given
     settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
     settings = {"weights": fingerprint(model.model), **settings}
     workers.on_first(lambda: check_settings(folder, settings))
     scores = {}
     for name in sets:
         examples = read_examples(name, data)[:limit]
-        length = max_length or max(model.train_length - SETS[name].max_new_tokens, model.train_length // 2)
+        length = max_length or max(trained - SETS[name].max_new_tokens, trained // 2)
         records = answer(model, name, examples, length, folder / "pred", workers, precision)
         scores[name] = score(name, records)
         if workers.is_first:
@@ -486,7 +488,8 @@ def score_by_length(
     name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False
 ) -> dict[str, float | None]:
     """The same for each range of lengths of LongBench-E; None where it has no examples."""
-    scores, least = {}, 0
+    scores: dict[str, float | None] = {}
+    least = 0.0
     for label, beyond in RANGES.items():
         inside = [record for record in records if least <= record["length"] < beyond]
         scores[label], least = score(name, inside, as_in_paper) if inside else None, beyond

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from torch import Tensor, nn
 
 from forgetting_transformer.command_line import one_line
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 log = logging.getLogger(__name__)
 
 PRECISIONS = ("auto", "bf16", "fp32")
@@ -34,6 +37,7 @@ _NO_LIMIT = 10**9
 # Logits of a foreign model that are held at once: 512 MiB in float32.
 _MAX_LOGITS = 2**27
 _PROBE_TOKENS = 16
+_HEAD_GIVES_LOGITS = "_evaluation_head_gives_logits"
 
 
 class EvaluationError(RuntimeError):
@@ -45,7 +49,7 @@ class EvaluatedModel:
     """A model in evaluation mode and what is known about it.
 
     Attributes:
-        model: fp32 weights, on the device.
+        model: a Hugging Face model, fp32 weights, on the device.
         tokenizer: None where there is none to be had.
         name: what files and figures call it.
         source: where it came from.
@@ -54,7 +58,7 @@ class EvaluatedModel:
         no_tokenizer: why there is no tokenizer.
     """
 
-    model: nn.Module
+    model: Any
     tokenizer: Any
     name: str
     source: str
@@ -225,7 +229,7 @@ def resolve(precision: str, device: torch.device) -> str:
     return ("bf16" if device.type == "cuda" else "fp32") if precision == "auto" else precision
 
 
-def token_losses(model: nn.Module, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
+def token_losses(model: "PreTrainedModel", input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
     """Loss of every token in nats `(B, T)`, float32: `labels[t]` is the token after `input_ids[t]`.
 
     Logits are never all held: this project's models see to that themselves, for others the output layer is run on
@@ -254,9 +258,9 @@ def token_losses(model: nn.Module, input_ids_BT: Tensor, labels_BT: Tensor) -> T
     return torch.stack(losses)
 
 
-def _head_gives_logits(model: nn.Module, input_ids_BT: Tensor) -> bool:
+def _head_gives_logits(model: "PreTrainedModel", input_ids_BT: Tensor) -> bool:
     """Whether the output layer on the last hidden states is all there is to the logits; looked at once a model."""
-    known = getattr(model, "_evaluation_head_gives_logits", None)
+    known = getattr(model, _HEAD_GIVES_LOGITS, None)
     if known is None:
         probe = input_ids_BT[:1, :_PROBE_TOKENS]
         head = model.get_output_embeddings()
@@ -269,7 +273,7 @@ def _head_gives_logits(model: nn.Module, input_ids_BT: Tensor) -> bool:
             known = False
         if not known:
             log.warning("%s: all logits are computed at once, which takes memory", type(model).__name__)
-        model._evaluation_head_gives_logits = known
+        setattr(model, _HEAD_GIVES_LOGITS, known)
     return known
 
 
@@ -290,7 +294,9 @@ def _is_run(folder: Path) -> bool:
     return bool(run_steps(folder)) or is_official(RunDirectory(folder))
 
 
-def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn.Module, Any, int, int, str]:
+def _load_run(
+    folder: Path, step: int | None, tokenizer: str | None
+) -> tuple[nn.Module, Any, int | None, int | None, str]:
     from forgetting_transformer.training.checkpoint import CheckpointError, read_newest, steps_in
     from forgetting_transformer.training.export import load_checkpoint, tokenizer_of_run
     from forgetting_transformer.training.official_checkpoint import is_official
@@ -324,7 +330,7 @@ def _load_run(folder: Path, step: int | None, tokenizer: str | None) -> tuple[nn
     return model, found, state["config"]["datamodule"]["train_batch_len"], checkpoint.step, problem
 
 
-def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any, int | None, None, str]:
+def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any, int | None, int | None, str]:
     from transformers import AutoModelForCausalLM
 
     from forgetting_transformer.model_tokenizer import check_vocabulary
@@ -333,7 +339,7 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
     try:
         # safetensors only: a pickle from the hub may run what its author liked.
         with _without_report():
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source,
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -353,6 +359,7 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
             + " --local-dir FOLDER` "
             "elsewhere and give that folder"
         ) from error
+    model, loading = loaded
     _check_weights(source, model, loading)
     config = model.config.get_text_config()
     found, problem = None, ""

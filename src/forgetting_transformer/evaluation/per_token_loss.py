@@ -455,7 +455,9 @@ def compare(results: Sequence[Result], from_position: int = 1) -> list[dict[str,
         if len(same) > 1 or None in next(iter(same)):
             continue
         edges = octave_edges(group[0].loss_T.size)
-        one, two = (np.mean([r.octaves_NO for r in by_name[key]], axis=0) for key in (first, name))
+        one, two = (
+            np.mean([r.octaves_NO for r in by_name[key] if r.octaves_NO is not None], axis=0) for key in (first, name)
+        )
         difference_NO = two - one
         for o in (o for o in range(1, difference_NO.shape[1]) if edges[o] >= from_position):
             row = {"model": name, "against": first, "begin": int(edges[o]), "end": int(edges[o + 1])}

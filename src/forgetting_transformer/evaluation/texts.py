@@ -28,6 +28,8 @@ def read_tokens(
         if not text.is_file():
             raise EvaluationError(f"--text={text}: no such file")
         ids = np.array(encode(model, text.read_text(encoding="utf-8", errors="replace")), dtype=np.int64)
+    elif data_path is None:
+        raise EvaluationError("no text is given: set --text, or --data_path and --dataset")
     else:
         data = open_heldout(find_heldout(data_path, dataset), recorded=vocabulary_of_model(model))
         check_vocabulary(model, data)

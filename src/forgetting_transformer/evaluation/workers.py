@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,13 +62,13 @@ class Workers:
         Raises:
             EvaluationError: the first process did, and now every process does: none is left to wait for it.
         """
-        found, refusal = None, None
+        outcome: tuple[Any, str | None] = (None, None)
         if self.is_first:
             try:
-                found = work()
+                outcome = (work(), None)
             except EvaluationError as error:
-                refusal = str(error)
-        found, refusal = self.broadcast((found, refusal))
+                outcome = (None, str(error))
+        found, refusal = self.broadcast(outcome)
         if refusal is not None:
             raise EvaluationError(refusal)
         return found

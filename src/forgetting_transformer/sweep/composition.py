@@ -52,7 +52,7 @@ class Composer:
                 composed = compose("config", overrides=official_names.admit(self._all), return_hydra_config=True)
         except HydraException as error:
             raise SweepError(str(error)) from error
-        settings = OmegaConf.to_container(composed.hydra.launcher)
+        settings: Any = OmegaConf.to_container(composed.hydra.launcher)
         name = getattr(get_class(settings.pop("_target_")), "machine", None)
         if name is None:
             raise SweepError(f"hydra/launcher={composed.hydra.runtime.choices['hydra/launcher']}: use fabric or slurm")
@@ -72,7 +72,9 @@ def search_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any], d
     """
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    fixed, space, text = [], {}, {}
+    fixed: list[str] = []
+    space: dict[str, Any] = {}
+    text: dict[str, str] = {}
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
@@ -82,10 +84,11 @@ def search_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any], d
         if not override.is_sweep_override():
             fixed.append(written)
             continue
-        values = override.value()
+        values: Any = override.value()
         text[key] = written.partition("=")[2]
         if override.is_choice_sweep():
-            space[key] = CategoricalDistribution(list(override.sweep_iterator()))
+            choices: list[Any] = list(override.sweep_iterator())
+            space[key] = CategoricalDistribution(choices)
         elif override.is_interval_sweep():
             integers = isinstance(values.start, int) and isinstance(values.end, int)  # int(interval(…))
             kind = IntDistribution if integers else FloatDistribution

@@ -39,6 +39,8 @@ class FreeSearch:
         prune: end a run whose training loss is above the median of the others' at the same tokens.
     """
 
+    study: optuna.Study  # from `run` on
+
     def __init__(
         self,
         script: Path,
@@ -61,7 +63,6 @@ class FreeSearch:
         self.folder = Path(self.base.output_dir).expanduser().absolute()
         self.heldout = not self.base.skip_eval and self.base.final_eval
         self._state = SweepState(self.folder, "free search", self.base, list(space), space_text)
-        self.study: optuna.Study | None = None
 
     def run(self) -> bool:
         """Makes all trials; writes sweep.md and sweep.png after every batch.
@@ -101,7 +102,7 @@ class FreeSearch:
 
     def best(self) -> FrozenTrial | None:
         """The finished trial with the lowest loss."""
-        return min(self._with(TrialState.COMPLETE), key=lambda trial: trial.value, default=None)
+        return min(self._with(TrialState.COMPLETE), key=_loss, default=None)
 
     def table(self) -> str:
         """All trials as Markdown, the best first."""
@@ -126,7 +127,7 @@ class FreeSearch:
         write_atomically(self.folder / "sweep.md", f"# Search in {self.folder.name}\n\n{self.table()}\n")
         done = self._with(TrialState.COMPLETE)
         if done:
-            losses = [trial.value for trial in done]
+            losses = [_loss(trial) for trial in done]
             parameters = {key: [trial.params[key] for trial in done] for key in self.space}
             log = {key for key, values in self.space.items() if getattr(values, "log", False)}
             loss_against_parameters(parameters, losses, log, self.loss_name, self.folder / "sweep.png")
@@ -180,5 +181,10 @@ def _name(number: int) -> str:
     return f"trial{number:04d}"
 
 
-def _example(values: BaseDistribution) -> Any:
+def _loss(trial: FrozenTrial) -> float:
+    assert trial.value is not None  # the trial is complete
+    return trial.value
+
+
+def _example(values: Any) -> Any:
     return values.choices[0] if hasattr(values, "choices") else values.low

@@ -173,13 +173,14 @@ class LearningRateSweep:
         Raises:
             SweepError: the folder holds a sweep with other settings, or the search cannot go on.
         """
+        assert self.machine is not None, "only `rounds` may be used without a machine"
         self.open()
         rounds = self.rounds()
         results: list[runner.JobResult] | None = None
         hopeless = self._hopeless if self.hopeless_margin is not None else None
         while True:
             try:
-                jobs = rounds.send(results)
+                jobs = next(rounds) if results is None else rounds.send(results)
             except StopIteration as end:
                 return end.value
             results = runner.run_jobs(jobs, self.machine, self.folder / "logs", hopeless)
@@ -322,7 +323,7 @@ class LearningRateSweep:
         others = [read_run(folder) for folder in self.folder.glob("*lr*_seed*") if folder != job.output_dir]
         losses = [other.train_loss_at(run.tokens) for other in others if other.tokens >= run.tokens]
         best = min((loss for loss in losses if math.isfinite(loss)), default=math.inf)
-        if here - best <= self.hopeless_margin:
+        if self.hopeless_margin is None or here - best <= self.hopeless_margin:
             return None
         return f"training loss {here:.4f} after {run.tokens:,} tokens, where the best run had {best:.4f}"
 

@@ -43,7 +43,7 @@ class SweepState:
                 "resume=false: a sweep continues the runs it finds; choose another output_dir for a new one"
             )
         self.folder, self._file = folder, folder / "sweep.json"
-        self._head = {"kind": kind, "settings": dict(settings or {}), "own_keys": sorted(own_keys)}
+        self._head: dict[str, Any] = {"kind": kind, "settings": dict(settings or {}), "own_keys": sorted(own_keys)}
         self._base = flatten(recorded(base))
         self.notes: dict[str, str] = {}
 

@@ -106,14 +106,15 @@ class Study:
         if name is None:
             return []
         self._results[name][result.job.name] = result
-        results = list(self._results[name].values())
-        return [] if any(one is None for one in results) else self._advance(name, results)
+        results = [one for one in self._results[name].values() if one is not None]
+        return self._advance(name, results) if len(results) == len(self._results[name]) else []
 
     def _advance(self, name: str, results: list[runner.JobResult] | None) -> list[Job]:
         """The next jobs of a model: a round of its search, or, when that has ended, its runs."""
         while True:
             try:
-                jobs = self._rounds[name].send(results)
+                rounds = self._rounds[name]
+                jobs = next(rounds) if results is None else rounds.send(results)
             except StopIteration as end:
                 return self._runs(name, self.rate(name)) if end.value else []
             except SweepError as error:
