@@ -60,6 +60,9 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
         return f"{error.override!r} is not of the form key=value ({reason.strip()})"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not in struct" in str(cause):
         key = str(cause.full_key)
+        if key.partition(".")[0] == "callbacks":
+            chosen = key.split(".")[1] if "." in key else "a,b"
+            return f"unknown config key {key!r}; choose the callback first, as in callbacks=[{chosen}]"
         section, dot, name = key.rpartition(".")
         parent: Any = cause.parent_node
         known = [str(known) for known in parent or ()]

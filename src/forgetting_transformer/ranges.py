@@ -1,9 +1,10 @@
-"""The range of a number in a configuration, and how a value outside it is refused: in one line with what would do."""
+"""What a key of a configuration may be, and how another value is refused: in one line with what would do."""
 
 import math
 import types
 import typing
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 #: Beyond this a float64 skips whole numbers, and counts in metrics and JSON would no longer be exact.
@@ -34,6 +35,27 @@ class Range:
         if not high and not self.above:
             low += " on"
         return f"{kind} {low}{high}" + (f", or {self.otherwise}" if self.otherwise else "")
+
+
+def within(allowed: Range, default: Any = "???") -> Any:
+    """A field of a dataclass: a number in this range. Without a default (OmegaConf's "???") it must be given."""
+    return field(default=default, metadata={"range": allowed})
+
+
+def one_of(default: Any, *others: Any, because: str = "") -> Any:
+    """A field of a dataclass: one of these values.
+
+    Args:
+        because: for the message, why what somebody may expect is not among them.
+    """
+    return field(default=default, metadata={"choices": (default, *others), "because": because and f". {because}"})
+
+
+def described(choices: Sequence[Any]) -> str:
+    """ "'a', 'b' or 'c'", or as YAML has them where not all are text: "auto, true or false"."""
+    text = all(isinstance(choice, str) for choice in choices)
+    *first, last = [repr(choice) if text else str(choice).lower() for choice in choices]
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 #: Tokens of a run, a budget or an interval.

@@ -124,7 +124,7 @@ class FabricLauncher(Launcher):
 
     def _jobs(self, job_overrides: Sequence[Sequence[str]]) -> list[Any]:
         from forgetting_transformer.sweep.jobs import Job, file_name
-        from forgetting_transformer.training import check_choices, parse
+        from forgetting_transformer.training import parse
 
         fixed = self._fixed_overrides()
         swept = [[override for override in overrides if override not in fixed] for overrides in job_overrides]
@@ -142,7 +142,6 @@ class FabricLauncher(Launcher):
             with open_dict(one):
                 del one["hydra"]
             configs.append(parse(one, mine))
-            check_choices(configs[-1])
         # An output_dir with ${…} in it may tell jobs apart, or be something like ${oc.env:SCRATCH}.
         tells_apart = interpolated and len({config.output_dir for config in configs}) == len(configs)
         jobs = []

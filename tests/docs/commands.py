@@ -26,7 +26,7 @@ from torch.distributed.run import get_args_parser
 
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.composition import Composer, search_space
-from forgetting_transformer.training.config import ConfigError, check, check_choices
+from forgetting_transformer.training.config import ConfigError, check
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -327,7 +327,6 @@ def _compose(overrides: tuple[str, ...], processes: int, check_machine: bool) ->
     composer = Composer(CONFIGS, overrides)
     with _refusals(SweepError, ConfigError, MissingMandatoryValue):
         config = composer.compose(composer.task_overrides)
-        check_choices(config)
         check(config, processes)
         if check_machine:
             composer.machine()

@@ -52,7 +52,7 @@ def test_a_run_says_what_it_is_before_its_first_step(tiny, tmp_path):
     )
     assert continued["corruption"].startswith("comparison of ranks off (there is one); checkpoints")
     assert new["attention"] == "PyTorch" and new["compiled"] == "no"
-    assert new["optimizer"] == "adamw, lr 0.01, betas 0.9, 0.95, weight decay 0.1"
+    assert new["optimizer"] == "adamw, lr 0.01, betas 0.9, 0.95, eps 1e-08, weight decay 0.1"
     assert new["schedule"] == f"warmup_cosine, warm-up 512 tokens, ends at {20 * STEP:,} with lr 0"
     assert (new["output_dir"], new["wandb"], new["start"]) == (tiny["output_dir"], "disabled", "a new run")
     assert continued["steps"] == f"12 to go, to {20 * STEP:,} tokens; {8 * STEP:,} are done"

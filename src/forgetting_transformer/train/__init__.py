@@ -131,9 +131,7 @@ def parse(composed: DictConfig) -> "Config":
     try:
         if problem := hydra_errors.unknown_group(composed, *config_dirs()):
             raise training.ConfigError(problem)
-        config = training.parse(composed, sys.argv[1:])
-        training.check_choices(config)
-        return config
+        return training.parse(composed, sys.argv[1:])
     except training.ConfigError as error:
         refuse(f"ConfigError: {error}")
 

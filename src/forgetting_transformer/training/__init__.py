@@ -4,12 +4,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.config import Config, ConfigError, check, check_choices, parse
+    from forgetting_transformer.training.config import Config, ConfigError, check, parse
     from forgetting_transformer.training.trainer import Trainer
 
-_PLACES = {"Trainer": "trainer"} | dict.fromkeys(["Config", "ConfigError", "check", "check_choices", "parse"], "config")
+_PLACES = {"Trainer": "trainer"} | dict.fromkeys(["Config", "ConfigError", "check", "parse"], "config")
 
-__all__ = ["Config", "ConfigError", "Trainer", "check", "check_choices", "parse", "run"]
+__all__ = ["Config", "ConfigError", "Trainer", "check", "parse", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,10 @@
-"""The configuration of a training run: every key with its type, meaning and unit, and the rules between keys.
+"""The configuration of a training run: every key that all runs have, with its type, meaning and unit.
 
-YAML files under `configs/` fill these dataclasses. `parse` refuses what they do not know, `check` refuses numbers out
-of range and arithmetic that cannot work, and `changes_that_alter_the_run` says which keys may not differ when a run is
-continued. All intervals, budgets and schedule lengths are in training tokens of the whole job.
+YAML files under `configs/` fill these dataclasses. The keys of a component (an optimizer, a corpus, a callback) are
+those of the dataclass that it registers (plugins.py), and `config_class` puts the dataclasses of a run's components
+together. `parse` refuses what these do not know, numbers out of range and what a section's own `check` refuses;
+`check` refuses what so many processes cannot do; `changes_that_alter_the_run` says which keys may not differ when a run
+is continued. All intervals, budgets and schedule lengths are in training tokens of the whole job.
 """
 
 import copy
@@ -11,9 +13,9 @@ import functools
 import math
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -25,7 +27,16 @@ from omegaconf.errors import (
 
 from forgetting_transformer import official_names
 from forgetting_transformer.hydra_errors import closest_key
-from forgetting_transformer.ranges import COUNT, POSITIVE, SIZE, TOKENS, Range, divisors, expected
+from forgetting_transformer.plugins import (
+    ALL,
+    CALLBACKS,
+    CORPORA,
+    OPTIMIZERS,
+    Component,
+    Registry,
+    UnknownComponentError,
+)
+from forgetting_transformer.ranges import COUNT, SIZE, TOKENS, Range, described, divisors, expected, one_of, within
 from forgetting_transformer.redaction import redact, redact_tree
 
 if TYPE_CHECKING:
@@ -37,42 +48,60 @@ class ConfigError(ValueError):
 
 
 #: Learning rates. Zero is allowed: it trains nothing, which is a way to measure speed and to look at the data.
-_RATE = Range(0, 1000)
+LEARNING_RATE = Range(0, 1000)
 _WORKERS = Range(0, 1024)
 _DEVICES = Range(1, 1024)
-
-
-def _within(allowed: Range, default: Any = MISSING) -> Any:
-    """A numeric key, its range and its default."""
-    return field(default=default, metadata={"range": allowed})
 
 
 @dataclass
 class FabricConfig:
     #: Processes on this node: a number or "auto". Under `fabric run` its own --devices decides; leave this alone.
     devices: Any = "auto"
-    #: "auto", "cpu" or "cuda". Under `fabric run` its own --accelerator decides.
-    accelerator: str = "auto"
-    #: "bf16-mixed" (fp32 weights and optimizer, bf16 matrix products) or "32-true".
-    precision: str = "bf16-mixed"
+    #: Under `fabric run` its own --accelerator decides.
+    accelerator: str = one_of("auto", "cpu", "cuda", "gpu")
+    #: "bf16-mixed": fp32 weights and optimizer, bf16 matrix products.
+    precision: str = one_of(
+        "bf16-mixed",
+        "32-true",
+        because="bf16-true would keep weights and AdamW's moments in bf16, too coarse for pretraining",
+    )
     #: Most FLOP/s that one device can do at this precision (dense), the denominator of MFU. null: what
     #: training/hardware.py knows; a device it does not know has no MFU.
-    peak_flops: float | None = _within(Range(1, 1e21), None)
+    peak_flops: float | None = within(Range(1, 1e21), None)
+
+    def check(self) -> None:
+        devices, accelerator = self.devices, self.accelerator
+        problem = f"fabric.devices={devices!r} must be a number of processes, a list of GPUs, or 'auto'"
+        if isinstance(devices, list):
+            numbered = all(type(n) is int and 0 <= n < _DEVICES.high for n in devices)
+            if not devices or not numbered or len({*devices}) < len(devices):
+                raise ConfigError(f"{problem}; GPUs are numbered from 0")
+            if accelerator == "cpu":
+                raise ConfigError(
+                    f"fabric.devices={devices} lists GPUs; with fabric.accelerator=cpu give a number of processes"
+                )
+        elif devices in (-1, "-1"):
+            if accelerator == "cpu":
+                raise ConfigError(
+                    f"fabric.devices={devices} means all GPUs; with fabric.accelerator=cpu give a number, or 'auto'"
+                )
+        elif devices != "auto" and not (re.fullmatch(r"[1-9]\d{0,5}", str(devices)) and int(devices) in _DEVICES):
+            raise ConfigError(f"{problem}; a number is {expected(int, _DEVICES)}")
 
 
 @dataclass
 class TrainConfig:
     #: Tokens to train on.
-    max_tokens: int = _within(TOKENS)
+    max_tokens: int = within(TOKENS)
     #: Tokens that one rank puts through the model at a time; a rank's share of the batch is split into such pieces.
-    grad_acc_tokens: int = _within(TOKENS)
+    grad_acc_tokens: int = within(TOKENS)
     #: Gradients are scaled down to this global L2 norm. inf: never.
-    max_grad_norm: float = _within(Range(0, math.inf, above=True), 1.0)
+    max_grad_norm: float = within(Range(0, math.inf, above=True), 1.0)
     #: An update whose loss or gradient is not finite is left out; after this many in a row the run stops, saved.
-    max_bad_steps: int = _within(COUNT, 10)
+    max_bad_steps: int = within(COUNT, 10)
     #: Also leave out updates whose gradient norm, before clipping, is more than this many times the median of the last
     #: 128. null: never.
-    spike_factor: float | None = _within(
+    spike_factor: float | None = within(
         Range(1, 1e9, above=True, otherwise="null for never; 1 and less would leave out ordinary steps, 10 is usual"),
         None,
     )
@@ -80,7 +109,7 @@ class TrainConfig:
     gradient_checkpointing: bool = False
     #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer. true, false
     #: or "auto": on for CUDA, off elsewhere; a run that continues does as it did before.
-    compile: Any = "auto"
+    compile: Any = one_of("auto", True, False)
     #: Whether biases, norm weights and convolution kernels are decayed.
     bias_weight_decay: bool = False
     normalization_weight_decay: bool = False
@@ -90,14 +119,14 @@ class TrainConfig:
 @dataclass
 class EvalConfig:
     #: Loss is reported over prefixes of the sequence: full length, half, a quarter, … down to this many tokens.
-    min_val_length: int = _within(COUNT, 512)
+    min_val_length: int = within(COUNT, 512)
 
 
 @dataclass
 class WandbConfig:
     project: str = "forgetting-transformer"
-    #: "offline" (files only), "online" or "disabled".
-    mode: str = "offline"
+    #: "offline": files only.
+    mode: str = one_of("offline", "online", "disabled")
     #: Folder for wandb's own files; null is `output_dir`.
     log_dir: str | None = None
 
@@ -105,23 +134,22 @@ class WandbConfig:
 @dataclass
 class StrategyConfig:
     #: "auto" (one process: none; several: ddp), "ddp" or "fsdp" (weights, gradients and moments sharded by block).
-    name: str = "auto"
+    name: str = one_of("auto", "ddp", "fsdp")
     #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck
     #: and ends itself; so long it waits for the others in a collective operation. The start has half an hour more.
-    timeout_seconds: int = _within(Range(1, 10**8), 1800)
+    timeout_seconds: int = within(Range(1, 10**8), 1800)
     #: ddp: steps between comparisons of all ranks' weights and moments, which hold the same unless memory or a GPU
     #: failed; they are compared before every checkpoint too. null: never.
-    compare_steps: int | None = _within(Range(1, 10**8), 100)
+    compare_steps: int | None = within(Range(1, 10**8), 100)
 
 
 @dataclass
 class OptimizerConfig:
+    """What every optimizer has. Those of this package are in training/optimizers.py, with their own keys."""
+
     name: str = "adamw"
     #: Peak learning rate. 0 trains nothing.
-    lr: float = _within(_RATE)
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = _within(Range(0, 1, above=True), 1e-8)
-    weight_decay: float = _within(Range(0, 1000), 0.1)
+    lr: float = within(LEARNING_RATE)
 
 
 @dataclass
@@ -129,34 +157,42 @@ class ScheduleConfig:
     #: "constant", "warmup_cosine", "warmup_linear" or "warmup_stable_decay"; see training/schedule.py.
     name: str = MISSING
     #: Tokens of linear warm-up from init_lr to optimizer.lr.
-    warmup_tokens: int = _within(Range(0, TOKENS.high), 0)
+    warmup_tokens: int = within(Range(0, TOKENS.high), 0)
     #: warmup_cosine and warmup_linear: tokens at which end_lr is reached, warm-up included.
     #: warmup_stable_decay: tokens of the whole run; the decay ends there.
-    total_tokens: int | None = _within(TOKENS, None)
+    total_tokens: int | None = within(TOKENS, None)
     #: warmup_stable_decay: tokens of the final decay.
-    decay_tokens: int | None = _within(TOKENS, None)
-    init_lr: float = _within(_RATE, 0.0)
-    end_lr: float = _within(_RATE, 0.0)
+    decay_tokens: int | None = within(TOKENS, None)
+    init_lr: float = within(LEARNING_RATE, 0.0)
+    end_lr: float = within(LEARNING_RATE, 0.0)
 
 
 @dataclass
 class DataModuleConfig:
-    #: The arguments of data.LongCrawl64DataModule, which documents them.
+    """What every corpus has. Those of this package are in training/corpora.py, with their own keys."""
+
     name: str = "longcrawl64"
+    #: Folder of the corpus in `data_dir`.
     dataset: str = "longcrawl64"
-    train_batch_len: int = _within(COUNT)
-    train_batch_size: int = _within(COUNT)
-    train_num_workers: int = _within(_WORKERS, 2)
-    eval_tokens: int | None = _within(TOKENS, None)
-    eval_batch_len: int = _within(COUNT)
-    eval_local_batch_size: int = _within(COUNT)
-    eval_num_workers: int = _within(_WORKERS, 2)
-    vocab_size: int | None = _within(COUNT, None)
-    bos_token_id: int | None = _within(Range(0, COUNT.high), None)
+    #: Tokens of a sequence, and sequences of a global batch.
+    train_batch_len: int = within(COUNT)
+    train_batch_size: int = within(COUNT)
+    train_num_workers: int = within(_WORKERS, 2)
+    #: Held-out tokens that an evaluation reads; null: all.
+    eval_tokens: int | None = within(TOKENS, None)
+    eval_batch_len: int = within(COUNT)
+    eval_local_batch_size: int = within(COUNT)
+    eval_num_workers: int = within(_WORKERS, 2)
+    #: null: what the corpus itself says.
+    vocab_size: int | None = within(COUNT, None)
+    bos_token_id: int | None = within(Range(0, COUNT.high), None)
+    #: Read the data again, in the same order, when it has been read once.
     repeat: bool = False
-    missing_chunks: str = "error"
-    cache_dir: str | None = None
-    cache_gb: float = _within(POSITIVE, 20.0)
+
+
+@dataclass
+class CallbacksConfig:
+    """A section for each callback of the run, under its name, which `config_class` adds."""
 
 
 @dataclass
@@ -174,16 +210,16 @@ class ScaleConfig:
     """A model size and token budget that experiments share; model and schedule files refer to it."""
 
     name: str = "custom"
-    hidden_size: int | None = _within(SIZE, None)
-    num_hidden_layers: int | None = _within(SIZE, None)
+    hidden_size: int | None = within(SIZE, None)
+    num_hidden_layers: int | None = within(SIZE, None)
     #: Attention heads when each has 64 or 128 dimensions.
-    heads_of_64: int | None = _within(SIZE, None)
-    heads_of_128: int | None = _within(SIZE, None)
+    heads_of_64: int | None = within(SIZE, None)
+    heads_of_128: int | None = within(SIZE, None)
     #: Heads of a Transformer with rotary embeddings: the paper gives them 64 dimensions up to 360M, 128 at 760M.
-    transformer_heads: int | None = _within(SIZE, None)
+    transformer_heads: int | None = within(SIZE, None)
     #: Blocks of Mamba-2, which have no MLP and so are twice as many; heads of 64 in its inner width, 2 x hidden_size.
-    mamba2_layers: int | None = _within(SIZE, None)
-    mamba2_heads: int | None = _within(SIZE, None)
+    mamba2_layers: int | None = within(SIZE, None)
+    mamba2_heads: int | None = within(SIZE, None)
 
 
 @dataclass
@@ -198,11 +234,13 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    #: What is measured or done during training besides: name of the callback -> its keys, in the order of their calls.
+    callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
     #: Names recorded with the run, for finding it again.
     exp: str = "debug"
     tag: str = "debug"
     #: Seeds the initial weights and the random numbers of every step.
-    seed: int = _within(Range(-(2**63), 2**63 - 1), 0)
+    seed: int = within(Range(-(2**63), 2**63 - 1), 0)
     #: Everything the run writes goes here; see docs/run_directory.md.
     output_dir: str = MISSING
     #: Folder that holds the corpus folder `datamodule.dataset`.
@@ -212,25 +250,106 @@ class Config:
     resume: bool = True
     #: Start a new run from the checkpoint of another run's output_dir at fork_step tokens.
     fork_dir: str | None = None
-    fork_step: int | None = _within(TOKENS, None)
+    fork_step: int | None = within(TOKENS, None)
     #: Tokens between lines of training loss, throughput and norms.
-    log_interval: int = _within(TOKENS)
+    log_interval: int = within(TOKENS)
     #: Tokens between reports of the training loss at every position, averaged over the tokens in between.
-    train_eval_interval: int = _within(TOKENS)
+    train_eval_interval: int = within(TOKENS)
     #: Tokens between evaluations on held-out documents; skip_eval switches these off, final_eval is the one at the end.
-    eval_interval: int = _within(TOKENS)
+    eval_interval: int = within(TOKENS)
     skip_eval: bool = True
     final_eval: bool = True
     #: Tokens between checkpoints; the newest `checkpoint_keep_last` stay, and one every checkpoint_keep_interval for
     #: good.
-    checkpoint_interval: int = _within(TOKENS)
-    checkpoint_keep_interval: int = _within(TOKENS)
-    checkpoint_keep_last: int = _within(COUNT, 2)
+    checkpoint_interval: int = within(TOKENS)
+    checkpoint_keep_interval: int = within(TOKENS)
+    checkpoint_keep_last: int = within(COUNT, 2)
     #: true: write checkpoints while training goes on, from a copy in the host's memory (12 bytes per parameter over all
     #: ranks of the job). false: training waits, and needs no such memory.
     checkpoint_background: bool = True
     #: true: check data, disk, memory and links, time a few steps, say what the run will cost, and train nothing.
     preflight: bool = False
+
+
+class Key(NamedTuple):
+    """A key of the configuration: its type, and what `within` or `one_of` say of it."""
+
+    type: Any
+    metadata: Mapping[str, Any]
+
+
+#: The sections whose keys are those of the component that they name: its registry, and the dataclass to derive from.
+_NAMED: dict[str, tuple[Registry, type]] = {
+    "optimizer": (OPTIMIZERS, OptimizerConfig),
+    "datamodule": (CORPORA, DataModuleConfig),
+}
+
+
+def _components(flat: Mapping[str, Any]) -> dict[str, Component | UnknownComponentError]:
+    """What a flat config, {"optimizer.name": "adamw", …}, names: section, such as "callbacks.lm_eval" -> component."""
+    named: dict[str, tuple[Registry, Any]] = {}
+    for section, (registry, base) in _NAMED.items():
+        name = flat.get(f"{section}.name", base.name)
+        if name != MISSING:
+            named[section] = registry, name
+    for key in flat:
+        section, _, rest = key.partition(".")
+        if section == "callbacks" and rest:
+            name = rest.partition(".")[0]
+            named[f"callbacks.{name}"] = CALLBACKS, name
+    found: dict[str, Component | UnknownComponentError] = {}
+    for section, (registry, name) in named.items():
+        try:
+            found[section] = registry.get(name)
+        except UnknownComponentError as error:
+            found[section] = error
+    return found
+
+
+def config_class(flat: Mapping[str, Any]) -> type[Config]:
+    """`Config` with the keys of the components that a flat config names; of unknown ones, those that all have.
+
+    Raises:
+        ConfigError: a component registered a dataclass that does not fit.
+    """
+    known = {section: found for section, found in _components(flat).items() if isinstance(found, Component)}
+    return _config_class(tuple((section, found.config) for section, found in known.items()))
+
+
+@functools.cache
+def _config_class(chosen: tuple[tuple[str, type | None], ...]) -> type[Config]:
+    sections: list[tuple[str, type, Any]] = []
+    callbacks: list[tuple[str, type, Any]] = []
+    for section, keys in chosen:
+        base = _NAMED[section][1] if section in _NAMED else object
+        keys = keys or (base if section in _NAMED else _NoKeys)
+        if not (dataclasses.is_dataclass(keys) and issubclass(keys, base)):
+            derives = f" that derives from {base.__module__}.{base.__name__}" if section in _NAMED else ""
+            raise ConfigError(f"{section}: {keys.__name__} cannot type this section; make it a dataclass{derives}")
+        added = field(default_factory=functools.partial(_defaults, keys))
+        if section in _NAMED:
+            sections.append((section, keys, added))
+        else:
+            callbacks.append((section.partition(".")[2], keys, added))
+    if callbacks:
+        kind = dataclasses.make_dataclass("CallbacksConfig", callbacks, bases=(CallbacksConfig,))
+        sections.append(("callbacks", kind, field(default_factory=kind)))
+    return dataclasses.make_dataclass("Config", sections, bases=(Config,))
+
+
+@dataclass
+class _NoKeys:
+    """The section of a callback that has no keys."""
+
+
+def _defaults(keys: type) -> Any:
+    """A section without a value where there is no default."""
+    missing = [
+        item.name
+        for item in dataclasses.fields(keys)
+        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+    ]
+    return keys(**dict.fromkeys(missing, MISSING))
 
 
 def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
@@ -240,18 +359,19 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
         typed: the arguments of the command line it was composed from, which win over official names in files.
 
     Raises:
-        ConfigError: an unknown key (with the closest known one), a value of the wrong type, or a key without a value.
+        ConfigError: an unknown component or key (with the closest known one), a key without a value, a value of the
+            wrong type or out of its range, or what a section's `check` refuses.
     """
-    written = _raw(composed)
-    for section in dataclasses.fields(Config):
-        value = written.get(section.name, {})
-        if dataclasses.is_dataclass(section.type) and not isinstance(value, dict):
-            keys = ", ".join(f"{section.name}.{item.name}" for item in dataclasses.fields(section.type))
-            raise ConfigError(f"{section.name}={redact(str(value))} is a group of keys: set {keys}")
+    kind, written = Config, _raw(composed)
     try:
-        composed = official_names.translate(composed, typed)
-        merged = OmegaConf.merge(_schema(), _with_whole_numbers(composed))
-        missing = sorted(key for key in known_keys() if _is_missing(merged, key))
+        composed = _with_callbacks(official_names.translate(composed, typed))
+        components = _components(_resolved(composed))
+        if unknown := [found for found in components.values() if not isinstance(found, Component)]:
+            raise unknown[0]
+        kind = config_class(_resolved(composed))
+        _check_sections(written)
+        merged = OmegaConf.merge(_schema(kind), _with_whole_numbers(composed, kind))
+        missing = sorted(key for key in keys_of(kind) if _is_missing(merged, key))
         if missing:
             folders = set(missing) <= {"output_dir", "data_dir"}
             raise ConfigError(
@@ -259,26 +379,71 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
                 + ("" if folders else ", or choose an experiment that sets it (+experiment/demo=fox_pro)")
             )
         config = OmegaConf.to_object(merged)
+        check_paths(config)
+        _check_values(config)
     except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None)
-        if isinstance(error, InterpolationResolutionError | UnsupportedInterpolationType):
-            raise ConfigError(_unresolved(written, str(key), error)) from error
-        if key and "not in" in str(error):
-            raise ConfigError(f"unknown config key {key!r}{closest_key(key, known_keys())}") from error
-        if isinstance(error, MissingMandatoryValue):
-            raise ConfigError(f"no value for {key}: give it on the command line, as in {key}=…") from error
-        if key in _fields():
-            item = _fields()[key]
-            value = str(OmegaConf.select(composed, key, throw_on_resolution_failure=False))
-            better = expected(item.type, item.metadata.get("range"))
-            if not value.strip():
-                raise ConfigError(f"{key}={value} is empty (a variable that is not set?); give {better}") from error
-            raise ConfigError(f"{key}={redact(value)} must be {better}") from error
-        raise ConfigError(f"config key {key!r}: {str(error).splitlines()[0]}") from error
-    except ValueError as error:  # of the translation
+        raise ConfigError(_explain(error, kind, composed, written)) from error
+    except ConfigError:
+        raise
+    except ValueError as error:  # of the translation, a registry, or the `check` of a component
         raise ConfigError(str(error)) from error
-    check_paths(config)
     return config
+
+
+def _explain(error: OmegaConfBaseException, kind: type[Config], composed: Any, written: dict[str, Any]) -> str:
+    """One line for an error of OmegaConf."""
+    key = getattr(error, "full_key", None)
+    keys = keys_of(kind)
+    if isinstance(error, InterpolationResolutionError | UnsupportedInterpolationType):
+        return _unresolved(written, str(key), error)
+    if key and "not in" in str(error):
+        return f"unknown config key {key!r}{closest_key(key, list(keys))}"
+    if isinstance(error, MissingMandatoryValue):
+        return f"no value for {key}: give it on the command line, as in {key}=…"
+    if key in keys:
+        value = str(OmegaConf.select(composed, key, throw_on_resolution_failure=False))
+        better = expected(keys[key].type, keys[key].metadata.get("range"))
+        if not value.strip():
+            return f"{key}={value} is empty (a variable that is not set?); give {better}"
+        return f"{key}={redact(value)} must be {better}"
+    return f"config key {key!r}: {str(error).splitlines()[0]}"
+
+
+def _check_sections(written: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: a section has a value instead of keys.
+    """
+    for section in dataclasses.fields(Config):
+        value = written.get(section.name, {})
+        if section.name == "callbacks" and not isinstance(value, dict | list):
+            raise ConfigError(f"callbacks={redact(str(value))} must be a list of names, as in callbacks=[a,b]")
+        if dataclasses.is_dataclass(section.type) and not isinstance(value, dict | list):
+            keys = ", ".join(f"{section.name}.{item.name}" for item in dataclasses.fields(section.type))
+            raise ConfigError(f"{section.name}={redact(str(value))} is a group of keys: set {keys}")
+
+
+def _with_callbacks(composed: Any) -> Any:
+    """With `callbacks: [a, b]`, as people write it in a file, spelled as it is kept: `callbacks: {a: {}, b: {}}`."""
+    listed = _raw(composed).get("callbacks") or {}
+    if isinstance(listed, list) or (isinstance(listed, dict) and None in listed.values()):
+        composed = OmegaConf.create(copy.deepcopy(composed))
+        OmegaConf.set_readonly(composed, False)
+        OmegaConf.set_struct(composed, False)
+        sections = {str(name): {} for name in listed}
+        composed.callbacks = (
+            sections
+            if isinstance(listed, list)
+            else OmegaConf.merge(sections, {name: value for name, value in listed.items() if value is not None})
+        )
+    return composed
+
+
+def _resolved(composed: Any) -> dict[str, Any]:
+    """What `_components` looks at, with the values that ${…} stands for."""
+    flat = flatten(_raw(composed))
+    names = [key for key in flat if key.endswith(".name")]
+    return flat | {key: OmegaConf.select(OmegaConf.create(composed), key) for key in names if "${" in str(flat[key])}
 
 
 def _raw(composed: Any) -> dict[str, Any]:
@@ -325,14 +490,14 @@ def _is_missing(config: DictConfig, key: str) -> bool:
 
 
 def known_keys() -> list[str]:
-    """Every key of the schema in dotted form, such as "train.max_tokens"."""
-    return list(_fields())
+    """Every key of a run that names no component, in dotted form, such as "train.max_tokens"."""
+    return list(keys_of(config_class({})))
 
 
-def _with_whole_numbers(composed: Any) -> Any:
+def _with_whole_numbers(composed: Any, kind: type[Config]) -> Any:
     """With integers for whole floats where those are wanted: 1e9 tokens is how people write it. A copy if there are any."""
     values, whole = flatten(_raw(composed)), {}
-    for key, item in _fields().items():
+    for key, item in keys_of(kind).items():
         value = values.get(key)
         if item.type in (int, int | None) and isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
             whole[key] = int(value)
@@ -345,28 +510,28 @@ def _with_whole_numbers(composed: Any) -> Any:
 
 
 @functools.cache
-def _schema() -> DictConfig:
-    return OmegaConf.structured(Config)
+def _schema(kind: type[Config]) -> DictConfig:
+    return OmegaConf.structured(kind)
 
 
 @functools.cache
-def _fields(config_class: type = Config, prefix: str = "") -> dict[str, dataclasses.Field]:
-    fields = {}
-    for item in dataclasses.fields(config_class):
-        if dataclasses.is_dataclass(item.type):
-            fields |= _fields(typing.cast(type, item.type), f"{prefix}{item.name}.")
+def keys_of(kind: type, prefix: str = "") -> dict[str, Key]:
+    """Every key below a dataclass in dotted form."""
+    keys, types = {}, typing.get_type_hints(kind)
+    for item in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(types[item.name]):
+            keys |= keys_of(typing.cast(type, types[item.name]), f"{prefix}{item.name}.")
         else:
-            fields[prefix + item.name] = item
-    return fields
+            keys[prefix + item.name] = Key(types[item.name], item.metadata)
+    return keys
 
 
 def check(config: Config, world_size: int) -> None:
-    """Refuses what cannot work, before anything is built.
+    """Refuses what so many processes cannot do, before anything is built.
 
     Raises:
         ConfigError: naming the key, the value and the fix.
     """
-    check_choices(config)
     data, train = config.datamodule, config.train
     if data.train_batch_size % world_size:
         near = divisors(data.train_batch_size)
@@ -391,84 +556,29 @@ def check(config: Config, world_size: int) -> None:
         raise ConfigError("fork_dir starts from a checkpoint, resume=false starts from nothing: choose one")
 
 
-def check_ranges(config: Config) -> None:
-    """Every number lies in the range that its key declares.
+def _check_values(config: Config) -> None:
+    """Every number lies in the range that its key declares, every name is one of its choices, and sections agree.
 
     Raises:
-        ConfigError: naming the key, the value and the range.
+        ConfigError: naming the key, the value and the range or the choices.
     """
     # Those of `train` first: schedules refer to train.max_tokens, and the key that somebody set is the one to name.
-    for key, item in sorted(_fields().items(), key=lambda entry: not entry[0].startswith("train.")):
-        allowed = item.metadata.get("range")
-        value = _value(config, key)
+    for key, item in sorted(keys_of(type(config)).items(), key=lambda entry: not entry[0].startswith("train.")):
+        allowed, choices = item.metadata.get("range"), item.metadata.get("choices")
+        *sections, name = key.split(".")
+        value = getattr(functools.reduce(getattr, sections, config), name)
         if allowed is not None and value is not None and value not in allowed:
             raise ConfigError(f"{key}={value} must be {expected(item.type, allowed)}")
-    betas = config.optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"optimizer.betas={betas} must be two numbers in [0, 1), such as [0.9, 0.95]")
-
-
-def _value(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def check_choices(config: Config) -> None:
-    """The part of `check` that needs no processes: numbers in a range, names out of a list.
-
-    Raises:
-        ConfigError: naming the key, the value and the choices.
-    """
-    check_ranges(config)
-    if config.fabric.precision not in ("bf16-mixed", "32-true"):
-        raise ConfigError(
-            f"fabric.precision={config.fabric.precision!r} is not supported; use 'bf16-mixed' or '32-true'. "
-            "bf16-true would keep weights and AdamW's moments in bf16, too coarse for pretraining"
-        )
-    if config.fabric.accelerator not in ("auto", "cpu", "cuda", "gpu"):
-        raise ConfigError(f"fabric.accelerator={config.fabric.accelerator!r} is unknown; use 'auto', 'cpu' or 'cuda'")
-    _check_devices(config.fabric.devices, config.fabric.accelerator)
-    if config.strategy.name not in ("auto", "ddp", "fsdp"):
-        raise ConfigError(f"strategy.name={config.strategy.name!r} is unknown; use 'auto', 'ddp' or 'fsdp'")
-    if config.wandb.mode not in ("online", "offline", "disabled"):
-        raise ConfigError(f"wandb.mode={config.wandb.mode!r} is unknown; use 'online', 'offline' or 'disabled'")
-    if config.train.compile not in (True, False, "auto") or not isinstance(config.train.compile, bool | str):
-        raise ConfigError(f"train.compile={config.train.compile!r} is unknown; use auto, true or false")
-    if config.optimizer.name != "adamw":
-        raise ConfigError(f"optimizer.name={config.optimizer.name!r} is unknown; use 'adamw'")
-    if config.datamodule.missing_chunks not in ("error", "skip"):
-        raise ConfigError(
-            f"datamodule.missing_chunks={config.datamodule.missing_chunks!r} is unknown; use 'error' or 'skip'"
-        )
-    if config.datamodule.name != "longcrawl64":
-        raise ConfigError(f"datamodule.name={config.datamodule.name!r} is unknown; use 'longcrawl64'")
-
-
-def _check_devices(devices: Any, accelerator: str) -> None:
-    problem = f"fabric.devices={devices!r} must be a number of processes, a list of GPUs, or 'auto'"
-    if isinstance(devices, list):
-        if (
-            not devices
-            or not all(type(n) is int and 0 <= n < _DEVICES.high for n in devices)
-            or len({*devices}) < len(devices)
-        ):
-            raise ConfigError(f"{problem}; GPUs are numbered from 0")
-        if accelerator == "cpu":
-            raise ConfigError(
-                f"fabric.devices={devices} lists GPUs; with fabric.accelerator=cpu give a number of processes"
-            )
-    elif devices in (-1, "-1"):
-        if accelerator == "cpu":
-            raise ConfigError(
-                f"fabric.devices={devices} means all GPUs; with fabric.accelerator=cpu give a number, or 'auto'"
-            )
-    elif devices != "auto" and not (re.fullmatch(r"[1-9]\d{0,5}", str(devices)) and int(devices) in _DEVICES):
-        raise ConfigError(f"{problem}; a number is {expected(int, _DEVICES)}")
+        if choices is not None and not any(type(value) is type(choice) and value == choice for choice in choices):
+            raise ConfigError(f"{key}={value!r} is unknown; use {described(choices)}{item.metadata['because']}")
+    for section in [*vars(config).values(), *vars(config.callbacks).values()]:
+        if hasattr(section, "check"):
+            section.check()
 
 
 #: Keys that may differ between the runs that one output_dir has seen: where things are, how the work is split, what is
-#: reported. Everything else decides what the weights become, so a change of it is refused on resume.
+#: reported. So may those that a component says are free. Everything else decides what the weights become, so a change of
+#: it is refused on resume.
 FREE_KEYS = (
     "output_dir", "data_dir", "resume", "fork_dir", "fork_step", "exp", "tag", "model.label", "wandb", "fabric.devices",
     "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens", "train.grad_acc_tokens",
@@ -483,18 +593,40 @@ FREE_KEYS = (
 )  # fmt: skip
 
 
+def free_keys(flat: Mapping[str, Any]) -> tuple[str, ...]:
+    """FREE_KEYS and those that the components of a flat config declare."""
+    found = _components(flat)
+    of_components = (
+        section if key == ALL else f"{section}.{key}"
+        for section, component in found.items()
+        if isinstance(component, Component)
+        for key in component.free
+    )
+    return (*FREE_KEYS, *of_components)
+
+
+def decisive(config: dict[str, Any]) -> dict[str, Any]:
+    """What decides the weights of a resolved config: its flat keys without the free ones, with defaults for younger keys."""
+    flat = flatten(config)
+    values = flatten(dataclasses.asdict(_defaults(config_class(flat)))) | flat
+    free = free_keys(flat)
+    return {
+        key: value
+        for key, value in values.items()
+        if key != "callbacks" and not any(key == name or key.startswith(f"{name}.") for name in free)
+    }
+
+
 def changes_that_alter_the_run(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Lines "key: old -> new" for every key outside FREE_KEYS that differs between two resolved configs.
+    """Lines "key: old -> new" for every key that is not free and differs between two resolved configs.
 
     A key that is younger than the old config counts as its default there.
     """
-    defaults = flatten(dataclasses.asdict(Config()))
-    old, new = defaults | flatten(before), defaults | flatten(now)
+    old, new = decisive(before), decisive(now)
     return [
         f"{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key, None) != new.get(key, None)
-        and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
     ]
 
 

@@ -26,11 +26,11 @@ from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
 from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.decoder import DecoderConfig
+from forgetting_transformer.plugins import CORPORA, OPTIMIZERS
 from forgetting_transformer.training import initialisation, status
 from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
 from forgetting_transformer.training.metrics import LogFile, TerminalHandler
-from forgetting_transformer.training.parameter_groups import group_parameters
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.start_block import human_count
 
@@ -96,8 +96,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -
 
 
 def build_data(data_dir: str, config: DataModuleConfig, recorded: Vocabulary | None = None) -> LongCrawl64DataModule:
-    arguments = {key: value for key, value in vars(config).items() if key != "name"}
-    return LongCrawl64DataModule(data_dir, **arguments, recorded=recorded)
+    return CORPORA.get(config.name).build(data_dir, config, recorded)
 
 
 def recorded_vocabulary(config: Config, directory: RunDirectory) -> Vocabulary | None:
@@ -219,14 +218,8 @@ def warn_without_gpu(config: Config, data: DataInfo, device: torch.device) -> No
         )
 
 
-def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        group_parameters(model, undecayed, config.weight_decay),
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        fused=True,
-    )
+def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return OPTIMIZERS.get(config.name).build(model, undecayed, config)
 
 
 def check_optimizer_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def start_block(trainer: Trainer) -> str:
     """The block for rank 0 of a trainer that is about to take its first step."""
     config, fabric, data = trainer.config, trainer.fabric, trainer.config.datamodule
-    info, optimizer = trainer.data_info, config.optimizer
+    info = trainer.data_info
     tokens = data.train_batch_size * data.train_batch_len
     local = data.train_batch_size // fabric.world_size
     at_once = min(local, max(1, config.train.grad_acc_tokens // data.train_batch_len))
@@ -38,11 +38,7 @@ def start_block(trainer: Trainer) -> str:
         ("precision", f"{config.fabric.precision}, strategy {_strategy(trainer)}"),
         *((op, backend.text) for op, backend in trainer.backends.items()),
         ("compiled", "yes" if trainer.compiled else "no"),
-        (
-            "optimizer",
-            f"{optimizer.name}, lr {optimizer.lr:g}, betas {', '.join(f'{beta:g}' for beta in optimizer.betas)}, "
-            f"weight decay {optimizer.weight_decay:g}",
-        ),
+        ("optimizer", _optimizer(trainer)),
         ("schedule", _schedule(trainer)),
         ("corruption", _corruption(trainer)),
         ("output_dir", str(trainer.directory.root)),
@@ -93,6 +89,18 @@ def _corruption(trainer: Trainer) -> str:
     else:
         ranks = "comparison of ranks off (strategy.compare_steps=null)"
     return f"{ranks}; checkpoints compared with what is loaded"
+
+
+def _optimizer(trainer: Trainer) -> str:
+    """Its name and its keys as the config has them."""
+    keys = dict(vars(trainer.config.optimizer))
+    return ", ".join([keys.pop("name"), *(f"{key.replace('_', ' ')} {_written(keys[key])}" for key in keys)])
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_written, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _schedule(trainer: Trainer) -> str:

@@ -42,7 +42,6 @@ from forgetting_transformer.training.config import (
     Config,
     ConfigError,
     check,
-    check_choices,
     check_continues,
     recorded,
 )
@@ -147,7 +146,6 @@ class Trainer:
         self.sentinel = sentinel or Sentinel(config.strategy.timeout_seconds)
         self.directory = directory or RunDirectory(config.output_dir)
         setup.claim_early(self.directory, config.resume)
-        check_choices(config)
         self.fabric = launch(config)
         self.peers = peers or Peers()
         self.peers.join(self.fabric.global_rank, self.fabric.world_size)

@@ -1,0 +1,139 @@
+"""Components that are not of this package: their keys are held to what they declare, as those of this package are."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+from omegaconf import OmegaConf
+
+from forgetting_transformer import plugins
+from forgetting_transformer.plugins import CALLBACKS, CORPORA, OPTIMIZERS
+from forgetting_transformer.ranges import Range, one_of, within
+from forgetting_transformer.training.config import (
+    Config,
+    ConfigError,
+    OptimizerConfig,
+    changes_that_alter_the_run,
+    keys_of,
+    parse,
+)
+from tests.tiny import tiny_config
+from tests.training.conftest import changed
+
+
+@dataclasses.dataclass
+class LionConfig(OptimizerConfig):
+    beta: float = within(Range(0, 1), 0.9)
+    signs: str = one_of("all", "none")
+    log_every: int = 5
+
+    def check(self) -> None:
+        if self.signs == "none" and self.beta > 0.5:
+            raise ValueError(f"optimizer.beta={self.beta} is too large for optimizer.signs=none; use at most 0.5")
+
+
+@dataclasses.dataclass
+class ProbeConfig:
+    tasks: list[str]
+    interval: int = within(Range(1, 100), 10)
+
+
+@pytest.fixture
+def added(monkeypatch) -> Iterator[None]:
+    """Components as a plug-in registers them, for the time of a test."""
+    for registry in (OPTIMIZERS, CALLBACKS, CORPORA):
+        for name in registry.names():
+            registry.get(name)  # what is imported while the copy is in place would be gone after it
+        monkeypatch.setattr(registry, "_components", dict(registry._components))
+    OPTIMIZERS.register("lion", config=LionConfig, free=("log_every",))(lambda *_: None)
+    CALLBACKS.register("probe", config=ProbeConfig, free=("interval",))(lambda *_: None)
+    CALLBACKS.register("gauge", config=ProbeConfig, free=(plugins.ALL,))(lambda *_: None)
+    CALLBACKS.register("bell")(lambda *_: None)
+    yield
+
+
+@pytest.fixture
+def config(added, tmp_path) -> dict:
+    return changed(
+        tiny_config(tmp_path / "run", tmp_path / "data"), optimizer__name="lion", callbacks__probe={"tasks": ["a"]}
+    )
+
+
+def parsed(config: dict, **changes) -> Config:
+    return parse(OmegaConf.create(changed(config, **changes)))
+
+
+def test_sections_are_of_the_dataclasses_that_the_components_registered(config):
+    found = parsed(config, optimizer__beta=0.25, callbacks__bell=None)
+    assert isinstance(found.optimizer, LionConfig) and found.optimizer.beta == 0.25
+    assert vars(found.callbacks)["probe"] == ProbeConfig(["a"], 10) and list(vars(found.callbacks)) == ["probe", "bell"]
+    assert {"optimizer.beta", "callbacks.probe.tasks", "datamodule.cache_gb"} <= set(keys_of(type(found)))
+    assert parse(OmegaConf.create(dataclasses.asdict(found))) == found, "config.yaml is read back as it was"
+
+
+def test_callbacks_may_be_a_list(config):
+    del config["callbacks"]
+    assert list(vars(parsed(config, callbacks=["bell"]).callbacks)) == ["bell"]
+    assert vars(parsed(config).callbacks) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"optimizer__name": "lionn"},
+            "optimizer.name='lionn' is unknown; did you mean 'lion'. Otherwise name the plug-in that has it: ",
+        ),
+        ({"optimizer__name": [1]}, r"optimizer.name=\[1\] is unknown; use adamw, "),
+        ({"datamodule__name": "nope"}, "datamodule.name='nope' is unknown; use longcrawl64, or name the plug-in"),
+        ({"callbacks__prob": {}}, "callbacks='prob' is unknown; did you mean 'probe'?"),
+        ({"callbacks": 3}, r"callbacks=3 must be a list of names, as in callbacks=\[a,b\]"),
+        ({"optimizer__bta": 1}, "unknown config key 'optimizer.bta'; did you mean 'optimizer.beta'?"),
+        ({"optimizer__betas": [0.9, 0.95]}, "unknown config key 'optimizer.betas'; did you mean 'optimizer.beta'?"),
+        ({"optimizer__beta": 2}, "optimizer.beta=2.0 must be a number from 0 to 1"),
+        ({"optimizer__signs": "some"}, "optimizer.signs='some' is unknown; use 'all' or 'none'"),
+        ({"optimizer__signs": "none"}, "optimizer.beta=0.9 is too large for optimizer.signs=none; use at most 0.5"),
+        ({"callbacks__probe__interval": 1000}, "callbacks.probe.interval=1000 must be a whole number from 1 to 100"),
+        ({"callbacks__probe__intervall": 1}, "did you mean 'callbacks.probe.interval'?"),
+        ({"callbacks__probe": {}}, "no value for callbacks.probe.tasks: give it on the command line"),
+        ({"callbacks__bell": {"tone": 1}}, "unknown config key 'callbacks.bell.tone'"),
+    ],
+)
+def test_what_a_component_does_not_take_is_refused_in_one_line(config, changes, message):
+    with pytest.raises(ConfigError, match=message.replace("?", ".")) as refused:
+        parsed(config, **changes)
+    assert "\n" not in str(refused.value)
+
+
+def test_keys_of_components_forbid_a_changed_resume_unless_they_are_free(config):
+    def changes(**changes) -> list[str]:
+        before, now = (dataclasses.asdict(parsed(config, **c)) for c in ({}, changes))
+        return changes_that_alter_the_run(before, now)
+
+    assert changes(optimizer__log_every=6, callbacks__probe__interval=20) == []
+    assert changes(callbacks__gauge={"tasks": ["b"]}) == []
+    assert changes(optimizer__beta=0.5) == ["optimizer.beta: 0.9 -> 0.5"]
+    assert changes(callbacks__probe__tasks=["b"]) == ["callbacks.probe.tasks: ['a'] -> ['b']"]
+    assert changes(callbacks__bell=None) == ["callbacks.bell: (absent) -> {}"]
+
+
+def test_a_run_of_an_optimizer_that_is_not_here_any_more_differs(config, monkeypatch):
+    before = dataclasses.asdict(parsed(config))
+    monkeypatch.delitem(OPTIMIZERS._components, "lion")
+    now = dataclasses.asdict(parsed(config, optimizer__name="adamw"))
+    assert "optimizer.name: lion -> adamw" in changes_that_alter_the_run(before, now)
+
+
+def test_a_name_is_taken_once(added):
+    with pytest.raises(ValueError, match=r"optimizer.name='lion' is registered already; choose another name"):
+        OPTIMIZERS.register("lion")(lambda *_: None)
+    with pytest.raises(ValueError, match=r"optimizer.name='adamw' is registered already"):
+        OPTIMIZERS.register("adamw")(lambda *_: None)
+
+
+def test_a_dataclass_that_lacks_what_every_optimizer_has_is_refused(config):
+    OPTIMIZERS.register("bare", config=ProbeConfig)(lambda *_: None)
+    with pytest.raises(
+        ConfigError, match=r"optimizer: ProbeConfig cannot type this section; .* derives from .*Optimiz"
+    ):
+        parsed(config, optimizer__name="bare")
