@@ -199,6 +199,6 @@ def test_where_a_list_cannot_be_written_it_is_said(tmp_path, verify, capsys, mon
     def fails(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("forgetting_transformer.data.checksums.write_whole", fails)
+    monkeypatch.setattr("forgetting_transformer.data.checksums.write_atomically", fails)
     assert verify(tmp_path / "train.zarr") == 0
     assert "cannot write train.sha256 (Permission denied)" in capsys.readouterr().out

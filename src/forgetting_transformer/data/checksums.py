@@ -11,7 +11,6 @@ warning. Lines without a file are no fault, since a copy may be partial.
 
 import hashlib
 import logging
-import os
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -137,20 +137,10 @@ def write_list(array: Path, keys: Iterable[str], workers: int = 1) -> Path:
         sums = list(pool.map(lambda key: sha256_of(array / key), names))
     lines = (f"{found}  {array.name}/{key}\n" for key, found in zip(names, sums, strict=True))
     place = array.with_name(list_name(array.name))
-    write_whole(place, "".join(lines).encode())
+    write_atomically(place, "".join(lines))
     return place
 
 
 def sha256_of(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)

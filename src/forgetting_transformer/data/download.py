@@ -26,10 +26,10 @@ import numpy as np
 import zarr
 
 from forgetting_transformer.data.array_files import LARGEST_METADATA, PROBES, ArrayFiles, open_array
-from forgetting_transformer.data.checksums import write_whole
 from forgetting_transformer.data.corpus.progress import Progress
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import RemoteError, RemoteFile, RemoteFolder, open_remote
+from forgetting_transformer.files import locked, write_atomically
 from forgetting_transformer.redaction import redact_tree
 
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.
@@ -318,7 +318,7 @@ class _Download:
                 raise DataError(f"{self.target / name} describes another array than the source's; choose another --out")
         self.target.mkdir(exist_ok=True)
         self._write_ledger(self._ledger())  # so that nothing is appended to a line that a kill cut short
-        write_whole(note, json.dumps(now, indent=1).encode())
+        write_atomically(note, json.dumps(now, indent=1))
 
     def _take(self, plan: Plan, files: list[File], title: str, action: Callable[[Plan, File], None]) -> None:
         """Does `action` for each of the files, several at a time."""
@@ -408,11 +408,11 @@ class _Download:
         return {name: digest for digest, _, name in lines}
 
     def _write_ledger(self, ledger: dict[str, str]) -> None:
-        write_whole(self.sums, "".join(f"{digest}  {name}\n" for name, digest in sorted(ledger.items())).encode())
+        write_atomically(self.sums, "".join(f"{digest}  {name}\n" for name, digest in sorted(ledger.items())))
 
     def _finish(self, plan: Plan) -> None:
         for name, text in plan.metadata.items():
-            write_whole(self.target / name, text)
+            write_atomically(self.target / name, text)
         self._write_ledger(self._ledger())
         holes = len(plan.rows) < plan.rows_in_all
         self.say(
@@ -424,11 +424,9 @@ class _Download:
 @contextlib.contextmanager
 def _only_run(out: Path) -> Iterator[None]:
     """Two runs in one folder would delete each other's parts; the second is refused. A kill releases the lock."""
-    import fcntl
-
-    with (out / ".download.lock").open("w") as lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(locked(out / ".download.lock", wait=False))
         except BlockingIOError as error:
             raise DataError(f"another run is downloading into {out}; wait for it, or choose another --out") from error
         yield

@@ -15,16 +15,15 @@ are deleted. A copy of such a folder has another name than its mark says, and is
 import hashlib
 import os
 import re
-import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import RemoteFolder, join, open_remote
+from forgetting_transformer.files import TEMPORARY, locked, replacing
 
 #: Files fetched at a time by one process.
 CONNECTIONS = 8
@@ -89,7 +88,9 @@ class RemoteCache:
             for folder in (self.locks, self.parts):
                 folder.mkdir(exist_ok=True)
             (self.folder / "url.txt").write_text(remote.url)
-            for part in self.parts.glob("tmp*"):
+            for part in self.parts.iterdir():
+                if not (TEMPORARY.fullmatch(part.name) or part.name.startswith("tmp")):  # "tmp…": of earlier versions
+                    continue
                 with suppress(FileNotFoundError):  # another process may have finished it
                     if time.time() - part.stat().st_mtime > ABANDONED_SECONDS:
                         part.unlink(missing_ok=True)
@@ -120,7 +121,7 @@ class RemoteCache:
         path = self._path(name)
         if not fresh and self._touch(path):
             return path
-        with self._lock(str(hashlib.sha256(str(path).encode()).digest()[0] % LOCKS)):
+        with locked(self.locks / str(hashlib.sha256(str(path).encode()).digest()[0] % LOCKS)):
             # Another process may have fetched it while this one waited.
             if fresh or not self._touch(path):
                 data = self.remote.read(name, at_most)
@@ -138,10 +139,8 @@ class RemoteCache:
 
     def _mark(self, folder: Path) -> None:
         """Whole or not at all, so that no other process takes a file without contents for somebody else's."""
-        descriptor, temporary = tempfile.mkstemp(dir=self.settings.folder, prefix=".forgetting_transformer.")
-        with os.fdopen(descriptor, "w") as file:
-            file.write(_mark_of(folder))
-        os.replace(temporary, folder / MARK)
+        with replacing(folder / MARK, durable=False, beside=self.settings.folder) as stream:
+            stream.write(_mark_of(folder).encode())
 
     def _path(self, name: str) -> Path:
         return self.folder / join("", name).lstrip("/")  # join refuses names that lead out of the folder
@@ -156,24 +155,17 @@ class RemoteCache:
         return True
 
     def _write(self, path: Path, data: bytes) -> None:
-        temporary = None
         try:
-            descriptor, temporary = tempfile.mkstemp(dir=self.parts)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
             path.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(temporary, path)
-            with _locked(self.settings.folder / ".forgetting_transformer.lock"):
+            with replacing(path, durable=False, beside=self.parts) as stream:
+                stream.write(data)
+            with locked(self.settings.folder / ".forgetting_transformer.lock"):
                 self._make_room(keep=path)
         except OSError as error:
             raise DataError(
                 f"cannot keep {path.name} in {path.parent}: {error}. Make room there, lower datamodule.cache_gb, or "
-                f"choose "
-                "another datamodule.cache_dir"
+                "choose another datamodule.cache_dir"
             ) from error
-        finally:
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
 
     def _make_room(self, keep: Path) -> None:
         """Deletes the chunks used longest ago until the rest is within the limit."""
@@ -193,9 +185,6 @@ class RemoteCache:
             if file != keep:
                 file.unlink(missing_ok=True)
                 excess -= size
-
-    def _lock(self, name: str) -> AbstractContextManager[None]:
-        return _locked(self.locks / name)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -220,16 +209,6 @@ def _is_marked(folder: Path) -> bool:
 
 def _mark_of(folder: Path) -> str:
     return f"{_MARK_TEXT}# The name of this folder: {folder.name}\n"
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process or thread at a time; the lock of a process that is killed is free at once."""
-    import fcntl  # not on Windows, where only local arrays can be read
-
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _name_of(url: str) -> str:

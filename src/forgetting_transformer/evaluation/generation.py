@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context
+from forgetting_transformer.files import write_atomically
 
 
 def continue_greedily(
@@ -81,16 +82,14 @@ def check_settings(
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Writes a file that is whole or not there."""
+    """Writes a file that is whole or not there, and makes its folder."""
     write_text(file, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
     """The same of a text."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
+    write_atomically(file, text)
 
 
 def read_json(file: Path) -> Any:

@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +41,7 @@ from forgetting_transformer.evaluation.models import (
     token_losses,
 )
 from forgetting_transformer.evaluation.workers import Workers
+from forgetting_transformer.files import replacing, write_json
 
 #: Shortest context length that results report, as in the paper.
 MIN_LENGTH = 512
@@ -623,14 +623,9 @@ def _write_results(folder: Path, results: dict[str, Any], sums: Sums) -> None:
     numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
     arrays = {"val/loss_per_token": sums.loss_T / sums.sequences, "val/loss_per_octave": sums.octaves_NO}
     _savez(folder / "results.npz", **numbers, **arrays)
-    temporary = folder / f".results.json.{os.getpid()}"
-    temporary.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(folder / "results.json")
+    write_json(folder / "results.json", results)
 
 
 def _savez(file: Path, **arrays: Any) -> None:
-    # Its name does not end in .npz: what a crash leaves must not be taken for a result.
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    with temporary.open("wb") as stream:
+    with replacing(file) as stream:
         np.savez(stream, **arrays)
-    temporary.replace(file)

@@ -13,11 +13,11 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from forgetting_transformer.analysis.markdown import markdown_table
 from forgetting_transformer.analysis.plots.sweeps import loss_against_parameters
 from forgetting_transformer.analysis.runs import Run
+from forgetting_transformer.files import write_atomically
 from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import Job, State
 from forgetting_transformer.sweep.state import SweepState
 from forgetting_transformer.training import Config
-from forgetting_transformer.training.checkpoint import write_atomically
 
 #: A run reports its training loss to Optuna this many times, evenly over its tokens, if bad runs are to be ended early.
 REPORTS = 20

@@ -11,11 +11,11 @@ from forgetting_transformer.analysis import statistics
 from forgetting_transformer.analysis.markdown import markdown_table
 from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
+from forgetting_transformer.files import write_atomically
 from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import Job, State
 from forgetting_transformer.sweep.state import SweepState
 from forgetting_transformer.training import Config
-from forgetting_transformer.training.checkpoint import write_atomically
 
 #: Grid points from the guess at which the search gives up: a factor of 10,000.
 FARTHEST = 12

@@ -5,9 +5,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer.files import write_atomically
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import Config
-from forgetting_transformer.training.checkpoint import write_atomically
 from forgetting_transformer.training.config import changes_that_alter_the_run, flatten, recorded
 
 #: May change when one run is continued, but not within a sweep, whose runs are compared with each other.

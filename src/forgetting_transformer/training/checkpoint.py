@@ -23,7 +23,6 @@ import contextlib
 import errno
 import json
 import logging
-import os
 import pickle
 import re
 import shutil
@@ -51,6 +50,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from forgetting_transformer.files import flush, write_atomically
 from forgetting_transformer.training.corruption import differing, digests_of_whole
 from forgetting_transformer.training.host_copy import HostCopy, share
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
@@ -427,9 +427,9 @@ class Checkpointer:
         np.savez(temporary / "windows.npz", **windows)
         (temporary / "trainer.json").write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
         for name in ("windows.npz", "trainer.json"):
-            _flush(temporary / name)
+            flush(temporary / name)
             checksums[name] = _checksum(temporary / name)
-        _flush(temporary / "state")
+        flush(temporary / "state")
         manifest = {
             "format": FORMAT,
             "step": trainer_state["token_count"],
@@ -443,7 +443,7 @@ class Checkpointer:
             shutil.rmtree(temporary)
         else:
             temporary.rename(final)
-        _flush(self.folder)
+        flush(self.folder)
         if self.record is not None:
             try:
                 write_atomically(
@@ -702,15 +702,6 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file's contents so that a reader, or a crash, sees the old or the new text and nothing between."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    _flush(temporary)
-    temporary.replace(path)
-    _flush(path.parent)
-
-
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything to save, by name: `model.<parameter>`, `optimizer.state.<parameter>.<moment>`. Names do not depend on
     how parameters are grouped or sharded. And the optimizer's state as torch flattens it, with the settings, which are
@@ -786,14 +777,6 @@ def _writer_of(file: Path) -> int:
     """The rank that wrote a shard: `__3_0.distcp` is rank 3's, `.metadata` rank 0's."""
     match = re.match(r"__(\d+)_", file.name)
     return int(match[1]) if match else 0
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _reason(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from forgetting_transformer.training.checkpoint import write_atomically
+from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.config import Config
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import yaml
 from torch import nn
 
 from forgetting_transformer.data import DataInfo
-from forgetting_transformer.training.checkpoint import write_atomically
+from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.config import Config, recorded
 from forgetting_transformer.training.run_directory import RunDirectory
 

@@ -1,7 +1,6 @@
 """From a training checkpoint, of any strategy and at any step, to a Hugging Face folder."""
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -16,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.checksums import sha256_of
+from forgetting_transformer.files import LocksUnsupportedError, locked, write_atomically
 from forgetting_transformer.model import registry
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, load_tokenizer
 from forgetting_transformer.training import official_checkpoint
@@ -25,7 +25,6 @@ from forgetting_transformer.training.checkpoint import (
     load_weights,
     read_newest,
     steps_in,
-    write_atomically,
 )
 from forgetting_transformer.training.run_directory import RunDirectory, belongs_to, told
 
@@ -136,20 +135,16 @@ def _only_export(folder: Path) -> Iterator[None]:
         ExportError: another export has it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ExportError(
-            f"another export is writing to {folder}; wait for it, or choose another --hf_save_dir"
-        ) from error
-    except OSError:
-        pass  # a file system without locks, or with none for folders: as without this
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder, wait=False))
+        except BlockingIOError as error:
+            raise ExportError(
+                f"another export is writing to {folder}; wait for it, or choose another --hf_save_dir"
+            ) from error
+        except LocksUnsupportedError:
+            pass  # or none for folders: as without this
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _model_files(folder: Path) -> set[str]:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from forgetting_transformer.files import replacing, write_atomically
 from forgetting_transformer.redaction import redact_tree
-from forgetting_transformer.training.checkpoint import write_atomically
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.run_directory import ARRAY_KINDS, KINDS, RunDirectory
 
@@ -92,9 +92,8 @@ class MetricsLog:
             raise ValueError(f"{kind!r} is not in ARRAY_KINDS of training/run_directory.py; add it there")
         folder = self.directory.npz / kind
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f".step-{step:015d}.npz"
-        np.savez_compressed(temporary, step=step, **arrays)
-        temporary.replace(folder / f"step-{step:015d}.npz")
+        with replacing(folder / f"step-{step:015d}.npz", durable=False) as stream:
+            np.savez_compressed(stream, step=step, **arrays)
 
     def flush(self) -> None:
         """Forces the lines to disk: called with each checkpoint, so that a resume finds every step before it."""

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from forgetting_transformer.files import write_atomically
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     Checkpointer,
     CheckpointError,
     steps_in,
-    write_atomically,
 )
 from forgetting_transformer.training.config import Config, ConfigError, parse, recorded
 from forgetting_transformer.training.parameter_groups import undecayed_parameters

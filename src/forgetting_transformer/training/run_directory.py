@@ -1,7 +1,6 @@
 """What a run keeps under `output_dir`, and who may write there. docs/run_directory.md draws the tree."""
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -9,6 +8,8 @@ import re
 import socket
 import time
 from pathlib import Path
+
+from forgetting_transformer.files import LocksUnsupportedError, locked
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,8 @@ class RunDirectory:
         self.tokenizer = self.root / "tokenizer"
         self.goodput = self.root / "goodput.json"
         self._lock_file = self.root / "run.lock"
-        self._lock_descriptor: int | None = None
+        self._lock = contextlib.ExitStack()
+        self.held = False  # whether this process may write here
         #: What status.json held before this process replaced it (status.py).
         self.status_before: bytes | None = None
 
@@ -244,7 +246,20 @@ class RunDirectory:
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o644)
+            # Data workers are forked and would hold the lock for seconds after this process was killed.
+            os.register_at_fork(after_in_child=self.release)
+            descriptor = self._lock.enter_context(locked(self._lock_file, wait=False))
+        except BlockingIOError as error:
+            holder = self._lock_file.read_text(errors="replace").strip() or "an unknown process"
+            raise RunDirectoryError(
+                f"another run is writing to output_dir={self.root} ({holder}). Wait for it, stop it, or choose "
+                "another output_dir"
+            ) from error
+        except LocksUnsupportedError as error:
+            raise RunDirectoryError(
+                f"the file system of output_dir={self.root} does not support locks ({error.strerror}), which keep two "
+                "runs out of one folder; choose an output_dir on another one"
+            ) from error
         except (FileExistsError, NotADirectoryError) as error:
             raise RunDirectoryError(
                 f"output_dir={self.root} is a file, or lies under one; choose another output_dir"
@@ -252,24 +267,6 @@ class RunDirectory:
         except OSError as error:
             raise RunDirectoryError(
                 f"cannot write to output_dir={self.root}: {error.strerror}; make room, or choose another output_dir"
-            ) from error
-        # Data workers are forked and would hold the lock for seconds after this process was killed.
-        os.register_at_fork(after_in_child=self.release)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(descriptor, 4096).decode(errors="replace").strip() or "an unknown process"
-            os.close(descriptor)
-            raise RunDirectoryError(
-                f"another run is writing to output_dir={self.root} ({holder}). Wait for it, stop it, or choose "
-                "another output_dir"
-            ) from error
-        except OSError as error:
-            os.close(descriptor)
-            raise RunDirectoryError(
-                f"the file system of output_dir={self.root} does not support locks ({error.strerror}), which keep two "
-                f"runs "
-                "out of one folder; choose an output_dir on another one"
             ) from error
         os.ftruncate(descriptor, 0)
         owner = {
@@ -280,17 +277,11 @@ class RunDirectory:
         # For people; the lock holds without it, on a full disk too.
         with contextlib.suppress(OSError):
             os.write(descriptor, json.dumps(owner).encode())
-        self._lock_descriptor = descriptor
-
-    @property
-    def held(self) -> bool:
-        """Whether this process may write here."""
-        return self._lock_descriptor is not None
+        self.held = True
 
     def release(self) -> None:
-        if self._lock_descriptor is not None:
-            os.close(self._lock_descriptor)
-            self._lock_descriptor = None
+        self._lock.close()
+        self.held = False
 
     def move_aside(self) -> Path | None:
         """Moves what a run wrote into `previous/<time>/`, and nothing else; returns that folder, None if there was nothing.

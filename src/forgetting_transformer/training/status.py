@@ -18,6 +18,7 @@ import socket
 import time
 from pathlib import Path
 
+from forgetting_transformer.files import write_atomically
 from forgetting_transformer.redaction import redact
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError, told
 
@@ -63,18 +64,7 @@ def _reserve(root: Path) -> None:
     """Keeps the room that the next status needs, if there is none kept."""
     if (root / _RESERVE).exists():
         return
-    temporary = root / f"{_RESERVE}.{os.getpid()}"
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        try:
-            os.write(descriptor, b" " * _RESERVED_BYTES)  # zeros might be stored as none
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, root / _RESERVE)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    write_atomically(root / _RESERVE, " " * _RESERVED_BYTES)  # zeros might be stored as none
 
 
 def claim(directory: RunDirectory, resume: bool = True) -> None:
@@ -118,7 +108,7 @@ def _keep_what_it_proves(directory: RunDirectory) -> None:
     ):
         return
     # Imported here: it brings PyTorch along.
-    from forgetting_transformer.training.checkpoint import recorded_step, write_atomically
+    from forgetting_transformer.training.checkpoint import recorded_step
 
     if recorded_step(directory.last_checkpoint) is None:
         write_atomically(directory.last_checkpoint, json.dumps({"step": step, "checkpoint": f"step-{step:015d}"}))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from forgetting_transformer.data.corpus.pool import open_pool
 from forgetting_transformer.data.corpus.progress import Progress
 from forgetting_transformer.data.corpus.settings import LAYOUT_SETTINGS, CorpusSettings
 from forgetting_transformer.data.corpus.summary import summary_lines
+from forgetting_transformer.files import TEMPORARY, locked, write_atomically
 from forgetting_transformer.versions import installed_versions
 
 FORMAT_VERSION = 1
@@ -72,7 +73,7 @@ def _prepare(settings: CorpusSettings, out: Path, workers: int, force: bool, say
     work = out / ".work"
     out.mkdir(parents=True, exist_ok=True)
     with _only_run(out):
-        if work.exists() and not (work / "settings.json").exists() and set(os.listdir(work)) - {"settings.json.tmp"}:
+        if work.exists() and not (work / "settings.json").exists() and not all(map(_left_by_a_kill, os.listdir(work))):
             raise CorpusError(f"{out} holds a folder .work, which this program did not make. Give another --out.")
         if force:
             _delete_corpus(out)
@@ -95,23 +96,21 @@ def _prepare(settings: CorpusSettings, out: Path, workers: int, force: bool, say
 # What is there already ----------------------------------------------------------------------------------------
 
 
+def _left_by_a_kill(name: str) -> bool:
+    return name == "settings.json.tmp" or TEMPORARY.fullmatch(name) is not None  # the first: of earlier versions
+
+
 @contextmanager
 def _only_run(out: Path) -> Iterator[None]:
     """Two runs in one folder would overwrite each other; the second is refused. A kill releases the lock."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    with (out / ".prepare_data.lock").open("w") as lock:
+    lock = out / ".prepare_data.lock"
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(locked(lock, wait=False))
         except BlockingIOError as error:
             raise CorpusError(f"another run is preparing {out}. Wait for it, or give another --out.") from error
-        try:
-            yield
-        finally:
-            os.unlink(lock.name)
+        stack.callback(lock.unlink)
+        yield
 
 
 def _delete_corpus(out: Path) -> None:
@@ -368,11 +367,4 @@ def _entropy_nats(counts: np.ndarray) -> float:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not there: written beside, flushed, renamed."""
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("w") as file:
-        json.dump(content, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -21,6 +21,7 @@ import numpy as np
 from forgetting_transformer.data.corpus.progress import Progress
 from forgetting_transformer.data.corpus.sources import Piece
 from forgetting_transformer.data.corpus.tokenizers import Encoder, TokenizerInfo
+from forgetting_transformer.files import write_atomically
 
 SHARD_BYTES = 2 << 20
 
@@ -170,9 +171,7 @@ class TokenStream:
         """Forget all shards after the first `n_shards`, and what a kill left behind them."""
         self.shards = self.shards[:n_shards]
         tokens, pieces = self._ends(n_shards)
-        shorter = self.log_path.with_suffix(".tmp")
-        shorter.write_text("".join(json.dumps(shard) + "\n" for shard in self.shards))
-        shorter.replace(self.log_path)
+        write_atomically(self.log_path, "".join(json.dumps(shard) + "\n" for shard in self.shards))
         os.truncate(self.tokens_path, tokens * 2)
         os.truncate(self.lengths_path, pieces * 4)
 

@@ -14,13 +14,13 @@ waits for the device where it logs.
 """
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer.files import write_json
 from forgetting_transformer.training.metrics import duration
 from forgetting_transformer.training.startup import seconds_since_process_start
 
@@ -86,9 +86,7 @@ class Goodput:
         self._start |= {"step": step, "seconds": dict(self._seconds)}
         starts = [*self._earlier, self._start]
         if self._file is not None:
-            temporary = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-            temporary.write_text(json.dumps({"starts": starts}, indent=1), encoding="utf-8")
-            temporary.replace(self._file)
+            write_json(self._file, {"starts": starts}, durable=False)  # at every log interval
         return shares(starts)
 
 
