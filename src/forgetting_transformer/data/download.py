@@ -26,10 +26,10 @@ import numpy as np
 import zarr
 
 from forgetting_transformer.data.array_files import LARGEST_METADATA, PROBES, ArrayFiles, open_array
-from forgetting_transformer.data.corpus.progress import Progress
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.remote import RemoteError, RemoteFile, RemoteFolder, open_remote
 from forgetting_transformer.files import locked, write_atomically
+from forgetting_transformer.progress import Progress
 from forgetting_transformer.redaction import redact_tree
 
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.

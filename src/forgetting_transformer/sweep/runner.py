@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from forgetting_transformer import progress
 from forgetting_transformer.analysis.markdown import markdown_table
 from forgetting_transformer.analysis.runs import Run, read_run
 from forgetting_transformer.sweep import SweepError
@@ -266,16 +267,13 @@ class _Bar:
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs  # becomes longer while they run
-        self._bar: tqdm | None = None
 
     def __enter__(self) -> "_Bar":
-        if sys.stderr.isatty():
-            self._bar = tqdm(unit="tok", unit_scale=True, desc="sweep", dynamic_ncols=True)
+        self._bar = progress.bar(desc="sweep", unit="tok")
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
     def show(self, results: dict[str, JobResult], running: dict[str, Run]) -> None:
         if self._bar is None:

@@ -24,6 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from forgetting_transformer.files import replacing, write_atomically
+from forgetting_transformer.progress import bar
 from forgetting_transformer.redaction import redact_tree
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.run_directory import ARRAY_KINDS, KINDS, RunDirectory
@@ -283,22 +284,19 @@ class Progress:
 
     def __init__(self, total: int, done: int, enabled: bool) -> None:
         self._enabled = enabled
-        self._bar: tqdm | None = None
-        if enabled and sys.stderr.isatty():
-            self._bar = tqdm(total=total, initial=done, unit="tok", unit_scale=True, desc="train", dynamic_ncols=True)
+        self._bar = bar(desc="train", unit="tok", total=total, done=done, shown=enabled)
 
     @property
     def live(self) -> bool:
         """Whether there is a terminal to draw bars on."""
-        return self._bar is not None
+        return not self._bar.disable
 
     def advance(self, tokens: int) -> None:
-        if self._bar is not None:
-            self._bar.update(tokens)
+        self._bar.update(tokens)
 
     def show(self, tokens: int, total: int, loss: float, lr: float, tokens_per_second: float | None) -> None:
         """Called where losses are logged anyway, so that the bar costs no synchronisation of its own."""
-        if self._bar is not None:
+        if self.live:
             self._bar.set_postfix(loss=f"{loss:.4f}", lr=f"{lr:.2e}")
         if self._enabled:
             rate = f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second else "first steps"
@@ -309,8 +307,7 @@ class Progress:
             )
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
 
 class TerminalHandler(logging.Handler):

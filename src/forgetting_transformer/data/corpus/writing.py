@@ -19,7 +19,7 @@ from zarr.codecs import BloscCodec
 
 from forgetting_transformer.data import checksums
 from forgetting_transformer.data.corpus.packing import Layout
-from forgetting_transformer.data.corpus.progress import Progress
+from forgetting_transformer.progress import Progress
 
 # LongCrawl64's chunk, 8 MiB, is the largest chosen; a corpus of fewer rows gets chunks of fewer rows, so that a
 # reader decodes little more than it uses, but not so few that the array becomes a heap of tiny files.

@@ -1,12 +1,42 @@
-"""Progress of one stage: a tqdm bar on a terminal, a plain line every few seconds in a log file."""
+"""Progress on stderr: a bar on a terminal, and nothing or plain lines in a log file."""
 
 import sys
 import time
+from collections.abc import Iterable
 from types import TracebackType
 
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 10.0
+
+
+def bar(
+    items: Iterable | None = None,
+    *,
+    desc: str,
+    unit: str,
+    total: int | None = None,
+    done: int = 0,
+    shown: bool = True,
+) -> tqdm:
+    """A bar that counts `items`, or what its `update` is given. It does nothing where stderr is no terminal.
+
+    Args:
+        unit: "tok" and "B" are shown with a decimal prefix (k, M, G).
+        total: how many there will be, if that is known and `items` does not say it.
+        done: of these before this process started; they say nothing about the speed.
+        shown: False on all ranks but one.
+    """
+    return tqdm(
+        items,
+        desc=desc,
+        unit=unit,
+        unit_scale=unit in ("tok", "B"),
+        total=total,
+        initial=done,
+        dynamic_ncols=True,
+        disable=None if shown else True,  # None: unless stderr is a terminal
+    )
 
 
 class Progress:
@@ -21,28 +51,24 @@ class Progress:
     def __init__(self, title: str, total: int | None, unit: str) -> None:
         self.title, self.total, self.unit = title, total, unit
         self.done = 0
-        self.bar: tqdm | None = None
 
     def __enter__(self) -> "Progress":
         self.started = self.last_line = time.monotonic()
-        if sys.stderr.isatty():
-            self.bar = tqdm(total=self.total, desc=self.title, unit=self.unit, unit_scale=self.unit == "B")
+        self.bar = bar(desc=self.title, unit=self.unit, total=self.total)
         return self
 
     def advance(self, amount: int) -> None:
         self.done += amount
-        if self.bar is not None:
-            self.bar.update(amount)
-        elif time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
+        self.bar.update(amount)
+        if self.bar.disable and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
             self.last_line = time.monotonic()
             self._print_line()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        elif kind is None:
+        self.bar.close()
+        if self.bar.disable and kind is None:
             self._print_line()
 
     def _print_line(self) -> None:
