@@ -9,8 +9,8 @@ import sys
 from forgetting_transformer import command_line
 
 with command_line.interruptible("interrupted: the same command continues"):
-    from forgetting_transformer.data.corpus import CorpusError, CorpusSettings, prepare_corpus
-    from forgetting_transformer.data.corpus.settings import DEFAULT_HELDOUT_FRACTION
+    from forgetting_transformer.data.prepare import CorpusError, CorpusSettings, prepare_corpus
+    from forgetting_transformer.data.prepare.settings import DEFAULT_HELDOUT_FRACTION
 
 EPILOG = """\
 examples:

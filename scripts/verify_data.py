@@ -9,7 +9,7 @@ from forgetting_transformer import command_line
 with command_line.interruptible():
     from forgetting_transformer.data.errors import DataError
     from forgetting_transformer.data.token_array import MISSING_CHUNKS, read_manifest
-    from forgetting_transformer.data.verify import verify
+    from forgetting_transformer.data.tools.verify import verify
     from forgetting_transformer.data.vocabulary import GPT2_VOCAB_SIZE
 
 EPILOG = """\

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from forgetting_transformer.data.corpus import CorpusError
-from forgetting_transformer.data.corpus.settings import CorpusSettings
-from forgetting_transformer.data.corpus.tokenizers import byte_tokenizer, describe, save_built, save_loaded
+from forgetting_transformer.data.prepare import CorpusError
+from forgetting_transformer.data.prepare.settings import CorpusSettings
+from forgetting_transformer.data.prepare.tokenizers import byte_tokenizer, describe, save_built, save_loaded
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.training import replay
 from forgetting_transformer.training.export import tokenizer_of_run

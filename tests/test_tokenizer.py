@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer
 
 from forgetting_transformer import model_tokenizer
-from forgetting_transformer.data.corpus.tokenizers import Encoder, byte_tokenizer, save_built
+from forgetting_transformer.data.prepare.tokenizers import Encoder, byte_tokenizer, save_built
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, json_escape, json_unescape, load_tokenizer
 
 EOT = "<|endoftext|>"

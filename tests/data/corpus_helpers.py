@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import zarr
 
-from forgetting_transformer.data.corpus import CorpusSettings, prepare_corpus
+from forgetting_transformer.data.prepare import CorpusSettings, prepare_corpus
 from forgetting_transformer.data.token_array import TokenArray
 
 WORDS = [

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from forgetting_transformer.data.corpus import CorpusError, CorpusSettings
-from forgetting_transformer.data.corpus.packing import choose_groups, find_groups, make_split
-from forgetting_transformer.data.corpus.stream import TextTable, _n_shared
+from forgetting_transformer.data.prepare import CorpusError, CorpusSettings
+from forgetting_transformer.data.prepare.packing import choose_groups, find_groups, make_split
+from forgetting_transformer.data.prepare.stream import TextTable, _n_shared
 
 
 def table(texts: dict[str, int]) -> TextTable:

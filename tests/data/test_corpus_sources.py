@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from forgetting_transformer.data.corpus import CorpusError, CorpusSettings, sources
-from forgetting_transformer.data.corpus.sources import Tally, read_pieces
+from forgetting_transformer.data.prepare import CorpusError, CorpusSettings, sources
+from forgetting_transformer.data.prepare.sources import Tally, read_pieces
 from tests.data.corpus_helpers import write_tree
 
 

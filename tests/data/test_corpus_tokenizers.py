@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from forgetting_transformer.data.corpus import CorpusError, CorpusSettings, sources
-from forgetting_transformer.data.corpus.tokenizers import (
+from forgetting_transformer.data.prepare import CorpusError, CorpusSettings, sources
+from forgetting_transformer.data.prepare.tokenizers import (
     Encoder,
     Sample,
     byte_tokenizer,
@@ -138,7 +138,7 @@ def test_a_lossy_tokenizer_is_reported_and_its_end_serves_as_beginning(tmp_path:
     roundtrip = manifest["tokenizer"]["roundtrip"]
     assert roundtrip["lossy"] == roundtrip["checked"] > 0
     assert manifest["bos_token_id"] == manifest["eos_token_id"] == 1
-    from forgetting_transformer.data.corpus import summary_lines
+    from forgetting_transformer.data.prepare import summary_lines
 
     assert any("the tokenizer is lossy" in line for line in summary_lines(manifest))
 

@@ -13,7 +13,7 @@ import pytest
 import zarr
 
 from forgetting_transformer.data import DataError, TokenArray
-from forgetting_transformer.data.download import Selection, download
+from forgetting_transformer.data.tools.download import Selection, download
 from tests.data.mirror import REPOSITORY, REVISION, serve, tokens_of_corpus, write_layout
 from tests.waiting import HANG, wait_until
 
@@ -82,7 +82,7 @@ def test_the_first_tokens_of_documents_need_fewer_chunks_so_more_rows_have_them_
 
 
 def test_a_plain_source_is_asked_no_further_than_needed(mirror, tmp_path, monkeypatch):
-    monkeypatch.setattr("forgetting_transformer.data.download.PROBES", 2)
+    monkeypatch.setattr("forgetting_transformer.data.tools.download.PROBES", 2)
     fetch(mirror.url, tmp_path / "out", documents=8)
     asked = {name for method, name in mirror.requests if method == "HEAD"}
     assert asked == {"train.zarr/0.0", "train.zarr/0.1", "train.zarr/0.2", "train.zarr/0.3", "train.zarr/1.0"}

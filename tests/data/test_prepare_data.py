@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgetting_transformer.data.corpus import CorpusError, CorpusSettings, prepare_corpus, stream, writing
-from forgetting_transformer.data.corpus import prepare as prepare_module
+from forgetting_transformer.data.prepare import CorpusError, CorpusSettings, prepare_corpus, stream, writing
+from forgetting_transformer.data.prepare import pipeline as prepare_module
 from tests.data.corpus_helpers import (
     all_files,
     array_of,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from forgetting_transformer.data import DataError, LongCrawl64DataModule, TokenArray, remote
-from forgetting_transformer.data.corpus.errors import CorpusError
-from forgetting_transformer.data.corpus.sources import _json_rows
+from forgetting_transformer.data.prepare.errors import CorpusError
+from forgetting_transformer.data.prepare.sources import _json_rows
 from forgetting_transformer.data.remote import RemoteError, RemoteFolder, _TryAgain, open_remote
 from forgetting_transformer.data.token_array import read_manifest
-from forgetting_transformer.data.verify import verify
+from forgetting_transformer.data.tools.verify import verify
 from tests.data.mirror import DOC_LEN, write_layout
 
 

@@ -185,6 +185,6 @@ def test_the_python_of_prepare_data_is_what_the_corpus_takes(monkeypatch):
         calls.append(settings)
         return {"unigram_entropy_nats": 5.0}
 
-    monkeypatch.setattr("forgetting_transformer.data.corpus.prepare_corpus", prepare_corpus)
+    monkeypatch.setattr("forgetting_transformer.data.prepare.prepare_corpus", prepare_corpus)
     exec(block, {})
     assert calls[0].tokenizer == "train:8192" and calls[0].heldout_docs == 32

@@ -12,9 +12,9 @@ from omegaconf import OmegaConf
 
 from forgetting_transformer import console
 from forgetting_transformer.data import DataError
-from forgetting_transformer.data.download import download
 from forgetting_transformer.data.remote import open_remote
 from forgetting_transformer.data.remote_cache import CacheSettings, RemoteCache
+from forgetting_transformer.data.tools.download import download
 from forgetting_transformer.redaction import redact, redact_tree
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.jobs import Job

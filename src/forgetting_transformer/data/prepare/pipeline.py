@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.data.corpus import packing, sources, stream, tokenizers, writing
-from forgetting_transformer.data.corpus.errors import CorpusError, writing_under
-from forgetting_transformer.data.corpus.pool import open_pool
-from forgetting_transformer.data.corpus.settings import LAYOUT_SETTINGS, CorpusSettings
-from forgetting_transformer.data.corpus.summary import summary_lines
+from forgetting_transformer.data.prepare import packing, sources, stream, tokenizers, writing
+from forgetting_transformer.data.prepare.errors import CorpusError, writing_under
+from forgetting_transformer.data.prepare.pool import open_pool
+from forgetting_transformer.data.prepare.settings import LAYOUT_SETTINGS, CorpusSettings
+from forgetting_transformer.data.prepare.summary import summary_lines
 from forgetting_transformer.files import TEMPORARY, locked, write_atomically
 from forgetting_transformer.progress import Progress
 from forgetting_transformer.versions import installed_versions

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.data.corpus.errors import CorpusError
+from forgetting_transformer.data.prepare.errors import CorpusError
 
 DEFAULT_HELDOUT_FRACTION = 0.01
 MIN_TRAINED_VOCAB = 257  # the 256 bytes and <|endoftext|>

@@ -7,13 +7,13 @@ The walk through the modules is the walk of a text:
     stream.py       pieces -> one long token stream on disk, in parallel, restartable
     packing.py      token stream -> which tokens make which row of which array
     writing.py      rows -> Zarr chunks, in parallel, restartable; reading back
-    prepare.py      the order of all this, the manifest, what is done after a kill
+    pipeline.py     the order of all this, the manifest, what is done after a kill
     summary.py      the manifest in words
 """
 
-from forgetting_transformer.data.corpus.errors import CorpusError
-from forgetting_transformer.data.corpus.prepare import prepare_corpus
-from forgetting_transformer.data.corpus.settings import CorpusSettings
-from forgetting_transformer.data.corpus.summary import summary_lines
+from forgetting_transformer.data.prepare.errors import CorpusError
+from forgetting_transformer.data.prepare.pipeline import prepare_corpus
+from forgetting_transformer.data.prepare.settings import CorpusSettings
+from forgetting_transformer.data.prepare.summary import summary_lines
 
 __all__ = ["CorpusError", "CorpusSettings", "prepare_corpus", "summary_lines"]

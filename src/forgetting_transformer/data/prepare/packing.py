@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from forgetting_transformer.data.corpus.errors import CorpusError
-from forgetting_transformer.data.corpus.settings import CorpusSettings
-from forgetting_transformer.data.corpus.stream import TextTable
+from forgetting_transformer.data.prepare.errors import CorpusError
+from forgetting_transformer.data.prepare.settings import CorpusSettings
+from forgetting_transformer.data.prepare.stream import TextTable
 
 GROUPS_HELD_OUT = 8
 # If no whole text fits what is to be held out, more than asked is held out up to this share of the corpus.

@@ -29,7 +29,7 @@ def open_pool(workers: int) -> Executor:
     methods = multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
-        context.set_forkserver_preload(["forgetting_transformer.data.corpus.stream"])
+        context.set_forkserver_preload(["forgetting_transformer.data.prepare.stream"])
     return ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
 
 

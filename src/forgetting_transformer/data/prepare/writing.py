@@ -18,7 +18,7 @@ import zarr
 from zarr.codecs import BloscCodec
 
 from forgetting_transformer.data import checksums
-from forgetting_transformer.data.corpus.packing import Layout
+from forgetting_transformer.data.prepare.packing import Layout
 from forgetting_transformer.progress import Progress
 
 # LongCrawl64's chunk, 8 MiB, is the largest chosen; a corpus of fewer rows gets chunks of fewer rows, so that a

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from forgetting_transformer.data.corpus.errors import CorpusError
-from forgetting_transformer.data.corpus.settings import MAX_VOCAB, CorpusSettings
+from forgetting_transformer.data.prepare.errors import CorpusError
+from forgetting_transformer.data.prepare.settings import MAX_VOCAB, CorpusSettings
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 32 << 20

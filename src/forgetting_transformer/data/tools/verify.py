@@ -10,8 +10,8 @@ import zarr
 
 from forgetting_transformer.data import checksums
 from forgetting_transformer.data.array_files import ArrayFiles, open_array
-from forgetting_transformer.data.corpus.writing import read_back
 from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.prepare.writing import read_back
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.token_array import MISSING_CHUNKS, read_manifest
 from forgetting_transformer.progress import Progress

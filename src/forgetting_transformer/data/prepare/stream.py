@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from forgetting_transformer.data.corpus.sources import Piece
-from forgetting_transformer.data.corpus.tokenizers import Encoder, TokenizerInfo
+from forgetting_transformer.data.prepare.sources import Piece
+from forgetting_transformer.data.prepare.tokenizers import Encoder, TokenizerInfo
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.progress import Progress
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.data.corpus.errors import CorpusError, reading
-from forgetting_transformer.data.corpus.settings import CorpusSettings
+from forgetting_transformer.data.prepare.errors import CorpusError, reading
+from forgetting_transformer.data.prepare.settings import CorpusSettings
 
 ALWAYS_EXCLUDED = ("__pycache__",)
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")

@@ -1,0 +1,1 @@
+"""What is done to whole corpora by hand: fetching LongCrawl64, and verifying copies."""
