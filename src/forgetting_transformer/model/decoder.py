@@ -13,6 +13,7 @@ An architecture is a mixer and a configuration. The configuration builds the mix
     use_rope, optional: True if it has rotary positions; its forward then takes the keyword `position_BT`
     gives_attentions, optional: True if its forward takes the keyword `output_attentions` and then returns (out_BTE,
         AttentionMaps, …)
+    packs_documents, optional: True if its forward takes the keyword `cu_seqlens` and keeps packed documents apart
 
 and registers itself with `model.registry`.
 
@@ -39,7 +40,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from forgetting_transformer.model.cache import DecoderCache
 from forgetting_transformer.model.layers import AttentionMaps, RMSNorm, SwiGLU, swiglu_width
-from forgetting_transformer.model.padding import find_seq_start
+from forgetting_transformer.model.padding import document_positions, find_seq_start
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
@@ -312,6 +313,7 @@ class DecoderModel(DecoderPreTrainedModel):
         return_dict: bool | None = None,
         position_ids: Tensor | None = None,
         output_attentions: bool | Sequence[int] | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> DecoderOutput | tuple:
         """Run the blocks on T new tokens.
 
@@ -330,6 +332,10 @@ class DecoderModel(DecoderPreTrainedModel):
                 padding needs none.
             output_attentions: also return attention weights and decays, of all layers that have attention (True) or of
                 those with these numbers. `H·T·N` numbers each; for long texts see eval/forget_gates.
+            cu_seqlens: packed documents: where each begins among the B·T tokens of all rows, one row after another, and
+                B·T, `(documents + 1,)`, int32 or int64, rising; ends may be repeated. A row begins a document. No
+                attention, shift or rotary position crosses from one document into another. Without a cache, padding,
+                maps and position_ids; not for models that carry a state.
 
         Raises:
             ValueError, TypeError: arguments that do not fit together, or that this model has no use for. The message
@@ -343,7 +349,7 @@ class DecoderModel(DecoderPreTrainedModel):
                 "model.new_cache(), or None"
             )
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and not self.training and cu_seqlens is None
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
 
@@ -360,13 +366,20 @@ class DecoderModel(DecoderPreTrainedModel):
         if position_ids is not None:
             self._check_position_ids(position_ids, hidden_BTE, seq_start_B, num_past)
         chosen_layers = self._layers_to_show(output_attentions)
+        shape = hidden_BTE.shape
+        if cu_seqlens is not None:
+            others = (attention_mask, past_key_values, position_ids, chosen_layers or None)
+            self._check_packing(cu_seqlens, shape[:2], others)
+            # All rows as one, which is how packed documents are kept apart.
+            hidden_BTE = hidden_BTE.flatten(0, 1)[None]
+            position_ids = document_positions(cu_seqlens, hidden_BTE.shape[1])
 
         all_hidden: list[Tensor] = []
         maps: dict[int, AttentionMaps] = {}
         for i, (block, mixer_inputs) in enumerate(zip(self.layers, self.mixer_inputs(), strict=True)):
             all_hidden.append(hidden_BTE)
             cache = None if past_key_values is None else past_key_values.layers[i]
-            options: dict[str, Any] = {}
+            options: dict[str, Any] = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
             if position_ids is not None and _has_rope(block):
                 options["position_BT"] = position_ids
             if i in chosen_layers:
@@ -375,6 +388,7 @@ class DecoderModel(DecoderPreTrainedModel):
             else:
                 hidden_BTE = block(hidden_BTE, seq_start_B, cache, *mixer_inputs, **options)
         hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE)
+        hidden_BTE = hidden_BTE.view(shape)
         all_hidden.append(hidden_BTE)
 
         if output_hidden_states is None:
@@ -383,11 +397,36 @@ class DecoderModel(DecoderPreTrainedModel):
         output = DecoderOutput(
             last_hidden_state=hidden_BTE,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=tuple(all_hidden) if output_hidden_states else None,
+            hidden_states=tuple(x.view(shape) for x in all_hidden) if output_hidden_states else None,
             attentions=tuple(weights for weights, _ in shown) or None,
             decays=tuple(decay for _, decay in shown) or None,
         )
         return output if self._wants_dict(return_dict) else output.to_tuple()
+
+    def _check_packing(self, cu_seqlens: Tensor, shape: tuple[int, int], others: tuple[Any, ...]) -> None:
+        stateful = {
+            type(block.sequence_mixer).__name__
+            for block in self.layers
+            if not getattr(block.sequence_mixer, "packs_documents", False)
+        }
+        if stateful:
+            raise ValueError(
+                f"cu_seqlens: {self.config.model_type.partition('-')[0]} carries a state from one document into the next "
+                f"({', '.join(sorted(stateful))}); give every document a row of its own, or use an attention model"
+            )
+        if any(x is not None for x in others):
+            raise ValueError(
+                "cu_seqlens is given with attention_mask, past_key_values, position_ids or output_attentions; leave "
+                "those out"
+            )
+        if cu_seqlens.device.type == "cpu":  # looking at values would make a GPU wait
+            batch, length = shape
+            starts = {*cu_seqlens.tolist()}
+            if not starts.issuperset(range(0, batch * length + 1, length)):
+                raise ValueError(
+                    f"cu_seqlens must name the beginning of each of the {batch} rows of {length} tokens, and the end, "
+                    f"{batch * length}; it has {sorted(starts)[:8]}, …"
+                )
 
     def _check_position_ids(
         self, position_ids: Tensor, hidden_BTE: Tensor, seq_start_B: Tensor | None, num_past: int
@@ -396,8 +435,7 @@ class DecoderModel(DecoderPreTrainedModel):
         if not any(_has_rope(block) for block in self.layers):
             raise ValueError(
                 f"position_ids: this {type(self).__name__} has no rotary positions, so they would change nothing; "
-                f"leave them out "
-                "(packed documents are not kept apart by them)"
+                "leave them out (packed documents are kept apart by cu_seqlens)"
             )
         if position_ids.is_floating_point() or position_ids.shape not in ((batch, length), (1, length)):
             raise ValueError(
@@ -415,7 +453,7 @@ class DecoderModel(DecoderPreTrainedModel):
         if bool(falls_BT.any()):
             raise ValueError(
                 "position_ids must rise along a sequence; where they start again, packed documents would see each "
-                "other. Give every document a row of its own"
+                "other. Give cu_seqlens in their place"
             )
 
     def _layers_to_show(self, output_attentions: bool | Sequence[int] | None) -> Sequence[int]:
@@ -513,6 +551,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         output_attentions: bool | Sequence[int] | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> CausalDecoderOutput | tuple:
         """Compute logits `(B, T, V)`, or with labels the loss. Further arguments: `DecoderModel.forward`.
 
@@ -537,6 +576,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             use_cache = False
         if labels is not None:
             self._check_loss_arguments(input_ids, labels, logits_to_keep, num_items_in_batch)
+            if cu_seqlens is not None and self.config.loss != "per_token":
+                raise ValueError("cu_seqlens is given and config.loss is 'causal_lm', whose shift crosses documents")
         output = self.decoder(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -547,6 +588,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             return_dict=True,
             position_ids=position_ids,
             output_attentions=output_attentions,
+            cu_seqlens=cu_seqlens,
         )
         logits, loss = None, None
         if labels is not None and self.config.loss == "per_token":

@@ -27,7 +27,7 @@ from forgetting_transformer.model.layers import (
     attention_maps,
     swiglu_width,
 )
-from forgetting_transformer.model.padding import find_seq_start
+from forgetting_transformer.model.padding import document_positions, find_seq_start
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention, forgetting_attention_decode
@@ -80,6 +80,7 @@ class ForgettingAttentionLayer(nn.Module):
     """
 
     gives_attentions = True
+    packs_documents = True
 
     def __init__(
         self,
@@ -185,6 +186,7 @@ class ForgettingAttentionLayer(nn.Module):
         past_key_values: ForgettingAttentionCache | DecoderCache | None = None,
         use_cache: bool = False,
         output_attentions: bool = False,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, AttentionMaps | None, ForgettingAttentionCache | None]:
         """Return the output `(B, T, E)`, the maps if they are asked for, and the cache.
 
@@ -198,6 +200,7 @@ class ForgettingAttentionLayer(nn.Module):
                 `(B, N)` with 0 for left padding; a layer's cache, or a model's, in which this layer has the number
                 `layer_idx`.
             use_cache: with no cache given, start one.
+            cu_seqlens: of packed documents, as `DecoderModel.forward` passes it; for B = 1 and without a cache.
 
         Raises:
             ValueError: something is given in both ways, or the mask does not fit.
@@ -217,9 +220,10 @@ class ForgettingAttentionLayer(nn.Module):
             position_T = torch.arange(num_past, num_past + num_new, device=hidden_BTE.device)
             padding_BT = position_T < seq_start_B[:, None]
 
+        begins_BT = None if cu_seqlens is None else document_positions(cu_seqlens, num_new) == 0
         q_BTE = self.q_proj(hidden_BTE)
-        k_BTE = self._project(self.k_proj, "key", hidden_BTE, padding_BT, cache)
-        v_BTE = self._project(self.v_proj, "value", hidden_BTE, padding_BT, cache)
+        k_BTE = self._project(self.k_proj, "key", hidden_BTE, padding_BT, cache, begins_BT)
+        v_BTE = self._project(self.v_proj, "value", hidden_BTE, padding_BT, cache, begins_BT)
         q_BTHD, k_BTHD = self._normalise(self.q_norm, q_BTE), self._normalise(self.k_norm, k_BTE)
         if self.use_rope:
             position = num_past if position_BT is None else position_BT
@@ -236,9 +240,10 @@ class ForgettingAttentionLayer(nn.Module):
 
         if self.fgate_type == "none":
             k_BNHD, v_BNHD = k_BHND.transpose(1, 2), v_BHND.transpose(1, 2)
-            out_BTHD = causal_attention(q_BTHD, k_BNHD, v_BNHD, seq_start_B=seq_start_B)
+            out_BTHD = causal_attention(q_BTHD, k_BNHD, v_BNHD, seq_start_B=seq_start_B, cu_seqlens=cu_seqlens)
         else:
-            out_BTHD = self._attend(q_BHTD, k_BHND, v_BHND, log_fgate_BHN, seq_start_B, cache).transpose(1, 2)
+            out_BHTD = self._attend(q_BHTD, k_BHND, v_BHND, log_fgate_BHN, seq_start_B, cache, cu_seqlens)
+            out_BTHD = out_BHTD.transpose(1, 2)
         out_BTE = out_BTHD.flatten(-2)
         if self.output_norm is not None:
             out_BTE = self.output_norm(out_BTE)
@@ -275,6 +280,7 @@ class ForgettingAttentionLayer(nn.Module):
         log_fgate_BHT: Tensor,
         seq_start_B: Tensor | None,
         cache: ForgettingAttentionCache | None,
+        cu_seqlens: Tensor | None,
     ) -> Tensor:
         """Forgetting attention from the new tokens to all, `(B, H, T, D)`."""
         num_new, num_keys = q_BHTD.shape[2], k_BHND.shape[2]
@@ -286,7 +292,8 @@ class ForgettingAttentionLayer(nn.Module):
                 threshold = self._decoding_threshold(q_BHTD, k_BHND, cache.max_key_norm)
                 return forgetting_attention_decode(*inputs, adaptive_threshold=threshold, **options)
             log_fgate_BHT = cache.log_fgate
-        return forgetting_attention(q_BHTD, k_BHND, v_BHND, log_fgate_BHT, **options, **self._pruning_options(num_keys))
+        options |= {"cu_seqlens": cu_seqlens, **self._pruning_options(num_keys)}
+        return forgetting_attention(q_BHTD, k_BHND, v_BHND, log_fgate_BHT, **options)
 
     def log_forget_gate(self, hidden_BTE: Tensor) -> Tensor:
         """Natural logarithm of the forget gates `(B, T, H)`, float32."""
@@ -303,12 +310,13 @@ class ForgettingAttentionLayer(nn.Module):
         hidden_BTE: Tensor,
         padding_BT: Tensor | None,
         cache: ForgettingAttentionCache | None,
+        begins_BT: Tensor | None,
     ) -> Tensor:
         """Apply the key or value projection, with token shift if it has one."""
         if not isinstance(projection, ShiftLinear):
             return projection(hidden_BTE)
         previous_BE = None if cache is None else cache.last_shift_state(name)
-        shifted_BTE, y_BTE = projection(hidden_BTE, previous_BE, padding_BT)
+        shifted_BTE, y_BTE = projection(hidden_BTE, previous_BE, padding_BT, begins_BT)
         if cache is not None:
             cache.update_shift_state(name, y_BTE)
         return shifted_BTE

@@ -111,7 +111,11 @@ class ShiftLinear(nn.Module):
         self.shift_proj = nn.Linear(in_features, num_heads, bias=False)
 
     def forward(
-        self, x_BTE: Tensor, previous_BE: Tensor | None = None, padding_BT: Tensor | None = None
+        self,
+        x_BTE: Tensor,
+        previous_BE: Tensor | None = None,
+        padding_BT: Tensor | None = None,
+        begins_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the mixed sequence `(B, T, out_features)` and y, the same before mixing.
 
@@ -119,6 +123,7 @@ class ShiftLinear(nn.Module):
             x_BTE: `(B, T, in_features)`.
             previous_BE: y of the token before x, `(B, out_features)`. Default 0.
             padding_BT: True where y is to be taken as 0.
+            begins_BT: True for the first token of each packed document, which mixes with 0.
         """
         y_BTE = self.linear(x_BTE)
         if padding_BT is not None:
@@ -126,7 +131,7 @@ class ShiftLinear(nn.Module):
         alpha_BTH = self.shift_proj(x_BTE).float().sigmoid()
         heads = (self.num_heads, -1)
         previous_BHD = None if previous_BE is None else previous_BE.unflatten(-1, heads)
-        return token_shift(y_BTE.unflatten(-1, heads), alpha_BTH, previous_BHD).flatten(-2), y_BTE
+        return token_shift(y_BTE.unflatten(-1, heads), alpha_BTH, previous_BHD, begins_BT).flatten(-2), y_BTE
 
     def __repr__(self) -> str:
         return f"ShiftLinear({self.linear.in_features}, {self.linear.out_features})"

@@ -1,9 +1,20 @@
-"""Where sequences begin, read from an attention mask.
+"""Where sequences begin, read from an attention mask, and where packed documents do.
 
 Axes: B batch, T new positions, N past and new positions.
 """
 
+import torch
 from torch import Tensor
+
+
+def document_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """Return the number of tokens before each in its own document, `(1, num_tokens)`.
+
+    Args:
+        cu_seqlens: where each document begins, and the number of tokens, rising; ends may be repeated.
+    """
+    token_N = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return (token_N - cu_seqlens[torch.searchsorted(cu_seqlens, token_N, right=True) - 1])[None]
 
 
 def find_seq_start(

@@ -39,6 +39,7 @@ class AttentionLayer(nn.Module):
     """
 
     gives_attentions = True
+    packs_documents = True
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class AttentionLayer(nn.Module):
         *,
         position_BT: Tensor | None = None,
         output_attentions: bool = False,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, AttentionMaps | None, AttentionCache | None]:
         """Return the output `(B, T, E)`, the maps if they are asked for, and the cache.
 
@@ -97,6 +99,7 @@ class AttentionLayer(nn.Module):
             cache: what `new_cache` returned, holding the tokens before these. Extended in place.
             position_BT: rotary positions `(B, T)` or `(1, T)`. Default: the number of tokens before each.
             output_attentions: also return `AttentionMaps`.
+            cu_seqlens: of packed documents, as `DecoderModel.forward` passes it; for B = 1 and without a cache.
         """
         num_past = 0 if cache is None else cache.get_seq_length()
         q_BTHD = self.q_proj(hidden_BTE).unflatten(-1, (self.num_heads, self.head_dim))
@@ -113,7 +116,9 @@ class AttentionLayer(nn.Module):
             if seq_start_B is not None:
                 # The window's cache has dropped the oldest keys: count from the first that is left.
                 seq_start_B = (seq_start_B - (cache.get_seq_length() - k_BNGD.shape[1])).clamp(min=0)
-        out_BTHD = causal_attention(q_BTHD, k_BNGD, v_BNGD, window=self.window_size, seq_start_B=seq_start_B)
+        out_BTHD = causal_attention(
+            q_BTHD, k_BNGD, v_BNGD, window=self.window_size, seq_start_B=seq_start_B, cu_seqlens=cu_seqlens
+        )
         maps = None
         if output_attentions:
             maps = attention_maps(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from forgetting_transformer.ops.forgetting_attention.checks import checked_scale
+from forgetting_transformer.ops.forgetting_attention.checks import check_cu_seqlens, checked_scale
 from forgetting_transformer.ops.forgetting_attention.dispatch import (
     attend_with_kernel,
     first_visible_key,
@@ -40,6 +40,7 @@ def causal_attention(
     *,
     window: int | None = None,
     seq_start_B: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     sm_scale: float | None = None,
 ) -> Tensor:
     """Attend with weights `softmax_j(sm_scale · q_i·k_j)` over the keys i - window < j ≤ i.
@@ -55,6 +56,8 @@ def causal_attention(
         seq_start_B: index of the first real token of each sequence, int64, in [0, N]: left padding. Keys before it are
             invisible whatever they hold (NaN included), queries before it give 0, and all their gradients
             are exactly 0.
+        cu_seqlens: packed documents: where each begins, and N, `(documents + 1,)`, int32 or int64, rising from 0 to N.
+            Needs B = 1 and T = N. A query sees its own document only.
         sm_scale: factor on q·k. Default 1/√D.
 
     Returns:
@@ -64,11 +67,12 @@ def causal_attention(
         TypeError, ValueError: arguments that do not fit together. The message names the argument.
     """
     _check(q_BTHD, k_BNGD, v_BNGD, window, seq_start_B)
+    check_cu_seqlens(cu_seqlens, q_BTHD, k_BNGD, head_first=False)
     scale = checked_scale(sm_scale, q_BTHD.shape[-1])
     q_BHTD, k_BGND, v_BGND = (x.transpose(1, 2) for x in (q_BTHD, k_BNGD, v_BNGD))
     found = None
     if q_BHTD.shape[2] > 1 and q_BHTD.dtype in (torch.float16, torch.bfloat16) and takes_kernel(q_BHTD):
-        first_key_BT = first_visible_key(q_BHTD, k_BGND, window=window)
+        first_key_BT = first_visible_key(q_BHTD, k_BGND, window=window, cu_seqlens=cu_seqlens)
         found = attend_with_kernel(
             q_BHTD, k_BGND, v_BGND, None, sm_scale=scale, seq_start_B=seq_start_B, first_key_BM=first_key_BT
         )
@@ -77,14 +81,21 @@ def causal_attention(
     else:
         # Autocast would change the dtype, which is the caller's choice here.
         with torch.autocast(q_BHTD.device.type, enabled=False):
-            out_BHTD = _attend(q_BHTD, k_BGND, v_BGND, window, seq_start_B, scale)
+            begin_BT = None if cu_seqlens is None else first_visible_key(q_BHTD, k_BGND, cu_seqlens=cu_seqlens)
+            out_BHTD = _attend(q_BHTD, k_BGND, v_BGND, window, seq_start_B, begin_BT, scale)
     return out_BHTD.transpose(1, 2)
 
 
 def _attend(
-    q_BHTD: Tensor, k_BGND: Tensor, v_BGND: Tensor, window: int | None, seq_start_B: Tensor | None, scale: float
+    q_BHTD: Tensor,
+    k_BGND: Tensor,
+    v_BGND: Tensor,
+    window: int | None,
+    seq_start_B: Tensor | None,
+    begin_BT: Tensor | None,
+    scale: float,
 ) -> Tensor:
-    """Attend through `scaled_dot_product_attention`; head-first tensors."""
+    """Attend through `scaled_dot_product_attention`; head-first tensors. `begin_BT`: where each query's document does."""
     num_queries, num_keys = q_BHTD.shape[2], k_BGND.shape[2]
     first_query = num_keys - num_queries
     if window is not None:
@@ -113,13 +124,19 @@ def _attend(
     k_BHND, v_BHND = k_BGND, v_BGND
     if heads_per_group > 1:
         k_BHND, v_BHND = (x.repeat_interleave(heads_per_group, dim=1) for x in (k_BGND, v_BGND))
-    if num_queries == num_keys and window is None and seq_start_B is None:
+    if num_queries == num_keys and window is None and seq_start_B is None and begin_BT is None:
         return F.scaled_dot_product_attention(q_BHTD, k_BHND, v_BHND, is_causal=True, scale=scale)
-    return _attend_in_blocks(q_BHTD, k_BHND, v_BHND, window, seq_start_B, scale)
+    return _attend_in_blocks(q_BHTD, k_BHND, v_BHND, window, seq_start_B, begin_BT, scale)
 
 
 def _attend_in_blocks(
-    q_BHTD: Tensor, k_BHND: Tensor, v_BHND: Tensor, window: int | None, seq_start_B: Tensor | None, scale: float
+    q_BHTD: Tensor,
+    k_BHND: Tensor,
+    v_BHND: Tensor,
+    window: int | None,
+    seq_start_B: Tensor | None,
+    begin_BT: Tensor | None,
+    scale: float,
 ) -> Tensor:
     num_queries, num_keys = q_BHTD.shape[2], k_BHND.shape[2]
     first_query = num_keys - num_queries
@@ -127,7 +144,7 @@ def _attend_in_blocks(
     attend = functools.partial(F.scaled_dot_product_attention, scale=scale)
     # With a window and no padding nearly all blocks share one mask. Otherwise each has its own, and together they would
     # fill O(T·N) memory until the backward pass, so every block is computed again there.
-    is_mask_shared = window is not None and seq_start_B is None
+    is_mask_shared = window is not None and seq_start_B is None and begin_BT is None
     if not is_mask_shared and num_queries > block_size and torch.is_grad_enabled():
         attend = functools.partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
 
@@ -140,23 +157,34 @@ def _attend_in_blocks(
         k_BHnD, v_BHnD = k_BHND[:, :, keys], v_BHND[:, :, keys]
         layout = (q_BHtD.shape[2], position - first_key)
         if not is_mask_shared or layout != mask_layout:
-            mask, mask_layout = _mask(q_BHtD, k_BHnD, first_key, position, window, seq_start_B), layout
+            begin_Bt = None if begin_BT is None else begin_BT[:, start : start + block_size]
+            mask = _mask(q_BHtD, k_BHnD, first_key, position, window, seq_start_B, begin_Bt)
+            mask_layout = layout
         out_blocks.append(attend(q_BHtD, k_BHnD, v_BHnD, attn_mask=mask))
     return out_blocks[0] if len(out_blocks) == 1 else torch.cat(out_blocks, dim=2)
 
 
 def _mask(
-    q_BHtD: Tensor, k_BHnD: Tensor, first_key: int, first_query: int, window: int | None, seq_start_B: Tensor | None
+    q_BHtD: Tensor,
+    k_BHnD: Tensor,
+    first_key: int,
+    first_query: int,
+    window: int | None,
+    seq_start_B: Tensor | None,
+    begin_Bt: Tensor | None = None,
 ) -> Tensor:
     """Return what to add to the scores of queries at `first_query`, ... and keys at `first_key`, ...: 0 or -inf.
 
-    Shape `(t, n)`, or `(B, 1, t, n)` with padding, in q's dtype.
+    Shape `(t, n)`, or `(B, 1, t, n)` with padding or packed documents, in q's dtype.
     """
     num_queries, num_keys = q_BHtD.shape[2], k_BHnD.shape[2]
     diagonal = first_query - first_key
     is_visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHtD.device).tril(diagonal)
     if window is not None:
         is_visible = is_visible.triu(diagonal - window + 1)
+    if begin_Bt is not None:
+        key_n = torch.arange(first_key, first_key + num_keys, device=q_BHtD.device)
+        is_visible = is_visible & (key_n >= begin_Bt[:, None, :, None])
     if seq_start_B is not None:
         query_t1 = torch.arange(first_query, first_query + num_queries, device=q_BHtD.device)[:, None]
         key_n = torch.arange(first_key, first_key + num_keys, device=q_BHtD.device)

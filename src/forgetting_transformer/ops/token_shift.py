@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 
-def token_shift(y_BTHD: Tensor, alpha_BTH: Tensor, previous_BHD: Tensor | None = None) -> Tensor:
+def token_shift(
+    y_BTHD: Tensor, alpha_BTH: Tensor, previous_BHD: Tensor | None = None, begins_BT: Tensor | None = None
+) -> Tensor:
     """Return `alpha_t · y_{t-1} + (1 - alpha_t) · y_t`, one alpha per token and head.
 
     The weight of the *previous* token comes from the current one (Lin et al. 2025, "KV-shift").
@@ -16,6 +18,7 @@ def token_shift(y_BTHD: Tensor, alpha_BTH: Tensor, previous_BHD: Tensor | None =
         y_BTHD: the sequence to shift.
         alpha_BTH: weights in [0, 1].
         previous_BHD: y_{-1}, the token before the first. Default 0.
+        begins_BT: True for the first token of each packed document, before which y counts as 0.
 
     Returns:
         `(B, T, H, D)` in y's dtype; the blend is computed in float32 or wider.
@@ -27,6 +30,8 @@ def token_shift(y_BTHD: Tensor, alpha_BTH: Tensor, previous_BHD: Tensor | None =
     elif previous_BHD.shape != y_BTHD[:, 0].shape:
         raise ValueError(f"previous has shape {tuple(previous_BHD.shape)}; it must be {tuple(y_BTHD[:, 0].shape)}")
     shifted_BTHD = torch.cat((previous_BHD[:, None].to(y_BTHD.dtype), y_BTHD[:, :-1]), dim=1)
+    if begins_BT is not None:
+        shifted_BTHD = shifted_BTHD.masked_fill(begins_BT[..., None, None], 0)
     dtype = torch.promote_types(y_BTHD.dtype, torch.float32)
     alpha_BTH1 = alpha_BTH.to(dtype)[..., None]
     return (alpha_BTH1 * shifted_BTHD.to(dtype) + (1 - alpha_BTH1) * y_BTHD.to(dtype)).to(y_BTHD.dtype)

@@ -1,0 +1,102 @@
+"""Packed documents: the losses and gradients of a batch are those of its documents, each by itself."""
+
+import pytest
+import torch
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.model.padding import document_positions
+from tests.model.small_models import PRO, small
+
+#: Two rows of 12 tokens, of five documents and of one; ends repeated, as loaders pad them.
+LENGTHS = [3, 1, 4, 2, 2, 12]
+CU_SEQLENS = torch.tensor([0, 3, 4, 8, 10, 12, 24, 24, 24])
+
+PACKING = {
+    "FoX": ("forgetting_transformer", {}),
+    "FoX (Pro)": ("forgetting_transformer", PRO),
+    "FoX with rotary positions, pruning": (
+        "forgetting_transformer",
+        {"use_rope": True, "qk_norm": True, "log_pruning_tolerance": -10.0},
+    ),
+    "FoX without gates": ("forgetting_transformer", {"fgate_type": "none", "use_rope": True, "use_k_shift": True}),
+    "Transformer": ("transformer", {}),
+    "Transformer with a window": ("transformer", {"window_size": 3}),
+    "Transformer with grouped heads": ("transformer", {"num_heads": 4, "num_kv_heads": 2}),
+}
+
+
+def tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randint(0, 61, (2, 12), generator=generator) for _ in range(2))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", PACKING)
+def test_losses_and_gradients_are_those_of_the_documents_one_by_one(kind, checkpointing):
+    name, fields = PACKING[kind]
+    model = small(name, **fields).double().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    input_ids, labels = tokens()
+    packed = model(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS).loss
+    assert packed.shape == input_ids.shape
+    packed.sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    model.zero_grad()
+    alone = []
+    for inputs, targets in zip(input_ids.view(-1).split(LENGTHS), labels.view(-1).split(LENGTHS), strict=True):
+        alone.append(model(input_ids=inputs[None], labels=targets[None]).loss[0])
+    torch.cat(alone).sum().backward()
+    torch.testing.assert_close(packed.view(-1), torch.cat(alone), rtol=0, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+    whole = model(input_ids=input_ids, labels=labels).loss
+    assert not torch.allclose(packed, whole, atol=1e-2), "without cu_seqlens documents see each other"
+
+
+def test_a_document_of_a_whole_row_changes_nothing():
+    model = small("forgetting_transformer", **PRO).double()
+    input_ids, _ = tokens()
+    packed = model(input_ids=input_ids, cu_seqlens=torch.tensor([0, 12, 24], dtype=torch.int32), use_cache=False)
+    torch.testing.assert_close(packed.logits, model(input_ids=input_ids, use_cache=False).logits, rtol=0, atol=1e-6)
+
+
+def test_positions_count_from_the_beginning_of_each_document():
+    cu_seqlens = torch.tensor([0, 3, 4, 7, 7, 7])
+    assert document_positions(cu_seqlens, 7).tolist() == [[0, 1, 2, 0, 0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in registry.model_names() if n not in ("forgetting_transformer", "transformer")]
+)
+def test_models_that_carry_a_state_refuse_by_name(name):
+    input_ids, labels = tokens()
+    with pytest.raises(ValueError, match=f"^cu_seqlens: {name.split('-')[0]}.* carries a state"):
+        small(name)(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS)
+
+
+def test_what_does_not_go_with_packing_is_refused():
+    input_ids, labels = tokens()
+    model = small("transformer")
+    with pytest.raises(ValueError, match="each of the 2 rows of 12 tokens"):
+        model(input_ids=input_ids, cu_seqlens=torch.tensor([0, 5, 24]))
+    for others in (
+        {"attention_mask": torch.ones_like(input_ids)},
+        {"use_cache": True},
+        {"position_ids": torch.arange(12)[None]},
+        {"output_attentions": True},
+    ):
+        with pytest.raises(ValueError, match="cu_seqlens is given with attention_mask, past_key_values"):
+            model(input_ids=input_ids, cu_seqlens=CU_SEQLENS, **others)
+    with pytest.raises(ValueError, match="whose shift crosses documents"):
+        small("transformer", loss="causal_lm")(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS)
+
+
+def test_compiled_blocks_keep_documents_apart():
+    model = small("forgetting_transformer", **PRO, num_hidden_layers=1)
+    input_ids, labels = tokens()
+    expected = model(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS).loss
+    model.compile_parts()
+    found = model(input_ids=input_ids, labels=labels, cu_seqlens=CU_SEQLENS).loss
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
