@@ -21,11 +21,12 @@ Axes: B batch, T new positions, N past and new positions, E model width (hidden_
 """
 
 import functools
+import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,8 @@ from forgetting_transformer.model.padding import document_positions, find_seq_st
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 #: What `forward` makes of labels: the convention of the FoX paper's code, and that of Hugging Face's models and
 #: Trainer.
@@ -114,6 +117,11 @@ class DecoderConfig(PreTrainedConfig):
             raise ValueError(f"loss is {value!r}; it must be one of {', '.join(LOSSES)}")
         super().__setattr__(key, value)
 
+    def build_from_fields(self, layer_class: type[Layer], **others: Any) -> Layer:
+        """Make a layer from `others` and, for its other arguments, the fields and properties of the same names."""
+        names = inspect.signature(layer_class).parameters.keys() - others.keys()
+        return layer_class(**{name: getattr(self, name) for name in names}, **others)
+
     def build_mixer(self, layer_idx: int) -> nn.Module:
         """Make the sequence mixer of block `layer_idx`."""
         raise NotImplementedError(f"{type(self).__name__} must define build_mixer")
@@ -166,8 +174,7 @@ class SwiGLUDecoderConfig(DecoderConfig):
     max_position_embeddings: int | None = 2048
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.hidden_act not in ("swish", "silu"):
-            raise ValueError(f"hidden_act is {self.hidden_act!r}; it must be 'swish' (the same as 'silu')")
+        check_silu(self.hidden_act)
         if self.hidden_ratio is None and self.intermediate_size is None:
             raise ValueError("hidden_ratio and intermediate_size are both None; set one of them")
         super().__post_init__(**kwargs)
@@ -182,6 +189,12 @@ class SwiGLUDecoderConfig(DecoderConfig):
 
     def mlp_flops_per_token(self, layer_idx: int) -> float:
         return SwiGLU.flops_per_token(self.hidden_size, self.mlp_width)
+
+
+def check_silu(hidden_act: str) -> None:
+    """Refuse other activations than SiLU."""
+    if hidden_act not in ("silu", "swish"):
+        raise ValueError(f"hidden_act is {hidden_act!r}; it must be 'silu' or 'swish', which is the same")
 
 
 class DecoderBlock(GradientCheckpointingLayer):
@@ -483,11 +496,20 @@ class DecoderModel(DecoderPreTrainedModel):
 
 
 class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
-    """A decoder with an output layer, which gives logits or, with labels, the loss of every token."""
+    """A decoder with an output layer, which gives logits or, with labels, the loss of every token.
+
+    Subclasses set `model_class`, which gives them its `config_class` and `base_model_prefix` too.
+    """
 
     model_class: ClassVar[type[DecoderModel]] = DecoderModel
     # transformers' Trainer then passes num_items_in_batch, and counts the labels that are left after the shift.
     accepts_loss_kwargs = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "model_class" in vars(cls):
+            for name in {"config_class", "base_model_prefix"} - vars(cls).keys():
+                setattr(cls, name, getattr(cls.model_class, name))
+        super().__init_subclass__(**kwargs)
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -511,6 +533,11 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             if isinstance(module, DecoderBlock):
                 module._transform = compiling.compiled(module._transform)
         self._is_compiled = True
+
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether caches cannot take tokens back, so that transformers refuses assisted decoding."""
+        return not self.new_cache().is_croppable
 
     @property
     def decoder(self) -> DecoderModel:

@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import initialization as init
 
-from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.field_ranges import KERNEL_MODES
-from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, zero_padding
+from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, init_xavier
+from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.norm import l2_norm
 from forgetting_transformer.ops.recurrence import delta_rule, delta_rule_flops_per_token
@@ -34,11 +33,9 @@ QK_NORMS = {
     "l2": l2_norm,
     "sum": lambda x: x / x.sum(-1, keepdim=True),
 }
-# Gain of the projections' Xavier initialisation, as in the paper's runs.
-PROJECTION_GAIN = 2**-2.5
 
 
-class DeltaNetAttention(nn.Module):
+class DeltaNetAttention(RecurrentMixer):
     """The delta rule between projections.
 
         q, k, v = act(conv(W x))                 causal convolution of every channel by itself; silu for v
@@ -92,39 +89,24 @@ class DeltaNetAttention(nn.Module):
         self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
 
     def init_own_weights(self) -> None:
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.g_proj, self.o_proj):
-            if projection is not None:
-                init.xavier_uniform_(projection.weight, gain=PROJECTION_GAIN)
+        init_xavier(self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.g_proj, self.o_proj)
 
     def op_use(self) -> OpUse:
         return OpUse("delta_rule", self.num_heads, self.key_dim, self.v_proj.out_features // self.num_heads)
 
-    def new_cache(self) -> RecurrentCache:
-        return RecurrentCache()
-
-    def forward(
-        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: RecurrentCache | None = None
-    ) -> tuple[Tensor, RecurrentCache | None]:
-        """Return the output `(B, T, E)` and the cache.
-
-        Args:
-            hidden_BTE: T new tokens.
-            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
-            cache: what `new_cache` returned, holding the tokens before these. Updated in place.
-        """
-        num_past = 0 if cache is None else cache.get_seq_length()
-        states = {} if cache is None else cache.states
+    def mix(
+        self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden_BTE = zero_padding(hidden_BTE, padding_BT)
         new_states: dict[str, Tensor] = {}
-        hidden_BTE = zero_padding(hidden_BTE, seq_start_B, num_past)
-
         q_BTC, k_BTC, v_BTC = self.q_proj(hidden_BTE), self.k_proj(hidden_BTE), self.v_proj(hidden_BTE)
         if self.use_short_conv:
             q_BTC, new_states["q_conv"] = self.q_conv1d(q_BTC, states.get("q_conv"))
             k_BTC, new_states["k_conv"] = self.k_conv1d(k_BTC, states.get("k_conv"))
             v_BTC, new_states["v_conv"] = self.v_conv1d(v_BTC, states.get("v_conv"))
         activation, norm = QK_ACTIVATIONS[self.qk_activation], QK_NORMS[self.qk_norm]
-        q_BTHK, k_BTHK = norm(activation(self._split_heads(q_BTC))), norm(activation(self._split_heads(k_BTC)))
-        v_BTHV = self._split_heads(F.silu(v_BTC))
+        q_BTHK, k_BTHK = norm(activation(self.split_heads(q_BTC))), norm(activation(self.split_heads(k_BTC)))
+        v_BTHV = self.split_heads(F.silu(v_BTC))
 
         out_BTHV, new_states["recurrent"] = delta_rule(
             q_BTHK,
@@ -133,23 +115,18 @@ class DeltaNetAttention(nn.Module):
             self._beta(hidden_BTE),
             scale=self.key_dim**-0.5,
             initial_state_BHKV=states.get("recurrent"),
-            output_final_state=cache is not None,
+            output_final_state=True,
         )
-        if cache is not None:
-            cache.update(hidden_BTE.shape[1], **new_states)
         out_BTHV = self.o_norm(out_BTHV)
         if self.g_proj is not None:
-            out_BTHV = out_BTHV * F.silu(self._split_heads(self.g_proj(hidden_BTE)))
-        return self.o_proj(out_BTHV.flatten(-2)), cache
+            out_BTHV = out_BTHV * F.silu(self.split_heads(self.g_proj(hidden_BTE)))
+        return self.o_proj(out_BTHV.flatten(-2)), new_states
 
     def _beta(self, hidden_BTE: Tensor) -> Tensor:
         """How much of the old value is replaced, `(B, T, H)`, float32."""
         if self.b_proj is None:
             return torch.ones(*hidden_BTE.shape[:2], self.num_heads, device=hidden_BTE.device)
         return self.b_proj(hidden_BTE).float().sigmoid()
-
-    def _split_heads(self, x_BTC: Tensor) -> Tensor:
-        return x_BTC.unflatten(-1, (self.num_heads, -1))
 
 
 class DeltaNetConfig(SwiGLUDecoderConfig):
@@ -209,19 +186,7 @@ class DeltaNetConfig(SwiGLUDecoderConfig):
         return int(self.hidden_size * self.expand_v)
 
     def build_mixer(self, layer_idx: int) -> DeltaNetAttention:
-        return DeltaNetAttention(
-            self.hidden_size,
-            self.num_heads,
-            self.key_size,
-            self.value_size,
-            use_short_conv=self.use_short_conv,
-            conv_size=self.conv_size,
-            use_beta=self.use_beta,
-            use_gate=self.use_gate,
-            qk_activation=self.qk_activation,
-            qk_norm=self.qk_norm,
-            norm_eps=self.norm_eps,
-        )
+        return self.build_from_fields(DeltaNetAttention)
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
         """Linear layers: 2 · weights. Convolutions: 2 · taps of all channels. The recurrence in chunks."""
@@ -241,6 +206,4 @@ class DeltaNetModel(DecoderModel):
 class DeltaNetForCausalLM(DecoderForCausalLM):
     """DeltaNet as a language model."""
 
-    config_class: ClassVar = DeltaNetConfig
     model_class: ClassVar = DeltaNetModel
-    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back

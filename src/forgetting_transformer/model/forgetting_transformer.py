@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from forgetting_transformer.model.cache import DecoderCache, ForgettingAttentionCache
-from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.layers import (
     AttentionMaps,
     GroupRMSNorm,
     RMSNorm,
     ShiftLinear,
-    SwiGLU,
     attention_maps,
-    swiglu_width,
 )
-from forgetting_transformer.model.padding import document_positions, find_seq_start
+from forgetting_transformer.model.padding import document_positions, find_seq_start, padding_mask
+from forgetting_transformer.model.transformer import AttentionConfig, check_attention_options
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention, forgetting_attention_decode
@@ -111,23 +110,13 @@ class ForgettingAttentionLayer(nn.Module):
         super().__init__()
         if window_size is not None:
             raise ValueError(f"window_size is {window_size}; FoX has no sliding window, leave it None")
-        _check_attention_options(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            use_rope=use_rope,
-            ogate_act=ogate_act,
-            fgate_type=fgate_type,
-            fgate_bias_init=fgate_bias_init,
-            decay_time_min=decay_time_min,
-            decay_time_max=decay_time_max,
-            log_pruning_tolerance=log_pruning_tolerance,
-        )
-        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, hidden_size // num_heads
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.use_rope, self.rope_base = use_rope, rope_base
         self.ogate_act, self.fgate_type, self.fgate_bias_init = ogate_act, fgate_type, fgate_bias_init
         self.decay_time_min, self.decay_time_max = decay_time_min, decay_time_max
         self.log_pruning_tolerance, self.layer_idx = log_pruning_tolerance, layer_idx
+        _check_options(self)
+        self.head_dim = hidden_size // num_heads
 
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.k_proj = _projection(hidden_size, num_heads, use_k_shift)
@@ -206,7 +195,6 @@ class ForgettingAttentionLayer(nn.Module):
             ValueError: something is given in both ways, or the mask does not fit.
         """
         hidden_BTE = hidden_states
-        num_new = hidden_BTE.shape[1]
         cache = self._given_cache(cache, past_key_values, use_cache)
         num_past = 0 if cache is None else cache.get_seq_length()
         if attention_mask is not None:
@@ -215,12 +203,9 @@ class ForgettingAttentionLayer(nn.Module):
             # A layer's cache does not remember where sequences start, so the mask is believed at every call.
             num_padding_B = (attention_mask == 0).sum(-1)
             seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, num_padding_B, allow_right=cache is None)
-        padding_BT = None
-        if seq_start_B is not None:
-            position_T = torch.arange(num_past, num_past + num_new, device=hidden_BTE.device)
-            padding_BT = position_T < seq_start_B[:, None]
+        padding_BT = padding_mask(hidden_BTE, seq_start_B, num_past)
 
-        begins_BT = None if cu_seqlens is None else document_positions(cu_seqlens, num_new) == 0
+        begins_BT = None if cu_seqlens is None else document_positions(cu_seqlens, hidden_BTE.shape[1]) == 0
         q_BTE = self.q_proj(hidden_BTE)
         k_BTE = self._project(self.k_proj, "key", hidden_BTE, padding_BT, cache, begins_BT)
         v_BTE = self._project(self.v_proj, "value", hidden_BTE, padding_BT, cache, begins_BT)
@@ -385,92 +370,54 @@ def decay_time_bias(num_heads: int, decay_time_min: float, decay_time_max: float
     return -torch.log(torch.expm1(torch.exp(-log_time_H))).float()
 
 
-def _check_attention_options(
-    *,
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int | None,
-    use_rope: bool,
-    ogate_act: str,
-    fgate_type: str,
-    fgate_bias_init: bool,
-    decay_time_min: float | None,
-    decay_time_max: float | None,
-    log_pruning_tolerance: float | None,
-) -> None:
+def _check_options(options: "ForgettingAttentionLayer | ForgettingTransformerConfig") -> None:
     """Refuse options that do not fit together, naming the key and what to do."""
-    if hidden_size % num_heads:
-        raise ValueError(f"hidden_size is {hidden_size}; it must be a multiple of num_heads = {num_heads}")
-    if num_kv_heads not in (None, num_heads):
+    check_attention_options(options.hidden_size, options.num_heads, None, None, options.use_rope)
+    if options.num_kv_heads not in (None, options.num_heads):
         raise ValueError(
-            f"num_kv_heads is {num_kv_heads}; FoX has no grouped-query attention, leave it None (or num_heads = "
-            f"{num_heads})"
+            f"num_kv_heads is {options.num_kv_heads}; FoX has no grouped-query attention, leave it None (or "
+            f"num_heads = {options.num_heads})"
         )
-    if use_rope and (hidden_size // num_heads) % 2:
+    if options.ogate_act not in OGATE_ACTIVATIONS:
+        raise ValueError(f"ogate_act is {options.ogate_act!r}; it must be one of {', '.join(OGATE_ACTIVATIONS)}")
+    if options.fgate_type not in FGATE_TYPES:
+        raise ValueError(f"fgate_type is {options.fgate_type!r}; it must be one of {', '.join(FGATE_TYPES)}")
+    if options.fgate_bias_init and options.fgate_type not in ("bias_only", "fixed"):
         raise ValueError(
-            f"use_rope needs an even head dimension; hidden_size / num_heads is {hidden_size // num_heads}"
+            f"fgate_bias_init is for fgate_type bias_only and fixed; with {options.fgate_type!r} set it to False"
         )
-    if ogate_act not in OGATE_ACTIVATIONS:
-        raise ValueError(f"ogate_act is {ogate_act!r}; it must be one of {', '.join(OGATE_ACTIVATIONS)}")
-    if fgate_type not in FGATE_TYPES:
-        raise ValueError(f"fgate_type is {fgate_type!r}; it must be one of {', '.join(FGATE_TYPES)}")
-    if fgate_bias_init and fgate_type not in ("bias_only", "fixed"):
-        raise ValueError(f"fgate_bias_init is for fgate_type bias_only and fixed; with {fgate_type!r} set it to False")
-    if fgate_type == "fixed" and not fgate_bias_init:
+    if options.fgate_type == "fixed" and not options.fgate_bias_init:
         raise ValueError("fgate_type 'fixed' takes its gates from decay times: set fgate_bias_init=True")
-    if fgate_bias_init:
-        if decay_time_min is None or decay_time_max is None or not 0 < decay_time_min <= decay_time_max:
+    shortest, longest = options.decay_time_min, options.decay_time_max
+    if options.fgate_bias_init:
+        if shortest is None or longest is None or not 0 < shortest <= longest:
             raise ValueError(
-                f"decay_time_min, decay_time_max are {decay_time_min}, {decay_time_max} (tokens); fgate_bias_init "
-                f"needs "
+                f"decay_time_min, decay_time_max are {shortest}, {longest} (tokens); fgate_bias_init needs "
                 "0 < decay_time_min <= decay_time_max"
             )
-    elif decay_time_min is not None or decay_time_max is not None:
+    elif shortest is not None or longest is not None:
         raise ValueError(
             "decay_time_min and decay_time_max have no effect without fgate_bias_init=True; leave them None"
         )
-    if log_pruning_tolerance is not None and not log_pruning_tolerance < 0:
+    if options.log_pruning_tolerance is not None and not options.log_pruning_tolerance < 0:
         raise ValueError(
-            f"log_pruning_tolerance is {log_pruning_tolerance}; it is ln ε of a small ε, so negative (-10), or None "
-            f"for off"
+            f"log_pruning_tolerance is {options.log_pruning_tolerance}; it is ln ε of a small ε, so negative (-10), "
+            "or None for off"
         )
 
 
-class ForgettingTransformerConfig(DecoderConfig):
+class ForgettingTransformerConfig(AttentionConfig):
     """Configuration of FoX. Fields of attention: see `ForgettingAttentionLayer`.
 
-    Fields:
-        hidden_ratio: MLP width relative to hidden_size, as if the MLP had two matrices (`swiglu_width`). FoX (Pro)
-            uses 3.5 to pay for its output gates.
-        intermediate_size: MLP width itself; overrides hidden_ratio.
-        hidden_act: "swish" (SiLU) is the one choice.
-        max_position_embeddings: no effect on the model; other tools read it as the training context length.
+    FoX (Pro) sets hidden_ratio to 3.5, to pay for its output gates.
 
-    Accepted so that published config.json files load, without effect: window_size, elementwise_affine (norms always
-    have weights), attention_bias (projections never have one), all three for training with their defaults only; and
-    fuse_norm, fuse_cross_entropy, which choose among the authors' kernels.
+    Accepted so that published config.json files load, without effect: window_size, for training with None only; and
+    what `AttentionConfig` accepts.
     """
 
     model_type = "forgetting_transformer-project_fox"
-    neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {
-        "window_size": (None,),
-        "elementwise_affine": (True,),
-        "attention_bias": (False,),
-    }
+    neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {**AttentionConfig.neutral_values, "window_size": (None,)}
 
-    hidden_ratio: float | None = 4
-    intermediate_size: int | None = None
-    num_heads: int = 32
-    num_kv_heads: int | None = None
-    hidden_act: str = "swish"
-    window_size: int | None = None
-    max_position_embeddings: int | None = 2048
-    elementwise_affine: bool | None = True
-    norm_eps: float = 1e-6
-    attention_bias: bool = False
-    fuse_norm: bool = True
-    fuse_cross_entropy: bool = True
-    rope_base: float = 500_000.0
     use_rope: bool = False
     use_output_gate: bool = False
     ogate_act: str = "sigmoid"
@@ -486,54 +433,13 @@ class ForgettingTransformerConfig(DecoderConfig):
     log_pruning_tolerance: float | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.hidden_act not in ("swish", "silu"):
-            raise ValueError(f"hidden_act is {self.hidden_act!r}; it must be 'swish' (the same as 'silu')")
-        if self.hidden_ratio is None and self.intermediate_size is None:
-            raise ValueError("hidden_ratio and intermediate_size are both None; set one of them")
-        _check_attention_options(
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            use_rope=self.use_rope,
-            ogate_act=self.ogate_act,
-            fgate_type=self.fgate_type,
-            fgate_bias_init=self.fgate_bias_init,
-            decay_time_min=self.decay_time_min,
-            decay_time_max=self.decay_time_max,
-            log_pruning_tolerance=self.log_pruning_tolerance,
-        )
+        _check_options(self)
         super().__post_init__(**kwargs)
 
-    @property
-    def mlp_width(self) -> int:
-        return self.intermediate_size or swiglu_width(self.hidden_size, self.hidden_ratio)
-
     def build_mixer(self, layer_idx: int) -> ForgettingAttentionLayer:
-        return ForgettingAttentionLayer(
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            use_rope=self.use_rope,
-            rope_base=self.rope_base,
-            use_output_gate=self.use_output_gate,
-            ogate_act=self.ogate_act,
-            fgate_type=self.fgate_type,
-            fgate_bias_init=self.fgate_bias_init,
-            decay_time_min=self.decay_time_min,
-            decay_time_max=self.decay_time_max,
-            use_output_norm=self.use_output_norm,
-            norm_eps=self.norm_eps,
-            qk_norm=self.qk_norm,
-            qk_norm_share_param_across_head=self.qk_norm_share_param_across_head,
-            use_k_shift=self.use_k_shift,
-            use_v_shift=self.use_v_shift,
-            log_pruning_tolerance=self.log_pruning_tolerance,
-            initializer_range=None,
-            layer_idx=layer_idx,
+        return self.build_from_fields(
+            ForgettingAttentionLayer, window_size=None, initializer_range=None, layer_idx=layer_idx
         )
-
-    def build_mlp(self, layer_idx: int) -> SwiGLU:
-        return SwiGLU(self.hidden_size, self.mlp_width)
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
         """Linear layers: 2·weights. Attention: 2·E for q·k and 2·E for the weighted sum, over (T+1)/2 keys on average."""
@@ -542,9 +448,6 @@ class ForgettingTransformerConfig(DecoderConfig):
         weights += width * width * self.use_output_gate
         weights += width * heads * ((self.fgate_type == "full") + self.use_k_shift + self.use_v_shift)
         return 2 * weights + 4 * width * (seq_len + 1) / 2
-
-    def mlp_flops_per_token(self, layer_idx: int) -> float:
-        return SwiGLU.flops_per_token(self.hidden_size, self.mlp_width)
 
 
 class ForgettingTransformerModel(DecoderModel):
@@ -556,5 +459,4 @@ class ForgettingTransformerModel(DecoderModel):
 class ForgettingTransformerForCausalLM(DecoderForCausalLM):
     """FoX as a language model."""
 
-    config_class: ClassVar = ForgettingTransformerConfig
     model_class: ClassVar = ForgettingTransformerModel

@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
-from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, initial_dt_bias, zero_padding
+from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, initial_dt_bias
+from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.norm import l2_norm
 from forgetting_transformer.ops.recurrence import delta_rule_flops_per_token, gated_delta_rule
 
 
-class GatedDeltaNetAttention(nn.Module):
+class GatedDeltaNetAttention(RecurrentMixer):
     """The gated delta rule between projections.
 
         q, k, v = silu(conv(W x))                causal convolution of every channel by itself
@@ -80,47 +80,28 @@ class GatedDeltaNetAttention(nn.Module):
     def op_use(self) -> OpUse:
         return OpUse("gated_delta_rule", self.num_heads, self.key_dim, self.v_proj.out_features // self.num_heads)
 
-    def new_cache(self) -> RecurrentCache:
-        return RecurrentCache()
-
-    def forward(
-        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: RecurrentCache | None = None
-    ) -> tuple[Tensor, RecurrentCache | None]:
-        """Return the output `(B, T, E)` and the cache.
-
-        Args:
-            hidden_BTE: T new tokens.
-            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
-            cache: what `new_cache` returned, holding the tokens before these. Updated in place.
-        """
-        num_past = 0 if cache is None else cache.get_seq_length()
-        states = {} if cache is None else cache.states
-        hidden_BTE = zero_padding(hidden_BTE, seq_start_B, num_past)
-
+    def mix(
+        self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden_BTE = zero_padding(hidden_BTE, padding_BT)
         q_BTC, q_conv_BCW = self.q_conv1d(self.q_proj(hidden_BTE), states.get("q_conv"))
         k_BTC, k_conv_BCW = self.k_conv1d(self.k_proj(hidden_BTE), states.get("k_conv"))
         v_BTC, v_conv_BCW = self.v_conv1d(self.v_proj(hidden_BTE), states.get("v_conv"))
         step_BTH = F.softplus(self.a_proj(hidden_BTE).float() + self.dt_bias.float())
 
         out_BTHV, state_BHKV = gated_delta_rule(
-            l2_norm(self._split_heads(F.silu(q_BTC))),
-            l2_norm(self._split_heads(F.silu(k_BTC))),
-            self._split_heads(F.silu(v_BTC)),
+            l2_norm(self.split_heads(F.silu(q_BTC))),
+            l2_norm(self.split_heads(F.silu(k_BTC))),
+            self.split_heads(F.silu(v_BTC)),
             self.b_proj(hidden_BTE).float().sigmoid(),
             -self.A_log.float().exp() * step_BTH,
             scale=self.key_dim**-0.5,
             initial_state_BHKV=states.get("recurrent"),
-            output_final_state=cache is not None,
+            output_final_state=True,
         )
-        if cache is not None:
-            cache.update(
-                hidden_BTE.shape[1], recurrent=state_BHKV, q_conv=q_conv_BCW, k_conv=k_conv_BCW, v_conv=v_conv_BCW
-            )
-        gate_BTHV = F.silu(self._split_heads(self.g_proj(hidden_BTE)))
-        return self.o_proj((self.o_norm(out_BTHV) * gate_BTHV).flatten(-2)), cache
-
-    def _split_heads(self, x_BTC: Tensor) -> Tensor:
-        return x_BTC.unflatten(-1, (self.num_heads, -1))
+        gate_BTHV = F.silu(self.split_heads(self.g_proj(hidden_BTE)))
+        new_states = {"recurrent": state_BHKV, "q_conv": q_conv_BCW, "k_conv": k_conv_BCW, "v_conv": v_conv_BCW}
+        return self.o_proj((self.o_norm(out_BTHV) * gate_BTHV).flatten(-2)), new_states
 
 
 class GatedDeltaNetConfig(SwiGLUDecoderConfig):
@@ -157,14 +138,7 @@ class GatedDeltaNetConfig(SwiGLUDecoderConfig):
         return int(self.hidden_size * self.expand_v)
 
     def build_mixer(self, layer_idx: int) -> GatedDeltaNetAttention:
-        return GatedDeltaNetAttention(
-            self.hidden_size,
-            self.num_heads,
-            self.key_size,
-            self.value_size,
-            conv_size=self.conv_size,
-            norm_eps=self.norm_eps,
-        )
+        return self.build_from_fields(GatedDeltaNetAttention)
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
         """Linear layers: 2 · weights. Convolutions: 2 · taps of all channels. The recurrence in chunks."""
@@ -184,6 +158,4 @@ class GatedDeltaNetModel(DecoderModel):
 class GatedDeltaNetForCausalLM(DecoderForCausalLM):
     """Gated DeltaNet as a language model."""
 
-    config_class: ClassVar = GatedDeltaNetConfig
     model_class: ClassVar = GatedDeltaNetModel
-    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back

@@ -17,18 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.field_ranges import KERNEL_MODES
-from forgetting_transformer.model.layers import RMSNorm, zero_padding
+from forgetting_transformer.model.layers import RMSNorm, init_xavier
+from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import gla, gla_flops_per_token
 
-# Gain of the projections' Xavier initialisation, as in the paper's runs.
-PROJECTION_GAIN = 2**-2.5
 
-
-class HGRN2Attention(nn.Module):
+class HGRN2Attention(RecurrentMixer):
     """The HGRN2 recurrence with an outer-product state.
 
         q = silu(W_q x),   v = W_i x,   f = b + (1 - b) · sigmoid(W_f x)      b a lower bound, 0 if there is none
@@ -51,32 +48,24 @@ class HGRN2Attention(nn.Module):
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
     def init_own_weights(self) -> None:
-        for projection in (self.q_proj, self.f_proj, self.i_proj, self.o_proj):
-            init.xavier_uniform_(projection.weight, gain=PROJECTION_GAIN)
+        init_xavier(self.q_proj, self.f_proj, self.i_proj, self.o_proj)
 
     def op_use(self) -> OpUse:
         return OpUse("gla", self.num_heads, self.head_dim, self.head_dim)
 
-    def new_cache(self) -> RecurrentCache:
-        return RecurrentCache()
-
-    def forward(
+    def mix(
         self,
         hidden_BTE: Tensor,
-        seq_start_B: Tensor | None = None,
-        cache: RecurrentCache | None = None,
+        padding_BT: Tensor | None,
+        states: dict[str, Tensor],
         lower_bound_E: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentCache | None]:
-        """Return the output `(B, T, E)` and the cache.
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `RecurrentMixer.mix`.
 
         Args:
-            hidden_BTE: T new tokens.
-            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
-            cache: what `new_cache` returned, holding the tokens before these. Updated in place.
             lower_bound_E: what the forget gates stay above, in (0, 1). Default: nothing but 0.
         """
-        num_past = 0 if cache is None else cache.get_seq_length()
-        hidden_BTE = zero_padding(hidden_BTE, seq_start_B, num_past)
+        hidden_BTE = zero_padding(hidden_BTE, padding_BT)
         logit_BTE = self.f_proj(hidden_BTE).float()
         # 1 - f from the sigmoid of the negated logit, and log f from logsigmoid, keep their relative precision where
         # f approaches 1 and 0.
@@ -86,20 +75,15 @@ class HGRN2Attention(nn.Module):
             log_fgate_BTE = torch.logaddexp(lower_bound_E.log(), torch.log1p(-lower_bound_E) + log_fgate_BTE)
         v_BTE = self.i_proj(hidden_BTE)
         out_BTHV, state_BHKV = gla(
-            self._split_heads(F.silu(self.q_proj(hidden_BTE))),
-            self._split_heads(k_BTE.to(v_BTE.dtype)),
-            self._split_heads(v_BTE),
-            self._split_heads(log_fgate_BTE),
+            self.split_heads(F.silu(self.q_proj(hidden_BTE))),
+            self.split_heads(k_BTE.to(v_BTE.dtype)),
+            self.split_heads(v_BTE),
+            self.split_heads(log_fgate_BTE),
             scale=self.head_dim**-0.5,
-            initial_state_BHKV=None if cache is None else cache.states.get("recurrent"),
-            output_final_state=cache is not None,
+            initial_state_BHKV=states.get("recurrent"),
+            output_final_state=True,
         )
-        if cache is not None:
-            cache.update(hidden_BTE.shape[1], recurrent=state_BHKV)
-        return self.o_proj(self.g_norm(out_BTHV.flatten(-2))), cache
-
-    def _split_heads(self, x_BTE: Tensor) -> Tensor:
-        return x_BTE.unflatten(-1, (self.num_heads, self.head_dim))
+        return self.o_proj(self.g_norm(out_BTHV.flatten(-2))), {"recurrent": state_BHKV}
 
 
 class HGRN2Config(SwiGLUDecoderConfig):
@@ -198,6 +182,4 @@ class HGRN2Model(DecoderModel):
 class HGRN2ForCausalLM(DecoderForCausalLM):
     """HGRN2 as a language model."""
 
-    config_class: ClassVar = HGRN2Config
     model_class: ClassVar = HGRN2Model
-    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back

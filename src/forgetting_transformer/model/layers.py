@@ -178,21 +178,11 @@ class StepProjection(nn.Linear):
         return F.linear(x, self.weight).float() + self.bias.float()
 
 
-def zero_padding(x_BTC: Tensor, seq_start_B: Tensor | None, num_past: int) -> Tensor:
-    """Set left-padded positions to 0.
-
-    A recurrence whose state starts at 0 and whose inputs there are 0 meets its first real token as if nothing came
-    before.
-
-    Args:
-        x_BTC: new positions.
-        seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
-        num_past: number of cached positions.
-    """
-    if seq_start_B is None:
-        return x_BTC
-    position_T = torch.arange(num_past, num_past + x_BTC.shape[1], device=x_BTC.device)
-    return x_BTC.masked_fill((position_T < seq_start_B[:, None])[..., None], 0)
+def init_xavier(*linears: nn.Linear | None) -> None:
+    """Start weights from Xavier's uniform law with gain 2^-2.5, as HGRN2 and DeltaNet in the paper's runs."""
+    for linear in linears:
+        if linear is not None:
+            init.xavier_uniform_(linear.weight, gain=2**-2.5)
 
 
 def init_uniform(linear: nn.Linear, scale: float = 1.0) -> None:

@@ -17,20 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.cache import RecurrentCache
-from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.layers import (
     GroupRMSNorm,
     ShortConvolution,
     init_uniform,
     initial_dt_bias,
-    zero_padding,
+)
+from forgetting_transformer.model.state_space import (
+    StateSpaceConfig,
+    StateSpaceForCausalLM,
+    StateSpaceMixer,
+    StateSpaceModel,
 )
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import simple_gla, simple_gla_flops_per_token
 
 
-class Mamba2Mixer(nn.Module):
+class Mamba2Mixer(StateSpaceMixer):
     """The state space duality layer.
 
         z, (x, B, C), dt = W_in hidden
@@ -75,8 +78,8 @@ class Mamba2Mixer(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.state_size, self.n_groups = num_heads, head_dim, state_size, n_groups
-        self.time_step_min, self.time_step_max = time_step_min, time_step_max
-        self.time_step_floor, self.time_step_limit = time_step_floor, tuple(time_step_limit)
+        self.initial_time_steps = (time_step_min, time_step_max, time_step_floor)
+        self.time_step_limit = tuple(time_step_limit)
         self.out_proj_scale = out_proj_scale
         self.inner_size = num_heads * head_dim
         conv_channels = self.inner_size + 2 * n_groups * state_size
@@ -102,7 +105,7 @@ class Mamba2Mixer(nn.Module):
         init.ones_(self.D)
 
     def _initial_dt_bias(self) -> Tensor:
-        return initial_dt_bias(self.num_heads, self.time_step_min, self.time_step_max, self.time_step_floor)
+        return initial_dt_bias(self.num_heads, *self.initial_time_steps)
 
     def _initial_A_log(self) -> Tensor:
         return torch.arange(1, self.num_heads + 1, dtype=torch.float32).log()
@@ -110,26 +113,11 @@ class Mamba2Mixer(nn.Module):
     def op_use(self) -> OpUse:
         return OpUse("simple_gla", self.num_heads, self.state_size, self.head_dim)
 
-    def new_cache(self) -> RecurrentCache:
-        return RecurrentCache()
-
-    def forward(
-        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: RecurrentCache | None = None
-    ) -> tuple[Tensor, RecurrentCache | None]:
-        """Return the output `(B, T, E)` and the cache.
-
-        Args:
-            hidden_BTE: T new tokens.
-            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
-            cache: what `new_cache` returned, holding the tokens before these. Updated in place.
-        """
-        num_past = 0 if cache is None else cache.get_seq_length()
-        states = {} if cache is None else cache.states
-
+    def mix(
+        self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         z_BTI, xBC_BTC, dt_BTH = self.in_proj(hidden_BTE).split(self.projected_sizes, dim=-1)
-        xBC_BTC, conv_BCW = self.conv1d(zero_padding(xBC_BTC, seq_start_B, num_past), states.get("conv"))
-        # Once more: the convolution's bias makes something of nothing.
-        xBC_BTC = zero_padding(F.silu(xBC_BTC), seq_start_B, num_past)
+        xBC_BTC, conv_BCW = self.convolve(xBC_BTC, padding_BT, states.get("conv"))
         x_BTI, B_BTC, C_BTC = xBC_BTC.split(self.conv_sizes, dim=-1)
         x_BTHD = x_BTI.unflatten(-1, (self.num_heads, self.head_dim))
         dt_BTH = F.softplus(dt_BTH.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
@@ -141,12 +129,10 @@ class Mamba2Mixer(nn.Module):
             -self.A_log.float().exp() * dt_BTH,
             scale=1.0,
             initial_state_BHKV=states.get("ssm"),
-            output_final_state=cache is not None,
+            output_final_state=True,
         )
-        if cache is not None:
-            cache.update(hidden_BTE.shape[1], conv=conv_BCW, ssm=state_BHND)
         y_BTHD = (y_BTHD + self.D[:, None] * x_BTHD).to(x_BTHD.dtype)
-        return self.out_proj(self.norm(y_BTHD.flatten(-2) * F.silu(z_BTI))), cache
+        return self.out_proj(self.norm(y_BTHD.flatten(-2) * F.silu(z_BTI))), {"conv": conv_BCW, "ssm": state_BHND}
 
     def _expand_groups(self, x_BTC: Tensor) -> Tensor:
         """`(B, T, G·N)` to `(B, T, H, N)`: every head gets its group's vector. With one group, a view."""
@@ -154,14 +140,12 @@ class Mamba2Mixer(nn.Module):
         return x_BTGN[:, :, :, None].expand(-1, -1, -1, self.num_heads // self.n_groups, -1).flatten(2, 3)
 
 
-class Mamba2Config(DecoderConfig):
+class Mamba2Config(StateSpaceConfig):
     """Configuration of Mamba-2. Further fields: see `Mamba2Mixer`.
 
     Fields:
         expand: inner width relative to hidden_size; num_heads · head_dim must equal expand · hidden_size.
         layer_norm_epsilon: epsilon of all RMSNorms.
-        initializer_range: standard deviation of the embedding at the start. All linear layers, the output layer too,
-            start as PyTorch starts them.
         rescale_prenorm_residual: start `out_proj` smaller by sqrt(num_hidden_layers).
 
     Accepted so that published config.json files load, without effect: time_step_rank, residual_in_fp32 (the residual
@@ -172,33 +156,19 @@ class Mamba2Config(DecoderConfig):
     model_type = "mamba2-project_fox"
     neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {"time_step_rank": ("auto",), "residual_in_fp32": (True,)}
     mixer_norm_name: ClassVar[str] = "norm"
-    mixer_name: ClassVar[str] = "mixer"
-    final_norm_name: ClassVar[str] = "norm_f"
-    zero_padding_embedding: ClassVar[bool] = False
 
     num_heads: int = 64
     head_dim: int = 64
     state_size: int = 64
     num_hidden_layers: int = 48
     layer_norm_epsilon: float = 1e-5
-    pad_token_id: int | None = 0
-    expand: float = 2
-    conv_kernel: int = 4
     n_groups: int = 1
-    use_bias: bool = False
-    use_conv_bias: bool = True
-    hidden_act: str = "silu"
     initializer_range: float = 0.1
     residual_in_fp32: bool = True
-    time_step_rank: int | str = "auto"
-    time_step_min: float = 1e-3
-    time_step_max: float = 0.1
-    time_step_floor: float = 1e-4
     time_step_limit: list[float] | tuple[float, ...] = (0.0, math.inf)
     rescale_prenorm_residual: bool = True
     rms_norm: bool = True
     chunk_size: int = 256
-    fuse_cross_entropy: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_heads * self.head_dim != self.expand * self.hidden_size:
@@ -209,8 +179,6 @@ class Mamba2Config(DecoderConfig):
             )
         if self.num_heads % self.n_groups:
             raise ValueError(f"num_heads is {self.num_heads}; it must be a multiple of n_groups = {self.n_groups}")
-        if self.hidden_act not in ("silu", "swish"):
-            raise ValueError(f"hidden_act is {self.hidden_act!r}; it must be 'silu' (the same as 'swish')")
         if not self.rms_norm:
             raise ValueError("rms_norm is False; Mamba-2 always normalises before out_proj, leave it True")
         limit = self.time_step_limit
@@ -224,22 +192,8 @@ class Mamba2Config(DecoderConfig):
         return self.layer_norm_epsilon
 
     def build_mixer(self, layer_idx: int) -> Mamba2Mixer:
-        return Mamba2Mixer(
-            self.hidden_size,
-            self.num_heads,
-            self.head_dim,
-            self.state_size,
-            n_groups=self.n_groups,
-            conv_kernel=self.conv_kernel,
-            norm_eps=self.layer_norm_epsilon,
-            use_bias=self.use_bias,
-            use_conv_bias=self.use_conv_bias,
-            time_step_min=self.time_step_min,
-            time_step_max=self.time_step_max,
-            time_step_floor=self.time_step_floor,
-            time_step_limit=self.time_step_limit,
-            out_proj_scale=1 / math.sqrt(self.num_hidden_layers) if self.rescale_prenorm_residual else 1.0,
-        )
+        scale = 1 / math.sqrt(self.num_hidden_layers) if self.rescale_prenorm_residual else 1.0
+        return self.build_from_fields(Mamba2Mixer, out_proj_scale=scale)
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
         """Linear layers: 2 · weights. Convolution: 2 · taps of all channels. The recurrence in chunks."""
@@ -257,21 +211,13 @@ class Mamba2Config(DecoderConfig):
         return 0
 
 
-class Mamba2Model(DecoderModel):
+class Mamba2Model(StateSpaceModel):
     """Mamba-2 without its output layer."""
 
     config_class: ClassVar = Mamba2Config
-    base_model_prefix = "backbone"
 
 
-class Mamba2ForCausalLM(DecoderForCausalLM):
+class Mamba2ForCausalLM(StateSpaceForCausalLM):
     """Mamba-2 as a language model."""
 
-    config_class: ClassVar = Mamba2Config
     model_class: ClassVar = Mamba2Model
-    base_model_prefix = "backbone"
-    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back
-
-    def init_own_weights(self) -> None:
-        if not self.config.tie_word_embeddings:
-            init_uniform(self.lm_head)

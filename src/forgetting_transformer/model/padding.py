@@ -67,3 +67,11 @@ def find_seq_start(
             )
     seq_start_B = (~has_begun_BN).sum(-1)
     return seq_start_B if bool(seq_start_B.any()) else None
+
+
+def padding_mask(new_BTE: Tensor, seq_start_B: Tensor | None, num_past: int) -> Tensor | None:
+    """Return where the new positions are left padding `(B, T)`, or None if `seq_start_B` is None."""
+    if seq_start_B is None:
+        return None
+    position_T = torch.arange(num_past, num_past + new_BTE.shape[1], device=new_BTE.device)
+    return position_T < seq_start_B[:, None]

@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.cache import RecurrentCache
-from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.field_ranges import check_field
 from forgetting_transformer.model.layers import (
     ShortConvolution,
@@ -28,7 +26,12 @@ from forgetting_transformer.model.layers import (
     init_uniform,
     initial_dt_bias,
     swiglu_width,
-    zero_padding,
+)
+from forgetting_transformer.model.state_space import (
+    StateSpaceConfig,
+    StateSpaceForCausalLM,
+    StateSpaceMixer,
+    StateSpaceModel,
 )
 from forgetting_transformer.model.transformer import AttentionLayer, check_attention_options
 from forgetting_transformer.ops.backends import OpUse
@@ -37,7 +40,7 @@ from forgetting_transformer.ops.recurrence import selective_scan
 ATTN_KEYS = ("num_heads", "num_kv_heads", "window_size", "layers")
 
 
-class MambaMixer(nn.Module):
+class MambaMixer(StateSpaceMixer):
     """The selective state space layer of Mamba.
 
         x, z    = W_in hidden
@@ -82,8 +85,7 @@ class MambaMixer(nn.Module):
         super().__init__()
         self.inner_size, self.state_size, self.time_step_rank = inner_size, state_size, time_step_rank
         self.time_step_scale, self.time_step_init_scheme = time_step_scale, time_step_init_scheme
-        self.time_step_min, self.time_step_max = time_step_min, time_step_max
-        self.time_step_floor = time_step_floor
+        self.initial_time_steps = (time_step_min, time_step_max, time_step_floor)
         self.out_proj_scale = out_proj_scale
 
         self.in_proj = nn.Linear(hidden_size, 2 * inner_size, bias=use_bias)
@@ -102,8 +104,7 @@ class MambaMixer(nn.Module):
         init_uniform(self.out_proj, self.out_proj_scale)
         bound = self.time_step_scale / math.sqrt(self.time_step_rank)
         init.uniform_(self.dt_proj.weight, bound if self.time_step_init_scheme == "constant" else -bound, bound)
-        dt_bias_I = initial_dt_bias(self.inner_size, self.time_step_min, self.time_step_max, self.time_step_floor)
-        init.copy_(self.dt_proj.bias, dt_bias_I)
+        init.copy_(self.dt_proj.bias, initial_dt_bias(self.inner_size, *self.initial_time_steps))
         init.copy_(self.A_log, self._initial_A_log())
         init.ones_(self.D)
 
@@ -113,26 +114,11 @@ class MambaMixer(nn.Module):
     def op_use(self) -> OpUse:
         return OpUse("selective_scan", 1, self.state_size, self.inner_size)
 
-    def new_cache(self) -> RecurrentCache:
-        return RecurrentCache()
-
-    def forward(
-        self, hidden_BTE: Tensor, seq_start_B: Tensor | None = None, cache: RecurrentCache | None = None
-    ) -> tuple[Tensor, RecurrentCache | None]:
-        """Return the output `(B, T, E)` and the cache.
-
-        Args:
-            hidden_BTE: T new tokens.
-            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
-            cache: what `new_cache` returned, holding the tokens before these. Updated in place.
-        """
-        num_past = 0 if cache is None else cache.get_seq_length()
-        states = {} if cache is None else cache.states
-
+    def mix(
+        self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         x_BTI, z_BTI = self.in_proj(hidden_BTE).chunk(2, dim=-1)
-        x_BTI, conv_BIW = self.conv1d(zero_padding(x_BTI, seq_start_B, num_past), states.get("conv"))
-        # Once more: the convolution's bias makes something of nothing.
-        x_BTI = zero_padding(F.silu(x_BTI), seq_start_B, num_past)
+        x_BTI, conv_BIW = self.convolve(x_BTI, padding_BT, states.get("conv"))
         dt_BTR, B_BTN, C_BTN = self.x_proj(x_BTI).split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
         dt_BTI = F.softplus(self.dt_proj(dt_BTR))
 
@@ -143,12 +129,10 @@ class MambaMixer(nn.Module):
             B_BTN,
             C_BTN,
             initial_state_BEN=states.get("ssm"),
-            output_final_state=cache is not None,
+            output_final_state=True,
         )
-        if cache is not None:
-            cache.update(hidden_BTE.shape[1], conv=conv_BIW, ssm=state_BIN)
         y_BTI = (y_BTI + self.D * x_BTI).to(x_BTI.dtype)
-        return self.out_proj(y_BTI * F.silu(z_BTI)), cache
+        return self.out_proj(y_BTI * F.silu(z_BTI)), {"conv": conv_BIW, "ssm": state_BIN}
 
     @staticmethod
     def flops_per_token(
@@ -189,7 +173,7 @@ class SambaMLP(SwiGLU):
         init_uniform(self.down_proj, self.down_proj_scale)
 
 
-class SambaConfig(DecoderConfig):
+class SambaConfig(StateSpaceConfig):
     """Configuration of Samba. Further fields: see `MambaMixer`.
 
     Fields:
@@ -203,8 +187,6 @@ class SambaConfig(DecoderConfig):
         attn_hidden_ratio, mamba_hidden_ratio: MLP width in attention blocks and Mamba blocks relative to hidden_size,
             as if the MLP had two matrices (`swiglu_width`).
         rope_base: base of attention's rotary position embedding.
-        initializer_range: standard deviation of the embedding at the start. All linear layers, the output layer too,
-            start as PyTorch starts them.
         rescale_prenorm_residual: start the layers that write to the residual stream (`out_proj`, `o_proj`, `down_proj`)
             smaller by sqrt(2 · num_hidden_layers), as the paper's runs do.
         max_position_embeddings: no effect on the model; other tools read it as the training context length.
@@ -216,39 +198,23 @@ class SambaConfig(DecoderConfig):
 
     model_type = "samba-project_fox"
     mixer_norm_name: ClassVar[str] = "mixer_norm"
-    mixer_name: ClassVar[str] = "mixer"
-    final_norm_name: ClassVar[str] = "norm_f"
-    zero_padding_embedding: ClassVar[bool] = False
 
     hidden_size: int = 2304
     state_size: int = 16
     num_hidden_layers: int = 18
     norm_eps: float = 1e-5
-    pad_token_id: int | None = 0
-    expand: float = 2
-    conv_kernel: int = 4
-    use_bias: bool = False
-    use_conv_bias: bool = True
-    hidden_act: str = "silu"
     residual_in_fp32: bool = False
-    time_step_rank: int | str = "auto"
     time_step_scale: float = 1.0
-    time_step_min: float = 1e-3
-    time_step_max: float = 0.1
     time_step_init_scheme: str = "random"
-    time_step_floor: float = 1e-4
     max_position_embeddings: int | None = 2048
     attn: dict | None = None
     attn_hidden_ratio: float = 4
     mamba_hidden_ratio: float = 3
     rescale_prenorm_residual: bool = False
     fuse_norm: bool = True
-    fuse_cross_entropy: bool = True
     rope_base: float = 500_000.0
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.hidden_act not in ("silu", "swish"):
-            raise ValueError(f"hidden_act is {self.hidden_act!r}; it must be 'silu' (the same as 'swish')")
         if self.time_step_init_scheme not in ("random", "constant"):
             raise ValueError(
                 f"time_step_init_scheme is {self.time_step_init_scheme!r}; it must be 'random' or 'constant'"
@@ -276,16 +242,14 @@ class SambaConfig(DecoderConfig):
             raise ValueError(
                 f"attn.layers is {layers!r}; it must be a list of block numbers, or null for every other block"
             )
-        check_attention_options(
-            hidden_size=self.hidden_size,
-            num_heads=attn["num_heads"],
-            num_kv_heads=attn.get("num_kv_heads"),
-            window_size=attn.get("window_size"),
-            use_rope=True,
-        )
+        check_attention_options(*self._attention_sizes(), use_rope=True)
         for layer_idx in attn.get("layers") or ():
             if not 0 <= layer_idx < self.num_hidden_layers:
                 raise ValueError(f"attn.layers has {layer_idx}; blocks are 0 to {self.num_hidden_layers - 1}")
+
+    def _attention_sizes(self) -> tuple[int, int, int | None, int | None]:
+        """hidden_size, num_heads, num_kv_heads and window_size of the attention blocks."""
+        return self.hidden_size, self.attn["num_heads"], self.attn.get("num_kv_heads"), self.attn.get("window_size")
 
     @property
     def inner_size(self) -> int:
@@ -309,42 +273,23 @@ class SambaConfig(DecoderConfig):
 
     def build_mixer(self, layer_idx: int) -> SambaAttention | MambaMixer:
         if self.has_attention(layer_idx):
+            _, num_heads, num_kv_heads, window_size = self._attention_sizes()
             return SambaAttention(
                 self.hidden_size,
-                self.attn["num_heads"],
-                num_kv_heads=self.attn.get("num_kv_heads"),
-                window_size=self.attn.get("window_size"),
+                num_heads,
+                num_kv_heads=num_kv_heads,
+                window_size=window_size,
                 rope_base=self.rope_base,
                 o_proj_scale=self.residual_scale,
             )
-        return MambaMixer(
-            self.hidden_size,
-            self.inner_size,
-            self.state_size,
-            self.time_step_rank,
-            conv_kernel=self.conv_kernel,
-            use_bias=self.use_bias,
-            use_conv_bias=self.use_conv_bias,
-            time_step_scale=self.time_step_scale,
-            time_step_init_scheme=self.time_step_init_scheme,
-            time_step_min=self.time_step_min,
-            time_step_max=self.time_step_max,
-            time_step_floor=self.time_step_floor,
-            out_proj_scale=self.residual_scale,
-        )
+        return self.build_from_fields(MambaMixer, out_proj_scale=self.residual_scale)
 
     def build_mlp(self, layer_idx: int) -> SambaMLP:
         return SambaMLP(self.hidden_size, self.mlp_width(layer_idx), down_proj_scale=self.residual_scale)
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
         if self.has_attention(layer_idx):
-            return AttentionLayer.flops_per_token(
-                self.hidden_size,
-                self.attn["num_heads"],
-                self.attn.get("num_kv_heads"),
-                self.attn.get("window_size"),
-                seq_len,
-            )
+            return AttentionLayer.flops_per_token(*self._attention_sizes(), seq_len)
         return MambaMixer.flops_per_token(
             self.hidden_size, self.inner_size, self.state_size, self.time_step_rank, self.conv_kernel
         )
@@ -353,21 +298,13 @@ class SambaConfig(DecoderConfig):
         return SwiGLU.flops_per_token(self.hidden_size, self.mlp_width(layer_idx))
 
 
-class SambaModel(DecoderModel):
+class SambaModel(StateSpaceModel):
     """Samba without its output layer."""
 
     config_class: ClassVar = SambaConfig
-    base_model_prefix = "backbone"
 
 
-class SambaForCausalLM(DecoderForCausalLM):
+class SambaForCausalLM(StateSpaceForCausalLM):
     """Samba as a language model."""
 
-    config_class: ClassVar = SambaConfig
     model_class: ClassVar = SambaModel
-    base_model_prefix = "backbone"
-    _is_stateful = True  # so that transformers refuses assisted decoding, which takes tokens back
-
-    def init_own_weights(self) -> None:
-        if not self.config.tie_word_embeddings:
-            init_uniform(self.lm_head)

@@ -52,13 +52,7 @@ class AttentionLayer(nn.Module):
         rope_base: float = 500_000.0,
     ) -> None:
         super().__init__()
-        check_attention_options(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            window_size=window_size,
-            use_rope=use_rope,
-        )
+        check_attention_options(hidden_size, num_heads, num_kv_heads, window_size, use_rope)
         self.num_heads, self.head_dim = num_heads, hidden_size // num_heads
         self.num_kv_heads = num_kv_heads or num_heads
         self.window_size, self.use_rope, self.rope_base = window_size, use_rope, rope_base
@@ -143,15 +137,14 @@ def mean_visible_keys(seq_len: int, window_size: int | None) -> float:
 
 
 def check_attention_options(
-    *, hidden_size: int, num_heads: int, num_kv_heads: int | None, window_size: int | None, use_rope: bool
+    hidden_size: int, num_heads: int, num_kv_heads: int | None, window_size: int | None, use_rope: bool
 ) -> None:
     """Refuse options that do not fit together, naming the key and what to do."""
     if hidden_size % num_heads:
         raise ValueError(f"hidden_size is {hidden_size}; it must be a multiple of num_heads = {num_heads}")
     if num_kv_heads is not None and (num_kv_heads < 1 or num_heads % num_kv_heads):
         raise ValueError(
-            f"num_kv_heads is {num_kv_heads}; it must divide num_heads = {num_heads}, or be None for as many as "
-            f"num_heads"
+            f"num_kv_heads is {num_kv_heads}; it must divide num_heads = {num_heads}, or be None for num_heads of them"
         )
     if window_size is not None and window_size < 1:
         raise ValueError(f"window_size is {window_size}; a token sees itself, so at least 1, or None for no window")
@@ -161,15 +154,14 @@ def check_attention_options(
         )
 
 
-class TransformerConfig(SwiGLUDecoderConfig):
-    """Configuration of the Transformer. Fields of attention: see `AttentionLayer`; of the MLP: `SwiGLUDecoderConfig`.
+class AttentionConfig(SwiGLUDecoderConfig):
+    """What configurations of models with attention in every block share. Fields of the MLP: see `SwiGLUDecoderConfig`.
 
     Accepted so that published config.json files load, without effect: elementwise_affine (norms always have weights),
     attention_bias (projections never have one), both for training with their defaults only; and fuse_norm,
     fuse_cross_entropy, which choose among the authors' kernels.
     """
 
-    model_type = "transformer-project_fox"
     neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {"elementwise_affine": (True,), "attention_bias": (False,)}
 
     num_heads: int = 32
@@ -180,27 +172,21 @@ class TransformerConfig(SwiGLUDecoderConfig):
     fuse_norm: bool = True
     fuse_cross_entropy: bool = True
     rope_base: float = 500_000.0
+
+
+class TransformerConfig(AttentionConfig):
+    """Configuration of the Transformer. Fields of attention: see `AttentionLayer`."""
+
+    model_type = "transformer-project_fox"
+
     use_rope: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        check_attention_options(
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            window_size=self.window_size,
-            use_rope=self.use_rope,
-        )
+        check_attention_options(self.hidden_size, self.num_heads, self.num_kv_heads, self.window_size, self.use_rope)
         super().__post_init__(**kwargs)
 
     def build_mixer(self, layer_idx: int) -> AttentionLayer:
-        return AttentionLayer(
-            self.hidden_size,
-            self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            window_size=self.window_size,
-            use_rope=self.use_rope,
-            rope_base=self.rope_base,
-        )
+        return self.build_from_fields(AttentionLayer)
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
         return AttentionLayer.flops_per_token(
@@ -217,5 +203,4 @@ class TransformerModel(DecoderModel):
 class TransformerForCausalLM(DecoderForCausalLM):
     """The Transformer as a language model."""
 
-    config_class: ClassVar = TransformerConfig
     model_class: ClassVar = TransformerModel

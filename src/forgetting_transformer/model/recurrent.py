@@ -1,0 +1,67 @@
+"""What mixers share whose memory of the past is a few states of fixed size.
+
+Axes: B batch, T new positions, E model width, H heads, C channels of a projection, W taps of a convolution.
+"""
+
+from torch import Tensor, nn
+
+from forgetting_transformer.model.cache import RecurrentCache
+from forgetting_transformer.model.padding import padding_mask
+
+
+class RecurrentMixer(nn.Module):
+    """A recurrent mixer. Subclasses define `mix`, and set `num_heads` if they call `split_heads`."""
+
+    num_heads: int
+
+    def new_cache(self) -> RecurrentCache:
+        return RecurrentCache()
+
+    def forward(
+        self,
+        hidden_BTE: Tensor,
+        seq_start_B: Tensor | None = None,
+        cache: RecurrentCache | None = None,
+        *mixer_inputs: Tensor,
+    ) -> tuple[Tensor, RecurrentCache | None]:
+        """Return the output `(B, T, E)` and the cache.
+
+        Args:
+            hidden_BTE: T new tokens.
+            seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
+            cache: what `new_cache` returned, holding the tokens before these. Updated in place.
+            mixer_inputs: further arguments of `mix`.
+        """
+        num_past = 0 if cache is None else cache.get_seq_length()
+        padding_BT = padding_mask(hidden_BTE, seq_start_B, num_past)
+        states = {} if cache is None else cache.states
+        out_BTE, new_states = self.mix(hidden_BTE, padding_BT, states, *mixer_inputs)
+        if cache is not None:
+            cache.update(hidden_BTE.shape[1], **new_states)
+        return out_BTE, cache
+
+    def mix(
+        self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor], *mixer_inputs: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the output `(B, T, E)`, and the states after the last token by name, batch axis first.
+
+        Args:
+            hidden_BTE: T new tokens.
+            padding_BT: True for left padding, which must change no state (`zero_padding`); None if there is none.
+            states: what the call for the tokens before these returned; empty if there are none.
+            mixer_inputs: what the model's `mixer_inputs` returned for this block.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define mix")
+
+    def split_heads(self, x_BTC: Tensor) -> Tensor:
+        """`(B, T, C)` to `(B, T, H, C / H)`."""
+        return x_BTC.unflatten(-1, (self.num_heads, -1))
+
+
+def zero_padding(x_BTC: Tensor, padding_BT: Tensor | None) -> Tensor:
+    """Set left-padded positions to 0.
+
+    A recurrence that starts from a state of 0, with inputs of 0 there, meets its first real token as if nothing came
+    before it.
+    """
+    return x_BTC if padding_BT is None else x_BTC.masked_fill(padding_BT[..., None], 0)

@@ -1,0 +1,73 @@
+"""What Mamba and Mamba-2 share, with parameter names and config keys of the released checkpoints.
+
+Axes: B batch, T new positions, E model width, C channels of a convolution, W its taps (of past inputs W - 1).
+"""
+
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel, check_silu
+from forgetting_transformer.model.layers import ShortConvolution, init_uniform
+from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
+
+
+class StateSpaceMixer(RecurrentMixer):
+    """A recurrent mixer with a short convolution `conv1d` in front of its state space."""
+
+    conv1d: ShortConvolution
+
+    def convolve(self, x_BTC: Tensor, padding_BT: Tensor | None, previous_BCW: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return `silu(conv(x))`, 0 in padding, and the last inputs of the convolution."""
+        x_BTC, last_BCW = self.conv1d(zero_padding(x_BTC, padding_BT), previous_BCW)
+        # A second time, because the convolution adds its bias to padding too.
+        return zero_padding(F.silu(x_BTC), padding_BT), last_BCW
+
+
+class StateSpaceConfig(DecoderConfig):
+    """The configuration of a model with state space mixers. Further fields: see the mixer.
+
+    Fields:
+        expand: inner width relative to hidden_size.
+        hidden_act: "silu" (the same as "swish") is the one choice.
+        initializer_range: standard deviation of the embedding at the start. All linear layers, the output layer too,
+            start as PyTorch starts them.
+
+    Accepted so that published config.json files load, without effect: fuse_cross_entropy, which chooses among the
+    authors' kernels.
+    """
+
+    mixer_name: ClassVar[str] = "mixer"
+    final_norm_name: ClassVar[str] = "norm_f"
+    zero_padding_embedding: ClassVar[bool] = False
+
+    pad_token_id: int | None = 0
+    expand: float = 2
+    conv_kernel: int = 4
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    hidden_act: str = "silu"
+    time_step_rank: int | str = "auto"
+    time_step_min: float = 1e-3
+    time_step_max: float = 0.1
+    time_step_floor: float = 1e-4
+    fuse_cross_entropy: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        check_silu(self.hidden_act)
+        super().__post_init__(**kwargs)
+
+
+class StateSpaceModel(DecoderModel):
+    """A model of state space mixers without its output layer."""
+
+    base_model_prefix = "backbone"
+
+
+class StateSpaceForCausalLM(DecoderForCausalLM):
+    """A model of state space mixers as a language model, whose output layer starts from PyTorch's uniform law."""
+
+    def init_own_weights(self) -> None:
+        if not self.config.tie_word_embeddings:
+            init_uniform(self.lm_head)
