@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.ops import recurrence
-from forgetting_transformer.ops.recurrence import chunked, fla, reference
+from forgetting_transformer.ops.recurrence import Gates, chunked, fla, reference
 from forgetting_transformer.ops.short_convolution import short_convolution
 
 # K and V of the published models.
@@ -83,8 +83,8 @@ def by_name(module: ModuleType, inputs: dict[str, Tensor]) -> tuple[Tensor, Tens
     if "x" in inputs:
         return module.selective_scan(*inputs.values())
     q, k, v, *_ = inputs.values()
-    gates = {name: inputs[name] for name in ("beta", "log_decay") if name in inputs}
-    return module.linear_recurrence(q, k, v, 0.1, inputs["initial_state"], **gates)
+    gates = Gates(inputs.get("beta"), inputs.get("log_decay"))
+    return module.linear_recurrence(q, k, v, gates, 0.1, inputs["initial_state"])
 
 
 def expected(inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from forgetting_transformer.ops import backends, recurrence
-from forgetting_transformer.ops.recurrence import chunked, fla, fla_on_hopper, reference, scan
+from forgetting_transformer.ops.recurrence import Gates, chunked, fla, fla_on_hopper, reference, scan
 
 OPS = ["simple_gla", "gla", "delta_rule", "gated_delta_rule", "selective_scan"]
 GATES = {
@@ -32,7 +32,7 @@ def by_position(module: types.ModuleType, op: str):
 
     def function(q, k, v, *others):
         *gates, scale, state = others
-        return module.linear_recurrence(q, k, v, scale, state, **dict(zip(GATES[op], gates, strict=True)))
+        return module.linear_recurrence(q, k, v, Gates(**dict(zip(GATES[op], gates, strict=True))), scale, state)
 
     return module.selective_scan if op == "selective_scan" else function
 

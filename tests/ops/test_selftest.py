@@ -365,20 +365,20 @@ def test_a_gpu_that_fails_is_no_fault_of_the_compiler(monkeypatch, error):
 
 def test_a_recurrence_whose_kernel_does_not_compile_runs_in_pytorch(monkeypatch):
     """As where the package is there and the compiler is not: the error comes from inside of Triton."""
-    from forgetting_transformer.ops.recurrence import chunked, fla
+    from forgetting_transformer.ops.recurrence import Gates, chunked, fla
 
     def no_compiler(**tensors):
         exec("raise OSError('no C compiler ' + 400 * 'x' + ' at all')", {"__name__": "triton.runtime.build"})
 
     q, k, v = torch.randn(3, 1, 70, 2, 16).unbind()
     beta, log_decay = torch.rand(1, 70, 2), -torch.rand(1, 70, 2)
-    arguments, gates = (q, k, v, 1.0, None), {"beta": beta, "log_decay": log_decay}
+    arguments = (q, k, v, Gates(beta, log_decay), 1.0, None)
     monkeypatch.setitem(fla._loaded, "gated_delta_rule", no_compiler)
     with pytest.warns(
         RuntimeWarning, match=r"gated_delta_rule: .* OSError: no C compiler x+ … x+ at all\. PyTorch runs instead"
     ):
-        out, _ = fla.linear_recurrence(*arguments, **gates)
-    assert torch.equal(out, chunked.linear_recurrence(*arguments, **gates)[0])
+        out, _ = fla.linear_recurrence(*arguments)
+    assert torch.equal(out, chunked.linear_recurrence(*arguments)[0])
     assert not backends.is_usable("gated_delta_rule", FLA)
     assert (
         "To mend it, look whether a C compiler and Python's headers are installed"

@@ -12,6 +12,7 @@ channels of a head, E model width.
 """
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -153,12 +154,66 @@ class LayerCache(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._map(lambda x: x[indices])
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens."""
+        length = self.get_seq_length()
+        if tokens_to_remove == 0 or length == 0:
+            return
+        if length + tokens_to_remove <= 0:
+            self.reset()
+        else:
+            self._drop_last(-tokens_to_remove)
+
+    def _drop_last(self, count: int) -> None:
+        """Forget the last `count` tokens, of more."""
+        raise NotImplementedError
+
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply `fn` to every tensor held."""
         raise NotImplementedError
 
 
-class AttentionCache(LayerCache):
+class GrowingCache(LayerCache):
+    """A layer cache of tensors that grow with every token, under the names that `growing` lists: views of buffers."""
+
+    is_croppable = True
+    growing: ClassVar[tuple[str, ...]] = ("keys", "values")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        self._tensors: tuple[GrowingTensor, ...] = ()
+        self.is_initialized = False
+        self._refresh()
+
+    def _append(self, *new: Tensor) -> None:
+        """Add new positions at the end of the growing tensors, or make these of them."""
+        if not self._tensors:
+            self.lazy_initialization(*new[:2])
+            self._tensors = tuple(GrowingTensor(x) for x in new)
+        else:
+            for x, new_x in zip(self._tensors, new, strict=True):
+                x.append(new_x)
+        self._refresh()
+
+    def _drop_last(self, count: int) -> None:
+        for x in self._tensors:
+            x.drop_last(count)
+        self._refresh()
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        for x in self._tensors:
+            x.map(fn)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        for i, name in enumerate(self.growing):
+            setattr(self, name, self._tensors[i].held if self._tensors else None)
+
+
+class AttentionCache(GrowingCache):
     """Keys and values of the past tokens, all of them or those a sliding window can still reach.
 
     Attributes (None before the first update):
@@ -170,70 +225,37 @@ class AttentionCache(LayerCache):
     """
 
     CROP_HISTORY = 128
-    is_croppable = True
 
     def __init__(self, window: int | None = None) -> None:
         super().__init__()
         self.window = window
-        self.reset()
 
     def reset(self) -> None:
-        self._tensors: tuple[GrowingTensor, ...] = ()
+        super().reset()
         self.num_dropped = 0
-        self.is_initialized = False
-        self._refresh()
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Append new positions `(B, G, T, D)`; return all the new ones can see, themselves included."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self._tensors = _appended(self._tensors, (key_states, value_states))
-        key_states, value_states = (x.held for x in self._tensors)
+        self._append(key_states, value_states)
+        key_states, value_states = self.keys, self.values
         if self.window is not None:
             surplus = max(0, key_states.shape[2] - (self.window - 1 + self.CROP_HISTORY))
             for x in self._tensors:
                 x.drop_first(surplus)
             self.num_dropped += surplus
-        self._refresh()
+            self._refresh()
         return key_states, value_states
 
     def get_seq_length(self) -> int:
         return 0 if self.keys is None else self.num_dropped + self.keys.shape[2]
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens."""
-        length = self.get_seq_length()
-        if tokens_to_remove == 0 or length == 0:
-            return
-        if length + tokens_to_remove <= 0:
-            self.reset()
-            return
-        num_held = self.keys.shape[2] + tokens_to_remove
-        if self.num_dropped and num_held < self.window - 1:
+    def _drop_last(self, count: int) -> None:
+        if self.num_dropped and self.keys.shape[2] - count < self.window - 1:
             raise ValueError(
-                f"cannot remove {-tokens_to_remove} tokens from the cache: a sliding window of {self.window} keeps "
+                f"cannot remove {count} tokens from the cache: a sliding window of {self.window} keeps "
                 f"{self.CROP_HISTORY} more tokens than it needs. Reset the cache and run the prompt again"
             )
-        for x in self._tensors:
-            x.drop_last(-tokens_to_remove)
-        self._refresh()
-
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        for x in self._tensors:
-            x.map(fn)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        self.keys, self.values = (x.held for x in self._tensors) if self._tensors else (None, None)
-
-
-def _appended(tensors: tuple[GrowingTensor, ...], new: tuple[Tensor, ...]) -> tuple[GrowingTensor, ...]:
-    """The growing tensors with new positions at their ends; made from them if there were none."""
-    if not tensors:
-        return tuple(GrowingTensor(x) for x in new)
-    for x, new_x in zip(tensors, new, strict=True):
-        x.append(new_x)
-    return tensors
+        super()._drop_last(count)
 
 
 class RecurrentCache(LayerCache):
@@ -266,20 +288,17 @@ class RecurrentCache(LayerCache):
     def get_seq_length(self) -> int:
         return self.num_tokens
 
-    def crop(self, tokens_to_remove: int) -> None:
-        if self.num_tokens + tokens_to_remove <= 0:
-            self.reset()
-        elif tokens_to_remove < 0:
-            raise ValueError(
-                f"cannot remove {-tokens_to_remove} tokens from the cache: a recurrent state cannot be taken back. "
-                "Reset the cache and run the prompt again"
-            )
+    def _drop_last(self, count: int) -> None:
+        raise ValueError(
+            f"cannot remove {count} tokens from the cache: a recurrent state cannot be taken back. Reset the cache and "
+            "run the prompt again"
+        )
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         self.states = {name: fn(state) for name, state in self.states.items()}
 
 
-class ForgettingAttentionCache(LayerCache):
+class ForgettingAttentionCache(GrowingCache):
     """Keys, values and running sums of log forget gates of all past tokens, and the last outputs of shifted projections.
 
     Args:
@@ -295,19 +314,17 @@ class ForgettingAttentionCache(LayerCache):
     """
 
     SHIFT_HISTORY = 128
-    is_croppable = True
+    growing = ("keys", "values", "cum_log_fgate")
+    cum_log_fgate: Tensor | None
 
     def __init__(self, keeps_key_norm: bool = False) -> None:
         super().__init__()
         self.keeps_key_norm = keeps_key_norm
-        self.reset()
 
     def reset(self) -> None:
-        self._tensors: tuple[GrowingTensor, ...] = ()
+        super().reset()
         self.max_key_norm: Tensor | None = None
         self.shift_states: dict[str, Tensor] = {}
-        self.is_initialized = False
-        self._refresh()
 
     @property
     def log_fgate(self) -> Tensor | None:
@@ -318,15 +335,12 @@ class ForgettingAttentionCache(LayerCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, log_fgate: Tensor) -> tuple[Tensor, Tensor]:
         """Append new positions (keys and values `(B, H, T, D)`, gates `(B, H, T)`); return all keys and values."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         previous = self.cum_log_fgate[:, :, -1:] if self._tensors else None
         running = cumulative_log_fgate(log_fgate, previous, head_first=True)
-        self._tensors = _appended(self._tensors, (key_states, value_states, running))
+        self._append(key_states, value_states, running)
         if self.keeps_key_norm:
             norm = key_states.detach().float().norm(dim=-1).amax(-1)
             self.max_key_norm = norm if self.max_key_norm is None else torch.maximum(self.max_key_norm, norm)
-        self._refresh()
         return self.keys, self.values
 
     def last_shift_state(self, name: str) -> Tensor | None:
@@ -343,34 +357,18 @@ class ForgettingAttentionCache(LayerCache):
     def get_seq_length(self) -> int:
         return 0 if self.keys is None else self.keys.shape[2]
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens."""
-        length = self.get_seq_length()
-        if tokens_to_remove == 0 or length == 0:
-            return
-        if length + tokens_to_remove <= 0:
-            self.reset()
-            return
+    def _drop_last(self, count: int) -> None:
         for name, y_BNE in self.shift_states.items():
-            kept_states = y_BNE.shape[1] + tokens_to_remove
-            if kept_states < 1:
+            if y_BNE.shape[1] <= count:
                 raise ValueError(
-                    f"cannot remove {-tokens_to_remove} tokens from the cache: the token shift remembers "
-                    f"{y_BNE.shape[1]} tokens, and needs one that stays. Reset the cache and run the prompt again"
+                    f"cannot remove {count} tokens from the cache: the token shift remembers {y_BNE.shape[1]} tokens, "
+                    "and needs one that stays. Reset the cache and run the prompt again"
                 )
-            self.shift_states[name] = y_BNE[:, :kept_states]
-        for x in self._tensors:
-            x.drop_last(-tokens_to_remove)
-        self._refresh()
+            self.shift_states[name] = y_BNE[:, :-count]
+        super()._drop_last(count)
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        for x in self._tensors:
-            x.map(fn)
+        super()._map(fn)
         if self.max_key_norm is not None:
             self.max_key_norm = fn(self.max_key_norm)
         self.shift_states = {name: fn(y) for name, y in self.shift_states.items()}
-        self._refresh()
-
-    def _refresh(self) -> None:
-        views = (x.held for x in self._tensors) if self._tensors else (None, None, None)
-        self.keys, self.values, self.cum_log_fgate = views

@@ -93,6 +93,20 @@ def rule_out(op: str, backend: str, reason: str, cure: str | None = None) -> Non
     warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
+def rule_out_import(op: str, backend: str, package: str, name: str, error: Exception, install: str) -> None:
+    """Use a backend no more whose package does not import: it is not installed (cure: `install`), or broken.
+
+    Args:
+        package: as pip knows it.
+        name: as the message calls it.
+    """
+    version = installed_version(package)
+    if version is None:
+        rule_out(op, backend, "it is not installed", install)
+    else:
+        rule_out(op, backend, f"{name} {version} is installed but broken, {describe_error(error)}")
+
+
 def adopt(others: dict[tuple[str, str], str]) -> None:
     """Rule out what another process ruled out; `others` is its `faults`."""
     for key, message in others.items():

@@ -146,12 +146,7 @@ def _load_kernel(device_index: int) -> bool:
         for module in ("triton", "decode_triton"):
             importlib.import_module(f"forgetting_transformer.ops.forgetting_attention.{module}")
     except Exception as error:  # a package that is broken fails in any way
-        version = backends.installed_version("triton")
-        if version is None:
-            reason, cure = "it is not installed", "pip install triton"
-        else:
-            reason, cure = f"Triton {version} is installed but broken, {backends.describe_error(error)}", None
-        backends.rule_out("attention", backends.TRITON, reason, cure)
+        backends.rule_out_import("attention", backends.TRITON, "triton", "Triton", error, "pip install triton")
         return False
     return True
 

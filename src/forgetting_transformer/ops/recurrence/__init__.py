@@ -34,6 +34,7 @@ from forgetting_transformer.ops.recurrence.chunked import (
     gla_flops_per_token,
     simple_gla_flops_per_token,
 )
+from forgetting_transformer.ops.recurrence.reference import Gates
 from forgetting_transformer.ops.recurrence.scan import selective_scan_flops_per_token
 
 __all__ = [
@@ -47,6 +48,15 @@ __all__ = [
     "simple_gla",
     "simple_gla_flops_per_token",
 ]
+
+
+# op: the gates that it takes, and their axes.
+_GATE_AXES = {
+    "simple_gla": {"log_decay": "BTH"},
+    "gla": {"log_decay": "BTHK"},
+    "delta_rule": {"beta": "BTH"},
+    "gated_delta_rule": {"beta": "BTH", "log_decay": "BTH"},
+}
 
 
 class Options(TypedDict, total=False):
@@ -84,14 +94,14 @@ def simple_gla(
         ValueError: shapes, dtypes or devices do not fit together, or scale is not positive. The message names the
             argument.
     """
-    return _linear_recurrence("simple_gla", q_BTHK, k_BTHK, v_BTHV, {"log_decay": log_decay_BTH}, **options)
+    return _linear_recurrence("simple_gla", q_BTHK, k_BTHK, v_BTHV, Gates(log_decay=log_decay_BTH), **options)
 
 
 def gla(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, log_decay_BTHK: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor | None]:
     """Linear attention with one decay per key channel and token (HGRN2). Arguments and results: see `simple_gla`."""
-    return _linear_recurrence("gla", q_BTHK, k_BTHK, v_BTHV, {"log_decay": log_decay_BTHK}, **options)
+    return _linear_recurrence("gla", q_BTHK, k_BTHK, v_BTHV, Gates(log_decay=log_decay_BTHK), **options)
 
 
 def delta_rule(
@@ -102,7 +112,7 @@ def delta_rule(
     The state stays bounded for `β |k|² ≤ 2`: pass keys of length 1 and β in [0, 2]. β is any floating dtype. Other
     arguments and results: see `simple_gla`.
     """
-    return _linear_recurrence("delta_rule", q_BTHK, k_BTHK, v_BTHV, {"beta": beta_BTH}, **options)
+    return _linear_recurrence("delta_rule", q_BTHK, k_BTHK, v_BTHV, Gates(beta_BTH), **options)
 
 
 def gated_delta_rule(
@@ -114,7 +124,7 @@ def gated_delta_rule(
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor | None]:
     """The delta rule with one decay per head and token (Gated DeltaNet). Arguments and results: see `delta_rule`."""
-    gates = {"beta": beta_BTH, "log_decay": log_decay_BTH}
+    gates = Gates(beta_BTH, log_decay_BTH)
     return _linear_recurrence("gated_delta_rule", q_BTHK, k_BTHK, v_BTHV, gates, **options)
 
 
@@ -123,7 +133,7 @@ def _linear_recurrence(
     q_BTHK: Tensor,
     k_BTHK: Tensor,
     v_BTHV: Tensor,
-    gates: dict[str, Tensor],
+    gates: Gates,
     *,
     scale: float,
     initial_state_BHKV: Tensor | None = None,
@@ -131,8 +141,8 @@ def _linear_recurrence(
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments of an op with queries, keys and values, and run it on the fastest backend."""
     sequences = {"q": (q_BTHK, "BTHK"), "k": (k_BTHK, "BTHK"), "v": (v_BTHV, "BTHV")}
-    gates_with_axes = {name: (gate, "BTHK" if op == "gla" else "BTH") for name, gate in gates.items()}
-    _check(sequences | gates_with_axes | {"initial_state": (initial_state_BHKV, "BHKV")})
+    wanted = {name: (getattr(gates, name), axes) for name, axes in _GATE_AXES[op].items()}
+    _check(sequences | wanted | {"initial_state": (initial_state_BHKV, "BHKV")})
     for name in ("k", "v"):
         dtype = sequences[name][0].dtype
         if dtype != q_BTHK.dtype:
@@ -141,7 +151,7 @@ def _linear_recurrence(
         raise ValueError(f"scale is {scale}; it must be a positive finite number, such as 1/√K")
     backend = _select_backend(op, q_BTHK, v_BTHV)
     with torch.autocast(q_BTHK.device.type, enabled=False):
-        out, state = backend.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, float(scale), initial_state_BHKV, **gates)
+        out, state = backend.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, gates, float(scale), initial_state_BHKV)
     return out, state if output_final_state else None
 
 

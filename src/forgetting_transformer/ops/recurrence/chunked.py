@@ -25,29 +25,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from forgetting_transformer.ops.recurrence.reference import start_state
+from forgetting_transformer.ops.recurrence.reference import Gates, start_state
 
 CHUNK_LENGTH = 64
 _SEGMENT_LENGTH = 1024
 
 
 def linear_recurrence(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-    *,
-    beta: Tensor | None = None,
-    log_decay: Tensor | None = None,
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, gates: Gates, scale: float, initial_state_BHKV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `reference.linear_recurrence`."""
+    beta, log_decay = gates
     if beta is not None:
-        segment, gates = _delta_rule_segment, (beta, torch.zeros_like(beta) if log_decay is None else log_decay)
+        segment, given = _delta_rule_segment, (beta, torch.zeros_like(beta) if log_decay is None else log_decay)
     else:
-        segment, gates = (_gla_segment if log_decay.ndim == 4 else _simple_gla_segment), (log_decay,)
+        segment, given = (_gla_segment if log_decay.ndim == 4 else _simple_gla_segment), (log_decay,)
     state = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
-    return _over_segments(functools.partial(segment, scale=scale), state, q_BTHK, k_BTHK, v_BTHV, *gates)
+    return _over_segments(functools.partial(segment, scale=scale), state, q_BTHK, k_BTHK, v_BTHV, *given)
 
 
 def simple_gla_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:

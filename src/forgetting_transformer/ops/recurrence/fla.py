@@ -15,6 +15,7 @@ from torch import Tensor
 
 from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.recurrence import chunked, fla_on_hopper
+from forgetting_transformer.ops.recurrence.reference import Gates
 
 # op: module and function of FLA.
 _KERNELS = {
@@ -64,18 +65,10 @@ serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def linear_recurrence(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-    *,
-    beta: Tensor | None = None,
-    log_decay: Tensor | None = None,
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, gates: Gates, scale: float, initial_state_BHKV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `reference.linear_recurrence`. After a warning, PyTorch's chunks where Triton fails."""
-    op = _op(beta, log_decay)
-    gates = {"beta": beta, "g": log_decay}
+    op, named = gates.op, {"beta": gates.beta, "g": gates.log_decay}
     try:
         # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned,
         # not two. scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.
@@ -86,24 +79,15 @@ def linear_recurrence(
             scale=scale,
             initial_state=None if initial_state_BHKV is None else initial_state_BHKV.float(),
             output_final_state=True,
-            **{name: gate.float() for name, gate in gates.items() if gate is not None},
+            **{name: gate.float() for name, gate in named.items() if gate is not None},
         )
     except Exception as error:  # what a compiler raises is not one class
         if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
             raise
         reason = f"its kernels do not compile: {backends.describe_error(error)}"
         backends.rule_out(op, backends.FLA, reason, backends.COMPILER_CURE)
-        return chunked.linear_recurrence(
-            q_BTHK, k_BTHK, v_BTHV, scale, initial_state_BHKV, beta=beta, log_decay=log_decay
-        )
+        return chunked.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, gates, scale, initial_state_BHKV)
     return out_BTHV.to(v_BTHV.dtype), state_BHKV
-
-
-def _op(beta: Tensor | None, log_decay: Tensor | None) -> str:
-    """The name of the op with these gates, as in `_KERNELS`."""
-    if beta is not None:
-        return "delta_rule" if log_decay is None else "gated_delta_rule"
-    return "gla" if log_decay.ndim == 4 else "simple_gla"
 
 
 @functools.cache
@@ -113,11 +97,7 @@ def _is_installed() -> bool:
         for op, (module, name) in _KERNELS.items():
             _loaded[op] = getattr(importlib.import_module(module), name)
     except Exception as error:  # a package that is broken, or beside a Triton that is, fails in any way
-        version = backends.installed_version("fla-core")
-        if version is None:
-            reason, cure = "it is not installed", 'pip install "forgetting-transformer[cuda]"'
-        else:
-            reason, cure = f"version {version} is installed but does not import, {backends.describe_error(error)}", None
-        backends.rule_out("recurrences", backends.FLA, reason, cure)
+        install = 'pip install "forgetting-transformer[cuda]"'
+        backends.rule_out_import("recurrences", backends.FLA, "fla-core", "version", error, install)
         return False
     return True

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.ops.recurrence import chunked
+from forgetting_transformer.ops.recurrence.reference import Gates
 
 # kernel: (options of its own, warps, pipeline stages). `module.kernel` where several modules have one of that name.
 _CONFIGURATIONS: dict[str, tuple[dict[str, Any], int, int]] = {
@@ -152,7 +153,7 @@ def _agrees(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_in
         got = results(functools.partial(kernel, scale=1.0, initial_state=None, output_final_state=True), inputs)
         wide = {name: x.float() for name, x in inputs.items()}
         want = results(
-            lambda q, k, v, g, beta=None: chunked.linear_recurrence(q, k, v, 1.0, None, beta=beta, log_decay=g), wide
+            lambda q, k, v, g, beta=None: chunked.linear_recurrence(q, k, v, Gates(beta, g), 1.0, None), wide
         )
         return all(
             (a.float() - b).norm().item() <= _TOLERANCE * b.norm().item() for a, b in zip(got, want, strict=True)

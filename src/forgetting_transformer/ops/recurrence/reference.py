@@ -3,38 +3,49 @@
 Also the fastest way to take a single step, so decoding uses it. Axes: see `__init__.py`.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
+class Gates(NamedTuple):
+    """How a token changes the state. At least one of the two is given.
+
+    Attributes:
+        beta: strength of the delta rule `(B, T, H)`. None for linear attention, which only adds to the state.
+        log_decay: natural logarithms of the decays, `(B, T, H)` or `(B, T, H, K)`. None for no decay.
+    """
+
+    beta: Tensor | None = None
+    log_decay: Tensor | None = None
+
+    @property
+    def op(self) -> str:
+        """The name of the op that has these gates."""
+        if self.beta is not None:
+            return "delta_rule" if self.log_decay is None else "gated_delta_rule"
+        return "gla" if self.log_decay.ndim == 4 else "simple_gla"
+
+
 def linear_recurrence(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
-    *,
-    beta: Tensor | None = None,
-    log_decay: Tensor | None = None,
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, gates: Gates, scale: float, initial_state_BHKV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`S_t = diag(a_t) S_{t-1} + k_t v_tᵀ`; with β, `S_t = diag(a_t) S_{t-1} + β_t k_t (v_t - (diag(a_t) S_{t-1})ᵀ k_t)ᵀ`.
-
-    Args:
-        beta: `(B, T, H)`, None for linear attention, which only adds to the state.
-        log_decay: `(B, T, H)` or `(B, T, H, K)`. None, only with beta, for no decay.
 
     Returns:
         The output `(B, T, H, V)` in v's dtype, and the final state, always.
     """
+    beta, log_decay = gates
     dtype = compute_dtype(q_BTHK)
     state_BHKV = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
     if log_decay is None:
         log_decay = torch.zeros_like(beta)
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
-    gates = (log_decay,) if beta is None else (log_decay, beta)
+    given = (log_decay,) if beta is None else (log_decay, beta)
     outs = []
-    for q_BHK, k_BHK, v_BHV, log_decay_BHK, *strength in _steps(dtype, q_BTHK, k_BTHK, v_BTHV, *gates):
+    for q_BHK, k_BHK, v_BHV, log_decay_BHK, *strength in _steps(dtype, q_BTHK, k_BTHK, v_BTHV, *given):
         state_BHKV = log_decay_BHK.exp()[..., None] * state_BHKV
         if strength:
             v_BHV = v_BHV - _read(state_BHKV, k_BHK)
@@ -45,12 +56,7 @@ def linear_recurrence(
 
 
 def selective_scan(
-    x_BTE: Tensor,
-    dt_BTE: Tensor,
-    A_EN: Tensor,
-    B_BTN: Tensor,
-    C_BTN: Tensor,
-    initial_state_BEN: Tensor | None,
+    x_BTE: Tensor, dt_BTE: Tensor, A_EN: Tensor, B_BTN: Tensor, C_BTN: Tensor, initial_state_BEN: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`s_t = exp(dt_t A) ⊙ s_{t-1} + (dt_t x_t) B_tᵀ`, `y_t = s_t C_t`."""
     dtype = compute_dtype(x_BTE)

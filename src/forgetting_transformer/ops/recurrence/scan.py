@@ -35,12 +35,7 @@ _ACCELERATOR_STATES = 2**26
 
 
 def selective_scan(
-    x_BTE: Tensor,
-    dt_BTE: Tensor,
-    A_EN: Tensor,
-    B_BTN: Tensor,
-    C_BTN: Tensor,
-    initial_state_BEN: Tensor | None,
+    x_BTE: Tensor, dt_BTE: Tensor, A_EN: Tensor, B_BTN: Tensor, C_BTN: Tensor, initial_state_BEN: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in the package's `selective_scan`; the final state always."""
     dtype, length = compute_dtype(x_BTE), x_BTE.shape[1]
