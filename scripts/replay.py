@@ -91,8 +91,7 @@ def show(found: "Replay", tokenizer: "PreTrainedTokenizerBase | None", settings:
         tokens = ", ".join(f"{text(found.labels_BT[row, p : p + 1])} at {p}: {losses[p]:.2f}" for p in sorted(hardest))
         lines += [
             "",
-            f"document {where.first_document + row:,}, tokens {where.begin_token:,}–{where.end_token - 1:,}: "
-            f"loss {losses.mean():.4f}; hardest: {tokens}",
+            f"{where.sequence(row)}: loss {losses.mean():.4f}; hardest: {tokens}",
             text(found.labels_BT[row])[: settings.characters],
         ]
 

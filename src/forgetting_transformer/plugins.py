@@ -135,6 +135,6 @@ OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
     "optimizer.name", {"adamw": "forgetting_transformer.training.optimizers"}
 )
 CORPORA: Registry[Callable[..., Any]] = Registry(
-    "datamodule.name", {"longcrawl64": "forgetting_transformer.training.corpora"}
+    "datamodule.name", dict.fromkeys(("longcrawl64", "packed", "mixture"), "forgetting_transformer.training.corpora")
 )
 CALLBACKS: Registry[Callable[..., Any]] = Registry("callbacks")

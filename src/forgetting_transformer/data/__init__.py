@@ -4,7 +4,8 @@
 loop.
 """
 
-from forgetting_transformer.data.longcrawl64 import DataInfo, LongCrawl64DataModule
+from forgetting_transformer.data.corpus import DataInfo
+from forgetting_transformer.data.longcrawl64 import LongCrawl64DataModule
 from forgetting_transformer.data.order import ReadingOrder
 from forgetting_transformer.data.token_array import DataError, TokenArray
 

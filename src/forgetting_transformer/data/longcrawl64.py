@@ -6,20 +6,23 @@ training example is a slice of S tokens as labels and the same slice shifted rig
 beginning-of-sequence token in front, as inputs (also for slices from the middle of a document, as in the paper's runs).
 """
 
+import bisect
+import itertools
 import math
 import multiprocessing
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from forgetting_transformer.data.corpus import Batch, DataInfo, cu_seqlens_of, lengths_of
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.order import ReadingOrder
+from forgetting_transformer.data.order import Location, ReadingOrder
 from forgetting_transformer.data.remote import is_url, join
 from forgetting_transformer.data.remote_cache import CacheSettings, default_folder, fetch_tokenizer
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
@@ -29,26 +32,6 @@ from forgetting_transformer.ranges import divisors
 
 #: Batches that each worker prepares ahead.
 PREFETCHED_BATCHES = 4
-
-
-@dataclass(frozen=True)
-class DataInfo:
-    """What a split offers at the chosen batch shape; written to `metrics/jsonlines/{train,val}_data_info.jsonl`."""
-
-    path: str
-    vocab_size: int
-    bos_token_id: int
-    documents: int
-    doc_len: int
-    seq_len: int
-    global_batch_size: int
-    total_batches: int
-    total_tokens: int
-    fingerprint: str
-    #: Entropy of the token frequencies of the training split in nats: the loss of a model that knows no context.
-    unigram_entropy_nats: float | None
-    #: A short hash of the list of checksums that every chunk is held to; None where the corpus has none.
-    checksums: str | None = None
 
 
 class LongCrawl64DataModule:
@@ -69,6 +52,7 @@ class LongCrawl64DataModule:
             manifest.json. Only LongCrawl64, with documents of 65,536 tokens, needs neither: it is GPT-2's 50,257 and
             50,256.
         repeat: read the data again, in the same order, when it has been read once.
+        packed: texts in a row are documents that the model keeps apart (`cu_seqlens`). They begin at BOS tokens.
         missing_chunks: "error", or "skip" to use a partial copy on purpose: the documents of which every chunk is
             there, in order, as if there were no others.
         cache_dir: where files of a URL are kept, on a disk of this machine; None is ~/.cache/forgetting_transformer.
@@ -96,13 +80,14 @@ class LongCrawl64DataModule:
         vocab_size: int | None = None,
         bos_token_id: int | None = None,
         repeat: bool = False,
+        packed: bool = False,
         missing_chunks: str = "error",
         cache_dir: str | None = None,
         cache_gb: float = 20.0,
         recorded: Vocabulary | None = None,
     ) -> None:
         self.place: str | Path = join(data_dir, dataset) if is_url(data_dir) else Path(data_dir) / dataset
-        self.missing_chunks = missing_chunks
+        self.packed, self.missing_chunks = packed, missing_chunks
         self.cache = CacheSettings(Path(cache_dir) if cache_dir else default_folder(), int(cache_gb * 1e9))
         self._manifest = read_manifest(self.place)
         stated = {"vocab_size": vocab_size, "bos_token_id": bos_token_id}
@@ -128,10 +113,8 @@ class LongCrawl64DataModule:
             return self.place
         return fetch_tokenizer(self.place, self.cache)
 
-    # A run that only evaluates needs no train.zarr (and the reverse), so each array is opened when first asked for.
     def open_train(self) -> tuple[TokenArray, ReadingOrder]:
-        array = self._open("train.zarr")
-        check_length("datamodule.train_batch_len", self.train_batch_len, array)
+        array = self.array("train")
         if array.documents < self.train_batch_size:
             raise DataError(
                 f"datamodule.train_batch_size={self.train_batch_size} is more than the {array.documents:,} documents "
@@ -144,19 +127,31 @@ class LongCrawl64DataModule:
         array, order = self.open_train()
         return self._info(array, order.seq_len, order.batch_size, order.batches)
 
+    def locate(self, batch: int) -> Location:
+        return self.open_train()[1].locate(batch)
+
+    def train_lengths(self) -> dict[int, float]:
+        """Of packed documents those of the first batch: rows lie in no order."""
+        if not self.packed:
+            return {self.train_batch_len: 1.0}
+        array, order = self.open_train()
+        first = Loader(TrainBatches(array, order, 0, 1, None), range(1), 0, self.bos_token_id, packed=True)
+        return lengths_of(next(iter(first))["cu_seqlens"])
+
     def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> DataLoader:
         """Yields this rank's share of global batches [first_batch, last_batch), in order.
 
         Each item is a dict of `input_ids` and `labels`, both (train_batch_size // world_size, train_batch_len) int64.
         """
         array, order = self.open_train()
-        kept = _room(array, self._train_slots(array, order), self.train_num_workers)
-        dataset = _TrainBatches(array, order, rank, world_size, kept)
-        return _Loader(dataset, range(first_batch, last_batch), self.train_num_workers, self.bos_token_id)
+        kept = room(array, self._train_slots(array, order), self.train_num_workers)
+        dataset = TrainBatches(array, order, rank, world_size, kept)
+        batches = range(first_batch, last_batch)
+        return Loader(dataset, batches, self.train_num_workers, self.bos_token_id, self.packed)
 
     def eval_info(self) -> DataInfo:
-        array = self._open_heldout()
-        documents, sequences = self._eval_size(array)
+        array = self.array("heldout")
+        documents, sequences = self.eval_size()
         batches = -(-sequences // self.eval_local_batch_size)
         info = self._info(array, self.eval_batch_len, self.eval_local_batch_size, batches)
         return DataInfo(**{**info.__dict__, "total_tokens": documents * array.doc_len})
@@ -168,15 +163,30 @@ class LongCrawl64DataModule:
         (eval_local_batch_size,) float64: 1 for a sequence to count, 0 for one that only fills the batch. Every rank
         yields the same number of batches, because a sharded model needs all ranks in every forward pass.
         """
-        array = self._open_heldout()
-        _, sequences = self._eval_size(array)
-        batch_size, seq_len = self.eval_local_batch_size, self.eval_batch_len
-        kept = _room(array, self._eval_slots(array, world_size), self.eval_num_workers)
-        dataset = _EvalBatches(array, sequences, seq_len, batch_size, rank, world_size, kept)
-        return _Loader(dataset, range(len(dataset)), self.eval_num_workers, self.bos_token_id)
+        dataset = EvalBatches([self.held_out(world_size)], self.eval_local_batch_size, rank, world_size)
+        return Loader(dataset, range(len(dataset)), self.eval_num_workers, self.bos_token_id, self.packed)
+
+    def held_out(self, world_size: int) -> "HeldOut":
+        """The held-out sequences, and room for the chunks of those in flight."""
+        array = self.array("heldout")
+        kept = room(array, self.held_out_slots(world_size), self.eval_num_workers)
+        return HeldOut(array, self.eval_size()[1], self.eval_batch_len, kept)
+
+    # A run that only evaluates needs no train.zarr (and the reverse), so each array is opened when first asked for.
+    def array(self, split: str) -> TokenArray:
+        """The array of "train" or "heldout", opened (and looked at) once.
+
+        Raises:
+            DataError: it cannot be read, or sequences of the length asked for do not fill its documents.
+        """
+        array = self._open(f"{split}.zarr")
+        if split == "train":
+            check_length("datamodule.train_batch_len", self.train_batch_len, array)
+        else:
+            check_length("datamodule.eval_batch_len", self.eval_batch_len, array)
+        return array
 
     def _open(self, name: str) -> TokenArray:
-        """An array of the corpus, opened (and looked at) once."""
         if name not in self._arrays:
             path = join(self.place, name) if isinstance(self.place, str) else self.place / name
             size = partial(self._vocabulary_size, Path(name).stem)
@@ -201,11 +211,6 @@ class LongCrawl64DataModule:
     def bos_token_id(self) -> int:
         return self._settled().bos_token_id
 
-    def _open_heldout(self) -> TokenArray:
-        array = self._open("heldout.zarr")
-        check_length("datamodule.eval_batch_len", self.eval_batch_len, array)
-        return array
-
     def check_cache(self, world_size: int, evaluates: bool) -> None:
         """Looks whether the cache of a remote corpus has room for the batches in flight.
 
@@ -214,19 +219,23 @@ class LongCrawl64DataModule:
         """
         self._train_slots(*self.open_train())
         if evaluates:
-            self._eval_slots(self._open_heldout(), world_size)
+            self.held_out_slots(world_size)
 
     def _train_slots(self, array: TokenArray, order: ReadingOrder) -> int:
         swept = order.rows * order.batch_size
-        return self._slots(array, order.batch_size, order.seq_len, swept, self.train_num_workers)
+        return self.slots(array, order.batch_size, order.seq_len, swept, self.train_num_workers)
 
-    def _eval_slots(self, array: TokenArray, world_size: int) -> int:
-        documents, _ = self._eval_size(array)
+    def held_out_slots(self, world_size: int) -> int:
+        documents, _ = self.eval_size()
         batch_size = self.eval_local_batch_size * world_size
-        return self._slots(array, batch_size, self.eval_batch_len, documents, self.eval_num_workers)
+        return self.slots(self.array("heldout"), batch_size, self.eval_batch_len, documents, self.eval_num_workers)
 
-    def _slots(self, array: TokenArray, global_batch_size: int, seq_len: int, documents: int, num_workers: int) -> int:
-        """Chunks of all batches that the workers of a rank may have in hand, and of one more."""
+    def slots(self, array: TokenArray, global_batch_size: int, seq_len: int, documents: int, num_workers: int) -> int:
+        """Chunks of all batches that the workers of a rank may have in hand, and of one more.
+
+        Raises:
+            DataError: the cache of a remote corpus has no room for so many.
+        """
         batches = num_workers * PREFETCHED_BATCHES + 1
         slots = slots_for(array.chunk_shape, batches * global_batch_size, seq_len, array.doc_len, documents)
         needed = slots * math.prod(array.chunk_shape) * np.dtype(np.uint16).itemsize
@@ -237,7 +246,9 @@ class LongCrawl64DataModule:
             )
         return slots
 
-    def _eval_size(self, array: TokenArray) -> tuple[int, int]:
+    def eval_size(self) -> tuple[int, int]:
+        """Held-out documents to evaluate on, and the sequences in them."""
+        array = self.array("heldout")
         available = array.documents * array.doc_len
         wanted = available if self.eval_tokens is None else self.eval_tokens
         documents = wanted // array.doc_len
@@ -265,7 +276,7 @@ class LongCrawl64DataModule:
         )
 
 
-def _room(array: TokenArray, slots: int, num_workers: int) -> DecodedChunks:
+def room(array: TokenArray, slots: int, num_workers: int) -> DecodedChunks:
     return DecodedChunks(array.chunk_shape, slots, multiprocessing.get_context() if num_workers else None)
 
 
@@ -279,10 +290,12 @@ def check_length(key: str, seq_len: int, array: TokenArray) -> None:
         )
 
 
-class _TrainBatches(Dataset):
+class TrainBatches(Dataset):
     """Map-style: global batch index -> this rank's share of it."""
 
-    def __init__(self, array: TokenArray, order: ReadingOrder, rank: int, world_size: int, kept: DecodedChunks) -> None:
+    def __init__(
+        self, array: TokenArray, order: ReadingOrder, rank: int, world_size: int, kept: DecodedChunks | None
+    ) -> None:
         self.array, self.order, self.rank, self.world_size = array, order, rank, world_size
         self.kept = kept
 
@@ -294,39 +307,43 @@ class _TrainBatches(Dataset):
         return {"labels": torch.from_numpy(labels)}
 
 
-class _EvalBatches(Dataset):
-    """Map-style: batch index of this rank -> held-out sequences; sequence n is slice n // D of document n % D."""
+class HeldOut(NamedTuple):
+    """Held-out sequences of one array; number n is slice n // D of document n % D, of D documents."""
 
-    def __init__(
-        self,
-        array: TokenArray,
-        sequences: int,
-        seq_len: int,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        kept: DecodedChunks,
-    ) -> None:
-        self.array, self.sequences, self.seq_len, self.batch_size = array, sequences, seq_len, batch_size
-        self.rank, self.world_size, self.kept = rank, world_size, kept
-        self.documents = sequences // (array.doc_len // seq_len)
+    array: TokenArray
+    sequences: int
+    seq_len: int
+    kept: DecodedChunks
+
+    def read(self, sequence: int, turn: int) -> np.ndarray:
+        """Tokens `(1, seq_len)` of a sequence."""
+        column, document = divmod(sequence, self.sequences // (self.array.doc_len // self.seq_len))
+        begin = column * self.seq_len
+        return self.array.read(document, document + 1, begin, begin + self.seq_len, self.kept, turn)
+
+
+class EvalBatches(Dataset):
+    """Map-style: batch index of this rank -> held-out sequences, those of one array after those of another."""
+
+    def __init__(self, parts: Sequence[HeldOut], batch_size: int, rank: int, world_size: int) -> None:
+        self.parts, self.batch_size, self.rank, self.world_size = parts, batch_size, rank, world_size
+        self.ends = list(itertools.accumulate(part.sequences for part in parts))
 
     def __len__(self) -> int:
-        return -(-self.sequences // (self.batch_size * self.world_size))
+        return -(-self.ends[-1] // (self.batch_size * self.world_size))
 
     def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
         first = (batch * self.world_size + self.rank) * self.batch_size
         wanted = np.arange(first, first + self.batch_size)
         rows = []
-        for sequence in np.minimum(wanted, self.sequences - 1):  # past the end: the last one again, with weight 0
-            column, document = divmod(int(sequence), self.documents)
-            begin = column * self.seq_len
-            rows.append(self.array.read(document, document + 1, begin, begin + self.seq_len, self.kept, batch))
-        weight = torch.from_numpy((wanted < self.sequences).astype(np.float64))
+        for sequence in np.minimum(wanted, self.ends[-1] - 1).tolist():  # past the end: the last again, with weight 0
+            part = bisect.bisect_right(self.ends, sequence)
+            rows.append(self.parts[part].read(sequence - self.ends[part] + self.parts[part].sequences, batch))
+        weight = torch.from_numpy((wanted < self.ends[-1]).astype(np.float64))
         return {"labels": torch.from_numpy(np.concatenate(rows)), "weight": weight}
 
 
-def shifted(labels_BT: np.ndarray | torch.Tensor, bos_token_id: int, pinned: bool = False) -> dict[str, torch.Tensor]:
+def shifted(labels_BT: np.ndarray | torch.Tensor, bos_token_id: int, pinned: bool = False) -> Batch:
     """Labels as int64 and inputs that see the token before each label, `bos_token_id` before the first.
 
     `pinned`: in memory from which a GPU can copy by itself. Not in worker processes, which must not touch CUDA.
@@ -353,7 +370,7 @@ class _Indices:
         return len(self.indices)
 
 
-class _Loader(DataLoader):
+class Loader(DataLoader):
     """Prefetches whole batches in worker processes, keeps their order, and makes inputs and labels of them.
 
     Workers hand over tokens as they are stored, 2 bytes each. Widened to inputs and labels they would be eight times as
@@ -361,7 +378,9 @@ class _Loader(DataLoader):
     through the pipe: a worker in the middle of a long write would outlive a rank that is killed.
     """
 
-    def __init__(self, dataset: Dataset, indices: range, num_workers: int, bos_token_id: int) -> None:
+    def __init__(
+        self, dataset: Dataset, indices: range, num_workers: int, bos_token_id: int, packed: bool = False
+    ) -> None:
         super().__init__(
             dataset,
             batch_size=None,
@@ -372,13 +391,16 @@ class _Loader(DataLoader):
             generator=torch.Generator(),
             worker_init_fn=start_worker,
         )
-        self.bos_token_id = bos_token_id
+        self.bos_token_id, self.packed = bos_token_id, packed
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         return map(self._widen, _received(super().__iter__()))
 
-    def _widen(self, item: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return item | shifted(item["labels"], self.bos_token_id, pinned=torch.cuda.is_available())
+    def _widen(self, item: dict[str, torch.Tensor]) -> Batch:
+        batch = item | shifted(item["labels"], self.bos_token_id, pinned=torch.cuda.is_available())
+        if self.packed:
+            batch["cu_seqlens"] = cu_seqlens_of(batch["input_ids"], self.bos_token_id)
+        return batch
 
 
 def _received(items: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:

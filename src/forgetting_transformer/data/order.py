@@ -10,7 +10,9 @@ Ranks slice last: of W ranks, rank k reads the k-th contiguous B/W of those docu
 therefore do not depend on W, so a run may continue on another number of processes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,13 @@ class Location:
             f"documents {self.first_document:,}–{self.last_document - 1:,}, "
             f"tokens {self.begin_token:,}–{self.end_token - 1:,}"
         )
+
+    def sequence(self, row: int) -> str:
+        return f"document {self.first_document + row:,}, tokens {self.begin_token:,}–{self.end_token - 1:,}"
+
+    def describe(self, rows: Sequence[int]) -> dict[str, Any]:
+        place = {name: getattr(self, name) for name in ("first_document", "begin_token", "end_token")}
+        return place | {"documents_not_finite": [self.first_document + row for row in rows]}
 
 
 @dataclass(frozen=True)

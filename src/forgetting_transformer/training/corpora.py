@@ -1,14 +1,14 @@
 """The corpora of this package: what `datamodule.name` may be, and the keys of each. Reading this loads no PyTorch."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer.plugins import CORPORA
 from forgetting_transformer.ranges import POSITIVE, one_of, within
 from forgetting_transformer.training.config import DataModuleConfig
 
 if TYPE_CHECKING:
-    from forgetting_transformer.data import LongCrawl64DataModule
+    from forgetting_transformer.data.corpus import Corpus
     from forgetting_transformer.data.vocabulary import Vocabulary
 
 
@@ -22,11 +22,39 @@ class LongCrawl64Config(DataModuleConfig):
 
 
 @CORPORA.register("longcrawl64", config=LongCrawl64Config)
-def longcrawl64(
-    data_dir: str, config: LongCrawl64Config, recorded: "Vocabulary | None" = None
-) -> "LongCrawl64DataModule":
+def longcrawl64(data_dir: str, config: LongCrawl64Config, recorded: "Vocabulary | None" = None) -> "Corpus":
     """Documents of one length in Zarr arrays, from scripts/prepare_data.py or LongCrawl64 itself."""
     from forgetting_transformer.data import LongCrawl64DataModule
 
-    arguments = {key: value for key, value in vars(config).items() if key != "name"}
-    return LongCrawl64DataModule(data_dir, **arguments, recorded=recorded)
+    return LongCrawl64DataModule(data_dir, **_arguments(config), recorded=recorded)
+
+
+@CORPORA.register("packed", config=LongCrawl64Config)
+def packed(data_dir: str, config: LongCrawl64Config, recorded: "Vocabulary | None" = None) -> "Corpus":
+    """The same tokens in the same order, with the texts in a row kept apart. They begin at BOS tokens."""
+    from forgetting_transformer.data import LongCrawl64DataModule
+
+    return LongCrawl64DataModule(data_dir, **_arguments(config), packed=True, recorded=recorded)
+
+
+@dataclass
+class MixtureConfig(LongCrawl64Config):
+    """Keys of data.mixture.MixtureDataModule, which documents them."""
+
+    dataset: str = "mixture"
+    #: Folder names of corpora in `data_dir`, and how many sequences each gives in proportion to the others.
+    parts: dict[str, float] = field(default_factory=dict)
+    #: Whether texts in a row are kept apart, as with `packed`.
+    packed: bool = False
+
+
+@CORPORA.register("mixture", config=MixtureConfig)
+def mixture(data_dir: str, config: MixtureConfig, recorded: "Vocabulary | None" = None) -> "Corpus":
+    """Several corpora of one tokenizer, in proportion to weights."""
+    from forgetting_transformer.data.mixture import MixtureDataModule
+
+    return MixtureDataModule(data_dir, **_arguments(config), recorded=recorded)
+
+
+def _arguments(config: LongCrawl64Config) -> dict[str, Any]:
+    return {key: value for key, value in vars(config).items() if key != "name"}

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from forgetting_transformer.data.order import Location
+from forgetting_transformer.data.corpus import Place, model_inputs
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, load_weights, read_newest, steps_in
 from forgetting_transformer.training.config import ConfigError, parse
@@ -30,7 +30,7 @@ class Replay:
 
     step: int
     batch: int
-    where: Location
+    where: Place
     #: Training tokens of the checkpoint used; 0 for the initial weights. And how many steps that is before the step.
     checkpoint_step: int
     steps_before: int
@@ -81,7 +81,7 @@ def replay(
     checkpoint = _load_before(directory.checkpoints, step - tokens, model)
     model = model.to(chosen).train()
     batch = step // tokens - 1
-    where = data.open_train()[1].locate(batch)
+    where = data.locate(batch)
     item = next(iter(data.train_loader(batch, batch + 1, 0, 1)))
     setup.seed_step(config.seed, batch, 0)
     mixed = config.fabric.precision == "bf16-mixed"
@@ -89,11 +89,12 @@ def replay(
     gates = _Gates(model)
     losses = []
     sequences = max(1, config.train.grad_acc_tokens // shape.train_batch_len)
-    pieces = list(zip(item["input_ids"].split(sequences), item["labels"].split(sequences), strict=True))
-    for inputs_bT, labels_bT in pieces:
+    starts = range(0, len(item["labels"]), sequences)
+    for start in starts:
+        inputs = model_inputs(item, slice(start, start + sequences))
         with autocast, gates:
-            loss_bT = model(input_ids=inputs_bT.to(chosen), labels=labels_bT.to(chosen)).loss
-        (loss_bT.mean() / len(pieces)).backward()
+            loss_bT = model(**{name: tensor.to(chosen) for name, tensor in inputs.items()}).loss
+        (loss_bT.mean() / len(starts)).backward()
         losses.append(loss_bT.detach().float().cpu())
     layers = _layers(model, gates)
     checkpoint_step = checkpoint.step if checkpoint is not None else 0

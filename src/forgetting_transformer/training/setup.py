@@ -19,8 +19,9 @@ from torch import nn
 from transformers.initialization import no_init_weights
 
 from forgetting_transformer import console, gpus
-from forgetting_transformer.data import DataInfo, LongCrawl64DataModule
+from forgetting_transformer.data import DataInfo
 from forgetting_transformer.data.checksums import list_name
+from forgetting_transformer.data.corpus import Corpus
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
 from forgetting_transformer.data.vocabulary import Vocabulary
@@ -95,7 +96,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -
     log.critical("the run stopped", exc_info=(kind, error, trace))
 
 
-def build_data(data_dir: str, config: DataModuleConfig, recorded: Vocabulary | None = None) -> LongCrawl64DataModule:
+def build_data(data_dir: str, config: DataModuleConfig, recorded: Vocabulary | None = None) -> Corpus:
     return CORPORA.get(config.name).build(data_dir, config, recorded)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgetting_transformer.data.order import Location
+from forgetting_transformer.data.corpus import Place
 
 #: Steps whose gradient norms the spike rule looks back at.
 WINDOW = 128
@@ -33,19 +33,16 @@ class BadStep:
     def __str__(self) -> str:
         return f"loss {self.loss:.4g}, gradient norm {self.grad_norm:.4g} ({self.in_a_row} in a row)"
 
-    def describe(self, where: Location) -> dict[str, Any]:
-        """For bad_step.jsonl: with the documents and tokens of its batch."""
+    def describe(self, where: Place) -> dict[str, Any]:
+        """For bad_step.jsonl: with where its batch lies, and the sequences in it whose loss is not finite."""
         not_finite = [row for row, loss in enumerate(self.sequence_losses) if not math.isfinite(loss)]
         return {
             "batch": self.batch,
             "in_a_row": self.in_a_row,
             "loss": self.loss,
             "global_grad_norm": self.grad_norm,
-            "first_document": where.first_document,
-            "begin_token": where.begin_token,
-            "end_token": where.end_token,
             "sequence_losses": self.sequence_losses,
-            "documents_not_finite": [where.first_document + row for row in not_finite],
+            **where.describe(not_finite),
         }
 
 

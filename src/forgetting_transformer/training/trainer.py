@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.training import execution, setup, status
 from forgetting_transformer.training.backends import choose_on_all_ranks
@@ -162,7 +163,6 @@ class Trainer:
         recorded = setup.recorded_vocabulary(config, self.directory) if config.resume else None
         self.data = setup.build_data(config.data_dir, config.datamodule, recorded)
         self.data_info = self.data.train_info()
-        self.order = self.data.open_train()[1]
         self._check_budget()
         self._started("data")
         setup.warn_without_gpu(config, self.data_info, self.fabric.device)
@@ -198,7 +198,8 @@ class Trainer:
             self.backends = self._choose_backends(outline)
             self._started("self-test")
             model = building.result()
-        self.flops_per_token = model.config.flops_per_token(config.datamodule.train_batch_len)
+        lengths = self.data.train_lengths().items()
+        self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
         self._started("model")
         self.undecayed = undecayed_parameters(model, config.train)
         # Order matters: the optimizer must see the parameters that the strategy leaves behind.
@@ -330,18 +331,18 @@ class Trainer:
         self.optimizer.zero_grad()
 
         sequences = max(1, config.train.grad_acc_tokens // config.datamodule.train_batch_len)
-        inputs, labels = batch["input_ids"].split(sequences), batch["labels"].split(sequences)
         # Summed over ranks in one go: loss at every position, and loss of every sequence of the global batch.
         length, local = self.position_loss_T.numel(), len(batch["input_ids"])
+        starts = range(0, local, sequences)
         losses = self.position_loss_T.new_zeros(length + config.datamodule.train_batch_size)
         loss_T, loss_B = losses[:length], losses[length:]
-        for i, (inputs_bT, labels_bT) in enumerate(zip(inputs, labels, strict=True)):
+        for start in starts:
             # FSDP2 needs *every* backward pass inside this context, the synchronised last one too.
-            with self.fabric.no_backward_sync(self.model, enabled=i < len(inputs) - 1):
-                loss_bT = self.model(input_ids=inputs_bT, labels=labels_bT).loss
-                self.fabric.backward(loss_bT.mean() / len(inputs))
+            with self.fabric.no_backward_sync(self.model, enabled=start != starts[-1]):
+                loss_bT = self.model(**model_inputs(batch, slice(start, start + sequences))).loss
+                self.fabric.backward(loss_bT.mean() / len(starts))
             loss_T += loss_bT.detach().sum(0, dtype=torch.float64)
-            row = self.fabric.global_rank * local + i * sequences
+            row = self.fabric.global_rank * local + start
             loss_B[row : row + len(loss_bT)] = loss_bT.detach().mean(1, dtype=torch.float64)
         # A non-finite norm must not raise on one rank while others go on: all judge it alike below.
         grad_norm = self.fabric.clip_gradients(
@@ -382,7 +383,7 @@ class Trainer:
             if stop := self._agree_to_stop():
                 break
             batch = self.fabric.to_device(batch)
-            loss_BT = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+            loss_BT = self.model(**model_inputs(batch)).loss
             loss_T += batch["weight"] @ loss_BT.double()
             sequences += batch["weight"].sum()
         self.model.train()
@@ -729,7 +730,7 @@ class Trainer:
     def _report_bad_steps(self, wait: bool = False) -> None:
         data = self.config.datamodule
         for bad in self.guard.bad_steps(wait):
-            where = self.order.locate(bad.batch)
+            where = self.data.locate(bad.batch)
             log.warning("the update of batch %d was left out: %s; %s", bad.batch, bad, where)
             if self.metrics is not None:
                 step = (bad.batch + 1) * data.train_batch_size * data.train_batch_len

@@ -1,0 +1,135 @@
+"""What training asks of a corpus: the protocol between the two, and what both call a batch.
+
+A corpus is registered by name (`plugins.CORPORA`) as a function `build(data_dir, config, recorded)` that returns a
+`Corpus`, with a dataclass of its keys that derives from `DataModuleConfig`. docs/add_a_corpus.md adds one.
+
+Axes: B sequences of a batch, T tokens of a sequence, S = T + 1 entries of cu_seqlens.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+#: `input_ids` and `labels`, `(B, T)` int64, where `labels[t]` is the token after `input_ids[t]`. Optional: `cu_seqlens`
+#: `(B, S)` int32, where the documents of each row begin, and then T as often as there is room: the model keeps them
+#: apart. In held-out batches also `weight` `(B,)` float64: 1 for a sequence to count, 0 for one that fills the batch.
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """What a split offers at the chosen batch shape; written to `metrics/jsonlines/{train,val}_data_info.jsonl`."""
+
+    path: str
+    vocab_size: int
+    bos_token_id: int
+    documents: int
+    doc_len: int
+    seq_len: int
+    global_batch_size: int
+    total_batches: int
+    total_tokens: int
+    #: Identifies the contents: a run continues only on data with the fingerprint that it began with.
+    fingerprint: str
+    #: Entropy of the token frequencies of the training split in nats: the loss of a model that knows no context.
+    unigram_entropy_nats: float | None
+    #: A short hash of the list of checksums that every chunk is held to; None where the corpus has none.
+    checksums: str | None = None
+
+
+class Place(Protocol):
+    """Where the sequences of a global batch lie, for people; `str()` says it in a line."""
+
+    def sequence(self, row: int) -> str:
+        """Where the sequence in this row of the global batch lies."""
+        ...
+
+    def describe(self, rows: Sequence[int]) -> dict[str, Any]:
+        """For bad_step.jsonl: where the batch lies, and where the sequences in these rows do."""
+        ...
+
+
+class Corpus(Protocol):
+    """A corpus at one batch shape.
+
+    The tokens of a global batch are a function of its number alone, and ranks slice it last. So a run that is continued
+    reads what it would have read, and the number of processes may change. There is no position to save.
+    """
+
+    @property
+    def folder(self) -> Path:
+        """A folder on this machine that holds the corpus's tokenizer in `tokenizer/`, if it has one."""
+        ...
+
+    def train_info(self) -> DataInfo:
+        """
+        Raises:
+            DataError: the corpus cannot be trained on at this batch shape. Names the key, the value and the fix.
+        """
+        ...
+
+    def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> Iterable[Batch]:
+        """This rank's rows of global batches [first_batch, last_batch), in order: of W ranks the k-th B/W rows."""
+        ...
+
+    def train_lengths(self) -> Mapping[int, float]:
+        """The share of training tokens that lie in documents of each length (those that the model keeps apart), which
+        FLOPs are counted with: `{T: 1.0}` without `cu_seqlens`. It may be an estimate, and the same at every start."""
+        ...
+
+    def locate(self, batch: int) -> Place:
+        """Where the sequences of a global batch lie."""
+        ...
+
+    def eval_info(self) -> DataInfo:
+        """
+        Raises:
+            DataError: as train_info, of the held-out documents.
+        """
+        ...
+
+    def eval_loader(self, rank: int, world_size: int) -> Iterable[Batch]:
+        """This rank's share of the held-out sequences. Every rank yields as many batches, because a sharded model needs
+        all ranks in every forward pass."""
+        ...
+
+    def check_cache(self, world_size: int, evaluates: bool) -> None:
+        """
+        Raises:
+            DataError: what the corpus keeps for batches in flight has no room.
+        """
+        ...
+
+
+def model_inputs(batch: Batch, rows: slice = slice(None)) -> dict[str, Tensor]:
+    """The arguments of a model for some rows of a batch: `input_ids`, `labels`, and `cu_seqlens` over all their tokens."""
+    inputs = {name: batch[name][rows] for name in ("input_ids", "labels")}
+    if "cu_seqlens" in batch:
+        n_rows, length = inputs["input_ids"].shape
+        begin_B = torch.arange(0, n_rows * length, length, device=batch["cu_seqlens"].device, dtype=torch.int32)
+        inputs["cu_seqlens"] = (batch["cu_seqlens"][rows] + begin_B[:, None]).flatten()
+    return inputs
+
+
+def cu_seqlens_of(input_ids_BT: Tensor, bos_token_id: int) -> Tensor:
+    """Where documents begin in each row, `(B, T + 1)` int32 filled up with T: at every BOS token, and at 0."""
+    n_rows, length = input_ids_BT.shape
+    begins_BT = input_ids_BT == bos_token_id
+    begins_BT[:, 0] = True
+    row, begin = begins_BT.nonzero(as_tuple=True)
+    number = begins_BT.cumsum(1)[row, begin] - 1
+    cu_seqlens_BS = torch.full((n_rows, length + 1), length, dtype=torch.int32)
+    cu_seqlens_BS[row, number] = begin.int()
+    return cu_seqlens_BS
+
+
+def lengths_of(cu_seqlens_BS: Tensor) -> dict[int, float]:
+    """The share of tokens in documents of each length."""
+    lengths = cu_seqlens_BS.diff(dim=1).flatten()
+    found, count = lengths[lengths > 0].unique(return_counts=True)
+    shares = (found * count).double() / (found * count).sum()
+    return dict(zip(found.tolist(), shares.tolist(), strict=True))

@@ -1,0 +1,147 @@
+"""A mixture: the sequences of every step are a function of its number, each corpus in its order and proportion."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from forgetting_transformer.data import DataError
+from forgetting_transformer.data.mixture import Interleaving, MixtureDataModule
+from tests.data.test_reading import VOCAB, write_array
+
+#: Rows of each corpus; the first token of a document says which corpus and document it is of, the others count on.
+SIZES = {"code": 30, "prose": 12, "web": 20}
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    for number, (name, documents) in enumerate(SIZES.items()):
+        first = 100 * (number + 1) + np.arange(documents)[:, None]
+        tokens = (np.broadcast_to(first, (documents, 64)) + 0).astype(np.uint16)
+        tokens[:, 1::2] = np.arange(1, 64, 2)
+        for split in ("train", "heldout"):
+            write_array(tmp_path / name / f"{split}.zarr", tokens, chunks=(8, 16))
+    return tmp_path
+
+
+def mixture(data_dir, parts, **changes) -> MixtureDataModule:
+    settings = {
+        "train_batch_len": 16,
+        "train_batch_size": 6,
+        "train_num_workers": 0,
+        "eval_batch_len": 16,
+        "eval_local_batch_size": 4,
+        "eval_num_workers": 0,
+        "vocab_size": VOCAB,
+        "bos_token_id": 0,
+    }
+    return MixtureDataModule(str(data_dir), parts=parts, **{**settings, **changes})
+
+
+def labels(data: MixtureDataModule, first: int, last: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
+    return np.stack([batch["labels"].numpy() for batch in data.train_loader(first, last, rank, world_size)])
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 1], [3, 1], [0.7, 0.3], [5, 2, 1], [0.333, 0.333, 0.334]])
+def test_every_corpus_gets_its_share_of_any_stretch(weights):
+    order = Interleaving(weights)
+    exact = np.array(weights) / np.sum(weights)
+    corpora = order.corpora(0, 3000)
+    for n in (0, 1, 7, 10, 999, 1000, 2048):
+        given = order.given(n)
+        assert given.tolist() == np.bincount(corpora[:n], minlength=len(weights)).tolist()
+        assert np.abs(given - exact * n).max() <= 1.5
+    for corpus, available in itertools.product(range(len(weights)), (1, 5, 17)):
+        most = order.sequences_before(corpus, available)
+        assert order.given(most)[corpus] <= available < order.given(most + 1)[corpus]
+
+
+def test_sequences_are_those_of_the_corpora_in_their_order_and_places_say_where(corpora):
+    data = mixture(corpora, {"prose": 1, "code": 2})
+    found = {"code": [], "prose": []}
+    for batch, rows in enumerate(labels(data, 0, 7)):
+        place = data.locate(batch)
+        for row, tokens in enumerate(rows):
+            name = "code" if tokens[0] < 200 else "prose"
+            found[name].append(tokens)
+            assert place.sequence(row).startswith(f"{name}: document {tokens[0] % 100}, tokens ")
+        assert sum(place.sequence(row).startswith("code") for row in range(6)) == 4
+        assert place.describe([1])["documents_not_finite"] == [place.sequence(1)]
+    for name, sequences in found.items():
+        part = data.parts[data.names.index(name)].array("train")
+        for n, tokens in enumerate(sequences):
+            column, document = divmod(n, SIZES[name])
+            assert np.array_equal(tokens, part.read(document, document + 1, column * 16, column * 16 + 16)[0])
+    assert len(found["prose"]) > SIZES["prose"], "the second column was reached"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+def test_ranks_slice_last_and_any_step_can_be_read_first(corpora, world_size, workers):
+    parts = {"code": 5, "prose": 2, "web": 3}
+    whole = labels(mixture(corpora, parts), 0, 6)
+    data = mixture(corpora, parts, train_num_workers=workers)
+    shares = [labels(data, 3, 6, rank, world_size) for rank in range(world_size)]
+    assert np.array_equal(np.concatenate(shares, axis=1), whole[3:6])
+
+
+def test_the_fingerprint_covers_the_corpora_and_their_weights(corpora):
+    fingerprints = [
+        mixture(corpora, parts).train_info().fingerprint
+        for parts in ({"code": 3, "web": 1}, {"code": 1, "web": 3}, {"code": 3, "prose": 1}, {"code": 3})
+    ]
+    assert len({*fingerprints}) == 4
+    assert mixture(corpora, {"web": 0.25, "code": 0.75}).train_info().fingerprint == fingerprints[0]
+
+
+def test_the_budget_ends_with_the_first_corpus_that_is_read(corpora):
+    data = mixture(corpora, {"code": 1, "prose": 1})
+    info = data.train_info()
+    # prose has 12 documents of 4 sequences, and gives every second one.
+    assert info.total_batches == 2 * 12 * 4 // 6 and info.total_tokens == 16 * 16 * 6
+    labels(data, info.total_batches - 1, info.total_batches)
+    with pytest.raises(IndexError, match=r"datamodule\.repeat=true"):
+        labels(data, info.total_batches, info.total_batches + 1)
+    again = mixture(corpora, {"code": 1, "prose": 1}, repeat=True)
+    assert labels(again, info.total_batches, info.total_batches + 3).shape == (3, 6, 16)
+
+
+def test_held_out_tokens_are_shared_out_by_weight_and_counted_once(corpora):
+    data = mixture(corpora, {"code": 3, "prose": 1}, eval_tokens=64 * 12)
+    assert data.eval_info().total_tokens == 64 * 12
+    for world_size in (1, 2):
+        seen = []
+        for rank in range(world_size):
+            for batch in data.eval_loader(rank, world_size):
+                seen += batch["labels"][batch["weight"] == 1][:, 0].tolist()
+        # Document by document and column by column: 9 documents of code, 3 of prose, each in 4 sequences.
+        assert sorted(seen) == sorted([100 + n for n in range(9)] * 4 + [200 + n for n in range(3)] * 4)
+
+
+def test_packed_mixtures_carry_boundaries(corpora):
+    data = mixture(corpora, {"code": 3, "prose": 1}, packed=True)
+    batch = next(iter(data.train_loader(0, 1, 0, 1)))
+    assert torch.equal(batch["cu_seqlens"][:, :2], torch.tensor([[0, 16]] * 6, dtype=torch.int32))
+    assert data.train_lengths() == {16: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({}, r"datamodule\.parts=\{\}: name the corpora"),
+        ({"code": 0.0, "web": 1.0}, r"datamodule\.parts=\{code: 0\.0\}: .* positive"),
+        ({"code": 0.12345, "web": 0.87655}, r"20,000 sequences; use weights of fewer digits"),
+        ({"code": 1, "wbe": 1}, r"no token array at .*/wbe/train\.zarr"),
+    ],
+)
+def test_parts_that_cannot_be_mixed_are_refused_in_a_line(corpora, parts, message):
+    with pytest.raises(DataError, match=message):
+        mixture(corpora, parts).train_info()
+
+
+def test_corpora_of_different_vocabularies_are_refused(corpora):
+    (corpora / "web" / "manifest.json").write_text('{"vocab_size": 500, "bos_token_id": 0}')
+    (corpora / "code" / "manifest.json").write_text('{"vocab_size": 1000, "bos_token_id": 0}')
+    with pytest.raises(DataError, match=r"different vocabularies \(code: 1,000 ids, BOS 0, web: 500 ids, BOS 0\)"):
+        mixture(corpora, {"code": 1, "web": 1}, vocab_size=None, bos_token_id=None)

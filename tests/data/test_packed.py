@@ -1,0 +1,61 @@
+"""Packed documents: the tokens of a corpus in its order, and where the texts in each row begin."""
+
+import numpy as np
+import pytest
+import torch
+
+from forgetting_transformer.data.corpus import cu_seqlens_of, lengths_of, model_inputs
+from tests.data.test_reading import module, write_array
+
+BOS = 0
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Rows of 96 tokens in which a text begins every few tokens."""
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(1, 1000, size=(20, 96)).astype(np.uint16)
+    tokens[generator.random(tokens.shape) < 0.1] = BOS
+    for split in ("train", "heldout"):
+        write_array(tmp_path / "longcrawl64" / f"{split}.zarr", tokens, chunks=(8, 24))
+    return tmp_path
+
+
+def test_tokens_are_those_of_the_corpus_and_documents_begin_at_bos(corpus):
+    plain, packed = module(corpus), module(corpus, packed=True)
+    assert packed.train_info() == plain.train_info() and packed.eval_info() == plain.eval_info()
+    for ours, theirs in (
+        (packed.train_loader(0, 5, 0, 1), plain.train_loader(0, 5, 0, 1)),
+        (packed.eval_loader(0, 1), plain.eval_loader(0, 1)),
+    ):
+        for batch, expected in zip(ours, theirs, strict=True):
+            assert all(torch.equal(batch[key], expected[key]) for key in expected)
+            for inputs, bounds in zip(batch["input_ids"], batch["cu_seqlens"], strict=True):
+                begins = [0, *(position for position in range(1, 32) if inputs[position] == BOS)]
+                assert bounds.tolist() == begins + [32] * (33 - len(begins))
+
+
+def test_ranks_and_workers_get_the_same_boundaries(corpus):
+    whole = list(module(corpus, packed=True).train_loader(0, 3, 0, 1))
+    for rank in range(2):
+        parts = module(corpus, packed=True, train_num_workers=2).train_loader(0, 3, rank, 2)
+        for part, batch in zip(parts, whole, strict=True):
+            assert torch.equal(part["cu_seqlens"], batch["cu_seqlens"][2 * rank : 2 * rank + 2])
+
+
+def test_the_model_gets_the_boundaries_of_some_rows_as_one_sequence():
+    input_ids = torch.tensor([[BOS, 5, BOS, 6], [7, 8, 9, 4], [BOS, BOS, 3, 2]])
+    batch = {"input_ids": input_ids, "labels": input_ids, "cu_seqlens": cu_seqlens_of(input_ids, BOS)}
+    assert batch["cu_seqlens"].tolist() == [[0, 2, 4, 4, 4], [0, 4, 4, 4, 4], [0, 1, 4, 4, 4]]
+    inputs = model_inputs(batch, slice(1, 3))
+    assert inputs["cu_seqlens"].tolist() == [0, 4, 4, 4, 4, 4, 5, 8, 8, 8]
+    assert torch.equal(inputs["labels"], input_ids[1:])
+    assert set(model_inputs({"input_ids": input_ids, "labels": input_ids})) == {"input_ids", "labels"}
+    assert lengths_of(batch["cu_seqlens"]) == pytest.approx({1: 1 / 12, 2: 4 / 12, 3: 3 / 12, 4: 4 / 12})
+
+
+def test_lengths_that_flops_are_counted_with_are_those_of_the_documents(corpus):
+    assert module(corpus).train_lengths() == {32: 1.0}
+    lengths = module(corpus, packed=True).train_lengths()
+    assert sum(lengths.values()) == pytest.approx(1) and max(lengths) < 32
+    assert lengths == module(corpus, packed=True).train_lengths()
