@@ -63,7 +63,7 @@ def test_every_group_file_has_only_known_keys(group_file):
     extra = ["schedule.decay_tokens=1"] if name in ("warmup_stable_decay", "warmup_one_minus_sqrt") else []
     extra += ["model.config.rope_base=1"] if (str(group), name) == ("model", "transformer") else []
     extra += ["datamodule.dataset=x", "datamodule.train_batch_len=64", "datamodule.train_batch_size=8"] * (
-        name == "corpus"
+        name in ("corpus", "packed", "mixture")
     )
     extra += ["optimizer.lr=1", "train.max_tokens=1", "train.grad_acc_tokens=1"] * (name == "custom")
     experiment("experiment/longcrawl64/forgetting_transformer/pro_125m_2b", f"{group}={name}", *extra)

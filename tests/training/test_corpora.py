@@ -1,0 +1,118 @@
+"""Runs on other corpora than one array: packed documents, and a mixture. Resume is exact with each of them."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+
+from tests.tiny import DOC_LEN, DOCUMENTS, VOCAB
+from tests.training.conftest import STEP, Job, changed, made_once, refused, train
+from tests.training.test_resume import assert_same_run, lines, losses
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import replay as command
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def texts(shared_folder) -> Path:
+    """Two corpora, "tales" and "notes", in whose rows a text begins with token 0 every few tokens."""
+    folder = shared_folder / "texts"
+    with made_once(folder) as missing:
+        if missing:
+            for seed, name in enumerate(("notes", "tales")):
+                generator = np.random.default_rng(seed)
+                for split in ("train", "heldout"):
+                    tokens = generator.integers(1, VOCAB // 4, size=(DOCUMENTS, DOC_LEN)).astype(np.uint16)
+                    tokens[generator.random(tokens.shape) < 0.1] = 0
+                    array = zarr.create_array(
+                        folder / name / f"{split}.zarr", shape=tokens.shape, dtype="uint16", chunks=(16, 32)
+                    )
+                    array[:] = tokens
+    return folder
+
+
+@pytest.fixture(params=["packed", "mixture"])
+def config(request, tiny, texts) -> dict:
+    tiny = changed(tiny, data_dir=str(texts), datamodule__name=request.param, datamodule__dataset="tales")
+    if request.param == "mixture":
+        tiny = changed(tiny, datamodule__parts={"tales": 3, "notes": 1}, datamodule__packed=True)
+    return tiny
+
+
+def test_straight_run_equals_interrupted_run_bitwise(config, finished, interrupted):
+    interrupted(config, 12)
+    train(config)
+    assert_same_run(finished(config), config["output_dir"])
+
+
+def test_the_number_of_processes_may_change(config, finished, interrupted):
+    config = changed(config, strategy__name="ddp")
+    interrupted(config, 12, 2)
+    train(changed(config, strategy__name="auto"))
+    expected = losses(finished(config, 2))
+    assert losses(config["output_dir"]) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_step_can_be_replayed_and_its_texts_are_named(config, finished, capsys):
+    run = finished(config)
+    assert command.main([f"output_dir={run}", f"step={9 * STEP}", "device=cpu"]) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert f"loss {losses(run)[9 * STEP]:.4f}"[:-1] in said
+    assert ("tales: document " in said) == (config["datamodule"]["name"] == "mixture")
+
+
+def test_flops_are_those_of_documents_that_do_not_see_each_other(config, finished):
+    packed, whole = (
+        lines(finished(changed(config, datamodule=config["datamodule"] | kind)), "model_info")[0]["flops_per_token"]
+        for kind in ({}, {"name": "longcrawl64"})
+    )
+    assert packed < whole
+    assert json.loads((Path(finished(config)) / "goodput.json").read_text())["starts"]
+
+
+def test_a_bad_step_names_its_places(tiny, texts):
+    patch = """
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    hook = None
+    if self.counters.batch_count == 2:
+        def poison(module, arguments, output):
+            output.loss = output.loss.clone()
+            output.loss[1, 5] = float("nan")
+            return output
+        hook = self.model.module.register_forward_hook(poison)
+    result = original(self, batch)
+    if hook is not None:
+        hook.remove()
+    return result
+trainer.Trainer.step = step
+"""
+    parts = {"tales": 3, "notes": 1}
+    tiny = changed(tiny, data_dir=str(texts), datamodule__name="mixture", datamodule__parts=parts)
+    tiny = changed(tiny, train__max_tokens=4 * STEP, train__grad_acc_tokens=STEP)
+    job = Job(tiny, patch=patch)
+    assert job.wait() == [0], job.errors()
+    (line,) = lines(tiny["output_dir"], "bad_step")
+    assert line["bad_step/documents_not_finite"] == ["tales: document 6, tokens 0–31"]
+    assert (
+        line["bad_step/place"].startswith("tales: document 6, tokens 0–31")
+        or "notes: document 2" in line["bad_step/place"]
+    )
+
+
+def test_other_parts_and_models_that_carry_a_state_are_refused(tiny, texts, tmp_path):
+    mixture = changed(tiny, data_dir=str(texts), datamodule__name="mixture", datamodule__parts={"tales": 3, "notes": 1})
+    mixture = changed(mixture, train__max_tokens=4 * STEP)
+    train(mixture)
+    said = refused(changed(mixture, datamodule__parts={"tales": 1, "notes": 1}, train__max_tokens=8 * STEP))
+    assert "datamodule.parts.tales: 3.0 -> 1.0" in said
+    packed = changed(tiny, data_dir=str(texts), datamodule__name="packed", datamodule__dataset="tales")
+    packed = changed(packed, output_dir=str(tmp_path / "other"), model__name="hgrn2")
+    packed["model"]["config"] = {"hidden_size": 32, "num_hidden_layers": 1, "expand_ratio": 16}
+    assert "hgrn2 carries a state from one document into the next" in refused(packed)
