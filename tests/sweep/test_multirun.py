@@ -243,6 +243,42 @@ def test_slurm_jobs_are_written_submitted_and_waited_for(faults, train_main, tmp
     assert len(names) == 1
 
 
+#: SLURM that preempts the job in its fifth step and, as --requeue asks, starts it again, with the number it had.
+PREEMPTING = """#!/usr/bin/env python3
+import os, pathlib, subprocess, sys, time
+print("Submitted batch job 4711", flush=True)
+here, script = pathlib.Path(sys.argv[0]).parent, pathlib.Path(sys.argv[-1])
+with open(here / "submitted", "a") as file:
+    file.write(f"{script}\\n")
+job = subprocess.Popen(["bash", script])
+while not [log for log in here.parent.glob("out/**/train.jsonl") if log.read_text().count("\\n") >= 5]:
+    time.sleep(0.02)
+job.terminate()
+job.wait()
+if "#SBATCH --requeue" not in script.read_text().splitlines():
+    sys.exit(1)
+sys.exit(subprocess.run(["bash", "-c", script.read_text().replace("hang", "no fault")]).returncode)
+"""
+
+
+def test_slurm_puts_a_preempted_job_back_into_the_queue_and_nobody_else_does(
+    faults, train_main, tmp_path, sbatch, capsys
+):
+    faults["hang"] = "out"
+    (sbatch / "sbatch").write_text(PREEMPTING)
+    for tool in ("scontrol", "scancel"):
+        (sbatch / tool).write_text(f"#!/usr/bin/env bash\necho {tool} >> {sbatch}/submitted\n")
+        (sbatch / tool).chmod(0o755)
+    command = ["-m", *DEMO, "output_dir=out", "seed=0", "fabric.devices=1", "hydra/launcher=slurm"]
+    assert train_main(*command, "hydra.launcher.setup=['export OMP_NUM_THREADS=3']") is None
+    assert "finished" in capsys.readouterr().out
+    assert len((sbatch / "submitted").read_text().splitlines()) == 1, "neither the sweep nor the script requeues"
+    (folder,) = (path.parent for path in tmp_path.glob("out/**/starts.txt"))
+    assert len(starts(folder)) == 2
+    steps = [json.loads(line)["step"] for line in (folder / "metrics/jsonlines/train.jsonl").read_text().splitlines()]
+    assert len(steps) == 10 == len({*steps}), "the second start continued the first"
+
+
 def test_slurm_without_waiting_ends_when_all_are_submitted(faults, train_main, tmp_path, sbatch, capsys):
     faults["hang"] = "never"
     (sbatch / "sbatch").write_text("#!/usr/bin/env bash\necho Submitted batch job 815\n")

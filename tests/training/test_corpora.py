@@ -1,6 +1,6 @@
 """Runs on other corpora than one array: packed documents, and a mixture. Resume is exact with each of them."""
 
-import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -44,8 +44,10 @@ def config(request, tiny, texts) -> dict:
     return tiny
 
 
-def test_straight_run_equals_interrupted_run_bitwise(config, finished, interrupted):
-    interrupted(config, 12)
+def test_straight_run_equals_interrupted_run_bitwise(config, finished):
+    shutil.copytree(finished(config), config["output_dir"])
+    for step in (16, 20):  # as if the job had been killed soon after its checkpoint at step 8
+        shutil.rmtree(Path(config["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
     train(config)
     assert_same_run(finished(config), config["output_dir"])
 
@@ -67,12 +69,12 @@ def test_a_step_can_be_replayed_and_its_texts_are_named(config, finished, capsys
 
 
 def test_flops_are_those_of_documents_that_do_not_see_each_other(config, finished):
-    packed, whole = (
-        lines(finished(changed(config, datamodule=config["datamodule"] | kind)), "model_info")[0]["flops_per_token"]
-        for kind in ({}, {"name": "longcrawl64"})
-    )
-    assert packed < whole
-    assert json.loads((Path(finished(config)) / "goodput.json").read_text())["starts"]
+    whole = {"packed": False} if config["datamodule"]["name"] == "mixture" else {"name": "longcrawl64"}
+    flops = [
+        lines(finished(changed(config, datamodule=config["datamodule"] | kind)), "model_info")[0]
+        for kind in ({}, whole)
+    ]
+    assert flops[0]["model_info/flops_per_token"] < flops[1]["model_info/flops_per_token"]
 
 
 def test_a_bad_step_names_its_places(tiny, texts):
@@ -99,11 +101,8 @@ trainer.Trainer.step = step
     job = Job(tiny, patch=patch)
     assert job.wait() == [0], job.errors()
     (line,) = lines(tiny["output_dir"], "bad_step")
-    assert line["bad_step/documents_not_finite"] == ["tales: document 6, tokens 0–31"]
-    assert (
-        line["bad_step/place"].startswith("tales: document 6, tokens 0–31")
-        or "notes: document 2" in line["bad_step/place"]
-    )
+    assert line["bad_step/documents_not_finite"] == ["notes: document 2, tokens 0–31"]
+    assert line["bad_step/place"].startswith("tales: document 6, tokens 0–31, document 7")
 
 
 def test_other_parts_and_models_that_carry_a_state_are_refused(tiny, texts, tmp_path):

@@ -3,6 +3,9 @@
 One small interface serves the downloader and training on remote arrays: what files there are (where the source can
 say), how large, with which checksum, and their bytes, whole, or an error. A file that ends early, a connection that
 breaks and a server that is busy are tried again; a file that is not there is not.
+
+fsspec carries the bytes of object stores. For HTTP and the hub it does not: `cat_file` holds all that a server sends,
+whatever range was asked for, its errors are those of a second HTTP client, and each file would cost one more request.
 """
 
 import base64

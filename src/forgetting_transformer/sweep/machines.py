@@ -178,7 +178,8 @@ class LocalMachine:
 class Slurm:
     """SLURM: a batch script per job, written beside its log and submitted with `sbatch`.
 
-    A preempted job is put back into the queue and continues from its checkpoint.
+    A preempted job is put back into the queue by SLURM (--requeue), and continues from its checkpoint. submitit is not
+    used: it pickles what a job runs, and requeues jobs itself, so that there would be two who do.
 
     Args:
         nodes: nodes of a job. Each runs `fabric run` with `fabric.devices` processes.
