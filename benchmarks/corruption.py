@@ -55,7 +55,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from forgetting_transformer.training import setup
-    from forgetting_transformer.training.corruption import digests, held
+    from forgetting_transformer.training.corruption import digests, weights_and_moments
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
 
     device = torch.device(args.device)
@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
 
     def digest() -> None:
-        digests([(tensor, 0) for tensor in held(model, optimizer).values()])
+        digests([(tensor, 0) for tensor in weights_and_moments(model, optimizer).values()])
 
     def timed(*actions: Callable[[], None]) -> float:
         began = time.perf_counter()
@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "experiment": args.experiment,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "tensors": len(held(model, optimizer)),
+        "tensors": len(weights_and_moments(model, optimizer)),
         "step_seconds": alone,
         "digest_seconds": together - alone,
         "compare_steps": every,

@@ -104,7 +104,7 @@ class Record:
         self.rows.append(_as_json(row))
         if self.file is not None:
             # Imported here: it imports PyTorch, for which --help need not wait.
-            from forgetting_transformer.training.checkpoint import write_atomically
+            from forgetting_transformer.files import write_atomically
 
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.file, dumps(self.content))

@@ -137,4 +137,10 @@ OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
 CORPORA: Registry[Callable[..., Any]] = Registry(
     "datamodule.name", dict.fromkeys(("longcrawl64", "packed", "mixture"), "forgetting_transformer.training.corpora")
 )
-CALLBACKS: Registry[Callable[..., Any]] = Registry("callbacks")
+CALLBACKS: Registry[Callable[..., Any]] = Registry(
+    "callbacks",
+    {
+        "gate_statistics": "forgetting_transformer.evaluation.gate_statistics",
+        "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
+    },
+)

@@ -10,7 +10,7 @@ import pytest
 from forgetting_transformer.data import DataError
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import CheckpointError, inspect, newest_valid, read_manifest
-from forgetting_transformer.training.metrics import LogFile
+from forgetting_transformer.training.logs import LogFile
 from forgetting_transformer.training.run_directory import RunDirectory
 from tests.training.conftest import Job, refused
 from tests.training.test_checkpoint import save
@@ -19,15 +19,15 @@ from tests.training.test_checkpoint import save
 #: does.
 NO_ROOM = """
 import resource
-from forgetting_transformer.training import trainer
-original = trainer.train
+from forgetting_transformer.training import failures
+original = failures.train
 def train(config):
     resource.setrlimit(resource.RLIMIT_FSIZE, ({bytes}, resource.RLIM_INFINITY))
     try:
         return original(config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-trainer.train = train
+failures.train = train
 """
 
 
@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line_with_its_place(tiny, roo
     job = Job(tiny, patch=NO_ROOM.format(bytes=room))
     assert job.wait() == [1]
     said = job.errors().strip().splitlines()[-1]
-    assert said.startswith("forgetting_transformer.training.trainer.TrainingError: cannot start: "), said
+    assert said.startswith("forgetting_transformer.training.errors.TrainingError: cannot start: "), said
     assert tiny["output_dir"] in said and "File too large" in said and "start the same command again" in said
 
 

@@ -65,7 +65,7 @@ def test_moments_pass_from_one_number_of_processes_to_another_bit_for_bit(tiny, 
 from forgetting_transformer.training import trainer
 def run(self):
     self.counters.token_count += 1  # under another name
-    self._save(permanent=False, must_succeed=True)
+    self.save(permanent=False, must_succeed=True)
 trainer.Trainer.run = run
 """
     job = Job(changed(tiny, strategy__name=strategy), world_size, patch=patch)

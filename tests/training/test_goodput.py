@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from forgetting_transformer.training.callbacks.goodput import CATEGORIES, Goodput, describe, shares
+from forgetting_transformer.training.callbacks.goodput import Goodput, describe, shares
+from forgetting_transformer.training.clock import CATEGORIES, Clock
 from tests.training.conftest import STEP, Job, changed, train
 from tests.training.test_resume import lines
 
@@ -41,17 +42,18 @@ def test_what_came_after_the_checkpoint_a_later_start_used_was_lost():
 def test_time_runs_in_one_category_at_a_time(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    clock = Goodput(tmp_path / "goodput.json")
+    clock = Clock()
+    goodput = Goodput(tmp_path / "goodput.json", clock)
     clock._seconds["start"] = 0.0
     for seconds, category in ((3, "data"), (1, "steps"), (5, None)):
         now[0] += seconds
         if category:
             clock.switch(category)
-    clock.begin(0)
+    goodput.begin(0)
     with clock.during("evaluation"):
         now[0] += 7
     now[0] += 4
-    found = clock.write(8)
+    found = goodput.write(8)
     parts = {"start": 3, "data": 1, "steps": 9, "evaluation": 7}
     assert {c: v for c, v in found.items() if v and c != "hours"} == pytest.approx(
         {c: v / 20 for c, v in parts.items()}
@@ -64,9 +66,9 @@ def test_time_runs_in_one_category_at_a_time(tmp_path, monkeypatch):
 )
 def test_damaged_bookkeeping_stops_nothing(tmp_path, damaged):
     (tmp_path / "goodput.json").write_text(damaged)
-    clock = Goodput(tmp_path / "goodput.json")
-    clock.begin(0)
-    assert clock.write(8)["hours"] > 0
+    goodput = Goodput(tmp_path / "goodput.json", Clock())
+    goodput.begin(0)
+    assert goodput.write(8)["hours"] > 0
     assert len(json.loads((tmp_path / "goodput.json").read_text())["starts"]) == 1
 
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from forgetting_transformer.analysis.runs import read_description
-from forgetting_transformer.training.metrics import LogFile, Progress, TerminalHandler
+from forgetting_transformer.training.callbacks.progress import Progress
+from forgetting_transformer.training.logs import LogFile, TerminalHandler
 from tests.training.conftest import STEP, changed, train
 from tests.training.test_resume import lines
 
@@ -139,7 +140,7 @@ def test_the_log_has_the_losses_although_a_terminal_shows_them_on_a_bar(tmp_path
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     progress = Progress(1024, 0, enabled=True)
     assert progress.live
-    log = logging.getLogger("forgetting_transformer.training.metrics")
+    log = logging.getLogger("forgetting_transformer.training.callbacks.progress")
     handlers = [LogFile(tmp_path / "rank-0.log"), TerminalHandler()]
     monkeypatch.setattr(log, "handlers", handlers)
     monkeypatch.setattr(log, "propagate", False)

@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from forgetting_transformer.training import parse
+from forgetting_transformer.training.callbacks.wandb import Wandb
 from forgetting_transformer.training.metrics import MetricsLog, read_lines, truncate
 from forgetting_transformer.training.run_directory import RunDirectory
 
@@ -80,17 +81,17 @@ def test_many_damaged_lines_are_one_warning(file, caplog):
     assert len(caplog.records) == 1 and "lines 2, 4, 5 are damaged" in caplog.text
 
 
-def test_a_start_leaves_files_of_others_among_the_metrics_alone(tiny, tmp_path):
+def test_a_start_leaves_files_of_others_among_the_metrics_alone(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     for name in ("step-abc.npz", "step-9999.npz", f"step-{128:015d}.npz", f"step-{512:015d}.npz"):
         (directory.npz / "val").mkdir(parents=True, exist_ok=True)
         (directory.npz / "val" / name).write_bytes(b"")
-    MetricsLog(directory, parse(OmegaConf.create(tiny)), {}, 256).close()
+    MetricsLog(directory, 256).close()
     left = {path.name for path in (directory.npz / "val").iterdir()}
     assert left == {"step-abc.npz", "step-9999.npz", f"step-{128:015d}.npz"}
 
 
-def test_a_start_cuts_only_the_kinds_that_a_run_writes(tiny, tmp_path):
+def test_a_start_cuts_only_the_kinds_that_a_run_writes(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     lines = "".join(json.dumps({"step": step, "mine": 1.0}) + "\n" for step in (128, 512))
     others = (directory.jsonlines / "my_probe.jsonl", directory.npz / f"my_probe/step-{700_000:015d}.npz")
@@ -98,7 +99,7 @@ def test_a_start_cuts_only_the_kinds_that_a_run_writes(tiny, tmp_path):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(lines)
     (directory.jsonlines / "x.jsonl").mkdir()
-    metrics = MetricsLog(directory, parse(OmegaConf.create(tiny)), {}, 256)
+    metrics = MetricsLog(directory, 256)
     metrics.flush()
     metrics.close()
     assert [file.read_text() for file in others] == [lines, lines]
@@ -114,15 +115,16 @@ def test_wandb_gets_the_descriptions_of_an_older_run_under_names_of_their_own(ti
     directory.jsonlines.mkdir(parents=True)
     for kind, tokens in (("train_data_info", 7), ("val_data_info", 5)):
         (directory.jsonlines / f"{kind}.jsonl").write_text(json.dumps({"step": 0, "total_tokens": tokens}) + "\n")
-    metrics = MetricsLog(directory, parse(OmegaConf.create(tiny | {"wandb": {"mode": "offline"}})), {}, 256)
+    metrics = MetricsLog(directory, 256)
+    Wandb().open(metrics, parse(OmegaConf.create(tiny | {"wandb": {"mode": "offline"}})), {})
     metrics.report_once("train_data_info", 256, {"total_tokens": 9})
     metrics.close()
     assert rows == [(0, {"train_data_info/total_tokens": 7, "val_data_info/total_tokens": 5})]
 
 
-def test_a_kind_that_no_resume_would_cut_is_not_written(tiny, tmp_path):
+def test_a_kind_that_no_resume_would_cut_is_not_written(tmp_path):
     directory = RunDirectory(tmp_path / "run")
-    metrics = MetricsLog(directory, parse(OmegaConf.create(tiny)), {}, 0)
+    metrics = MetricsLog(directory, 0)
     with pytest.raises(ValueError, match="'my_probe' is not in KINDS"):
         metrics.report("my_probe", 128, {})
     with pytest.raises(ValueError, match="'train' is not in ARRAY_KINDS"):
@@ -145,7 +147,8 @@ def test_a_copy_of_a_run_leaves_the_originals_wandb_run_alone(tmp_path, tiny, mo
 
     def start(name: str) -> str:
         config = parse(OmegaConf.create(tiny | {"output_dir": str(tmp_path / name)}))
-        metrics = MetricsLog(RunDirectory(config.output_dir), config, {}, resume_step=128)
+        metrics = MetricsLog(RunDirectory(config.output_dir), resume_step=128)
+        Wandb().open(metrics, config, {})
         metrics.report_once("train", 128, {"train/loss": 1.0})
         metrics.close()
         return started[-1]

@@ -115,7 +115,7 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
         counters=types.SimpleNamespace(batch_count=7, token_count=7 * 2**19),
         backends={"attention": Backend("gluon", "Gluon for Hopper, Triton 3.7.1, self-test within 2e-3")},
         directory=types.SimpleNamespace(root=Path("/runs/fox")),
-        metrics=types.SimpleNamespace(wandb_place="online, https://wandb.ai/me/fox/runs/1"),
+        callbacks=[types.SimpleNamespace(name="wandb", summary="online, https://wandb.ai/me/fox/runs/1")],
         origin="a new run",
         compiled=True,
         comparison=None,

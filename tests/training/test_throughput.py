@@ -2,7 +2,7 @@
 
 import pytest
 
-from forgetting_transformer.training.metrics import Throughput
+from forgetting_transformer.training.callbacks.throughput import Throughput
 from tests.training.conftest import STEP, Job, changed, train
 from tests.training.test_resume import lines
 

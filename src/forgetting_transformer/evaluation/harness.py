@@ -9,7 +9,7 @@ Axes: B batch, T positions, K last positions, V vocabulary.
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,20 @@ class HarnessModel(TemplateLM):
         max_length: longest sequence; contexts are cut on the left.
         batch_size: sequences per forward pass.
         workers: the processes that share the requests.
+        on_batch: called before every forward pass or text, equally often on all of them; may raise to end it all.
     """
 
     def __init__(
-        self, evaluated: EvaluatedModel, max_length: int, batch_size: int, precision: str, workers: Workers
+        self,
+        evaluated: EvaluatedModel,
+        max_length: int,
+        batch_size: int,
+        precision: str,
+        workers: Workers,
+        on_batch: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
+        self.on_batch = on_batch
         self.evaluated, self.max_length, self.precision, self.workers = evaluated, max_length, precision, workers
         self.batch_size = batch_size
         self._rank, self._world_size, self._device = workers.rank, workers.world_size, workers.device
@@ -92,6 +100,7 @@ class HarnessModel(TemplateLM):
         order = sorted(range(len(requests)), key=lambda n: -len(sequences[n]))
         bar = tqdm(total=len(order), desc="log-likelihoods", disable=disable_tqdm or not self.workers.shows_progress)
         for start in range(0, len(order), self.batch_size):
+            self.on_batch()
             chosen = order[start : start + self.batch_size]
             inputs = [sequences[n][:-1] for n in chosen]
             continuations = [requests[n][2][-len(inputs[i]) :] for i, n in enumerate(chosen)]
@@ -114,6 +123,7 @@ class HarnessModel(TemplateLM):
         """Log-likelihood of whole texts, in windows of the longest length, as the harness cuts them."""
         answers = []
         for request in tqdm(requests, desc="texts", disable=disable_tqdm or not self.workers.shows_progress):
+            self.on_batch()
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             total = 0.0
             for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
@@ -129,6 +139,7 @@ class HarnessModel(TemplateLM):
         """Greedy continuations up to the first of the stop strings."""
         answers = []
         for request in tqdm(requests, desc="continuations", disable=disable_tqdm or not self.workers.shows_progress):
+            self.on_batch()
             context, given = request.args
             options = normalize_gen_kwargs(given, _MAX_NEW_TOKENS)
             count = options["max_gen_toks"]
@@ -229,17 +240,15 @@ def evaluate(
         return read_json(file) if file.is_file() else {}
 
     results = workers.on_first(known_results)
-    manager = _task_manager(include_path)
-    unknown = [task for task in tasks if task not in manager.all_tasks]
-    if unknown:
-        raise EvaluationError(f"--tasks={','.join(unknown)}: lm_eval does not know them; `lm_eval ls tasks` lists all")
+    manager = task_manager(include_path)
+    check_names(tasks, manager, "--tasks")
     adapter = HarnessModel(model, max_length, batch_size, precision, workers)
     for task in tasks:
         if task in results:
             continue
         if workers.is_first:
             print(f"{task} …", file=sys.stderr)
-        _check_data(task, manager)
+        load_task(task, manager)
         found = lm_eval.simple_evaluate(
             adapter, tasks=[task], task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=False
         )
@@ -249,16 +258,29 @@ def evaluate(
     return results
 
 
+def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None:
+    """
+    Raises:
+        EvaluationError: lm_eval does not know a task that `option` named.
+    """
+    if unknown := [task for task in tasks if task not in manager.all_tasks]:
+        raise EvaluationError(f"{option}={','.join(unknown)}: lm_eval does not know them; `lm_eval ls tasks` lists all")
+
+
 @functools.cache
-def _task_manager(include_path: Path | None) -> TaskManager:
+def task_manager(include_path: Path | None) -> TaskManager:
     """lm_eval's register of tasks, which takes seconds to make."""
     return TaskManager(include_path=None if include_path is None else str(include_path))
 
 
-def _check_data(task: str, manager: TaskManager) -> None:
-    """Loads a task's data, so that a failure to do so is known to be one."""
+def load_task(task: str, manager: TaskManager) -> dict[str, Any]:
+    """Loads a task's data, so that a failure to do so is known to be one; returns lm_eval's objects by name.
+
+    Raises:
+        EvaluationError: it cannot be loaded.
+    """
     try:
-        manager.load([task])
+        return manager.load([task])["tasks"]
     except (OSError, ValueError, ImportError) as error:  # what datasets raises without network, cache or permission
         entry_of_lm_eval = next((entry for entry in TASKS if entry.name == task), None)
         dataset = f", {entry_of_lm_eval.dataset}," if entry_of_lm_eval else ""

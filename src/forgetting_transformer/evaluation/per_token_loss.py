@@ -42,6 +42,7 @@ from forgetting_transformer.evaluation.models import (
 )
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.files import replacing, write_json
+from forgetting_transformer.training.loss_by_position import PositionSums, by_length
 
 #: Shortest context length that results report, as in the paper.
 MIN_LENGTH = 512
@@ -276,12 +277,7 @@ def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> di
         "data": identity["data"],
         "precision": identity["precision"],
     }
-    context = length
-    while context >= min(MIN_LENGTH, length):
-        loss = float(loss_T[:context].mean())
-        results[f"val/loss_avg_len_{context}"] = loss
-        results[f"val/perplexity_len_{context}"] = math.exp(min(loss, 700.0))
-        context //= 2
+    results |= by_length("val", loss_T, MIN_LENGTH)
     results["slope"] = [vars(entry) for entry in slopes(sums)]
     return results
 
@@ -550,22 +546,22 @@ class _Part:
 
     def __init__(self, flat: Tensor, length: int, octaves: int) -> None:
         self.flat = flat
-        self._loss_T, rows = flat.split([length, flat.numel() - length])
+        sums, rows = flat.split([length + 1, flat.numel() - length - 1])
+        self._sums = PositionSums(sums)
         self._octaves_NO = rows.view(-1, octaves)
 
     @classmethod
     def zeros(cls, length: int, sequences: int, octaves: int, device: torch.device) -> "_Part":
-        flat = torch.zeros(length + sequences * octaves, dtype=torch.float64, device=device)
+        flat = torch.zeros(length + 1 + sequences * octaves, dtype=torch.float64, device=device)
         return cls(flat, length, octaves)
 
     def add(self, loss_BT: Tensor, octaves_TO: Tensor, first: int) -> None:
         """Adds sequences, the first of which is number `first` since the last save."""
-        loss_BT = loss_BT.double()
-        self._loss_T += loss_BT.sum(0)
-        self._octaves_NO[first : first + len(loss_BT)] = loss_BT @ octaves_TO
+        self._sums.add(loss_BT)
+        self._octaves_NO[first : first + len(loss_BT)] = loss_BT.double() @ octaves_TO
 
     def move_to(self, sums: Sums, sequences: int) -> None:
-        sums.loss_T += self._loss_T.cpu().numpy()
+        sums.loss_T += self._sums.loss_T.cpu().numpy()
         sums.octaves_NO = np.concatenate([sums.octaves_NO, self._octaves_NO[:sequences].cpu().numpy()])
         self.flat.zero_()
 

@@ -85,7 +85,7 @@ def main() -> None:
             # DDP's advice against find_unused_parameters, which is meant (training/launch.py), on every rank. With
             # several nodes the warnings of this level tell when one cannot be reached.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        from forgetting_transformer.training import trainer  # noqa: F401 (what takes the time)
+        from forgetting_transformer.training import failures  # noqa: F401 (what takes the time)
     train(config)
 
 
@@ -140,9 +140,9 @@ def train(config: "Config") -> None:
     from forgetting_transformer import training
     from forgetting_transformer.data import DataError
     from forgetting_transformer.training.checkpoint import CheckpointError
+    from forgetting_transformer.training.errors import TrainingError
     from forgetting_transformer.training.preflight import PreflightError
     from forgetting_transformer.training.run_directory import RunDirectoryError
-    from forgetting_transformer.training.trainer import TrainingError
 
     warnings.filterwarnings("ignore", message=".*tensorboardX.*|.*srun.*")
     try:

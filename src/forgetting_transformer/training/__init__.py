@@ -26,7 +26,7 @@ def run(config: "Config") -> str:
         "done", or "preempted" if a signal stopped training; then the same config continues it.
     """
     if not config.preflight:
-        from forgetting_transformer.training.trainer import train
+        from forgetting_transformer.training.failures import train
 
         return train(config)
     from forgetting_transformer.training.preflight import preflight

@@ -54,7 +54,7 @@ class Compilation:
         self, config: Config, vocab_size: int, device: torch.device, rank: int = 0, world_size: int = 1
     ) -> None:
         self._talks = rank == 0
-        self._told: set[str] = set()
+        self._warned_of: set[str] = set()
         self._starting: threading.Thread | None = None
         on_cuda = device.type == "cuda"
         if config.train.compile is True or (config.train.compile == "auto" and on_cuda):
@@ -77,7 +77,7 @@ class Compilation:
         self._key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self._usual_seconds = _USUAL_SECONDS.get(config.model.name) if on_cuda else None
 
-    def settle(self, model: nn.Module | None) -> None:
+    def compile(self, model: nn.Module | None) -> None:
         """Compile blocks and loss of the model, as the strategy left it, at their first call; None: nothing after all."""
         if self._starting is not None:
             # Data workers are forked soon: not while another thread holds locks.
@@ -85,7 +85,7 @@ class Compilation:
         if model is not None:
             model.compile_parts()
 
-    def foretell(self) -> None:
+    def announce(self) -> None:
         """Says how long the first step will take, from what starts like this one took before."""
         if not self._talks:
             return
@@ -115,8 +115,8 @@ class Compilation:
 
         for kind in ("graph_break", "unimplemented"):
             for reason in counters[kind]:
-                if "torch.compiler.disable" not in reason and reason not in self._told:
-                    self._told.add(reason)
+                if "torch.compiler.disable" not in reason and reason not in self._warned_of:
+                    self._warned_of.add(reason)
                     if self._talks:
                         log.warning("a part of the model runs uncompiled, which is slower: %s", _first_lines(reason))
 

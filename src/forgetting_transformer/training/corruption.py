@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from forgetting_transformer.training.errors import TrainingError
+
 #: Elements that are added up at a time, by device: what fits into the caches of a core, or keeps a GPU busy.
 _PIECES = {"cpu": 1 << 16}
 _PIECE = 1 << 22
@@ -109,6 +111,19 @@ class Comparison:
             self._agreed = batch
         return self._found
 
+    def refuse(self, last_good_checkpoint: str) -> None:
+        """
+        Raises:
+            TrainingError: ranks hold different weights or moments; on every rank.
+        """
+        found = self.difference(wait=True)
+        if found is not None:
+            raise TrainingError(
+                f"weights or moments are corrupt: {found}. All ranks should hold the same, so memory or a GPU has "
+                f"failed; nothing was saved since, and {last_good_checkpoint}. Leave that machine out, or test it, and "
+                "start the same command again"
+            )
+
 
 def judge(batch: int, names: Sequence[str], table: Tensor, agreed: int | None = None) -> Difference | None:
     """What a table of digests, (ranks, tensors), says: None if all rows are equal."""
@@ -124,7 +139,7 @@ def judge(batch: int, names: Sequence[str], table: Tensor, agreed: int | None = 
     return Difference(batch, agreed, ranks, majority, wrong)
 
 
-def held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def weights_and_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights and moments by the names that a checkpoint gives them, as this rank holds them."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model.{name}": parameter for parameter, name in names.items()}

@@ -2,15 +2,20 @@
 
 import json
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from torch import nn
 
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.files import write_atomically
+from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import Config, recorded
+from forgetting_transformer.training.metrics import MetricsLog
 from forgetting_transformer.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.trainer import Trainer
 
 
 def model_info(model: nn.Module, flops_per_token: float) -> dict[str, float]:
@@ -61,3 +66,22 @@ def write_descriptions(
     start = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **start}
     with (root / "starts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(start) + "\n")
+
+
+def open_metrics(trainer: "Trainer") -> MetricsLog:
+    """Writes the descriptions of a run, and begins or continues its metrics; rank 0."""
+    config, step = trainer.config, trainer.counters.token_count
+    data, world_size = config.datamodule, trainer.fabric.world_size
+    info = model_info(trainer.model.module, trainer.flops_per_token)
+    start = {"step": step, "world_size": world_size, **trainer.environment}
+    write_descriptions(trainer.directory, config, trainer.model.module, trainer.undecayed, info, start)
+    setup.copy_tokenizer(trainer.data.folder, trainer.directory)
+    metrics = MetricsLog(trainer.directory, step, trainer.kinds)
+    metrics.report("resume", step, {"resume/resume_step": step})
+    local = data.train_batch_size // world_size
+    metrics.report_once("train_data_info", step, data_description(trainer.data_info, local, world_size))
+    if not config.skip_eval:
+        described = data_description(trainer.data.eval_info(), data.eval_local_batch_size, world_size)
+        metrics.report_once("val_data_info", step, described)
+    metrics.report_once("model_info", step, info)
+    return metrics

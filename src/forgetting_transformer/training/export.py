@@ -26,7 +26,7 @@ from forgetting_transformer.training.checkpoint import (
     read_newest,
     steps_in,
 )
-from forgetting_transformer.training.run_directory import RunDirectory, belongs_to, told
+from forgetting_transformer.training.run_directory import RunDirectory, belongs_to, describe_os_error
 
 #: Written into every export: which checkpoint it was made from, and which files of a model an export may replace.
 MARK = "exported_from.json"
@@ -109,7 +109,7 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     except (FileExistsError, NotADirectoryError) as error:
         raise ExportError(f"{save_folder} is a file, or lies under one; choose another --hf_save_dir") from error
     except (OSError, SafetensorError) as error:
-        reason = told(error, save_folder) if isinstance(error, OSError) else one_line(error)
+        reason = describe_os_error(error, save_folder) if isinstance(error, OSError) else one_line(error)
         raise ExportError(
             f"cannot write the export to {save_folder} ({reason}); make room, or choose another --hf_save_dir"
         ) from error

@@ -150,8 +150,8 @@ def import_run(
         "environment": {"imported_from": str(checkpoint.path.absolute())},
     }
     windows = {
-        "position_loss": torch.from_numpy(window),
-        "position_sequences": torch.tensor(saved["window_seq_count"], dtype=torch.float64),
+        "loss_by_position.loss_T": torch.from_numpy(window),
+        "loss_by_position.sequences": torch.tensor(saved["window_seq_count"], dtype=torch.float64),
     }
     _save(target, checkpoint, config, model, optimizer, state, windows)
     return Checkpoint(

@@ -80,8 +80,9 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     tokens = data.train_batch_size * data.train_batch_len
     total_steps = math.ceil(config.train.max_tokens / tokens)
     problems, seconds = [], []
+    trainer.callbacks.call_all("on_start")  # which refuse what they would miss after hours
     if trainer.compiled:
-        trainer.compilation.foretell()
+        trainer.compilation.announce()
     try:
         loader = trainer.data.train_loader(0, min(1 + STEPS, total_steps), fabric.global_rank, fabric.world_size)
         for batch in loader:
@@ -124,7 +125,7 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
         found["host_link_bytes_per_second"] = _host_link(fabric.device)
     if fabric.world_size > 1:
         found["all_reduce_bytes_per_second"] = _all_reduce(fabric.device)
-    trainer.vote.together()
+    trainer.vote.wait_for_all()
     if not fabric.is_global_zero:
         return {}
     found |= _disk(place, config, found["checkpoint_bytes"])

@@ -53,7 +53,7 @@ class RunDirectoryError(RuntimeError):
     """The run's folder cannot be used; the message says by whom or why, and what to do."""
 
 
-def told(error: OSError, root: Path) -> str:
+def describe_os_error(error: OSError, root: Path) -> str:
     """What went wrong and where: a write to a full disk does not name its file."""
     if error.strerror is None:
         return str(error)
@@ -109,7 +109,7 @@ class RunDirectory:
         self.goodput = self.root / "goodput.json"
         self._lock_file = self.root / "run.lock"
         self._lock = contextlib.ExitStack()
-        self.held = False  # whether this process may write here
+        self.is_locked = False  # whether this process may write here
         #: What status.json held before this process replaced it (status.py).
         self.status_before: bytes | None = None
 
@@ -235,7 +235,7 @@ class RunDirectory:
             ) from error
         except OSError as error:
             raise RunDirectoryError(
-                f"cannot make {told(error, folder)}; make room, or choose another output_dir"
+                f"cannot make {describe_os_error(error, folder)}; make room, or choose another output_dir"
             ) from error
 
     def acquire(self) -> None:
@@ -277,11 +277,11 @@ class RunDirectory:
         # For people; the lock holds without it, on a full disk too.
         with contextlib.suppress(OSError):
             os.write(descriptor, json.dumps(owner).encode())
-        self.held = True
+        self.is_locked = True
 
     def release(self) -> None:
         self._lock.close()
-        self.held = False
+        self.is_locked = False
 
     def move_aside(self) -> Path | None:
         """Moves what a run wrote into `previous/<time>/`, and nothing else; returns that folder, None if there was nothing.

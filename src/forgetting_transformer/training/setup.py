@@ -1,4 +1,4 @@
-"""The parts of a run, each built by one function: model, optimizer, log files. trainer.py puts them together."""
+"""The parts of a run, each built by one function: model, optimizer, log files. parts.py puts them together."""
 
 import contextlib
 import hashlib
@@ -31,7 +31,7 @@ from forgetting_transformer.plugins import CORPORA, OPTIMIZERS
 from forgetting_transformer.training import initialisation, status
 from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config, ConfigError, DataModuleConfig, OptimizerConfig
-from forgetting_transformer.training.metrics import LogFile, TerminalHandler
+from forgetting_transformer.training.logs import LogFile, TerminalHandler
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.start_block import human_count
 

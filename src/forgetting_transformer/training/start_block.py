@@ -42,7 +42,7 @@ def start_block(trainer: Trainer) -> str:
         ("schedule", _schedule(trainer)),
         ("corruption", _corruption(trainer)),
         ("output_dir", str(trainer.directory.root)),
-        ("wandb", trainer.metrics.wandb_place),
+        *((callback.name, callback.summary) for callback in trainer.callbacks if callback.summary),
         ("start", trainer.origin),
     ]
     width = max(len(name) for name, _ in rows)

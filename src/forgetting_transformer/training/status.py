@@ -20,7 +20,7 @@ from pathlib import Path
 
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.redaction import redact
-from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError, told
+from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError, describe_os_error
 
 _NAME = "status.json"
 #: A file of so many bytes is kept for the next status, because what ends a run may be a disk with no room for one.
@@ -74,7 +74,7 @@ def claim(directory: RunDirectory, resume: bool = True) -> None:
         RunDirectoryError: another run is writing there, the folder holds what is not a run's and would be replaced (or,
             without `resume`, moved), or it cannot be written; then nothing has changed.
     """
-    if directory.held:
+    if directory.is_locked:
         return
     directory.check_ours(resume)
     directory.acquire()
@@ -84,7 +84,9 @@ def claim(directory: RunDirectory, resume: bool = True) -> None:
         _keep_what_it_proves(directory)
     except OSError as error:
         directory.release()
-        raise RunDirectoryError(f"cannot write {told(error, directory.last_checkpoint)}; make room") from error
+        raise RunDirectoryError(
+            f"cannot write {describe_os_error(error, directory.last_checkpoint)}; make room"
+        ) from error
     write_status(directory.root, "starting", directory.newest_step())
 
 
@@ -148,6 +150,6 @@ def refuse(directory: RunDirectory, reason: str) -> None:
 
 def end(directory: RunDirectory, reason: str) -> None:
     """A start that fails before its first step; gives the folder back."""
-    if directory.held:
+    if directory.is_locked:
         write_status(directory.root, "failed", directory.newest_step(), reason)
         directory.release()

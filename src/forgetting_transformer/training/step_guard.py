@@ -59,6 +59,7 @@ class StepGuard:
         self._in_a_row = torch.zeros((), dtype=torch.float64, device=device)
         self._norms = torch.full((WINDOW,), torch.nan, dtype=torch.float64, device=device)
         self._pending: collections.deque[tuple[int, Tensor, torch.cuda.Event | None]] = collections.deque()
+        self._reports: list[BadStep] = []
         #: As far as the host knows.
         self.longest_row = 0
 
@@ -110,6 +111,15 @@ class StepGuard:
             if bad:
                 self.longest_row = max(self.longest_row, int(in_a_row))
                 found.append(BadStep(batch, int(in_a_row), sum(losses) / len(losses), norm, losses))
+        return found
+
+    def poll(self, wait: bool = False) -> None:
+        """Keeps what `bad_steps` gives for `take_reports`, so that the loop may ask and a callback may tell."""
+        self._reports += self.bad_steps(wait)
+
+    def take_reports(self) -> list[BadStep]:
+        """What polling found since the last call."""
+        found, self._reports = self._reports, []
         return found
 
     def state(self) -> dict[str, Tensor]:

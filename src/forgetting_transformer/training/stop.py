@@ -41,7 +41,7 @@ class Vote:
         self._work = dist.all_reduce(self._wish, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return agreed
 
-    def together(self) -> None:
+    def wait_for_all(self) -> None:
         """Returns on every rank once all have come here."""
         if self._work is not None:
             self._work.wait()

@@ -1,9 +1,27 @@
 """Norms of every parameter and its gradient, for the logs."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from forgetting_transformer.training.callbacks.base import Callback, Interval
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.trainer import Trainer
+
+
+class Norms(Callback):
+    """Writes them to norm.jsonl with every line of the log."""
+
+    name = "norms"
+    all_ranks = True
+
+    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+        if kind == "log":
+            trainer.report("norm", parameter_norms(trainer.model.module))
 
 
 @torch.no_grad()
@@ -22,14 +40,3 @@ def parameter_norms(model: nn.Module) -> dict[str, float]:
     if sharded:
         dist.all_reduce(squares)
     return dict(zip(tensors, squares.sqrt().tolist(), strict=True))
-
-
-@torch.no_grad()
-def all_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every weight and every moment is finite, on all ranks. Called by all ranks; waits for the device once."""
-    tensors = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if torch.is_tensor(t)]
-    finite = torch.isfinite(torch.stack(torch._foreach_norm([t for t in local if t.numel()]))).all().float()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(finite, dist.ReduceOp.MIN)
-    return bool(finite.item())

@@ -1,0 +1,35 @@
+"""Says which updates were left out, and what was in their batches (step_guard.py decides that)."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class BadSteps(Callback):
+    """bad_step.jsonl, and a warning in every rank's log."""
+
+    name = "bad_steps"
+    all_ranks = True
+
+    def on_step(self, trainer: "Trainer", step: Step) -> None:
+        self._report(trainer)
+
+    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+        if kind == "save":  # their lines must be there before the checkpoint is
+            self._report(trainer)
+
+    def on_end(self, trainer: "Trainer") -> None:
+        self._report(trainer)
+
+    def _report(self, trainer: "Trainer") -> None:
+        for bad in trainer.guard.take_reports():
+            where = trainer.data.locate(bad.batch)
+            log.warning("the update of batch %d was left out: %s; %s", bad.batch, bad, where)
+            values = {f"bad_step/{key}": value for key, value in bad.describe(where).items()}
+            trainer.report("bad_step", values, step=(bad.batch + 1) * trainer.tokens_per_step)

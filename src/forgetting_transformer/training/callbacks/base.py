@@ -1,0 +1,194 @@
+"""What a callback is: the hooks that the trainer calls, and what it sees to around them.
+
+Importing this loads no PyTorch, so a module that registers a callback may define its class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from forgetting_transformer.training.checkpoint import Saved
+    from forgetting_transformer.training.trainer import Trainer
+
+#: What it is time for: each name stands for the key of the config that ends in `_interval`.
+#: "save": a checkpoint is about to be made; "checkpoint_interval" is only one reason for that.
+Interval = Literal["log", "train_eval", "eval", "save"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one training step gave. The tensors are on the device, which may still be computing them.
+
+    Attributes:
+        loss: mean loss per token of the global batch, nats.
+        grad_norm: global L2 norm of the gradient before clipping.
+        lr: learning rate of the update.
+        loss_T: loss at each position, summed over the sequences of the global batch, float64; equal on all ranks.
+        left_out: 1.0 if the update was left out because the loss or gradient was bad, else 0.0.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    loss_T: Tensor
+    left_out: Tensor
+
+
+class Callback:
+    """Something that is measured or done during training. A subclass overrides the hooks that it needs.
+
+    The trainer restores random numbers and train mode after every hook, so a hook need not.
+
+    Attributes:
+        name: what configs, the start block and checkpoints call it.
+        all_ranks: whether the hooks run on every rank, which a hook with collective operations (a reduction, a forward
+            pass of a sharded model, `Trainer.beat`) needs; otherwise on rank 0 only.
+        kinds: kinds of lines that it gives to `Trainer.report`. A resume cuts them at its checkpoint.
+        evaluates: whether it is to be called for "eval".
+        interval: training tokens between these calls; None: as the config's eval_interval and skip_eval say.
+        summary: a line for the start block; "": none.
+    """
+
+    name: str
+    all_ranks: ClassVar[bool] = False
+    kinds: Sequence[str] = ()
+    evaluates: ClassVar[bool] = False
+    interval: int | None = None
+    summary: str = ""
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step of this start: model, optimizer and data are there, a checkpoint is loaded."""
+
+    def on_step(self, trainer: Trainer, step: Step) -> None:
+        """After every step. The device is still busy: do not wait for it (`.item()`, `.cpu()`) here."""
+
+    def on_interval(self, trainer: Trainer, kind: Interval) -> None:
+        """It is time for `kind`, by the interval of that name or after the last step.
+
+        "log", "train_eval" and "save" are quick work; "eval", with `evaluates`, may be long. Long work runs on all
+        ranks and calls `trainer.beat()` for every batch, equally often on every rank; where that returns true, it
+        leaves without a report, and the next start does it again: the line of its first kind is missing.
+        """
+
+    def on_evaluate(self, trainer: Trainer, kind: str, values: dict[str, Any]) -> None:
+        """An evaluation has reported `values` as a line of `kind`; rank 0 only."""
+
+    def on_save(self, trainer: Trainer, saved: Saved) -> None:
+        """A checkpoint is whole on the disk; training has gone on meanwhile."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """After the last step and the last checkpoint of this start; not after an error."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Small tensors of fixed shapes for the checkpoint, equal on all ranks that the callback runs on."""
+        return {}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Takes `state()` back, before `on_start`; not called where the checkpoint has none of this callback."""
+
+
+#: Names in windows.npz of earlier versions, which had no callbacks.
+_EARLIER_NAMES = {
+    "position_loss": "loss_by_position.loss_T",
+    "position_sequences": "loss_by_position.sequences",
+}
+
+
+class Callbacks:
+    """The callbacks of a run that this rank calls, in their order.
+
+    Args:
+        trainer: whose hooks they are.
+        built_in: those of every run; they draw no random numbers in `on_step`.
+        chosen: those that the config names; called after them.
+    """
+
+    def __init__(self, trainer: Trainer, built_in: Sequence[Callback], chosen: Sequence[Callback]) -> None:
+        self._trainer = trainer
+        here = [c for c in (*built_in, *chosen) if c.all_ranks or trainer.fabric.is_global_zero]
+        self._callbacks = here
+        self._on_step = [c for c in here if type(c).on_step is not Callback.on_step]
+        self._trusted = {id(c) for c in built_in}
+        #: The one whose hook is running.
+        self.running: Callback | None = None
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._callbacks)
+
+    def on_step(self, step: Step) -> None:
+        for callback in self._on_step:
+            if id(callback) in self._trusted:
+                callback.on_step(self._trainer, step)
+            else:
+                self.call(callback, "on_step", step)
+
+    def call_all(self, hook: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            if getattr(type(callback), hook) is not getattr(Callback, hook):
+                self.call(callback, hook, *arguments)
+
+    def call(self, callback: Callback, hook: str, *arguments: Any) -> None:
+        """One hook of one callback, after which random numbers and train mode are what they were."""
+        outer, self.running = self.running, callback
+        try:
+            with _left_as_found(self._trainer.model.module, self._trainer.fabric.device):
+                getattr(callback, hook)(self._trainer, *arguments)
+        finally:
+            self.running = outer
+
+    def evaluations_due(self) -> list[Callback]:
+        """Callbacks whose evaluation is due after the last step; the same on every rank, but for those of rank 0."""
+        config, trainer = self._trainer.config, self._trainer
+        due = []
+        for callback in self._callbacks:
+            interval = callback.interval or (None if config.skip_eval else config.eval_interval)
+            if not callback.evaluates or interval is None:
+                continue
+            if trainer.crossed(interval) or (trainer.finished and config.final_eval):
+                due.append(callback)
+        return due
+
+    @property
+    def kinds(self) -> set[str]:
+        """All kinds of lines that they write."""
+        return {kind for callback in self._callbacks for kind in callback.kinds}
+
+    def state(self) -> dict[str, Tensor]:
+        """For the checkpoint: `<callback>.<key>`."""
+        return {f"{c.name}.{key}": tensor for c in self._callbacks for key, tensor in c.state().items()}
+
+    def load(self, windows: dict[str, Tensor]) -> None:
+        """Hands every callback its part of what a checkpoint holds, also one of an earlier version."""
+        named = {_EARLIER_NAMES.get(name, name): tensor for name, tensor in windows.items()}
+        for callback in self._callbacks:
+            prefix = f"{callback.name}."
+            state = {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+            if state:
+                callback.load(state)
+
+
+@contextlib.contextmanager
+def _left_as_found(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Afterwards random numbers, and for each module whether it trains or evaluates, are what they were."""
+    import numpy as np
+    import torch
+
+    modes = [(module, module.training) for module in model.modules()]
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,58 @@
+"""The callbacks that every run has, and those that its config names."""
+
+from typing import TYPE_CHECKING
+
+from forgetting_transformer.plugins import CALLBACKS
+from forgetting_transformer.training.callbacks.bad_steps import BadSteps
+from forgetting_transformer.training.callbacks.base import Callback, Callbacks
+from forgetting_transformer.training.callbacks.checkpoint_times import CheckpointTimes
+from forgetting_transformer.training.callbacks.goodput import Goodput
+from forgetting_transformer.training.callbacks.held_out import HeldOut
+from forgetting_transformer.training.callbacks.loss import Loss, LossByPosition
+from forgetting_transformer.training.callbacks.norms import Norms
+from forgetting_transformer.training.callbacks.progress import Progress
+from forgetting_transformer.training.callbacks.throughput import Throughput
+from forgetting_transformer.training.callbacks.wandb import Wandb
+from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.hardware import peak_flops
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.trainer import Trainer
+
+
+def built_in(trainer: "Trainer") -> list[Callback]:
+    """The callbacks of every run, in their order, of a trainer whose checkpoint is loaded."""
+    config, data, counters = trainer.config, trainer.config.datamodule, trainer.counters
+    peak = config.fabric.peak_flops or peak_flops(trainer.fabric.device, config.fabric.precision)
+    throughput = Throughput(peak and peak * trainer.fabric.world_size, counters.as_floats())
+    return [
+        Wandb(),  # first, so that it has what the others report at the start
+        Goodput(trainer.directory.goodput, trainer.clock),
+        BadSteps(),
+        LossByPosition(data.train_batch_len, data.train_batch_size, config.eval.min_val_length, trainer.fabric.device),
+        Loss(),
+        Norms(),
+        throughput,
+        HeldOut(),
+        CheckpointTimes(),
+        # Last: it shows what the others have found.
+        Progress(config.train.max_tokens, counters.token_count, trainer.fabric.is_global_zero, throughput),
+    ]
+
+
+def chosen(config: Config) -> list[Callback]:
+    """The callbacks that the config names, in its order."""
+    found = []
+    for name, keys in vars(config.callbacks).items():
+        component = CALLBACKS.get(name)
+        callback = component.build(keys) if component.config is not None else component.build()
+        callback.name = name
+        found.append(callback)
+    return found
+
+
+def callbacks_of(trainer: "Trainer") -> Callbacks:
+    """All of them, with what the checkpoint holds of them."""
+    callbacks = Callbacks(trainer, built_in(trainer), chosen(trainer.config))
+    callbacks.load(trainer.callback_state)
+    return callbacks

@@ -1,0 +1,19 @@
+"""How long checkpoints took."""
+
+from typing import TYPE_CHECKING
+
+from forgetting_transformer.training.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.checkpoint import Saved
+    from forgetting_transformer.training.trainer import Trainer
+
+
+class CheckpointTimes(Callback):
+    """checkpoint.jsonl: seconds that training waited for the copy, and that writing took."""
+
+    name = "checkpoint_times"
+
+    def on_save(self, trainer: "Trainer", saved: "Saved") -> None:
+        values = {"checkpoint/checkpoint_time": saved.copy_seconds, "checkpoint/write_time": saved.write_seconds}
+        trainer.report("checkpoint", values, step=saved.step)

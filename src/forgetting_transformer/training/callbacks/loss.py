@@ -1,0 +1,66 @@
+"""The training loss: a line of it with every line of the log, and its mean at every position."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
+from forgetting_transformer.training.loss_by_position import PositionSums, by_length
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.trainer import Trainer
+
+
+class Loss(Callback):
+    """train.jsonl: counters, learning rate, loss and gradient norm of the last step."""
+
+    name = "loss"
+
+    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+        step = trainer.latest
+        if kind == "log" and step is not None:
+            values = {f"train/{name}": count for name, count in vars(trainer.counters).items()}
+            values |= {"train/lr": step.lr, "train/loss": step.loss.item()}
+            trainer.report("train", values | {"train/global_grad_norm": step.grad_norm.item()})
+
+
+class LossByPosition(Callback):
+    """train_eval.jsonl: loss at every position, mean over all sequences since the last report. On every rank.
+
+    Args:
+        length: tokens of a training sequence.
+        sequences: of a global batch.
+        shortest: shortest prefix whose mean loss is reported.
+    """
+
+    name = "loss_by_position"
+    all_ranks = True
+
+    def __init__(self, length: int, sequences: int, shortest: int, device: torch.device) -> None:
+        self._batch, self._shortest = sequences, shortest
+        self._sums = PositionSums.zeros(length, device)
+
+    def on_step(self, trainer: "Trainer", step: Step) -> None:
+        self._sums.loss_T += torch.where(step.left_out.bool(), 0.0, step.loss_T)
+        self._sums.sequences += (1 - step.left_out) * self._batch
+
+    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+        if kind != "train_eval":
+            return
+        mean_T, sequences = self._sums.mean_T(), int(self._sums.sequences.item())
+        self._sums.flat.zero_()
+        values = {
+            **by_length("train_eval", mean_T, self._shortest),
+            "train_eval/window_seq_count": sequences,
+            "train_eval/window_token_count": sequences * mean_T.size,
+            **{f"train_eval/train_{name}": value for name, value in vars(trainer.counters).items()},
+        }
+        trainer.report("train_eval", values, {"train_eval/loss_per_token": mean_T})
+
+    def state(self) -> dict[str, Tensor]:
+        return {"loss_T": self._sums.loss_T, "sequences": self._sums.sequences}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self._sums.loss_T.copy_(state["loss_T"])
+        self._sums.sequences.copy_(state["sequences"])

@@ -1,0 +1,82 @@
+"""Tokens, batches and FLOPs per second, and MFU."""
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.trainer import Trainer
+
+
+class Throughput(Callback):
+    """Rates and MFU, over all of a run and over the last `window` steps, under the names the paper's runs used.
+
+        throughput/{token,batch,flop}_count_per_second_{total,update}_{recent,cum}
+        throughput/mfu_{total,update}_{recent,cum}
+
+    "total" counts wall time of the training loop, evaluations and checkpoints included; "update" only the steps.
+    "recent" is the window, "cum" the whole run with its restarts; MFU's "cum" begins at the last start, because a
+    restart may have other GPUs.
+
+    MFU is model FLOPs per second over the peak of all GPUs. Convention: model FLOPs are those of
+    `DecoderConfig.flops_per_token`. Causal attention counts the pairs it needs, recomputation is not counted, and
+    pruned attention counts as if full. So MFU says how fast a model trains, whatever tricks it trains with, and with
+    pruning it may exceed what the hardware computes. FLOPs "as run", less the tiles that pruning skips, would need
+    the kernel to count those tiles; they are not reported. There is no MFU where the peak is unknown.
+
+    Args:
+        peak_flops: FLOP/s of all devices of the job together; None if unknown.
+        start: the counters when this process began to train.
+        window: steps that "recent" looks back, or as many as there are since the start.
+    """
+
+    name = "throughput"
+    KEYS = ("token_count", "batch_count", "flop_count")
+
+    def __init__(self, peak_flops: float | None, start: dict[str, float], window: int = 100) -> None:
+        self._peak_flops, self._start = peak_flops, start
+        self._steps: deque[dict[str, float]] = deque(maxlen=window + 1)
+        #: Over the last `window` steps, as reported last; None after the first step.
+        self.tokens_per_second: float | None = None
+
+    def on_step(self, trainer: "Trainer", step: Step) -> None:
+        self.step(trainer.counters.as_floats())
+
+    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+        if kind == "log" and (rates := self.metrics(trainer.counters.as_floats())):
+            self.tokens_per_second = rates["throughput/token_count_per_second_total_recent"]
+            trainer.report("throughput", rates)
+
+    def step(self, counters: dict[str, float]) -> None:
+        """Takes the counters after a step: KEYS, total_time and update_time (seconds)."""
+        self._steps.append(counters)
+
+    def metrics(self, counters: dict[str, float]) -> dict[str, float]:
+        """What to report after the step taken last; nothing after the first.
+
+        Args:
+            counters: as they are now, after waiting for the device, in place of what that step left.
+        """
+        self._steps[-1] = counters
+        metrics = {f"throughput/{name}": value for name, value in counters.items()}
+        if len(self._steps) < 2:
+            return {}
+        first = self._steps[0]
+        beginning = dict.fromkeys(counters, 0.0)
+        for clock in ("total_time", "update_time"):
+            name = clock.removesuffix("_time")
+            for key in self.KEYS:
+                metrics[f"throughput/{key}_per_second_{name}_recent"] = _rate(key, clock, first, counters)
+                metrics[f"throughput/{key}_per_second_{name}_cum"] = _rate(key, clock, beginning, counters)
+            if self._peak_flops is not None:
+                recent = _rate("flop_count", clock, first, counters)
+                metrics[f"throughput/mfu_{name}_recent"] = recent / self._peak_flops
+                since_start = _rate("flop_count", clock, self._start, counters)
+                metrics[f"throughput/mfu_{name}_cum"] = since_start / self._peak_flops
+        return metrics
+
+
+def _rate(key: str, clock: str, before: dict[str, float], now: dict[str, float]) -> float:
+    """What `key` gained per second of `clock` between two states of the counters."""
+    return (now[key] - before[key]) / max(now[clock] - before[clock], 1e-9)

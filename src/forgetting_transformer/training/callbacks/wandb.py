@@ -1,0 +1,137 @@
+"""wandb gets every report too, if it is there and willing."""
+
+import contextlib
+import json
+import logging
+import secrets
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forgetting_transformer.files import write_atomically
+from forgetting_transformer.redaction import redact_tree
+from forgetting_transformer.training.callbacks.base import Callback
+from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.metrics import MetricsLog, prefixed, read_lines
+from forgetting_transformer.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class Wandb(Callback):
+    """A sink of the run's metrics; a run never stops for its sake.
+
+    wandb keeps rows in memory for a while, so a killed process loses some. On every start it therefore gets the rows it
+    lacks from the JSON-lines files: online those past the last step on the server, offline all of them, in a new folder
+    that supersedes the older ones of the run. Either way every step is there once.
+    """
+
+    name = "wandb"
+
+    def on_start(self, trainer: "Trainer") -> None:
+        self.open(trainer.metrics, trainer.config, trainer.resolved)
+
+    def open(self, metrics: MetricsLog, config: Config, resolved: dict[str, Any]) -> None:
+        """Begins or continues the run in wandb, and has the rows from `metrics` from then on.
+
+        Args:
+            resolved: the config as wandb is to show it.
+        """
+        directory = metrics.directory
+        self._run = None
+        # The mode, and the folder or address it writes to.
+        self.summary = config.wandb.mode
+        if config.wandb.mode == "disabled":
+            return
+        try:
+            import wandb
+        except ImportError:
+            log.info("wandb is not installed; metrics are in %s", directory.jsonlines)
+            self.summary = "not installed"
+            return
+        try:
+            run_id = _wandb_run_id(directory)
+            log_dir = Path(config.wandb.log_dir or directory.root)
+            log_dir.mkdir(parents=True, exist_ok=True)
+            if config.wandb.mode == "offline":
+                for folder in log_dir.glob(f"wandb/offline-run-*-{run_id}"):
+                    folder.rename(folder.with_name(f"superseded-{folder.name}"))
+            with _command_line_without_passwords():
+                self._run = wandb.init(
+                    project=config.wandb.project,
+                    name=config.tag,
+                    group=config.exp,
+                    id=run_id,
+                    dir=str(log_dir),
+                    mode=config.wandb.mode,
+                    resume="allow",
+                    config=resolved,
+                    settings=wandb.Settings(silent=True, init_timeout=60),
+                )
+        except Exception as error:  # no network, no login, a full quota: none of these may stop a run
+            log.warning("wandb is not available (%s); metrics are in %s", error, directory.jsonlines)
+            self.summary = "not available"
+            return
+        address = getattr(self._run, "url", None) if config.wandb.mode == "online" else None
+        self.summary = f"{config.wandb.mode}, {address or log_dir / 'wandb'}"
+        rows: dict[int, dict[str, Any]] = {}
+        for file in metrics.files():
+            for entry in read_lines(file):
+                # Descriptions of earlier versions have names without a prefix.
+                row = prefixed(file.stem, {k: v for k, v in entry.items() if k != "step"})
+                rows.setdefault(entry["step"], {}).update(row)
+        for step in sorted(rows):
+            self.log(step, rows[step])
+        metrics.sinks.append(self)
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        try:
+            if self._run is not None and step >= self._run.step:
+                self._run.log(values, step=step)
+        except Exception as error:
+            log.warning("wandb stopped taking metrics (%s); they are in the JSON-lines files", error)
+            self._run = None
+
+    def close(self) -> None:
+        try:
+            if self._run is not None:
+                self._run.finish()
+        except Exception as error:
+            log.warning("wandb did not finish (%s); all metrics are in the JSON-lines files", error)
+
+
+def _wandb_run_id(directory: RunDirectory) -> str:
+    """The id of this folder's run in wandb. A copy of a folder gets a new one: the other may go on under its own."""
+    file, home = directory.wandb_run_id, directory.wandb_run_id.with_name("folder.json")
+    here = {"output_dir": str(directory.root), "inode": directory.root.stat().st_ino}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        recorded = json.loads(home.read_text(encoding="utf-8"))
+        # One that was moved keeps its inode, and so does one that a link leads to.
+        known = any(recorded[key] == value for key, value in here.items())
+    except FileNotFoundError:
+        known, recorded = True, None  # of an earlier version
+    except (ValueError, LookupError, TypeError):
+        known, recorded = False, {}
+    if not file.is_file() or not known:
+        if file.is_file():
+            log.info("this folder is a copy: wandb gets a run of its own for it, with all that its metrics hold")
+        write_atomically(file, secrets.token_hex(4))
+    if recorded != here:
+        write_atomically(home, json.dumps(here))
+    return file.read_text(encoding="utf-8").strip()
+
+
+@contextlib.contextmanager
+def _command_line_without_passwords() -> Iterator[None]:
+    """wandb records the command line, and has no setting to leave it out alone."""
+    arguments = sys.argv
+    sys.argv = redact_tree(arguments)
+    try:
+        yield
+    finally:
+        sys.argv = arguments

@@ -1,0 +1,5 @@
+"""What ends training with one line that says what to do."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says what happened and what still holds."""

@@ -1,0 +1,33 @@
+"""The handlers of a run's log: its file, and the terminal, which may show a live bar."""
+
+import logging
+import sys
+
+from tqdm import tqdm
+
+#: Marks a record of the log that a live bar shows too.
+ON_THE_BAR = "on_the_bar"
+
+
+class TerminalHandler(logging.Handler):
+    """Prints log records above a live progress bar instead of through it, except what the bar itself shows."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, ON_THE_BAR, False):
+            tqdm.write(self.format(record), file=sys.stderr)
+
+
+class LogFile(logging.FileHandler):
+    """A run's log. Where it cannot be written, on a full disk say, the terminal says so once instead of a traceback per line."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._said:
+            self._said = True
+            tqdm.write(
+                f"{self.baseFilename} cannot be written: {error.strerror}; lines of the log are lost", file=sys.stderr
+            )

@@ -1,0 +1,208 @@
+"""The parts of a run and the order in which they are made. trainer.py trains with them."""
+
+import contextlib
+import dataclasses
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import DDPStrategy
+from torch import nn
+
+from forgetting_transformer.ops.selftest import Backend
+from forgetting_transformer.training import execution, setup, status
+from forgetting_transformer.training.backends import choose_on_all_ranks
+from forgetting_transformer.training.checkpoint import Checkpointer
+from forgetting_transformer.training.clock import Clock
+from forgetting_transformer.training.compilation import Compilation
+from forgetting_transformer.training.config import Config, ConfigError, check, recorded
+from forgetting_transformer.training.corruption import Comparison
+from forgetting_transformer.training.launch import launch
+from forgetting_transformer.training.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.peers import Peers
+from forgetting_transformer.training.provenance import describe
+from forgetting_transformer.training.resume import find_checkpoint, load_checkpoint
+from forgetting_transformer.training.run_directory import RunDirectory
+from forgetting_transformer.training.saving import Saver
+from forgetting_transformer.training.schedule import build_schedule
+from forgetting_transformer.training.sentinel import Sentinel
+from forgetting_transformer.training.startup import Startup
+from forgetting_transformer.training.step_guard import StepGuard
+from forgetting_transformer.training.stop import Vote
+
+log = logging.getLogger(__name__)
+#: How long the writer of a checkpoint on one rank waits for those on others. It is not what ends the wait for a writer
+#: that hangs: the sentinel does, and knows a slow one from it.
+_LET_WRITERS_WAIT = timedelta(days=7)
+
+
+@dataclasses.dataclass
+class Counters:
+    """What a run has done so far, over all ranks and restarts. Times in seconds."""
+
+    token_count: int = 0
+    batch_count: int = 0
+    flop_count: int = 0
+    total_time: float = 0.0
+    update_time: float = 0.0
+
+    def as_floats(self) -> dict[str, float]:
+        return {name: float(value) for name, value in vars(self).items()}
+
+
+class Parts:
+    """Everything that training needs, on one rank. Whatever can be refused is refused before the first step.
+
+    Args:
+        sentinel: around all of it; peers: who fails first. Default: of this start's own.
+        directory: of the run; default what the config says.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        sentinel: Sentinel | None = None,
+        directory: RunDirectory | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        self.startup, self.clock = Startup(), Clock()
+        self.config = config
+        self.sentinel = sentinel or Sentinel(config.strategy.timeout_seconds)
+        self.directory = directory or RunDirectory(config.output_dir)
+        setup.claim_early(self.directory, config.resume)
+        self.fabric = launch(config)
+        self.peers = peers or Peers()
+        self.peers.join(self.fabric.global_rank, self.fabric.world_size)
+        self.sentinel.gone = self.peers.gone
+        check(config, self.fabric.world_size)
+        self.started("processes")
+        self.schedule = build_schedule(config.schedule, config.optimizer.lr)
+        setup.on_rank_zero(self.fabric, lambda: status.claim(self.directory, config.resume))
+        if config.resume:
+            setup.start_logging(self.directory, self.fabric.global_rank)
+
+        log.info("reading the corpus: %s in %s", config.datamodule.dataset, config.data_dir)
+        vocabulary = setup.recorded_vocabulary(config, self.directory) if config.resume else None
+        self.data = setup.build_data(config.data_dir, config.datamodule, vocabulary)
+        self.data_info = self.data.train_info()
+        self._check_budget()
+        self.started("data")
+        setup.warn_without_gpu(config, self.data_info, self.fabric.device)
+        self.compilation = Compilation(
+            config,
+            self.data_info.vocab_size,
+            self.fabric.device,
+            self.fabric.global_rank,
+            self.fabric.world_size,
+        )
+        self.started("compiler")
+        self.checkpointer = Checkpointer(
+            self.directory.checkpoints,
+            config.checkpoint_keep_last,
+            self.fabric.global_rank,
+            self.fabric.world_size,
+            _LET_WRITERS_WAIT,
+            config.checkpoint_background,
+            self.directory.last_checkpoint,
+        )
+        self.checkpointer.watch = self.sentinel.waiting_for
+        self.checkpointer.forked = config.fork_dir is not None
+        self.vote = Vote(self.fabric.world_size, timedelta(seconds=config.strategy.timeout_seconds))
+        checkpoint, forked = find_checkpoint(config, self.checkpointer, self.fabric)
+        self.started("checkpoint")
+        log.info("building the model: %s", config.model.name)
+        # Drawing initial weights takes one core, and testing kernels waits for compilers.
+        with ThreadPoolExecutor(1, "model") as thread:
+            outline = setup.outline(config, self.data_info)
+            building = thread.submit(setup.build_model, config, self.data_info, initialise=checkpoint is None)
+            #: op: what runs it, tested here and now.
+            self.backends = self._choose_backends(outline)
+            self.started("self-test")
+            model = building.result()
+        lengths = self.data.train_lengths().items()
+        self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
+        self.started("model")
+        self.undecayed = undecayed_parameters(model, config.train)
+        # Order matters: the optimizer must see the parameters that the strategy leaves behind.
+        self.model = self.fabric.setup_module(model)
+        optimizer = setup.build_optimizer(self.model.module, self.undecayed, config.optimizer)
+        self.optimizer = self.fabric.setup_optimizers(optimizer)
+        setup.check_optimizer_owns(self.model, self.optimizer)
+        self.started("strategy")
+        if not config.resume:
+            # Only now: a command that is refused must leave the old run where it was.
+            setup.on_rank_zero(self.fabric, self._move_aside)
+            setup.start_logging(self.directory, self.fabric.global_rank)
+
+        #: Where the weights come from, for people.
+        self.origin = "a new run"
+        #: The code and machine that this process runs, asked once: the code on disk may change while it runs.
+        self.environment = describe(self.fabric.device)
+        self.resolved: dict[str, Any] = recorded(config)
+        self.counters = Counters()
+        #: Compares what all ranks should hold alike; None where there is nothing to compare, or not wanted.
+        self.comparison = self._comparison()
+        self.guard = StepGuard(self.fabric.device, config.train.spike_factor)
+        #: What the checkpoint that this start continues from was trained with.
+        self.before: execution.Execution | None = None
+        #: The hash of the corpus's list of checksums, or of the one that the run began with.
+        self.data_checksums = self.data_info.checksums
+        #: Kinds of lines that callbacks of this start, or of an earlier one, have written.
+        self.kinds: set[str] = set()
+        self.directory.make(self.directory.checkpoints)
+        setup.on_rank_zero(self.fabric, self.checkpointer.clean)
+        #: What callbacks left in the checkpoint.
+        self.callback_state = {} if checkpoint is None else load_checkpoint(self, checkpoint, forked)
+        self.saver = Saver(self.checkpointer, None if checkpoint is None or forked else checkpoint.step)
+        self.execution = execution.choose(
+            config.train.compile, self.fabric.device, self.before, self.backends, self.fabric.global_rank
+        )
+        self.compilation.compile(self.model.module if self.compiled else None)
+        self.started("checkpoint")
+
+    def started(self, stage: str) -> None:
+        """The start has `stage` behind it."""
+        self.startup.done(stage)
+        self.sentinel.starting(stage)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether blocks and loss are compiled: what `train.compile` came to."""
+        return self.execution.compile
+
+    def uncompiled(self) -> contextlib.AbstractContextManager[Any]:
+        """In it nothing compiled runs: for forward passes of many lengths, or with hooks on submodules."""
+        return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
+
+    def _comparison(self) -> Comparison | None:
+        same = self.fabric.world_size > 1 and isinstance(self.fabric.strategy, DDPStrategy)
+        return Comparison(self.fabric.world_size) if same and self.config.strategy.compare_steps else None
+
+    def _choose_backends(self, model: nn.Module) -> dict[str, Backend]:
+        config = self.config
+        if self.fabric.device.type == "cuda":
+            log.info("testing the kernels")
+        dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
+        lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
+        return choose_on_all_ranks(model, dtype, self.fabric.device, lengths)
+
+    def _check_budget(self) -> None:
+        """Held-out data, the token budget and the cache of a remote corpus are checked now, not after hours of training."""
+        info, config = self.data_info, self.config
+        if config.train.max_tokens > info.total_tokens and not config.datamodule.repeat:
+            raise ConfigError(
+                f"train.max_tokens={config.train.max_tokens:,} is more than the {info.total_tokens:,} tokens of "
+                f"{info.path} at this batch shape; lower it, or set datamodule.repeat=true to read the data again"
+            )
+        if not config.skip_eval:
+            self.data.eval_info()
+        self.data.check_cache(self.fabric.world_size, evaluates=not config.skip_eval)
+
+    def _move_aside(self) -> None:
+        status.restore(self.directory)
+        moved = self.directory.move_aside()
+        status.write_status(self.directory.root, "starting", 0)
+        if moved:
+            log.warning("resume=false: what the run in %s had written is now in %s", self.directory.root, moved)

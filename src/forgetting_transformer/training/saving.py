@@ -1,0 +1,113 @@
+"""When and what a run saves, and what became of it. How a checkpoint is written: checkpoint.py."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forgetting_transformer.training.checkpoint import Checkpointer, Saved
+from forgetting_transformer.training.errors import TrainingError
+
+if TYPE_CHECKING:
+    from forgetting_transformer.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """The checkpoints of a run. All ranks call its methods after the same step.
+
+    Args:
+        saved_step: tokens of the checkpoint of this run that this start goes on from, if any.
+    """
+
+    def __init__(self, checkpointer: Checkpointer, saved_step: int | None) -> None:
+        self.checkpointer = checkpointer
+        #: Tokens of the checkpoint saved last, if any.
+        self.saved_step = saved_step
+
+    @property
+    def last_good_checkpoint(self) -> str:
+        """What a later start can go on from, for messages."""
+        step = self.checkpointer.last_good or self.saved_step
+        return f"the last good checkpoint is at {step:,} tokens" if step else "nothing was saved"
+
+    def save(self, trainer: "Trainer", permanent: bool, must_succeed: bool) -> None:
+        """Begins to save, unless this step is saved; with `must_succeed`, or without a background, until it is done."""
+        trainer.guard.poll(wait=True)
+        self.collect(trainer, wait=True)
+        if self.saved_step != trainer.counters.token_count:
+            self._begin(trainer, permanent)
+        if must_succeed or not trainer.config.checkpoint_background:
+            self.collect(trainer, wait=True, must_succeed=must_succeed)
+
+    def _begin(self, trainer: "Trainer", permanent: bool) -> None:
+        model, optimizer, tokens = trainer.model.module, trainer.optimizer.optimizer, trainer.counters.token_count
+        if trainer.comparison is not None:
+            trainer.compare_ranks()
+            trainer.comparison.refuse(self.last_good_checkpoint)
+        if not _all_finite(model, optimizer):
+            raise TrainingError(
+                f"weights or moments became infinite or NaN before {tokens:,} tokens, though every update that was "
+                f"made had a finite gradient; {self.last_good_checkpoint}, and nothing was saved since. Lower "
+                "optimizer.lr, and if that does not help suspect the hardware"
+            )
+        trainer.callbacks.call_all("on_interval", "save")
+        state = {
+            **vars(trainer.counters),
+            "config": trainer.resolved,
+            "model_config": model.config.to_dict(),
+            "data_fingerprint": trainer.data_info.fingerprint,
+            "data_checksums": trainer.data_checksums,
+            "world_size": trainer.fabric.world_size,
+            "environment": trainer.environment,
+            "execution": trainer.execution.as_json(),
+            "kinds": sorted(trainer.kinds),
+        }
+        self.checkpointer.save(
+            tokens,
+            model,
+            optimizer,
+            state,
+            trainer.callbacks.state() | trainer.guard.state(),
+            permanent,
+            before_manifest=trainer.metrics.flush if trainer.metrics is not None else lambda: None,
+        )
+
+    def collect(self, trainer: "Trainer", wait: bool = False, must_succeed: bool = False) -> None:
+        """What became of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
+        saved = self._finished(wait)
+        if saved is None:
+            return
+        if saved.error is None:
+            trainer.callbacks.call_all("on_save", saved)
+        elif must_succeed:
+            raise TrainingError(
+                f"{saved.error}; {self.last_good_checkpoint}. Make room and start the same command again"
+            )
+        else:
+            log.error("%s; %s. Training goes on", saved.error, self.last_good_checkpoint)
+
+    def wait_for_save(self) -> None:
+        """Learns how the save in flight ended, without telling anybody."""
+        self._finished(wait=True)
+
+    def _finished(self, wait: bool) -> Saved | None:
+        saved = self.checkpointer.finished(wait)
+        if saved is not None and saved.error is None:
+            self.saved_step = saved.step
+        return saved
+
+
+@torch.no_grad()
+def _all_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every weight and every moment is finite, on all ranks. Called by all ranks; waits for the device once."""
+    tensors = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if torch.is_tensor(t)]
+    finite = torch.isfinite(torch.stack(torch._foreach_norm([t for t in local if t.numel()]))).all().float()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(finite, dist.ReduceOp.MIN)
+    return bool(finite.item())

@@ -1,0 +1,221 @@
+"""Callbacks: when their hooks are called, what the trainer sees to around them, and what a checkpoint keeps of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from forgetting_transformer.training.callbacks.base import Callback, Callbacks
+from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
+from tests.training.test_resume import assert_same_run, lines
+from tests.training.test_stopping import SIGNAL_IN_STEP_SIX, status
+
+pytestmark = pytest.mark.slow
+
+#: As a plug-in registers it: writes down its calls, counts steps, and keeps the count in checkpoints.
+DIARY = """
+import json
+import torch
+from forgetting_transformer import plugins
+from forgetting_transformer.training.callbacks import Callback
+
+@plugins.CALLBACKS.register("diary", free=[plugins.ALL])
+class Diary(Callback):
+    kinds = ("diary",)
+    evaluates = True
+    interval = 512
+
+    def __init__(self):
+        self.steps, self.calls = torch.zeros((), dtype=torch.int64), []
+
+    def on_start(self, trainer):
+        self.calls.append("start")
+
+    def on_step(self, trainer, step):
+        self.steps += 1
+
+    def on_interval(self, trainer, kind):
+        self.calls.append(kind)
+        if kind == "eval":
+            trainer.report("diary", {"diary/steps": int(self.steps)})
+
+    def on_evaluate(self, trainer, kind, values):
+        self.calls.append(f"{kind} line")
+
+    def on_save(self, trainer, saved):
+        self.calls.append(f"saved {saved.step}")
+
+    def on_end(self, trainer):
+        (trainer.directory.root / "diary.json").write_text(json.dumps([*self.calls, "end"]))
+
+    def state(self):
+        return {"steps": self.steps}
+
+    def load(self, state):
+        self.steps.copy_(state["steps"])
+"""
+#: Leaves nothing as it found it.
+VANDAL = """
+import random
+import numpy as np
+import torch
+from forgetting_transformer import plugins
+from forgetting_transformer.training.callbacks import Callback
+
+@plugins.CALLBACKS.register("vandal", free=[plugins.ALL])
+class Vandal(Callback):
+    all_ranks = True
+    evaluates = True
+    interval = 128
+
+    def vandalise(self, trainer):
+        before = random.random(), np.random.rand(), torch.rand(()).item()
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        trainer.model.eval()
+        trainer.model.module.decoder.layers[0].train()
+        return before
+
+    def on_start(self, trainer):
+        self.vandalise(trainer)
+
+    def on_step(self, trainer, step):
+        assert trainer.model.training and trainer.model.module.decoder.layers[1].training
+        first = self.vandalise(trainer)
+        self.drawn = first if step is not None else None
+
+    def on_interval(self, trainer, kind):
+        assert self.vandalise(trainer) == self.drawn, "random numbers are those that on_step found"
+"""
+
+
+def with_callbacks(config: dict, *names: str, **changes) -> dict:
+    return changed(config, callbacks=dict.fromkeys(names, None), **changes)
+
+
+def trained(config: dict, patch: str, world_size: int = 1) -> None:
+    job = Job(config, world_size, patch=patch)
+    assert job.wait() == [0] * world_size, job.errors()
+
+
+def test_hooks_are_called_in_the_order_that_is_written_down(tiny):
+    tiny = with_callbacks(tiny, "diary", train__max_tokens=6 * STEP, checkpoint_background=False)
+    trained(tiny, DIARY)
+    calls = json.loads((Path(tiny["output_dir"]) / "diary.json").read_text())
+    assert calls == [
+        *("start", "log", "log", "log"),
+        # Step 4: its line, its evaluation (the interval is 512 tokens), its checkpoint.
+        *("log", "eval", "diary line", "save", f"saved {4 * STEP}"),
+        "log",
+        # The last step: all of them, and the run's own evaluation before that of the diary.
+        *("log", "train_eval", "val line", "eval", "diary line", "save", f"saved {6 * STEP}", "end"),
+    ]
+
+
+def test_state_comes_back_and_lines_past_the_checkpoint_are_cut(tiny):
+    tiny = with_callbacks(tiny, "diary", checkpoint_background=False)
+    killed = "import os\nfrom forgetting_transformer.training import trainer\noriginal = trainer.Trainer.step\n"
+    killed += "def step(self, batch):\n    if self.counters.batch_count == 11:\n        os._exit(9)\n"
+    killed += "    return original(self, batch)\ntrainer.Trainer.step = step\n"
+    assert Job(tiny, patch=DIARY + killed).wait() == [9]
+    folder = Path(tiny["output_dir"])
+    with (folder / "metrics/jsonlines/diary.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 11 * STEP, "diary/steps": 11}) + "\n")  # of the time that is lost
+    # Without the callback its lines are cut as well: it may come back.
+    train(changed(tiny, callbacks={}, train__max_tokens=12 * STEP))
+    assert [entry["step"] for entry in lines(tiny["output_dir"], "diary")] == [4 * STEP, 8 * STEP]
+    trained(tiny, DIARY)
+    # The start without it kept nothing of it, so it counts from there, and does what was due at step 12 first.
+    found = {entry["step"] // STEP: entry["diary/steps"] for entry in lines(tiny["output_dir"], "diary")}
+    assert found == {4: 4, 8: 8, 12: 0, 16: 4, 20: 8}
+
+
+def test_a_straight_run_counts_what_a_stopped_one_counts(tiny, tmp_path):
+    tiny = with_callbacks(tiny, "diary")
+    straight = changed(tiny, output_dir=str(tmp_path / "straight"))
+    trained(straight, DIARY)
+    trained(tiny, DIARY + SIGNAL_IN_STEP_SIX.format(name="SIGTERM", rank=0))
+    assert status(tiny)["status"] == "preempted"
+    trained(tiny, DIARY)
+    assert lines(tiny["output_dir"], "diary") == lines(straight["output_dir"], "diary")
+    assert lines(tiny["output_dir"], "diary")[-1]["diary/steps"] == 20
+    assert_same_run(straight["output_dir"], tiny["output_dir"])
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("fsdp", 2)])
+def test_random_numbers_and_train_mode_are_left_as_found(tiny, finished, strategy, world_size):
+    tiny = changed(tiny, strategy__name=strategy)
+    straight = finished(tiny, world_size)
+    trained(with_callbacks(tiny, "vandal"), VANDAL, world_size)
+    assert_same_run(straight, tiny["output_dir"])
+
+
+def test_long_work_of_one_rank_alone_is_refused_with_the_reason(tiny):
+    patch = DIARY.replace('trainer.report("diary", {"diary/steps": int(self.steps)})', "trainer.beat()")
+    job = Job(with_callbacks(tiny, "diary"), 2, patch=patch)
+    assert job.wait() == [1, 1]
+    assert "the callback 'diary' calls Trainer.beat and so needs all_ranks = True" in job.errors()
+    assert "all_ranks = True" in status(tiny)["reason"]
+
+
+def test_a_kind_that_is_not_declared_is_refused(tiny):
+    patch = DIARY.replace('kinds = ("diary",)', "").replace("evaluates = True", "")
+    patch = patch.replace('if kind == "eval"', 'if kind == "log"')
+    job = Job(with_callbacks(tiny, "diary"), patch=patch)
+    assert job.wait() == [1]
+    assert "'diary' is not in KINDS of training/run_directory.py; add it there, or to the `kinds` of a callback" in (
+        job.errors()
+    )
+
+
+def test_names_that_nobody_registered_are_refused(tiny):
+    said = refused(with_callbacks(tiny, "lm_evil"))
+    assert "callbacks='lm_evil' is unknown; did you mean 'lm_eval'?" in said
+
+
+class Kept(Callback):
+    def __init__(self, name: str, **state: torch.Tensor) -> None:
+        self.name, self.kept = name, state
+        self.loaded: dict[str, torch.Tensor] | None = None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.kept
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        self.loaded = state
+
+
+@pytest.mark.quick
+def test_each_gets_its_own_state_and_that_of_earlier_versions():
+    from types import SimpleNamespace
+
+    trainer = SimpleNamespace(fabric=SimpleNamespace(is_global_zero=True))
+    one, two = Kept("one", a=torch.tensor(1)), Kept("one_more", a=torch.tensor(2))
+    bare, old = Kept("bare"), Kept("loss_by_position")
+    callbacks = Callbacks(trainer, [one, two, old], [bare])
+    saved = callbacks.state()
+    assert {name: int(value) for name, value in saved.items()} == {"one.a": 1, "one_more.a": 2}
+    window = {"position_loss": torch.ones(3), "position_sequences": torch.tensor(4.0), "guard_norms": torch.zeros(2)}
+    callbacks.load(saved | window)
+    assert (one.loaded, two.loaded, bare.loaded) == ({"a": 1}, {"a": 2}, None)
+    assert old.loaded.keys() == {"loss_T", "sequences"} and old.loaded["sequences"] == 4
+
+
+def test_windows_of_an_earlier_version_are_reported_with_what_follows(tiny, finished, interrupted):
+    """A checkpoint after step 4 of six: its sums come under their old names."""
+    import numpy as np
+
+    from forgetting_transformer.training.checkpoint import _checksum
+
+    interrupted(tiny, 4)
+    folder = Path(tiny["output_dir"]) / f"checkpoints/step-{4 * STEP:015d}"
+    with np.load(folder / "windows.npz") as arrays:
+        windows = dict(arrays)
+    old = {"position_loss": "loss_by_position.loss_T", "position_sequences": "loss_by_position.sequences"}
+    np.savez(folder / "windows.npz", **{name: windows.pop(new) for name, new in old.items()}, **windows)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["windows.npz"] = _checksum(folder / "windows.npz")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    train(tiny)
+    assert_same_run(finished(tiny), tiny["output_dir"])
+    assert checkpoint_tensors(tiny["output_dir"], 20 * STEP)

@@ -1,0 +1,153 @@
+"""The callbacks lm_eval and gate_statistics: their numbers are those of the evaluations, and training does not notice them."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.training.conftest import STEP, Job, changed, refused
+from tests.training.test_export import word_tokenizer
+from tests.training.test_resume import assert_same_run, lines
+from tests.training.test_stopping import rank_log, status
+
+pytestmark = pytest.mark.slow
+
+TASK = """
+task: words
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{label}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+EXAMPLES = [{"question": f"w{n} w{n + 1}", "choices": ["w5", "w6 w7", "w8"], "label": n % 3} for n in range(10, 17)]
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch) -> Path:
+    """A folder with a task of seven questions and a tokenizer of the tiny corpus."""
+    folder = tmp_path / "task"
+    word_tokenizer(folder / "tokenizer")
+    (folder / "words.jsonl").write_text("".join(json.dumps(example) + "\n" for example in EXAMPLES))
+    (folder / "words.yaml").write_text(TASK.format(file=folder / "words.jsonl"))
+    return folder
+
+
+def with_lm_eval(config: dict, task: Path, **keys) -> dict:
+    keys = {"tasks": ["words"], "interval": 10 * STEP, "include_path": str(task), "batch_size": 4} | keys
+    return changed(config, callbacks__lm_eval={"tokenizer": str(task / "tokenizer")} | keys)
+
+
+def offline(task: Path) -> str:
+    """Caches of data sets belong to the test."""
+    return f"import os; os.environ['HF_DATASETS_CACHE'] = {str(task / 'cache')!r}\n"
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
+def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(
+    tiny, finished, task, monkeypatch, strategy, world_size
+):
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    from forgetting_transformer.evaluation import harness
+    from forgetting_transformer.evaluation.models import load_model
+    from forgetting_transformer.evaluation.workers import Workers
+
+    tiny = changed(tiny, strategy__name=strategy)
+    straight = finished(tiny, world_size)
+    job = Job(with_lm_eval(tiny, task), world_size, patch=offline(task))
+    assert job.wait() == [0] * world_size, job.errors()
+    assert_same_run(straight, tiny["output_dir"])
+    found = lines(tiny["output_dir"], "lm_eval")
+    assert [entry["step"] for entry in found] == [10 * STEP, 20 * STEP]
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(task / "cache"))
+    model = load_model(tiny["output_dir"], tokenizer=str(task / "tokenizer"))
+    alone = Workers(0, 1, torch.device("cpu"))
+    options = {"tasks": ["words"], "max_length": 32, "include_path": task}
+    scores = harness.evaluate(model, task / "results", alone, **options)
+    assert found[-1]["lm_eval/words/acc"] == scores["words"]["acc,none"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_breaks_lm_eval_off_and_the_next_start_does_it_again(tiny, finished, task, world_size):
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    patch = """
+import os, signal, time
+from forgetting_transformer.evaluation import lm_eval_callback
+original = lm_eval_callback.LmEval._adapter
+def adapter(self, trainer):
+    if trainer.fabric.global_rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while trainer.sentinel.request is None:  # until it is heard
+            time.sleep(0.001)
+    return original(self, trainer)
+lm_eval_callback.LmEval._adapter = adapter
+"""
+    straight, config = finished(tiny, world_size), with_lm_eval(tiny, task, batch_size=1)
+    job = Job(config, world_size, patch=offline(task) + patch)
+    assert job.wait() == [0] * world_size, job.errors()
+    assert status(tiny)["status"] == "preempted" and status(tiny)["step"] == 10 * STEP
+    assert "lm_eval after 1,280 tokens was broken off" in rank_log(tiny, 0)
+    assert not (Path(tiny["output_dir"]) / "metrics/jsonlines/lm_eval.jsonl").exists()
+    job = Job(config, world_size, patch=offline(task))
+    assert job.wait() == [0] * world_size, job.errors()
+    assert [entry["step"] for entry in lines(tiny["output_dir"], "lm_eval")] == [10 * STEP, 20 * STEP]
+    assert_same_run(straight, tiny["output_dir"])
+
+
+def test_what_lm_eval_needs_is_missed_before_the_first_step(tiny, task):
+    absent = "import importlib.util\nfind = importlib.util.find_spec\n"
+    absent += "importlib.util.find_spec = lambda name, *rest: None if name == 'lm_eval' else find(name, *rest)"
+    job = Job(with_lm_eval(tiny, task), patch=absent)
+    assert job.wait() == [1]
+    assert "callbacks=[lm_eval] needs lm-evaluation-harness: pip install 'lm_eval>=0.4.13,<0.5'" in job.errors()
+    assert "pip install" in status(tiny)["reason"]
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    for keys, message in (
+        ({"tasks": ["wordz"]}, "callbacks.lm_eval.tasks=wordz: lm_eval does not know them"),
+        ({"tokenizer": None}, "callbacks.lm_eval.tokenizer=None: "),
+        ({"tasks": []}, r"callbacks.lm_eval.tasks=[] is empty"),
+        ({"limit": 0}, "callbacks.lm_eval.limit=0 must be"),
+    ):
+        os.environ["HF_DATASETS_CACHE"] = str(task / "cache")
+        assert message in refused(with_lm_eval(tiny, task, **keys))
+    assert not (Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl").exists()
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("fsdp", 2)])
+def test_gate_statistics_are_the_memory_lengths_of_the_finished_model(tiny, finished, strategy, world_size):
+    from forgetting_transformer.data import LongCrawl64DataModule
+    from forgetting_transformer.evaluation.forget_gates import report_model
+    from forgetting_transformer.evaluation.models import load_model
+    from forgetting_transformer.training import parse
+
+    # Gates that are open, so that heads see more than a token.
+    tiny = changed(tiny, strategy__name=strategy, model__config__fgate_type="bias_only")
+    tiny = changed(tiny, model__config__fgate_bias_init=True)
+    tiny = changed(tiny, model__config__decay_time_min=2, model__config__decay_time_max=16)
+    straight = finished(tiny, world_size)
+    job = Job(changed(tiny, callbacks__gate_statistics={"interval": 5 * STEP}), world_size)
+    assert job.wait() == [0] * world_size, job.errors()
+    assert_same_run(straight, tiny["output_dir"])
+    found = lines(tiny["output_dir"], "gates")
+    assert [entry["step"] for entry in found] == [5 * STEP, 10 * STEP, 15 * STEP, 20 * STEP]
+    model, shape = load_model(tiny["output_dir"]).model, vars(parse(tiny).datamodule)
+    data = LongCrawl64DataModule(tiny["data_dir"], **{key: value for key, value in shape.items() if key != "name"})
+    texts = [text for rank in range(world_size) for text in next(iter(data.eval_loader(rank, world_size)))["input_ids"]]
+    reports = [report_model(model, text, -20.0) for text in texts]
+    for index, head in enumerate(reports[0]):
+        mean = sum(report[index].memory for report in reports) / len(texts)
+        assert found[-1][f"gates/layer_{head.layer}/head_{head.head}"] == pytest.approx(mean)
+    heads = [value for key, value in found[-1].items() if "/head_" in key]
+    assert len(heads) == 4 and found[-1]["gates/longest"] == max(heads) > 1
+    assert found[-1]["gates/shortest"] == min(heads) <= found[-1]["gates/median"]
+
+
+def test_gate_statistics_of_a_model_without_gates_are_refused(tiny):
+    model = {"name": "hgrn2", "config": {"hidden_size": 32, "num_hidden_layers": 2, "expand_ratio": 16}}
+    said = refused(changed(tiny, model=model, callbacks__gate_statistics={"interval": 5 * STEP}))
+    assert "callbacks=[gate_statistics]: HGRN2ForCausalLM has no forgetting-attention layer" in said
