@@ -1,13 +1,12 @@
 #!/usr/bin/env python
-"""Export a run's checkpoint as a Hugging Face folder: weights (safetensors), config, generation config, tokenizer.
+"""Exports a run's checkpoint as a Hugging Face folder: weights (safetensors), config, generation config, tokenizer.
 
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo
 
-exported_from.json says which checkpoint it was, and which files the export wrote. An earlier export is replaced; files
-of somebody else, or ones that were changed since, are not: such a folder is refused. So is the folder of a run or of a
-corpus.
+exported_from.json names the checkpoint and the files that the export wrote. A later export replaces these files. A
+folder with other files, or with files that were edited since, is refused. So is the folder of a run or of a corpus.
 
-Load it anywhere with
+Load the export with
 
     import forgetting_transformer.model  # registers the model classes
     from transformers import AutoModelForCausalLM
@@ -31,7 +30,7 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer",
         type=command_line.name,
-        help="folder or hub id of the tokenizer, when the run has none of its own. Runs on LongCrawl64 use its "
+        help="folder or hub id of the tokenizer, if the run has none. Runs on LongCrawl64 use its "
         "JSON-escaping tokenizer over this GPT-2 vocabulary, 'gpt2' from the hub unless told",
     )
     arguments = parser.parse_args()

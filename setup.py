@@ -1,4 +1,4 @@
-"""pyproject.toml describes the package. What it cannot say: `configs/` at the top of the repository goes into the wheel."""
+"""pyproject.toml describes the package. This file adds what it cannot express: `configs/` becomes part of the wheel."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,10 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithConfigs(build_py):
-    """Copies `configs/` beside the code, where forgetting_transformer.train looks first; an editable installation uses it in place."""
+    """Copies `configs/` beside the code, where forgetting_transformer.train looks first.
+
+    An editable installation uses the folder in place.
+    """
 
     def run(self) -> None:
         super().run()

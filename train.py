@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Train a model: compose the configuration, check it, run it.
+"""Trains a model: composes the configuration, checks it and runs it.
 
     python train.py +experiment/demo=fox_pro output_dir=output/demo data_dir=data
     fabric run train.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b output_dir=… data_dir=…
 
-The same as `python -m forgetting_transformer.train`, which says more: src/forgetting_transformer/train/__init__.py.
+The same as `python -m forgetting_transformer.train`; src/forgetting_transformer/train/__init__.py describes it.
 """
 
 from forgetting_transformer.train import main

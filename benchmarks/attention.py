@@ -5,23 +5,21 @@
     python benchmarks/attention.py --shapes 1,16384,24,64 --baselines cudnn flash fla
     python benchmarks/attention.py --out results.json
 
-First table: forward and backward of B,T,H,D in bf16. TFLOP/s counts 2·B·H·T²·D forward, the causal half of two
+The first table has forward and backward of B,T,H,D in bf16. TFLOP/s counts 2·B·H·T²·D forward, the causal half of two
 products, and 2.5 times that backward, for every kernel, whatever it really computes. Baselines: PyTorch's
 scaled_dot_product_attention through cuDNN and FlashAttention-2, without gates (cudnn, flash); flash-linear-attention's
-forgetting attention (fla); and what this project falls back to without Gluon (triton), and without Triton (pytorch).
+forgetting attention (fla); and the fallbacks of this project without Gluon (triton) and without Triton (pytorch).
 
-Second table: pruning, with QK-normed inputs (weights 1, so that scores are at most √D) and tolerance e^-10. `half`: all
-gates 1/2, as at initialisation. `spread`: constant gates whose time constants are spread logarithmically over the
-heads, from 4 to 10^6 tokens. `one`: nothing is forgotten, and looking for what to skip is in vain. Bounds on scores
-come from the `weights` of QK-norm, one for a head, or from the norms in each `tile`. `skipped` is the share of blocks
-of 128 × 128 pairs left out, `search` the share of the time that finding bounds, sums of gates and what to leave out
-takes.
+The second table has pruning, with QK-normed inputs (weights 1, so scores are at most √D) and tolerance e^-10. `half`:
+all gates are 1/2, as at initialisation. `spread`: constant gates whose time constants are spread logarithmically over
+the heads, from 4 to 10^6 tokens. `one`: nothing is forgotten, so nothing can be skipped. Bounds on scores come from
+the `weights` of QK-norm, one for each head, or from the norms in each `tile`. `skipped` is the share of skipped blocks
+of 128 × 128 pairs. `search` is the share of time that bounds, sums of gates and the choice of blocks take.
 
-Times are medians of --repeats runs measured with device events, forward and backward apart. Pruned attention is over
+Times are medians of --repeats runs measured with device events, forward and backward apart. Pruned attention ends
 before Python has launched the next kernel, so runs of the second table are replayed from CUDA graphs.
 
-A row is printed when it is measured, and kept in --out (record.py): stopped and started again with the same --out, it
-measures what is missing.
+Each row is printed and saved to --out (record.py) as soon as it is measured. The same command measures missing rows.
 """
 
 import argparse

@@ -1,17 +1,15 @@
 #!/usr/bin/env python
-"""Measures what a checkpoint costs training: how long it waits, and how much slower its steps are while one is written.
+"""Measures the cost of a checkpoint: how long training waits, and how much slower its steps are during the writing.
 
-    python benchmarks/checkpoint.py                                   # FoX (Pro) 760M on one GPU, into a temporary
-                                                                      folder
+    python benchmarks/checkpoint.py                                   # FoX (Pro) 760M on one GPU, a temporary folder
     python benchmarks/checkpoint.py --folder /scratch/x --saves 5     # on the file system that a run would use
     python benchmarks/checkpoint.py --experiment demo/fox_pro --device cpu --seq-len 128
 
-Takes real steps on random tokens. Prints a line of JSON for the reserving of memory (`reserve_seconds`) and one per
-save: `copy_seconds` the loop waited, `write_seconds` in the background, and the median step in between. Every byte is
-written and
-flushed: the folder needs room for two checkpoints. --out keeps each line when it is measured (record.py). The lines of
-    one
-process belong together, so that a start that was stopped is measured again from its first line.
+Takes real steps on random tokens. Prints a line of JSON for the reservation of memory (`reserve_seconds`) and one per
+save: `copy_seconds` that the loop waited, `write_seconds` in the background, and the median step in between. Every
+byte is written and flushed, so the folder needs space for two checkpoints. --out saves each line as soon as it is
+measured (record.py). The lines of one process belong together: an interrupted start is measured again from its first
+line.
 """
 
 import argparse

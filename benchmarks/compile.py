@@ -1,18 +1,18 @@
 #!/usr/bin/env python
-"""Measures what it costs that every start computes the same bits: TorchInductor choosing by rule, or by timing on the GPU.
+"""Measures the cost of bitwise equal starts: TorchInductor chooses by rule instead of by timing on the GPU.
 
     python benchmarks/compile.py --out rules.json
     python benchmarks/compile.py --experiments hgrn2/760m_16b mamba2/760m_16b --steps 20
-    python benchmarks/compile.py --device cpu --steps 2            # to see what it does; nothing is timed on a CPU
+    python benchmarks/compile.py --device cpu --steps 2            # to try it; nothing is timed on a CPU
 
-A row is an experiment as benchmarks/training.py measures it, compiled, in a process of its own that begins with empty
+A row is a compiled experiment, measured as by benchmarks/training.py, in a separate process that begins with empty
 caches:
 
-timed          PyTorch's default: launch configurations of reductions, and padding of matrix products, win by time
-by rule        what runs use (ops/compiling.py)
-reductions     only those two choices by rule; all else as by default
+timed          PyTorch's default: launch configurations of reductions and padding of matrix products are chosen by time
+by rule        the setting of runs (ops/compiling.py)
+reductions     only those two choices by rule, and everything else as by default
 
-first step: its seconds, compiling and timing included. The kernels that take most of a step are in --out.
+first step: its seconds, including compiling and timing. --out also has the kernels that take most of a step.
 """
 
 import argparse
@@ -101,7 +101,8 @@ def work(args: argparse.Namespace, experiment: str, way: str, file: str) -> None
         compiling.OPTIONS.update(options)
     length = ["--seq_len", str(args.seq_len)] if args.seq_len else []
     chosen = training.parse_args([
-        "--device", args.device, "--experiments", experiment, "--steps", str(args.steps), "--warmup_steps", "3", *length,
+        "--device", args.device, "--experiments", experiment, "--steps", str(args.steps), "--warmup_steps", "3",
+        *length,
         "--batch_size", str(args.batch_size), "--kernels", str(KERNELS), "--overrides", "train.compile=true",
     ])  # fmt: skip
     row = training.attempt(functools.partial(training.measure, chosen, experiment, False, cold=True))

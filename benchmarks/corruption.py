@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Measures what the comparison of ranks costs (strategy.compare_steps): digests of all weights and moments, against a step.
+"""Measures the cost of comparing ranks (strategy.compare_steps): digests of all weights and moments against a step.
 
     python benchmarks/corruption.py                                             # FoX (Pro) 760M on one GPU
     python benchmarks/corruption.py --experiment longcrawl64/forgetting_transformer/pro_125m_2b --steps 50
     python benchmarks/corruption.py --experiment demo/fox_pro --device cpu --seq-len 128
 
-Takes real steps on random tokens, one sequence each, which is the shortest step that a run can have: `share` is the
-largest part of the time of a run that digests can take at the default of compare_steps. What is left out is gathering
-the digests of the ranks, a few kilobytes. Prints one line of JSON; --out keeps it (record.py).
+Takes real steps on random tokens, one sequence each, which is the shortest step that a run can have. `share` is the
+largest part of a run's time that digests can take at the default of compare_steps. It does not include gathering the
+digests of the ranks, a few kilobytes. Prints one line of JSON; --out saves it (record.py).
 """
 
 import argparse

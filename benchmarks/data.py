@@ -1,14 +1,14 @@
-"""Speed of reading token arrays in the paper's order, and how much is decoded for it, against plain Zarr.
+"""Measures the speed of reading token arrays in the paper's order and the amount of decoding, against plain Zarr.
 
     python benchmarks/data.py
     python benchmarks/data.py --workers 2 --world_size 4 --out results.json
 
 Makes an array with LongCrawl64's chunks (2048 documents × 2048 tokens, Blosc lz4) of random tokens that compress about
 as well as text, and reads all of it as rank 0 of a training run would, without training. "plain zarr" is
-`array[documents, tokens]` per batch in the same kind of loader: what a reader without kept chunks does. Prints a row of
-a Markdown table when it is measured, and keeps it in --out (record.py): stopped and started again with the same --out,
-it measures what is missing. The decode factor is bytes decoded per byte used; CPU is that of all processes. The clock
-runs from the first batch to the last.
+`array[documents, tokens]` per batch in the same kind of loader, as a reader without kept chunks does it. Each row of a
+Markdown table is printed and saved to --out (record.py) as soon as it is measured. The same command measures missing
+rows. The decode factor is bytes decoded per byte used; CPU is that of all processes. The clock runs from the first
+batch to the last.
 """
 
 import argparse

@@ -6,28 +6,24 @@
     python benchmarks/decode.py --out results.json
 
 A shape is B,H,G,D,N: sequences, query heads, key and value heads (fewer than query heads: grouped-query attention),
-channels of a head, tokens in the cache. Everything is in bf16, and the cache lies in memory as generation keeps it, (B,
-G, N, D).
+channels of a head, tokens in the cache. Everything is in bf16. The cache has the layout of generation, (B, G, N, D).
 
 Kernels:
-  decode         forgetting_attention_decode, which splits the keys over the GPU, from running sums of log gates; slow
-                 gates
+  decode         forgetting_attention_decode, which splits the keys over the GPU, from cumulative sums of log gates;
+                 slow gates
   half           the same, pruned, all gates 1/2 as at initialisation, QK-normed inputs, tolerance e^-10
   spread         the same, pruned, time constants spread logarithmically over the heads from 4 to 10^6 tokens
-  whole          forgetting_attention with one query, which adds up all gates in each call and gives a head to one
-                 program
+  whole          forgetting_attention with one query, which sums all gates in each call and gives a head to one program
   flash, cudnn   PyTorch's scaled_dot_product_attention without gates, through FlashAttention-2 and through cuDNN
 
-Columns: `us` per call. `tokens/s` is B tokens per call, as if a model were this one layer. `GB/s` is the size of keys
-    and values
-(decode: and of running sums) over the time, the column after it the share of --peak_gb_s; pruned kernels read less, and
-have neither. `error` is ‖out - exact‖ / ‖exact‖ against float64.
+Columns: `us` per call. `tokens/s` is B tokens per call, as if a model had only this layer. `GB/s` is the size of keys
+and values (decode: also of cumulative sums) divided by the time. The column after it is the share of --peak_gb_s.
+Pruned kernels read less and have neither. `error` is ‖out - exact‖ / ‖exact‖ against float64.
 
-A call is timed inside a CUDA graph that makes at least 4 of them, on caches of their own of together --min_mib or more,
-as the layers of a model would: else a small cache would stay in the GPU's L2. The median of --repeats replays counts.
+Each call is timed inside a CUDA graph with at least 4 calls on separate caches of together at least --min_mib, like
+the layers of a model. Otherwise a small cache would stay in the GPU's L2. The median of --repeats replays counts.
 
-A row is printed when it is measured, and kept in --out (record.py): stopped and started again with the same --out, it
-measures what is missing.
+Each row is printed and saved to --out (record.py) as soon as it is measured. The same command measures missing rows.
 """
 
 import argparse

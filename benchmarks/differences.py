@@ -1,18 +1,18 @@
 #!/usr/bin/env python
-"""Measures on a CPU how large the differences from the authors' code are that docs/differences.md lists.
+"""Measures on a CPU the size of the differences from the authors' code that docs/differences.md lists.
 
     python benchmarks/differences.py --out benchmarks/results/differences.json
 
-    reduction   gradients of four ranks added in bf16, as the authors' FSDP does, or in fp32; and the loss of models
-                trained so
-    seeds       the same model from other initial weights, the yardstick for differences of losses
+    reduction   gradients of four ranks added in bf16, as the authors' FSDP does, or in fp32, and the loss of models
+                trained in both ways
+    seeds       the same model from other initial weights, for comparison with the differences of losses
     rotary      attention scores with rotary tables in bf16 or fp32, against float64
-    pruning     what pruning at e^-10 takes from the weights of a row of attention
-    cumsum      the decay between positions 16 apart, from running sums over the whole sequence in fp32
+    pruning     the share of a row's attention weights that pruning at e^-10 removes
+    cumsum      the decay between positions 16 apart, from cumulative sums over the whole sequence in fp32
     fixed gate  the decay time of a constant forget gate whose bias is rounded to bf16
 
 Models are FoX (Pro) with two layers of width 64, trained in fp32 on sequences in which the next token depends on the
-last. Prints a line of JSON per row; --out keeps them (record.py).
+last. Prints a line of JSON per row; --out saves them (record.py).
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def trained(steps: int, seed: int, low_precision: bool) -> tuple[list[float], list[float]]:
-    """Losses of every step, and how far the gradients added in bf16 are from those added in fp32, relative to their norm."""
+    """Losses of every step, and the relative distance between gradients added in bf16 and in fp32."""
     import torch
 
     from forgetting_transformer.model import registry

@@ -1,15 +1,15 @@
-"""What all benchmarks here share: where a measurement was made, and a file that has every row as soon as it is measured.
+"""Shared by all benchmarks: where a measurement was made, and a file that receives every row as soon as it is measured.
 
 A file of results, which --out names, is JSON; scripts/pages.py makes the tables of the documentation from such files:
 
-    benchmark     "decode": the script's name
-    source        only where the script did not write the file: where its numbers come from
+    benchmark     the script's name, such as "decode"
+    source        only where the script did not write the file: the source of its numbers
     environment   command, date (UTC), commit, changed (whether code differed from that commit), hardware, versions
     settings      every option of the command
-    rows          one object per measurement, in the order they were made
+    rows          one object per measurement, in order
 
-The same command with the same --out measures what the file lacks. Another command, another commit, other packages and
-other hardware are refused, so that no file mixes them; --replace measures everything again.
+The same command with the same --out measures the missing rows. A change of the command, the commit, the packages or
+the hardware is refused, so that no file mixes them; --replace measures everything again.
 """
 
 import argparse

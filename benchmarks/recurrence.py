@@ -5,12 +5,12 @@
     python benchmarks/recurrence.py --ops gla --length 4096 --out results.json
 
 `forward ms` and `backward ms` are medians of --repeats runs measured with device events, bf16, one sequence. `error` is
-the largest of ‖x - reference‖ / ‖reference‖ over the output and the gradients, against float64, of the self-test that
-training makes before its first step. `backend` is what ran: on Hopper GPUs FLA's kernels have one fixed launch
-configuration each (ops/recurrence/fla_on_hopper.py), elsewhere FLA tunes them in the first call, which takes minutes.
+the largest ‖x - reference‖ / ‖reference‖ of the output and the gradients against float64, from the self-test that
+training runs before its first step. `backend` is the backend that ran. On Hopper GPUs each of FLA's kernels has one
+fixed launch configuration (ops/recurrence/fla_on_hopper.py). On others FLA tunes them in the first call, which takes
+minutes.
 
-A row is printed when it is measured, and kept in --out (record.py): stopped and started again with the same --out, it
-measures what is missing.
+Each row is printed and saved to --out (record.py) as soon as it is measured. The same command measures missing rows.
 """
 
 import argparse

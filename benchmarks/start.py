@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""Measures where the time goes between the command that starts a training run and the end of its first step.
+"""Measures the time between the command that starts a training run and the end of its first step, by stage.
 
     python benchmarks/start.py                                  # FoX (Pro) 760M on one GPU
     python benchmarks/start.py --devices 2 --experiments forgetting_transformer/pro_760m_48b hgrn2/760m_16b
     python benchmarks/start.py --experiments demo/fox_pro --devices 1 --accelerator cpu
 
 Starts train.py (`fabric run train.py` or scripts/launch.py on several devices) as a user would, on random tokens and
-for one step: first with no compiled code in any cache, then with what that start left there. It reports seconds:
+for one step: first without compiled code in any cache, then with the caches of that start. It reports seconds:
 
 first line   from the command to the first line with a loss
-launcher     of these, what passed before the process of rank 0 began: `fabric run` imports PyTorch too
+launcher     of these, the time before the process of rank 0 began: `fabric run` imports PyTorch too
 stages       from there on, as the run logs them (docs/reliability.md)
 
-Everything is written to a temporary folder, which needs room for two checkpoints. --out keeps each row when it is
-measured (record.py).
+Everything is written to a temporary folder, which needs space for two checkpoints. --out saves each row as soon as it
+is measured (record.py).
 """
 
 import argparse

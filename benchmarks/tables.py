@@ -1,7 +1,7 @@
-"""Files of results (record.py) as tables and numbers of the documentation. scripts/pages.py puts them into pages.
+"""Turns files of results (record.py) into tables and numbers of the documentation. scripts/pages.py inserts them.
 
-A table takes all files whose names match its pattern in benchmarks/results, so that a new file replaces an old one by
-its name, or adds a column or rows, for another Triton for example.
+A table uses all files whose names match its pattern in benchmarks/results. A new file with the same name replaces an
+old one, and one with another name adds a column or rows, for example for another Triton.
 """
 
 import json
@@ -119,7 +119,7 @@ def _order(experiment: str) -> int:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown; columns of numbers but the first are aligned at the right, and a column that is empty in all rows is left out."""
+    """Markdown. Columns of numbers after the first are aligned right; columns without any value are omitted."""
     columns = [[row[i] for row in rows if row[i]] for i in range(1, len(header))]
     alignment = "".join("r" if all(cell[0].isdigit() for cell in column) else "l" for column in columns)
     return markdown_table(header, rows, f"l{alignment}")
@@ -195,7 +195,8 @@ def against_others(others: Results, ours: Results) -> str:
         case = {key: row[key] for key in ("experiment", "checkpointing", "pruned")}
         mine = ours.rows(**case, compiled=True, status="ok")
         rows.append([
-            name_of(row["experiment"]), row["code"], "yes" if row["checkpointing"] else "no", "yes" if row["pruned"] else "no",
+            name_of(row["experiment"]), row["code"], "yes" if row["checkpointing"] else "no",
+            "yes" if row["pruned"] else "no",
             f"{row['tokens_per_second']:,.0f}", f"{mine[-1]['tokens_per_second']:,.0f}" if mine else "",
         ])  # fmt: skip
     return table(["model", "other code", "activation checkpointing", "pruned", "its tokens/s", "ours"], rows)
@@ -266,7 +267,7 @@ def attention_kernels(results: Results) -> str:
 
 
 def attention_pruning(results: Results) -> str:
-    """Pruned against unpruned attention: times with the newest Triton that measured a case, and the speed-up with each."""
+    """Pruned and unpruned attention: times with the newest Triton that measured a case, and the speed-up with each."""
     rows = results.rows(table="pruning")
     versions = sorted({row["triton"] for row in rows}, key=_version)
     cases: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -289,7 +290,8 @@ def recurrences(results: Results) -> str:
     """Recurrences alone, for every Triton."""
     rows = [
         [
-            row["op"], _shape(row), row["backend"], row["triton"], f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}",
+            row["op"], _shape(row), row["backend"], row["triton"],
+            f"{row['forward_ms']:.2f}", f"{row['backward_ms']:.2f}",
             f"{row['error']:.1e}",
         ]
         for row in sorted(results.rows(), key=lambda row: (row["op"], row["wanted"], _version(row["triton"])))
@@ -354,7 +356,7 @@ def checkpoints(results: Results) -> str:
 
 
 def corruption(results: Results) -> str:
-    """What digests of all weights and moments take, beside the shortest step, and their share at the default interval."""
+    """The time of digests of all weights and moments, the shortest step, and their share at the default interval."""
     rows = [
         [
             name_of(row["experiment"].removeprefix("longcrawl64/")),

@@ -1,31 +1,31 @@
 #!/usr/bin/env python
-"""Measures training speed and memory of whole models: the configs of configs/experiment, the code that trains them.
+"""Measures training speed and memory of whole models with the configs of configs/experiment and the training code.
 
     python benchmarks/training.py                                    # one model per architecture, defaults below
     python benchmarks/training.py --experiments mamba2/760m_16b transformer/llama_760m_16b --out results.json
     python benchmarks/training.py --experiments forgetting_transformer/pro_760m_16b \\
-        --overrides model.config.log_pruning_tolerance=null          # FoX with its pruning off
-    python benchmarks/training.py --experiments output/run           # a run: its config, trained weights and held-out
-    tokens python benchmarks/training.py --experiments output/run --overrides model.config.log_pruning_tolerance=null
+        --overrides model.config.log_pruning_tolerance=null          # FoX without pruning
+    python benchmarks/training.py --experiments output/run           # a run: config, trained weights, held-out tokens
+    python benchmarks/training.py --experiments output/run --overrides model.config.log_pruning_tolerance=null
 
-A step is forward and backward of one micro-batch of random tokens on one device, with --optimizer_step also gradient
-clipping and AdamW. Each experiment runs in a process of its own, first with activation checkpointing, then without.
-Prints a row of a Markdown table when it is measured, and --out keeps all there is to know of it as JSON (record.py):
-stopped and started again with the same --out, it measures what is missing. Running out of memory or of time is a
-result, not an error; anything else that goes wrong is in the table too, and the exit code is 1.
+A step is forward and backward of one micro-batch of random tokens on one device. --optimizer_step adds gradient
+clipping and AdamW. Each experiment runs in a separate process, first with activation checkpointing, then without. Each
+row of a Markdown table is printed as soon as it is measured, and --out saves it with all details as JSON (record.py).
+The same command measures missing rows. Running out of memory or of time is a result, not an error. Any other failure
+is also in the table, and the exit code is 1.
 
-Defaults on a GPU: the 760M models, 16,384 tokens, bf16 autocast. On a CPU, so that it can be tried: the demo models,
-512 tokens, fp32.
+Defaults on a GPU: the 760M models, 16,384 tokens, bf16 autocast. Defaults on a CPU, to try it: the demo models, 512
+tokens, fp32.
 
-tokens/s     tokens of a step / median seconds of --steps steps, after --warmup_steps more
+tokens/s     tokens of a step / median seconds of --steps steps, after --warmup_steps
 MFU          model FLOPs per second / peak dense FLOP/s of the GPU at this precision. Model FLOPs count what the model
-             needs: causal attention T(T+1)/2 pairs, backward twice forward, recomputation not counted, and attention
-             that is pruned as if it were full. Left out where the peak is unknown; --peak_flops gives it
-memory       most that PyTorch's allocator held at once during the measured steps: weights, gradients, activations,
-             with --optimizer_step AdamW's moments
+             needs: causal attention has T(T+1)/2 pairs, backward is twice forward, recomputation is not counted, and
+             pruned attention counts as full. Empty if the peak is unknown; --peak_flops gives it
+memory       peak of PyTorch's allocator during the measured steps: weights, gradients, activations, with
+             --optimizer_step AdamW's moments
 first step   seconds of the first step of a process, which compiles and tunes kernels
 cold start   seconds from the start of the process to the end of its first step: imports, building the model, and that
-             step. Kernels that earlier runs left in the disk caches are found there; --empty_kernel_cache hides them
+             step. It uses kernels that earlier runs left in the disk caches; --empty_kernel_cache hides them
 
 Weights are those of initialisation, where forget gates are near 1/2 and pruning skips most, unless --experiments names
 the output_dir of a run.

@@ -1,37 +1,33 @@
 #!/usr/bin/env python
-"""Measures what a user gets: training through train.py, started as the README starts it, and steps with the weights it trained.
+"""Measures training through train.py, started as in the README, and steps with the weights at the end of that run.
 
-    python benchmarks/whole_run.py                               # FoX (Pro) 125M, 44M tokens, one GPU, about five
-                                                                 minutes
+    python benchmarks/whole_run.py                               # FoX (Pro) 125M, 44M tokens, one GPU, five minutes
     python benchmarks/whole_run.py --experiments transformer/llama_125m_2b --tokens 20000000 --devices 4
-    python benchmarks/whole_run.py --data_dir data --dataset longcrawl64          # a corpus that is there
-    python benchmarks/whole_run.py --experiments demo/fox_pro --data_dir quickstart/data   # on a CPU, to see what it
-    does
+    python benchmarks/whole_run.py --data_dir data --dataset longcrawl64                   # an existing corpus
+    python benchmarks/whole_run.py --experiments demo/fox_pro --data_dir quickstart/data   # to try it on a CPU
 
-Parts, each a row of the table and of --out (record.py) as soon as it is measured:
+Parts, each a row of the table, saved to --out (record.py) as soon as it is measured:
 
-  train            `fabric run train.py` for --tokens tokens of the experiment as it is, at its own learning rate
-  train_unpruned   the same with pruning off, for --unpruned_tokens (only models that prune)
+  train            `fabric run train.py` for --tokens tokens of the unchanged experiment, at its own learning rate
+  train_unpruned   the same without pruning, for --unpruned_tokens (only models that prune)
   step             forward, backward, clipping and AdamW of one micro-batch of held-out text, with the weights that
                    `train` left (benchmarks/training.py --optimizer_step)
-  step_unpruned    the same with pruning off
+  step_unpruned    the same without pruning
 
-train.py is told where its folders are, when to stop, to keep the experiment's learning rates although it stops, and to
-log twenty times. Speeds come from the run's metrics/jsonlines/throughput.jsonl:
+train.py receives its folders, the tokens after which it stops, the experiment's learning-rate schedule as it would be
+without that stop, and the request to log twenty times. Speeds come from the run's metrics/jsonlines/throughput.jsonl:
 
-tokens/s      from the first of these lines to the last, everything included that happens between two steps
-at the end    the same over the last quarter of the steps, when weights have been trained most
-MFU           as train.py logged it last
-first loss    seconds from the start of the command to the first loss it logged; kernels that earlier runs left in the
-              caches of Triton and PyTorch are found there
+tokens/s      from the first of these lines to the last, including everything that happens between two steps
+at the end    the same over the last quarter of the steps, with the most trained weights
+MFU           the last value that train.py logged
+first loss    seconds from the start of the command to its first logged loss; it uses kernels that earlier runs left in
+              the caches of Triton and PyTorch
 
---out also keeps losses, the lines of the log that name backends, compilation and the first step, and the share of wall
-time by what it went into.
+--out also has losses, the log lines that name backends, compilation and the first step, and the shares of wall time.
 
-Without --data_dir a corpus is made of the Python sources of this machine; if it has fewer tokens than a run, it is read
-again. Stopped and started again with the same --out and --folder, this measures the parts that are missing, each from
-its
-start: what an unfinished run left is moved to previous/ in its folder.
+Without --data_dir the corpus is made from the Python sources of this machine. If it has fewer tokens than a run, it is
+read again. The same command with the same --out and --folder measures the missing parts, each from its start. The rest
+of an unfinished run is moved to previous/ in its folder.
 """
 
 import argparse
@@ -74,7 +70,10 @@ KEPT_LINE = re.compile(
 )
 #: How often a run logs. The host waits for the GPU at each.
 LINES = 20
-HEADER = "| experiment | part | tokens | tokens/s | at the end | MFU | first loss s | memory GB |\n|---|---|---|---|---|---|---|---|"
+HEADER = (
+    "| experiment | part | tokens | tokens/s | at the end | MFU | first loss s | memory GB |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
 
 
 class BenchmarkError(RuntimeError):
@@ -312,7 +311,8 @@ def step(run: Path, args: argparse.Namespace, config: Any, unpruned: bool) -> di
     command = [
         sys.executable, str(ROOT / "benchmarks" / "training.py"), "--experiments", str(run), "--optimizer_step",
         "--seq_len", str(length), "--batch_size", str(max(1, config.train.grad_acc_tokens // length)),
-        "--checkpointing", "on" if config.train.gradient_checkpointing else "off", "--precision", config.fabric.precision,
+        "--checkpointing", "on" if config.train.gradient_checkpointing else "off",
+        "--precision", config.fabric.precision,
         "--steps", "10", "--device", args.device, "--out", str(out), "--replace",
         *(["--overrides", NO_PRUNING] if unpruned else []),
     ]  # fmt: skip

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Looks after the checkpoints of a run.
+"""Lists, verifies, compares and prunes the checkpoints of a run.
 
-    python scripts/checkpoints.py ls RUN                     what there is: tokens, size, age, whether it stays for good
+    python scripts/checkpoints.py ls RUN                     lists tokens, size, age and whether it is kept permanently
     python scripts/checkpoints.py verify RUN                 reads every file and compares it with its checksum
-    python scripts/checkpoints.py diff RUN STEP RUN2 STEP2   what changed: settings, counters, weights and moments
+    python scripts/checkpoints.py diff RUN STEP RUN2 STEP2   compares settings, counters, weights and moments
     python scripts/checkpoints.py prune RUN --keep 1         deletes all but the newest ones
 
-RUN is the output_dir of a run and STEP the number in a checkpoint's name, training tokens ("newest" for the newest
-valid one). `verify` exits with 1 if a checkpoint is damaged, `diff` if tensors differ.
+RUN is the output_dir of a run. STEP is the number in a checkpoint's name, in training tokens, or "newest" for the
+newest valid checkpoint. `verify` exits with 1 if a checkpoint is damaged, and `diff` if tensors differ.
 """
 
 import argparse
@@ -43,8 +43,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         diff.add_argument(f"step{number}", metavar=f"STEP{number}", help='training tokens, or "newest"')
     diff.add_argument("--top", type=int, default=10, help="tensors to print, those that differ most (default 10)")
     prune.add_argument("--keep", type=int, default=1, help="valid checkpoints to keep, the newest (default 1)")
-    prune.add_argument("--permanent", action="store_true", help="delete those that were to stay for good too")
-    prune.add_argument("--dry-run", action="store_true", help="say what would be deleted")
+    prune.add_argument("--permanent", action="store_true", help="also delete checkpoints that are kept permanently")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     args = parser.parse_args(argv)
     if args.command == "prune" and args.keep < 1:
         parser.error(f"--keep {args.keep} would leave a run that cannot go on: keep at least 1, or delete the folder")
@@ -60,7 +60,7 @@ def ls(args: argparse.Namespace) -> int:
             continue
         size = sum(entry["bytes"] for entry in manifest["files"].values())
         age = duration(max(0.0, time.time() - (path / checkpoints.MANIFEST).stat().st_mtime))
-        stays = "  stays for good" if manifest["permanent"] else ""
+        stays = "  kept permanently" if manifest["permanent"] else ""
         print(f"{checkpoints.step_of(path):>20,} tokens  {size / 1e9:9.3f} GB  {age:>9} old{stays}")
     return 0
 
@@ -129,7 +129,7 @@ def prune(args: argparse.Namespace) -> int:
                     print(f"{path.name}  left, although damaged: {error}")
                 continue
             if manifest["permanent"] and not args.permanent:
-                print(f"{path.name}  stays for good")
+                print(f"{path.name}  kept permanently")
                 continue
             print(f"{path.name}  {'would be deleted' if args.dry_run else 'deleted'}")
             if not args.dry_run:

@@ -1,17 +1,17 @@
 #!/usr/bin/env python
-"""Compares models by their loss after equal training tokens and after equal training FLOPs.
+"""Compares the losses of models after equal training tokens and after equal training FLOPs.
 
     python scripts/compare.py output/fox_seed* output/transformer_seed*
     python scripts/compare.py output/sweep --out output/comparison
     python scripts/compare.py --model "FoX (Pro)" output/a output/b --model Transformer output/c output/d
 
-Runs that differ only in their seed are one model; --model says it instead, and names it. A folder that is no run stands
-for the runs inside it. The tables give the mean over seeds with its 95 % interval and the difference to the first model
-with Welch's; the figure shows losses over training. Works on runs that are still training.
+Runs that differ only in their seed count as one model. --model groups runs explicitly and names the group. A folder
+that is not a run stands for the runs inside it. The tables give the mean over seeds with its 95 % interval, and the
+difference to the first model with Welch's interval. The figure shows losses over training. Runs may still be training.
 
-Equal tokens or FLOPs mean what the shortest run has reached. A model that is cut before its learning rate has decayed
-is at a disadvantage there; the table says how much of its schedule was left. FLOPs are those of the architecture's
-formula, docs/performance.md.
+"Equal" tokens or FLOPs are those that the shortest run has reached. A model that is cut off before its learning rate
+has decayed is at a disadvantage; the table says how much of its schedule was left. FLOPs follow the architecture's
+formula (docs/performance.md).
 """
 
 import argparse

@@ -83,11 +83,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         type=command_line.name,
         default=MIRROR,
         metavar="URL",
-        help="hf://datasets/OWNER/NAME[@REVISION][/FOLDER], https://, s3://, gs:// or whatever fsspec reads; "
+        help="hf://datasets/OWNER/NAME[@REVISION][/FOLDER], https://, s3://, gs:// or any other URL of fsspec; "
         "SPLIT.zarr lies below it (default: the mirror named below)",
     )
     parser.add_argument("--workers", type=int, default=16, metavar="N", help="files fetched at a time (default: 16)")
-    parser.add_argument("--dry_run", action="store_true", help="say what would be fetched, and stop")
+    parser.add_argument("--dry_run", action="store_true", help="only print what would be fetched")
     return parser.parse_args(arguments)
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Continue a prompt with a trained model.
+"""Continues a prompt with a trained model.
 
-    python scripts/generate.py output/demo --prompt "import os"                     # a run's output_dir, its newest
-    checkpoint python scripts/generate.py output/hf/demo --temperature 0.8 --top_p 0.95 --samples 3 python
-    scripts/generate.py FOLDER --prompt - < text.txt                         # the prompt from standard input
+    python scripts/generate.py output/demo --prompt "import os"        # the newest checkpoint of a run
+    python scripts/generate.py output/hf/demo --temperature 0.8 --top_p 0.95 --samples 3
+    python scripts/generate.py FOLDER --prompt - < text.txt            # the prompt from standard input
 
-Without --temperature the likeliest token is taken each time. One continuation is shown as it is written; several are
-written together and shown one after the other.
+Without --temperature, each token is the most likely one. A single continuation is printed while it is generated.
+Several continuations are generated together and printed one after the other.
 """
 
 import argparse
@@ -89,10 +89,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=1, help="continuations; more than one needs a --temperature")
     parser.add_argument("--seed", type=int, default=0, help="of the drawing (default 0)")
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument(
-        "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
-    )
-    parser.add_argument("--device", help="default: cuda if there is one")
+    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
+    parser.add_argument("--device", help="default: cuda if available")
     arguments = parser.parse_args()
     for key, least in (("max_new_tokens", 1), ("top_k", 0), ("samples", 1)):
         if getattr(arguments, key) < least:

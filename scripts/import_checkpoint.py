@@ -1,17 +1,17 @@
 #!/usr/bin/env python
-"""Makes a run of this project from a training checkpoint of the authors' code, to be continued here.
+r"""Imports a training checkpoint of the authors' code as a run of this project, which can then be continued.
 
     python scripts/import_checkpoint.py OFFICIAL_DIR OUTPUT_DIR
-    fabric run train.py --devices 4 +experiment/… output_dir=OUTPUT_DIR data_dir=…
-    model.config.log_pruning_tolerance=null
+    fabric run train.py --devices 4 +experiment/… output_dir=OUTPUT_DIR data_dir=… \
+        model.config.log_pruning_tolerance=null
 
 OFFICIAL_DIR is the output_dir of the authors' train.py: config.yaml, and checkpoints/step-*.pt with a .pt.done beside
-it. OUTPUT_DIR gets the weights, AdamW's moments, the counters and the sums of loss by position; the position in the
-data and the learning rate follow from the counters. Nothing in OFFICIAL_DIR is changed, and no code that its files name
-is run. It takes memory for the weights (4 bytes per parameter) and room on the disk for 12. The run goes on with the
-same numbers up to rounding, not bitwise (docs/differences.md).
+it. OUTPUT_DIR receives the weights, AdamW's moments, the counters and the sums of loss by position. The counters
+determine the position in the data and the learning rate. The import changes nothing in OFFICIAL_DIR and runs no code
+that its files name. It needs memory for the weights (4 bytes per parameter) and disk space for 12 bytes per parameter.
+The run continues with the same numbers up to rounding, not bitwise (docs/differences.md).
 
-To export such a checkpoint no import is needed: save_model.py --hf_load_dir=OFFICIAL_DIR.
+An export needs no import: save_model.py --hf_load_dir=OFFICIAL_DIR.
 """
 
 import argparse

@@ -1,22 +1,22 @@
 #!/usr/bin/env python
-"""Starts training on this machine as `fabric run train.py` does, sooner, and so that it can stop in order and share a node.
+r"""Starts training on this machine like `fabric run train.py`, but faster; saves on signals and can share a node.
 
-    python scripts/launch.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b output_dir=…
-    data_dir=… python scripts/launch.py --devices 8 --num-nodes 2 --node-rank 0 --main-address HOST --main-port 1234 …
+    python scripts/launch.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b \
+        output_dir=… data_dir=…
+    python scripts/launch.py --devices 8 --num-nodes 2 --node-rank 0 --main-address HOST --main-port 1234 …
 
-Options are those of `fabric run`, and everything else goes to train.py. --devices is a number, a list of GPUs such as
-0,1, or auto for all GPUs of this machine. What this adds to `fabric run`, as environment variables that you may set
-yourself:
+The options are those of `fabric run`; everything else goes to train.py. --devices is a number, a list of GPUs such as
+0,1, or auto for all GPUs of this machine. This script sets some environment variables, unless you set them yourself:
 
-    PET_SIGNALS_TO_HANDLE            signals that reach every rank; without it SIGUSR1 ends the launcher alone
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds a rank has to save after a signal before it is killed: 600 instead of 30
+    PET_SIGNALS_TO_HANDLE            signals that reach every rank; without it SIGUSR1 only ends the launcher
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT   seconds for a rank to save after a signal before it is killed: 600 instead of 30
     PET_STANDALONE                   a free port, so that several jobs share a machine (one node only, and without
                                      --main-port)
     OMP_NUM_THREADS                  this machine's cores divided by --devices
 
-The exit code is 0 when the run is done, 75 when a signal stopped it, 1 after an error; output_dir/status.json says the
-same. What failed is said once, by the first rank of a node. The launcher adds only what no rank could say: which one
-was killed.
+The exit code is 0 when the run is done, 75 after a signal and 1 after an error; output_dir/status.json agrees with it.
+The first rank of a node reports an error once. The launcher only adds which rank was killed, because no rank can
+report that.
 """
 
 import argparse

@@ -1,14 +1,13 @@
 #!/usr/bin/env python
-"""Puts measured numbers into README.md and docs: every table of results and every number in a sentence comes from a file.
+"""Fills measured numbers into README.md and docs: every table of results and every such number comes from a file.
 
-    python scripts/pages.py            # rewrites what has changed
-    python scripts/pages.py --check    # names pages that are not what the files say; the exit code is 1 if there are
-    any
+    python scripts/pages.py            # rewrites the pages that have changed
+    python scripts/pages.py --check    # changes nothing; names outdated pages and exits with 1 if there are any
 
 The files are benchmarks/results/*.json, which the scripts in benchmarks/ write with --out, studies/*/*.json, and the
-example results beside the pages in eval/. A page has marks where something belongs: <!-- NAME --> and <!-- end of NAME
---> around the lines of a table, <!-- NAME --> and <!-- end --> around a number in a sentence. PAGES below says what
-NAME is on which page.
+example results beside the pages in eval/. Marks in a page say where something belongs: <!-- NAME --> and
+<!-- end of NAME --> enclose the lines of a table, <!-- NAME --> and <!-- end --> a number in a sentence. PAGES below
+defines the names of each page.
 """
 
 import argparse
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for page, text in changed.items():
         if args.check:
-            print(f"error: {page} is not what the files of results say; run python scripts/pages.py", file=sys.stderr)
+            print(f"error: {page} differs from the files of results; run python scripts/pages.py", file=sys.stderr)
         else:
             (ROOT / page).write_text(text, encoding="utf-8")
             print(page)
@@ -156,6 +155,10 @@ def study() -> dict[str, str]:
         row = next(r for r in content["comparison"] if r["model"] == display_name(name) and r["end"] == 4096)
         return f"{row['change']:{sign}.{digits}f} ± {row['change_error']:.{digits}f}"
 
+    def fox_at(position: int, sign: str) -> str:
+        found = slope("fox_pro", position)
+        return f"{found['per_doubling']:{sign}.2f} ± {found['standard_error']:.2f}"
+
     def neighbour(name: str, rate: str) -> float:
         return search[name][rate] - min(search[name].values())
 
@@ -180,8 +183,8 @@ def study() -> dict[str, str]:
         "first_rows": f"{notes['first_64_held_out_rows_better_by']:.2f}",
         "pro_over_llama": f"{gap('transformer_llama', 'transformer_pro'):.2f}",
         "fox_pro_over_llama": f"{gap('fox_llama', 'fox_pro'):.2f}",
-        "fox_at_4096": f"{slope('fox_pro', 4096)['per_doubling']:z.2f} ± {slope('fox_pro', 4096)['standard_error']:.2f}",
-        "fox_at_8192": f"{slope('fox_pro', 8192)['per_doubling']:+.2f} ± {slope('fox_pro', 8192)['standard_error']:.2f}",
+        "fox_at_4096": fox_at(4096, "z"),
+        "fox_at_8192": fox_at(8192, "+"),
         "lost_pro": f"{beyond('transformer_pro'):.2f}",
         "lost_llama": f"{beyond('transformer_llama'):.2f}",
         "lost_least": f"{min(lost):.2f}",
@@ -286,7 +289,8 @@ def sweep() -> dict[str, str]:
     best = min(entry["heldout_loss"] for entry in search["rates"])
     rows = [
         [
-            entry["rate"], f"{entry['heldout_loss']:.4f}", "" if entry["half_width"] is None else f"{entry['half_width']:.4f}",
+            entry["rate"], f"{entry['heldout_loss']:.4f}",
+            "" if entry["half_width"] is None else f"{entry['half_width']:.4f}",
             str(entry["seeds"]), f"{entry['heldout_loss'] - best:+.4f}" if entry["heldout_loss"] > best else "best",
         ]
         for entry in search["rates"]

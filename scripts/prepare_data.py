@@ -101,7 +101,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"about this share of the rows is held out (default: {DEFAULT_HELDOUT_FRACTION})",
     )
     add("--heldout_docs", type=int, metavar="ROWS", help="or exactly this many rows")
-    add("--seed", type=int, default=0, help="of the order of rows and of what is held out (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the order of rows and of the held-out choice (default: 0)")
     add("--zarr_format", type=int, default=2, choices=(2, 3), help="default: 2, as LongCrawl64")
     add(
         "--chunk_docs",

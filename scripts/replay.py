@@ -1,21 +1,21 @@
 #!/usr/bin/env python
-"""Runs one step of a training run again and shows what happened in it.
+"""Repeats one step of a training run and shows its batch, losses and gradients.
 
     python scripts/replay.py output_dir=output/demo step=1048576
     python scripts/replay.py output_dir=output/demo step=1048576 data_dir=/elsewhere out=step.npz
 
 output_dir    the run's folder
 step          training tokens after the step, as in train.jsonl and bad_step.jsonl
-data_dir      where the corpus is now, if it has moved
-device        cuda or cpu; default: cuda if there is one
-tokenizer     folder or hub id, if the run has none of its own (LongCrawl64: gpt2)
-sequences     how many to print, those with the highest loss first; default 4
-characters    how much text of each; default 300
-out           a file for input_ids_BT, labels_BT and loss_BT, everything that is printed in parts
+data_dir      the corpus, if it has moved
+device        cuda or cpu; default: cuda if available
+tokenizer     folder or hub id, if the run has no tokenizer (LongCrawl64: gpt2)
+sequences     number of sequences to print, highest loss first; default 4
+characters    number of characters of each; default 300
+out           a file for input_ids_BT, labels_BT and loss_BT in full
 
-Loads the newest checkpoint before the step (the run may be training meanwhile), runs the step's batch forward and
-backward in the run's precision, and prints the decoded text, the loss at every position in steps of 2, the
-tokens that were hardest to predict, and per layer the norms of weights and gradients and the forget gates.
+The script loads the newest checkpoint before the step; the run may still be training. It runs the step's batch forward
+and backward in the run's precision. It prints the decoded text, the loss at positions that are powers of 2, the tokens
+with the highest loss, and for each layer the norms of weights and gradients and the forget gates.
 """
 
 import itertools

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""One self-contained HTML page about runs and their evaluations.
+"""Writes one self-contained HTML page about runs and their evaluations.
 
     python scripts/report.py runs/fox runs/llama --out report.html
     python scripts/report.py runs/fox runs/llama --results output/per_token_loss output/niah --out report.html
 
-RUN_DIR is the output_dir of a run, which may still be training. The page holds a table of the runs, their loss against
-training tokens and against position, their configurations side by side with the differences marked, and, for the
-folders in --results, what was evaluated: loss at every position with its slopes, needle in a haystack,
+RUN_DIR is the output_dir of a run, which may still be training. The page has a table of the runs, their losses against
+training tokens and against position, and their configurations side by side with marked differences. For the folders in
+--results it shows the evaluations: loss at every position with its slopes, needle in a haystack,
 lm-evaluation-harness, LongBench.
 """
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Compares several models: a learning-rate search for each, a run at the rate found, and runs of variants at the same rate.
+"""Compares several models: searches a learning rate for each, trains each at its best, and runs variants at that rate.
 
     python scripts/study.py output_dir=output/study data_dir=data fabric.devices=1 hydra.launcher.jobs_per_gpu=3 \\
         --group study --models mamba2 fox_pro transformer_llama \\
         --search train.max_tokens=8388608 schedule.warmup_tokens=1048576 --seeds 0 1 2 \\
         --variants fox_pro fox_pro_rope fox_pro_no_qk_norm --variant train.max_tokens=33554432
 
-All jobs wait in one queue for the GPUs of this node. MODEL and VARIANT are files of configs/experiment/GROUP; OVERRIDE
-is any of train.py's. Runs are in output_dir/search/MODEL/…, output_dir/runs/MODEL_seed0 and
-output_dir/variants/VARIANT_seed0. Ctrl-C or SIGTERM saves what is running; the same command goes on with it, and with
-more --seeds it adds to what is there. docs/study.md shows a study.
+All jobs wait in one queue for the GPUs of this node. MODEL and VARIANT are files of configs/experiment/GROUP, and
+OVERRIDE is any override of train.py. Runs are in output_dir/search/MODEL/…, output_dir/runs/MODEL_seed0 and
+output_dir/variants/VARIANT_seed0. Ctrl-C or SIGTERM saves the running jobs. The same command continues them, and more
+--seeds add to the finished ones. docs/study.md shows a study.
 """
 
 import argparse
@@ -22,20 +22,22 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of every run, as in key=value")
-    parser.add_argument("--group", required=True, help="folder of configs/experiment that has the models")
-    parser.add_argument("--models", nargs="+", required=True, metavar="MODEL", help="the slowest first")
-    parser.add_argument("--search", nargs="+", default=[], metavar="OVERRIDE", help="of the runs of searches")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="override of every run, as in key=value")
+    parser.add_argument("--group", required=True, help="folder of configs/experiment with the models")
     parser.add_argument(
-        "--guess", type=float, metavar="RATE", help="where searches start; default: each config's own rate"
+        "--models", nargs="+", required=True, metavar="MODEL", help="experiments to compare, the slowest first"
+    )
+    parser.add_argument("--search", nargs="+", default=[], metavar="OVERRIDE", help="overrides of the searches")
+    parser.add_argument(
+        "--guess", type=float, metavar="RATE", help="learning rate where searches start; default: each config's rate"
     )
     parser.add_argument(
         "--seeds",
         nargs="+",
         type=int,
         metavar="N",
-        help="of runs and variants; searches have the first, which must stay first when seeds are added. Three or more show how "
-        "much of a difference is noise. Default: the config's seed",
+        help="seeds of runs and variants; searches use the first, which must stay the first if you add seeds. Three or "
+        "more show how much of a difference is noise. Default: the config's seed",
     )
     parser.add_argument(
         "--variants",
@@ -43,10 +45,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar=("MODEL", "VARIANT"),
-        help="experiments that are run at the rate of MODEL, MODEL itself among them if named; may be repeated, also for "
-        "one MODEL",
+        help="experiments to run at MODEL's learning rate, which may include MODEL itself; may be repeated, also for "
+        "the same MODEL",
     )
-    parser.add_argument("--variant", nargs="+", default=[], metavar="OVERRIDE", help="of the runs of variants")
+    parser.add_argument("--variant", nargs="+", default=[], metavar="OVERRIDE", help="overrides of the variants")
     return parser.parse_intermixed_args(argv)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What scripts/study.py found, as a few small files, and as tables and figures in a page.
+"""Turns the results of scripts/study.py into a few small files, and into tables and figures in a page.
 
     python scripts/study_report.py collect output/study --data_path data/python_code --position_loss output/positions \\
         --speed output/speed/*.json --out output/report
@@ -7,10 +7,9 @@
 
 collect writes OUT/study.json (all numbers of the tables), OUT/positions.npz (loss at every position) and figures:
 per_token_loss.png, compare.png (training), search.png (learning rates), memory.png (of the first model with forget
-gates). It works on a study that is not finished, and says what it skips. tables replaces what stands between <!-- NAME
---> and <!-- end of NAME --> in a page, where NAME is source, models, search, octaves, positions, comparison, variants,
-or that of a figure with _figure after it. Figures are shown from where they are. (docs/study.md is filled by
-scripts/pages.py.)
+gates). It also works on an unfinished study and names what it skips. tables replaces the text between <!-- NAME --> and
+<!-- end of NAME --> in a page. NAME is source, models, search, octaves, positions, comparison, variants, or the name
+of a figure followed by _figure. The page links to the figures in their folder. (scripts/pages.py fills docs/study.md.)
 """
 
 import argparse
@@ -124,8 +123,10 @@ def skip(what: str) -> None:
 
 
 def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure: Path) -> dict[str, dict[str, float]]:
-    """Model -> text length -> mean share of tiles that pruning skips, for the models that forget. Draws the memory lengths of
-    the first such model on the first whole document."""
+    """Model -> text length -> mean share of tiles that pruning skips, for the models with forget gates.
+
+    Draws the memory lengths of the first such model on the first whole document.
+    """
     import torch
 
     from forgetting_transformer.analysis.plots import heatmaps

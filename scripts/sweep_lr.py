@@ -6,13 +6,14 @@
         output_dir=output/sweep data_dir=data --seeds 0,1,2 --head_dims 64,128
     python scripts/sweep_lr.py … hydra/launcher=slurm hydra.launcher.time=4:00:00 fabric.devices=4
 
-Trains at {1, 2, 5} x 10^i around the guess, extends the grid until the best rate has a worse one on either side, and
-repeats that for every head dimension given, starting from the best rate so far. Runs are judged by their held-out loss
-if the config evaluates at the end (skip_eval=false), else by their training loss over the last 5 % of the tokens.
+The search trains at {1, 2, 5} x 10^i around the guess and extends the grid until both neighbours of the best rate are
+worse. It repeats this for every given head dimension and starts from the best rate so far. Runs are compared by their
+held-out loss if the config evaluates at the end (skip_eval=false), otherwise by their training loss over the last 5 %
+of the tokens.
 
-OVERRIDE is any of train.py's. output_dir holds a folder per run, sweep.md (the table) and sweep.png. Runs share the
-GPUs of this node, fabric.devices each; hydra.launcher.… limits them or sends them to SLURM (docs/sweep.md). The same
-command again skips finished runs and continues interrupted ones; more seeds or head dimensions add to what is there.
+OVERRIDE is any override of train.py. output_dir holds a folder per run, sweep.md (the table) and sweep.png. Runs share
+the GPUs of this node and use fabric.devices each. hydra.launcher.… limits them or sends them to SLURM (docs/sweep.md).
+The same command skips finished runs and continues interrupted ones. You may add seeds or head dimensions later.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "overrides", nargs="+", metavar="OVERRIDE", help="of train.py, as in key=value or +group=choice"
     )
     parser.add_argument(
-        "--guess", type=float, metavar="RATE", help="learning rate to start from; default: the experiment's own"
+        "--guess", type=float, metavar="RATE", help="learning rate to start from; default: the experiment's"
     )
     parser.add_argument(
         "--seeds",
@@ -49,8 +50,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--hopeless",
         type=float,
         metavar="NATS",
-        help="end a run that, past a quarter of its tokens, has a training loss this far above another run's at the same "
-        "tokens. High rates look bad until they decay: give a margin that no decay makes up for, such as 0.5",
+        help="after a quarter of its tokens, end a run whose training loss is this far above that of another run at "
+        "the same tokens. High rates look bad until they decay, so give a margin that no decay compensates, such as 0.5",
     )
     return parser.parse_intermixed_args(argv)
 

@@ -1,21 +1,20 @@
 #!/usr/bin/env python
 """Searches any keys of the config with Optuna: pip install -e ".[sweep]".
 
-    python scripts/sweep_optuna.py +experiment/demo=fox_pro output_dir=output/search data_dir=quickstart/data --trials
-    20 \\
-        'optimizer.lr=tag(log, interval(1e-4, 1e-2))' 'optimizer.weight_decay=interval(0.0, 0.2)'
+    python scripts/sweep_optuna.py +experiment/demo=fox_pro output_dir=output/search data_dir=quickstart/data \\
+        --trials 20 'optimizer.lr=tag(log, interval(1e-4, 1e-2))' 'optimizer.weight_decay=interval(0.0, 0.2)' \\
         train.max_grad_norm=0.5,1.0
 
-OVERRIDE is any of train.py's; one with a range is searched, in Hydra's syntax:
+OVERRIDE is any override of train.py. One with a range is searched, in Hydra's syntax:
 
     key=a,b,c                          one of these
-    key=interval(0.0, 0.2)             a number in between
+    key=interval(0.0, 0.2)             a number between the two
     key=tag(log, interval(1e-4, 1e-2)) the same on a logarithmic scale
     key=range(1, 9, 2)                 1, 3, 5 or 7
 
 output_dir holds a folder per run, optuna.jsonl (the study, for Optuna's own tools), sweep.md and sweep.png. Runs are
-judged as in sweep_lr.py, share the GPUs of this node, and go to SLURM with hydra/launcher=slurm (docs/sweep.md). The
-same command again continues; a higher --trials adds to what is there.
+compared as in sweep_lr.py, share the GPUs of this node, and go to SLURM with hydra/launcher=slurm (docs/sweep.md). The
+same command continues a search. You may increase --trials later.
 """
 
 import argparse

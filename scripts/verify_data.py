@@ -59,9 +59,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--share", type=share, default=1.0, metavar="P", help="decode this share of the files (default: 1, all)"
     )
-    parser.add_argument(
-        "--vocab_size", type=int, metavar="N", help="default: what manifest.json says, else GPT-2's 50,257"
-    )
+    parser.add_argument("--vocab_size", type=int, metavar="N", help="default: from manifest.json, else GPT-2's 50,257")
     parser.add_argument("--workers", type=int, default=4, metavar="N", help="threads (default: 4)")
     return parser.parse_args(arguments)
 

@@ -21,7 +21,8 @@ SCRIPTS = [
 #: Arguments that name a file, a folder, a repository on a hub, or a folder's name.
 PATHS = {
     "--tokenizer", "--model_path", "--model", "--data_path", "--data_dir", "--dataset", "--source", "--out", "--folder",
-    "--save_dir", "--hf_load_dir", "--hf_save_dir", "--haystack_dir", "--include_path", "--text", "--results", "--speed",
+    "--save_dir", "--hf_load_dir", "--hf_save_dir", "--haystack_dir", "--include_path", "--text", "--results",
+    "--speed",
     "--position_loss", "run", "runs", "run_dirs", "study", "report", "page", "paths", "inputs", "model", "results",
 }  # fmt: skip
 
@@ -63,7 +64,10 @@ def test_an_empty_one_is_refused(kind, text):
     ("script", "flags", "named"),
     [
         ("save_model.py", ["--hf_load_dir", "run", "--hf_save_dir", ""], "--hf_save_dir"),
-        ("eval/per_token_loss/run_per_token_loss.py", ["--model_path", "m", "--data_path", "d", "--save_dir", ""], "--save_dir"),
+        (
+            "eval/per_token_loss/run_per_token_loss.py",
+            ["--model_path", "m", "--data_path", "d", "--save_dir", ""], "--save_dir",
+        ),
         ("scripts/prepare_data.py", ["texts", "--out", ""], "--out"),
         ("scripts/prepare_data.py", ["--out", "corpus", ""], "inputs"),
         ("scripts/download_longcrawl64.py", ["heldout", "--out", ""], "--out"),
@@ -81,7 +85,8 @@ def test_the_flag_is_named_and_nothing_is_written(script, flags, named, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [(["output_dir=", "step=128"], "output_dir"), (["output_dir=run", "step=128", "out="], "out"),
-     (["output_dir=run", "step=128", "data_dir="], "data_dir"), (["output_dir=run", "step=1", "tokenizer= "], "tokenizer")],
+     (["output_dir=run", "step=128", "data_dir="], "data_dir"),
+     (["output_dir=run", "step=1", "tokenizer= "], "tokenizer")],
 )  # fmt: skip
 def test_replay_names_the_key(arguments, key):
     sys.path.insert(0, str(ROOT / "scripts"))

@@ -1,5 +1,8 @@
-"""The tests that need a GPU are held to the code on every machine: where they cannot run, nothing else would tell that what
-they call has other arguments now, or that a fault they inject goes into a method that is no more."""
+"""The tests that need a GPU are compared with the code on every machine.
+
+Otherwise nothing would show on a machine without a GPU that the arguments of a function have changed, or that a fault
+is injected into a method that no longer exists.
+"""
 
 import ast
 import importlib

@@ -1,17 +1,17 @@
 #!/usr/bin/env python
-"""Forget gates and attention of a FoX on one text.
+"""Draws the forget gates and attention maps of a FoX on one text.
 
     python eval/forget_gates/run_forget_gates.py --model_path output/hf/fox --text essay.txt --out output/gates
-    python eval/forget_gates/run_forget_gates.py --model_path runs/fox --data_path data/longcrawl64 --document 3 \
+    python eval/forget_gates/run_forget_gates.py --model_path runs/fox --data_path data/longcrawl64 --document 3 \\
         --max_length 16384 --layers 0,8,16,23 --heads 0,1,2,3 --over_training --out output/gates
 
-MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. Writes to OUT:
+MODEL_PATH is an export of save_model.py, a training run's output_dir, or a hub id. OUT receives:
 
-gates.png       forget-gate matrix F of the chosen heads: how much of the weight of token j is left at token i
-attention.png   their attention weights, those of at least --threshold
+gates.png       forget-gate matrix F of the chosen heads: the share of token j's weight that remains at token i
+attention.png   their attention weights; weights below --threshold stay white
 memory.png      memory length of every head: tokens after which its decay reaches 1/e, median over the text
 heads.json      memory length, and the share of tiles that pruning skips, for every head
-training.png    with --over_training and a run's output_dir: both at each of its checkpoints (training.json too)
+training.png    with --over_training and a run's output_dir: both at each of its checkpoints (also training.json)
 """
 
 import argparse
@@ -28,9 +28,7 @@ def parse_args() -> argparse.Namespace:
         "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
     )
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument(
-        "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
-    )
+    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", type=command_line.path, help="a text file")
     source.add_argument(
@@ -51,13 +49,13 @@ def parse_args() -> argparse.Namespace:
         "--log_pruning_tolerance",
         type=float,
         default=-10.0,
-        help="ln ε of pruning, for models without one of their own; default %(default)s",
+        help="ln ε of pruning, for models that do not set it; default %(default)s",
     )
     parser.add_argument(
         "--over_training", action="store_true", help="memory lengths and pruned shares at every checkpoint of a run"
     )
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     parser.add_argument(
         "--out", type=command_line.path, required=True, metavar="DIR", help="folder to write to; made if needed"
     )

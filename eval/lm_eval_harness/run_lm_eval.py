@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""The eleven tasks of the paper's Table 1, zero-shot, through lm-evaluation-harness (pip install -e ".[eval]").
+"""Runs the eleven tasks of the paper's Table 1, zero-shot, with lm-evaluation-harness (pip install -e ".[eval]").
 
     python eval/lm_eval_harness/run_lm_eval.py --model_path output/hf/fox --save_dir output/lm_eval --batch_size 8
     torchrun --nproc-per-node 4 eval/lm_eval_harness/run_lm_eval.py --model_path runs/fox --save_dir output/lm_eval
     python eval/lm_eval_harness/table_lm_eval.py output/lm_eval/*                        # Markdown and LaTeX
 
-MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. Writes SAVE_DIR/MODEL/results.json,
-lm_eval's results by task, after each task: started again, it goes on with those that are missing. Data comes from the
-Hugging Face hub; without a network an error says what to download and where to put it.
+MODEL_PATH is an export of save_model.py, a training run's output_dir, or a hub id. SAVE_DIR/MODEL/results.json receives
+lm_eval's results by task, after each task. The same command continues with the missing tasks. The data comes from the
+Hugging Face hub. Without a network, an error says what to download and where to put it.
 """
 
 import argparse
@@ -26,20 +26,18 @@ def parse_args() -> argparse.Namespace:
         "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
     )
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument(
-        "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
-    )
+    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
     parser.add_argument("--tasks", help="lm_eval's names with commas between them; default the eleven of the paper")
     parser.add_argument(
-        "--include_path", type=command_line.path, help="folder of task files of your own; they can run Python"
+        "--include_path", type=command_line.path, help="folder of your own task files; they can run Python"
     )
     parser.add_argument("--max_len", type=int, help="longest sequence, tokens; default the training length")
     parser.add_argument("--batch_size", type=int, default=1, help="sequences per forward pass; default %(default)s")
-    parser.add_argument("--limit", type=int, help="examples of each task, for a quick look; default all")
+    parser.add_argument("--limit", type=int, help="examples of each task, for a quick test; default: all")
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     device = parser.add_mutually_exclusive_group()
-    device.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    device.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     device.add_argument("--device_id", type=int, help="number of the GPU")
     args = parser.parse_args()
     for flag in ("batch_size", "limit", "max_len"):

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""The paper's Table 1 for any number of models: best bold, second best underlined.
+"""Prints the paper's Table 1 for any number of models: best bold, second best underlined.
 
     python eval/lm_eval_harness/table_lm_eval.py output/lm_eval/fox output/lm_eval/llama --out tables
     python eval/lm_eval_harness/table_lm_eval.py "FoX (Pro)=output/lm_eval/fox" …
     python eval/lm_eval_harness/table_lm_eval.py --result_dir output/lm_eval        # all models in it
 
-Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md, OUT/table.tex and OUT/scores.png if --out is
-given.
+The table is printed in Markdown and LaTeX (package booktabs). With --out, the script writes OUT/table.md,
+OUT/table.tex and OUT/scores.png.
 """
 
 import argparse

@@ -5,7 +5,7 @@
     python eval.py --model fox-pro-760m-longcrawl64-48b
     python eval.py --model fox-pro-760m-longcrawl64-48b --e         # LongBench-E, in pred_e
 
-The paper's code keeps the first line of every answer; LongBench does so for TREC, TriviaQA and SAMSum alone.
+The paper's code keeps only the first line of every answer. LongBench does so only for TREC, TriviaQA and SAMSum.
 """
 
 import argparse

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""LongBench's questions answered as in the paper, in pred/MODEL/<set>.jsonl for its fourteen sets.
+"""Answers LongBench's questions as in the paper, in pred/MODEL/<set>.jsonl for its fourteen sets.
 
     cd eval/longbench
     python pred.py --model fox-pro-760m-longcrawl64-48b --model_path MODEL --max_length 15500
     torchrun --nproc-per-node 4 pred.py --model fox --model_path MODEL --max_length 15500        # on four GPUs
     python eval.py --model fox-pro-760m-longcrawl64-48b && python table_longbench.py
 
-MODEL is what save_model.py wrote, a training run's output_dir, or a hub id. --e answers LongBench-E, in pred_e. Started
-again, it goes on where it was. Data comes from the Hugging Face hub, or from --data_dir. run_longbench.py answers and
-scores by LongBench's own rules.
+MODEL is an export of save_model.py, a training run's output_dir, or a hub id. --e answers LongBench-E, in pred_e. The
+same command continues after an interruption. The data comes from the Hugging Face hub, or from --data_dir.
+run_longbench.py answers and scores by LongBench's own rules.
 """
 
 import argparse
@@ -38,12 +38,10 @@ def main() -> None:
         help="LongBench's data.zip, or a folder with it or with <set>.jsonl; default the hub",
     )
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument(
-        "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
-    )
-    parser.add_argument("--limit", type=int, help="examples of each set, for a quick look; default all")
+    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
+    parser.add_argument("--limit", type=int, help="examples of each set, for a quick test; default: all")
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     args = parser.parse_args()
     for flag, least in (("max_length", 4), ("limit", 1)):
         value = getattr(args, flag)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""LongBench: answers to the fourteen of its English sets that the paper uses, and their scores (pip install -e ".[eval]").
+"""Answers the fourteen English sets of LongBench that the paper uses, and scores them (pip install -e ".[eval]").
 
     python eval/longbench/run_longbench.py --model_path output/hf/fox --max_length 15500 --save_dir output/longbench
     torchrun --nproc-per-node 4 eval/longbench/run_longbench.py --model_path runs/fox --save_dir output/longbench
     python eval/longbench/table_longbench.py output/longbench/*                          # Markdown and LaTeX
 
-MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. Writes to SAVE_DIR/MODEL:
-pred/<set>.*.jsonl, the answers (started again, on any number of GPUs, only missing ones are asked for), and
-results.json, the scores. Data comes from the Hugging Face hub, or from --data_dir.
+MODEL_PATH is an export of save_model.py, a training run's output_dir, or a hub id. SAVE_DIR/MODEL receives the answers
+in pred/<set>.*.jsonl and the scores in results.json. The same command computes only missing answers, on any number of
+GPUs. The data comes from the Hugging Face hub, or from --data_dir.
 """
 
 import argparse
@@ -26,25 +26,23 @@ def parse_args() -> argparse.Namespace:
         "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
     )
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument(
-        "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
-    )
+    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
     parser.add_argument(
         "--data_dir",
         type=command_line.path,
         help="LongBench's data.zip, or a folder with it or with <set>.jsonl; default the hub",
     )
-    parser.add_argument("--sets", help="with commas between them, or all sixteen with `all`; default the paper's")
+    parser.add_argument("--sets", help="separated by commas, or `all` for all sixteen; default: the paper's")
     parser.add_argument(
         "--max_length",
         type=int,
-        help="tokens of a prompt (the paper: 15500 for models trained at 16384); longer ones lose their middle. Default the "
-        "training length less the tokens of the answer",
+        help="tokens of a prompt (the paper: 15500 for models trained at 16384); longer ones lose their middle. "
+        "Default: the training length minus the tokens of the answer",
     )
-    parser.add_argument("--limit", type=int, help="examples of each set, for a quick look; default all")
+    parser.add_argument("--limit", type=int, help="examples of each set, for a quick test; default: all")
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     args = parser.parse_args()
     for flag, least in (("max_length", 4), ("limit", 1)):
         value = getattr(args, flag)

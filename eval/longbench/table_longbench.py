@@ -1,13 +1,12 @@
 #!/usr/bin/env python
-"""The paper's Table 2 for any number of models: best bold, second best underlined.
+"""Prints the paper's Table 2 for any number of models: best bold, second best underlined.
 
     python eval/longbench/table_longbench.py output/longbench/fox output/longbench/llama --out tables
     python eval/longbench/table_longbench.py "FoX (Pro)=output/longbench/fox" …
-    cd eval/longbench && python table_longbench.py                          # all models in ./pred, after pred.py and
-    eval.py
+    cd eval/longbench && python table_longbench.py        # all models in ./pred, after pred.py and eval.py
 
-Prints Markdown and LaTeX (package booktabs), and writes OUT/table.md, OUT/table.tex and OUT/scores.png if --out is
-given.
+The table is printed in Markdown and LaTeX (package booktabs). With --out, the script writes OUT/table.md,
+OUT/table.tex and OUT/scores.png.
 """
 
 import argparse

@@ -1,13 +1,12 @@
 #!/usr/bin/env python
-"""Has the answers of pred.py rated from 1 to 10 by a language model: results/EXP/MODEL/OpenAI_JUDGE_eval.json.
+"""Lets a language model rate the answers of pred.py from 1 to 10: results/EXP/MODEL/OpenAI_JUDGE_eval.json.
 
     cd eval/niah
     python eval.py --exp max_len_32k_easy --model fox-pro-760m-longcrawl64-48b --api-key $API_KEY
     python eval.py --exp max_len_32k_easy --model fox --judge_url http://localhost:8000/v1 --judge_model my-model
 
-Without --api-key the key is that in OPENAI_API_KEY, where other users of the machine cannot read it. Ratings are kept
-in ratings.jsonl beside the results: started again, only what has failed is asked for. run_niah.py scores without a
-judge.
+Without --api-key the key comes from OPENAI_API_KEY, where other users of the machine cannot read it. Ratings are stored
+in ratings.jsonl beside the results; the same command repeats only failed requests. run_niah.py scores without a judge.
 """
 
 import argparse

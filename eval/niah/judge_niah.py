@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Has the answers of run_niah.py rated from 1 to 10 by a language model behind an OpenAI-compatible endpoint.
+"""Lets a language model behind an OpenAI-compatible endpoint rate the answers of run_niah.py from 1 to 10.
 
     export OPENAI_API_KEY=…
     python eval/niah/judge_niah.py output/niah/fox/easy --judge_model gpt-4o-2024-08-06
     python eval/niah/judge_niah.py output/niah/fox/easy --judge_url http://localhost:8000/v1 --judge_model my-model
 
-Writes RESULTS/judge.json and judge.png. Ratings are kept in RESULTS/judge_cache.jsonl: started again, only what has
-failed is asked for.
+Writes RESULTS/judge.json and judge.png. Ratings are stored in RESULTS/judge_cache.jsonl; the same command repeats only
+failed requests.
 """
 
 import argparse

@@ -1,8 +1,10 @@
 #!/usr/bin/env python
 """Draws the ratings of eval.py: FIGURE_DIR/EXP/needle_EXP_MODEL.png (and .pdf) for every EXP and MODEL in ./results.
 
-cd eval/niah
-python plot_niah.py --figure_dir=figures
+    cd eval/niah
+    python plot_niah.py --figure_dir=figures
+
+A dashed line marks the training length of the model.
 """
 
 import argparse
@@ -17,7 +19,7 @@ def main() -> None:
     parser.add_argument(
         "--figure_dir", type=command_line.path, required=True, help="folder to write to; made if needed"
     )
-    parser.add_argument("--train_len", type=int, help="training length to mark; default what pred.py has found")
+    parser.add_argument("--train_len", type=int, help="training length to mark; default: the one that pred.py found")
     args = parser.parse_args()
 
     from forgetting_transformer.evaluation import niah_files

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Answers the prompts of prompt.py: for each a text file in pred/EXP/MODEL. Started again, it goes on where it was.
+"""Answers the prompts of prompt.py, one text file each in pred/EXP/MODEL. The same command continues.
 
     cd eval/niah
     python pred.py --exp max_len_32k_easy --model fox-pro-760m-longcrawl64-48b --model_path MODEL --device_id 0
     torchrun --nproc-per-node 4 pred.py --exp max_len_32k_easy --model fox --model_path MODEL      # on four GPUs
 
-MODEL is what save_model.py wrote, a training run's output_dir, or a hub id. Answers are greedy, of 1,024 tokens, or
-fewer where the model ends its text.
+MODEL is an export of save_model.py, a training run's output_dir, or a hub id. Answers are decoded greedily and have
+1,024 tokens, or fewer if the model ends its text.
 """
 
 import argparse
@@ -25,12 +25,10 @@ def main() -> None:
         "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
     )
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument(
-        "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
-    )
+    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     device = parser.add_mutually_exclusive_group()
     device.add_argument("--device_id", type=int, help="number of the GPU")
-    device.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    device.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     parser.add_argument("--max_new_tokens", type=int, default=1024, help="tokens of an answer; default %(default)s")
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
     args = parser.parse_args()

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Writes the prompts of the paper's needle in a haystack: for every length and depth a file in prompts/EXP.
+"""Writes the prompts of the paper's needle in a haystack: one file in prompts/EXP for every length and depth.
 
     cd eval/niah
     python prompt.py --config config-prompt-easy.yaml --exp max_len_32k_easy
     python prompt.py --config config-prompt-standard.yaml --exp max_len_32k_standard
 
-The first of four steps: prompt.py, pred.py, eval.py, plot_niah.py. run_niah.py does all at once and needs no judge.
+This is the first of four steps: prompt.py, pred.py, eval.py, plot_niah.py. run_niah.py does all and needs no judge.
 """
 
 import argparse

@@ -1,22 +1,21 @@
 #!/usr/bin/env python
-"""Needle in a haystack: generates answers over a grid of lengths and depths, scores them here, draws a heat-map.
+"""Runs needle in a haystack: generates answers over a grid of lengths and depths, scores them and draws a heat-map.
 
     python eval/niah/run_niah.py --model_path output/hf/fox --haystack_dir essays --mode easy --save_dir output/niah
     python eval/niah/run_niah.py --model_path output/hf/fox --mode paper --save_dir output/niah     # and paper_easy
     torchrun --nproc-per-node 4 eval/niah/run_niah.py --model_path runs/fox --data_path data/longcrawl64 …
 
-MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. The haystack is a folder of texts, or
-held-out documents of the corpus that the model was trained on, or Python's documentation if neither is named. Modes
-paper and paper_easy are the standard and easy mode with the paper's prompts, and answers of 1,024 tokens. Writes to
-SAVE_DIR/MODEL/MODE:
+MODEL_PATH is an export of save_model.py, a training run's output_dir, or a hub id. The haystack is a folder of texts,
+held-out documents of the model's training corpus, or Python's documentation if neither is given. The modes paper and
+paper_easy are the standard and the easy mode with the paper's prompts and answers of 1,024 tokens. SAVE_DIR/MODEL/MODE
+receives:
 
-predictions/*.json          one file per prompt; a later start, on any number of GPUs, asks only for those that are
-                            missing
+predictions/*.json          one file per prompt; a later start computes only missing ones, on any number of GPUs
 scores.json                 every prediction with its scores
-words.png, exact.png        heat-maps: share of the reference answer's words in the answer, in order; answer word for
-                            word
+words.png, exact.png        heat-maps: the share of the reference answer's words in the answer, in order; whether the
+                            answer is exact
 
-judge_niah.py has the answers rated by a language model instead.
+judge_niah.py lets a language model rate the answers instead.
 """
 
 import argparse
@@ -36,15 +35,13 @@ def parse_args() -> argparse.Namespace:
         "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
     )
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument(
-        "--tokenizer", type=command_line.name, help="folder or hub id, where the model has none of its own"
-    )
+    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--haystack_dir",
         type=command_line.path,
-        help="folder of texts (.txt, .md, .py; in the paper's modes .txt); default Python's own documentation, or in the "
-        "paper's modes PaulGrahamEssays beside this script if it is there",
+        help="folder of texts (.txt, .md, .py; in the paper's modes .txt). Default: Python's documentation, or in the "
+        "paper's modes PaulGrahamEssays beside this script if it exists",
     )
     source.add_argument(
         "--data_path", type=command_line.name, help="folder of a corpus with heldout.zarr, or the folder that holds it"
@@ -56,9 +53,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--mode", choices=["standard", "easy", "paper", "paper_easy"], default="easy", help="default %(default)s"
     )
-    parser.add_argument("--question", help="what is asked; default about San Francisco")
+    parser.add_argument("--question", help="the question; default: about San Francisco")
     parser.add_argument("--statement", help="how the needle begins and the query ends")
-    parser.add_argument("--answer", help="what is hidden and to be found")
+    parser.add_argument("--answer", help="the reference answer")
     parser.add_argument("--min_length", type=int, default=1000, help="shortest prompt, tokens; default %(default)s")
     parser.add_argument("--max_length", type=int, default=32000, help="longest prompt, tokens; default %(default)s")
     parser.add_argument("--num_lengths", type=int, default=11, help="evenly spaced from one to the other")
@@ -68,7 +65,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--local_batch_size", type=int, default=1, help="prompts that a process runs together")
     parser.add_argument("--train_len", type=int, help="sequence length of training, where the model does not say")
     parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     args = parser.parse_args()
     in_paper = args.mode.startswith("paper")
     if args.max_new_tokens is None:
@@ -141,8 +138,9 @@ def run(args: argparse.Namespace) -> None:
         grid = {"lengths": lengths, "depths": depths, "train_length": model.train_length}
         write_json(folder / "scores.json", {"model": model.name, "mode": args.mode, **grid, "records": records})
         means = niah.draw(folder, "words"), niah.draw(folder, "exact")
-        print(f"{len(records)} prompts: {100 * means[0]:.1f} % of the answer's words found, {100 * means[1]:.1f} % answered "
-              f"word for word; {folder}")  # fmt: skip
+        words, exact = (100 * mean for mean in means)
+        found = f"{words:.1f} % of the answer's words found, {exact:.1f} % answered word for word"
+        print(f"{len(records)} prompts: {found}; {folder}")
     workers.close()
 
 

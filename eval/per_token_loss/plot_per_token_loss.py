@@ -1,17 +1,18 @@
 #!/usr/bin/env python
-"""Draws results of run_per_token_loss.py, and tables them.
+"""Draws and tabulates results of run_per_token_loss.py.
 
-    python eval/per_token_loss/plot_per_token_loss.py output/per_token_loss/fox output/per_token_loss/llama --out
-    figures … "FoX=results/fox_seed0" "FoX=results/fox_seed1" "Transformer=results/llama_seed0"        # seeds under one
-    name python eval/per_token_loss/plot_per_token_loss.py --result_dir results --figure_dir figures
+    python eval/per_token_loss/plot_per_token_loss.py output/per_token_loss/fox output/per_token_loss/llama \\
+        --out figures
+    … "FoX=results/fox_seed0" "FoX=results/fox_seed1" "Transformer=results/llama_seed0"        # seeds with one name
+    python eval/per_token_loss/plot_per_token_loss.py --result_dir results --figure_dir figures
 
 RESULT is [NAME=]FOLDER. Results with the same NAME are seeds of one model: their mean is drawn and their range shaded.
-Writes OUT/per_token_loss.png (and .pdf): L(i) smoothed, left, and perplexity by context length, right, with the
-training length marked; OUT/slopes.md, by how much the loss changes with every doubling of the context; and
-OUT/comparison.md, every model against the first on the same documents, which is much more precise than either model's
-own slope.
+OUT/per_token_loss.png (and .pdf) shows the smoothed L(i) on the left and perplexity by context length on the right,
+with the training length marked. OUT/slopes.md gives the change of the loss with every doubling of the context.
+OUT/comparison.md compares every model with the first on the same documents, which is much more precise than either
+model's slope.
 
---result_dir takes all models below it, and --figure_dir names the figure as the paper's repository does:
+--result_dir takes all models below it. --figure_dir names the figure as the paper's repository does:
 main_loss_64k_line.png (and .pdf), whatever the length.
 """
 
@@ -33,7 +34,7 @@ def main() -> None:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     target.add_argument("--figure_dir", type=command_line.path, help="the same, with the official name of the figure")
-    parser.add_argument("--train_len", type=int, help="training length to mark; default what the results agree on")
+    parser.add_argument("--train_len", type=int, help="training length to mark; default: the one in all results")
     parser.add_argument("--first", type=int, help="first position drawn; default a 512th of the longest sequence")
     args = parser.parse_args()
     if not args.results and args.result_dir is None:

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
-"""Loss at every position of held-out documents.
+"""Measures the loss at every position of held-out documents.
 
-    python eval/per_token_loss/run_per_token_loss.py --model_path output/hf/fox --data_path data/longcrawl64 \
+    python eval/per_token_loss/run_per_token_loss.py --model_path output/hf/fox --data_path data/longcrawl64 \\
         --save_dir output/per_token_loss
     fabric run eval/per_token_loss/run_per_token_loss.py --devices 4 --model_path …     # or torchrun --nproc-per-node 4
     … --preset extrapolation                                                            # beyond the training length
 
-MODEL_PATH is what save_model.py wrote, a training run's output_dir, or a hub id. Writes SAVE_DIR/MODEL/results.json and
-results.npz; killed and started again, on any number of GPUs, it continues. Draw results with plot_per_token_loss.py.
+MODEL_PATH is an export of save_model.py, a training run's output_dir, or a hub id. Writes SAVE_DIR/MODEL/results.json
+and results.npz. The same command continues after a kill, on any number of GPUs. plot_per_token_loss.py draws results.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--precision", default="auto", choices=["auto", "bf16", "fp32"], help="auto: bf16 autocast on CUDA, else fp32"
     )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default a GPU if there is one")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     args = parser.parse_args()
     for flag in ("local_batch_size", "save_interval"):
         if getattr(args, flag) < 1:
@@ -126,8 +126,10 @@ def main() -> None:
             if args.preset == "extrapolation":
                 table = per_token_loss.extrapolation_table({model.name: results})
                 (folder / "extrapolation.md").write_text(table, encoding="utf-8")
-            print(f"loss over {results['eval_len']:,} positions: {results[f'val/loss_avg_len_{data.length}']:.4f} nats per "
-                  f"token ({results['eval_tokens']:,} tokens); {folder}/results.json\n\n{table}", end="")  # fmt: skip
+            loss = (
+                f"{results[f'val/loss_avg_len_{data.length}']:.4f} nats per token ({results['eval_tokens']:,} tokens)"
+            )
+            print(f"loss over {results['eval_len']:,} positions: {loss}; {folder}/results.json\n\n{table}", end="")
         workers.close()
     except (EvaluationError, DataError) as error:
         elastic.end_with(f"error: {error}")

@@ -1,4 +1,4 @@
-"""benchmarks/record.py: a row is on disk when it is measured, a killed command goes on, and no file mixes two commands."""
+"""benchmarks/record.py: rows are on disk once measured, a killed command continues, no file mixes two commands."""
 
 import argparse
 import json

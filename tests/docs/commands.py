@@ -59,7 +59,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def shell_commands(page: str) -> Iterator[list[str]]:
-    """The words of each command in a page: in its bash blocks, and in `code` in its text that names a script, with MORE at the end."""
+    """The words of each command in a page, from bash blocks and from `code` that names a script (MORE added)."""
     for block in blocks(page, "bash"):
         # Variables that a block sets hold in the blocks below it.
         lines = iter(block.splitlines())
@@ -97,7 +97,7 @@ def _split(line: str) -> Iterator[list[str]]:
 
 
 class Shell:
-    """Checks the commands of a page one after another; remembers the variables that they set, and the folder they enter."""
+    """Checks the commands of a page in order; remembers the variables that they set and the folder that they enter."""
 
     def __init__(self) -> None:
         self.variables: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Commands of README.md and docs: those that need no GPU and no network are run, all others are checked to the first step."""
+"""Commands of README.md and docs: those without GPU and network are run, all others are checked to the first step."""
 
 import re
 import runpy
@@ -32,8 +32,10 @@ def test_every_command_of_a_page_would_be_taken(page, monkeypatch):
 def test_the_commands_of_the_readme_are_found():
     found = [" ".join(words) for words in shell_commands(read(ROOT / "README.md"))]
     for start in (
-        "bash scripts/quickstart.sh", "bash scripts/test.sh", "pip install -e .[train,data,wandb,cuda]", "DATA_DIR=./data",
-        "scripts/download_longcrawl64.py heldout", "fabric run train.py --devices 4 --num-nodes 1", "python save_model.py",
+        "bash scripts/quickstart.sh", "bash scripts/test.sh", "pip install -e .[train,data,wandb,cuda]",
+        "DATA_DIR=./data",
+        "scripts/download_longcrawl64.py heldout", "fabric run train.py --devices 4 --num-nodes 1",
+        "python save_model.py",
         "python scripts/compare.py RUN", "python scripts/generate.py FOLDER --prompt …",
     ):  # fmt: skip
         assert any(command.startswith(start) for command in found), start

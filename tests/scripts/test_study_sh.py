@@ -1,4 +1,4 @@
-"""scripts/study.sh with a stand-in for Python: its stages say what they skip, and its exit code is that of what it ran."""
+"""scripts/study.sh with a stand-in for Python: its stages name what they skip, and exit codes are passed on."""
 
 import os
 import signal
