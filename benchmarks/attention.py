@@ -259,7 +259,10 @@ def time_search(q: Any, k: Any, log_fgate: Any, threshold: Any, is_bounded: bool
 
 
 KERNELS_HEADER = "| B,T,H,D | kernel | forward ms | backward ms | both TFLOP/s |\n|---|---|---|---|---|"
-PRUNING_HEADER = "| B,T,H,D | gates | bounds | full ms | pruned ms | speed-up | skipped | search |\n|---|---|---|---|---|---|---|---|"
+PRUNING_HEADER = (
+    "| B,T,H,D | gates | bounds | full ms | pruned ms | speed-up | skipped | search |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
 
 
 def describe_kernel(row: dict[str, Any]) -> str:

@@ -51,7 +51,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         metavar="NATS",
         help="after a quarter of its tokens, end a run whose training loss is this far above that of another run at "
-        "the same tokens. High rates look bad until they decay, so give a margin that no decay compensates, such as 0.5",
+        "the same tokens. High rates look bad until they decay, so choose a margin that no decay makes up for: 0.5",
     )
     return parser.parse_intermixed_args(argv)
 

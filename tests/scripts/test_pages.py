@@ -42,7 +42,7 @@ def test_a_number_that_is_typed_into_a_page_is_noticed(pages, monkeypatch, capsy
     monkeypatch.setattr(pages, "read", lambda page: read(page).replace("67,052", "76,052"))
     assert pages.main(["--check"]) == 1
     said = capsys.readouterr().err
-    assert "README.md is not what the files of results say; run python scripts/pages.py" in said
+    assert "README.md differs from the files of results; run python scripts/pages.py" in said
     assert "docs/performance.md" in said and "docs/study.md" not in said
 
 

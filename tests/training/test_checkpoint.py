@@ -259,7 +259,7 @@ def test_the_command_line_lists_verifies_compares_and_prunes(tiny, tmp_path, cap
     run = tiny["output_dir"]
     assert checkpoints.main(["ls", run]) == 0
     listed = capsys.readouterr().out
-    assert listed.count("tokens") == 4 and listed.count("stays for good") == 2
+    assert listed.count("tokens") == 4 and listed.count("kept permanently") == 2
     assert checkpoints.main(["verify", run]) == 0
     assert capsys.readouterr().out.count("whole") == 4
     assert checkpoints.main(["diff", run, "newest", run, str(20 * STEP)]) == 0
