@@ -38,7 +38,7 @@ def run_op(op, inputs, out_gradient, **options):
 def reference_op(q, k, v, log_fgate, seq_start=None, **options):
     q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
     first_key = first_visible_key(q, k, window=options.get("window_size"), cu_seqlens=options.get("cu_seqlens"))
-    results = forgetting_attention_reference(q, k, v, log_fgate, seq_start, q.shape[-1] ** -0.5, first_key_BM=first_key)
+    results = forgetting_attention_reference(q, k, v, log_fgate, seq_start, q.shape[-1] ** -0.5, first_key_BT=first_key)
     return tuple(x.transpose(1, 2) for x in results)
 
 

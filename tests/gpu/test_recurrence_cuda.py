@@ -71,7 +71,7 @@ def public(op: str):
     def function(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         *arguments, state = inputs.values()
         options = (
-            {"initial_state_BEN": state} if op == "selective_scan" else {"initial_state_BHKV": state, "scale": 0.1}
+            {"initial_state_BIK": state} if op == "selective_scan" else {"initial_state_BHKV": state, "scale": 0.1}
         )
         return getattr(recurrence, op)(*arguments, **options, output_final_state=True)
 

@@ -35,7 +35,7 @@ def reference(q, k, v, log_fgate, first_key, scale):
     seq_start = None
     if first_key is not None and (first_key == first_key[:, :1]).all():  # padding, which may hold anything
         seq_start, first_key = first_key[:, 0].long(), None
-    return forgetting_attention_reference(q, k, v, log_fgate, seq_start, scale, first_key_BM=first_key)
+    return forgetting_attention_reference(q, k, v, log_fgate, seq_start, scale, first_key_BT=first_key)
 
 def inputs(length, head_dim, dtype=torch.float32, shift=1.0, heads=2, groups=None, queries=None, batch=1):
     groups, queries = groups or heads, queries or length

@@ -33,7 +33,7 @@ def make_inputs(
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, seq_start_B=None, sm_scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, window_size: int | None = None, seq_start=None, sm_scale: float | None = None
 ) -> Tensor:
     """The definition: every pair's score, the invisible ones -inf. Rows of padding are 0."""
     t, n = q.shape[1], k.shape[1]
@@ -41,8 +41,8 @@ def reference(
     k, v = k.repeat_interleave(heads_per_group, dim=2), v.repeat_interleave(heads_per_group, dim=2)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (sm_scale or 1 / math.sqrt(q.shape[-1]))
     i, j = torch.arange(n - t, n, device=q.device)[:, None], torch.arange(n, device=q.device)
-    visible = (j <= i) & (j > i - (window or n))
-    start = torch.zeros(len(q), dtype=torch.long, device=q.device) if seq_start_B is None else seq_start_B
+    visible = (j <= i) & (j > i - (window_size or n))
+    start = torch.zeros(len(q), dtype=torch.long, device=q.device) if seq_start is None else seq_start
     visible = visible & (j >= start[:, None, None, None])
     weights = scores.masked_fill(~visible, -1e300).softmax(-1).masked_fill(~visible, 0)
     return torch.einsum("bhij,bjhd->bihd", weights, v)
@@ -78,11 +78,11 @@ SEQ_STARTS = {"no padding": None, "padding": torch.tensor([0, 41]), "one all pad
 @pytest.mark.parametrize("t, n", SHAPES)
 def test_equals_the_definition(t, n, window, groups):
     inputs = make_inputs(t, n, groups)
-    want = run(reference, inputs, window=window)
-    assert_close(run(causal_attention, inputs, window=window), want, 1e-12)
+    want = run(reference, inputs, window_size=window)
+    assert_close(run(causal_attention, inputs, window_size=window), want, 1e-12)
     single = [x.float() for x in inputs]
-    want = run(reference, [x.double() for x in single], window=window)
-    assert_close(run(causal_attention, single, window=window), want, 3e-6)
+    want = run(reference, [x.double() for x in single], window_size=window)
+    assert_close(run(causal_attention, single, window_size=window), want, 3e-6)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -91,8 +91,8 @@ def test_equals_the_definition(t, n, window, groups):
 @pytest.mark.parametrize("seq_start", SEQ_STARTS.values(), ids=SEQ_STARTS.keys())
 def test_left_padding_equals_the_definition(seq_start, t, n, window):
     inputs = make_inputs(t, n)
-    want = run(reference, inputs, window=window, seq_start_B=seq_start)
-    got = run(causal_attention, inputs, window=window, seq_start_B=seq_start)
+    want = run(reference, inputs, window_size=window, seq_start=seq_start)
+    got = run(causal_attention, inputs, window_size=window, seq_start=seq_start)
     assert_close(got, want, 1e-12)
 
 
@@ -101,11 +101,11 @@ def test_left_padding_equals_the_definition(seq_start, t, n, window):
 def test_padding_gives_exact_zeros_whatever_it_holds(window):
     start = torch.tensor([7, 80])
     inputs = make_inputs(90, 90)
-    clean = run(causal_attention, inputs, window=window, seq_start_B=start)
+    clean = run(causal_attention, inputs, window_size=window, seq_start=start)
     is_padding = torch.arange(90) < start[:, None]
     for x in inputs:
         x[is_padding] = torch.nan
-    got = run(causal_attention, inputs, window=window, seq_start_B=start)
+    got = run(causal_attention, inputs, window_size=window, seq_start=start)
     for name, x in got.items():
         assert (x[is_padding] == 0).all(), name
         assert torch.equal(x, clean[name]), name
@@ -116,21 +116,21 @@ def test_padding_gives_exact_zeros_whatever_it_holds(window):
 @pytest.mark.parametrize("t", [1500, 1100])
 def test_several_default_blocks_equal_the_definition(t, window):
     inputs = make_inputs(t, 1500, dtype=torch.float32)
-    want = run(reference, [x.double() for x in inputs], window=window)
-    assert_close(run(causal_attention, inputs, window=window), want, 5e-6)
+    want = run(reference, [x.double() for x in inputs], window_size=window)
+    assert_close(run(causal_attention, inputs, window_size=window), want, 5e-6)
 
 
 def test_gradients_are_derivatives():
     inputs = [x.requires_grad_() for x in make_inputs(5, 7, d=4)]
     start = torch.tensor([0, 3])
-    assert torch.autograd.gradcheck(lambda *x: causal_attention(*x, window=4, seq_start_B=start), inputs)
+    assert torch.autograd.gradcheck(lambda *x: causal_attention(*x, window_size=4, seq_start=start), inputs)
 
 
 @pytest.mark.parametrize("window", [6, 8])
 def test_the_comparison_notices_a_window_off_by_one(window):
     inputs = make_inputs(90, 90)
     with pytest.raises(AssertionError):
-        assert_close(run(causal_attention, inputs, window=window), run(reference, inputs, window=7), 1e-2)
+        assert_close(run(causal_attention, inputs, window_size=window), run(reference, inputs, window_size=7), 1e-2)
 
 
 def test_scale_multiplies_the_scores():
@@ -143,16 +143,16 @@ def test_scale_multiplies_the_scores():
 @pytest.mark.parametrize("window", [None, 40])
 def test_half_precision_runs_in_its_own_dtype_under_autocast_too(dtype, tolerance, window):
     inputs = make_inputs(150, 150, d=64, dtype=dtype)
-    want = run(reference, [x.double() for x in inputs], window=window)
+    want = run(reference, [x.double() for x in inputs], window_size=window)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = run(causal_attention, inputs, window=window)
+        got = run(causal_attention, inputs, window_size=window)
     assert all(x.dtype == dtype for x in got.values())
     assert_close(got, want, tolerance)
 
 
 def test_autocast_does_not_change_the_dtype():
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = causal_attention(*make_inputs(8, 8, dtype=torch.float32), window=3)
+        out = causal_attention(*make_inputs(8, 8, dtype=torch.float32), window_size=3)
     assert out.dtype == torch.float32
 
 
@@ -173,7 +173,12 @@ def saved_elements(**options) -> int:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"window": 256}, {"seq_start_B": torch.tensor([0, 9])}, {"window": 256, "seq_start_B": torch.tensor([0, 9])}],
+    [
+        {},
+        {"window_size": 256},
+        {"seq_start": torch.tensor([0, 9])},
+        {"window_size": 256, "seq_start": torch.tensor([0, 9])},
+    ],
     ids=["triangle", "window", "padding", "window and padding"],
 )
 def test_memory_is_linear_in_the_sequence(options):
@@ -183,7 +188,7 @@ def test_memory_is_linear_in_the_sequence(options):
 def attention_flops(n: int, window: int | None) -> int:
     inputs = make_inputs(n, n, g=1, h=1, dtype=torch.float32)
     with FlopCounterMode(display=False) as counter:
-        causal_attention(*inputs, window=window)
+        causal_attention(*inputs, window_size=window)
     return counter.get_total_flops()
 
 
@@ -205,14 +210,14 @@ def test_gpus_run_more_than_one_16_bit_query_through_the_kernels(t, dtype, on_gp
     monkeypatch.setattr(attention, "takes_kernel", lambda q: on_gpu)
     monkeypatch.setattr(attention, "attend_with_kernel", attend_with_kernel)
     start = torch.tensor([0, 3])
-    causal_attention(*make_inputs(t, 90, dtype=dtype), window=7, seq_start_B=start, sm_scale=0.5)
+    causal_attention(*make_inputs(t, 90, dtype=dtype), window_size=7, seq_start=start, sm_scale=0.5)
     if not on_gpu or t == 1 or dtype in (torch.float32, torch.float64):
         assert not calls
     else:
         ((log_fgate, options),) = calls
         assert log_fgate is None and options["seq_start_B"] is start and options["sm_scale"] == 0.5
         want = (torch.arange(90 - t, 90) - 6).clamp(min=0).int()
-        assert torch.equal(options["first_key_BM"], want.expand(2, -1))
+        assert torch.equal(options["first_key_BT"], want.expand(2, -1))
 
 
 @pytest.mark.parametrize(
@@ -245,18 +250,18 @@ K = torch.zeros(2, 9, 2, 8)
         ({"q": Q[0]}, ValueError, "q has shape .* 4 axes"),
         ({"q": Q[:, :0]}, ValueError, "at least one element"),
         ({"q": Q.double()}, ValueError, "cast q, k and v to one dtype"),
-        ({"q": Q[..., :4]}, ValueError, "head dimension must agree"),
+        ({"q": Q[..., :4]}, ValueError, "k has head dimension 8 and q 4; they must agree"),
         ({"q": Q[:1]}, ValueError, "batch size"),
         ({"q": Q[:, :, :3]}, ValueError, "k has 2 heads and q 3"),
         ({"q": Q.repeat(1, 2, 1, 1)}, ValueError, "q has 10 positions and k only 9"),
         ({"v": K[:, :8]}, ValueError, "v has shape"),
         ({"k": K.to("meta"), "v": K.to("meta")}, ValueError, "k is on meta and q on cpu"),
-        ({"window": 0}, ValueError, "window is 0"),
+        ({"window_size": 0}, ValueError, "window_size is 0"),
         ({"sm_scale": 0.0}, ValueError, "sm_scale is 0.0"),
-        ({"seq_start_B": 3}, TypeError, "seq_start_B is a int"),
-        ({"seq_start_B": torch.zeros(2)}, TypeError, "seq_start_B is a torch.float32"),
-        ({"seq_start_B": torch.tensor([1])}, ValueError, r"must be \(2,\)"),
-        ({"seq_start_B": torch.tensor([0, 10])}, ValueError, r"must lie in \[0, 9\]"),
+        ({"seq_start": 3}, TypeError, "seq_start is a int"),
+        ({"seq_start": torch.zeros(2)}, TypeError, "seq_start has dtype torch.float32"),
+        ({"seq_start": torch.tensor([1])}, ValueError, r"must be \(2,\)"),
+        ({"seq_start": torch.tensor([0, 10])}, ValueError, r"must lie in \[0, 9\]"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused_by_name(arguments, error, message):

@@ -290,7 +290,7 @@ def test_a_sequence_may_be_cut_anywhere(op, cuts):
         for start, stop in zip((0, *cuts), (*cuts, 130), strict=True):
             parts = [x[:, start:stop] if isinstance(x, Tensor) and x.ndim > 2 else x for x in sequences]
             scale = {} if op == "selective_scan" else {"scale": parts.pop()}
-            name = "initial_state_BEN" if op == "selective_scan" else "initial_state_BHKV"
+            name = "initial_state_BIK" if op == "selective_scan" else "initial_state_BHKV"
             out, state = getattr(recurrence, op)(*parts, **scale, **{name: state}, output_final_state=True)
             outs.append(out)
         return torch.cat(outs, dim=1), state
@@ -432,11 +432,11 @@ def test_every_op_checks_its_own_arguments():
     with pytest.raises(ValueError, match="beta has shape"):
         recurrence.delta_rule(q, q, v, gate[:1], scale=1.0)
     x, A, B = torch.zeros(2, 5, 6), torch.zeros(6, 4), torch.zeros(2, 5, 4)
-    with pytest.raises(ValueError, match=r"dt has shape .*\(B, T, E\) = \(2, 5, 6\)"):
+    with pytest.raises(ValueError, match=r"dt has shape .*\(B, T, I\) = \(2, 5, 6\)"):
         recurrence.selective_scan(x, x[..., :1], A, B, B)
-    with pytest.raises(ValueError, match=r"A has shape .*\(E, N\) = \(6, 6\)|A has shape .* 2 axes"):
+    with pytest.raises(ValueError, match=r"A has shape .*\(I, K\) = \(6, 6\)|A has shape .* 2 axes"):
         recurrence.selective_scan(x, x, A[None], B, B)
-    with pytest.raises(ValueError, match=r"C has shape .*\(B, T, N\) = \(2, 5, 4\)"):
+    with pytest.raises(ValueError, match=r"C has shape .*\(B, T, K\) = \(2, 5, 4\)"):
         recurrence.selective_scan(x, x, A, B, B[..., :3])
 
 

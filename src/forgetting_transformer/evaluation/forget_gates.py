@@ -6,7 +6,7 @@
 Both are T × T a head. They are computed in strips of rows and reduced to the picture's pixels at once, so that a text
 of 16k tokens needs no more memory than a strip and the picture.
 
-Axes: B batch, H heads, T positions (queries), N positions (keys), D channels of a head, P pixels of a picture's side.
+Axes: `forgetting_transformer/ops/__init__.py`. P is the pixels of a picture's side.
 """
 
 import logging
@@ -147,11 +147,11 @@ def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
     """
     c_HT = log_fgate_HT.double().cumsum(-1)
     length = c_HT.shape[-1]
-    query_M = torch.arange(length // 2, length, device=c_HT.device)
+    query_T = torch.arange(length // 2, length, device=c_HT.device)
     # F_ij ≥ 1/e where -c_j ≥ -c_i - 1, and -c never falls.
-    first_HM = torch.searchsorted((-c_HT).contiguous(), (-c_HT[:, query_M] - 1).contiguous())
-    is_bound_H = (first_HM == 0).double().mean(-1) >= 0.5
-    return (query_M - first_HM).double().median(-1).values, is_bound_H
+    first_HT = torch.searchsorted((-c_HT).contiguous(), (-c_HT[:, query_T] - 1).contiguous())
+    is_bound_H = (first_HT == 0).double().mean(-1) >= 0.5
+    return (query_T - first_HT).double().median(-1).values, is_bound_H
 
 
 def pruned_share(inputs: AttentionInputs, tolerance: float) -> Tensor:
@@ -195,11 +195,11 @@ def attention_map(inputs: AttentionInputs, head: int, pixels: int) -> Tensor:
     for begin, end in zip(edges_P[:-1].tolist(), edges_P[1:].tolist(), strict=True):
         row_P = torch.zeros(len(sides), device=k_ND.device)
         for start in range(begin, end, strip):
-            query_M = key_N[start : min(start + strip, end)]
-            bias_MN = (c_N[query_M][:, None] - c_N).float()
-            scores_MN = inputs.scale * (q_TD[query_M] @ k_ND.T) + bias_MN
-            weights_MN = scores_MN.masked_fill(key_N > query_M[:, None], -torch.inf).softmax(-1)
-            row_P = row_P.scatter_reduce(0, pixel_N, weights_MN.amax(0), "amax")
+            query_T = key_N[start : min(start + strip, end)]
+            bias_TN = (c_N[query_T][:, None] - c_N).float()
+            scores_TN = inputs.scale * (q_TD[query_T] @ k_ND.T) + bias_TN
+            weights_TN = scores_TN.masked_fill(key_N > query_T[:, None], -torch.inf).softmax(-1)
+            row_P = row_P.scatter_reduce(0, pixel_N, weights_TN.amax(0), "amax")
         rows.append(row_P)
     return torch.stack(rows)
 

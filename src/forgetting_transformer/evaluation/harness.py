@@ -3,7 +3,7 @@
 The harness asks for log-likelihoods; the adapter answers without ever holding the logits of a whole text. Every
 sequence begins with the beginning-of-sequence token, as in training. Needs `pip install lm_eval` (the extra `eval`).
 
-Axes: B batch, T positions, K last positions, V vocabulary.
+Axes: `forgetting_transformer/ops/__init__.py`. t are the last positions.
 """
 
 import functools
@@ -108,8 +108,8 @@ class HarnessModel(TemplateLM):
             needed = max(
                 width - len(ids) + len(continuation) for ids, continuation in zip(inputs, continuations, strict=True)
             )
-            log_probs_BKV = self._log_probs(_pad(inputs, width, self.prefix_token_id), needed)
-            for n, ids, continuation, row_KV in zip(chosen, inputs, continuations, log_probs_BKV, strict=True):
+            log_probs_BtV = self._log_probs(_pad(inputs, width, self.prefix_token_id), needed)
+            for n, ids, continuation, row_KV in zip(chosen, inputs, continuations, log_probs_BtV, strict=True):
                 end = needed - (width - len(ids))
                 row_KV = row_KV[end - len(continuation) : end]
                 target = torch.tensor(continuation, device=row_KV.device)

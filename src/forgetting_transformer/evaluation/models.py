@@ -3,7 +3,7 @@
 Weights are read from safetensors, or from a run's own checkpoints; files that would have to be unpickled are refused,
 and no code that comes with a model is run.
 
-Axes: B batch, T positions, V vocabulary, d hidden width.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import argparse
@@ -242,12 +242,12 @@ def token_losses(model: "PreTrainedModel", input_ids_BT: Tensor, labels_BT: Tens
         return model(input_ids=input_ids_BT, labels=labels_BT).loss
     head = model.get_output_embeddings()
     if _head_gives_logits(model, input_ids_BT):
-        hidden_BTd = model.base_model(input_ids=input_ids_BT, use_cache=False)[0]
-        hidden_Ld, labels_L = hidden_BTd.flatten(0, 1), labels_BT.flatten()
+        hidden_BTE = model.base_model(input_ids=input_ids_BT, use_cache=False)[0]
+        hidden_AE, labels_L = hidden_BTE.flatten(0, 1), labels_BT.flatten()
         rows = max(1, _MAX_LOGITS // model.config.get_text_config().vocab_size)
         losses = [
             F.cross_entropy(head(hidden).float(), labels, reduction="none")
-            for hidden, labels in zip(hidden_Ld.split(rows), labels_L.split(rows), strict=True)
+            for hidden, labels in zip(hidden_AE.split(rows), labels_L.split(rows), strict=True)
         ]
         return torch.cat(losses).view(labels_BT.shape)
     logits_BTV = model(input_ids=input_ids_BT, use_cache=False).logits

@@ -7,8 +7,7 @@
 What grows with every token lives in buffers with room to spare, so that a new token is written beside the old ones and
 the old ones are not copied for it.
 
-Axes: B batch, H heads, G key and value heads, N cached positions, C positions a buffer has room for, T new positions, D
-channels of a head, E model width.
+Axes: `forgetting_transformer/ops/__init__.py`. A buffer has room for more positions than N.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate
 
 
 class GrowingTensor:
-    """A tensor that grows at the end of its third axis and may shrink at both, held as part of a buffer `(B, G, C, …)`.
+    """A tensor that grows at the end of its third axis and may shrink at both, held as part of a buffer `(B, G, room, …)`.
 
     A full buffer is replaced by one with room for half as many positions again. So however many tokens come one by
     one, each is copied three times or less on average. The first positions stay where they came from, and are never

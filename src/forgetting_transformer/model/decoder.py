@@ -17,7 +17,7 @@ An architecture is a mixer and a configuration. The configuration builds the mix
 
 and registers itself with `model.registry`.
 
-Axes: B batch, T new positions, N past and new positions, E model width (hidden_size), V vocabulary.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import functools

@@ -4,8 +4,7 @@ Source: Schlag et al., "Linear Transformers Are Secretly Fast Weight Programmers
 et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", NeurIPS 2024. Parameter names,
 config keys and `model_type` are those of the released checkpoints.
 
-Axes: B batch, T new positions, E model width, H heads, K, V key and value channels of a head,
-C = H·K or H·V channels of all heads, W taps of a convolution (of past inputs W - 1).
+Axes: `forgetting_transformer/ops/__init__.py`. C is H·K or H·V.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,7 +4,7 @@ Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gat
 keys and `model_type` are those of the released checkpoints. The Transformer (Pro) baseline is this class with
 `fgate_type="none"` and `use_rope=True`.
 
-Axes: B batch, T new positions, N past and new positions, H heads, D channels of a head, E = H·D model width.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
@@ -225,7 +225,7 @@ class ForgettingAttentionLayer(nn.Module):
 
         if self.fgate_type == "none":
             k_BNHD, v_BNHD = k_BHND.transpose(1, 2), v_BHND.transpose(1, 2)
-            out_BTHD = causal_attention(q_BTHD, k_BNHD, v_BNHD, seq_start_B=seq_start_B, cu_seqlens=cu_seqlens)
+            out_BTHD = causal_attention(q_BTHD, k_BNHD, v_BNHD, seq_start=seq_start_B, cu_seqlens=cu_seqlens)
         else:
             out_BHTD = self._attend(q_BHTD, k_BHND, v_BHND, log_fgate_BHN, seq_start_B, cache, cu_seqlens)
             out_BTHD = out_BHTD.transpose(1, 2)

@@ -2,8 +2,7 @@
 
 Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", ICLR 2025.
 
-Axes: B batch, T new positions, E model width, H heads, K, V key and value channels of a head,
-C = H·K or H·V channels of all heads, W taps of a convolution (of past inputs W - 1).
+Axes: `forgetting_transformer/ops/__init__.py`. C is H·K or H·V.
 """
 
 from typing import Any, ClassVar

@@ -5,8 +5,7 @@ Source: Qin et al., "HGRN2: Gated Linear RNNs with State Expansion", COLM 2024. 
 published architecture: their code computes the bounds and does not use them. `apply_lower_bounds=True` gives the
 architecture as published.
 
-Axes: B batch, T new positions, E model width, H heads, K = expand_ratio gates of a head, V = E/H values of a head,
-L layers.
+Axes: `forgetting_transformer/ops/__init__.py`. K is expand_ratio, and V as large.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,6 @@
 """Layers that several architectures share.
 
-Axes: B batch, T positions, H heads, D channels of a head, E model width (hidden_size), F MLP width, C channels of a
-convolution, W its taps (of past inputs W - 1).
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
@@ -57,7 +56,7 @@ def attention_maps(
             log_fgate_BHN,
             seq_start_B,
             1 / math.sqrt(q_BHTD.shape[-1]),
-            first_key_BM=first_visible_key(q_BHTD, k_BGND, window=window),
+            first_key_BT=first_visible_key(q_BHTD, k_BGND, window=window),
         )
     return AttentionMaps(weights_BHTN, decay_BHTN)
 

@@ -3,9 +3,7 @@
 Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
 Duality", ICML 2024. Parameter names, config keys and `model_type` are those of the released checkpoints.
 
-Axes: B batch, T new positions, E model width, I = expand·E inner width, H heads, D channels of a head (H·D = I),
-G groups of heads that share B and C, N state size, C channels of the convolution (I + 2·G·N, of which B and C have G·N
-each), W its taps (of past inputs W - 1).
+Axes: `forgetting_transformer/ops/__init__.py`. I is H·V; C is I + 2·G·K, of which B and C have G·K each.
 """
 
 import math
@@ -39,15 +37,15 @@ class Mamba2Mixer(StateSpaceMixer):
         z, (x, B, C), dt = W_in hidden
         x, B, C = silu(conv(x, B, C))                 causal, every channel by itself
         dt      = softplus(dt + dt_bias)              step size, one per head and token
-        S_t     = exp(-exp(A_log) dt_t) S_{t-1} + B_t (dt_t x_t)ᵀ         N × D per head
+        S_t     = exp(-exp(A_log) dt_t) S_{t-1} + B_t (dt_t x_t)ᵀ         K × V per head
         y_t     = S_tᵀ C_t + D x_t
         out     = W_out RMSNorm(y · silu(z))          normalised per group, after the gate
 
     Args:
         hidden_size: E.
         num_heads: H.
-        head_dim: D.
-        state_size: N.
+        head_dim: V.
+        state_size: K.
         n_groups: G, a divisor of num_heads. Heads g·H/G … (g+1)·H/G - 1 read B and C of group g.
         conv_kernel: taps of the convolution.
         norm_eps: epsilon of the RMSNorm.
@@ -119,25 +117,25 @@ class Mamba2Mixer(StateSpaceMixer):
         z_BTI, xBC_BTC, dt_BTH = self.in_proj(hidden_BTE).split(self.projected_sizes, dim=-1)
         xBC_BTC, conv_BCW = self.convolve(xBC_BTC, padding_BT, states.get("conv"))
         x_BTI, B_BTC, C_BTC = xBC_BTC.split(self.conv_sizes, dim=-1)
-        x_BTHD = x_BTI.unflatten(-1, (self.num_heads, self.head_dim))
+        x_BTHV = x_BTI.unflatten(-1, (self.num_heads, self.head_dim))
         dt_BTH = F.softplus(dt_BTH.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
 
-        y_BTHD, state_BHND = simple_gla(
+        y_BTHV, state_BHKV = simple_gla(
             self._expand_groups(C_BTC),
             self._expand_groups(B_BTC),
-            (x_BTHD * dt_BTH[..., None]).to(x_BTHD.dtype),
+            (x_BTHV * dt_BTH[..., None]).to(x_BTHV.dtype),
             -self.A_log.float().exp() * dt_BTH,
             scale=1.0,
             initial_state_BHKV=states.get("ssm"),
             output_final_state=True,
         )
-        y_BTHD = (y_BTHD + self.D[:, None] * x_BTHD).to(x_BTHD.dtype)
-        return self.out_proj(self.norm(y_BTHD.flatten(-2) * F.silu(z_BTI))), {"conv": conv_BCW, "ssm": state_BHND}
+        y_BTHV = (y_BTHV + self.D[:, None] * x_BTHV).to(x_BTHV.dtype)
+        return self.out_proj(self.norm(y_BTHV.flatten(-2) * F.silu(z_BTI))), {"conv": conv_BCW, "ssm": state_BHKV}
 
     def _expand_groups(self, x_BTC: Tensor) -> Tensor:
-        """`(B, T, G·N)` to `(B, T, H, N)`: every head gets its group's vector. With one group, a view."""
-        x_BTGN = x_BTC.unflatten(-1, (self.n_groups, self.state_size))
-        return x_BTGN[:, :, :, None].expand(-1, -1, -1, self.num_heads // self.n_groups, -1).flatten(2, 3)
+        """`(B, T, G·K)` to `(B, T, H, K)`: every head gets its group's vector. With one group, a view."""
+        x_BTGK = x_BTC.unflatten(-1, (self.n_groups, self.state_size))
+        return x_BTGK[:, :, :, None].expand(-1, -1, -1, self.num_heads // self.n_groups, -1).flatten(2, 3)
 
 
 class Mamba2Config(StateSpaceConfig):

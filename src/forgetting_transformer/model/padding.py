@@ -1,6 +1,6 @@
 """Where sequences begin, read from an attention mask, and where packed documents do.
 
-Axes: B batch, T new positions, N past and new positions.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """What mixers share whose memory of the past is a few states of fixed size.
 
-Axes: B batch, T new positions, E model width, H heads, C channels of a projection, W taps of a convolution.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 from torch import Tensor, nn

@@ -6,8 +6,7 @@ Mamba: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Sp
     keys
 and `model_type` are those of the FoX paper's code.
 
-Axes: B batch, T new positions, E model width, I = expand·E inner width of Mamba, N states per inner channel, R rank of
-the step sizes, W taps of the convolution.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
@@ -47,14 +46,14 @@ class MambaMixer(StateSpaceMixer):
         x       = silu(conv(x))                       causal, every channel by itself
         dt,B,C  = W_x x                               dt of rank R
         dt      = softplus(W_dt dt + b_dt)            step size, one per channel and token
-        s_t     = exp(-exp(A_log) dt_t) ⊙ s_{t-1} + (dt_t x_t) B_tᵀ       N states per channel
+        s_t     = exp(-exp(A_log) dt_t) ⊙ s_{t-1} + (dt_t x_t) B_tᵀ       K states per channel
         y_t     = s_t C_t + D x_t
         out     = W_out (y · silu(z))
 
     Args:
         hidden_size: E.
         inner_size: I.
-        state_size: N.
+        state_size: K.
         time_step_rank: R.
         conv_kernel: W.
         use_bias: biases of `in_proj` and `out_proj`.
@@ -98,7 +97,7 @@ class MambaMixer(StateSpaceMixer):
         self.out_proj = nn.Linear(inner_size, hidden_size, bias=use_bias)
 
     def init_own_weights(self) -> None:
-        """PyTorch's uniform law for the projections, decay rates 1, 2, …, N in every channel, D = 1."""
+        """PyTorch's uniform law for the projections, decay rates 1, 2, …, K in every channel, D = 1."""
         init_uniform(self.in_proj)
         init_uniform(self.x_proj)
         init_uniform(self.out_proj, self.out_proj_scale)
@@ -119,20 +118,20 @@ class MambaMixer(StateSpaceMixer):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         x_BTI, z_BTI = self.in_proj(hidden_BTE).chunk(2, dim=-1)
         x_BTI, conv_BIW = self.convolve(x_BTI, padding_BT, states.get("conv"))
-        dt_BTR, B_BTN, C_BTN = self.x_proj(x_BTI).split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
+        dt_BTR, B_BTK, C_BTK = self.x_proj(x_BTI).split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
         dt_BTI = F.softplus(self.dt_proj(dt_BTR))
 
-        y_BTI, state_BIN = selective_scan(
+        y_BTI, state_BIK = selective_scan(
             x_BTI,
             dt_BTI,
             -self.A_log.float().exp(),
-            B_BTN,
-            C_BTN,
-            initial_state_BEN=states.get("ssm"),
+            B_BTK,
+            C_BTK,
+            initial_state_BIK=states.get("ssm"),
             output_final_state=True,
         )
         y_BTI = (y_BTI + self.D * x_BTI).to(x_BTI.dtype)
-        return self.out_proj(y_BTI * F.silu(z_BTI)), {"conv": conv_BIW, "ssm": state_BIN}
+        return self.out_proj(y_BTI * F.silu(z_BTI)), {"conv": conv_BIW, "ssm": state_BIK}
 
     @staticmethod
     def flops_per_token(

@@ -1,6 +1,6 @@
 """What Mamba and Mamba-2 share, with parameter names and config keys of the released checkpoints.
 
-Axes: B batch, T new positions, E model width, C channels of a convolution, W its taps (of past inputs W - 1).
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 from typing import Any, ClassVar

@@ -5,8 +5,7 @@ heads: Ainslie et al., "GQA", EMNLP 2023; sliding window: Beltagy et al., "Longf
     keys
 and `model_type` are those of the released checkpoints. The sliding-window Transformer is this class with `window_size`.
 
-Axes: B batch, T new positions, N past and new positions, H query heads, G key and value heads, D channels of a head,
-E = H·D model width.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -111,7 +110,7 @@ class AttentionLayer(nn.Module):
                 # The window's cache has dropped the oldest keys: count from the first that is left.
                 seq_start_B = (seq_start_B - (cache.get_seq_length() - k_BNGD.shape[1])).clamp(min=0)
         out_BTHD = causal_attention(
-            q_BTHD, k_BNGD, v_BNGD, window=self.window_size, seq_start_B=seq_start_B, cu_seqlens=cu_seqlens
+            q_BTHD, k_BNGD, v_BNGD, window_size=self.window_size, seq_start=seq_start_B, cu_seqlens=cu_seqlens
         )
         maps = None
         if output_attentions:

@@ -8,8 +8,7 @@ kernels are not tuned, single queries, and what the kernels do not take. Where t
 triangle it needs an explicit mask. Queries then go through in blocks, each with the keys that some query of the block
 sees: memory stays O(T + N), and a window of w costs O(T·w).
 
-Axes: B batch, T queries, N keys, H query heads, G key and value heads, D channels of a head. Lower case t, n: the
-queries of one block and the keys that it is given.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import functools
@@ -19,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from forgetting_transformer.ops.forgetting_attention.checks import check_cu_seqlens, checked_scale
+from forgetting_transformer.ops.forgetting_attention.checks import (
+    check_cu_seqlens,
+    check_seq_start,
+    check_tensors,
+    check_window_size,
+    checked_scale,
+)
 from forgetting_transformer.ops.forgetting_attention.dispatch import (
     attend_with_kernel,
     first_visible_key,
@@ -38,12 +43,12 @@ def causal_attention(
     k_BNGD: Tensor,
     v_BNGD: Tensor,
     *,
-    window: int | None = None,
-    seq_start_B: Tensor | None = None,
+    window_size: int | None = None,
+    seq_start: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     sm_scale: float | None = None,
 ) -> Tensor:
-    """Attend with weights `softmax_j(sm_scale · q_i·k_j)` over the keys i - window < j ≤ i.
+    """Attend with weights `softmax_j(sm_scale · q_i·k_j)` over the keys i - window_size < j ≤ i.
 
     When there are fewer queries than keys (T < N, decoding), the queries are the last T positions.
 
@@ -52,10 +57,10 @@ def causal_attention(
         k_BNGD: keys, N ≥ T, in q's dtype. H must be a multiple of G: query head h reads key head h // (H / G)
             (grouped-query attention, Ainslie et al. 2023).
         v_BNGD: values, like k.
-        window: number of keys a query sees, itself included. None is all of them.
-        seq_start_B: index of the first real token of each sequence, int64, in [0, N]: left padding. Keys before it are
-            invisible whatever they hold (NaN included), queries before it give 0, and all their gradients
-            are exactly 0.
+        window_size: number of keys a query sees, itself included. None is all of them.
+        seq_start: index `(B,)` of the first real token of each sequence, int64, in [0, N]: left padding. Keys before it
+            are invisible whatever they hold (NaN included), queries before it give 0, and all their gradients are
+            exactly 0.
         cu_seqlens: packed documents: where each begins, and N, `(documents + 1,)`, int32 or int64, rising from 0 to N.
             Needs B = 1 and T = N. A query sees its own document only.
         sm_scale: factor on q·k. Default 1/√D.
@@ -66,15 +71,17 @@ def causal_attention(
     Raises:
         TypeError, ValueError: arguments that do not fit together. The message names the argument.
     """
-    _check(q_BTHD, k_BNGD, v_BNGD, window, seq_start_B)
+    check_tensors(q_BTHD, k_BNGD, v_BNGD, None, head_first=False)
+    check_window_size(window_size)
+    check_seq_start(seq_start, k_BNGD, head_first=False)
     check_cu_seqlens(cu_seqlens, q_BTHD, k_BNGD, head_first=False)
-    scale = checked_scale(sm_scale, q_BTHD.shape[-1])
+    sm_scale = checked_scale(sm_scale, q_BTHD.shape[-1])
     q_BHTD, k_BGND, v_BGND = (x.transpose(1, 2) for x in (q_BTHD, k_BNGD, v_BNGD))
     found = None
     if q_BHTD.shape[2] > 1 and q_BHTD.dtype in (torch.float16, torch.bfloat16) and takes_kernel(q_BHTD):
-        first_key_BT = first_visible_key(q_BHTD, k_BGND, window=window, cu_seqlens=cu_seqlens)
+        first_key_BT = first_visible_key(q_BHTD, k_BGND, window=window_size, cu_seqlens=cu_seqlens)
         found = attend_with_kernel(
-            q_BHTD, k_BGND, v_BGND, None, sm_scale=scale, seq_start_B=seq_start_B, first_key_BM=first_key_BT
+            q_BHTD, k_BGND, v_BGND, None, sm_scale=sm_scale, seq_start_B=seq_start, first_key_BT=first_key_BT
         )
     if found is not None:
         out_BHTD = found[0]
@@ -82,7 +89,7 @@ def causal_attention(
         # Autocast would change the dtype, which is the caller's choice here.
         with torch.autocast(q_BHTD.device.type, enabled=False):
             begin_BT = None if cu_seqlens is None else first_visible_key(q_BHTD, k_BGND, cu_seqlens=cu_seqlens)
-            out_BHTD = _attend(q_BHTD, k_BGND, v_BGND, window, seq_start_B, begin_BT, scale)
+            out_BHTD = _attend(q_BHTD, k_BGND, v_BGND, window_size, seq_start, begin_BT, sm_scale)
     return out_BHTD.transpose(1, 2)
 
 
@@ -93,9 +100,9 @@ def _attend(
     window: int | None,
     seq_start_B: Tensor | None,
     begin_BT: Tensor | None,
-    scale: float,
+    sm_scale: float,
 ) -> Tensor:
-    """Attend through `scaled_dot_product_attention`; head-first tensors. `begin_BT`: where each query's document does."""
+    """Attend through `scaled_dot_product_attention`; head-first tensors. `begin_BT`: the first token of each query's document."""
     num_queries, num_keys = q_BHTD.shape[2], k_BGND.shape[2]
     first_query = num_keys - num_queries
     if window is not None:
@@ -118,15 +125,15 @@ def _attend(
         # Decoding reads each key once for its whole group of queries.
         mask = None if seq_start_B is None else _mask(q_BHTD, k_BGND, 0, first_query, window, seq_start_B)
         return F.scaled_dot_product_attention(
-            q_BHTD, k_BGND, v_BGND, attn_mask=mask, scale=scale, enable_gqa=heads_per_group > 1
+            q_BHTD, k_BGND, v_BGND, attn_mask=mask, scale=sm_scale, enable_gqa=heads_per_group > 1
         )
     # Not every fused kernel knows grouped heads, and where none does, all T·N scores would be stored.
     k_BHND, v_BHND = k_BGND, v_BGND
     if heads_per_group > 1:
         k_BHND, v_BHND = (x.repeat_interleave(heads_per_group, dim=1) for x in (k_BGND, v_BGND))
     if num_queries == num_keys and window is None and seq_start_B is None and begin_BT is None:
-        return F.scaled_dot_product_attention(q_BHTD, k_BHND, v_BHND, is_causal=True, scale=scale)
-    return _attend_in_blocks(q_BHTD, k_BHND, v_BHND, window, seq_start_B, begin_BT, scale)
+        return F.scaled_dot_product_attention(q_BHTD, k_BHND, v_BHND, is_causal=True, scale=sm_scale)
+    return _attend_in_blocks(q_BHTD, k_BHND, v_BHND, window, seq_start_B, begin_BT, sm_scale)
 
 
 def _attend_in_blocks(
@@ -136,12 +143,12 @@ def _attend_in_blocks(
     window: int | None,
     seq_start_B: Tensor | None,
     begin_BT: Tensor | None,
-    scale: float,
+    sm_scale: float,
 ) -> Tensor:
     num_queries, num_keys = q_BHTD.shape[2], k_BHND.shape[2]
     first_query = num_keys - num_queries
     block_size = _MAX_BLOCK_SIZE if window is None else min(max(window, _MIN_BLOCK_SIZE), _MAX_BLOCK_SIZE)
-    attend = functools.partial(F.scaled_dot_product_attention, scale=scale)
+    attend = functools.partial(F.scaled_dot_product_attention, scale=sm_scale)
     # With a window and no padding nearly all blocks share one mask. Otherwise each has its own, and together they would
     # fill O(T·N) memory until the backward pass, so every block is computed again there.
     is_mask_shared = window is not None and seq_start_B is None and begin_BT is None
@@ -191,49 +198,3 @@ def _mask(
         seq_start_B111 = seq_start_B[:, None, None, None]
         is_visible = is_visible & ((key_n >= seq_start_B111) | (query_t1 < seq_start_B111))
     return torch.zeros_like(is_visible, dtype=q_BHtD.dtype).masked_fill(~is_visible, -torch.inf)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, window: int | None, seq_start: Tensor | None) -> None:
-    for name, x in {"q": q, "k": k, "v": v}.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} has dtype {x.dtype}; it must be a floating dtype")
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have 4 axes, (B, length, heads, D)")
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype} and q {q.dtype}; cast q, k and v to one dtype")
-        if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}; move them to one device")
-    if 0 in q.shape:
-        raise ValueError(f"q has shape {tuple(q.shape)}; every axis must have at least one element")
-    if k.shape != v.shape:
-        raise ValueError(f"v has shape {tuple(v.shape)} and k {tuple(k.shape)}; they must agree")
-    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise ValueError(
-            f"k has shape {tuple(k.shape)} and q {tuple(q.shape)}; batch size and head dimension must agree"
-        )
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"k has {k.shape[2]} heads and q {q.shape[2]}; q's must be a multiple of k's")
-    if q.shape[1] > k.shape[1]:
-        raise ValueError(
-            f"q has {q.shape[1]} positions and k only {k.shape[1]}; the queries are the last positions of the keys, so "
-            "there cannot be more of them"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; a query sees itself, so it must be at least 1, or None for no window")
-    if seq_start is None:
-        return
-    batch, num_keys = k.shape[:2]
-    if not isinstance(seq_start, Tensor) or seq_start.dtype not in (torch.int32, torch.int64):
-        kind = seq_start.dtype if isinstance(seq_start, Tensor) else type(seq_start).__name__
-        raise TypeError(f"seq_start_B is a {kind}; it must be an int64 tensor of shape ({batch},)")
-    if seq_start.shape != (batch,):
-        raise ValueError(
-            f"seq_start_B has shape {tuple(seq_start.shape)}; it must be ({batch},), one entry per sequence"
-        )
-    if seq_start.device != q.device:
-        raise ValueError(f"seq_start_B is on {seq_start.device} and q on {q.device}; move them to one device")
-    # Looking at the values of a tensor on an accelerator would stall it, so the range is only checked on the CPU.
-    if seq_start.device.type == "cpu" and not bool(((seq_start >= 0) & (seq_start <= num_keys)).all()):
-        raise ValueError(f"seq_start_B is {seq_start.tolist()}; its entries must lie in [0, {num_keys}]")

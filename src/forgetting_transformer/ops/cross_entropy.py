@@ -1,6 +1,6 @@
 """Cross-entropy of a linear output layer, per token, without holding all logits.
 
-Axes: B batch, T positions, V vocabulary, d hidden width, L = B·T tokens.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import functools
@@ -18,8 +18,8 @@ _MAX_LOGITS = 2**27
 
 
 def linear_cross_entropy(
-    hidden_BTd: Tensor,
-    weight_Vd: Tensor,
+    hidden_BTE: Tensor,
+    weight_VE: Tensor,
     labels_BT: Tensor,
     ignore_index: int = -100,
     max_logits: int = _MAX_LOGITS,
@@ -31,8 +31,8 @@ def linear_cross_entropy(
     (one more output-layer product) instead of being stored.
 
     Args:
-        hidden_BTd: last hidden states.
-        weight_Vd: output embedding.
+        hidden_BTE: last hidden states.
+        weight_VE: output embedding.
         labels_BT: the token to predict at each position, int64, not shifted here. `ignore_index` gives loss 0 and
             no gradient.
         ignore_index: label of positions that do not count.
@@ -47,10 +47,10 @@ def linear_cross_entropy(
         ValueError: shapes do not agree, or a label is out of range. The range is checked on the CPU only, and not under
             torch.compile: a GPU would stall, a compiled graph break.
     """
-    vocab_size = weight_Vd.shape[0]
-    if labels_BT.shape != hidden_BTd.shape[:-1]:
+    vocab_size = weight_VE.shape[0]
+    if labels_BT.shape != hidden_BTE.shape[:-1]:
         raise ValueError(
-            f"labels have shape {tuple(labels_BT.shape)}; they must be {tuple(hidden_BTd.shape[:-1])}, one per token"
+            f"labels have shape {tuple(labels_BT.shape)}; they must be {tuple(hidden_BTE.shape[:-1])}, one per token"
         )
     if labels_BT.device.type == "cpu" and not torch.compiler.is_compiling():
         bad = (labels_BT != ignore_index) & ((labels_BT < 0) | (labels_BT >= vocab_size))
@@ -61,28 +61,28 @@ def linear_cross_entropy(
             )
 
     slice_loss = _compiled_slice_loss() if compiled else _slice_loss
-    hidden_Ld, labels_L = hidden_BTd.flatten(0, -2), labels_BT.flatten()
-    weight_Vd, bias_V = _pad_vocabulary(weight_Vd)
-    num_slices = _count_slices(len(labels_L), max_logits // vocab_size)
+    hidden_AE, labels_A = hidden_BTE.flatten(0, -2), labels_BT.flatten()
+    weight_VE, bias_V = _pad_vocabulary(weight_VE)
+    num_slices = _count_slices(len(labels_A), max_logits // vocab_size)
     if num_slices == 1:
-        loss_L = slice_loss(hidden_Ld, weight_Vd, bias_V, labels_L, ignore_index)
+        loss_A = slice_loss(hidden_AE, weight_VE, bias_V, labels_A, ignore_index)
     else:
         losses = [
             checkpoint(
                 slice_loss,
                 hidden,
-                weight_Vd,
+                weight_VE,
                 bias_V,
                 labels,
                 ignore_index,
                 use_reentrant=False,
                 preserve_rng_state=False,
             )
-            for hidden, labels in zip(hidden_Ld.chunk(num_slices), labels_L.chunk(num_slices), strict=True)
+            for hidden, labels in zip(hidden_AE.chunk(num_slices), labels_A.chunk(num_slices), strict=True)
         ]
-        loss_L = torch.cat(losses)
+        loss_A = torch.cat(losses)
     # A copy, not a view: FSDP2 hangs its backward hooks on a module's outputs, and warns if those are views.
-    return loss_L.view(labels_BT.shape).clone()
+    return loss_A.view(labels_BT.shape).clone()
 
 
 def _count_slices(length: int, max_slice: int) -> int:
@@ -97,21 +97,21 @@ def _vocab_multiple(device: torch.device) -> int:
     return 64 if device.type == "cuda" else 1
 
 
-def _pad_vocabulary(weight_Vd: Tensor) -> tuple[Tensor, Tensor | None]:
+def _pad_vocabulary(weight_VE: Tensor) -> tuple[Tensor, Tensor | None]:
     """The weight with rows for words that do not exist, if the device wants them, and biases that make those impossible."""
-    missing = -weight_Vd.shape[0] % _vocab_multiple(weight_Vd.device)
+    missing = -weight_VE.shape[0] % _vocab_multiple(weight_VE.device)
     if missing == 0:
-        return weight_Vd, None
-    bias_V = F.pad(weight_Vd.new_zeros(weight_Vd.shape[0]), (0, missing), value=float("-inf"))
-    return F.pad(weight_Vd, (0, 0, 0, missing)), bias_V
+        return weight_VE, None
+    bias_V = F.pad(weight_VE.new_zeros(weight_VE.shape[0]), (0, missing), value=float("-inf"))
+    return F.pad(weight_VE, (0, 0, 0, missing)), bias_V
 
 
 def _slice_loss(
-    hidden_Ld: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, labels_L: Tensor, ignore_index: int
+    hidden_AE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, labels_A: Tensor, ignore_index: int
 ) -> Tensor:
-    logits_LV = F.linear(hidden_Ld, weight_Vd, bias_V)
-    logits_LV = logits_LV.to(torch.promote_types(logits_LV.dtype, torch.float32))
-    return F.cross_entropy(logits_LV, labels_L, reduction="none", ignore_index=ignore_index)
+    logits_AV = F.linear(hidden_AE, weight_VE, bias_V)
+    logits_AV = logits_AV.to(torch.promote_types(logits_AV.dtype, torch.float32))
+    return F.cross_entropy(logits_AV, labels_A, reduction="none", ignore_index=ignore_index)
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """Rotary position embedding (Su et al. 2021), half-split pairing: channel d turns with channel d + D/2.
 
-Axes: B batch, T positions, H heads, D channels of a head.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import torch

@@ -9,8 +9,7 @@ The problems have the run's number of heads, and lengths that Triton specialises
 compiled here is what the run needs and is not compiled again. They cover several tiles, and what the run has of
 pruning, windows, ragged lengths and padding. They use no global random numbers.
 
-Axes: B batch, T positions, H query heads, G key heads, D channels of a head; K, V key and value channels of a
-    recurrence.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import contextlib
@@ -218,7 +217,7 @@ def _attention_error(
 
     def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
         if not use.is_gated:
-            return attention.causal_attention(q, k, v, window=problem.window, seq_start_B=seq_start)
+            return attention.causal_attention(q, k, v, window_size=problem.window, seq_start=seq_start)
         (log_f,) = gates
         options: dict[str, Any] = {}
         if use.pruning == "auto":
@@ -236,7 +235,7 @@ def _attention_error(
             x.transpose(1, 2) for x in (q, k, v, gates[0] if gates else q.new_zeros(1, length, q.shape[2]))
         )
         first_key = first_visible_key(q, k, window=problem.window)
-        out, _ = forgetting_attention_reference(q, k, v, log_f, seq_start, use.key_dim**-0.5, first_key_BM=first_key)
+        out, _ = forgetting_attention_reference(q, k, v, log_f, seq_start, use.key_dim**-0.5, first_key_BT=first_key)
         return out.transpose(1, 2)
 
     names = ["the output", "the gradient of q", "the gradient of k", "the gradient of v"]
@@ -277,8 +276,8 @@ def _compiling_backward(
 
         try:
             tensors = (x.detach().transpose(1, 2) for x in (d_out, q, k, v, log_fgate))
-            d_out_BHMD, q_BHMD, k_BGND, v_BGND, log_fgate_BHN = tensors
-            kernels.compile_backward(d_out_BHMD, q_BHMD, k_BGND, v_BGND, log_fgate_BHN, q.shape[-1] ** -0.5)
+            d_out_BHTD, q_BHTD, k_BGND, v_BGND, log_fgate_BHN = tensors
+            kernels.compile_backward(d_out_BHTD, q_BHTD, k_BGND, v_BGND, log_fgate_BHN, q.shape[-1] ** -0.5)
         except Exception as error:  # the test itself does the same, and says what is wrong
             log.debug("the backward pass was not compiled early: %s", error)
 
@@ -293,8 +292,8 @@ def _compiling_backward(
 def _decoding_error(q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor) -> tuple[float, str]:
     with torch.no_grad():
         got = forgetting_attention_decode(q[:, -1:], k, v, cumulative_log_fgate(log_fgate))
-        q_BHMD, k_BGND, v_BGND, log_fgate_BHN = (x.double().transpose(1, 2) for x in (q[:, -1:], k, v, log_fgate))
-        want, _ = forgetting_attention_reference(q_BHMD, k_BGND, v_BGND, log_fgate_BHN, None, q.shape[-1] ** -0.5)
+        q_BHTD, k_BGND, v_BGND, log_fgate_BHN = (x.double().transpose(1, 2) for x in (q[:, -1:], k, v, log_fgate))
+        want, _ = forgetting_attention_reference(q_BHTD, k_BGND, v_BGND, log_fgate_BHN, None, q.shape[-1] ** -0.5)
     assert isinstance(got, Tensor)  # without the log-normalisers
     return _relative_error(got, want.transpose(1, 2)), "the output of decoding"
 

@@ -1,6 +1,6 @@
 """Short causal convolution along the sequence, one filter per channel (depthwise), as in Mamba and DeltaNet.
 
-Axes: B batch, T positions, C channels, W filter taps; of the inputs before a sequence, the last W - 1.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Data-dependent token shift: mix every token with the one before it.
 
-Axes: B batch, T positions, H heads, D channels of a head.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", ICLR 2025, section 3.
 
-Axes in this folder: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head.
+Axes: `forgetting_transformer/ops/__init__.py`.
 
 Files, from the call down:
     checks, dispatch          refuse what does not fit; which calls the GPU kernels serve
@@ -25,6 +25,7 @@ from forgetting_transformer.ops.forgetting_attention.checks import (
     check_gates,
     check_seq_start,
     check_tensors,
+    check_window_size,
     checked_scale,
 )
 from forgetting_transformer.ops.forgetting_attention.decode import cumulative_log_fgate, forgetting_attention_decode
@@ -67,11 +68,11 @@ def forgetting_attention(
     A gate acts on everything before it: `log f_l` is added to every pair whose key lies before position l and whose
     query lies at l or after. The gate of the first key therefore has no effect.
 
-    When there are fewer queries than keys (M < N, decoding), the queries are the last M positions.
+    When there are fewer queries than keys (T < N, decoding), the queries are the last T positions.
 
     Args:
-        q: queries `(B, M, H, D)`, or `(B, H, M, D)` with `head_first`. float16, bfloat16, float32 or float64.
-        k: keys `(B, N, G, D)`, N ≥ M, in q's dtype. H must be a multiple of G: query head h reads key head h // (H / G)
+        q: queries `(B, T, H, D)`, or `(B, H, T, D)` with `head_first`. float16, bfloat16, float32 or float64.
+        k: keys `(B, N, G, D)`, N ≥ T, in q's dtype. H must be a multiple of G: query head h reads key head h // (H / G)
             (grouped-query attention, Ainslie et al. 2023).
         v: values, like k.
         log_fgate: natural logarithm of the forget gates `(B, N, H)`, any floating dtype; float32 is recommended. Never
@@ -83,7 +84,7 @@ def forgetting_attention(
             it are invisible whatever they hold (NaN included), queries before it give 0, and all their gradients
             are exactly 0.
         cu_seqlens: packed documents: where each begins, and N, `(documents + 1,)`, int32 or int64, rising from 0 to N.
-            Needs B = 1 and M = N. A query sees its own document only.
+            Needs B = 1 and T = N. A query sees its own document only.
         window_size: number of keys a query sees at most, itself included.
         sm_scale: factor on q·k. Default 1/√D.
         adaptive_threshold: adaptive computation pruning. A backend may skip blocks of pairs whose whole decay bias
@@ -95,7 +96,7 @@ def forgetting_attention(
         return_log_normaliser: also return ln Σ_j exp(score_ij), to merge attention over parts of the keys.
 
     Returns:
-        Tensor with q's shape and dtype. With `return_log_normaliser` also the log-normalisers `(B, M, H)`, nats,
+        Tensor with q's shape and dtype. With `return_log_normaliser` also the log-normalisers `(B, T, H)`, nats,
         float32 (or float64), -inf for a query that sees nothing. Differentiable once in q, k, v and log_fgate.
 
     Raises:
@@ -107,10 +108,7 @@ def forgetting_attention(
     check_cu_seqlens(cu_seqlens, q, k, head_first)
     check_gates(log_fgate, seq_start, head_first)
     check_adaptive_threshold(adaptive_threshold, q, head_first)
-    if window_size is not None and (
-        isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1
-    ):
-        raise ValueError(f"window_size is {window_size!r}; it must be an integer of at least 1, or None for no window")
+    check_window_size(window_size)
     if not -math.inf < log_tolerance < 0:
         raise ValueError(f"log_tolerance is {log_tolerance}; it is ln ε of a small ε, so negative and finite")
     sm_scale = checked_scale(sm_scale, q.shape[-1])
@@ -119,7 +117,7 @@ def forgetting_attention(
         q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
     # The op chooses its own precision: autocast would round the decay bias to 16 bits inside it.
     with torch.autocast(q.device.type, enabled=False):
-        out_BHMD, log_normaliser_BHM = _attend(
+        out_BHTD, log_normaliser_BHT = _attend(
             q,
             k,
             v,
@@ -132,11 +130,11 @@ def forgetting_attention(
             log_tolerance,
             return_log_normaliser,
         )
-    return in_layout_of_caller(out_BHMD, log_normaliser_BHM if return_log_normaliser else None, head_first)
+    return in_layout_of_caller(out_BHTD, log_normaliser_BHT if return_log_normaliser else None, head_first)
 
 
 def _attend(
-    q_BHMD: Tensor,
+    q_BHTD: Tensor,
     k_BGND: Tensor,
     v_BGND: Tensor,
     log_fgate_BHN: Tensor,
@@ -149,17 +147,17 @@ def _attend(
     return_log_normaliser: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Run the fastest backend for the call; head-first tensors."""
-    first_key_BM = first_visible_key(q_BHMD, k_BGND, window=window, cu_seqlens=cu_seqlens)
-    if takes_kernel(q_BHMD):
+    first_key_BT = first_visible_key(q_BHTD, k_BGND, window=window, cu_seqlens=cu_seqlens)
+    if takes_kernel(q_BHTD):
         is_bounded = isinstance(adaptive_threshold, str)  # "auto"
         threshold = log_tolerance if isinstance(adaptive_threshold, str) else adaptive_threshold
         found = attend_with_kernel(
-            q_BHMD, k_BGND, v_BGND, log_fgate_BHN, sm_scale=sm_scale, seq_start_B=seq_start_B, first_key_BM=first_key_BM,
-            threshold_BH=threshold_tensor(threshold, q_BHMD), is_bounded=is_bounded,
+            q_BHTD, k_BGND, v_BGND, log_fgate_BHN, sm_scale=sm_scale, seq_start_B=seq_start_B, first_key_BT=first_key_BT,
+            threshold_BH=threshold_tensor(threshold, q_BHTD), is_bounded=is_bounded,
         )  # fmt: skip
         if found is not None:
             return found
     return forgetting_attention_portable(
-        q_BHMD, k_BGND, v_BGND, log_fgate_BHN, seq_start_B, sm_scale, first_key_BM=first_key_BM, window=window,
+        q_BHTD, k_BGND, v_BGND, log_fgate_BHN, seq_start_B, sm_scale, first_key_BT=first_key_BT, window=window,
         return_log_normaliser=return_log_normaliser,
     )  # fmt: skip

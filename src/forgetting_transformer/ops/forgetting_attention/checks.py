@@ -8,9 +8,11 @@ from torch import Tensor
 
 
 def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, head_first: bool, gates_name: str = "log_fgate"
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, head_first: bool, gates_name: str = "log_fgate"
 ) -> None:
-    named = {"q": q, "k": k, "v": v, gates_name: gates}
+    """Refuse tensors that do not fit together. `gates` is None for an op without gates, which has no `head_first`."""
+    named = {"q": q, "k": k, "v": v} if gates is None else {"q": q, "k": k, "v": v, gates_name: gates}
+    layout = "" if gates is None else f"head_first={head_first}"
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
@@ -23,7 +25,7 @@ def check_tensors(
     for name in ("q", "k", "v"):
         if named[name].ndim != 4:
             raise ValueError(
-                f"{name} has shape {tuple(named[name].shape)}; it must have 4 axes, {axes} (head_first={head_first})"
+                f"{name} has shape {tuple(named[name].shape)}; it must have 4 axes, {axes}{layout and f' ({layout})'}"
             )
         if named[name].dtype != q.dtype:
             raise ValueError(f"{name} is {named[name].dtype} and q {q.dtype}; cast q, k and v to one dtype")
@@ -35,18 +37,20 @@ def check_tensors(
         raise ValueError(f"k has batch size {k.shape[0]} and q {q.shape[0]}; they must agree")
     if k.shape[head_axis] == 0 or q.shape[head_axis] % k.shape[head_axis]:
         raise ValueError(
-            f"k has {k.shape[head_axis]} heads and q {q.shape[head_axis]}; q's must be a multiple of k's (axes {axes}, "
-            f"head_first={head_first})"
+            f"k has {k.shape[head_axis]} heads and q {q.shape[head_axis]}; q's must be a multiple of k's (axes {axes}"
+            f"{layout and f', {layout}'})"
         )
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k has head dimension {k.shape[3]} and q {q.shape[3]}; they must agree")
     if q.shape[length_axis] > k.shape[length_axis]:
         raise ValueError(
             f"q has {q.shape[length_axis]} positions and k only {k.shape[length_axis]}; the queries are the last "
-            f"positions of the keys, so there cannot be more of them (axes {axes}, head_first={head_first})"
+            f"positions of the keys, so there cannot be more of them (axes {axes}{layout and f', {layout}'})"
         )
     if 0 in q.shape:
         raise ValueError(f"q has shape {tuple(q.shape)}; every axis must have at least one element")
+    if gates is None:
+        return
     gates_shape = (*k.shape[:head_axis], q.shape[head_axis], *k.shape[head_axis + 1 : 3])
     if gates.shape != gates_shape:
         axes = "(B, H, length)" if head_first else "(B, length, H)"
@@ -99,6 +103,13 @@ def _check_positions(name: str, x: Tensor | None, lowest: int, k: Tensor, head_f
     looks_at_values = x.device.type == "cpu" and not torch.compiler.is_compiling()
     if looks_at_values and not bool(((x >= lowest) & (x <= num_keys)).all()):
         raise ValueError(f"{name} is {x.tolist()}; its entries must lie in [{lowest}, {num_keys}]")
+
+
+def check_window_size(window_size: int | None) -> None:
+    if window_size is not None and (
+        isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1
+    ):
+        raise ValueError(f"window_size is {window_size!r}; it must be an integer of at least 1, or None for no window")
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, head_first: bool) -> None:

@@ -7,7 +7,7 @@ c is kept in float64. With f near 1/2 it reaches -45,000 nats at 65,536 tokens, 
 in float64 the bias of a pair is exact to 1e-11 and then rounded to float32 by itself. It takes 8 bytes per head and
 token, against 256 of keys and values with 64 channels in 16 bits.
 
-Axes: B batch, H query heads, G key and value heads, M queries, N keys, T new tokens, D channels of a head.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import torch
@@ -56,9 +56,9 @@ def forgetting_attention_decode(
     adaptive_threshold: float | Tensor | None = None,
     return_log_normaliser: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend from the last M positions with weights `softmax_j(sm_scale · q_i·k_j + c_i - c_j)` over the keys j ≤ i.
+    """Attend from the last T positions with weights `softmax_j(sm_scale · q_i·k_j + c_i - c_j)` over the keys j ≤ i.
 
-    The same numbers as `forgetting_attention`, without gradients, for M of 1 to 16 or so. The cost is one reading of
+    The same numbers as `forgetting_attention`, without gradients, for T of 1 to 16 or so. The cost is one reading of
     the visible keys and values, whatever the number of query heads that share them; with pruning, of those that are not
     pruned.
 
@@ -67,7 +67,7 @@ def forgetting_attention_decode(
     shape changes while they fill, and one CUDA graph or one compiled graph serves every token.
 
     Args:
-        q: queries `(B, M, H, D)`, or `(B, H, M, D)` with `head_first`. float16, bfloat16, float32 or float64.
+        q: queries `(B, T, H, D)`, or `(B, H, T, D)` with `head_first`. float16, bfloat16, float32 or float64.
         k: keys `(B, N, G, D)`, in q's dtype. H must be a multiple of G: query head h reads key head h // (H / G).
         v: values, like k.
         cum_log_fgate: running sums c of the log forget gates `(B, N, H)`, as `cumulative_log_fgate` returns them,
@@ -75,7 +75,7 @@ def forgetting_attention_decode(
         head_first: the head axis comes before the sequence axis in every argument and in the output.
         seq_start: index `(B,)` of the first real token of each sequence, in [0, N]: left padding. Keys before it are
             invisible whatever they hold (NaN included), queries before it give 0.
-        seq_end: index `(B,)` one past the last token of each sequence, in [M, N]. Its queries are the M positions
+        seq_end: index `(B,)` one past the last token of each sequence, in [T, N]. Its queries are the T positions
             before that, and what lies behind is invisible whatever it holds. Default N.
         sm_scale: factor on q·k. Default 1/√D.
         adaptive_threshold: adaptive computation pruning: a backend may skip keys whose decay bias c_i - c_j is below
@@ -84,7 +84,7 @@ def forgetting_attention_decode(
         return_log_normaliser: also return ln Σ_j exp(score_ij), to merge attention over parts of the keys.
 
     Returns:
-        Tensor with q's shape and dtype. With `return_log_normaliser` also the log-normalisers `(B, M, H)`, nats,
+        Tensor with q's shape and dtype. With `return_log_normaliser` also the log-normalisers `(B, T, H)`, nats,
         float32 (or float64), -inf for a query that sees nothing.
 
     Raises:
@@ -117,18 +117,18 @@ def forgetting_attention_decode(
     if takes_kernel(q):
         threshold_BH = threshold_tensor(adaptive_threshold, q)
         kernel = torch.ops.forgetting_transformer.forgetting_attention_decode
-        out_BHMD, log_normaliser_BHM = kernel(q, k, v, cum_log_fgate, threshold_BH, seq_start, seq_end, sm_scale)
+        out_BHTD, log_normaliser_BHT = kernel(q, k, v, cum_log_fgate, threshold_BH, seq_start, seq_end, sm_scale)
     else:
         # The op chooses its own precision: autocast would round scores to 16 bits inside it.
         with torch.autocast(q.device.type, enabled=False):
-            out_BHMD, log_normaliser_BHM = forgetting_attention_decode_portable(
+            out_BHTD, log_normaliser_BHT = forgetting_attention_decode_portable(
                 q, k, v, cum_log_fgate, seq_start, seq_end, sm_scale
             )
-    return in_layout_of_caller(out_BHMD, log_normaliser_BHM if return_log_normaliser else None, head_first)
+    return in_layout_of_caller(out_BHTD, log_normaliser_BHT if return_log_normaliser else None, head_first)
 
 
 def forgetting_attention_decode_portable(
-    q_BHMD: Tensor,
+    q_BHTD: Tensor,
     k_BGND: Tensor,
     v_BGND: Tensor,
     cum_log_fgate_BHN: Tensor,
@@ -136,34 +136,34 @@ def forgetting_attention_decode_portable(
     seq_end_B: Tensor | None,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Decode on any device, with M·N scores in memory. Arguments as in `forgetting_attention_decode`, head first.
+    """Decode on any device, with T·N scores in memory. Arguments as in `forgetting_attention_decode`, head first.
 
     Returns:
-        The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)`, float32 or float64.
+        The output `(B, H, T, D)` in q's dtype, and the log-normalisers `(B, H, T)`, float32 or float64.
     """
-    dtype = torch.promote_types(q_BHMD.dtype, torch.float32)
-    (batch, heads, num_queries, _), (groups, num_keys) = q_BHMD.shape, k_BGND.shape[1:3]
-    q, k, v = (x.to(dtype) for x in (q_BHMD, k_BGND, v_BGND))
+    dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
+    (batch, heads, num_queries, _), (groups, num_keys) = q_BHTD.shape, k_BGND.shape[1:3]
+    q, k, v = (x.to(dtype) for x in (q_BHTD, k_BGND, v_BGND))
     key_N = torch.arange(num_keys, device=q.device)
     end_B11 = num_keys if seq_end_B is None else seq_end_B[:, None, None]
-    query_BM1 = torch.arange(num_queries, device=q.device)[:, None] + (end_B11 - num_queries)
-    visible_BMN = (key_N <= query_BM1).expand(batch, -1, -1)
+    query_BT1 = torch.arange(num_queries, device=q.device)[:, None] + (end_B11 - num_queries)
+    visible_BTN = (key_N <= query_BT1).expand(batch, -1, -1)
     if seq_start_B is not None:
-        visible_BMN = visible_BMN & (key_N >= seq_start_B[:, None, None])
+        visible_BTN = visible_BTN & (key_N >= seq_start_B[:, None, None])
     if seq_start_B is not None or seq_end_B is not None:
         # Zeros, not whatever invisible keys hold: 0 · NaN would reach the sums below.
-        is_hidden_B1N1 = ~visible_BMN.any(1)[:, None, :, None]
+        is_hidden_B1N1 = ~visible_BTN.any(1)[:, None, :, None]
         k, v = k.masked_fill(is_hidden_B1N1, 0), v.masked_fill(is_hidden_B1N1, 0)
 
-    query_BHM = query_BM1.clamp(min=0).mT.expand(batch, heads, -1)
-    bias_BHMN = (cum_log_fgate_BHN.gather(2, query_BHM)[..., None] - cum_log_fgate_BHN[:, :, None]).to(dtype)
+    query_BHT = query_BT1.clamp(min=0).mT.expand(batch, heads, -1)
+    bias_BHTN = (cum_log_fgate_BHN.gather(2, query_BHT)[..., None] - cum_log_fgate_BHN[:, :, None]).to(dtype)
     # The heads that share keys are rows of one product.
     q_BGRD = q.reshape(batch, groups, -1, q.shape[3])
-    scores_BHMN = sm_scale * (q_BGRD @ k.mT).view(batch, heads, num_queries, num_keys) + bias_BHMN
-    visible_B1MN = visible_BMN[:, None]
-    scores_BHMN = scores_BHMN.masked_fill(~visible_B1MN, torch.finfo(dtype).min)
-    weights_BHMN = scores_BHMN.softmax(-1).masked_fill(~visible_B1MN, 0)
-    out_BGRD = weights_BHMN.view(batch, groups, -1, num_keys) @ v
-    sees_nothing_B1M = ~visible_B1MN.any(-1)
-    log_normaliser_BHM = scores_BHMN.logsumexp(-1).masked_fill(sees_nothing_B1M, -torch.inf)
-    return out_BGRD.view(q.shape).to(q_BHMD.dtype), log_normaliser_BHM
+    scores_BHTN = sm_scale * (q_BGRD @ k.mT).view(batch, heads, num_queries, num_keys) + bias_BHTN
+    visible_B1TN = visible_BTN[:, None]
+    scores_BHTN = scores_BHTN.masked_fill(~visible_B1TN, torch.finfo(dtype).min)
+    weights_BHTN = scores_BHTN.softmax(-1).masked_fill(~visible_B1TN, 0)
+    out_BGRD = weights_BHTN.view(batch, groups, -1, num_keys) @ v
+    sees_nothing_B1T = ~visible_B1TN.any(-1)
+    log_normaliser_BHT = scores_BHTN.logsumexp(-1).masked_fill(sees_nothing_B1T, -torch.inf)
+    return out_BGRD.view(q.shape).to(q_BHTD.dtype), log_normaliser_BHT

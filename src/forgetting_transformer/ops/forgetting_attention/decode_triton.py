@@ -4,7 +4,7 @@ The operator is opaque to torch.compile, knows its FLOPs, never waits for the GP
 The number of parts that keys are split into depends on shapes and on the GPU alone, so that a CUDA graph may be
 captured.
 
-Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import functools
@@ -42,15 +42,15 @@ def decode(
     seq_end: Tensor | None,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend; return the output `(B, H, M, D)`, in memory `(B, M, H, D)`, and log-normalisers `(B, H, M)`, nats, float32.
+    """Attend; return the output `(B, H, T, D)`, in memory `(B, T, H, D)`, and log-normalisers `(B, H, T)`, nats, float32.
 
     Args:
-        q: `(B, H, M, D)`, D up to 256.
+        q: `(B, H, T, D)`, D up to 256.
         k, v: `(B, G, N, D)`, H a multiple of G.
         cum_log_fgate: `(B, H, N)`, float64 or float32.
         threshold: `(B, H)` float32, keys whose decay bias (nats) is below it may be left out; None leaves out nothing.
         seq_start: `(B,)`, the first key that is visible; None is 0.
-        seq_end: `(B,)`, one past the last; None is N. The queries are the M positions before it.
+        seq_end: `(B,)`, one past the last; None is N. The queries are the T positions before it.
     """
     q, k, v = (with_whole_channels(x) for x in (q, k, v))
     batch, heads, num_queries, head_dim = q.shape

@@ -3,7 +3,7 @@
 `forgetting_attention` and `causal_attention`, which is forgetting attention whose gates are all 1, both go through
 here.
 
-Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import functools
@@ -18,21 +18,21 @@ from forgetting_transformer.ops import backends
 MAX_KERNEL_HEAD_DIM = 256
 
 
-def takes_kernel(q_BHMD: Tensor) -> bool:
+def takes_kernel(q_BHTD: Tensor) -> bool:
     """Whether the Triton kernels can serve these queries: on a GPU that has them, except float64 and very wide heads."""
-    fits = q_BHMD.is_cuda and q_BHMD.dtype != torch.float64 and q_BHMD.shape[3] <= MAX_KERNEL_HEAD_DIM
-    return fits and _has_kernel(q_BHMD.device.index)
+    fits = q_BHTD.is_cuda and q_BHTD.dtype != torch.float64 and q_BHTD.shape[3] <= MAX_KERNEL_HEAD_DIM
+    return fits and _has_kernel(q_BHTD.device.index)
 
 
 def attend_with_kernel(
-    q_BHMD: Tensor,
+    q_BHTD: Tensor,
     k_BGND: Tensor,
     v_BGND: Tensor,
     log_fgate_BHN: Tensor | None,
     *,
     sm_scale: float,
     seq_start_B: Tensor | None = None,
-    first_key_BM: Tensor | None = None,
+    first_key_BT: Tensor | None = None,
     threshold_BH: Tensor | None = None,
     is_bounded: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
@@ -40,16 +40,16 @@ def attend_with_kernel(
 
     Args:
         log_fgate_BHN: None is gates of 1, plain softmax attention.
-        first_key_BM: what `first_visible_key` returned.
+        first_key_BT: what `first_visible_key` returned.
         threshold_BH: nats, float32: the decay bias below which pairs may be left out.
         is_bounded: threshold_BH is the logarithm of the weight that each row may leave out, and norms of queries and
             keys are to say what that is.
 
     Returns:
-        The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)`, nats, float32. None, after a
+        The output `(B, H, T, D)` in q's dtype, and the log-normalisers `(B, H, T)`, nats, float32. None, after a
         warning, where Triton cannot compile the kernels.
     """
-    arguments = (q_BHMD, k_BGND, v_BGND, log_fgate_BHN, sm_scale, seq_start_B, first_key_BM, threshold_BH, is_bounded)
+    arguments = (q_BHTD, k_BGND, v_BGND, log_fgate_BHN, sm_scale, seq_start_B, first_key_BT, threshold_BH, is_bounded)
     if torch.compiler.is_compiling():
         return _launch(*arguments)
     try:
@@ -63,68 +63,68 @@ def attend_with_kernel(
 
 
 def _launch(
-    q_BHMD: Tensor,
+    q_BHTD: Tensor,
     k_BGND: Tensor,
     v_BGND: Tensor,
     log_fgate_BHN: Tensor | None,
     sm_scale: float,
     seq_start_B: Tensor | None,
-    first_key_BM: Tensor | None,
+    first_key_BT: Tensor | None,
     threshold_BH: Tensor | None,
     is_bounded: bool,
 ) -> tuple[Tensor, Tensor]:
     if log_fgate_BHN is None:
-        gates = (*q_BHMD.shape[:2], k_BGND.shape[2])
-        log_fgate_BHN = torch.zeros((), dtype=torch.float32, device=q_BHMD.device).expand(gates)
+        gates = (*q_BHTD.shape[:2], k_BGND.shape[2])
+        log_fgate_BHN = torch.zeros((), dtype=torch.float32, device=q_BHTD.device).expand(gates)
     if seq_start_B is not None:
-        start_BM = seq_start_B.to(torch.int32)[:, None].expand(-1, q_BHMD.shape[2])
-        first_key_BM = start_BM if first_key_BM is None else torch.maximum(first_key_BM, start_BM)
-    if first_key_BM is not None:
-        first_key_BM = first_key_BM.contiguous()
+        start_BT = seq_start_B.to(torch.int32)[:, None].expand(-1, q_BHTD.shape[2])
+        first_key_BT = start_BT if first_key_BT is None else torch.maximum(first_key_BT, start_BT)
+    if first_key_BT is not None:
+        first_key_BT = first_key_BT.contiguous()
     kernels = torch.ops.forgetting_transformer
     bounds = (None, None, None)
     if is_bounded:
-        bounds = kernels.forgetting_attention_bounds(q_BHMD.detach(), k_BGND.detach(), first_key_BM, sm_scale)
-    num_queries = q_BHMD.shape[2]
-    decay = kernels.forgetting_attention_decay(log_fgate_BHN.detach(), num_queries, threshold_BH, *bounds, first_key_BM)
-    return kernels.forgetting_attention_forward(q_BHMD, k_BGND, v_BGND, log_fgate_BHN, *decay, first_key_BM, sm_scale)
+        bounds = kernels.forgetting_attention_bounds(q_BHTD.detach(), k_BGND.detach(), first_key_BT, sm_scale)
+    num_queries = q_BHTD.shape[2]
+    decay = kernels.forgetting_attention_decay(log_fgate_BHN.detach(), num_queries, threshold_BH, *bounds, first_key_BT)
+    return kernels.forgetting_attention_forward(q_BHTD, k_BGND, v_BGND, log_fgate_BHN, *decay, first_key_BT, sm_scale)
 
 
 def in_layout_of_caller(
-    out_BHMD: Tensor, log_normaliser_BHM: Tensor | None, head_first: bool
+    out_BHTD: Tensor, log_normaliser_BHT: Tensor | None, head_first: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What the ops return: the output and, if wanted, the log-normalisers, with the axes that the caller uses."""
-    out = out_BHMD if head_first else out_BHMD.transpose(1, 2)
-    if log_normaliser_BHM is None:
+    out = out_BHTD if head_first else out_BHTD.transpose(1, 2)
+    if log_normaliser_BHT is None:
         return out
-    return out, log_normaliser_BHM if head_first else log_normaliser_BHM.transpose(1, 2)
+    return out, log_normaliser_BHT if head_first else log_normaliser_BHT.transpose(1, 2)
 
 
-def threshold_tensor(threshold: float | Tensor | None, q_BHMD: Tensor) -> Tensor | None:
+def threshold_tensor(threshold: float | Tensor | None, q_BHTD: Tensor) -> Tensor | None:
     """A threshold as the kernels want it, float32 `(B, H)`; None stays None."""
-    shape = q_BHMD.shape[:2]
+    shape = q_BHTD.shape[:2]
     if threshold is None:
         return None
     if not isinstance(threshold, Tensor):
-        return torch.full(shape, threshold, dtype=torch.float32, device=q_BHMD.device)
+        return torch.full(shape, threshold, dtype=torch.float32, device=q_BHTD.device)
     return threshold.detach().float().expand(shape)
 
 
 def first_visible_key(
-    q_BHMD: Tensor, k_BGND: Tensor, *, window: int | None = None, cu_seqlens: Tensor | None = None
+    q_BHTD: Tensor, k_BGND: Tensor, *, window: int | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor | None:
-    """The first key that each query sees, `(B, M)` int32, of windows and packed documents; None if all see the first."""
-    num_queries, num_keys = q_BHMD.shape[2], k_BGND.shape[2]
+    """The first key that each query sees, `(B, T)` int32, of windows and packed documents; None if all see the first."""
+    num_queries, num_keys = q_BHTD.shape[2], k_BGND.shape[2]
     if cu_seqlens is None and (window is None or window >= num_keys):
         return None
-    query_M = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int32, device=q_BHMD.device)
-    first_key_M = torch.zeros_like(query_M)
+    query_T = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int32, device=q_BHTD.device)
+    first_key_T = torch.zeros_like(query_T)
     if cu_seqlens is not None:
         starts = cu_seqlens.to(torch.int32)
-        first_key_M = starts[torch.searchsorted(starts, query_M, right=True) - 1]
+        first_key_T = starts[torch.searchsorted(starts, query_T, right=True) - 1]
     if window is not None and window < num_keys:
-        first_key_M = torch.maximum(first_key_M, query_M - (window - 1))
-    return first_key_M.expand(q_BHMD.shape[0], -1)
+        first_key_T = torch.maximum(first_key_T, query_T - (window - 1))
+    return first_key_T.expand(q_BHTD.shape[0], -1)
 
 
 def _has_kernel(device_index: int) -> bool:

@@ -1,6 +1,6 @@
 """What launches share: sizes, what is known of the gates, and where heads `(B, H, T, D)` lie in memory.
 
-Axes: B batch, H heads, T positions, D channels of a head.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import functools

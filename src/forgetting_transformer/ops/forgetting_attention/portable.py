@@ -1,4 +1,4 @@
-"""Forgetting attention on any device, through PyTorch's `scaled_dot_product_attention`. Exact; O(M + N) memory.
+"""Forgetting attention on any device, through PyTorch's `scaled_dot_product_attention`. Exact; O(T + N) memory.
 
 Softmax does not change when a constant is added to a row, so of the decay Σ_{l=j+1..i} log f_l = c_i - c_j (c the
 running sum of log f) only the part that depends on the key counts, b_j = c_r - c_j for any reference position r:
@@ -14,9 +14,7 @@ however long the sequence is. The forward pass of a block is repeated in the bac
 Windows and packed documents need an explicit mask, one block at a time. So does the log-normaliser, which
 `scaled_dot_product_attention` does not return: then a block's scores are held in memory.
 
-Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head, E = D + the bias channels
-    +
-zeros up to a multiple of 8. Lower case m, n: the queries of one block and the keys that it sees.
+Axes: `forgetting_transformer/ops/__init__.py`. X is D, the bias channels, and zeros up to a multiple of 8.
 """
 
 import functools
@@ -33,14 +31,14 @@ _PADDING_BIAS = -1e9
 
 
 def forgetting_attention_portable(
-    q_BHMD: Tensor,
+    q_BHTD: Tensor,
     k_BGND: Tensor,
     v_BGND: Tensor,
     log_fgate_BHN: Tensor,
     seq_start_B: Tensor | None,
     sm_scale: float,
     *,
-    first_key_BM: Tensor | None = None,
+    first_key_BT: Tensor | None = None,
     window: int | None = None,
     return_log_normaliser: bool = False,
     block_size: int = 1024,
@@ -49,22 +47,22 @@ def forgetting_attention_portable(
     """Forgetting attention with arguments as in `forgetting_attention`, head first.
 
     Args:
-        first_key_BM: the first key that each query sees, for windows and packed documents. Default 0.
-        window: keys that a query sees at most, which must be in `first_key_BM` too: blocks leave out what lies before.
+        first_key_BT: the first key that each query sees, for windows and packed documents. Default 0.
+        window: keys that a query sees at most, which must be in `first_key_BT` too: blocks leave out what lies before.
         return_log_normaliser: also compute the log-normalisers.
         block_size: queries per block.
         compute_dtype: what the attention runs in, see `_choose_compute_dtype`. bfloat16 splits the bias into three
             channels whose sum has float32's precision.
 
     Returns:
-        The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)`, float32 or more, or None.
+        The output `(B, H, T, D)` in q's dtype, and the log-normalisers `(B, H, T)`, float32 or more, or None.
     """
     if compute_dtype is None:
-        compute_dtype = _choose_compute_dtype(q_BHMD)
-    num_queries, num_keys = q_BHMD.shape[2], k_BGND.shape[2]
+        compute_dtype = _choose_compute_dtype(q_BHTD)
+    num_queries, num_keys = q_BHTD.shape[2], k_BGND.shape[2]
     first_query = num_keys - num_queries
-    group = q_BHMD.shape[1] // k_BGND.shape[1]
-    q, k, v = (x.to(compute_dtype) for x in (q_BHMD, k_BGND, v_BGND))
+    group = q_BHTD.shape[1] // k_BGND.shape[1]
+    q, k, v = (x.to(compute_dtype) for x in (q_BHTD, k_BGND, v_BGND))
     if group > 1:
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     bias_dtype = torch.promote_types(compute_dtype, torch.float32)
@@ -90,25 +88,25 @@ def forgetting_attention_portable(
         keys = slice(0 if window is None else max(0, first_query + start - window + 1), first_query + stop)
         padding_Bn = None if padding_BN is None else padding_BN[:, keys]
         visible = None
-        if first_key_BM is not None:
-            visible = _visible(first_key_BM[:, start:stop], first_query + start, keys, padding_Bn)
+        if first_key_BT is not None:
+            visible = _visible(first_key_BT[:, start:stop], first_query + start, keys, padding_Bn)
         blocks.append(
             attend(q[:, :, start:stop], k[:, :, keys], v[:, :, keys], log_fgate[:, :, keys], padding_Bn, visible)
         )
     outs, log_normalisers = zip(*blocks, strict=True)
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
     log_normaliser = torch.cat(log_normalisers, dim=2) if return_log_normaliser else None
-    return out.to(q_BHMD.dtype), log_normaliser
+    return out.to(q_BHTD.dtype), log_normaliser
 
 
-def _visible(first_key_Bm: Tensor, first_query: int, keys: slice, padding_Bn: Tensor | None) -> Tensor:
+def _visible(first_key_Bt: Tensor, first_query: int, keys: slice, padding_Bn: Tensor | None) -> Tensor:
     """Pairs of a block that count, `(B, 1, m, n)`. A query in padding is left to see itself, which is 0 there."""
-    query_m = torch.arange(first_query, first_query + first_key_Bm.shape[1], device=first_key_Bm.device)
-    key_n = torch.arange(keys.start, keys.stop, device=first_key_Bm.device)
-    visible_Bmn = (key_n <= query_m[:, None]) & (key_n >= first_key_Bm[..., None])
+    query_t = torch.arange(first_query, first_query + first_key_Bt.shape[1], device=first_key_Bt.device)
+    key_n = torch.arange(keys.start, keys.stop, device=first_key_Bt.device)
+    visible_Btn = (key_n <= query_t[:, None]) & (key_n >= first_key_Bt[..., None])
     if padding_Bn is not None:
-        visible_Bmn = visible_Bmn & ~padding_Bn[:, None] | (key_n == query_m[:, None])
-    return visible_Bmn[:, None]
+        visible_Btn = visible_Btn & ~padding_Bn[:, None] | (key_n == query_t[:, None])
+    return visible_Btn[:, None]
 
 
 def _choose_compute_dtype(q: Tensor) -> torch.dtype:
@@ -124,71 +122,71 @@ def _choose_compute_dtype(q: Tensor) -> torch.dtype:
 
 
 def _attend_block(
-    q_BHmD: Tensor,
+    q_BHtD: Tensor,
     k_BHnD: Tensor,
     v_BHnD: Tensor,
     log_fgate_BHn: Tensor,
     padding_Bn: Tensor | None,
-    visible_B1mn: Tensor | None,
+    visible_B1tn: Tensor | None,
     sm_scale: float,
     return_log_normaliser: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from one block of queries, which are the last m of the n keys."""
-    num_queries, num_keys, head_dim = q_BHmD.shape[2], k_BHnD.shape[2], q_BHmD.shape[3]
+    num_queries, num_keys, head_dim = q_BHtD.shape[2], k_BHnD.shape[2], q_BHtD.shape[3]
     reference = num_keys - 1 - num_queries // 2
     bias_BHn = _key_bias(log_fgate_BHn, reference)
     if return_log_normaliser:
         # Biases are wanted as measured from each query, whose own bias says how far it is from the reference.
-        to_query_BHm = bias_BHn[..., num_keys - num_queries :]
-        return _attend_with_scores(q_BHmD, k_BHnD, v_BHnD, bias_BHn, to_query_BHm, padding_Bn, visible_B1mn, sm_scale)
+        to_query_BHt = bias_BHn[..., num_keys - num_queries :]
+        return _attend_with_scores(q_BHtD, k_BHnD, v_BHnD, bias_BHn, to_query_BHt, padding_Bn, visible_B1tn, sm_scale)
     if padding_Bn is not None:
         bias_BHn = bias_BHn.masked_fill(padding_Bn[:, None, :], _PADDING_BIAS)
     bias_BHnX = _split_into_channels(bias_BHn / sm_scale, k_BHnD.dtype)
 
     num_bias_channels = bias_BHnX.shape[-1]
     num_zeros = -(head_dim + num_bias_channels) % 8
-    q_BHmE = F.pad(F.pad(q_BHmD, (0, num_bias_channels), value=1.0), (0, num_zeros))
-    k_BHnE = F.pad(torch.cat((k_BHnD, bias_BHnX), dim=-1), (0, num_zeros))
+    q_BHtX = F.pad(F.pad(q_BHtD, (0, num_bias_channels), value=1.0), (0, num_zeros))
+    k_BHnX = F.pad(torch.cat((k_BHnD, bias_BHnX), dim=-1), (0, num_zeros))
     # The memory-efficient kernels want v as wide as q and k.
-    v_BHnE = F.pad(v_BHnD, (0, num_bias_channels + num_zeros))
+    v_BHnX = F.pad(v_BHnD, (0, num_bias_channels + num_zeros))
 
-    is_plain = num_queries == num_keys and visible_B1mn is None
-    mask = visible_B1mn
+    is_plain = num_queries == num_keys and visible_B1tn is None
+    mask = visible_B1tn
     if not is_plain and mask is None and num_queries > 1:
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHmD.device)
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHtD.device)
         mask = mask.tril(num_keys - num_queries)
-    out_BHmE = F.scaled_dot_product_attention(
-        q_BHmE, k_BHnE, v_BHnE, attn_mask=mask, is_causal=is_plain, scale=sm_scale
+    out_BHtX = F.scaled_dot_product_attention(
+        q_BHtX, k_BHnX, v_BHnX, attn_mask=mask, is_causal=is_plain, scale=sm_scale
     )
-    return out_BHmE[..., :head_dim], None
+    return out_BHtX[..., :head_dim], None
 
 
 def _attend_with_scores(
-    q_BHmD: Tensor,
+    q_BHtD: Tensor,
     k_BHnD: Tensor,
     v_BHnD: Tensor,
     bias_BHn: Tensor,
-    to_query_BHm: Tensor,
+    to_query_BHt: Tensor,
     padding_Bn: Tensor | None,
-    visible_B1mn: Tensor | None,
+    visible_B1tn: Tensor | None,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-normalisers of one block."""
-    num_queries, num_keys = q_BHmD.shape[2], k_BHnD.shape[2]
-    visible = visible_B1mn
+    num_queries, num_keys = q_BHtD.shape[2], k_BHnD.shape[2]
+    visible = visible_B1tn
     if visible is None:
-        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHmD.device)
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHtD.device)
         visible = visible.tril(num_keys - num_queries)[None, None]
-    sees_nothing = torch.zeros((), dtype=torch.bool, device=q_BHmD.device)
+    sees_nothing = torch.zeros((), dtype=torch.bool, device=q_BHtD.device)
     if padding_Bn is not None:
         visible = visible & ~padding_Bn[:, None, None, :]
         sees_nothing = padding_Bn[:, None, num_keys - num_queries :]
-    scores = sm_scale * (q_BHmD @ k_BHnD.transpose(-1, -2)).to(bias_BHn.dtype) + bias_BHn[:, :, None]
+    scores = sm_scale * (q_BHtD @ k_BHnD.transpose(-1, -2)).to(bias_BHn.dtype) + bias_BHn[:, :, None]
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    log_normaliser_BHm = scores.logsumexp(-1)
-    weights = (scores - log_normaliser_BHm[..., None]).exp().masked_fill(~visible, 0)
-    out_BHmD = weights.to(v_BHnD.dtype) @ v_BHnD
-    return out_BHmD, (log_normaliser_BHm - to_query_BHm).masked_fill(sees_nothing, -torch.inf)
+    log_normaliser_BHt = scores.logsumexp(-1)
+    weights = (scores - log_normaliser_BHt[..., None]).exp().masked_fill(~visible, 0)
+    out_BHtD = weights.to(v_BHnD.dtype) @ v_BHnD
+    return out_BHtD, (log_normaliser_BHt - to_query_BHt).masked_fill(sees_nothing, -torch.inf)
 
 
 def _key_bias(log_fgate_BHn: Tensor, reference: int) -> Tensor:

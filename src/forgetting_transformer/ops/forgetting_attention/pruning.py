@@ -3,8 +3,7 @@ evaluations report.
 
 Queries come in blocks of 128, keys in stretches of 128; `decay.py` derives the rule.
 
-Axes: B batch, H query heads, G key heads, M queries, N keys, Q blocks of queries, S stretches of keys, D channels of a
-    head.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
@@ -25,12 +24,12 @@ class ScoreBounds(NamedTuple):
     key_norm_BHS: Tensor  # largest norm of a key
 
 
-def score_bounds(q_BHMD: Tensor, k_BGND: Tensor, sm_scale: float) -> ScoreBounds:
+def score_bounds(q_BHTD: Tensor, k_BGND: Tensor, sm_scale: float) -> ScoreBounds:
     """Bounds of `adaptive_threshold="auto"`, without padding."""
-    q_BHMD, k_BHND = q_BHMD.double(), k_BGND.double().repeat_interleave(q_BHMD.shape[1] // k_BGND.shape[1], dim=1)
-    self_score_BHM = sm_scale * (q_BHMD * k_BHND[:, :, k_BHND.shape[2] - q_BHMD.shape[2] :]).sum(-1)
+    q_BHTD, k_BHND = q_BHTD.double(), k_BGND.double().repeat_interleave(q_BHTD.shape[1] // k_BGND.shape[1], dim=1)
+    self_score_BHT = sm_scale * (q_BHTD * k_BHND[:, :, k_BHND.shape[2] - q_BHTD.shape[2] :]).sum(-1)
     return ScoreBounds(
-        sm_scale * _largest(q_BHMD.norm(dim=-1)), -_largest(-self_score_BHM), _largest(k_BHND.norm(dim=-1))
+        sm_scale * _largest(q_BHTD.norm(dim=-1)), -_largest(-self_score_BHT), _largest(k_BHND.norm(dim=-1))
     )
 
 
@@ -41,7 +40,7 @@ def first_kept_stretch(
 
     Args:
         log_fgate_BHN: logarithms of the gates.
-        num_queries: M ≤ N; the queries are the last positions.
+        num_queries: T ≤ N; the queries are the last positions.
         log_threshold_BH: without bounds, a stretch is left out if no pair has a decay bias of this or more. With them,
             stretches are left out as long as their weights in each row add up to less than its exponential. Nats.
         bounds: what `score_bounds` returned, or None.

@@ -1,6 +1,6 @@
-"""Forgetting attention, written down as it is defined. The yardstick for every backend; O(M·N) memory.
+"""Forgetting attention, written down as it is defined. The yardstick for every backend; O(T·N) memory.
 
-Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head.
+Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import torch
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def forgetting_attention_reference(
-    q_BHMD: Tensor,
+    q_BHTD: Tensor,
     k_BGND: Tensor,
     v_BGND: Tensor,
     log_fgate_BHN: Tensor,
     seq_start_B: Tensor | None,
     sm_scale: float,
     *,
-    first_key_BM: Tensor | None = None,
+    first_key_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `softmax(sm_scale · q kᵀ + d) v` with every score held in memory, d_ij = Σ_{l=j+1..i} log f_l.
 
@@ -23,68 +23,68 @@ def forgetting_attention_reference(
     Hard resets (log f = -inf) are exact: they are counted, and pairs with a reset between them are masked.
 
     Args:
-        first_key_BM: the first key that each query sees, for windows and packed documents. Default 0.
+        first_key_BT: the first key that each query sees, for windows and packed documents. Default 0.
 
     Returns:
-        The output `(B, H, M, D)` in q's dtype, and the log-normalisers `(B, H, M)` in the dtype of the computation.
+        The output `(B, H, T, D)` in q's dtype, and the log-normalisers `(B, H, T)` in the dtype of the computation.
     """
-    weights_BHMN, _, log_normaliser_BHM = attention_weights(
-        q_BHMD, k_BGND, log_fgate_BHN, seq_start_B, sm_scale, first_key_BM=first_key_BM
+    weights_BHTN, _, log_normaliser_BHT = attention_weights(
+        q_BHTD, k_BGND, log_fgate_BHN, seq_start_B, sm_scale, first_key_BT=first_key_BT
     )
-    v_BHND = v_BGND.to(weights_BHMN.dtype).repeat_interleave(q_BHMD.shape[1] // v_BGND.shape[1], dim=1)
+    v_BHND = v_BGND.to(weights_BHTN.dtype).repeat_interleave(q_BHTD.shape[1] // v_BGND.shape[1], dim=1)
     if seq_start_B is not None:
         # Zeros, not whatever the padding holds: 0 · NaN would reach the sums.
         padding_BN = torch.arange(v_BHND.shape[2], device=v_BHND.device) < seq_start_B[:, None]
         v_BHND = v_BHND.masked_fill(padding_BN[:, None, :, None], 0)
-    return (weights_BHMN @ v_BHND).to(q_BHMD.dtype), log_normaliser_BHM
+    return (weights_BHTN @ v_BHND).to(q_BHTD.dtype), log_normaliser_BHT
 
 
 def attention_weights(
-    q_BHMD: Tensor,
+    q_BHTD: Tensor,
     k_BGND: Tensor,
     log_fgate_BHN: Tensor,
     seq_start_B: Tensor | None,
     sm_scale: float,
     *,
-    first_key_BM: Tensor | None = None,
+    first_key_BT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weights `softmax(sm_scale · q kᵀ + d)`, the decay bias d, and the log-normalisers.
 
     Arguments as in `forgetting_attention_reference`.
 
     Returns:
-        Weights `(B, H, M, N)`, 0 where a query does not see a key; d `(B, H, M, N)`, nats, -inf there; log-normalisers
-        `(B, H, M)`. All in the dtype of the computation.
+        Weights `(B, H, T, N)`, 0 where a query does not see a key; d `(B, H, T, N)`, nats, -inf there; log-normalisers
+        `(B, H, T)`. All in the dtype of the computation.
     """
-    dtype = torch.promote_types(q_BHMD.dtype, torch.float32)
-    k_BHND = k_BGND.to(dtype).repeat_interleave(q_BHMD.shape[1] // k_BGND.shape[1], dim=1)
-    q, log_fgate_BHN = q_BHMD.to(dtype), log_fgate_BHN.to(dtype)
+    dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
+    k_BHND = k_BGND.to(dtype).repeat_interleave(q_BHTD.shape[1] // k_BGND.shape[1], dim=1)
+    q, log_fgate_BHN = q_BHTD.to(dtype), log_fgate_BHN.to(dtype)
     num_queries, num_keys = q.shape[2], k_BHND.shape[2]
     key_N = torch.arange(num_keys, device=q.device)
-    query_M = key_N[num_keys - num_queries :]
-    visible_BHMN = (key_N <= query_M[:, None])[None, None]
-    if first_key_BM is not None:
-        visible_BHMN = visible_BHMN & (key_N >= first_key_BM[:, None, :, None])
+    query_T = key_N[num_keys - num_queries :]
+    visible_BHTN = (key_N <= query_T[:, None])[None, None]
+    if first_key_BT is not None:
+        visible_BHTN = visible_BHTN & (key_N >= first_key_BT[:, None, :, None])
 
     if seq_start_B is not None:
         padding_BN = key_N < seq_start_B[:, None]
-        visible_BHMN = visible_BHMN & ~padding_BN[:, None, None, :]
+        visible_BHTN = visible_BHTN & ~padding_BN[:, None, None, :]
         # Zeros, not whatever the padding holds: 0 · NaN would reach the sums below.
-        q = q.masked_fill(padding_BN[:, None, query_M, None], 0)
+        q = q.masked_fill(padding_BN[:, None, query_T, None], 0)
         k_BHND = k_BHND.masked_fill(padding_BN[:, None, :, None], 0)
         # The gate of the first real token acts on padding only.
         log_fgate_BHN = log_fgate_BHN.masked_fill((key_N <= seq_start_B[:, None])[:, None, :], 0)
 
     is_reset_BHN = log_fgate_BHN == -torch.inf
     resets_BHN = is_reset_BHN.cumsum(-1)
-    visible_BHMN = visible_BHMN & (resets_BHN[..., query_M, None] == resets_BHN[..., None, :])
+    visible_BHTN = visible_BHTN & (resets_BHN[..., query_T, None] == resets_BHN[..., None, :])
 
     c_BHN = log_fgate_BHN.masked_fill(is_reset_BHN, 0).cumsum(-1)
-    decay_BHMN = c_BHN[..., query_M, None] - c_BHN[..., None, :]
-    scores_BHMN = sm_scale * (q @ k_BHND.transpose(-1, -2)) + decay_BHMN
+    decay_BHTN = c_BHN[..., query_T, None] - c_BHN[..., None, :]
+    scores_BHTN = sm_scale * (q @ k_BHND.transpose(-1, -2)) + decay_BHTN
     # A finite number instead of -inf: rows of padding see nothing, and must give 0 rather than NaN.
-    masked_BHMN = scores_BHMN.masked_fill(~visible_BHMN, torch.finfo(dtype).min)
-    weights_BHMN = masked_BHMN.softmax(-1).masked_fill(~visible_BHMN, 0)
-    sees_nothing_BHM = ~visible_BHMN.any(-1)
-    log_normaliser_BHM = masked_BHMN.logsumexp(-1).masked_fill(sees_nothing_BHM, -torch.inf)
-    return weights_BHMN, decay_BHMN.masked_fill(~visible_BHMN, -torch.inf), log_normaliser_BHM
+    masked_BHTN = scores_BHTN.masked_fill(~visible_BHTN, torch.finfo(dtype).min)
+    weights_BHTN = masked_BHTN.softmax(-1).masked_fill(~visible_BHTN, 0)
+    sees_nothing_BHT = ~visible_BHTN.any(-1)
+    log_normaliser_BHT = masked_BHTN.logsumexp(-1).masked_fill(sees_nothing_BHT, -torch.inf)
+    return weights_BHTN, decay_BHTN.masked_fill(~visible_BHTN, -torch.inf), log_normaliser_BHT

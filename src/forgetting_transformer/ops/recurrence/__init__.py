@@ -13,8 +13,7 @@ Decays are passed as natural logarithms, finite and ≤ 0, however strong. A tok
 log decay 0 leaves the state as it was. All ops are differentiable once in every tensor argument, the initial state
 included, and need O(T) memory.
 
-Axes in this folder: B batch, T positions, H heads, K key channels of a head, V value channels; for selective_scan
-E channels, N states per channel.
+Axes: `forgetting_transformer/ops/__init__.py`.
 
 Files: `reference.py` is the definition; `chunked.py` and, for selective_scan, `scan.py` run on any device; `fla.py`
     calls the
@@ -156,37 +155,37 @@ def _linear_recurrence(
 
 
 def selective_scan(
-    x_BTE: Tensor,
-    dt_BTE: Tensor,
-    A_EN: Tensor,
-    B_BTN: Tensor,
-    C_BTN: Tensor,
+    x_BTI: Tensor,
+    dt_BTI: Tensor,
+    A_IK: Tensor,
+    B_BTK: Tensor,
+    C_BTK: Tensor,
     *,
-    initial_state_BEN: Tensor | None = None,
+    initial_state_BIK: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Mamba's state space: N numbers per channel, each with its own decay. `D·x` is left to the caller.
+    """Mamba's state space: K numbers per channel, each with its own decay. `D·x` is left to the caller.
 
     Args:
-        x_BTE: inputs; float16, bfloat16, float32 or float64. The other arguments may be of any floating dtype.
-        dt_BTE: step sizes, ≥ 0; float32 is recommended.
-        A_EN: decay rates, ≤ 0.
-        B_BTN: how the input enters the states of a channel.
-        C_BTN: how the states of a channel make its output.
-        initial_state_BEN: the state before the first token. Default 0.
+        x_BTI: inputs; float16, bfloat16, float32 or float64. The other arguments may be of any floating dtype.
+        dt_BTI: step sizes, ≥ 0; float32 is recommended.
+        A_IK: decay rates, ≤ 0.
+        B_BTK: how the input enters the states of a channel.
+        C_BTK: how the states of a channel make its output.
+        initial_state_BIK: the state before the first token. Default 0.
         output_final_state: whether to return the state after the last token.
 
     Returns:
-        Outputs `(B, T, E)` in x's dtype, and the final state `(B, E, N)` or None, float32 (float64 for float64 inputs).
+        Outputs `(B, T, I)` in x's dtype, and the final state `(B, I, K)` or None, float32 (float64 for float64 inputs).
 
     Raises:
         TypeError, ValueError: as `simple_gla`.
     """
-    inputs = {"x": (x_BTE, "BTE"), "dt": (dt_BTE, "BTE"), "A": (A_EN, "EN"), "B": (B_BTN, "BTN"), "C": (C_BTN, "BTN")}
-    _check(inputs | {"initial_state": (initial_state_BEN, "BEN")})
-    backend = reference if x_BTE.shape[1] == 1 else scan
-    with torch.autocast(x_BTE.device.type, enabled=False):
-        out, state = backend.selective_scan(x_BTE, dt_BTE, A_EN, B_BTN, C_BTN, initial_state_BEN)
+    inputs = {"x": (x_BTI, "BTI"), "dt": (dt_BTI, "BTI"), "A": (A_IK, "IK"), "B": (B_BTK, "BTK"), "C": (C_BTK, "BTK")}
+    _check(inputs | {"initial_state": (initial_state_BIK, "BIK")})
+    backend = reference if x_BTI.shape[1] == 1 else scan
+    with torch.autocast(x_BTI.device.type, enabled=False):
+        out, state = backend.selective_scan(x_BTI, dt_BTI, A_IK, B_BTK, C_BTK, initial_state_BIK)
     return out, state if output_final_state else None
 
 

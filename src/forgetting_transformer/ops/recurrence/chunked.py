@@ -14,7 +14,7 @@ nothing overflows, and every sum starts anew next to the tokens it concerns, so 
 Memory: a segment of 16 chunks is computed at once; with more than one segment each is computed again in the backward
 pass, and only its inputs and the state before it are kept.
 
-Axes: see `__init__.py`. Within a segment also: n chunks, C tokens of a chunk; i, j pairs of them.
+Axes: `forgetting_transformer/ops/__init__.py`. i, j are pairs of tokens of a chunk.
 """
 
 import functools
@@ -45,22 +45,22 @@ def linear_recurrence(
 
 
 def simple_gla_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
-    """Forward FLOPs per token with chunks of C = 64: scores and their sum over whole C×C squares, `2C(K + V)` per head, and
+    """Forward FLOPs per token with chunks of c = 64: scores and their sum over whole c×c squares, `2c(K + V)` per head, and
     reading and updating the state, `2KV` each.
     """
     return heads * (2 * CHUNK_LENGTH * (key_dim + value_dim) + 4 * key_dim * value_dim)
 
 
 def gla_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
-    """Forward FLOPs per token with chunks of C = 64: a token meets (C - 1)/2 earlier ones of its chunk, `(C - 1)(K + V)` per
+    """Forward FLOPs per token with chunks of c = 64: a token meets (c - 1)/2 earlier ones of its chunk, `(c - 1)(K + V)` per
     head; itself, `2(K + V)`; and reading and updating the state, `2KV` each. The exponentials are not counted.
     """
     return heads * ((CHUNK_LENGTH + 1) * (key_dim + value_dim) + 4 * key_dim * value_dim)
 
 
 def delta_rule_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
-    """Forward FLOPs per token of either delta rule with chunks of C = 64, per head: products of keys with keys and with queries,
-    `2CK` each; the triangular system with K + V right sides, `C(K + V)`; the sum of values, `2CV`; and three products
+    """Forward FLOPs per token of either delta rule with chunks of c = 64, per head: products of keys with keys and with queries,
+    `2cK` each; the triangular system with K + V right sides, `c(K + V)`; the sum of values, `2cV`; and three products
     with the state, `2KV` each (what it holds, reading, updating).
     """
     return heads * (CHUNK_LENGTH * (5 * key_dim + 3 * value_dim) + 6 * key_dim * value_dim)
@@ -121,7 +121,7 @@ def _gla_segment(
     The decay d_ij depends on the key channel, so pairs are taken in groups whose d_ij factors safely.
 
     Take two neighbouring blocks of tokens. For i in the right and j in the left one, `d_ij = p_i s_j` with p counted
-    from the start of the right block and s to the end of the left one. Blocks of 1, 2, 4, ... C/2 tokens cover every
+    from the start of the right block and s to the end of the left one. Blocks of 1, 2, 4, ... c/2 tokens cover every
     pair.
     """
     q, k, v, log_decay = _into_chunks(state_BHKV.dtype, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK)
@@ -190,15 +190,15 @@ def _delta_rule_segment(
     return _from_chunks(scale * out, v_BTHV), state_BHKV
 
 
-def _decays(log_decay_BHnC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """p, s and d of the module's docstring: `(B, H, n, C)` twice and `(B, H, n, C, C)`, d_ij = 0 for i < j."""
-    length = log_decay_BHnC.shape[-1]
+def _decays(log_decay_BHnc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """p, s and d of the module's docstring: `(B, H, n, c)` twice and `(B, H, n, c, c)`, d_ij = 0 for i < j."""
+    length = log_decay_BHnc.shape[-1]
     # Row j holds the log decays after j only, so that its running sum never contains what must cancel.
-    is_after = torch.ones(length, length, dtype=torch.bool, device=log_decay_BHnC.device).triu(1)
-    log_between_ji = log_decay_BHnC[..., None, :].masked_fill(~is_after, 0).cumsum(-1)
+    is_after = torch.ones(length, length, dtype=torch.bool, device=log_decay_BHnc.device).triu(1)
+    log_between_ji = log_decay_BHnc[..., None, :].masked_fill(~is_after, 0).cumsum(-1)
     log_between_ji = log_between_ji.masked_fill(is_after.transpose(0, 1), -torch.inf)
     between_ji = log_between_ji.exp()
-    return log_decay_BHnC.cumsum(-1).exp(), between_ji[..., -1], between_ji.transpose(-1, -2)
+    return log_decay_BHnc.cumsum(-1).exp(), between_ji[..., -1], between_ji.transpose(-1, -2)
 
 
 def _carry(state_BHKV: Tensor, decay_BHnK1: Tensor, summary_BHnKV: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +211,7 @@ def _carry(state_BHKV: Tensor, decay_BHnK1: Tensor, summary_BHnKV: Tensor) -> tu
 
 
 def _into_chunks(dtype: torch.dtype, *sequences: Tensor) -> list[Tensor]:
-    """`(B, T, H, ...)` to `(B, H, n, C, ...)`, with zeros behind the end: they change no state (log decay 0 is decay 1)."""
+    """`(B, T, H, ...)` to `(B, H, n, c, ...)`, with zeros behind the end: they change no state (log decay 0 is decay 1)."""
     length = sequences[0].shape[1]
     chunk_length = min(CHUNK_LENGTH, 1 << (length - 1).bit_length())
     return [
@@ -219,8 +219,8 @@ def _into_chunks(dtype: torch.dtype, *sequences: Tensor) -> list[Tensor]:
     ]
 
 
-def _from_chunks(out_BHnCV: Tensor, like_BTHV: Tensor) -> Tensor:
-    return out_BHnCV.flatten(2, 3).transpose(1, 2)[:, : like_BTHV.shape[1]].to(like_BTHV.dtype)
+def _from_chunks(out_BHncV: Tensor, like_BTHV: Tensor) -> Tensor:
+    return out_BHncV.flatten(2, 3).transpose(1, 2)[:, : like_BTHV.shape[1]].to(like_BTHV.dtype)
 
 
 def _pad(x: Tensor, multiple: int) -> Tensor:

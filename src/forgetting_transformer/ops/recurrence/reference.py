@@ -1,6 +1,6 @@
 """The recurrences written as they are defined, one step per token: what every other implementation is compared with.
 
-Also the fastest way to take a single step, so decoding uses it. Axes: see `__init__.py`.
+Also the fastest way to take a single step, so decoding uses it. Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 from typing import NamedTuple
@@ -56,21 +56,21 @@ def linear_recurrence(
 
 
 def selective_scan(
-    x_BTE: Tensor, dt_BTE: Tensor, A_EN: Tensor, B_BTN: Tensor, C_BTN: Tensor, initial_state_BEN: Tensor | None
+    x_BTI: Tensor, dt_BTI: Tensor, A_IK: Tensor, B_BTK: Tensor, C_BTK: Tensor, initial_state_BIK: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`s_t = exp(dt_t A) ⊙ s_{t-1} + (dt_t x_t) B_tᵀ`, `y_t = s_t C_t`."""
-    dtype = compute_dtype(x_BTE)
-    A_EN = A_EN.to(dtype)
-    if initial_state_BEN is None:
-        state_BEN = A_EN.new_zeros(x_BTE.shape[0], *A_EN.shape)
+    dtype = compute_dtype(x_BTI)
+    A_IK = A_IK.to(dtype)
+    if initial_state_BIK is None:
+        state_BIK = A_IK.new_zeros(x_BTI.shape[0], *A_IK.shape)
     else:
-        state_BEN = initial_state_BEN.to(dtype)
+        state_BIK = initial_state_BIK.to(dtype)
     outs = []
-    for x_BE, dt_BE, B_BN, C_BN in _steps(dtype, x_BTE, dt_BTE, B_BTN, C_BTN):
-        decay_BEN = (dt_BE[..., None] * A_EN).exp()
-        state_BEN = decay_BEN * state_BEN + (dt_BE * x_BE)[..., None] * B_BN[:, None]
-        outs.append((state_BEN * C_BN[:, None]).sum(-1))
-    return torch.stack(outs, dim=1).to(x_BTE.dtype), state_BEN
+    for x_BI, dt_BI, B_BK, C_BK in _steps(dtype, x_BTI, dt_BTI, B_BTK, C_BTK):
+        decay_BIK = (dt_BI[..., None] * A_IK).exp()
+        state_BIK = decay_BIK * state_BIK + (dt_BI * x_BI)[..., None] * B_BK[:, None]
+        outs.append((state_BIK * C_BK[:, None]).sum(-1))
+    return torch.stack(outs, dim=1).to(x_BTI.dtype), state_BIK
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
