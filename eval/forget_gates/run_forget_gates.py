@@ -18,6 +18,7 @@ import argparse
 import json
 import logging
 import sys
+from pathlib import Path
 
 from forgetting_transformer import command_line
 
@@ -95,6 +96,7 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from forgetting_transformer.analysis.plots import heatmaps
+    from forgetting_transformer.analysis.plots.style import format_tokens
     from forgetting_transformer.evaluation import forget_gates
     from forgetting_transformer.evaluation.models import EvaluationError, load_model, pick_device, precision_context
     from forgetting_transformer.evaluation.texts import read_tokens
@@ -137,12 +139,35 @@ def run(args: argparse.Namespace) -> None:
         memory = f"{'≥ ' * report.memory_is_bound}{report.memory:,.0f}" if report.memory >= 1 else "<1"
         memory += " token" if report.memory <= 1 else " tokens"
         titles[layer, head] = f"layer {layer}, head {head}\nmemory {memory}"
+    name = Path(args.model_path).resolve().name
+    trained = [] if model.train_tokens is None else [f"after {format_tokens(model.train_tokens)} training tokens"]
+    text = str(args.text) if args.text else f"held-out document {args.document} of {Path(args.data_path).name}"
+    conditions = [*trained, f"on one text of {len(ids):,} tokens, {text}"]
+    pixels = [f"a pixel is the largest of its entries, {args.pixels} of them a side"] * (len(ids) > args.pixels)
     label = "decay $F_{ij}$"
-    heatmaps.head_matrices(gates, args.out / "gates.png", len(ids), label, titles)
+    heatmaps.head_matrices(
+        gates,
+        args.out / "gates.png",
+        len(ids),
+        label,
+        titles,
+        title=f"Forget gates of {name}",
+        conditions=conditions + pixels,
+    )
     label = f"attention weight $A_{{ij}}$ (below {args.threshold:g}: white)"
-    heatmaps.head_matrices(maps, args.out / "attention.png", len(ids), label, titles, args.threshold)
+    heatmaps.head_matrices(
+        maps,
+        args.out / "attention.png",
+        len(ids),
+        label,
+        titles,
+        args.threshold,
+        f"Attention of {name}",
+        conditions + pixels,
+    )
     columns = ([r.layer for r in reports], [r.memory for r in reports], [r.memory_is_bound for r in reports])
-    heatmaps.heads_by_layer(*columns, args.out / "memory.png")
+    title = f"Memory length of every head of {name}"
+    heatmaps.heads_by_layer(*columns, args.out / "memory.png", title, conditions)
     pruned = sum(report.pruned for report in reports) / len(reports)
     summary = {
         "model": model.source,
@@ -166,7 +191,10 @@ def run(args: argparse.Namespace) -> None:
             is_bound.setdefault((report["layer"], report["head"]), []).append(report["memory_is_bound"])
         tokens = [entry["train_tokens"] for entry in history]
         shares = [np.mean([report["pruned"] for report in entry["heads"]]) for entry in history]
-        heatmaps.heads_over_training(tokens, memory, is_bound, shares, args.out / "training.png")
+        title = f"Memory length of every head of {name}, over training"
+        heatmaps.heads_over_training(
+            tokens, memory, is_bound, shares, args.out / "training.png", title, conditions[len(trained) :]
+        )
 
 
 if __name__ == "__main__":

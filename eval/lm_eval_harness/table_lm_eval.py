@@ -32,7 +32,7 @@ def main() -> None:
 
     try:
         found = official.results_in(args.result_dir, "results.json") if args.result_dir else []
-        write_tables(*harness_tables.table(read_results([*args.results, *found])), args.out)
+        write_tables(*harness_tables.table(read_results([*args.results, *found])), args.out, "lm-evaluation-harness")
     except EvaluationError as error:
         sys.exit(f"error: {error}")
 

@@ -33,11 +33,13 @@ def main() -> None:
     from forgetting_transformer.evaluation.models import EvaluationError
 
     try:
+        errors = {}
         if args.results:
             results = read_results(args.results)
+            errors = read_results(args.results, longbench.ERRORS, missing={})
         else:
             results = read_results(official.results_in(Path("pred"), "result.json"), "result.json")
-        write_tables(*longbench.table(results), args.out)
+        write_tables(*longbench.table(results, errors), args.out, "LongBench")
     except EvaluationError as error:
         sys.exit(f"error: {error}")
 

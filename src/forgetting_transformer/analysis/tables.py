@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forgetting_transformer.analysis.plots import losses as plots
+from forgetting_transformer.analysis.plots.scores import Scores, scores_by_task
 from forgetting_transformer.evaluation.generation import read_json
 from forgetting_transformer.evaluation.models import EvaluationError
 
@@ -35,6 +35,8 @@ class Column:
         better: which values are good; None marks nothing.
         digits: after the decimal point.
         group: a head over neighbouring columns that have the same.
+        unit: what figures write on the axis; columns share an axis with those of the same unit.
+        chance: the value of a guess, where it is known.
     """
 
     key: str
@@ -42,6 +44,13 @@ class Column:
     better: Literal["higher", "lower"] | None = None
     digits: int = 2
     group: str | None = None
+    unit: str = "score"
+    chance: float | None = None
+
+    @property
+    def error_key(self) -> str:
+        """Under which a row has the standard error of the value, if it is known."""
+        return f"{self.key}_stderr"
 
     @property
     def head(self) -> str:
@@ -109,8 +118,11 @@ def _escape(text: str) -> str:
     return "".join(_LATEX_SPECIAL.get(character, character) for character in text)
 
 
-def read_results(named: Sequence[str], file: str = "results.json") -> dict[str, Any]:
+def read_results(named: Sequence[str], file: str = "results.json", missing: Any = None) -> dict[str, Any]:
     """Reads this file of every `[NAME=]FOLDER`, as on a command line; by name, in that order.
+
+    Args:
+        missing: what stands for a file that is not there; None makes that an error.
 
     Raises:
         EvaluationError: one is not there, is damaged, or a name occurs twice.
@@ -122,14 +134,21 @@ def read_results(named: Sequence[str], file: str = "results.json") -> dict[str, 
         name = name if separator and not Path(text).exists() else folder.resolve().name
         if name in results:
             raise EvaluationError(f"two results are called {name!r}: give them names, NAME=FOLDER")
-        results[name] = read_json(folder / file)
+        absent = missing is not None and not (folder / file).is_file()
+        results[name] = missing if absent else read_json(folder / file)
     return results
 
 
 def write_tables(
-    rows: Mapping[str, Mapping[str, float | None]], columns: Sequence[Column], folder: Path | None
+    rows: Mapping[str, Mapping[str, float | None]],
+    columns: Sequence[Column],
+    folder: Path | None,
+    title: str = "Scores",
 ) -> None:
     """Prints both tables and, if there is a folder, writes `table.md`, `table.tex` and `scores.png` into it.
+
+    Args:
+        title: of the figure.
 
     Raises:
         EvaluationError: there is no number at all.
@@ -142,7 +161,7 @@ def write_tables(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "table.md").write_text(in_markdown, encoding="utf-8")
         (folder / "table.tex").write_text(in_latex, encoding="utf-8")
-        draw_scores(rows, columns, folder / "scores.png")
+        draw_scores(rows, columns, folder / "scores.png", title)
 
 
 def has_numbers(rows: Mapping[str, Mapping[str, float | None]], columns: Sequence[Column]) -> bool:
@@ -150,15 +169,19 @@ def has_numbers(rows: Mapping[str, Mapping[str, float | None]], columns: Sequenc
     return any(row.get(column.key) is not None for row in rows.values() for column in columns)
 
 
-def draw_scores(rows: Mapping[str, Mapping[str, float | None]], columns: Sequence[Column], path: Path) -> None:
-    """Draws the table: a line of dots a column, one for each model; scores at the left, perplexities and the like at the
-    right. Columns that no model has a value in are left out."""
-    panels = [
-        {
-            column.title: [row.get(column.key) for row in rows.values()]
-            for column in columns
-            if (column.better == "lower") == lower and any(row.get(column.key) is not None for row in rows.values())
-        }
-        for lower in (False, True)
-    ]
-    plots.scores_by_task(list(rows), panels[0], panels[1], path)
+def draw_scores(
+    rows: Mapping[str, Mapping[str, float | None]], columns: Sequence[Column], path: Path, title: str = "Scores"
+) -> None:
+    """Draws the table: a panel for each unit, and in it a line of dots for each column, one for each model, with its
+    standard error. Columns that no model has a value in are left out."""
+    panels: dict[tuple[str, str | None], Scores] = {}
+    for column in columns:
+        if has_numbers(rows, [column]):
+            panel = panels.setdefault((column.unit, column.better), Scores(column.unit, column.better))
+            panel.values[column.title] = [row.get(column.key) for row in rows.values()]
+            panel.errors[column.title] = [row.get(column.error_key) for row in rows.values()]
+            if column.chance is not None:
+                panel.chance[column.title] = column.chance
+    scores_by_task(
+        list(rows), list(panels.values()), path, title if len(rows) > 1 else f"{title} of {next(iter(rows))}"
+    )

@@ -20,6 +20,7 @@ rule of its own, and the first line of every answer alone counts, of summaries t
 import difflib
 import functools
 import json
+import math
 import re
 import string
 import zipfile
@@ -44,6 +45,8 @@ from forgetting_transformer.evaluation.generation import (
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
 from forgetting_transformer.evaluation.workers import Workers
 
+#: Beside results.json: set -> standard error of its score.
+ERRORS = "standard_errors.json"
 HUB_ID, ARCHIVE = "THUDM/LongBench", "data.zip"
 
 
@@ -268,6 +271,16 @@ SETS: dict[str, Set] = {
 }
 #: The fourteen of the paper.
 PAPER_SETS = tuple(name for name, entry in SETS.items() if entry.group != _SYNTHETIC)
+_UNITS = {
+    f1: "F1 of words (%)",
+    rouge_l: "ROUGE-L (%)",
+    classification: "accuracy (%)",
+    code_similarity: "similarity of code (%)",
+    count: "right numbers (%)",
+    retrieval: "right numbers (%)",
+}
+#: What guessing gives, where there is a list to choose from: 50 classes of questions, 30 paragraphs.
+_CHANCE = {"trec": 100 / 50, "passage_retrieval_en": 100 / 30}
 #: The thirteen that LongBench-E has; the paper's code takes those that are among its own.
 E_SETS = tuple(name for name in SETS if name not in ("narrativeqa", "musique", "qmsum"))
 #: LongBench-E's ranges of lengths: name -> first length beyond, in words.
@@ -403,6 +416,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Answers the examples that `folder/pred` does not have yet, set by set, and writes the scores to results.json.
 
+    Their standard errors go to standard_errors.json.
+
     Args:
         sets: of `SETS`.
         max_length: tokens of a prompt; default the training length less the tokens of the answer.
@@ -420,14 +435,16 @@ def evaluate(
     settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
     settings = {"weights": fingerprint(model.model), **settings}
     workers.on_first(lambda: check_settings(folder, settings))
-    scores = {}
+    scores, errors = {}, {}
     for name in sets:
         examples = read_examples(name, data)[:limit]
         length = max_length or max(trained - SETS[name].max_new_tokens, trained // 2)
         records = answer(model, name, examples, length, folder / "pred", workers, precision)
         scores[name] = score(name, records)
+        errors[name] = standard_error(name, records)
         if workers.is_first:
             write_json(folder / "results.json", scores)
+            write_json(folder / ERRORS, errors)
     return scores
 
 
@@ -484,6 +501,12 @@ def score(name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = F
     return round(100 * sum(found) / len(found), 2)
 
 
+def standard_error(name: str, records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of `score`, over examples; None for a single one."""
+    found = [score_example(name, one["pred"], one["answers"], one.get("all_classes")) for one in records]
+    return 100 * float(np.std(found, ddof=1)) / math.sqrt(len(found)) if len(found) > 1 else None
+
+
 def score_by_length(
     name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False
 ) -> dict[str, float | None]:
@@ -502,7 +525,29 @@ def _line_break(model: EvaluatedModel) -> list[int]:
     return ids[-1:] if ids and model.tokenizer.decode(ids[-1:]) == "\n" else []
 
 
-def table(results: Mapping[str, Mapping[str, float]]) -> tuple[Mapping[str, Mapping[str, float]], list[Column]]:
-    """Rows and columns of the paper's Table 2 for models by name; sets that are not in it where a model has them."""
+def table(
+    results: Mapping[str, Mapping[str, float]], errors: Mapping[str, Mapping[str, float | None]] | None = None
+) -> tuple[Mapping[str, Mapping[str, float | None]], list[Column]]:
+    """Rows and columns of the paper's Table 2 for models by name; sets that are not in it where a model has them.
+
+    Args:
+        results: model -> set -> score.
+        errors: the same of standard errors, of the models that have them.
+    """
     shown = [name for name in SETS if name in PAPER_SETS or any(name in scores for scores in results.values())]
-    return results, [Column(name, SETS[name].title, "higher", group=SETS[name].group) for name in shown]
+    columns = [
+        Column(
+            name,
+            SETS[name].title,
+            "higher",
+            group=SETS[name].group,
+            unit=_UNITS[SETS[name].score],
+            chance=_CHANCE.get(name),
+        )
+        for name in shown
+    ]
+    rows = {
+        model: {**scores, **{c.error_key: (errors or {}).get(model, {}).get(c.key) for c in columns}}
+        for model, scores in results.items()
+    }
+    return rows, columns

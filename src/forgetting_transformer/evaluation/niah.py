@@ -325,5 +325,18 @@ def draw_grid(results: dict[str, Any], score: str, *paths: Path) -> float:
             label=label,
             limits=limits,
             train_length=results["train_length"],
+            conditions=_grid_conditions(results["records"], score),
         )
     return float(np.nanmean(matrix)) if np.isfinite(matrix).any() else float("nan")
+
+
+def _grid_conditions(records: Sequence[dict[str, Any]], score: str) -> list[str]:
+    """How many prompts a grid shows, their mean score with its standard error, and what chance is."""
+    values = [record[score] for record in records if record.get(score) is not None]
+    samples = len({record.get("sample", 0) for record in records})
+    found = [f"{samples} prompt{'s' * (samples > 1)} a cell"]
+    if len(values) > 1:
+        error = np.std(values, ddof=1) / len(values) ** 0.5
+        found.append(f"mean {np.mean(values):.3f} ± {error:.3f} (standard error over {len(values)} prompts)")
+    chance = {"words": "chance is above 0: most texts have some of the words", "exact": "chance is 0"}
+    return [*found, chance[score]] if score in chance else found

@@ -1,22 +1,21 @@
 """Figures of the evaluations that are not curves: matrices of heads, heads over layers and training, grids of scores."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from forgetting_transformer.analysis.plots.losses import format_tokens
+from forgetting_transformer.analysis.plots.style import MAIN, marker_handle, picture, token_axis
 
-_STYLE = {"font.family": "DejaVu Sans", "font.size": 8, "figure.constrained_layout.use": True}
-_DPI = 150
-_AT_LEAST = "▲ at least this: not forgotten within the text"
-_TITLE_CHARACTERS = 11  # in an inch of the width of a grid of scores
+_AT_LEAST = "at least this: not forgotten within the text"
+_MEMORY = "memory length: tokens until the decay reaches 1/e, median over the second half of the text"
+#: Cells of a grid of scores, in each direction, whose numbers are written into them.
+_NUMBERED_CELLS = 12
 
 
 def head_matrices(
@@ -26,6 +25,8 @@ def head_matrices(
     label: str,
     titles: Mapping[tuple[int, int], str] | None = None,
     threshold: float | None = None,
+    title: str = "",
+    conditions: Sequence[str] = (),
 ) -> None:
     """Draws one square picture a head, a row of them a layer; queries run down, keys to the right.
 
@@ -35,22 +36,23 @@ def head_matrices(
         label: of the colour bar.
         titles: what stands over a picture, default its layer and head.
         threshold: values below stay white.
+        title: of the figure, default the label.
+        conditions: for the foot of the figure.
     """
     layers = sorted({layer for layer, _ in pictures})
     columns = max(sum(key[0] == layer for key in pictures) for layer in layers)
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(1.0 + 1.75 * columns, 0.5 + 1.85 * len(layers)))
-        grid = figure.subplots(len(layers), columns, squeeze=False)
+    size = (1.0 + 1.75 * columns, 0.3 + 1.85 * len(layers))
+    with picture(path, title or label, size, len(layers), columns) as drawn:
         image = None
-        for row, layer in zip(grid, layers, strict=True):
+        for row, layer in zip(drawn.axes, layers, strict=True):
             heads = sorted(head for one, head in pictures if one == layer)
             for axes, head in zip(row, heads, strict=False):
-                picture = pictures[layer, head]
-                hidden = np.triu(np.ones_like(picture, dtype=bool), k=1)
+                values = pictures[layer, head]
+                hidden = np.triu(np.ones_like(values, dtype=bool), k=1)
                 if threshold is not None:
-                    hidden |= picture < threshold
+                    hidden |= values < threshold
                 image = axes.imshow(
-                    np.ma.masked_array(picture, hidden),
+                    np.ma.masked_array(values, hidden),
                     cmap=_colours(),
                     vmin=threshold or 0,
                     vmax=1,
@@ -60,29 +62,41 @@ def head_matrices(
                 axes.set_title((titles or {}).get((layer, head), f"layer {layer}, head {head}"), fontsize=7.5)
                 axes.set(xticks=(0, length // 2, length), yticks=(0, length // 2, length))
                 axes.tick_params(length=2, labelsize=6.5)
+                axes.grid(visible=False)
             for axes in row[len(heads) :]:
                 axes.set_axis_off()
-        figure.supxlabel("key position j", fontsize=8)
-        figure.supylabel("query position i", fontsize=8)
-        figure.colorbar(image, ax=grid, label=label, shrink=0.7, aspect=30)
-        _save(figure, path)
+        drawn.figure.supxlabel("key position j (tokens)", fontsize=8)
+        drawn.figure.supylabel("query position i (tokens)", fontsize=8)
+        drawn.figure.colorbar(image, ax=drawn.axes, label=label, shrink=0.7, aspect=30)
+        drawn.notes += conditions
 
 
-def heads_by_layer(layers: Sequence[int], memory: Sequence[float], is_bound: Sequence[bool], path: Path) -> None:
-    """Draws the memory length of every head over its layer, on a logarithmic axis."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(5.2, 3.0))
-        axes = figure.add_subplot()
+def heads_by_layer(
+    layers: Sequence[int],
+    memory: Sequence[float],
+    is_bound: Sequence[bool],
+    path: Path,
+    title: str = "Memory length of every head",
+    conditions: Sequence[str] = (),
+) -> None:
+    """Draws the memory length of every head over its layer, on a logarithmic axis; heads of a layer stand beside each
+    other, so that equal ones are all seen."""
+    with picture(path, title, (5.2, 2.9)) as drawn:
+        axes = drawn.axes[0, 0]
         _memory_axis(axes)
+        place = [layers[:number].count(layer) for number, layer in enumerate(layers)]
+        most = max(place) + 1
+        beside = [layer + 0.6 * ((number + 0.5) / most - 0.5) for layer, number in zip(layers, place, strict=True)]
         for bound, marker in ((False, "o"), (True, "^")):
-            chosen = [(x, max(y, 0.5)) for x, y, b in zip(layers, memory, is_bound, strict=True) if b == bound]
+            chosen = [(x, max(y, 0.5)) for x, y, b in zip(beside, memory, is_bound, strict=True) if b == bound]
             if chosen:
-                axes.plot(*zip(*chosen, strict=True), marker, color="#0072B2", markersize=5, alpha=0.8)
-        axes.set_xlabel("layer")
+                axes.plot(*zip(*chosen, strict=True), marker, color=MAIN, markersize=4.5, alpha=0.8)
+        axes.set_xlabel("layer (its heads beside each other)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(axis="x", visible=False)
         if any(is_bound):
-            axes.set_title(_AT_LEAST, fontsize=7.5, loc="left")
-        _save(figure, path)
+            drawn.handles.append(marker_handle("^", _AT_LEAST, MAIN))
+        drawn.notes += [*conditions, _MEMORY]
 
 
 def heads_over_training(
@@ -91,6 +105,8 @@ def heads_over_training(
     is_bound: Mapping[tuple[int, int], Sequence[bool]],
     pruned: Sequence[float],
     path: Path,
+    title: str = "Memory length of every head over training",
+    conditions: Sequence[str] = (),
 ) -> None:
     """Draws the memory length of every head against training tokens, and below it the share of tiles that pruning skips.
 
@@ -99,15 +115,14 @@ def heads_over_training(
     Args:
         memory, is_bound: (layer, head) -> tokens, and whether that is a lower bound, at each of the checkpoints.
         pruned: share of the tiles of all heads, 0 to 1, at each of them.
+        conditions: for the foot of the figure.
     """
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(5.8, 4.6))
-        axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    with picture(path, title, (5.8, 4.2), 2, sharex=True, height_ratios=(3, 1)) as drawn:
+        axes, below = drawn.axes[:, 0]
         _memory_axis(axes)
-        _light_grid(below)
         below.plot(tokens, 100 * np.array(pruned), color="black", marker="o", markersize=2.5, linewidth=1.1)
-        below.set(ylim=(-4, 104), yticks=(0, 50, 100), ylabel="tiles pruned (%)", xlabel="training tokens")
-        below.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tokens(value)))
+        below.set(ylim=(-4, 104), yticks=(0, 50, 100), ylabel="tiles pruned (%)")
+        token_axis(below)
         layers = sorted({layer for layer, _ in memory})
         colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(layers)))
         for key, values in memory.items():
@@ -115,19 +130,13 @@ def heads_over_training(
             axes.plot(tokens, values, color=colour, marker="o", markersize=2.5, linewidth=1.1)
             at_least = np.array(is_bound[key])
             axes.plot(np.array(tokens)[at_least], values[at_least], "^", color=colour, markersize=6)
-        if any(map(any, is_bound.values())):
-            axes.set_title(_AT_LEAST, fontsize=7.5, loc="left")
         shown = (
             layers if len(layers) <= 8 else [layers[i] for i in np.linspace(0, len(layers) - 1, 6).round().astype(int)]
         )
-        axes.legend(
-            handles=[Line2D([], [], color=colours[layers.index(layer)], label=f"layer {layer}") for layer in shown],
-            frameon=False,
-            fontsize=7,
-            loc="center left",
-            bbox_to_anchor=(1.0, 0.5),
-        )
-        _save(figure, path)
+        drawn.handles += [Line2D([], [], color=colours[layers.index(n)], label=f"layer {n}") for n in shown]
+        if any(map(any, is_bound.values())):
+            drawn.handles.append(marker_handle("^", _AT_LEAST))
+        drawn.notes += [*conditions, "a line for each head", _MEMORY]
 
 
 def score_grid(
@@ -140,6 +149,7 @@ def score_grid(
     label: str,
     limits: tuple[float, float],
     train_length: int | None = None,
+    conditions: Sequence[str] = (),
 ) -> None:
     """Draws a score for every depth (rows) and length (columns); missing scores stay grey.
 
@@ -148,48 +158,43 @@ def score_grid(
         depths: 0 (beginning of the context) to 1.
         limits: ends of the colour scale.
         train_length: drawn as a dashed line between the lengths within and beyond it.
+        conditions: for the foot of the figure.
     """
-    with mpl.rc_context(_STYLE):
-        # So large at least that title and labels of a small grid have room.
-        width, height = max(4.4, 1.9 + 0.48 * len(lengths)), max(3.0, 1.5 + 0.26 * len(depths))
-        figure = Figure(figsize=(width, height))
-        axes = figure.add_subplot()
+    # So large at least that the labels of a small grid have room.
+    size = (max(4.4, 1.9 + 0.48 * len(lengths)), max(2.7, 1.2 + 0.26 * len(depths)))
+    with picture(path, title, size) as drawn:
+        axes = drawn.axes[0, 0]
         axes.set_facecolor("#bbbbbb")
+        axes.grid(visible=False)
         image = axes.imshow(np.ma.masked_invalid(scores), cmap="viridis", vmin=limits[0], vmax=limits[1], aspect="auto")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
         axes.set(xlabel="context length (tokens)", ylabel="depth of the needle")
-        axes.set_title(textwrap.fill(title, int(_TITLE_CHARACTERS * width)), fontsize=9)
-        if train_length is not None:
-            within = sum(length <= train_length for length in lengths)
-            if 0 < within < len(lengths):
-                # White over black is seen on every colour of the scale.
-                axes.axvline(within - 0.5, color="black", linewidth=2.6)
-                axes.axvline(within - 0.5, color="white", linestyle=(0, (4, 2)), linewidth=1.3)
-                axes.set_xlabel(f"context length (tokens); dashed line: training length, {train_length:,}")
-        figure.colorbar(image, ax=axes, label=label)
-        _save(figure, path)
+        if max(scores.shape) <= _NUMBERED_CELLS:
+            middle = sum(limits) / 2
+            for (row, column), value in np.ndenumerate(scores):
+                if np.isfinite(value):
+                    colour = "black" if value > middle else "white"
+                    axes.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=6.5, color=colour)
+        within = 0 if train_length is None else sum(length <= train_length for length in lengths)
+        if 0 < within < len(lengths):
+            # White over black is seen on every colour of the scale.
+            axes.axvline(within - 0.5, color="black", linewidth=2.6)
+            axes.axvline(within - 0.5, color="white", linestyle=(0, (4, 2)), linewidth=1.3)
+            drawn.notes.append(f"dashed line: training length, {train_length:,} tokens")
+        elif train_length is not None:
+            side = "within" if within else "beyond"
+            drawn.notes.append(f"all lengths are {side} the training length of {train_length:,} tokens")
+        drawn.figure.colorbar(image, ax=axes, label=label)
+        drawn.notes += conditions
 
 
-def _memory_axis(axes) -> None:
+def _memory_axis(axes: Axes) -> None:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "<1" if value < 1 else f"{value:,.4g}"))
     axes.set_ylabel("memory length (tokens)")
-    _light_grid(axes)
-
-
-def _light_grid(axes) -> None:
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
 
 
 def _colours() -> ListedColormap:
     """Viridis reversed and without its palest yellow, so that 0 is distinct from the white of what is not shown."""
     return ListedColormap(mpl.colormaps["viridis_r"](np.linspace(0.05, 1, 256)))
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI)

@@ -1,46 +1,38 @@
-"""Figures of training runs: loss against training tokens, and loss against position in the context.
-
-Drawn without pyplot, so nothing global is left behind and no display is needed. Colours are those of Okabe and Ito,
-which people with colour-vision deficiencies can tell apart; line styles and markers repeat the distinction.
-"""
+"""Figures of losses: against training tokens, against the position in the context, and differences of two models."""
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from forgetting_transformer.analysis.plots.style import (
+    GREY,
+    Curve,
+    Look,
+    line_handle,
+    log_axis,
+    looks,
+    marker_handle,
+    picture,
+    reference_line,
+    set_limits,
+    token_axis,
+)
 from forgetting_transformer.analysis.runs import Run
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_LINES = ("-", "--", "-.", ":")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.labelsize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.6,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "lines.linewidth": 1.6,
-    "lines.solid_capstyle": "round",
-    "figure.constrained_layout.use": True,
-}
-_DPI = 200
-_TITLE_CHARACTERS = 80  # a longer run name continues on the next line
-_LEGEND_CHARACTERS = 70
+#: What a training loss is averaged over: this part of the tokens before, to either side, up to a part of all logs.
+_SMOOTHING, _MOST_OF_LOGS = 0.25, 1 / 40
+SMOOTHED = f"training loss smoothed: mean over ± {_SMOOTHING:.0%} of the tokens so far, at most ± {_MOST_OF_LOGS:.1%} of the run"
+READING_ORDER = (
+    "training losses rise and fall with the texts of each batch, alike in runs that read in the same order: "
+    "compare held-out losses"
+)
+_POSITION_SMOOTHING = 0.1
 
 
 def smooth(loss: np.ndarray, fraction: float, most: int | None = None) -> np.ndarray:
@@ -72,6 +64,11 @@ def smooth(loss: np.ndarray, fraction: float, most: int | None = None) -> np.nda
     return np.divide(total[last + 1] - total[first], number, out=mean, where=number > 0)
 
 
+def smooth_training(loss: np.ndarray) -> np.ndarray:
+    """A training loss as `SMOOTHED` says: quiet enough to compare runs, with the bends of the curve still in it."""
+    return smooth(loss, _SMOOTHING, most=math.ceil(loss.size * _MOST_OF_LOGS))
+
+
 def prefix_perplexity(loss: np.ndarray) -> np.ndarray:
     """Perplexity of the first i tokens, for every context length i: exp of the mean loss up to there.
 
@@ -84,16 +81,23 @@ def prefix_perplexity(loss: np.ndarray) -> np.ndarray:
     return np.exp(np.cumsum(loss, dtype=np.float64) / np.arange(1, loss.size + 1))
 
 
-def loss_against_tokens(runs: Sequence[Run], path: Path, entropy: float | None = None) -> None:
+def loss_against_tokens(
+    runs: Sequence[Run],
+    path: Path,
+    entropy: float | None = None,
+    conditions: Sequence[str] = (),
+) -> None:
     """Draws the training loss (as logged, light; smoothed, strong) and held-out loss (markers) of each run.
 
-    The upper end of the loss axis leaves out the highest 1 % of the logged training losses, so that the first steps do
-    not flatten the rest; held-out losses and the entropy are always inside.
+    The loss axis leaves out the highest 1 % of the logged training losses and what is above a run's first loss, so that
+    neither the first steps nor a run that diverges flatten the rest. A run that ends above the axis has an arrow there.
+    Dotted lines are where the reading order comes back to the first document, if that is the same for all runs.
 
     Args:
         path: where to write; the suffix chooses the format (.png, .pdf, .svg).
         entropy: entropy of the corpus's token frequencies in nats, drawn as a line: what a model reaches that ignores
             context. A run above it has not yet learnt to use any.
+        conditions: what the runs have in common, for the foot of the figure.
 
     Raises:
         ValueError: no run, or no finite loss in any of them.
@@ -102,64 +106,75 @@ def loss_against_tokens(runs: Sequence[Run], path: Path, entropy: float | None =
     if sum(loss.size for loss in logged) == 0:
         names = ", ".join(run.name for run in runs) or "no runs given"
         raise ValueError(f"Nothing to plot: no finite loss ({names}).")
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 4.0))
-        axes = figure.add_subplot()
-        for number, run in enumerate(runs):
-            colour, line, marker = look(number)
+    title = f"Training and held-out loss of {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}"
+    with picture(path, title, (6.4, 3.8)) as drawn:
+        axes = drawn.axes[0, 0]
+        curves = []
+        for number, (run, look) in enumerate(zip(runs, run_looks(runs), strict=True)):
             # A run that has logged once has no line yet, only this point.
             point = "." if run.train_loss.size == 1 else None
+            as_logged = {"color": look.colour, "marker": point, "alpha": 0.25, "linewidth": 0.8, "zorder": 1}
+            axes.plot(run.train_tokens, run.train_loss, **as_logged)
+            smoothed = smooth_training(run.train_loss)
             axes.plot(
-                run.train_tokens,
-                run.train_loss,
-                color=colour,
-                marker=point,
-                alpha=0.25,
-                linewidth=0.8,
-                zorder=1,
+                run.train_tokens, smoothed, color=look.colour, linestyle=look.line, marker=point, zorder=2 + number
             )
-            smoothed = smooth(run.train_loss, 0.25, most=_smoothing_reach(run.train_loss.size))
-            axes.plot(run.train_tokens, smoothed, color=colour, linestyle=line, marker=point, zorder=2 + number)
-            axes.plot(
-                run.heldout_tokens,
-                run.heldout_loss,
-                color=colour,
-                linestyle="none",
-                marker=marker,
-                markersize=5.5,
-                markeredgecolor="white",
-                markeredgewidth=0.7,
-                zorder=20 + number,
-            )
-        if len(runs) == 1:
-            axes.set_title(_text(runs[0].name, _TITLE_CHARACTERS), loc="left", fontsize=9, color="#555555")
+            _markers(axes, look, run.heldout_tokens, run.heldout_loss, 20 + number)
+            curves.append((run.name, look, run.train_tokens, smoothed))
+        drawn.handles += _token_legend(runs)
         if entropy is not None:
-            axes.axhline(entropy, color="#555555", linestyle=(0, (6, 3)), linewidth=1.1, zorder=1)
-        axes.set_ylim(*_loss_limits(runs, entropy))
+            label = f"token frequencies alone ({entropy:.2f} nats)"
+            drawn.handles.append(reference_line(axes, entropy, label))
         axes.set_xlim(left=0)
-        axes.set_xlabel("training tokens")
+        set_limits(axes, *loss_limits(runs, entropy), curves)
+        drawn.handles += mark_passes(axes, runs)
         axes.set_ylabel("loss (nats per token)")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: format_tokens(tokens)))
-        add_legend(figure, _token_legend(runs, entropy))
-        save(figure, path)
+        token_axis(axes)
+        drawn.notes += [*conditions, SMOOTHED, *([READING_ORDER] if len(runs) > 1 else [])]
+
+
+def run_looks(runs: Sequence[Run]) -> list[Look]:
+    """A look for each run, that of its model where no run before it has it."""
+    return looks([run.config.get("model", {}).get("label") or run.name for run in runs])
+
+
+def mark_passes(axes: Axes, runs: Sequence[Run]) -> list[Line2D]:
+    """Draws where the reading order comes back to the first document; returns what the legend says of it.
+
+    The order reads the first part of every document, then the second of every document, and so on.
+    """
+    passes = {run.pass_tokens for run in runs}
+    if len(passes) > 1 or passes == {None}:
+        return []
+    (pass_tokens,) = passes
+    label = "dotted: back to the first document"
+    starts = range(pass_tokens, max(run.tokens for run in runs), pass_tokens)
+    return [reference_line(axes, start, label, vertical=True, line=":") for start in starts][:1]
 
 
 def loss_against_position(
-    curves: Mapping[str, np.ndarray], path: Path, train_length: int | None = None, first: int | None = None
+    curves: Mapping[str, np.ndarray],
+    path: Path,
+    train_length: int | Mapping[str, int | None] | None = None,
+    first: int | None = None,
+    conditions: Sequence[str] = (),
 ) -> None:
     """Draws, over a logarithmic token position, the loss at each position (left) and the perplexity up to it (right).
 
     The left curve says what a longer context is worth: it falls as long as the model uses the tokens it is given. The
     right one is what a benchmark with that context length would report. Positions below 1/512 of the longest sequence
-    are left out (127 of 65,536), because their losses are far above the rest.
+    are left out (127 of 65,536), because their losses are far above the rest. A model whose loss ends far above those of
+    the first positions has an arrow at the upper edge, so that it does not flatten others.
 
     Args:
         curves: name -> (seq_len,) mean loss in nats at each position, or (seeds, seq_len) for several runs that differ
             in their seed only: their mean is drawn, and the range they span shaded. Lengths may differ.
         path: where to write; the suffix chooses the format (.png, .pdf, .svg).
-        train_length: sequence length of training, drawn as a vertical line: right of it the model extrapolates.
+        train_length: sequence length of training, of all or by name, drawn as a vertical line: right of it a model
+            extrapolates. Lengths that differ have a line each, in the colour of their model.
         first: the first position drawn, from 1; default as above.
+        conditions: for the foot of the figure.
 
     Raises:
         ValueError: no curve, or one that is not a vector of at least two finite losses.
@@ -175,113 +190,145 @@ def loss_against_position(
     lengths = [loss.shape[-1] for loss in curves.values()]
     longest = max(lengths)
     first = max(1, min(longest // 512 if first is None else first, min(lengths) // 2))
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(7.6, 3.5))
-        left, right = figure.subplots(1, 2)
-        for number, losses in enumerate(curves.values()):
-            colour, line, _ = look(number)
+    names = list(curves)
+    title = f"Loss at every position of {names[0] if len(names) == 1 else f'{len(names)} models'}"
+    with picture(path, title, (7.6, 3.4), columns=2) as drawn:
+        left, right = drawn.axes[0]
+        means: dict[Axes, list[Curve]] = {left: [], right: []}
+        for (name, losses), look in zip(curves.items(), looks(names), strict=True):
+            several = losses.ndim == 2
             losses = np.atleast_2d(losses)
             # Evenly spaced on the logarithmic axis: a point for each of 65,536 positions would fill the gaps of dashes.
             position = np.unique(np.geomspace(first, losses.shape[1], 400).round().astype(np.int64))
             for axes, curve in ((left, _smooth_position), (right, prefix_perplexity)):
                 values = np.stack([curve(loss)[position - 1] for loss in losses])
-                axes.plot(position, values.mean(axis=0), color=colour, linestyle=line)
+                axes.plot(position, values.mean(axis=0), color=look.colour, linestyle=look.line)
                 if len(values) > 1:
-                    axes.fill_between(position, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.2, lw=0)
-        left.set(xlabel="token position $i$", ylabel="loss at position $i$ (nats per token),\nmean over $i$ ± 10 %")
+                    axes.fill_between(
+                        position, values.min(axis=0), values.max(axis=0), color=look.colour, alpha=0.2, lw=0
+                    )
+                means[axes].append((name, look, position, values.mean(axis=0)))
+            drawn.handles.append(
+                line_handle(look, f"{name} ({len(losses)} seeds: mean and range)" if several else name)
+            )
+        left.set(xlabel="token position $i$", ylabel="loss at position $i$ (nats per token)")
         right.set(xlabel="context length (tokens)", ylabel="perplexity over the context")
+        log_axis(right)
+        by_length = _by_length(train_length, names)
         for axes in (left, right):
             _set_position_axis(axes, first, longest)
-            if train_length is not None:
-                axes.axvline(train_length, color="#555555", linestyle=(0, (6, 3)), linewidth=1.1, zorder=1)
-        handles = [
-            line_handle(number, name if losses.ndim == 1 else f"{name} ({len(losses)} seeds: mean and range)")
-            for number, (name, losses) in enumerate(curves.items())
-        ]
-        if train_length is not None:
-            handles.append(reference_line(f"training length ({train_length:,} tokens)"))
-        add_legend(figure, handles)
-        save(figure, path)
+            marks = [
+                reference_line(axes, length, f"training length {of}({length:,} tokens)", vertical=True)
+                for length, of in by_length.items()
+            ]
+        drawn.handles += marks
+        set_limits(left, *_position_limits([y for *_, y in means[left]]), means[left])
+        drawn.notes += [*conditions, f"loss: mean over $i$ ± {_POSITION_SMOOTHING:.0%}".replace("$", "")]
+
+
+def _by_length(train_length: int | Mapping[str, int | None] | None, names: Sequence[str]) -> dict[int, str]:
+    """Training length -> "" if it is that of all, else whose it is."""
+    if not isinstance(train_length, Mapping):
+        return {} if train_length is None else {train_length: ""}
+    known = {name: train_length.get(name) for name in names}
+    lengths = sorted({length for length in known.values() if length is not None})
+    if len(lengths) == 1:
+        return {lengths[0]: ""}
+    return {length: f"of {', '.join(name for name in names if known[name] == length)} " for length in lengths}
 
 
 def _smooth_position(loss: np.ndarray) -> np.ndarray:
-    return smooth(loss, 0.1)  # as the label of the axis says
+    return smooth(loss, _POSITION_SMOOTHING)
 
 
-def scores_by_task(
-    models: Sequence[str],
-    scores: Mapping[str, Sequence[float | None]],
-    perplexities: Mapping[str, Sequence[float | None]],
+def _position_limits(curves: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Ends of the loss axis: a loss far above all first positions is left out, where another model stays below."""
+    low, high = min(curve.min() for curve in curves), max(curve.max() for curve in curves)
+    enough = low + 1.25 * (max(curve[0] for curve in curves) - low)
+    if any(curve.max() <= enough for curve in curves):
+        high = min(high, enough)
+    margin = 0.05 * max(high - low, 1e-3)
+    return low - margin, high + margin
+
+
+def loss_differences(
+    rows: Sequence[Mapping[str, Any]],
     path: Path,
+    conditions: Sequence[str] = (),
+    train_length: int | Mapping[str, int | None] | None = None,
 ) -> None:
-    """Draws a row for each task and in it a marker for each model; perplexities, if any, in a panel of their own.
+    """Draws by how much models differ from the first on the same documents, in every octave of positions.
 
     Args:
-        models: names.
-        scores: task -> a value for each model, None where it has none. Higher is better.
-        perplexities: likewise for what is better lower and spans powers of ten.
+        rows: as from `per_token_loss.compare`: `model`, `against`, positions `begin` to `end`, `loss` and `loss_error`.
         path: where to write; the suffix chooses the format.
+        conditions, train_length: as for `loss_against_position`.
 
     Raises:
-        ValueError: there is no value at all.
+        ValueError: there is no row.
     """
-    panels = [(tasks, lower) for tasks, lower in ((scores, False), (perplexities, True)) if tasks]
-    if not panels:
-        raise ValueError(f"Nothing to plot: no scores of {', '.join(models)}.")
-    most = max(len(tasks) for tasks, _ in panels)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(3.9 * len(panels) + 0.8, 0.7 + most * (0.18 + 0.07 * len(models))))
-        for axes, (tasks, lower) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            for number in range(len(models)):
-                # One below the other, as equal values would hide each other.
-                shift = 0.6 * ((number + 0.5) / len(models) - 0.5)
-                points = [(values[number], row + shift) for row, values in enumerate(tasks.values())]
-                x, y = np.array([point for point in points if point[0] is not None], dtype=float).reshape(-1, 2).T
-                colour, _, marker = look(number)
-                axes.plot(x, y, marker, color=colour, markersize=6, markeredgecolor="white", markeredgewidth=0.7)
-            axes.set_yticks(range(len(tasks)), [_text(task, _LEGEND_CHARACTERS) for task in tasks])
-            axes.set_ylim(most - 0.5, -0.5)
-            axes.grid(axis="y", visible=False)
-            for row in range(1, len(tasks)):
-                axes.axhline(row - 0.5, color="#dddddd", linewidth=0.6, zorder=0)
-            axes.margins(x=0.08)
-            found = [value for values in tasks.values() for value in values if value is not None]
-            if lower and max(found) > 20 * min(found) > 0:
-                axes.set_xscale("log")
-            axes.set_xlabel("lower is better" if lower else "score, higher is better")
-        handles = [
-            Line2D([], [], color=look(n)[0], marker=look(n)[2], linestyle="none", markersize=6, label=name)
-            for n, name in enumerate(models)
-        ]
-        add_legend(figure, handles)
-        save(figure, path)
+    if not rows:
+        raise ValueError("Nothing to plot: no model was evaluated on the same documents as the first.")
+    first = rows[0]["against"]
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    with picture(path, f"Loss above that of {first}, on the same documents", (5.6, 3.4)) as drawn:
+        axes = drawn.axes[0, 0]
+        curves: list[Curve] = []
+        for number, (name, look) in enumerate(zip([first, *names], looks([first, *names]), strict=True)):
+            own = [row for row in rows if row["model"] == name]
+            # Beside each other: error bars of equal differences would hide each other.
+            shift = 2 ** (0.3 * (number / (len(names) + 1) - 0.5))
+            middle = [math.sqrt(row["begin"] * row["end"]) * shift for row in own]
+            error = [row["loss_error"] or 0.0 for row in own]
+            if own:
+                axes.errorbar(
+                    middle,
+                    [row["loss"] for row in own],
+                    error,
+                    color=look.colour,
+                    linestyle=look.line,
+                    marker=look.marker,
+                    markersize=4.5,
+                    linewidth=1.0,
+                    elinewidth=1.2,
+                    capsize=2.5,
+                )
+                drawn.handles.append(line_handle(look, name, with_marker=True))
+                curves.append((name, look, np.array(middle), np.array([row["loss"] for row in own])))
+        drawn.handles.append(reference_line(axes, 0.0, first, line="-"))
+        _set_position_axis(axes, min(row["begin"] for row in rows), max(row["end"] for row in rows))
+        for length, of in _by_length(train_length, [first, *names]).items():
+            label = f"training length {of}({length:,} tokens)"
+            drawn.handles.append(reference_line(axes, length, label, vertical=True))
+        axes.set(xlabel="token position, by octaves", ylabel="difference in loss\n(nats per token)")
+        low, high = axes.get_ylim()
+        *others, _ = sorted([0.0, *(y.max() for *_, y in curves)])
+        if high > 2.5 * others[-1] > 0:  # one model alone, which would flatten the others
+            set_limits(axes, low, 1.4 * others[-1], curves)
+        drawn.notes += [*conditions, "bars: ± one standard error over documents, of the differences"]
 
 
-def format_tokens(tokens: float) -> str:
-    """A number of tokens for an axis: 0, 500, 1.5K, 250M, 48B, 1.2T."""
-    for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(tokens) >= unit:
-            return f"{tokens / unit:.6g}{suffix}"
-    return f"{tokens:.6g}"
+def _markers(axes: Axes, look: Look, x: np.ndarray, y: np.ndarray, zorder: int) -> None:
+    edge = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
+    axes.plot(x, y, color=look.colour, linestyle="none", marker=look.marker, zorder=zorder, **edge)
 
 
-def _smoothing_reach(logs: int) -> int:
-    """A fortieth of the logged values: wide enough to quiet batch noise, narrow enough to keep bends of the curve."""
-    return math.ceil(logs / 40)
-
-
-def _loss_limits(runs: Sequence[Run], entropy: float | None) -> tuple[float, float]:
-    must_show = [run.heldout_loss for run in runs] + [np.array([] if entropy is None else [entropy])]
+def loss_limits(runs: Sequence[Run], entropy: float | None = None) -> tuple[float, float]:
+    """Ends of a loss axis that shows what runs learn; see `loss_against_tokens`."""
     low, high = [], []
     for run in runs:
         train = run.train_loss[np.isfinite(run.train_loss)]
+        heldout = run.heldout_loss[np.isfinite(run.heldout_loss)]
         if train.size:
             low.append(train.min())
-            high.append(np.quantile(train, 0.99))
-    for values in must_show:
-        finite = values[np.isfinite(values)]
-        low.extend(finite)
-        high.extend(finite)
+            # No loss of a model that has learnt anything is above its first one.
+            high.append(min(np.quantile(train, 0.99), max(train[0], train.min() + 1e-3)))
+        if heldout.size:
+            low.append(heldout.min())
+            high.append(min([heldout.max(), *train[:1]]))
+    if entropy is not None:
+        low.append(entropy)
+        high.append(entropy)
     margin = 0.04 * max(max(high) - min(low), 1e-3)
     return min(low) - margin, max(high) + margin
 
@@ -298,70 +345,23 @@ def _set_position_axis(axes: Axes, first: int, longest: int) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda position, _: f"{position:,.0f}"))
 
 
-def look(number: int) -> tuple[str, str, str]:
-    """Colour, line style and marker of the curve with this number."""
-    return (
-        COLOURS[number % len(COLOURS)],
-        _LINES[number % len(_LINES)],
-        _MARKERS[number % len(_MARKERS)],
-    )
-
-
-def line_handle(number: int, label: str, with_marker: bool = False) -> Line2D:
-    colour, line, marker = look(number)
-    handle = Line2D([], [], color=colour, linestyle=line, label=label)
-    if with_marker:
-        handle.set(marker=marker, markersize=5.5, markeredgecolor="white", markeredgewidth=0.7)
-    return handle
-
-
-def reference_line(label: str) -> Line2D:
-    return Line2D([], [], color="#555555", linestyle=(0, (6, 3)), linewidth=1.1, label=label)
-
-
-def _token_legend(runs: Sequence[Run], entropy: float | None) -> list[Line2D]:
+def _token_legend(runs: Sequence[Run]) -> list[Line2D]:
     """One run's legend explains its three kinds of marks; several runs each get a line, then what the marks mean."""
     has_heldout = any(run.heldout_loss.size for run in runs)
+    found = run_looks(runs)
     if len(runs) == 1:
-        colour, _, marker = look(0)
+        colour, marker = found[0].colour, found[0].marker
         handles = [
             Line2D([], [], color=colour, alpha=0.35, linewidth=0.8, label="training loss, as logged"),
-            line_handle(0, "training loss, smoothed"),
+            line_handle(found[0], "training loss, smoothed"),
         ]
     else:
-        colour, marker = "#555555", "o"
-        handles = [line_handle(number, run.name, run.heldout_loss.size > 0) for number, run in enumerate(runs)]
+        colour, marker = GREY, "o"
+        handles = [
+            line_handle(look, run.name, run.heldout_loss.size > 0) for look, run in zip(found, runs, strict=True)
+        ]
         handles.append(Line2D([], [], color=colour, label="line: training loss, smoothed (light: as logged)"))
     if has_heldout:
         label = "held-out loss" if len(runs) == 1 else "marker: held-out loss"
-        handles.append(Line2D([], [], color=colour, linestyle="none", marker=marker, markersize=5, label=label))
-    if entropy is not None:
-        handles.append(reference_line(f"token frequencies alone ({entropy:.2f} nats)"))
+        handles.append(marker_handle(marker, label, colour, markersize=5))
     return handles
-
-
-def add_legend(figure: Figure, handles: Sequence[Line2D]) -> None:
-    """Puts the legend under the axes, in as many columns as fit, and makes the figure taller by its height."""
-    labels = [_text(str(handle.get_label()), _LEGEND_CHARACTERS) for handle in handles]
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    for columns in range(len(handles), 0, -1):
-        legend = figure.legend(
-            handles, labels, loc="outside lower center", ncols=columns, handlelength=2.8, columnspacing=1.6
-        )
-        extent = legend.get_window_extent(renderer)
-        if extent.width <= figure.bbox.width or columns == 1:
-            break
-        legend.remove()
-    width, height = figure.get_size_inches()
-    figure.set_size_inches(width, height + extent.height / figure.dpi)
-
-
-def _text(name: str, characters: int) -> str:
-    """A name as matplotlib should show it: wrapped, with no formula between dollar signs, and never hidden."""
-    text = textwrap.fill(name, characters, break_on_hyphens=False).replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text  # a leading underscore keeps a label out of a legend
-
-
-def save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DPI)

@@ -5,62 +5,75 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from forgetting_transformer.analysis.comparisons import Model
 from forgetting_transformer.analysis.markdown import rate_text
-from forgetting_transformer.analysis.plots.losses import (
-    COLOURS,
-    STYLE,
-    add_legend,
-    format_tokens,
+from forgetting_transformer.analysis.plots.losses import READING_ORDER, SMOOTHED, mark_passes, smooth_training
+from forgetting_transformer.analysis.plots.style import (
+    ACCENT,
+    GREY,
+    MAIN,
     line_handle,
-    look,
+    looks,
+    marker_handle,
+    picture,
     reference_line,
-    save,
-    smooth,
+    set_limits,
+    token_axis,
 )
 
 
 def loss_against_learning_rate(
-    curves: Mapping[str, Mapping[float, Sequence[float]]], loss_name: str, path: Path, ring_each: bool = False
+    curves: Mapping[str, Mapping[float, Sequence[float]]],
+    loss_name: str,
+    path: Path,
+    ring_each: bool = False,
+    title: str = "Learning-rate search",
+    conditions: Sequence[str] = (),
 ) -> None:
-    """Draws a search: the mean loss at each learning rate as a line, each seed as a dot, the best ringed, and runs
-    without a loss (diverged or ended early) as crosses on the upper edge.
+    """Draws a search: the mean loss at each learning rate as a line with its standard error over seeds, each seed as a
+    dot, the best ringed, and runs without a loss (diverged or ended early) as crosses on the upper edge.
 
     Args:
         curves: name -> learning rate -> the loss of each seed in nats per token, infinite where there is none. The
             name "" is not shown.
         path: where to write; the suffix chooses the format.
         ring_each: the best of every curve is ringed and not only the best of all, since each is a search of its own.
+        conditions: for the foot of the figure.
     """
     means = {
         name: {rate: float(np.mean(losses)) for rate, losses in sorted(curve.items())} for name, curve in curves.items()
     }
-    finite = [loss for curve in curves.values() for losses in curve.values() for loss in losses if np.isfinite(loss)]
+    found = looks(list(means)) if any(means) else [looks(["fox_pro"])[0]]
+    every = [losses for curve in curves.values() for losses in curve.values()]
+    finite = [loss for losses in every for loss in losses if np.isfinite(loss)]
     best = [
-        (*min((loss, rate) for rate, loss in curve.items()), look(number)[0] if ring_each else "#000000")
-        for number, curve in enumerate(means.values())
+        (*min((loss, rate) for rate, loss in curve.items()), look.colour if ring_each else "#000000")
+        for look, curve in zip(found, means.values(), strict=True)
     ]
     best = [point for point in (best if ring_each else [min(best)]) if np.isfinite(point[0])]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(5.6, 3.8))
-        axes = figure.add_subplot()
-        for number, (name, curve) in enumerate(means.items()):
-            colour, line, marker = look(number)
+    with picture(path, title, (5.6, 3.6)) as drawn:
+        axes = drawn.axes[0, 0]
+        for look, (name, curve) in zip(found, means.items(), strict=True):
             inside = {rate: loss for rate, loss in curve.items() if np.isfinite(loss)}
-            axes.plot(list(inside), list(inside.values()), line, color=colour, marker=marker, markersize=6, zorder=3)
+            axes.plot(
+                list(inside), list(inside.values()), look.line, color=look.colour, marker=look.marker, ms=6, zorder=3
+            )
             for rate, losses in curves[name].items():
                 seen = [loss for loss in losses if np.isfinite(loss)]
                 if len(losses) > 1:
-                    axes.plot([rate] * len(seen), seen, ".", color=colour, alpha=0.5, markersize=5, zorder=2)
+                    axes.plot([rate] * len(seen), seen, ".", color=look.colour, alpha=0.5, markersize=5, zorder=2)
+                if len(losses) > 1 and rate in inside:
+                    error = np.std(losses, ddof=1) / math.sqrt(len(losses))
+                    axes.errorbar([rate], [inside[rate]], [error], color=look.colour, capsize=3, linewidth=1.2)
                 if len(seen) < len(losses):
-                    axes.plot([rate], [0.97], "x", color=colour, transform=axes.get_xaxis_transform(), zorder=3)
+                    axes.plot([rate], [0.97], "x", color=look.colour, transform=axes.get_xaxis_transform(), zorder=3)
+            if name:
+                drawn.handles.append(line_handle(look, name, with_marker=True))
         for loss, rate, colour in best:
             axes.plot([rate], [loss], "o", mfc="none", mec=colour, markersize=12, zorder=4)
         rates = sorted({rate for curve in means.values() for rate in curve})
@@ -73,21 +86,33 @@ def loss_against_learning_rate(
             margin = 0.08 * max(max(finite) - min(finite), 1e-3)
             axes.set_ylim(min(finite) - margin, max(finite) + 2 * margin)
         axes.set(xlabel="peak learning rate", ylabel=f"{loss_name}\n(nats per token)")
-        handles = [line_handle(number, name, with_marker=True) for number, name in enumerate(means) if name]
+        seeds = max(map(len, every))
         if best:
-            handles.append(_mark("o", "best of each" if ring_each else "best", mfc="none", markersize=10))
-        if any(len(losses) > 1 for curve in curves.values() for losses in curve.values()):
-            handles.append(_mark(".", "one seed", alpha=0.6))
-        if any(not np.isfinite(losses).all() for curve in curves.values() for losses in curve.values()):
-            handles.append(_mark("x", "diverged or ended early"))
-        add_legend(figure, handles)
-        save(figure, path)
+            drawn.handles.append(marker_handle("o", "best of each" if ring_each else "best", mfc="none", markersize=10))
+        if seeds > 1:
+            drawn.handles.append(marker_handle(".", "one seed", alpha=0.6))
+        if any(not np.isfinite(losses).all() for losses in every):
+            drawn.handles.append(marker_handle("x", "diverged or ended early"))
+        drawn.notes += [*conditions, _seeds(min(map(len, every)), seeds)]
+
+
+def _seeds(fewest: int, most: int) -> str:
+    if most == 1:
+        return "one seed each, so that noise is unknown"
+    number = str(most) if fewest == most else f"{fewest} to {most}"
+    return f"mean of {number} seeds, bars: ± one standard error"
 
 
 def loss_against_parameters(
-    parameters: Mapping[str, Sequence[Any]], losses: Sequence[float], log: Collection[str], loss_name: str, path: Path
+    parameters: Mapping[str, Sequence[Any]],
+    losses: Sequence[float],
+    log: Collection[str],
+    loss_name: str,
+    path: Path,
+    title: str = "Search over several keys",
+    conditions: Sequence[str] = (),
 ) -> None:
-    """Draws a free search: the loss of every finished run against each parameter, the later the darker, the best ringed.
+    """Draws a free search: the loss of every finished run against each parameter, the later the darker, the best a star.
 
     Args:
         parameters: name -> the value of each run; values that are no numbers become categories.
@@ -98,15 +123,15 @@ def loss_against_parameters(
     columns = min(3, len(parameters))
     lines = math.ceil(len(parameters) / columns)
     best = int(np.argmin(losses))
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(max(4.2, 3.1 * columns), 2.9 * lines))
-        panels = figure.subplots(lines, columns, sharey=True, squeeze=False).flatten()
+    with picture(path, title, (max(4.2, 3.1 * columns), 2.7 * lines), lines, columns, sharey=True) as drawn:
+        panels = drawn.axes.flatten()
         for axes, (name, values) in zip(panels, parameters.items(), strict=False):
             if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
                 values = [str(value) for value in values]
-            age = np.linspace(0.25, 1, len(losses))
-            axes.scatter(values, losses, c=COLOURS[0], alpha=age, s=24, linewidths=0, zorder=3)
-            axes.plot([values[best]], [losses[best]], "o", mfc="none", mec="#000000", markersize=11, zorder=4)
+            axes.scatter(
+                values, losses, c=MAIN, alpha=np.linspace(0.35, 0.9, len(losses)), s=24, linewidths=0, zorder=3
+            )
+            axes.plot([values[best]], [losses[best]], "*", color=ACCENT, markersize=13, mec="white", mew=0.7, zorder=4)
             if name in log:
                 axes.set_xscale("log")
             axes.set_xlabel(name)
@@ -114,71 +139,82 @@ def loss_against_parameters(
             axes.set_axis_off()
         for axes in panels[::columns]:
             axes.set_ylabel(f"{loss_name}\n(nats per token)")
-        add_legend(
-            figure,
-            [_mark(".", "a run, later ones darker", markersize=9), _mark("o", "best", mfc="none", markersize=10)],
-        )
-        save(figure, path)
+        drawn.handles += [
+            marker_handle(".", "a run, later ones darker", MAIN, markersize=9),
+            marker_handle("*", f"best: {losses[best]:.4f}, run {best + 1} of {len(losses)}", ACCENT, markersize=10),
+        ]
+        drawn.notes += [*conditions, "one seed each, so that noise is unknown"]
 
 
 def loss_against_tokens_and_flops(
-    models: Sequence[Model], path: Path, tokens: float | None = None, flops: float | None = None
+    models: Sequence[Model],
+    path: Path,
+    tokens: float | None = None,
+    flops: float | None = None,
+    conditions: Sequence[str] = (),
 ) -> None:
     """Draws each model's loss against training tokens (left) and training FLOPs (right): lines are training loss,
     smoothed and averaged over seeds, the shade from the lowest seed to the highest, markers held-out loss.
 
-    The loss axis leaves out losses above those after a quarter of the tokens, so that differences can be seen.
+    The loss axis leaves out losses above those after a quarter of the tokens, so that differences can be seen, and a
+    model that diverges, which has an arrow at the upper edge.
 
     Args:
         path: where to write; the suffix chooses the format.
         tokens, flops: where the models are compared, drawn as vertical lines.
+        conditions: what the runs have in common, for the foot of the figure.
     """
     with_flops = all(np.isfinite(model.flops_per_token) for model in models)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8.4, 3.9) if with_flops else (5.2, 3.9))
-        panels = figure.subplots(1, 2 if with_flops else 1, sharey=True, squeeze=False)[0]
-        low, high = [], []
-        for number, model in enumerate(models):
-            colour, line, marker = look(number)
+    found = looks([model.name for model in models])
+    title = f"Loss of {models[0].name if len(models) == 1 else f'{len(models)} models'} over training"
+    size = (8.4, 3.7) if with_flops else (5.6, 3.7)
+    with picture(path, title, size, columns=2 if with_flops else 1, sharey=True) as drawn:
+        panels = drawn.axes[0]
+        curves, low, high = [], [], []
+        has_heldout = False
+        for look, model in zip(found, models, strict=True):
             steps, losses = _smoothed(model)
+            mean = losses.mean(0)
             late = losses[:, steps >= 0.25 * steps[-1]]
-            low.append(late.min())
-            high.append(late.max())
             heldout_steps, heldout = _heldout(model)
-            low += list(heldout)
+            has_heldout = has_heldout or heldout.size > 0
+            low += [np.nanmin(losses), *heldout]
+            high.append(min(np.nanmax(late), losses[:, 0].max()))
+            curves.append((model.name, look, steps, mean))
             for axes, scale in zip(panels, (1.0, model.flops_per_token), strict=False):
-                axes.plot(steps * scale, losses.mean(0), color=colour, linestyle=line, zorder=3)
+                axes.plot(steps * scale, mean, color=look.colour, linestyle=look.line, zorder=3)
                 if len(model.runs) > 1:
-                    axes.fill_between(
-                        steps * scale, losses.min(0), losses.max(0), color=colour, alpha=0.2, linewidth=0, zorder=2
-                    )
-                appearance = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
-                axes.plot(heldout_steps * scale, heldout, marker, color=colour, zorder=20, **appearance)
+                    shade = {"color": look.colour, "alpha": 0.2, "linewidth": 0, "zorder": 2}
+                    axes.fill_between(steps * scale, losses.min(0), losses.max(0), **shade)
+                edge = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
+                axes.plot(heldout_steps * scale, heldout, look.marker, color=look.colour, zorder=20, **edge)
+            drawn.handles.append(line_handle(look, _with_seeds(model), heldout.size > 0))
+        several = any(len(model.runs) > 1 for model in models)
+        mean_of = ", mean of seeds" if several else ""
+        drawn.handles.append(Line2D([], [], color=GREY, label=f"line: training loss, smoothed{mean_of}"))
+        if several:
+            drawn.handles.append(Patch(color=GREY, alpha=0.2, linewidth=0, label="shade: lowest to highest seed"))
+        if has_heldout:
+            drawn.handles.append(marker_handle("o", f"marker: held-out loss{mean_of}", markersize=5))
         for axes, point in zip(panels, (tokens, flops), strict=False):
             if point is not None:
-                axes.axvline(point, color="#555555", linestyle=(0, (6, 3)), linewidth=1.1, zorder=1)
+                compared = reference_line(axes, point, "dashed: where the models are compared", vertical=True)
+                drawn.handles += [compared] if axes is panels[0] else []
             axes.set_xlim(left=0)
             axes.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+        drawn.handles += mark_passes(panels[0], [run for model in models for run in model.runs])
         margin = 0.04 * max(max(high) - min(low), 1e-3)
-        panels[0].set_ylim(min(low) - margin, max(high) + margin)
-        panels[0].set(xlabel="training tokens", ylabel="loss (nats per token)")
-        panels[0].xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tokens(value)))
+        set_limits(panels[0], min(low) - margin, max(high) + margin, curves)
+        panels[0].set_ylabel("loss (nats per token)")
+        token_axis(panels[0])
         if with_flops:
             panels[1].set_xlabel("training FLOPs")
             panels[1].xaxis.set_major_formatter(FuncFormatter(_format_flops))
-        has_heldout = any(_heldout(model)[1].size for model in models)
-        handles = [line_handle(number, model.name, has_heldout) for number, model in enumerate(models)]
-        several = any(len(model.runs) > 1 for model in models)
-        mean = ", mean of seeds" if several else ""
-        handles.append(Line2D([], [], color="#555555", label=f"line: training loss, smoothed{mean}"))
-        if several:
-            handles.append(Patch(color="#555555", alpha=0.2, linewidth=0, label="shade: lowest to highest seed"))
-        if has_heldout:
-            handles.append(_mark("o", f"marker: held-out loss{mean}", markersize=5))
-        if tokens is not None or flops is not None:
-            handles.append(reference_line("dashed: where the models are compared"))
-        add_legend(figure, handles)
-        save(figure, path)
+        drawn.notes += [*conditions, SMOOTHED, READING_ORDER]
+
+
+def _with_seeds(model: Model) -> str:
+    return f"{model.name} ({len(model.runs)} seed{'s' * (len(model.runs) > 1)})"
 
 
 def _smoothed(model: Model) -> tuple[np.ndarray, np.ndarray]:
@@ -186,12 +222,8 @@ def _smoothed(model: Model) -> tuple[np.ndarray, np.ndarray]:
     steps = model.runs[0].train_tokens
     steps = steps[steps <= model.tokens]
     # Seeds may have been logged at other intervals.
-    losses = [np.interp(steps, run.train_tokens, _smooth(run.train_loss)) for run in model.runs]
+    losses = [np.interp(steps, run.train_tokens, smooth_training(run.train_loss)) for run in model.runs]
     return steps, np.array(losses)
-
-
-def _smooth(loss: np.ndarray) -> np.ndarray:
-    return smooth(loss, 0.25, most=math.ceil(loss.size / 40))
 
 
 def _heldout(model: Model) -> tuple[np.ndarray, np.ndarray]:
@@ -206,7 +238,3 @@ def _heldout(model: Model) -> tuple[np.ndarray, np.ndarray]:
 def _format_flops(flops: float, _: int) -> str:
     """2.5e17 -> 2.5e17, without the sign and the zeros that Python prints."""
     return f"{flops:.3g}".replace("e+", "e")
-
-
-def _mark(marker: str, label: str, **look: object) -> Line2D:
-    return Line2D([], [], color="#333333", linestyle="none", marker=marker, label=label, **look)

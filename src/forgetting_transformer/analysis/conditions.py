@@ -1,0 +1,42 @@
+"""Under which conditions runs were made, in a few words: what stands at the foot of a figure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from forgetting_transformer.analysis.runs import Run
+
+#: Values that are listed; of more, only their number is said.
+_LISTED = 4
+
+
+def conditions(runs: Sequence[Run]) -> list[str]:
+    """Corpus, sequence length, batch, learning rate, seeds and device of the runs; what no run says is left out."""
+    found = []
+    for name, several, values in (
+        ("", "corpora", [_at(run, "datamodule", "dataset") for run in runs]),
+        ("sequences of {} tokens", "sequence lengths", [_at(run, "datamodule", "train_batch_len") for run in runs]),
+        ("{} tokens a step", "batch sizes", [_tokens_per_step(run) for run in runs]),
+        ("learning rate {}", "learning rates", [_at(run, "optimizer", "lr") for run in runs]),
+        ("seed {}", "seeds", [_at(run, "seed") for run in runs]),
+        ("on {}", "devices", [run.starts[-1].get("machine", {}).get("device") if run.starts else None for run in runs]),
+    ):
+        distinct = list(dict.fromkeys(value for value in values if value is not None))
+        if len(distinct) > _LISTED:
+            found.append(f"{len(distinct)} {several}")
+        elif distinct:
+            text = ", ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in distinct)
+            found.append((name or "{}").format(text))
+    return found
+
+
+def _at(run: Run, *keys: str) -> Any:
+    """A value of the run's configuration; None where it has no such key."""
+    value: Any = run.config
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _tokens_per_step(run: Run) -> int | None:
+    length, batch = _at(run, "datamodule", "train_batch_len"), _at(run, "datamodule", "train_batch_size")
+    return None if length is None or batch is None else length * batch

@@ -1,0 +1,287 @@
+"""What all figures share: colours of models, fonts, the title, the legend and the line of conditions below it.
+
+Drawn without pyplot, so nothing global is left behind and no display is needed. The first colours are those of Okabe
+and Ito, which people with colour-vision deficiencies can tell apart; line styles and markers repeat the distinction.
+"""
+
+import re
+import textwrap
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.labelsize": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.6,
+    "lines.solid_capstyle": "round",
+    "figure.constrained_layout.use": True,
+}
+GREY = "#555555"
+#: The colour of a single curve that stands for no model, and of what is to be seen first.
+MAIN, ACCENT = "#0072B2", "#D55E00"
+_DPI = 200
+_LEGEND_CHARACTERS = 70
+_TITLE_SIZE, _NOTE_SIZE = 10, 7.5
+_MARGIN, _GAP = 0.08, 0.07  # inches
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a model is drawn."""
+
+    colour: str
+    line: str
+    marker: str
+
+
+_LOOKS = (
+    Look("#0072B2", "-", "o"),
+    Look("#D55E00", "--", "s"),
+    Look("#009E73", "-.", "^"),
+    Look("#CC79A7", ":", "D"),
+    Look("#E69F00", "-", "v"),
+    Look("#56B4E9", "--", "P"),
+    Look("#000000", "-.", "X"),
+    Look("#882255", ":", "<"),
+    Look("#999933", "-", ">"),
+    Look("#777777", "--", "h"),
+)
+#: Architectures whose look is always the same, by what their names contain; longer names come first.
+_ARCHITECTURES = {
+    "gateddeltanet": 7,
+    "transformerllama": 3,
+    "transformerpro": 2,
+    "transformerswa": 9,
+    "foxllama": 1,
+    "deltanet": 6,
+    "foxpro": 0,
+    "mamba2": 4,
+    "hgrn2": 5,
+    "samba": 8,
+}
+
+
+def looks(names: Sequence[str]) -> list[Look]:
+    """A look for each name, no two alike while there are enough.
+
+    A name with an architecture in it ("fox_pro", "FoX (Pro)", "demo_fox_pro_seed1") gets that architecture's colour in
+    every figure, any other name one that depends on the name alone. Where two want the same, the first has it.
+    """
+    wanted = [_preferred(name) for name in names]
+    found: list[int] = []
+    for number, look in enumerate(wanted):
+        # The looks that no other name wants come before those that one further down is waiting for.
+        order = [look, *(i for i in range(len(_LOOKS)) if i not in wanted), *range(len(_LOOKS))]
+        found.append(next((i for i in order if i not in found), number % len(_LOOKS)))
+    return [_LOOKS[i] for i in found]
+
+
+def _preferred(name: str) -> int:
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    known = (look for architecture, look in _ARCHITECTURES.items() if architecture in plain)
+    return next(known, zlib.crc32(plain.encode()) % len(_LOOKS))
+
+
+@dataclass
+class Picture:
+    """A figure while it is drawn.
+
+    Attributes:
+        figure: the whole.
+        axes: (rows, columns) of it.
+        handles: what the legend below the axes explains, in order.
+        notes: the conditions, written below the legend.
+    """
+
+    figure: Figure
+    axes: np.ndarray
+    handles: list[Artist] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def picture(
+    path: Path, title: str, size: tuple[float, float], rows: int = 1, columns: int = 1, **subplots: object
+) -> Iterator[Picture]:
+    """A figure to draw into; at the end it gets its title, legend and conditions, and is written.
+
+    Args:
+        path: where to write; the suffix chooses the format (.png, .pdf, .svg).
+        title: what is shown, and of which run or model.
+        size: width and height of the axes with their labels, inches; title, legend and conditions add to the height.
+        subplots: for `Figure.subplots`.
+    """
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=size, dpi=_DPI)  # what is measured is what is written
+        drawn = Picture(figure, figure.subplots(rows, columns, squeeze=False, **subplots))
+        yield drawn
+        _frame(drawn, title)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+
+
+def _frame(drawn: Picture, title: str) -> None:
+    """Puts the title above the axes, legend and conditions below, and makes the figure taller by what they need."""
+    figure = drawn.figure
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    width, height = figure.get_size_inches()
+
+    def inches(artist: Artist) -> float:
+        return artist.get_window_extent(renderer).height / figure.dpi
+
+    heading = _fitted(figure, renderer, title, _TITLE_SIZE, va="top", weight="bold")
+    top = _MARGIN + inches(heading) + _GAP
+    bottom, total = _MARGIN, 0.0
+    note = legend = None
+    if drawn.notes:
+        note = _fitted(figure, renderer, " · ".join(drawn.notes), _NOTE_SIZE, va="bottom", color=GREY)
+        bottom += inches(note) + _GAP
+    legend_bottom = bottom
+    if drawn.handles:
+        legend = _legend(figure, renderer, drawn.handles)
+        bottom += inches(legend) + _GAP
+    total = height + top + bottom
+    figure.set_size_inches(width, total)
+    heading.set_position((_MARGIN / width, 1 - _MARGIN / total))
+    if note is not None:
+        note.set_position((_MARGIN / width, _MARGIN / total))
+    if legend is not None:
+        legend.set_bbox_to_anchor((0, legend_bottom / total, 1, 1))
+    figure.get_layout_engine().set(rect=(0, bottom / total, 1, height / total))
+
+
+def _fitted(figure: Figure, renderer: object, text: str, size: float, **style: object) -> Artist:
+    """A text at the left edge, in lines that are no wider than the figure."""
+    room = figure.bbox.width - 2 * _MARGIN * figure.dpi
+    characters = int(room / figure.dpi * 72 / (0.45 * size))
+    artist = figure.text(0, 0, "", fontsize=size, ha="left", linespacing=1.25, **style)
+    while True:
+        artist.set_text(plain_text(text, characters))
+        if artist.get_window_extent(renderer).width <= room or characters <= 8:
+            return artist
+        characters -= max(1, characters // 20)
+
+
+def _legend(figure: Figure, renderer: object, handles: Sequence[Artist]) -> Artist:
+    """The legend in as many columns as fit."""
+    labels = [plain_text(str(handle.get_label()), _LEGEND_CHARACTERS) for handle in handles]
+    for columns in range(len(handles), 0, -1):
+        legend = figure.legend(
+            handles,
+            labels,
+            loc="lower center",
+            ncols=columns,
+            handlelength=2.8,
+            columnspacing=1.6,
+            borderaxespad=0,
+            borderpad=0,
+        )
+        if legend.get_window_extent(renderer).width <= figure.bbox.width or columns == 1:
+            return legend
+        legend.remove()
+    raise AssertionError("a legend has at least one column")
+
+
+def plain_text(name: str, characters: int) -> str:
+    """A name as matplotlib should show it: wrapped, with no formula between dollar signs, and never hidden."""
+    text = textwrap.fill(name, characters, break_on_hyphens=False).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text  # a leading underscore keeps a label out of a legend
+
+
+def line_handle(look: Look, label: str, with_marker: bool = False) -> Line2D:
+    handle = Line2D([], [], color=look.colour, linestyle=look.line, label=label)
+    if with_marker:
+        handle.set(marker=look.marker, markersize=5.5, markeredgecolor="white", markeredgewidth=0.7)
+    return handle
+
+
+def marker_handle(marker: str, label: str, colour: str = "#333333", **style: object) -> Line2D:
+    return Line2D([], [], color=colour, linestyle="none", marker=marker, label=label, **style)
+
+
+def reference_line(axes: Axes, value: float, label: str, vertical: bool = False, line: object = (0, (6, 3))) -> Line2D:
+    """Draws a thin grey line across the axes and returns its handle for the legend."""
+    style = {"color": GREY, "linestyle": line, "linewidth": 1.1}
+    (axes.axvline if vertical else axes.axhline)(value, zorder=1, **style)
+    return Line2D([], [], label=label, **style)
+
+
+#: Name, look, x and y.
+Curve = tuple[str, Look, np.ndarray, np.ndarray]
+
+
+def set_limits(axes: Axes, low: float, high: float, curves: Sequence[Curve]) -> None:
+    """Sets the ends of the vertical axis; a curve that ends above it gets an arrow there with its last value.
+
+    Call it when the horizontal axis is as it stays.
+    """
+    axes.set_ylim(low, high)
+    above = 0
+    for name, look, x, y in curves:
+        seen = np.flatnonzero(~np.isnan(y))
+        if not seen.size or y[seen[-1]] <= high:
+            continue
+        # Where it leaves the axis for the last time.
+        inside = seen[y[seen] <= high]
+        leaves = x[seen[0] if not inside.size else seen[seen > inside[-1]][0]]
+        edge = axes.get_xaxis_transform()
+        axes.plot([leaves], [1], marker=6, color=look.colour, transform=edge, clip_on=False)
+        on_the_left = axes.transAxes.inverted().transform(axes.transData.transform((leaves, low)))[0] < 0.5
+        axes.annotate(
+            plain_text(f"{name}: {y[seen[-1]]:.3g} at the end ↑", _LEGEND_CHARACTERS),
+            (leaves, 1),
+            xycoords=edge,
+            xytext=(6 if on_the_left else -6, -3 - 11 * above),
+            textcoords="offset points",
+            ha="left" if on_the_left else "right",
+            va="top",
+            fontsize=7.5,
+            color=look.colour,
+        ).set_in_layout(False)
+        above += 1
+
+
+def log_axis(axes: Axes) -> None:
+    """Makes the vertical axis logarithmic, with plain numbers where it spans few powers of ten; call it after drawing."""
+    axes.set_yscale("log")
+    axis = axes.yaxis
+    low, high = axes.get_ylim()
+    if high < 500 * low:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 6 * low else (1, 1.5, 2, 3, 4, 5, 7), numticks=20))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+        axis.set_minor_locator(NullLocator())
+
+
+def token_axis(axes: Axes, label: str = "training tokens") -> None:
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: format_tokens(tokens)))
+    axes.set_xlabel(label)
+
+
+def format_tokens(tokens: float) -> str:
+    """A number of tokens for an axis: 0, 500, 1.5K, 250M, 48B, 1.2T."""
+    for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(tokens) >= unit:
+            return f"{tokens / unit:.6g}{suffix}"
+    return f"{tokens:.6g}"
