@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     # Only now, so that --help is quick.
     from forgetting_transformer.analysis import AnalysisError, comparisons
+    from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
     from forgetting_transformer.training.config import FREE_KEYS
 
@@ -90,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "compare.md").write_text(f"{text}\n", encoding="utf-8")
     flops = equal_flops.amount if equal_flops is not None else None
-    loss_against_tokens_and_flops(models, args.out / "compare.png", points[0].amount, flops)
+    made_with = conditions([run for model in models for run in model.runs])
+    loss_against_tokens_and_flops(models, args.out / "compare.png", points[0].amount, flops, made_with)
     print(f"\n{args.out / 'compare.md'}\n{args.out / 'compare.png'}")
     return 0
 

@@ -5,6 +5,8 @@
     python scripts/plot_run.py runs/fox runs/llama --out compare   # both in the same figures
 
 loss_tokens.png     training loss (as logged and smoothed) and held-out loss against training tokens
+training.png        loss against wall time, learning rate, gradient norm, throughput, memory, shares of wall time
+norms.png           norms of weights and gradients, block by block; of a single run
 loss_position.png   left: loss at each position in the context; right: perplexity over a context of each length.
                     From the newest validation; before the first one, from training batches.
 
@@ -18,12 +20,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from forgetting_transformer import command_line
-from forgetting_transformer.analysis.plots.losses import format_tokens, loss_against_position, loss_against_tokens
+from forgetting_transformer.analysis.conditions import conditions, shown_names
+from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens
+from forgetting_transformer.analysis.plots.style import format_tokens
+from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
 from forgetting_transformer.analysis.runs import (
     PositionLoss,
     read_logged_run,
     read_position_loss,
-    run_names,
 )
 
 T = TypeVar("T")
@@ -69,19 +73,27 @@ def position_label(curve: PositionLoss) -> str:
 
 def plot(args: argparse.Namespace) -> list[Path]:
     """Draws what there is to draw and returns the files."""
-    names = run_names(args.run_dirs)
-    histories = read_all(args.run_dirs, names, read_logged_run)
+    names = shown_names(args.run_dirs)
+    runs = read_all(args.run_dirs, names, read_logged_run)
     positions = read_all(args.run_dirs, names, read_position_loss)
     out = args.out or args.run_dirs[0] / "plots"
+    made_with = conditions(runs)
     written = []
-    if histories:
+    if runs:
         written.append(out / "loss_tokens.png")
-        recorded = {run.unigram_entropy for run in histories}
+        recorded = {run.unigram_entropy for run in runs}
         entropy = recorded.pop() if args.entropy is None and len(recorded) == 1 else args.entropy
-        loss_against_tokens(histories, written[-1], entropy)
+        loss_against_tokens(runs, written[-1], entropy, made_with)
+    if any(map(has_metrics, runs)):
+        written.append(out / "training.png")
+        training_metrics(runs, written[-1], made_with)
+    if len(runs) == 1 and runs[0].weight_norms:
+        written.append(out / "norms.png")
+        norms(runs[0], written[-1], made_with)
     if positions:
         written.append(out / "loss_position.png")
-        loss_against_position({position_label(curve): curve.loss for curve in positions}, written[-1])
+        curves = {position_label(curve): curve.loss for curve in positions}
+        loss_against_position(curves, written[-1], conditions=made_with)
     if not written:
         raise ValueError("nothing to plot yet.")
     return written

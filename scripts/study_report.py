@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def collect(args: argparse.Namespace) -> None:
     from forgetting_transformer.analysis import comparisons, studies, study_tables
-    from forgetting_transformer.analysis.plots.losses import loss_against_position
+    from forgetting_transformer.analysis.conditions import conditions
+    from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
     from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate, loss_against_tokens_and_flops
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation import per_token_loss
@@ -88,18 +89,23 @@ def collect(args: argparse.Namespace) -> None:
     write(study, args.out)
     studies.save_positions(positions, args.out / "positions.npz")
     name = studies.display_name
+    models = [comparisons.named_model(name(model), paths) for model, paths in runs.items()]
+    made_with = conditions([run for model in models for run in model.runs])
     if study["search"]:
         curves = {
             name(model): {float(rate): [float("inf") if loss is None else loss] for rate, loss in losses.items()}
             for model, losses in study["search"].items()
         }
-        loss_against_learning_rate(curves, study["search_loss"], args.out / "search.png", ring_each=True)
-    if runs:
-        models = [comparisons.named_model(name(model), paths) for model, paths in runs.items()]
-        loss_against_tokens_and_flops(models, args.out / "compare.png")
+        title = f"Learning-rate search of {len(curves)} models"
+        loss_against_learning_rate(curves, study["search_loss"], args.out / "search.png", ring_each=True, title=title)
+    if models:
+        loss_against_tokens_and_flops(models, args.out / "compare.png", conditions=made_with)
     if results := list(positions.values()):
         curves = per_token_loss.group_seeds(results)
-        loss_against_position(curves, args.out / "per_token_loss.png", results[0].summary.get("train_length"), None)
+        lengths = {result.name: result.summary.get("train_length") for result in results}
+        loss_against_position(curves, args.out / "per_token_loss.png", lengths, conditions=made_with)
+    if study["comparison"]:
+        loss_differences(study["comparison"], args.out / "differences.png", made_with, lengths)
     # Last, because it runs models, which takes long: everything else is there by then.
     try:
         study["pruned"] = pruned_shares(
@@ -129,7 +135,10 @@ def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure:
     """
     import torch
 
+    from forgetting_transformer.analysis import studies
+    from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots import heatmaps
+    from forgetting_transformer.analysis.runs import read_run
     from forgetting_transformer.evaluation import forget_gates, per_token_loss
     from forgetting_transformer.evaluation.models import EvaluationError, load_model, pick_device
 
@@ -156,7 +165,9 @@ def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure:
         if len(shares) == 1:
             first = reports[0]
             columns = ([h.layer for h in first], [h.memory for h in first], [h.memory_is_bound for h in first])
-            heatmaps.heads_by_layer(*columns, figure)
+            title = f"Memory length of every head of {studies.display_name(name)}"
+            made_with = [*conditions([read_run(path)]), f"one held-out text of {len(ids[0]):,} tokens"]
+            heatmaps.heads_by_layer(*columns, figure, title, made_with)
     return shares
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from scipy import stats
 
 from forgetting_transformer.analysis import comparisons, statistics
@@ -226,7 +227,7 @@ def test_the_script_says_what_it_cannot_compare(make_run, tmp_path, capsys):
 
 def test_the_figure_has_the_mean_the_range_of_seeds_and_the_points_of_comparison(make_run, monkeypatch, tmp_path):
     drawn = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
     runs = [read_run(make_run(f"a{k}", 3.0 + k, k, evaluated=[500, 1000])) for k in range(2)]
     plots.loss_against_tokens_and_flops([comparisons.model("a", runs)], tmp_path / "x.png", tokens=900, flops=9e8)
     left, right = drawn[0].axes

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from forgetting_transformer.analysis.conditions import conditions, shown_names
 from forgetting_transformer.analysis.plots import losses as plots
+from forgetting_transformer.analysis.plots import sweeps, training
+from forgetting_transformer.analysis.plots.style import format_tokens, looks, picture
 from forgetting_transformer.analysis.runs import (
     Run,
     read_logged_run,
@@ -33,7 +36,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         tokens = 1000 * np.arange(1, logs + 1)
         loss = 4 + 4 * np.exp(-tokens / 20_000) + 0.1 * rng.normal(size=logs)
         train = [
-            {"step": int(t), "train/loss": float(x), "train/token_count": int(t)}
+            {"step": int(t), "train/loss": float(x), "train/token_count": int(t), "train/lr": 1e-3}
             for t, x in zip(tokens, loss, strict=True)
         ]
         write_jsonl(run_dir, "train", train)
@@ -84,6 +87,11 @@ def write_npz(run_dir: Path, source: str, step: int, loss: np.ndarray) -> Path:
     return path
 
 
+def texts(figure: Figure) -> list[str]:
+    """What the legend says."""
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 def is_picture(path: Path) -> bool:
     """A PNG, at least 1000 pixels wide, that is not one flat colour."""
     pixels = mpl.image.imread(path)
@@ -126,7 +134,7 @@ def test_prefix_perplexity_by_hand() -> None:
     [(0, "0"), (500, "500"), (1500, "1.5K"), (25e7, "250M"), (48e9, "48B"), (1.2e12, "1.2T")],
 )
 def test_token_counts_have_units(tokens: float, text: str) -> None:
-    assert plots.format_tokens(tokens) == text
+    assert format_tokens(tokens) == text
 
 
 class TestReading:
@@ -274,6 +282,192 @@ class TestLossAgainstPosition:
         with pytest.raises(ValueError, match="no curve"):
             plots.loss_against_position({}, tmp_path / "position.png")
 
+    def test_training_lengths_that_differ_have_a_line_each(self, drawn: list[Figure], tmp_path: Path) -> None:
+        curves = {"a": np.linspace(5, 4, 64), "b": np.linspace(5, 2, 64), "c": np.linspace(5, 3, 64)}
+        plots.loss_against_position(curves, tmp_path / "position.png", {"a": 16, "b": 32, "c": 16})
+        left = drawn[0].axes[0]
+        assert [line.get_xdata()[0] for line in left.lines[3:]] == [16, 32]
+        assert texts(drawn[0])[3:] == ["training length of a, c (16 tokens)", "training length of b (32 tokens)"]
+
+    def test_a_model_that_cannot_extrapolate_does_not_flatten_the_others(
+        self, drawn: list[Figure], tmp_path: Path
+    ) -> None:
+        curves = {"flat": np.linspace(2.5, 1.5, 1024), "rising": np.concatenate([np.full(512, 2.0), np.full(512, 9.0)])}
+        plots.loss_against_position(curves, tmp_path / "position.png", 512)
+        left = drawn[0].axes[0]
+        assert left.get_ylim()[1] < 3.5
+        assert [text.get_text() for text in left.texts] == ["rising: 9 at the end ↑"]
+        # Alone it hides nothing.
+        plots.loss_against_position({"rising": curves["rising"]}, tmp_path / "position.png", 512)
+        assert drawn[1].axes[0].get_ylim()[1] > 9 and not drawn[1].axes[0].texts
+
+
+class TestDiverging:
+    def test_a_run_that_diverges_does_not_flatten_the_others_and_is_marked(
+        self, make_run: MakeRun, drawn: list[Figure], tmp_path: Path
+    ) -> None:
+        tokens = 1000 * np.arange(1, 201)
+        wild = Run("wild", tokens, 8 * 1.1 ** np.arange(200), tokens[[99]], np.array([900.0]))
+        good = read_logged_run(make_run("fox"), "fox")
+        plots.loss_against_tokens([good, wild], tmp_path / "loss.png")
+        axes = drawn[0].axes[0]
+        assert axes.get_ylim()[1] < 10
+        (arrow,) = axes.texts
+        assert arrow.get_text() == "wild: 1.1e+09 at the end ↑", "the last value of the smoothed loss"
+        plots.loss_against_tokens([good], tmp_path / "loss.png")
+        assert not drawn[1].axes[0].texts
+
+    def test_a_held_out_loss_that_rises_again_is_shown(self, drawn: list[Figure], tmp_path: Path) -> None:
+        tokens = 1000 * np.arange(1, 101)
+        run = Run("overfit", tokens, 6 - np.arange(100) / 20, tokens[[9, 99]], np.array([4.0, 5.9]))
+        plots.loss_against_tokens([run], tmp_path / "loss.png")
+        assert drawn[0].axes[0].get_ylim()[1] > 5.9
+
+
+def describe(run_dir: Path, seed: int = 0, label: str = "fox_pro") -> None:
+    """Gives a run the files that say how it was made."""
+    data = {"dataset": "code", "train_batch_len": 512, "train_batch_size": 8}
+    config = {"seed": seed, "model": {"label": label}, "optimizer": {"lr": 0.003}, "datamodule": data}
+    (run_dir / "config.yaml").write_text(json.dumps(config))
+    (run_dir / "starts.jsonl").write_text(json.dumps({"machine": {"device": "abacus"}}) + "\n")
+
+
+def test_a_figure_says_how_its_runs_were_made(make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
+    folders = [make_run("a"), make_run("bb")]
+    for seed, folder in enumerate(folders):
+        describe(folder, seed)
+    write_jsonl(folders[0], "train_data_info", [{"step": 0, "documents": 90, "seq_len": 512, "global_batch_size": 8}])
+    names = shown_names(folders)
+    assert names == ["a (fox_pro)", "bb (fox_pro)"], "the model is part of the name"
+    runs = [read_logged_run(folder, name) for folder, name in zip(folders, names, strict=True)]
+    plots.loss_against_tokens(runs[:1], tmp_path / "one.png", conditions=conditions(runs[:1]))
+    plots.loss_against_tokens(runs, tmp_path / "two.png", conditions=conditions(runs))
+    title, note = (text.get_text() for text in drawn[0].texts)
+    assert title == "Training and held-out loss of a (fox_pro)"
+    for part in ("code", "sequences of 512 tokens", "4,096 tokens a step", "learning rate 0.003", "seed 0", "abacus"):
+        assert part in note.replace("\n", " ")
+    assert "smoothed: mean over ± 25% of the tokens so far" in note.replace("\n", " ")
+    title, note = (text.get_text().replace("\n", " ") for text in drawn[1].texts)
+    assert title == "Training and held-out loss of 2 runs" and "seed 0, 1" in note and "compare held-out losses" in note
+    # 90 documents are 11 batches of 8: the order comes back to the first after 11 * 8 * 512 tokens, known of one run.
+    passes = [line.get_xdata()[0] for line in drawn[0].axes[0].lines if line.get_linestyle() == ":"]
+    assert passes == [45056 * n for n in (1, 2, 3, 4)]
+    assert texts(drawn[0])[-1] == "dotted: back to the first document"
+    assert not any("dotted" in text for text in texts(drawn[1]))
+
+
+def test_an_architecture_looks_the_same_in_every_figure_and_no_two_models_do_in_one() -> None:
+    names = ["FoX (Pro)", "Mamba-2", "demo_transformer_llama", "gated_delta_net", "delta_net", "my own", "another"]
+    found = looks(names)
+    assert len(set(found)) == len(names)
+    for name, look in zip(names[:5], found, strict=False):
+        assert looks([name])[0] == look == looks(["something else", name])[1]
+    seeds = looks(["fox_pro_seed0", "fox_pro_seed1", "mamba2"])
+    assert len(set(seeds)) == 3 and seeds[0] == found[0] and seeds[2] == found[1]
+    assert len(looks([f"run {n}" for n in range(40)])) == 40
+
+
+@pytest.mark.parametrize("notes", [0, 1, 40])
+@pytest.mark.parametrize("width", [4.4, 8.4])
+def test_nothing_in_a_figure_lies_over_anything_else(
+    drawn: list[Figure], tmp_path: Path, notes: int, width: float
+) -> None:
+    with picture(tmp_path / "x.png", "A long title of several words. " * 5, (width, 3.0), columns=2) as sheet:
+        for number, (axes, look) in enumerate(zip(sheet.axes[0], looks(["a", "b"]), strict=True)):
+            axes.set(xlabel="training tokens", ylabel="loss (nats per token)", title=f"panel {number}")
+            sheet.handles += [plots.line_handle(look, f"a model with a long name, number {k}") for k in range(4)]
+        sheet.notes += ["a condition of several words"] * notes
+    figure = drawn[0]
+    boxes = [text.get_window_extent() for text in figure.texts] + [figure.legends[0].get_window_extent()]
+    boxes += [axes.get_tightbbox() for axes in figure.axes]
+    for number, box in enumerate(boxes):
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height
+        assert not any(box.overlaps(other) for other in boxes[number + 1 :])
+
+
+class TestTrainingMetrics:
+    @pytest.fixture
+    def logged(self, make_run: MakeRun) -> Path:
+        run_dir = make_run("fox")
+        train = [
+            {"step": 1000 * n, "train/loss": 9 - n, "train/lr": n / 1e3, "train/global_grad_norm": 2.0**n, "train/total_time": 60.0 * n}
+            for n in range(1, 6)
+        ]  # fmt: skip
+        write_jsonl(run_dir, "train", train)
+        write_jsonl(run_dir, "val", [{"step": 4000, "val/loss": 6.0, "val/train_total_time": 240.0}])
+        speed = {"throughput/token_count_per_second_total_recent": 50.0, "throughput/mfu_total_recent": 0.5}
+        write_jsonl(run_dir, "throughput", [{"step": 1000, **speed, "throughput/peak_memory_bytes": 3e9}])
+        write_jsonl(run_dir, "goodput", [{"step": 5000, "goodput/steps": 0.9, "goodput/data": 0.1, "goodput/hours": 1}])
+        norms = {"pnorm/model.layers.0.a": 3.0, "pnorm/model.layers.0.b": 4.0, "pnorm/lm_head.weight": 2.0}
+        norms |= {"gnorm/model.layers.0.a": 0.3, "gnorm/model.layers.0.b": 0.4, "gnorm/lm_head.weight": 0.2}
+        write_jsonl(run_dir, "norm", [{"step": 1000, **norms}])
+        return run_dir
+
+    def test_a_panel_for_everything_that_was_logged(self, logged: Path, drawn: list[Figure], tmp_path: Path) -> None:
+        training.training_metrics([read_run(logged)], tmp_path / "x.png", ["seed 7"])
+        panels = {axes.get_ylabel() or axes.get_xlabel(): axes for axes in drawn[0].axes if axes.axison}
+        loss = panels.pop("loss (nats per token)")
+        assert loss.get_xlabel() == "wall time of training (minutes)"
+        heldout, smoothed = loss.lines
+        assert heldout.get_xydata().tolist() == [[4.0, 6.0]] and smoothed.get_xdata() == pytest.approx([1, 2, 3, 4, 5])
+        last = {name: axes.lines[0].get_ydata()[-1] for name, axes in panels.items() if axes.lines}
+        assert last == pytest.approx({
+            "learning rate": 0.005, "gradient norm\nbefore clipping": 32, "tokens per second": 50, "MFU (%)": 50,
+            "peak GPU memory (GB)": 3,
+        })  # fmt: skip
+        assert panels["gradient norm\nbefore clipping"].get_yscale() == "log"
+        bars = [patch.get_width() for patch in panels["share of wall time (%)"].patches]
+        assert bars == pytest.approx([90, 10])
+        assert "seed 7" in drawn[0].texts[1].get_text()
+
+    def test_the_norms_of_a_block_are_of_all_its_parameters(
+        self, logged: Path, drawn: list[Figure], tmp_path: Path
+    ) -> None:
+        training.norms(read_run(logged), tmp_path / "x.png")
+        left, right = drawn[0].axes
+        assert [line.get_ydata()[0] for line in left.lines] == pytest.approx([5.0, 2.0])
+        assert [line.get_ydata()[0] for line in right.lines] == pytest.approx([0.5, 0.2])
+        assert texts(drawn[0]) == ["layer 0", "lm_head"]
+
+    def test_what_was_never_logged_has_no_panel(self, make_run: MakeRun, drawn: list[Figure], tmp_path: Path) -> None:
+        training.training_metrics([read_run(make_run("young"))], tmp_path / "x.png")
+        assert [axes.get_ylabel() for axes in drawn[0].axes] == ["learning rate"]
+        write_jsonl(tmp_path / "bare", "train", [{"step": 1, "train/loss": 9.0}])
+        run = read_run(tmp_path / "bare")
+        with pytest.raises(ValueError, match="bare has logged nothing yet"):
+            training.training_metrics([run], tmp_path / "x.png")
+        with pytest.raises(ValueError, match="bare has logged no norms yet"):
+            training.norms(run, tmp_path / "x.png")
+
+
+def test_differences_have_error_bars_and_one_model_does_not_flatten_the_others(
+    drawn: list[Figure], tmp_path: Path
+) -> None:
+    rows = [
+        {"model": model, "against": "first", "begin": begin, "end": 2 * begin, "loss": loss, "loss_error": 0.25}
+        for model, losses in (("second", (0.5, 0.5)), ("third", (0.25, 4.0)))
+        for begin, loss in zip((256, 512), losses, strict=True)
+    ]
+    plots.loss_differences(rows, tmp_path / "x.png", train_length=512)
+    axes = drawn[0].axes[0]
+    segments = [segment for bar in axes.containers for segment in bar.lines[2][0].get_segments()]
+    assert [segment[:, 1].tolist() for segment in segments] == [[0.25, 0.75], [0.25, 0.75], [0, 0.5], [3.75, 4.25]]
+    assert axes.get_ylim()[1] == pytest.approx(0.7) and axes.texts[0].get_text() == "third: 4 at the end ↑"
+    assert "one standard error over documents" in drawn[0].texts[1].get_text()
+    with pytest.raises(ValueError, match="same documents"):
+        plots.loss_differences([], tmp_path / "x.png")
+
+
+def test_the_best_of_a_free_search_stands_out(drawn: list[Figure], tmp_path: Path) -> None:
+    sweeps.loss_against_parameters(
+        {"lr": [1.0, 2.0, 3.0]}, [3.0, 4.0, 5.0], {"lr"}, "held-out loss", tmp_path / "x.png"
+    )
+    axes = drawn[0].axes[0]
+    (star,) = [line for line in axes.lines if line.get_marker() == "*"]
+    assert star.get_xydata().tolist() == [[1.0, 3.0]] and star.get_alpha() is None, "the first run is drawn full"
+    assert min(axes.collections[0].get_alpha()) >= 0.3
+    assert "best: 3.0000, run 1 of 3" in texts(drawn[0])
+
 
 def test_matplotlib_settings_are_left_alone(make_run: MakeRun, tmp_path: Path) -> None:
     before = dict(mpl.rcParams)
@@ -285,7 +479,7 @@ class TestScript:
     def test_one_run(self, plot_run: ModuleType, make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
         run_dir = make_run("fox")
         assert plot_run.main([str(run_dir), "--entropy", "7.5"]) == 0
-        written = [run_dir / "plots" / name for name in ("loss_tokens.png", "loss_position.png")]
+        written = [run_dir / "plots" / name for name in ("loss_tokens.png", "training.png", "loss_position.png")]
         assert capsys.readouterr().out.split() == list(map(str, written))
         assert all(map(is_picture, written))
 
@@ -304,7 +498,7 @@ class TestScript:
     ) -> None:
         run_dir = make_run("young", validations=0)
         assert plot_run.main([str(run_dir)]) == 0
-        assert [path.name for path in (run_dir / "plots").iterdir()] == ["loss_tokens.png"]
+        assert {path.name for path in (run_dir / "plots").iterdir()} == {"loss_tokens.png", "training.png"}
         assert "after the run's first validation" in capsys.readouterr().err
 
     def test_nothing_to_plot_and_broken_files(

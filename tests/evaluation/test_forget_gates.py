@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forgetting_transformer.analysis.plots import heatmaps
@@ -225,7 +226,7 @@ def test_impossible_requests_name_the_flag(quickstart, tmp_path, arguments, mess
 
 def test_values_below_the_threshold_and_above_the_diagonal_are_not_drawn(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(heatmaps.Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
     picture = np.array([[0.9, 0.8], [0.3, 0.6]])
     heatmaps.head_matrices({(3, 1): picture}, tmp_path / "a.png", 2, "weight", threshold=0.5)
     shown = figures[0].axes[0].images[0].get_array()
@@ -234,11 +235,12 @@ def test_values_below_the_threshold_and_above_the_diagonal_are_not_drawn(tmp_pat
 
 def test_memories_that_are_lower_bounds_are_marked_over_training_too(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(heatmaps.Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
     memory, is_bound = {(0, 0): [4, 8], (1, 0): [16, 64]}, {(0, 0): [False, False], (1, 0): [False, True]}
     heatmaps.heads_over_training([100, 200], memory, is_bound, [0.25, 0.5], tmp_path / "a.png")
     axes, below = figures[0].axes
     assert below.lines[0].get_ydata().tolist() == [25, 50] and "%" in below.get_ylabel()
     marked = [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines if line.get_marker() == "^"]
     assert marked == [([], []), ([200], [64.0])]
-    assert "at least" in axes.get_title(loc="left")
+    (legend,) = figures[0].legends
+    assert "at least this: not forgotten within the text" in [text.get_text() for text in legend.get_texts()]

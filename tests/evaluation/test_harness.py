@@ -6,13 +6,13 @@ import json
 import datasets
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from forgetting_transformer.analysis import tables  # noqa: E402
-from forgetting_transformer.analysis.plots import losses as plots  # noqa: E402
 from forgetting_transformer.evaluation import harness, harness_tables  # noqa: E402
 from forgetting_transformer.evaluation.models import EvaluationError, load_model  # noqa: E402
 from forgetting_transformer.evaluation.workers import Workers  # noqa: E402
@@ -325,22 +325,41 @@ def test_other_tasks_have_columns_of_their_own_and_the_papers_only_where_it_was_
     assert row.endswith("| – | 0.5000 |") and "| 50.00 |" in row
 
 
-def test_the_figure_has_a_row_a_task_and_a_marker_a_model(tmp_path, monkeypatch):
+def test_the_figure_has_a_panel_a_unit_a_row_a_task_and_a_marker_a_model(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
-    columns = [tables.Column("ppl", "Perplexity", "lower"), tables.Column("acc", "Accuracy", "higher")]
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    columns = [tables.Column("ppl", "Perplexity", "lower", unit="perplexity")]
+    columns.append(tables.Column("acc", "Accuracy", "higher", unit="accuracy (%)", chance=25.0))
     columns.append(tables.Column("none", "Nobody has it", "higher"))
-    rows = {"fox": {"ppl": 20.0, "acc": 60.0}, "llama": {"ppl": 25.0, "acc": 60.0}, "half": {"acc": 10.0}}
-    tables.draw_scores(rows, columns, tmp_path / "x.png")
-    scores, perplexities = drawn[0].axes
+    rows = {"fox": {"ppl": 20.0, "acc": 60.0, "acc_stderr": 1.5}, "llama": {"ppl": 25.0, "acc": 60.0}}
+    tables.draw_scores({**rows, "half": {"acc": 10.0}}, columns, tmp_path / "x.png", "Tasks")
+    perplexities, scores = drawn[0].axes
     for axes, name, values in ((scores, "Accuracy", [60.0, 60.0, 10.0]), (perplexities, "Perplexity", [20.0, 25.0])):
         assert [label.get_text() for label in axes.get_yticklabels()] == [name]
-        assert [x for line in axes.lines for x in line.get_xdata()] == values
-        heights = [y for line in axes.lines for y in line.get_ydata()]
+        points = [line.get_xydata()[0] for line in axes.lines if line.get_markersize() == 6]
+        assert sorted(x for x, _ in points) == sorted(values)
+        heights = [y for _, y in points]
         assert len(set(heights)) == len(values) and all(abs(y) < 0.5 for y in heights), "equal values are both seen"
-    assert "higher is better" in scores.get_xlabel() and "lower is better" in perplexities.get_xlabel()
+    assert scores.get_xlabel() == "accuracy (%), higher is better"
+    assert perplexities.get_xlabel() == "perplexity, lower is better"
+    error_bars = [bar.lines[2][0].get_segments()[0][:, 0].tolist() for bar in scores.containers if bar.has_xerr]
+    assert error_bars == [[58.5, 61.5]], "only what is known has an error bar"
+    chance = [line for line in scores.lines if line.get_linestyle() == ":"]
+    assert [list(line.get_xdata()) for line in chance] == [[25.0, 25.0]]
+    assert "chance" in [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert [text.get_text() for text in drawn[0].texts] == ["Tasks", "bars: ± one standard error"]
     with pytest.raises(EvaluationError, match=r"nothing to table: .*fox"):
         tables.write_tables({"fox": {}}, columns, tmp_path)
+
+
+def test_standard_errors_and_chance_come_from_lm_eval_and_the_number_of_choices():
+    mine = {"acc,none": 0.5, "acc_stderr,none": 0.1, "f1,none": 0.5, "f1_stderr,none": "N/A", "alias": "mine"}
+    piqa = {"acc,none": 0.7, "acc_stderr,none": 0.01}
+    rows, columns = harness_tables.table({"a": {"piqa": piqa, "mine": mine}})
+    by_title = {column.title: column for column in columns}
+    assert by_title["PIQA acc"].chance == 50 and rows["a"][by_title["PIQA acc"].error_key] == pytest.approx(1.0)
+    assert rows["a"][by_title["mine acc"].error_key] == 0.1 and by_title["mine f1"].error_key not in rows["a"]
+    assert len({by_title[title].unit for title in ("PIQA acc", "mine acc", "mine f1", "Wiki. ppl")}) == 4
 
 
 def test_equal_values_share_a_rank_and_a_single_model_has_none():

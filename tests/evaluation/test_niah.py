@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
-from forgetting_transformer.analysis.plots import heatmaps
 from forgetting_transformer.evaluation import niah
 from forgetting_transformer.evaluation.judge import Judge
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
@@ -165,16 +165,22 @@ def test_the_command_on_an_exported_model(quickstart, essays, tmp_path):
         assert (tmp_path / f"hf/standard/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_small_grid_has_room_for_its_title(monkeypatch, tmp_path):
+def test_a_small_grid_has_room_for_its_title_and_says_what_it_shows(monkeypatch, tmp_path):
     drawn = []
-    monkeypatch.setattr(heatmaps, "_save", lambda figure, path: drawn.append(figure))
-    records = [{"length": 300, "depth": 0.0, "words": 0.5}]
-    grid = {"lengths": [300, 400], "depths": [0.0], "model": "fox-pro-760m-longcrawl64-48b", "mode": "paper"}
-    niah.draw_grid({**grid, "train_length": None, "records": records}, "words", tmp_path / "x.png")
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    records = [{"length": n, "depth": d, "words": d / 2} for n in (300, 400) for d in (0.0, 1.0)]
+    grid = {"lengths": [300, 400], "depths": [0.0, 1.0], "model": "fox-pro-760m-longcrawl64-48b", "mode": "paper"}
+    niah.draw_grid({**grid, "train_length": 300, "records": records}, "words", tmp_path / "x.png")
     (figure,) = drawn
     FigureCanvasAgg(figure).draw()
-    title = figure.axes[0].title.get_window_extent()
-    assert 0 <= title.x0 < title.x1 <= figure.bbox.width and title.y1 <= figure.bbox.height
+    title, note = (text for text in figure.texts)
+    box = title.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height
+    assert not any(box.overlaps(axes.get_tightbbox()) for axes in figure.axes), "the colour bar is one of them"
+    text = note.get_text().replace("\n", " ")
+    assert "1 prompt a cell" in text and "mean 0.250 ± 0.144 (standard error over 4 prompts)" in text
+    assert "training length, 300 tokens" in text and "chance is above 0" in text
+    assert [cell.get_text() for cell in figure.axes[0].texts] == ["0", "0", "0.5", "0.5"]
 
 
 def judge(endpoint, tmp_path, **options) -> Judge:

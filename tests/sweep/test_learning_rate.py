@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.learning_rate import GridSearch, grid_text, grid_value, nearest_grid_index
@@ -206,7 +207,7 @@ def test_the_figure_shows_every_rate_every_seed_and_what_diverged(monkeypatch, t
     from forgetting_transformer.analysis.plots import sweeps as plots
 
     drawn = []
-    monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
     curves = {
         "head dimension 64": {1e-3: [3.1, 3.2], 2e-3: [3.0, 3.05], 5e-3: [3.2, math.inf]},
         "head dimension 128": {1e-3: [3.3]},

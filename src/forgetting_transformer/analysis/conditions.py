@@ -1,9 +1,10 @@
 """Under which conditions runs were made, in a few words: what stands at the foot of a figure."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.analysis.runs import Run
+from forgetting_transformer.analysis.runs import Run, read_run, run_names
 
 #: Values that are listed; of more, only their number is said.
 _LISTED = 4
@@ -27,6 +28,19 @@ def conditions(runs: Sequence[Run]) -> list[str]:
             text = ", ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in distinct)
             found.append((name or "{}").format(text))
     return found
+
+
+def shown_names(run_dirs: Sequence[Path]) -> list[str]:
+    """Names of runs for figures, with the model in each, which also gives it its colour: "run3 (fox_pro)".
+
+    Raises:
+        ValueError: a run is given twice.
+    """
+    names = run_names(run_dirs)
+    models = [_at(read_run(folder), "model", "label") for folder in run_dirs]
+    return [
+        name if not model or model in name else f"{name} ({model})" for name, model in zip(names, models, strict=True)
+    ]
 
 
 def _at(run: Run, *keys: str) -> Any:

@@ -11,7 +11,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from forgetting_transformer.analysis.markdown import markdown_table
-from forgetting_transformer.analysis.plots.sweeps import loss_against_parameters
+from forgetting_transformer.analysis.plots.sweeps import budget, loss_against_parameters
 from forgetting_transformer.analysis.runs import Run
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.sweep import SweepError, runner
@@ -130,7 +130,9 @@ class FreeSearch:
             losses = [_loss(trial) for trial in done]
             parameters = {key: [trial.params[key] for trial in done] for key in self.space}
             log = {key for key, values in self.space.items() if getattr(values, "log", False)}
-            loss_against_parameters(parameters, losses, log, self.loss_name, self.folder / "sweep.png")
+            title = f"Search over {len(parameters)} keys of {self.base.model.label or self.base.model.name}"
+            figure = self.folder / "sweep.png"
+            loss_against_parameters(parameters, losses, log, self.loss_name, figure, title, budget(self.base))
 
     def _batch(self, trials: Sequence[Trial]) -> bool:
         """Runs these trials and tells Optuna; False if one was interrupted."""

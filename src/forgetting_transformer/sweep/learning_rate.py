@@ -9,7 +9,7 @@ from pathlib import Path
 
 from forgetting_transformer.analysis import statistics
 from forgetting_transformer.analysis.markdown import markdown_table
-from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
+from forgetting_transformer.analysis.plots.sweeps import budget, loss_against_learning_rate
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.sweep import SweepError, runner
@@ -283,7 +283,10 @@ class LearningRateSweep:
             for head_dim, search in self.searches.items()
             if search.losses
         }
-        loss_against_learning_rate(curves, self.loss_name, self.folder / "sweep.png")
+        title = f"Learning-rate search of {self.base.model.label or self.base.model.name}"
+        loss_against_learning_rate(
+            curves, self.loss_name, self.folder / "sweep.png", title=title, conditions=budget(self.base)
+        )
 
     def _round(
         self, head_dim: int | None, search: GridSearch, todo: Sequence[tuple[int, int]]

@@ -17,6 +17,7 @@ from forgetting_transformer.analysis.plots.style import (
     ACCENT,
     GREY,
     MAIN,
+    format_tokens,
     line_handle,
     looks,
     marker_handle,
@@ -94,6 +95,16 @@ def loss_against_learning_rate(
         if any(not np.isfinite(losses).all() for losses in every):
             drawn.handles.append(marker_handle("x", "diverged or ended early"))
         drawn.notes += [*conditions, _seeds(min(map(len, every)), seeds)]
+
+
+def budget(config: Any) -> list[str]:
+    """Corpus and tokens of every run of a sweep, for the foot of its figure.
+
+    Args:
+        config: training settings that all runs have in common.
+    """
+    tokens = f"{format_tokens(config.train.max_tokens)} training tokens each"
+    return [config.datamodule.dataset, tokens, f"sequences of {config.datamodule.train_batch_len:,} tokens"]
 
 
 def _seeds(fewest: int, most: int) -> str:

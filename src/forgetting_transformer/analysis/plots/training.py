@@ -37,6 +37,12 @@ _TIME_COLOURS = {
 _DASHES = ("--", ":", "-.")
 
 
+def has_metrics(run: Run) -> bool:
+    """Whether a run has logged anything that `training_metrics` draws."""
+    series = (run.total_hours, run.learning_rate, run.gradient_norm, run.tokens_per_second)
+    return bool(run.goodput) or any(one.tokens.size for one in series)
+
+
 def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
     """Draws loss against wall time, and learning rate, gradient norm, throughput, MFU, memory against training tokens, and the
     shares of wall time; each where a run has logged it.
@@ -60,12 +66,12 @@ def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] 
     timed = any(run.train_loss.size and run.total_hours.tokens.size for run in runs)
     goodput = {run.name: run.goodput for run in runs if run.goodput}
     panels = timed + len(curves) + bool(goodput)
-    if not panels:
+    if not any(map(has_metrics, runs)):
         raise ValueError(f"Nothing to plot: {', '.join(run.name for run in runs) or 'no run'} has logged nothing yet.")
     columns = min(3, panels)
     rows = -(-panels // columns)
     title = f"Training of {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}"
-    with picture(path, title, (3.1 * columns, 2.3 * rows), rows, columns) as drawn:
+    with picture(path, title, (max(5.2, 3.1 * columns), 2.3 * rows), rows, columns) as drawn:
         free = iter(drawn.axes.flatten())
         found = run_looks(runs)
         drawn.handles += [line_handle(look, run.name) for look, run in zip(found, runs, strict=True)]
