@@ -9,8 +9,8 @@
 RESULT is [NAME=]FOLDER. Results with the same NAME are seeds of one model: their mean is drawn and their range shaded.
 OUT/per_token_loss.png (and .pdf) shows the smoothed L(i) on the left and perplexity by context length on the right,
 with the training length marked. OUT/slopes.md gives the change of the loss with every doubling of the context.
-OUT/comparison.md compares every model with the first on the same documents, which is much more precise than either
-model's slope.
+OUT/comparison.md and OUT/differences.png (and .pdf) compare every model with the first on the same documents, which is
+much more precise than either model's slope.
 
 --result_dir takes all models below it. --figure_dir names the figure as the paper's repository does:
 main_loss_64k_line.png (and .pdf), whatever the length.
@@ -18,9 +18,10 @@ main_loss_64k_line.png (and .pdf), whatever the length.
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from forgetting_transformer import command_line
-from forgetting_transformer.analysis.plots.losses import loss_against_position
+from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
 from forgetting_transformer.evaluation import official, per_token_loss
 from forgetting_transformer.evaluation.models import EvaluationError
 
@@ -53,14 +54,19 @@ def main() -> None:
             )
             results = named
         curves = per_token_loss.group_seeds(results)
-        lengths = {result.summary.get("train_length") for result in results} - {None}
-        train_length = args.train_len or (lengths.pop() if len(lengths) == 1 else None)
+        lengths = args.train_len or {result.name: result.summary.get("train_length") for result in results}
+        compared = per_token_loss.compare(results)
+        conditions = documents(results)
         for suffix in ("png", "pdf"):
             path = out / f"{stem}.{suffix}"
-            loss_against_position(curves, path, train_length, args.first)
+            loss_against_position(curves, path, lengths, args.first, conditions)
             print(path)
+            if compared:
+                path = out / f"differences.{suffix}"
+                loss_differences(compared, path, conditions, lengths)
+                print(path)
         table = per_token_loss.slope_table(per_token_loss.unique_names(results))
-        comparison = per_token_loss.comparison_table(per_token_loss.compare(results))
+        comparison = per_token_loss.comparison_table(compared)
     except (EvaluationError, ValueError) as error:
         sys.exit(f"error: {error}")
     (out / "slopes.md").write_text(table, encoding="utf-8")
@@ -68,6 +74,12 @@ def main() -> None:
     if comparison:
         (out / "comparison.md").write_text(comparison, encoding="utf-8")
         print(f"\n{out / 'comparison.md'}\n\n{comparison}", end="")
+
+
+def documents(results: Sequence[per_token_loss.Result]) -> list[str]:
+    """On how many tokens the results were evaluated, for the foot of the figures; [] where that differs or is unknown."""
+    tokens = {result.summary.get("eval_tokens") for result in results}
+    return [f"{tokens.pop():,} held-out tokens"] if len(tokens) == 1 and None not in tokens else []
 
 
 if __name__ == "__main__":

@@ -336,7 +336,7 @@ def test_the_figure_has_a_panel_a_unit_a_row_a_task_and_a_marker_a_model(tmp_pat
     perplexities, scores = drawn[0].axes
     for axes, name, values in ((scores, "Accuracy", [60.0, 60.0, 10.0]), (perplexities, "Perplexity", [20.0, 25.0])):
         assert [label.get_text() for label in axes.get_yticklabels()] == [name]
-        points = [line.get_xydata()[0] for line in axes.lines if line.get_markersize() == 6]
+        points = [line.get_xydata()[0] for line in axes.lines if line.get_markeredgecolor() == "white"]
         assert sorted(x for x, _ in points) == sorted(values)
         heights = [y for _, y in points]
         assert len(set(heights)) == len(values) and all(abs(y) < 0.5 for y in heights), "equal values are both seen"

@@ -244,7 +244,7 @@ def _smooth_position(loss: np.ndarray) -> np.ndarray:
 def _position_limits(curves: Sequence[np.ndarray]) -> tuple[float, float]:
     """Ends of the loss axis: a loss far above all first positions is left out, where another model stays below."""
     low, high = min(curve.min() for curve in curves), max(curve.max() for curve in curves)
-    enough = low + 1.25 * (max(curve[0] for curve in curves) - low)
+    enough = low + 1.25 * (max(curve[: 1 + curve.size // 4].max() for curve in curves) - low)
     if any(curve.max() <= enough for curve in curves):
         high = min(high, enough)
     margin = 0.05 * max(high - low, 1e-3)

@@ -269,7 +269,7 @@ def log_axis(axes: Axes) -> None:
     axis = axes.yaxis
     low, high = axes.get_ylim()
     if high < 500 * low:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 6 * low else (1, 1.5, 2, 3, 4, 5, 7), numticks=20))
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 30 * low else (1, 1.5, 2, 3, 5, 7), numticks=20))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
         axis.set_minor_locator(NullLocator())
 

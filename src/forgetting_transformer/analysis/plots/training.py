@@ -139,7 +139,8 @@ def _shares_of_time(axes: Axes, goodput: Mapping[str, Mapping[str, float]]) -> N
             share = 100 * shares.get(kind, 0.0)
             axes.barh(row, share, left=left, height=0.6, color=_TIME_COLOURS.get(kind, GREY))
             left += share
-    axes.set_yticks(range(len(goodput)), [plain_text(name, 14) for name in goodput] if len(goodput) > 1 else [""])
+    names = [plain_text(name, 22) for name in goodput] if len(goodput) > 1 else [""]
+    axes.set_yticks(range(len(goodput)), names, fontsize=7)
     axes.set_ylim(len(goodput) - 0.3 + 0.4 * len(goodput), -0.7)
     axes.set_xlim(0, 100)
     axes.set_xlabel("share of wall time (%)")
