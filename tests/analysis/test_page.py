@@ -74,7 +74,14 @@ def results(folder):
         summary = {"model": "fox", "train_length": 32, "slope": [slope]}
         (folder / name / "results.json").write_text(json.dumps(summary))
     (folder / "niah").mkdir()
-    record = {"length": 100, "depth": 0.5, "sample": 0, "prediction": "a", "exact": 0.0, "words": 0.25}
+    record = {
+        "length": 100,
+        "depth": 0.5,
+        "sample": 0,
+        "prediction": "an answer\n<b>of</b> the model",
+        "exact": 0.0,
+        "words": 0.25,
+    }
     grid = {"lengths": [100], "depths": [0.5], "train_length": 64, "records": [record]}
     (folder / "niah/scores.json").write_text(json.dumps({"model": "fox", "mode": "easy", **grid}))
     (folder / "lm/fox").mkdir(parents=True)
@@ -99,6 +106,8 @@ def test_one_page_holds_everything(runs, tmp_path):
     assert headings == [
         "Runs",
         "Loss against training tokens",
+        "Learning rate, gradient norm, throughput and wall time",
+        "Norms of weights and gradients",
         "Loss at every position, in training",
         "Loss at every position, evaluated",
         "Needle in a haystack",
@@ -108,10 +117,11 @@ def test_one_page_holds_everything(runs, tmp_path):
         "Configurations",
     ]
     pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
-    assert len(pictures) == 7 and all(source.startswith("data:image/png;base64,") for source in pictures)
+    assert len(pictures) == 10 and all(source.startswith("data:image/png;base64,") for source in pictures)
     assert f"data:image/png;base64,{base64.b64encode(b'a picture').decode()}" in pictures
     cells = {cell for row in page.rows for cell in row}
     assert {"62.50", "12.50", "-0.5000 ± 0.1000", "≥ 17", "40.0 %"} <= cells
+    assert {"100 tokens, depth 50%", "an answer\n<b>of</b> the model"} <= cells
     val = json.loads((runs[0] / "metrics/jsonlines/val.jsonl").read_text().splitlines()[-1])["val/loss"]
     assert f"{val:.4f}" in cells
 
