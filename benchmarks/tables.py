@@ -13,7 +13,7 @@ from typing import Any
 
 from record import device_name
 
-from forgetting_transformer.analysis.markdown import markdown_table
+from forgetting_transformer.analysis.tables import markdown_table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 #: How experiments are called, in the order of the tables; the size is left out.

@@ -61,11 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from forgetting_transformer.analysis import AnalysisError, comparisons
     from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
-    from forgetting_transformer.training.config import FREE_KEYS
+    from forgetting_transformer.training.config import decisive
 
     try:
         models = [comparisons.named_model(name, [Path(run) for run in runs]) for name, *runs in args.model]
-        models += comparisons.group(comparisons.find_runs(args.runs), FREE_KEYS)
+        models += comparisons.group(comparisons.find_runs(args.runs), decisive)
         names = [model.name for model in models]
         baseline = args.baseline or names[0]
         if len(set(names)) < len(names) or baseline not in names:

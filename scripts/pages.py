@@ -24,10 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import tables
 from tables import Results
 
-from forgetting_transformer.analysis import AnalysisError, study_tables
-from forgetting_transformer.analysis.markdown import fill_in, markdown_table, rate_text
-from forgetting_transformer.analysis.studies import display_name
-from forgetting_transformer.evaluation import per_token_loss
+from forgetting_transformer.analysis import AnalysisError, position_loss, study_tables
+from forgetting_transformer.analysis.evaluations import from_lm_eval, from_longbench
+from forgetting_transformer.analysis.marked_pages import fill_in
+from forgetting_transformer.analysis.published import lm_eval_table, longbench_table
+from forgetting_transformer.analysis.studies import display_name, read_study
+from forgetting_transformer.analysis.tables import markdown, markdown_table, rate_text
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDY = ROOT / "studies" / "seven_models"
@@ -134,7 +136,8 @@ def performance() -> dict[str, str]:
 
 def study() -> dict[str, str]:
     page = ROOT / "docs" / "study.md"
-    content, notes, seeds = (read_json(STUDY / f"{name}.json") for name in ("study", "notes", "second_seeds"))
+    content = read_study(STUDY)
+    notes, seeds = (read_json(STUDY / f"{name}.json") for name in ("notes", "second_seeds"))
     models, variants, search = content["models"], content["variants"], content["search"]
 
     def loss(group: dict[str, Any], name: str, which: str = "heldout_loss") -> float:
@@ -152,7 +155,7 @@ def study() -> dict[str, str]:
 
     def change(name: str, digits: int, sign: str = "") -> str:
         """How it falls behind the first model in the last doubling before the training length."""
-        row = next(r for r in content["comparison"] if r["model"] == display_name(name) and r["end"] == 4096)
+        row = next(r for r in content["comparison"] if r["model"] == display_name(content, name) and r["end"] == 4096)
         return f"{row['change']:{sign}.{digits}f} ± {row['change_error']:.{digits}f}"
 
     def fox_at(position: int, sign: str) -> str:
@@ -204,10 +207,10 @@ def study() -> dict[str, str]:
         **{f"seconds_{stage}": str(seconds) for stage, seconds in notes["seconds"].items()},
         **{f"{kind}_{name}": f"{value:.2f}" for name, both in after.items() for kind, value in both.items()},
     }
-    return {**study_tables.sections(STUDY, page), **values, **second_seeds(variants, seeds)}
+    return {**study_tables.sections(STUDY, page), **values, **second_seeds(content, seeds)}
 
 
-def second_seeds(variants: dict[str, Any], seeds: dict[str, Any]) -> dict[str, str]:
+def second_seeds(study: dict[str, Any], seeds: dict[str, Any]) -> dict[str, str]:
     """The variants that were run with another seed too, and how far two runs of one model may be apart."""
     from scipy import stats
 
@@ -216,12 +219,12 @@ def second_seeds(variants: dict[str, Any], seeds: dict[str, Any]) -> dict[str, s
         deviation = math.sqrt(statistics.mean(differences[name] ** 2 for name in names) / 2)
         return deviation, float(stats.t.ppf(0.975, len(names))) * deviation * math.sqrt(2)
 
-    differences, rows = {}, []
+    differences, rows, variants = {}, [], study["variants"]
     for name, loss in seeds["heldout_loss"].items():
         first = variants[name]["heldout_loss"][0]
         differences[name] = loss - first
         rate = rate_text(variants[name]["learning_rate"])
-        rows.append([display_name(name), rate, f"{first:.4f}", f"{loss:.4f}", f"{loss - first:+.3f}"])
+        rows.append([display_name(study, name), rate, f"{first:.4f}", f"{loss:.4f}", f"{loss - first:+.3f}"])
     at_2e3 = [name for name in differences if variants[name]["learning_rate"] == 2e-3]
     (deviation, apart), (deviation_2e3, apart_2e3) = spread([*differences]), spread(at_2e3)
     others = [abs(difference) for name, difference in differences.items() if name not in at_2e3]
@@ -309,21 +312,17 @@ def example(name: str) -> dict[str, Any]:
 
 
 def eval_per_token_loss() -> dict[str, str]:
-    return {"comparison": per_token_loss.comparison_table(example("per_token_loss")["comparison"])}
+    return {"comparison": position_loss.comparison_table(example("per_token_loss")["comparison"]).markdown()}
 
 
 def eval_lm_eval_harness() -> dict[str, str]:
-    from forgetting_transformer.analysis.tables import markdown
-    from forgetting_transformer.evaluation import harness_tables
-
-    return {"scores": markdown(*harness_tables.table(example("lm_eval_harness")["results"]))}
+    results = example("lm_eval_harness")["results"]
+    return {"scores": markdown(*lm_eval_table({name: [from_lm_eval(found)] for name, found in results.items()}))}
 
 
 def eval_longbench() -> dict[str, str]:
-    from forgetting_transformer.analysis.tables import markdown
-    from forgetting_transformer.evaluation import longbench
-
-    return {"scores": markdown(*longbench.table(example("longbench")["results"]))}
+    results = example("longbench")["results"]
+    return {"scores": markdown(*longbench_table({name: [from_longbench(found)] for name, found in results.items()}))}
 
 
 def eval_niah() -> dict[str, str]:

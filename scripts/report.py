@@ -28,13 +28,13 @@ def main() -> None:
     )
     args = parser.parse_args()
 
+    from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.analysis.page import write_report
-    from forgetting_transformer.evaluation.models import EvaluationError
 
     try:
         for reason in write_report(args.run_dirs, args.results, args.out):
             print(f"left out: {reason}", file=sys.stderr)
-    except EvaluationError as error:
+    except AnalysisError as error:
         sys.exit(f"error: {error}")
     print(args.out)
 

@@ -1,10 +1,14 @@
 #!/usr/bin/env python
 """Compares several models: searches a learning rate for each, trains each at its best, and runs variants at that rate.
 
+    python scripts/study.py output_dir=output/study data_dir=data --study studies/seven_models/study.yaml
     python scripts/study.py output_dir=output/study data_dir=data fabric.devices=1 hydra.launcher.jobs_per_gpu=3 \\
         --group study --models mamba2 fox_pro transformer_llama \\
         --search train.max_tokens=8388608 schedule.warmup_tokens=1048576 --seeds 0 1 2 \\
         --variants fox_pro fox_pro_rope fox_pro_no_qk_norm --variant train.max_tokens=33554432
+
+A study is a YAML file (src/forgetting_transformer/analysis/study_plan.py describes its keys). Options replace what it
+says, and overrides are added to its own.
 
 All jobs wait in one queue for the GPUs of this node. MODEL and VARIANT are files of configs/experiment/GROUP, and
 OVERRIDE is any override of train.py. Runs are in output_dir/search/MODEL/…, output_dir/runs/MODEL_seed0 and
@@ -13,9 +17,12 @@ output_dir/variants/VARIANT_seed0. Ctrl-C or SIGTERM saves the running jobs. The
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from forgetting_transformer import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,9 +30,15 @@ ROOT = Path(__file__).resolve().parents[1]
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="override of every run, as in key=value")
-    parser.add_argument("--group", required=True, help="folder of configs/experiment with the models")
     parser.add_argument(
-        "--models", nargs="+", required=True, metavar="MODEL", help="experiments to compare, the slowest first"
+        "--study", type=command_line.path, metavar="YAML", help="file that says what the study compares"
+    )
+    parser.add_argument("--group", help="folder of configs/experiment with the models; required without --study")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        metavar="MODEL",
+        help="experiments to compare, the slowest first; required without --study",
     )
     parser.add_argument("--search", nargs="+", default=[], metavar="OVERRIDE", help="overrides of the searches")
     parser.add_argument(
@@ -49,7 +62,42 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "the same MODEL",
     )
     parser.add_argument("--variant", nargs="+", default=[], metavar="OVERRIDE", help="overrides of the variants")
-    return parser.parse_intermixed_args(argv)
+    parser.add_argument("--no_variants", action="store_true", help="leave out the variants of --study")
+    args = parser.parse_intermixed_args(argv)
+    if args.study is not None:
+        try:
+            add_plan(args)
+        except ValueError as error:
+            parser.error(str(error))
+    if args.group is None or not args.models:
+        parser.error("the following arguments are required: --study, or --group and --models")
+    return args
+
+
+def add_plan(args: argparse.Namespace) -> None:
+    """Puts what --study says where the command line says nothing else.
+
+    Raises:
+        AnalysisError: the file is no study.
+    """
+    from forgetting_transformer.analysis.study_plan import read_plan
+
+    plan = read_plan(args.study)
+    args.group = args.group or plan.group
+    args.models = args.models or plan.start_order
+    args.seeds = args.seeds or list(plan.seeds)
+    args.guess = plan.start_rate if args.guess is None else args.guess
+    if not args.variants and not args.no_variants:
+        args.variants = [[model, *names] for model, names in plan.variants.items() if model in args.models]
+    args.overrides = on_top(plan.overrides_of("runs"), args.overrides)
+    args.search = on_top(plan.overrides_of("search"), args.search)
+    args.variant = on_top(plan.overrides_of("variants"), args.variant)
+
+
+def on_top(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Overrides with those given after them, each key once."""
+    keys = {override.partition("=")[0] for override in given}
+    return [*(one for one in overrides if one.partition("=")[0] not in keys), *given]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     failures = [f"{model}: its search stopped, and it was not run: {why}" for model, why in study.failures.items()]
     text = "\n\n".join([runner.summary(results), *failures])
+    if args.study is not None:
+        shutil.copyfile(args.study, study.folder / "study.yaml")
     (study.folder / "study.md").write_text(f"{text}\n", encoding="utf-8")
     print(f"\n{text}\n")
     left = unfinished(results)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The study of docs/study.md: a corpus of the Python sources on this machine, seven models, each with a learning-rate search and
-# a run of 100M tokens, their loss at every position, and the ablations of the paper's Table 3 at a smaller budget.
+# A study on a corpus of the Python sources on this machine: its models, each with a learning-rate search and a run, their loss at
+# every position, and their variants. Which models, budgets and seeds, a YAML says: studies/seven_models/study.yaml is that of
+# docs/study.md.
 #
 #   bash scripts/study.sh FOLDER               everything; run again, it goes on where it stopped
 #   bash scripts/study.sh FOLDER corpus|train|evaluate|collect …    only these stages
@@ -11,10 +12,11 @@
 #
 #   SECONDS_TO_TRAIN   after so many seconds `train` saves what is running and ends, which is no failure; the same command
 #                      goes on (default: never)
-#   TOKENS             budget of the seven runs
+#   STUDY              the YAML of the study. What follows replaces what it says:
+#   TOKENS             budget of the runs
 #   SEARCH_TOKENS      budget of the runs of the learning-rate searches
-#   ABLATION_TOKENS    budget of the ablations, 0 for none
-#   SEEDS              of the runs and ablations, as in "0 1 2"; the searches, speeds and shares pruned are of the first, which
+#   ABLATION_TOKENS    budget of the variants, 0 for none
+#   SEEDS              of the runs and variants, as in "0 1 2"; the searches, speeds and shares pruned are of the first, which
 #                      must stay the first when seeds are added
 #   JOBS_PER_GPU       jobs that share a GPU: one starts while others compute
 #   MODELS             the slowest first
@@ -39,16 +41,23 @@ fi
 echo $$ >"$folder/study.lock"
 stages=("${@:2}")
 [ ${#stages[@]} -gt 0 ] || stages=(corpus train evaluate collect)
+[ -z "${STUDY:-}" ] || STUDY=$(realpath "$STUDY")
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
 export HF_HUB_OFFLINE=1
 
 vocabulary=${VOCABULARY:-8192}
-tokens=${TOKENS:-100663296}
-search_tokens=${SEARCH_TOKENS:-6291456}
-ablation_tokens=${ABLATION_TOKENS:-16777216}
-read -ra models <<<"${MODELS:-mamba2 delta_net hgrn2 transformer_llama transformer_pro fox_llama fox_pro}"
-read -ra seeds <<<"${SEEDS:-0}"
+study=${STUDY:-studies/seven_models/study.yaml}
+# What the study says, in a line each: models, the slowest first; seeds; the group of its experiments.
+mapfile -t plan < <("$python" -c 'import sys
+from pathlib import Path
+from forgetting_transformer.analysis.study_plan import read_plan
+plan = read_plan(Path(sys.argv[1]))
+print(*plan.start_order); print(*plan.seeds); print(plan.group)' "$study")
+read -ra models <<<"${MODELS:-${plan[0]:-}}"
+read -ra seeds <<<"${SEEDS:-${plan[1]:-0}}"
+group=${plan[2]:-study}
+[ ${#models[@]} -gt 0 ] || { echo "error: $study names no models (STUDY names the YAML of a study)" >&2 && exit 2; }
 [[ "${seeds[*]}" =~ ^[0-9]+(\ [0-9]+)*$ ]] || { echo "SEEDS=$SEEDS: give numbers, as in SEEDS=\"0 1 2\"" >&2 && exit 2; }
 read -ra overrides <<<"${OVERRIDES:-}"
 corpus="$folder/data/python_code"
@@ -101,7 +110,7 @@ compile_kernels() {
     [ -n "${gpus[0]}" ] && [ ${#overrides[@]} -eq 0 ] && [ ! -d "$folder/search" ] || return 0
     for number in "${!models[@]}"; do
         CUDA_VISIBLE_DEVICES=${gpus[number % ${#gpus[@]}]} OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 \
-            timeout 120 "$python" benchmarks/training.py --experiments "study/${models[number]}" --vocab_size "$vocabulary" \
+            timeout 120 "$python" benchmarks/training.py --experiments "$group/${models[number]}" --vocab_size "$vocabulary" \
             --seq_len 4096 --batch_size 16 --checkpointing off --steps 1 --warmup_steps 1 \
             >"$folder/logs/compile-${models[number]}.log" 2>&1 || true &
     done
@@ -118,28 +127,21 @@ make_corpus() {
 }
 
 train() {
-    local ablations=() model
-    # Each group has its model at the same budget too.
-    local -A variants=(
-        [transformer_llama]="transformer_llama transformer_llama_no_rope"
-        [fox_llama]="fox_llama fox_llama_rope fox_llama_qk_norm fox_llama_qk_norm_output_gate"
-        [fox_pro]="fox_pro fox_pro_no_qk_norm fox_pro_no_output_gate fox_pro_no_output_norm fox_pro_no_kv_shift fox_pro_rope
-            fox_pro_no_forget_gate"
-        [transformer_pro]="transformer_pro"
-    )
-    if [ "$ablation_tokens" -gt 0 ]; then
-        for model in "${models[@]}"; do
-            # shellcheck disable=SC2206 # words
-            [ -z "${variants[$model]:-}" ] || ablations+=(--variants "$model" ${variants[$model]})
-        done
-        ablations+=(--variant "train.max_tokens=$ablation_tokens" "schedule.warmup_tokens=$((ablation_tokens / 16))")
+    local shared=() search=() variants=()
+    if [ -n "${TOKENS:-}" ]; then shared+=("train.max_tokens=$TOKENS" "schedule.warmup_tokens=$((TOKENS / 20))"); fi
+    if [ -n "${SEARCH_TOKENS:-}" ]; then
+        search+=(--search "train.max_tokens=$SEARCH_TOKENS" "schedule.warmup_tokens=$((SEARCH_TOKENS / 8))"
+            "log_interval=$((SEARCH_TOKENS / 96))")
+    fi
+    if [ "${ABLATION_TOKENS:-}" = 0 ]; then
+        variants+=(--no_variants)
+    elif [ -n "${ABLATION_TOKENS:-}" ]; then
+        variants+=(--variant "train.max_tokens=$ABLATION_TOKENS" "schedule.warmup_tokens=$((ABLATION_TOKENS / 16))")
     fi
     ${SECONDS_TO_TRAIN:+timeout --foreground --signal=TERM "$SECONDS_TO_TRAIN"} "$python" scripts/study.py \
-        "output_dir=$folder" "data_dir=$folder/data" "train.max_tokens=$tokens" "schedule.warmup_tokens=$((tokens / 20))" \
-        fabric.devices=1 "hydra.launcher.jobs_per_gpu=${JOBS_PER_GPU:-3}" "${overrides[@]}" \
-        --group study --models "${models[@]}" --seeds "${seeds[@]}" \
-        --search "train.max_tokens=$search_tokens" "schedule.warmup_tokens=$((search_tokens / 8))" skip_eval=true \
-        "log_interval=$((search_tokens / 96))" "${ablations[@]}"
+        "output_dir=$folder" "data_dir=$folder/data" fabric.devices=1 "hydra.launcher.jobs_per_gpu=${JOBS_PER_GPU:-3}" \
+        "${shared[@]}" "${overrides[@]}" \
+        --study "$study" --models "${models[@]}" --seeds "${seeds[@]}" "${search[@]}" "${variants[@]}"
 }
 
 position_loss() { # run
@@ -187,7 +189,7 @@ for stage in "${stages[@]}"; do
     collect)
         step "report"
         shopt -s nullglob
-        "$python" scripts/study_report.py collect "$folder" --data_path "$corpus" --position_loss "$folder/position_loss" \
+        "$python" scripts/study_report.py collect "$folder" --plan "$study" --data_path "$corpus" --position_loss "$folder/position_loss" \
             --speed "$folder"/speed/*.json --out "$folder/report" || status=$?
         ;;
     *)

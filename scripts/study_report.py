@@ -5,15 +5,17 @@
         --speed output/speed/*.json --out output/report
     python scripts/study_report.py tables output/report my_study.md
 
-collect writes OUT/study.json (all numbers of the tables), OUT/positions.npz (loss at every position) and figures:
-per_token_loss.png, compare.png (training), search.png (learning rates), memory.png (of the first model with forget
-gates). It also works on an unfinished study and names what it skips. tables replaces the text between <!-- NAME --> and
-<!-- end of NAME --> in a page. NAME is source, models, search, octaves, positions, comparison, variants, or the name
-of a figure followed by _figure. The page links to the figures in their folder. (scripts/pages.py fills docs/study.md.)
+collect writes OUT/study.json (all numbers of the tables), OUT/study.yaml (the plan of the study), OUT/positions.npz
+(loss at every position) and figures: per_token_loss.png, compare.png (training), search.png (learning rates),
+memory.png (of the first model with forget gates). It also works on an unfinished study and names what it skips. tables
+replaces the text between <!-- NAME --> and <!-- end of NAME --> in a page. NAME is source, models, search, octaves,
+positions, comparison, variants, or the name of a figure followed by _figure. The page links to the figures in their
+folder. (scripts/pages.py fills docs/study.md.)
 """
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +47,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     collect.add_argument(
         "--documents", type=int, default=8, help="texts that the pruned share is a mean of; %(default)s"
     )
+    collect.add_argument(
+        "--plan", type=command_line.path, metavar="YAML", help="of the study; default STUDY/study.yaml if it is there"
+    )
     collect.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
     tables = commands.add_parser("tables", help="and figures, into a page")
     tables.add_argument("report", type=command_line.path, help="OUT of collect")
@@ -55,7 +60,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     from forgetting_transformer.analysis import AnalysisError, study_tables
-    from forgetting_transformer.analysis.markdown import fill_in
+    from forgetting_transformer.analysis.marked_pages import fill_in
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
 
@@ -72,23 +77,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def collect(args: argparse.Namespace) -> None:
-    from forgetting_transformer.analysis import comparisons, studies, study_tables
+    from forgetting_transformer.analysis import comparisons, position_loss, studies, study_tables
     from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
     from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate, loss_against_tokens_and_flops
+    from forgetting_transformer.analysis.study_plan import read_plan
     from forgetting_transformer.data import DataError
-    from forgetting_transformer.evaluation import per_token_loss
     from forgetting_transformer.evaluation.models import EvaluationError
-    from forgetting_transformer.training.config import FREE_KEYS
+    from forgetting_transformer.training.config import decisive
 
     args.out.mkdir(parents=True, exist_ok=True)
-    runs = studies.runs_in(args.study, "runs")
-    study = studies.collect(args.study, args.position_loss, args.speed, FREE_KEYS)
+    file = args.plan or args.study / "study.yaml"
+    plan = read_plan(file) if args.plan or file.is_file() else None
+    study = studies.collect(args.study, args.position_loss, args.speed, decisive, plan)
+    runs = studies.runs_in(args.study, "runs", study["names"])
     positions = studies.read_positions(study, args.position_loss)
-    study["comparison"] = per_token_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
+    study["comparison"] = position_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
     write(study, args.out)
     studies.save_positions(positions, args.out / "positions.npz")
-    name = studies.display_name
+    if plan is not None and file != args.out / "study.yaml":
+        shutil.copyfile(file, args.out / "study.yaml")
+
+    def name(model: str) -> str:
+        return studies.display_name(study, model)
+
     models = [comparisons.named_model(name(model), paths) for model, paths in runs.items()]
     made_with = conditions([run for model in models for run in model.runs])
     if study["search"]:
@@ -101,7 +113,7 @@ def collect(args: argparse.Namespace) -> None:
     if models:
         loss_against_tokens_and_flops(models, args.out / "compare.png", conditions=made_with)
     if results := list(positions.values()):
-        curves = per_token_loss.group_seeds(results)
+        curves = position_loss.group_seeds(results)
         lengths = {result.name: result.summary.get("train_length") for result in results}
         loss_against_position(curves, args.out / "per_token_loss.png", lengths, conditions=made_with)
     if study["comparison"]:
@@ -109,7 +121,11 @@ def collect(args: argparse.Namespace) -> None:
     # Last, because it runs models, which takes long: everything else is there by then.
     try:
         study["pruned"] = pruned_shares(
-            {model: paths[0] for model, paths in runs.items()}, args.data_path, args.documents, args.out / "memory.png"
+            {model: paths[0] for model, paths in runs.items()},
+            args.data_path,
+            args.documents,
+            args.out / "memory.png",
+            study["names"],
         )
         write(study, args.out)
     except (EvaluationError, DataError) as error:
@@ -128,14 +144,15 @@ def skip(what: str) -> None:
     print(f"skipped: {what}", file=sys.stderr)
 
 
-def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure: Path) -> dict[str, dict[str, float]]:
+def pruned_shares(
+    runs: dict[str, Path], data_path: str, documents: int, figure: Path, names: dict[str, str]
+) -> dict[str, dict[str, float]]:
     """Model -> text length -> mean share of tiles that pruning skips, for the models with forget gates.
 
     Draws the memory lengths of the first such model on the first whole document.
     """
     import torch
 
-    from forgetting_transformer.analysis import studies
     from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots import heatmaps
     from forgetting_transformer.analysis.runs import read_run
@@ -165,7 +182,7 @@ def pruned_shares(runs: dict[str, Path], data_path: str, documents: int, figure:
         if len(shares) == 1:
             first = reports[0]
             columns = ([h.layer for h in first], [h.memory for h in first], [h.memory_is_bound for h in first])
-            title = f"Memory length of every head of {studies.display_name(name)}"
+            title = f"Memory length of every head of {names.get(name, name)}"
             made_with = [*conditions([read_run(path)]), f"one held-out text of {len(ids[0]):,} tokens"]
             heatmaps.heads_by_layer(*columns, figure, title, made_with)
     return shares

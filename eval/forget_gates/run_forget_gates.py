@@ -95,6 +95,7 @@ def run(args: argparse.Namespace) -> None:
     import numpy as np
     import torch
 
+    from forgetting_transformer.analysis import evaluations
     from forgetting_transformer.analysis.plots import heatmaps
     from forgetting_transformer.analysis.plots.style import format_tokens
     from forgetting_transformer.evaluation import forget_gates
@@ -177,6 +178,9 @@ def run(args: argparse.Namespace) -> None:
         "heads": [vars(report) for report in reports],
     }
     (args.out / "heads.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    evaluation = evaluations.from_gates(summary)
+    table = evaluations.number_table(evaluation)
+    evaluations.write_evaluation(evaluation, args.out, table, lambda path: heatmaps.heads_by_layer(*columns, path))
     print(
         f"{len(ids):,} tokens, {len(reports)} heads: pruning skips {100 * pruned:.1f} % of the tiles. Figures in "
         f"{args.out}"

@@ -52,8 +52,10 @@ def main() -> None:
 
     import transformers
 
-    from forgetting_transformer.analysis import tables
-    from forgetting_transformer.evaluation import harness_tables, official
+    from forgetting_transformer.analysis.evaluations import from_lm_eval
+    from forgetting_transformer.analysis.published import TASKS, lm_eval_table
+    from forgetting_transformer.analysis.tables import markdown
+    from forgetting_transformer.evaluation import official
     from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
 
@@ -72,7 +74,7 @@ def main() -> None:
             model,
             folder,
             workers,
-            tasks=args.tasks.split(",") if args.tasks else [task.name for task in harness_tables.TASKS],
+            tasks=args.tasks.split(",") if args.tasks else [task.name for task in TASKS],
             max_length=args.max_len or model.train_length,
             batch_size=args.batch_size,
             precision=args.precision,
@@ -80,7 +82,7 @@ def main() -> None:
             include_path=args.include_path,
         )
         if workers.is_first:
-            table = tables.markdown(*harness_tables.table({model.name: results}))
+            table = markdown(*lm_eval_table({model.name: [from_lm_eval(results)]}))
             print(f"{folder}/results.json\n\n{table}", end="")
         workers.close()
     except EvaluationError as error:

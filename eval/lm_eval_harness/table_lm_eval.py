@@ -5,6 +5,7 @@
     python eval/lm_eval_harness/table_lm_eval.py "FoX (Pro)=output/lm_eval/fox" …
     python eval/lm_eval_harness/table_lm_eval.py --result_dir output/lm_eval        # all models in it
 
+Several RESULTs with one NAME are seeds of one model: the table has their mean and its 95 % interval.
 The table is printed in Markdown and LaTeX (package booktabs). With --out, the script writes OUT/table.md,
 OUT/table.tex and OUT/scores.png.
 """
@@ -26,14 +27,17 @@ def main() -> None:
     if not args.results and args.result_dir is None:
         parser.error("give RESULT folders, or --result_dir")
 
-    from forgetting_transformer.analysis.tables import read_results, write_tables
-    from forgetting_transformer.evaluation import harness_tables, official
+    from forgetting_transformer.analysis import AnalysisError
+    from forgetting_transformer.analysis.evaluations import read_named
+    from forgetting_transformer.analysis.published import lm_eval_table
+    from forgetting_transformer.analysis.tables import write_tables
+    from forgetting_transformer.evaluation import official
     from forgetting_transformer.evaluation.models import EvaluationError
 
     try:
         found = official.results_in(args.result_dir, "results.json") if args.result_dir else []
-        write_tables(*harness_tables.table(read_results([*args.results, *found])), args.out, "lm-evaluation-harness")
-    except EvaluationError as error:
+        write_tables(*lm_eval_table(read_named([*args.results, *found])), args.out, "lm-evaluation-harness")
+    except (AnalysisError, EvaluationError) as error:
         sys.exit(f"error: {error}")
 
 

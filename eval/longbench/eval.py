@@ -9,7 +9,6 @@ The paper's code keeps only the first line of every answer. LongBench does so on
 """
 
 import argparse
-import dataclasses
 import sys
 
 from forgetting_transformer import command_line
@@ -21,8 +20,9 @@ def main() -> None:
     parser.add_argument("--e", action="store_true", help="LongBench-E")
     args = parser.parse_args()
 
-    from forgetting_transformer.analysis import tables
-    from forgetting_transformer.evaluation import longbench, longbench_files
+    from forgetting_transformer.analysis import published, tables
+    from forgetting_transformer.analysis.evaluations import from_longbench
+    from forgetting_transformer.evaluation import longbench_files
     from forgetting_transformer.evaluation.models import EvaluationError
 
     try:
@@ -33,12 +33,11 @@ def main() -> None:
     if missing:
         print(f"warning: {', '.join(missing)} not finished by pred.py and left out", file=sys.stderr)
     for file, found in scores.items():
-        rows = {file: found}
-        if args.e:
-            rows = {label: {name: of[label] for name, of in found.items()} for label in longbench.RANGES}
-        _, columns = longbench.table(rows)
-        # No range of lengths is better than another.
-        shown = [dataclasses.replace(column, better=None) for column in columns if column.key in found]
+        evaluation = from_longbench(found)
+        rows, columns = (
+            published.longbench_by_length(evaluation) if args.e else published.longbench_table({file: [evaluation]})
+        )
+        shown = [column for column in columns if column.key in found]
         print(f"{folder / file}\n\n{tables.markdown(rows, shown, 'Words' if args.e else 'Scores')}")
 
 

@@ -16,37 +16,16 @@ import logging
 import sys
 
 from forgetting_transformer import command_line, elastic
+from forgetting_transformer.evaluation import longbench_options
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=command_line.name, required=True, help="name of the folder of answers")
-    parser.add_argument(
-        "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
-    )
-    parser.add_argument(
-        "--max_length",
-        type=int,
-        required=True,
-        help="tokens of a prompt (the paper: 15500); longer ones lose their middle",
-    )
-    parser.add_argument("--e", action="store_true", help="LongBench-E")
-    parser.add_argument("--sets", help="with commas between them, or `all`; default the paper's")
-    parser.add_argument(
-        "--data_dir",
-        type=command_line.path,
-        help="LongBench's data.zip, or a folder with it or with <set>.jsonl; default the hub",
-    )
-    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
-    parser.add_argument("--limit", type=int, help="examples of each set, for a quick test; default: all")
-    parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
-    args = parser.parse_args()
-    for flag, least in (("max_length", 4), ("limit", 1)):
-        value = getattr(args, flag)
-        if value is not None and value < least:
-            parser.error(f"--{flag}={value} must be at least {least}")
+    longbench_options.add_options(parser)
+    args = longbench_options.parse(parser)
+    if args.max_length is None:
+        parser.error("--max_length is required here: tokens of a prompt (the paper: 15500)")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
     import transformers

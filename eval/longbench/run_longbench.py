@@ -7,7 +7,8 @@
 
 MODEL_PATH is an export of save_model.py, a training run's output_dir, or a hub id. SAVE_DIR/MODEL receives the answers
 in pred/<set>.*.jsonl and the scores in results.json. The same command computes only missing answers, on any number of
-GPUs. The data comes from the Hugging Face hub, or from --data_dir.
+GPUs. --e selects LongBench-E, in SAVE_DIR/MODEL_e. The default of --max_length is the training length minus the tokens
+of the answer. The data comes from the Hugging Face hub, or from --data_dir.
 """
 
 import argparse
@@ -15,40 +16,17 @@ import logging
 import sys
 
 from forgetting_transformer import command_line, elastic
+from forgetting_transformer.evaluation import longbench_options
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
-    )
-    parser.add_argument(
         "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
     )
-    parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
-    parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
-    parser.add_argument(
-        "--data_dir",
-        type=command_line.path,
-        help="LongBench's data.zip, or a folder with it or with <set>.jsonl; default the hub",
-    )
-    parser.add_argument("--sets", help="separated by commas, or `all` for all sixteen; default: the paper's")
-    parser.add_argument(
-        "--max_length",
-        type=int,
-        help="tokens of a prompt (the paper: 15500 for models trained at 16384); longer ones lose their middle. "
-        "Default: the training length minus the tokens of the answer",
-    )
-    parser.add_argument("--limit", type=int, help="examples of each set, for a quick test; default: all")
-    parser.add_argument("--precision", default="auto", choices=["auto", "bf16", "fp32"])
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
-    args = parser.parse_args()
-    for flag, least in (("max_length", 4), ("limit", 1)):
-        value = getattr(args, flag)
-        if value is not None and value < least:
-            parser.error(f"--{flag}={value} must be at least {least}")
-    return args
+    longbench_options.add_options(parser)
+    return longbench_options.parse(parser)
 
 
 def main() -> None:
@@ -57,18 +35,17 @@ def main() -> None:
 
     import transformers
 
-    from forgetting_transformer.analysis import tables
     from forgetting_transformer.evaluation import longbench
     from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
 
     transformers.utils.logging.disable_progress_bar()
     try:
-        sets = longbench.choose_sets(args.sets)
+        sets = longbench.choose_sets(args.sets, args.e)
         workers = start_workers(args.device)
         model = load_chosen(args, workers.device)
-        folder = args.save_dir / model.name
-        scores = longbench.evaluate(
+        folder = args.save_dir / f"{model.name}{'_e' * args.e}"
+        longbench.evaluate(
             model,
             folder,
             workers,
@@ -77,9 +54,11 @@ def main() -> None:
             max_length=args.max_length,
             precision=args.precision,
             limit=args.limit,
+            even=args.e,
         )
         if workers.is_first:
-            print(f"{folder}/results.json\n\n{tables.markdown(*longbench.table({model.name: scores}))}", end="")
+            table = (folder / "table.md").read_text(encoding="utf-8")
+            print(f"{folder}/results.json\n\n{table}", end="")
         workers.close()
     except EvaluationError as error:
         elastic.end_with(f"error: {error}")

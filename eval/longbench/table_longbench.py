@@ -5,6 +5,7 @@
     python eval/longbench/table_longbench.py "FoX (Pro)=output/longbench/fox" …
     cd eval/longbench && python table_longbench.py        # all models in ./pred, after pred.py and eval.py
 
+Several RESULTs with one NAME are seeds of one model: the table has their mean and its 95 % interval.
 The table is printed in Markdown and LaTeX (package booktabs). With --out, the script writes OUT/table.md,
 OUT/table.tex and OUT/scores.png.
 """
@@ -28,19 +29,17 @@ def main() -> None:
     parser.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     args = parser.parse_args()
 
-    from forgetting_transformer.analysis.tables import read_results, write_tables
-    from forgetting_transformer.evaluation import longbench, official
+    from forgetting_transformer.analysis import AnalysisError
+    from forgetting_transformer.analysis.evaluations import read_named
+    from forgetting_transformer.analysis.published import longbench_table
+    from forgetting_transformer.analysis.tables import write_tables
+    from forgetting_transformer.evaluation import official
     from forgetting_transformer.evaluation.models import EvaluationError
 
     try:
-        errors = {}
-        if args.results:
-            results = read_results(args.results)
-            errors = read_results(args.results, longbench.ERRORS, missing={})
-        else:
-            results = read_results(official.results_in(Path("pred"), "result.json"), "result.json")
-        write_tables(*longbench.table(results, errors), args.out, "LongBench")
-    except EvaluationError as error:
+        results = args.results or official.results_in(Path("pred"), "result.json")
+        write_tables(*longbench_table(read_named(results)), args.out, "LongBench")
+    except (AnalysisError, EvaluationError) as error:
         sys.exit(f"error: {error}")
 
 

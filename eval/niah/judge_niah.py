@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=5, help="requests for one rating; default %(default)s")
     args = parser.parse_args()
 
+    from forgetting_transformer.analysis import AnalysisError, needles
+    from forgetting_transformer.analysis.evaluations import read_evaluation
     from forgetting_transformer.evaluation import niah
     from forgetting_transformer.evaluation.judge import Judge, key_from_environment
     from forgetting_transformer.evaluation.models import EvaluationError
@@ -42,10 +44,10 @@ def main() -> None:
     judge = Judge(args.judge_url, args.judge_model, args.results / "judge_cache.jsonl", key, args.tries)
     try:
         failed = niah.judge_records(args.results, judge)
-        mean = niah.draw(args.results, "judge")
+        mean = needles.draw(read_evaluation(args.results), "judge", args.results / "judge.png")
         rated = "no answer was rated" if math.isnan(mean) else f"mean rating {mean:.2f} of 10"
         print(f"{rated}; {args.results / 'judge.png'}")
-    except EvaluationError as error:
+    except (EvaluationError, AnalysisError) as error:
         sys.exit(f"error: {error}")
     if failed:
         sys.exit(f"{failed} answers have no rating; {judge.cache} says why. Run the same command again to ask for them")

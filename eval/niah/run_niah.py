@@ -102,7 +102,6 @@ def run(args: argparse.Namespace) -> None:
     import numpy as np
 
     from forgetting_transformer.evaluation import niah, niah_paper
-    from forgetting_transformer.evaluation.generation import write_json
     from forgetting_transformer.evaluation.models import load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
 
@@ -136,8 +135,7 @@ def run(args: argparse.Namespace) -> None:
     )
     if workers.is_first:
         grid = {"lengths": lengths, "depths": depths, "train_length": model.train_length}
-        write_json(folder / "scores.json", {"model": model.name, "mode": args.mode, **grid, "records": records})
-        means = niah.draw(folder, "words"), niah.draw(folder, "exact")
+        means = niah.write_results(folder, {"model": model.name, "mode": args.mode, **grid, "records": records})
         words, exact = (100 * mean for mean in means)
         found = f"{words:.1f} % of the answer's words found, {exact:.1f} % answered word for word"
         print(f"{len(records)} prompts: {found}; {folder}")

@@ -21,8 +21,9 @@ import sys
 from collections.abc import Sequence
 
 from forgetting_transformer import command_line
+from forgetting_transformer.analysis import position_loss
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
-from forgetting_transformer.evaluation import official, per_token_loss
+from forgetting_transformer.evaluation import official
 from forgetting_transformer.evaluation.models import EvaluationError
 
 
@@ -44,8 +45,8 @@ def main() -> None:
     stem = "per_token_loss" if args.out else "main_loss_64k_line"
     try:
         found = official.results_in(args.result_dir, "results.npz") if args.result_dir else []
-        results = [per_token_loss.read_named(text) for text in [*args.results, *found]]
-        named = per_token_loss.name_documents(results)
+        results = [position_loss.read_named(text) for text in [*args.results, *found]]
+        named = position_loss.name_documents(results)
         if [one.name for one in named] != [one.name for one in results]:
             print(
                 "warning: not all of these were evaluated on the same documents, so their curves differ by texts too; "
@@ -53,9 +54,9 @@ def main() -> None:
                 file=sys.stderr,
             )
             results = named
-        curves = per_token_loss.group_seeds(results)
+        curves = position_loss.group_seeds(results)
         lengths = args.train_len or {result.name: result.summary.get("train_length") for result in results}
-        compared = per_token_loss.compare(results)
+        compared = position_loss.compare(results)
         conditions = documents(results)
         for suffix in ("png", "pdf"):
             path = out / f"{stem}.{suffix}"
@@ -65,18 +66,18 @@ def main() -> None:
                 path = out / f"differences.{suffix}"
                 loss_differences(compared, path, conditions, lengths)
                 print(path)
-        table = per_token_loss.slope_table(per_token_loss.unique_names(results))
-        comparison = per_token_loss.comparison_table(compared)
+        table = position_loss.slope_table(position_loss.unique_names(results)).markdown()
+        comparison = position_loss.comparison_table(compared)
     except (EvaluationError, ValueError) as error:
         sys.exit(f"error: {error}")
-    (out / "slopes.md").write_text(table, encoding="utf-8")
-    print(f"{out / 'slopes.md'}\n\n{table}", end="")
-    if comparison:
-        (out / "comparison.md").write_text(comparison, encoding="utf-8")
-        print(f"\n{out / 'comparison.md'}\n\n{comparison}", end="")
+    (out / "slopes.md").write_text(f"{table}\n", encoding="utf-8")
+    print(f"{out / 'slopes.md'}\n\n{table}")
+    if comparison.rows:
+        (out / "comparison.md").write_text(f"{comparison.markdown()}\n", encoding="utf-8")
+        print(f"\n{out / 'comparison.md'}\n\n{comparison.markdown()}")
 
 
-def documents(results: Sequence[per_token_loss.Result]) -> list[str]:
+def documents(results: Sequence[position_loss.Result]) -> list[str]:
     """On how many tokens the results were evaluated, for the foot of the figures; [] where that differs or is unknown."""
     tokens = {result.summary.get("eval_tokens") for result in results}
     return [f"{tokens.pop():,} held-out tokens"] if len(tokens) == 1 and None not in tokens else []

@@ -91,6 +91,7 @@ def main() -> None:
 
     import transformers
 
+    from forgetting_transformer.analysis import position_loss
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation import per_token_loss
     from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
@@ -122,14 +123,14 @@ def main() -> None:
             resume=args.resume,
         )
         if workers.is_first:
-            table = per_token_loss.slope_table({model.name: results})
+            table = position_loss.slope_table({model.name: results})
             if args.preset == "extrapolation":
-                table = per_token_loss.extrapolation_table({model.name: results})
-                (folder / "extrapolation.md").write_text(table, encoding="utf-8")
+                table = position_loss.extrapolation_table({model.name: results})
+                (folder / "extrapolation.md").write_text(f"{table.markdown()}\n", encoding="utf-8")
             loss = (
                 f"{results[f'val/loss_avg_len_{data.length}']:.4f} nats per token ({results['eval_tokens']:,} tokens)"
             )
-            print(f"loss over {results['eval_len']:,} positions: {loss}; {folder}/results.json\n\n{table}", end="")
+            print(f"loss over {results['eval_len']:,} positions: {loss}; {folder}/results.json\n\n{table.markdown()}")
         workers.close()
     except (EvaluationError, DataError) as error:
         elastic.end_with(f"error: {error}")

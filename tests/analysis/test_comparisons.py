@@ -14,7 +14,7 @@ from scipy import stats
 from forgetting_transformer.analysis import comparisons, statistics
 from forgetting_transformer.analysis.plots import sweeps as plots
 from forgetting_transformer.analysis.runs import read_run
-from forgetting_transformer.training.config import FREE_KEYS
+from forgetting_transformer.training.config import decisive
 from tests.sweep.conftest import load_script
 
 compare_script = load_script("compare")
@@ -44,7 +44,10 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         train = [{"step": int(t), "train/loss": float(x)} for t, x in zip(tokens, loss, strict=True)]
         heldout = more.get("heldout", lambda tokens: 5.1 + (final - 5) * tokens / BUDGET)
         val = [{"step": t, "val/loss": heldout(t)} for t in more.get("evaluated", [])]
-        for kind, entries in (("train", train), ("val", val), ("model_info", [{"step": 0, "flops_per_token": flops}])):
+        info = [{"step": 0, "flops_per_token": flops}]
+        data = [{"step": 0, **more["data"]}] if "data" in more else []
+        kinds = {"train": train, "val": val, "model_info": info, "train_data_info": data}
+        for kind, entries in kinds.items():
             (lines / f"{kind}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         return folder
 
@@ -83,7 +86,7 @@ def test_runs_that_differ_only_in_their_seed_are_one_model_named_by_what_differs
     moved = make_run("x/a0/previous/1/old", 3.0, 5)
     runs = comparisons.find_runs([other.parent / "x", other, other])
     assert moved not in runs and len(runs) == 5
-    models = comparisons.group(runs, FREE_KEYS)
+    models = comparisons.group(runs, decisive)
     assert [(model.name, len(model.runs)) for model in models] == [
         ("fox lr=0.001", 2),
         ("fox lr=0.002", 2),
@@ -96,7 +99,7 @@ def test_a_model_is_called_what_it_is_whatever_the_tag_says(make_run):
     fox = make_run("a", 3.0, 0, tag="demo_fox_pro", model={"name": "forgetting_transformer", "label": "fox_pro"})
     delta = make_run("b", 3.0, 0, tag="demo_fox_pro", model={"name": "gated_delta_net", "label": "gated_delta_net"})
     own = make_run("c", 3.0, 0, tag="demo_fox_pro", model={"name": "my_mixer", "label": ""})
-    assert [model.name for model in comparisons.group([fox, delta, own], FREE_KEYS)] == [
+    assert [model.name for model in comparisons.group([fox, delta, own], decisive)] == [
         "fox_pro",
         "gated_delta_net",
         "my_mixer",
@@ -179,6 +182,31 @@ def test_what_is_not_known_is_not_claimed(make_run):
     assert "far and close are within seed noise of each other" in notes
     unknown = comparisons.model("unknown", [read_run(make_run("u", 3.0, 0, flops=None))])
     assert comparisons.at_equal_flops([one, unknown]) is None
+
+
+def test_training_losses_of_a_later_pass_or_of_text_read_before_are_said(make_run):
+    """Documents of two sequences: the second pass over them begins at 600 tokens, and the corpus again at 1,200."""
+    data = {"documents": 61, "seq_len": 10, "global_batch_size": 2, "total_tokens": 1200}
+    small = comparisons.model("small", [read_run(make_run("s", 3.0, 0, data=data))])
+    large = comparisons.model("large", [read_run(make_run("l", 2.0, 0, flops=2e6, data=data))])
+    unknown = comparisons.model("unknown", [read_run(make_run("u", 2.0, 0))])
+    first = comparisons.at_equal_tokens([small, large], 600)
+    assert first.passes == {"small": 1, "large": 1} and not comparisons._pass_warnings(first, [small, large])
+    (said,) = comparisons._pass_warnings(comparisons.at_equal_tokens([small, large], 700), [small, large])
+    assert said.startswith("small (pass 2), large (pass 2): ") and "begins every 600 tokens" in said
+    equal_flops = comparisons.at_equal_flops([small, large])
+    assert equal_flops.passes == {"small": 2, "large": 1}
+    notes = comparisons.warnings(equal_flops, [small, large], "small")
+    assert any("different passes are of different texts" in note for note in notes)
+    assert comparisons.at_equal_tokens([unknown], 700).passes == {"unknown": None}
+    data = {**data, "total_tokens": 650}
+    again = comparisons.model("again", [read_run(make_run("a", 3.0, 0, data=data, evaluated=[500, 1000]))])
+    assert comparisons.at_equal_tokens([again], 700).repeats == {"again"}
+    notes = comparisons.warnings(comparisons.at_equal_tokens([again], 700, heldout=False), [again], "again")
+    assert any(note.startswith("again: these training losses are of text that had been read before") for note in notes)
+    assert not any(
+        "read" in note for note in comparisons.warnings(comparisons.at_equal_tokens([again]), [again], "again")
+    )
 
 
 def test_held_out_losses_are_compared_where_every_run_has_them(make_run):

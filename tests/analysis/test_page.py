@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
-from forgetting_transformer.analysis.page import differing, flatten, write_report
-from forgetting_transformer.evaluation import longbench
-from forgetting_transformer.evaluation.models import EvaluationError
+from forgetting_transformer.analysis import AnalysisError, published
+from forgetting_transformer.analysis.page import differing, write_report
+from forgetting_transformer.analysis.runs import flatten
 from tests.evaluation.scripts import run_script
 
 SCRIPT = "scripts/report.py"
@@ -87,7 +87,7 @@ def results(folder):
     (folder / "lm/fox").mkdir(parents=True)
     (folder / "lm/fox/results.json").write_text(json.dumps({"piqa": {"acc,none": 0.625}}))
     (folder / "lb/fox").mkdir(parents=True)
-    (folder / "lb/fox/results.json").write_text(json.dumps(dict.fromkeys(longbench.SETS, 12.5)))
+    (folder / "lb/fox/results.json").write_text(json.dumps(dict.fromkeys(published.LONGBENCH, 12.5)))
     (folder / "gates").mkdir()
     head = {"layer": 0, "head": 1, "memory": 17.0, "memory_is_bound": True, "pruned": 0.4}
     (folder / "gates/heads.json").write_text(
@@ -141,7 +141,7 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "file").touch()
     for out in (tmp_path, tmp_path / "file/page.html", Path("/proc/no_such_folder/page.html")):
-        with pytest.raises(EvaluationError, match=f"cannot write --out={out} .*; name another file") as caught:
+        with pytest.raises(AnalysisError, match=f"cannot write --out={out} .*; name another file") as caught:
             write_report([], [tmp_path / "results"], out)
         assert "\n" not in str(caught.value)
 

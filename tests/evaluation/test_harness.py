@@ -12,8 +12,10 @@ lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not install
 
 from lm_eval.api.instance import Instance  # noqa: E402
 
-from forgetting_transformer.analysis import tables  # noqa: E402
-from forgetting_transformer.evaluation import harness, harness_tables  # noqa: E402
+from forgetting_transformer.analysis import AnalysisError, published, tables  # noqa: E402
+from forgetting_transformer.analysis.evaluations import from_lm_eval, read_evaluation, read_named  # noqa: E402
+from forgetting_transformer.analysis.statistics import Estimate  # noqa: E402
+from forgetting_transformer.evaluation import harness  # noqa: E402
 from forgetting_transformer.evaluation.models import EvaluationError, load_model  # noqa: E402
 from forgetting_transformer.evaluation.workers import Workers  # noqa: E402
 from tests.evaluation.scripts import run_script  # noqa: E402
@@ -262,9 +264,12 @@ def test_the_papers_eleven_tasks_fill_its_table(quickstart, hub, tmp_path):
     done = run_script(SCRIPT, "--model_path", quickstart.hf, "--save_dir", tmp_path, "--batch_size", 4)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "hf/results.json").read_text())
-    assert list(results) == [task.name for task in harness_tables.TASKS] and len(results) == 11
-    row = harness_tables.table_row(results)
-    assert len(row) == 13 and all(0 <= row[task.name] <= 100 for task in harness_tables.TASKS[1:])
+    assert list(results) == [task.name for task in published.TASKS] and len(results) == 11
+    evaluation = read_evaluation(tmp_path / "hf")
+    row = {key: tables.number(value) for key, value in published.lm_eval_row(evaluation).items()}
+    assert len(row) == 13 and all(0 <= row[task.name] <= 100 for task in published.TASKS[1:])
+    acc = results["piqa"]["acc,none"]
+    assert evaluation.find("piqa", "acc").standard_error == results["piqa"]["acc_stderr,none"] and 0 <= acc <= 1
     accuracies = [value for key, value in row.items() if key not in ("wikitext", "lambada_openai_ppl", "average")]
     assert len(accuracies) == 10 and row["average"] == pytest.approx(sum(accuracies) / 10)
     assert done.stdout.count("|") > 2 * 14
@@ -288,7 +293,7 @@ def test_data_that_cannot_be_loaded_says_what_to_download_and_where_to_put_it(qu
 
 def test_the_table_marks_the_best_and_the_second_best(tmp_path):
     def results(ppl: float, accuracy: float) -> dict:
-        found = {task.name: {metric: accuracy for metric in task.columns} for task in harness_tables.TASKS}
+        found = {task.name: {f"{metric},none": accuracy for metric in task.columns} for task in published.TASKS}
         found["wikitext"]["word_perplexity,none"] = ppl
         return found
 
@@ -316,13 +321,17 @@ def test_the_table_marks_the_best_and_the_second_best(tmp_path):
 def test_other_tasks_have_columns_of_their_own_and_the_papers_only_where_it_was_asked():
     mine = {"acc,none": 0.5, "acc_stderr,none": 0.1, "alias": "mine"}
     texts = {"word_perplexity,none": 30.0}
-    head, _, row, _ = tables.markdown(
-        *harness_tables.table({"a": {"mine": mine, "texts": texts}, "b": {"mine": {"acc,none": 0.25}}})
-    ).splitlines()
-    assert head == "| Model | mine acc ↑ | texts word_perplexity ↓ |" and row == "| a | **0.5000** | 30.0000 |"
-    head, _, row = tables.markdown(*harness_tables.table({"a": {"piqa": {"acc,none": 0.5}, "mine": mine}})).splitlines()
+
+    def lines(**models: dict) -> list[str]:
+        found = {name: [from_lm_eval(results)] for name, results in models.items()}
+        return tables.markdown(*published.lm_eval_table(found)).splitlines()
+
+    head, _, row, _ = lines(a={"mine": mine, "texts": texts}, b={"mine": {"acc,none": 0.25}})
+    assert head == "| Model | mine acc ↑ | texts word_perplexity ↓ |"
+    assert row == "| a | **0.5000 ± 0.1960** | 30.0000 |", "1.96 standard errors to either side"
+    head, _, row = lines(a={"piqa": {"acc,none": 0.5}, "mine": mine})
     assert head.startswith("| Model | Wiki. ppl ↓ |") and head.endswith("| Avg ↑ | mine acc ↑ |")
-    assert row.endswith("| – | 0.5000 |") and "| 50.00 |" in row
+    assert row.endswith("| – | 0.5000 ± 0.1960 |") and "| 50.00 |" in row
 
 
 def test_the_figure_has_a_panel_a_unit_a_row_a_task_and_a_marker_a_model(tmp_path, monkeypatch):
@@ -331,7 +340,7 @@ def test_the_figure_has_a_panel_a_unit_a_row_a_task_and_a_marker_a_model(tmp_pat
     columns = [tables.Column("ppl", "Perplexity", "lower", unit="perplexity")]
     columns.append(tables.Column("acc", "Accuracy", "higher", unit="accuracy (%)", chance=25.0))
     columns.append(tables.Column("none", "Nobody has it", "higher"))
-    rows = {"fox": {"ppl": 20.0, "acc": 60.0, "acc_stderr": 1.5}, "llama": {"ppl": 25.0, "acc": 60.0}}
+    rows = {"fox": {"ppl": 20.0, "acc": Estimate(60.0, 1.5)}, "llama": {"ppl": 25.0, "acc": 60.0}}
     tables.draw_scores({**rows, "half": {"acc": 10.0}}, columns, tmp_path / "x.png", "Tasks")
     perplexities, scores = drawn[0].axes
     for axes, name, values in ((scores, "Accuracy", [60.0, 60.0, 10.0]), (perplexities, "Perplexity", [20.0, 25.0])):
@@ -347,18 +356,19 @@ def test_the_figure_has_a_panel_a_unit_a_row_a_task_and_a_marker_a_model(tmp_pat
     chance = [line for line in scores.lines if line.get_linestyle() == ":"]
     assert [list(line.get_xdata()) for line in chance] == [[25.0, 25.0]]
     assert "chance" in [text.get_text() for text in drawn[0].legends[0].get_texts()]
-    assert [text.get_text() for text in drawn[0].texts] == ["Tasks", "bars: ± one standard error"]
-    with pytest.raises(EvaluationError, match=r"nothing to table: .*fox"):
+    assert [text.get_text() for text in drawn[0].texts] == ["Tasks", "bars: 95 % intervals"]
+    with pytest.raises(AnalysisError, match=r"nothing to table: .*fox"):
         tables.write_tables({"fox": {}}, columns, tmp_path)
 
 
 def test_standard_errors_and_chance_come_from_lm_eval_and_the_number_of_choices():
     mine = {"acc,none": 0.5, "acc_stderr,none": 0.1, "f1,none": 0.5, "f1_stderr,none": "N/A", "alias": "mine"}
     piqa = {"acc,none": 0.7, "acc_stderr,none": 0.01}
-    rows, columns = harness_tables.table({"a": {"piqa": piqa, "mine": mine}})
+    rows, columns = published.lm_eval_table({"a": [from_lm_eval({"piqa": piqa, "mine": mine})]})
     by_title = {column.title: column for column in columns}
-    assert by_title["PIQA acc"].chance == 50 and rows["a"][by_title["PIQA acc"].error_key] == pytest.approx(1.0)
-    assert rows["a"][by_title["mine acc"].error_key] == 0.1 and by_title["mine f1"].error_key not in rows["a"]
+    values = {title: rows["a"].get(column.key) for title, column in by_title.items()}
+    assert by_title["PIQA acc"].chance == 50 and values["PIQA acc"] == pytest.approx((70.0, 1.96))
+    assert values["mine acc"] == pytest.approx((0.5, 0.196)) and values["mine f1"] == 0.5
     assert len({by_title[title].unit for title in ("PIQA acc", "mine acc", "mine f1", "Wiki. ppl")}) == 4
 
 
@@ -367,5 +377,5 @@ def test_equal_values_share_a_rank_and_a_single_model_has_none():
     assert tables.ranks(column, [0.42, 0.44, 0.3, None, 0.1]) == [1, 1, 2, None, None]
     assert tables.ranks(column, [0.5]) == [None]
     assert tables.ranks(tables.Column("a", "A"), [1.0, 2.0]) == [None, None]
-    with pytest.raises(EvaluationError, match="run the evaluation that writes it first"):
-        tables.read_results(["/nonexistent"])
+    with pytest.raises(AnalysisError, match="run the evaluation that writes them first"):
+        read_named(["/nonexistent"])

@@ -8,6 +8,8 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from forgetting_transformer.analysis import needles
+from forgetting_transformer.analysis.evaluations import from_needle
 from forgetting_transformer.evaluation import niah
 from forgetting_transformer.evaluation.judge import Judge
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
@@ -143,7 +145,11 @@ def test_finished_prompts_are_not_asked_again_whatever_the_number_of_processes(m
     assert len(asked) == 6
     records = niah.evaluate(model, haystack(), cells, tmp_path, ALONE, **options, batch_size=4)
     assert len(asked) == 12 == len({tuple(prompt) for prompt in asked})
-    matrix = niah.as_matrix(records, [100, 200, 300], [0.0, 0.5, 1.0], "exact")
+    evaluation = from_needle(
+        {"model": "m", "mode": "easy", "records": [*records, {"length": 300, "depth": 0.0, "words": 1}]}
+    )
+    lengths, depths, matrix = needles.score_matrix(evaluation, "exact")
+    assert (lengths, depths) == ([100, 200, 300], [0.0, 0.5, 1.0])
     np.testing.assert_array_equal(matrix, [[1, 0, np.nan]] * 3)
     with pytest.raises(EvaluationError, match=r"holds results with mode='easy', this evaluation has 'standard'"):
         niah.evaluate(model, haystack(), cells, tmp_path, ALONE, needle=NEEDLE, mode="standard")
@@ -169,8 +175,8 @@ def test_a_small_grid_has_room_for_its_title_and_says_what_it_shows(monkeypatch,
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
     records = [{"length": n, "depth": d, "words": d / 2} for n in (300, 400) for d in (0.0, 1.0)]
-    grid = {"lengths": [300, 400], "depths": [0.0, 1.0], "model": "fox-pro-760m-longcrawl64-48b", "mode": "paper"}
-    niah.draw_grid({**grid, "train_length": 300, "records": records}, "words", tmp_path / "x.png")
+    scores = {"model": "fox-pro-760m-longcrawl64-48b", "mode": "paper", "train_length": 300, "records": records}
+    needles.draw(from_needle(scores), "words", tmp_path / "x.png")
     (figure,) = drawn
     FigureCanvasAgg(figure).draw()
     title, note = (text for text in figure.texts)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.data import DataError
 from forgetting_transformer.evaluation import per_token_loss
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
@@ -177,7 +178,7 @@ def test_the_slope_of_a_logarithm_is_found():
     """L(i) = 5 - 0.1 log2 i falls by 0.1 with every doubling."""
     loss = 5 - 0.1 * np.log2(np.arange(1, 65537))
     sums = per_token_loss.Sums(loss, loss[None] @ per_token_loss._octave_means(65536).numpy())
-    found = [slope for slope in per_token_loss.slopes(sums) if slope.position >= 128]
+    found = [slope for slope in position_loss.slopes(65536, sums.octaves_NO) if slope.position >= 128]
     assert [slope.position for slope in found] == [128 * 2**k for k in range(9)]
     for slope in found:
         assert slope.per_doubling == pytest.approx(-0.1, rel=1e-2)
@@ -280,24 +281,24 @@ def test_models_are_compared_sequence_by_sequence(quickstart, model, tmp_path):
     early = load_model(str(quickstart.run), step=4 * 4 * TRAIN_LENGTH)
     for name, evaluated in (("late", model), ("early", early)):
         per_token_loss.evaluate(evaluated, data, tmp_path / name, ALONE, batch_size=8)
-    results = [per_token_loss.read_named(f"{name}={tmp_path / name}") for name in ("late", "early")]
+    results = [position_loss.read_named(f"{name}={tmp_path / name}") for name in ("late", "early")]
     difference = (expected_losses(early, data) - expected_losses(model, data))[:, 64:128].mean(1)
     error = difference.std(ddof=1) / np.sqrt(DOCUMENTS)
-    table = per_token_loss.comparison_table(per_token_loss.compare(results))
+    table = position_loss.comparison_table(position_loss.compare(results)).markdown()
     assert f"| early | late | 64 to 128 | {difference.mean():+.4f} ± {error:.4f} |" in table
-    shorter = per_token_loss.Result("short", np.ones(64), {}, np.ones((DOCUMENTS, 3)))
-    assert per_token_loss.compare([results[0], shorter]) == [], "other sequences cannot be compared"
-    foreign = per_token_loss.Result("official", np.ones(DOC_LEN), {})
-    assert per_token_loss.compare([results[0], foreign]) == []
-    assert per_token_loss.comparison_table([]) == ""
+    shorter = position_loss.Result("short", np.ones(64), {}, np.ones((DOCUMENTS, 3)))
+    assert position_loss.compare([results[0], shorter]) == [], "other sequences cannot be compared"
+    foreign = position_loss.Result("official", np.ones(DOC_LEN), {})
+    assert position_loss.compare([results[0], foreign]) == []
+    assert not position_loss.comparison_table([]).rows
 
 
 def test_results_on_other_documents_say_so_in_their_names(quickstart, model, tmp_path):
-    same = [per_token_loss.Result(name, np.ones(4), {"data": "abcdefgh", "eval_tokens": 40}) for name in "ab"]
-    assert per_token_loss.name_documents(same) == same
-    fewer = per_token_loss.Result("c", np.ones(4), {"data": "abcdefgh", "eval_tokens": 8_000})
-    other = per_token_loss.Result("d", np.ones(4), {"data": "12345678", "eval_tokens": 40})
-    names = [[result.name for result in per_token_loss.name_documents([same[0], one])] for one in (fewer, other)]
+    same = [position_loss.Result(name, np.ones(4), {"data": "abcdefgh", "eval_tokens": 40}) for name in "ab"]
+    assert position_loss.name_documents(same) == same
+    fewer = position_loss.Result("c", np.ones(4), {"data": "abcdefgh", "eval_tokens": 8_000})
+    other = position_loss.Result("d", np.ones(4), {"data": "12345678", "eval_tokens": 40})
+    names = [[result.name for result in position_loss.name_documents([same[0], one])] for one in (fewer, other)]
     assert names == [
         ["a (40 tokens)", "c (8,000 tokens)"],
         ["a (40 tokens, corpus abcdef)", "d (40 tokens, corpus 123456)"],
@@ -305,6 +306,6 @@ def test_results_on_other_documents_say_so_in_their_names(quickstart, model, tmp
 
 
 def test_seeds_of_different_lengths_are_refused(tmp_path):
-    results = [per_token_loss.Result("a", np.ones(length), {}) for length in (4, 8)]
-    with pytest.raises(EvaluationError, match=r"the results called 'a' have 4, 8 positions"):
-        per_token_loss.group_seeds(results)
+    results = [position_loss.Result("a", np.ones(length), {}) for length in (4, 8)]
+    with pytest.raises(AnalysisError, match=r"the results called 'a' have 4, 8 positions"):
+        position_loss.group_seeds(results)

@@ -1,5 +1,6 @@
 """scripts/study.sh with a stand-in for Python: its stages name what they skip, and exit codes are passed on."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sweep.conftest import load_script
 from tests.waiting import HANG, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -86,10 +88,25 @@ def test_what_was_evaluated_is_not_evaluated_again_until_the_run_goes_on(study_s
 
 
 def test_ablations_are_those_of_the_models_that_were_chosen(study_sh):
-    _, _, (call,) = study_sh("train", MODELS="mamba2 transformer_llama")
-    assert "--models mamba2 transformer_llama --seeds 0 --search" in call
-    assert "--variants transformer_llama transformer_llama transformer_llama_no_rope --variant " in call
-    assert call.count("--variants") == 1
+    _, _, (call,) = study_sh("train", MODELS="mamba2 transformer_llama", TOKENS="2000", ABLATION_TOKENS="160")
+    assert call.endswith(
+        "--models mamba2 transformer_llama --seeds 0 --variant train.max_tokens=160 schedule.warmup_tokens=10"
+    )
+    arguments = load_script("study").parse_args(call.split()[1:])
+    assert arguments.variants == [["transformer_llama", "transformer_llama", "transformer_llama_no_rope"]]
+    assert arguments.variant == ["train.max_tokens=160", "schedule.warmup_tokens=10"]
+    assert arguments.overrides[-2:] == ["train.max_tokens=2000", "schedule.warmup_tokens=100"]
+    assert "train.max_tokens=6291456" in arguments.search, "what the study says, where nothing else is said"
+    _, _, (call,) = study_sh("train", ABLATION_TOKENS="0")
+    assert load_script("study").parse_args(call.split()[1:]).variants == []
+
+
+def test_a_study_is_a_yaml(study_sh, tmp_path):
+    file = tmp_path / "two.yaml"
+    file.write_text("group: demo\nmodels: {fox_pro: FoX, mamba2: Mamba-2}\nseeds: [4, 5]\n")
+    _, _, (call,) = study_sh("train", STUDY=str(file), MODELS="mamba2")
+    arguments = load_script("study").parse_args(call.split()[1:])
+    assert (arguments.group, arguments.models, arguments.search) == ("demo", ["mamba2"], [])
 
 
 def test_every_seed_is_evaluated_and_the_speed_of_the_first_is_measured(study_sh):
@@ -122,9 +139,19 @@ def test_what_says_which_program_runs_it_can_be_run():
             assert path.read_bytes().startswith(b"#!") == os.access(path, os.X_OK), path
 
 
+def is_free(lock: Path) -> bool:
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 def test_of_two_starts_in_one_folder_the_second_is_refused(study_sh, tmp_path):
     """Both would start the same runs, and the second one's would be counted as failed."""
     settings = {"PYTHON": str(tmp_path / "python"), "CALLS": str(tmp_path / "first"), "TRAIN_SECONDS": "3600"}
+    settings["MODELS"] = "mamba2 fox_pro"
     command = ["bash", str(ROOT / "scripts/study.sh"), str(tmp_path / "study"), "train"]
     with (tmp_path / "said").open("w") as said:
         first = subprocess.Popen(command, env=os.environ | settings, stdout=said, stderr=said, start_new_session=True)
@@ -137,4 +164,6 @@ def test_of_two_starts_in_one_folder_the_second_is_refused(study_sh, tmp_path):
     finally:
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
+    # What it had started was killed too, but may take a moment to be gone.
+    wait_until(lambda: is_free(tmp_path / "study/study.lock"), lambda: True)
     assert study_sh("train")[0] == 0, "a start that was killed holds nothing"

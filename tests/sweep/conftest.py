@@ -5,7 +5,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import pickle
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -13,10 +12,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from omegaconf import OmegaConf
 
 from forgetting_transformer.sweep import machines, runner
 from forgetting_transformer.sweep.composition import Composer
-from forgetting_transformer.training import Config
+from forgetting_transformer.training import Config, parse
 from tests.training.conftest import corpus  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).parents[2]
@@ -33,9 +33,9 @@ def faults(monkeypatch: pytest.MonkeyPatch, shared_folder: Path) -> dict[str, st
         file = shared_folder / f"composed-{hashlib.sha256(json.dumps(list(overrides)).encode()).hexdigest()[:20]}"
         if not file.exists():
             temporary = file.with_name(f"{file.name}.{os.getpid()}")
-            temporary.write_bytes(pickle.dumps(compose(composer, overrides)))
+            temporary.write_text(json.dumps(dataclasses.asdict(compose(composer, overrides))))
             temporary.replace(file)
-        return pickle.loads(file.read_bytes())
+        return parse(OmegaConf.create(json.loads(file.read_text())), overrides)
 
     compose = Composer.compose
     monkeypatch.setattr(Composer, "compose", compose_once)

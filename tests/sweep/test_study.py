@@ -5,17 +5,18 @@ import json
 import re
 import shutil
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from forgetting_transformer.analysis import AnalysisError, studies, study_tables
-from forgetting_transformer.evaluation import per_token_loss
+from forgetting_transformer.analysis import AnalysisError, position_loss, studies, study_tables
+from forgetting_transformer.analysis.study_plan import StudyPlan, read_plan
 from forgetting_transformer.sweep import SweepError, learning_rate, machines, runner
 from forgetting_transformer.sweep.jobs import State
 from forgetting_transformer.sweep.runner import run_jobs
-from forgetting_transformer.training.config import FREE_KEYS
+from forgetting_transformer.training.config import decisive
 from tests.sweep.conftest import ROOT, load_script, starts
 from tests.sweep.test_multirun import make_job
 
@@ -203,7 +204,7 @@ def test_seeds_of_different_settings_are_not_averaged(study, tmp_path):
     shutil.copytree(tmp_path / "out/runs/fox_pro_seed0", other)
     (other / "config.yaml").write_text(config.replace("seed: 0", "seed: 1").replace("lr: 0.002", "lr: 0.005"))
     with pytest.raises(AnalysisError, match=r"fox_pro_seed0 and .*fox_pro_seed1 differ in optimizer\.lr, and seeds"):
-        studies.collect(tmp_path / "out", tmp_path / "positions", free=FREE_KEYS)
+        studies.collect(tmp_path / "out", tmp_path / "positions", decisive=decisive)
 
 
 def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults, tmp_path):
@@ -225,7 +226,8 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults,
     (tmp_path / "speed.json").write_text(json.dumps({"rows": [row, {"status": "out of memory"}]}))
     log = tmp_path / "out/variants/fox_pro_seed1/metrics/jsonlines/val.jsonl"
     log.write_text(log.read_text().replace('"val/loss": 3.0', '"val/loss": 3.2'))
-    found = studies.collect(tmp_path / "out", tmp_path / "positions", [tmp_path / "speed.json"], free=FREE_KEYS)
+    plan = StudyPlan("demo", {"fox_pro": "FoX (Pro)", "mamba2": "Mamba-2"})
+    found = studies.collect(tmp_path / "out", tmp_path / "positions", [tmp_path / "speed.json"], decisive, plan)
     found["pruned"] = {"fox_pro": {"4,096": 0.25}}
     assert json.loads(json.dumps(found)) == found
     runs = studies.runs_in(tmp_path / "out", "runs")
@@ -246,7 +248,7 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults,
     assert (fox[6], fox[8], llama[8]) == ("3.1000 ± 1.2706", "", "-0.1000 ± 1.2706")
     assert "**3.0000**" in tables["search"][2] and tables["search"][0][2:5] == ["1e-3", "2e-3", "5e-3"]
     assert "-0.500 ± 0.010" in tables["positions"][2] and "2.5000" in tables["octaves"][2]
-    found["comparison"] = per_token_loss.compare([*positions.values()], 256)
+    found["comparison"] = position_loss.compare([*positions.values()], 256)
     assert "| Mamba-2 | FoX (Pro) | 256 to 512 | +0.4000 ± 0.0000 |" in study_tables.comparison_table(found)
 
 
@@ -254,7 +256,7 @@ def test_seeds_that_are_not_finished_or_diverged_are_not_in_the_mean(study, faul
     faults |= {"preempt": "runs/fox_pro_seed1", "diverge": "runs/fox_pro_seed2"}
     study("--models", "fox_pro", "--seeds", "0", "1", "2", "3")
     shutil.rmtree(tmp_path / "out/runs/fox_pro_seed3")
-    found = studies.collect(tmp_path / "out", tmp_path / "positions", free=FREE_KEYS)
+    found = studies.collect(tmp_path / "out", tmp_path / "positions", decisive=decisive)
     (row,) = tables_of(found)["models"][2:]
     assert row[4:8] == ["1.6M", "1 of 3, 1 diverged", "2.9980", "2.9980"]
     assert [run for run, _ in studies.evaluated_runs(found)] == ["fox_pro_seed0"]
@@ -268,7 +270,7 @@ def test_a_model_whose_only_run_is_not_finished_is_shown_with_what_it_has(study,
     faults["preempt"] = "runs/fox_pro"
     study("--models", "fox_pro", "mamba2", "--seeds", "0", "1")
     shutil.rmtree(tmp_path / "out/runs/fox_pro_seed1")
-    found = studies.collect(tmp_path / "out", tmp_path / "positions", free=FREE_KEYS)
+    found = studies.collect(tmp_path / "out", tmp_path / "positions", decisive=decisive)
     fox, mamba = tables_of(found)["models"][2:]
     assert fox[4:8] == ["0.8M", "1", "4.9980", ""] and mamba[5] == "2"
     assert "fox_pro_seed1: others have a run with it" in study_tables.missing(found)
@@ -278,7 +280,7 @@ def test_a_folder_without_a_seed_in_its_name_is_refused(study, tmp_path):
     assert study("--models", "fox_pro")[0] == 0
     (tmp_path / "out/runs/fox_pro_seed0").rename(tmp_path / "out/runs/fox_pro")
     with pytest.raises(AnalysisError, match="'fox_pro' is not the name of a study's run"):
-        studies.collect(tmp_path / "out", tmp_path / "positions", free=FREE_KEYS)
+        studies.collect(tmp_path / "out", tmp_path / "positions", decisive=decisive)
 
 
 def test_a_study_without_evaluation_is_collected_and_its_page_shows_the_figures_there_are(study, tmp_path, capfd):
@@ -299,6 +301,50 @@ def test_a_study_without_evaluation_is_collected_and_its_page_shows_the_figures_
     shown = re.findall(r"!\[.+\]\((.+)\)", page.read_text())
     assert shown == ["../report/compare.png", "../report/search.png"]
     assert all((page.parent / image).is_file() for image in shown)
+
+
+def test_a_second_study_is_a_second_yaml(faults, tmp_path, monkeypatch, capfd):
+    """From its YAML to its page: no library code knows its models."""
+    monkeypatch.chdir(tmp_path)
+    Path("two.yaml").write_text(
+        "group: demo\nmodels: {mamba2: A state space model, fox_pro: With gates}\nslowest_first: [fox_pro, mamba2]\n"
+        "seeds: [0, 1]\nstart_rate: 2.0e-3\noverrides: {search: {train.max_tokens: 4096}, variants: {exp: short}}\n"
+        "variants: {fox_pro: [fox_pro, fox_llama]}\nbaseline: fox_llama\n"
+    )
+    started = ["output_dir=out", "data_dir=data", "fabric.accelerator=cpu", "--study", "two.yaml"]
+    assert load_script("study").main(started) == 0
+    order = [line.split()[1] for line in capfd.readouterr().err.splitlines() if line.startswith("started")]
+    assert order[0] == "search/fox_pro/lr1e-3_seed0" and "variants/fox_llama_seed1" in order
+    report = load_script("study_report")
+    collect = ["collect", "out", "--data_path", "nowhere", "--position_loss", "nowhere", "--out", "report"]
+    assert report.main(collect) == 0
+    Path("page.md").write_text("<!-- models -->\n<!-- end of models -->\n<!-- variants -->\n<!-- end of variants -->\n")
+    assert report.main(["tables", "report", "page.md"]) == 0
+    rows = [line for line in Path("page.md").read_text().splitlines() if line.startswith("| ")]
+    names = [row.split("|")[1].strip() for row in rows if "---" not in row]
+    assert names == ["model", "A state space model", "With gates", "model", "With gates", "fox_llama"]
+    assert rows[4].endswith(" against fox_llama |")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models: {a: A}", "group is missing"),
+        ("group: demo\nmodels: {a: A}\nsseds: [0]", "unknown key 'sseds'; known are baseline, group, models"),
+        ("group: demo\nmodels: {a: A}\noverrides: {serch: {}}", "overrides has an unknown key 'serch'"),
+        ("group: demo\nmodels: {a: A}\nvariants: {b: [c]}", "variants has an unknown key 'b'; known are a"),
+        ("group: demo\nmodels: {a: A, b: B}\nslowest_first: [a]", "slowest_first must name each of the models once"),
+        ("group: demo\nmodels: {a: A}\nseeds: 0 1", "must be a list of numbers, such as"),
+        ("group: demo\nmodels: [a", "cannot be read as the YAML of a study"),
+        ("- a", "the file must be a mapping"),
+    ],
+)
+def test_a_yaml_that_is_no_study_is_refused_by_name(tmp_path, text, message):
+    file = tmp_path / "study.yaml"
+    file.write_text(text)
+    with pytest.raises(AnalysisError, match=message):
+        read_plan(file)
 
 
 def test_pages_show_no_figures_that_are_not_there():

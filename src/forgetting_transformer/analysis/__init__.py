@@ -1,12 +1,16 @@
 """Reads what runs and evaluations left in their folders, and shows it: numbers, tables, figures, one HTML page.
 
-runs.py         one training run: its losses, rates, norms, times, settings
-statistics.py   means over seeds with their intervals
-comparisons.py  models against each other at equal tokens and at equal FLOPs
-studies.py      what came of a study of several models; study_tables.py: its tables
-tables.py       tables of scores; markdown.py: other tables, and pages that are filled in
-plots/          the figures, a file per subject
-page.py         one HTML page about runs and their evaluations
+runs.py           one training run: its losses, rates, norms, times, settings
+evaluations.py    one evaluation: the schema that all of them write, and the files of earlier versions as the same
+position_loss.py  loss at every position: curves, slopes, comparisons sequence by sequence
+needles.py        grids of needle in a haystack
+published.py      the columns of the paper's tables
+statistics.py     means over seeds with their intervals
+comparisons.py    models against each other at equal tokens and at equal FLOPs
+study_plan.py     a study's YAML; studies.py: what came of it; study_tables.py: its tables
+tables.py         tables in Markdown and LaTeX; marked_pages.py: pages that are filled in
+conditions.py     under which conditions runs were made; plots/: the figures, a file per subject
+page.py           one HTML page about runs and their evaluations
 
 It imports neither models, training nor evaluations: results can be read on a machine that cannot run what made them.
 """

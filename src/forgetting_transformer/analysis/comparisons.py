@@ -5,15 +5,17 @@ other initial weights would change (statistics.py).
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forgetting_transformer.analysis import AnalysisError, statistics
-from forgetting_transformer.analysis.markdown import markdown_table
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, flatten, read_run
+from forgetting_transformer.analysis.tables import markdown_table
 
+#: From a resolved config to its flat keys that decide what a model learns.
+Decisive = Callable[[dict[str, Any]], dict[str, Any]]
 #: Most differing keys that a name lists; beyond, the run's folder names the model.
 _KEYS_IN_A_NAME = 3
 #: Part of the schedule that may be left without a warning: evaluations are rarely due at the very last token.
@@ -53,6 +55,9 @@ class Comparison:
             tokens.
         tokens: model name -> training tokens at the point.
         losses: model name -> loss of each seed there, nats per token.
+        passes: model name -> which pass over the documents its last batch there is from, from 1; None if it is not known.
+            Training losses of different passes are of different texts (`Run.pass_tokens`).
+        repeats: names of the models that had read that batch before, since the corpus began again.
         between: models that were not evaluated there -> their held-out losses at the evaluations before and after,
             means over seeds. Their `losses` lie between.
     """
@@ -62,6 +67,8 @@ class Comparison:
     heldout: bool
     tokens: Mapping[str, float]
     losses: Mapping[str, Sequence[float]]
+    passes: Mapping[str, int | None]
+    repeats: frozenset[str]
     between: Mapping[str, tuple[float, float]]
 
     def depends_on_evaluations(self, one: str, other: str) -> bool:
@@ -92,11 +99,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def group(runs: Sequence[Path], free: Collection[str] = ()) -> list[Model]:
+def group(runs: Sequence[Path], decisive: Decisive = flatten) -> list[Model]:
     """Puts runs that differ only in their seed together, and names each group by what tells it from the others.
 
     Args:
-        free: config keys that do not decide what is learnt, `training.config.FREE_KEYS`; they may differ too.
+        decisive: `training.config.decisive`, which takes a config to what decides the weights; all else may differ too.
 
     Raises:
         AnalysisError: a run has no config.yaml.
@@ -104,8 +111,8 @@ def group(runs: Sequence[Path], free: Collection[str] = ()) -> list[Model]:
     groups: dict[tuple, list[Run]] = {}
     for folder in runs:
         run = _read(folder)
-        groups.setdefault(tuple(sorted(_identity(run.config, free).items())), []).append(run)
-    names = _names([members[0] for members in groups.values()], free)
+        groups.setdefault(tuple(sorted(_identity(run.config, decisive).items())), []).append(run)
+    names = _names([members[0] for members in groups.values()], decisive)
     return [model(name, members) for name, members in zip(names, groups.values(), strict=True)]
 
 
@@ -223,12 +230,33 @@ def warnings(comparison: Comparison, models: Sequence[Model], baseline: str) -> 
             )
         if one.name != baseline and comparison.depends_on_evaluations(one.name, baseline):
             found.append(f"{one.name} and {baseline} may differ by this interpolation alone")
+    if not comparison.heldout:
+        found += _pass_warnings(comparison, models)
     if any(len(losses) < 2 for losses in comparison.losses.values()):
         found.append("a model with one seed has no interval: how much of a difference is noise is unknown")
     for one in models:
         apart = statistics.difference(comparison.losses[one.name], comparison.losses[baseline])
         if one.name != baseline and math.isfinite(apart.half_width) and not apart.excludes_zero:
             found.append(f"{one.name} and {baseline} are within seed noise of each other")
+    return found
+
+
+def _pass_warnings(comparison: Comparison, models: Sequence[Model]) -> list[str]:
+    """What training losses are of, where that is not text of the first pass over the documents."""
+    found = []
+    if comparison.repeats:
+        names = ", ".join(one.name for one in models if one.name in comparison.repeats)
+        found.append(f"{names}: these training losses are of text that had been read before; compare held-out losses")
+    later = {one.name: comparison.passes[one.name] for one in models if (comparison.passes[one.name] or 1) > 1}
+    if later:
+        said = ", ".join(f"{name} (pass {number})" for name, number in later.items())
+        every = ", ".join(dict.fromkeys(f"{one.runs[0].pass_tokens:,}" for one in models if one.name in later))
+        found.append(
+            f"{said}: these training losses are of a later pass of the reading order, which begins every {every} "
+            "tokens and reads on in documents whose beginnings are known; they jump where a pass begins"
+        )
+    if len(set(comparison.passes.values())) > 1:
+        found.append("training losses of different passes are of different texts; held-out losses are not")
     return found
 
 
@@ -253,16 +281,18 @@ def _comparison(
         around = [run.heldout_losses_around(tokens[one.name]) for run in one.runs]
         if any(before != after for before, after in around):
             between[one.name] = tuple(statistics.mean(losses_of).value for losses_of in zip(*around, strict=True))
-    return Comparison(what, amount, heldout, tokens, found, between)
+    passes = {one.name: one.runs[0].pass_at(tokens[one.name]) for one in models}
+    repeats = frozenset(one.name for one in models if one.runs[0].repeats_at(tokens[one.name]))
+    return Comparison(what, amount, heldout, tokens, found, passes, repeats, between)
 
 
 def _schedule_left(model: Model, tokens: float) -> float:
     return max(0.0, 1 - tokens / model.schedule_tokens) if model.schedule_tokens else 0.0
 
 
-def differing_settings(one: Run, other: Run, free: Collection[str] = ()) -> list[str]:
+def differing_settings(one: Run, other: Run, decisive: Decisive = flatten) -> list[str]:
     """Keys in which two runs differ, except their seed and what does not decide a model's weights."""
-    first, second = _identity(one.config, free), _identity(other.config, free)
+    first, second = _identity(one.config, decisive), _identity(other.config, decisive)
     return sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
 
 
@@ -273,13 +303,9 @@ def _read(folder: Path) -> Run:
     return run
 
 
-def _identity(config: Mapping[str, Any], free: Collection[str]) -> dict[str, str]:
+def _identity(config: Mapping[str, Any], decisive: Decisive) -> dict[str, str]:
     """What makes a run another model: all that decides its weights except the seed, and its budget."""
-    kept = {
-        key: str(value)
-        for key, value in flatten(dict(config)).items()
-        if key != "seed" and not any(key == one or key.startswith(f"{one}.") for one in free)
-    }
+    kept = {key: str(value) for key, value in decisive(dict(config)).items() if key != "seed"}
     return kept | {"train.max_tokens": str(config["train"]["max_tokens"])}
 
 
@@ -289,13 +315,15 @@ def _label(config: Mapping[str, Any]) -> str:
     return config["tag"] if label is None else label or config["model"]["name"]
 
 
-def _names(runs: Sequence[Run], free: Collection[str]) -> list[str]:
+def _names(runs: Sequence[Run], decisive: Decisive) -> list[str]:
     """What the models are called where that suffices, else that and what differs among those of one name, else the folder."""
     labels = [_label(run.config) for run in runs]
     names = []
     for run, label in zip(runs, labels, strict=True):
-        mine = _identity(run.config, free)
-        same_label = [_identity(other.config, free) for other, its in zip(runs, labels, strict=True) if its == label]
+        mine = _identity(run.config, decisive)
+        same_label = [
+            _identity(other.config, decisive) for other, its in zip(runs, labels, strict=True) if its == label
+        ]
         differing = sorted(key for key in mine if len({other.get(key) for other in same_label}) > 1)
         if len(differing) > _KEYS_IN_A_NAME:
             names.append(run.output_dir.name)

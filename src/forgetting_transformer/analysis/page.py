@@ -12,21 +12,21 @@ import math
 import re
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from forgetting_transformer.analysis import tables
+from forgetting_transformer.analysis import AnalysisError, needles, position_loss, tables
 from forgetting_transformer.analysis.conditions import conditions, shown_names
+from forgetting_transformer.analysis.evaluations import Evaluation, read_evaluations
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens, loss_differences
 from forgetting_transformer.analysis.plots.style import format_tokens
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
+from forgetting_transformer.analysis.published import lm_eval_table, longbench_by_length, longbench_table
 from forgetting_transformer.analysis.runs import Run, flatten, read_logged_run, read_position_loss, read_run
-from forgetting_transformer.evaluation import harness_tables, longbench, niah, per_token_loss
-from forgetting_transformer.evaluation.generation import read_json
-from forgetting_transformer.evaluation.models import EvaluationError
 
 # What run_forget_gates.py writes beside heads.json.
 _GATE_PICTURES = {
@@ -76,17 +76,17 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
         out: the HTML file.
 
     Raises:
-        EvaluationError: nothing to report, a folder that is not a run's, a damaged file, or a page that cannot be
+        AnalysisError: nothing to report, a folder that is not a run's, a damaged file, or a page that cannot be
             written.
     """
     for folder in run_dirs:
         if not (folder / "config.yaml").is_file():
-            raise EvaluationError(f"{folder} is not a run's output_dir: it holds no config.yaml")
+            raise AnalysisError(f"{folder} is not a run's output_dir: it holds no config.yaml")
     for folder in results:
         if not folder.is_dir():
-            raise EvaluationError(f"--results {folder}: no such folder")
+            raise AnalysisError(f"--results {folder}: no such folder")
     if not run_dirs and not results:
-        raise EvaluationError("nothing to report: give the output_dir of a run, or --results FOLDER")
+        raise AnalysisError("nothing to report: give the output_dir of a run, or --results FOLDER")
     left_out: list[str] = []
     try:
         names = shown_names(run_dirs) if run_dirs else []
@@ -100,7 +100,7 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
             ("Configurations", _configurations(runs)),
         ]
     except (ValueError, OSError, yaml.YAMLError) as error:
-        raise EvaluationError(str(error)) from error
+        raise AnalysisError(str(error)) from error
     body = "\n".join(f"<h2>{html.escape(title)}</h2>\n{content}" for title, content in sections if content)
     title = "Report: " + (", ".join(names) or ", ".join(map(str, results)))
     page = (
@@ -112,7 +112,7 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise EvaluationError(f"cannot write --out={out} ({error.strerror or error}); name another file") from error
+        raise AnalysisError(f"cannot write --out={out} ({error.strerror or error}); name another file") from error
     return left_out
 
 
@@ -199,65 +199,42 @@ def _position_curves(runs: Mapping[str, Path], left_out: list[str]) -> str:
 
 def _evaluations(folders: Sequence[Path], left_out: list[str], names: Mapping[str, str]) -> list[tuple[str, str]]:
     """A section per kind of evaluation found in the folders; `names` are those of the page for models called otherwise."""
-    losses, harness_rows, longbench_rows, needles, gates = [], {}, {}, [], []
-    longbench_folders: dict[str, Path] = {}
-    for file in sorted(file for folder in folders for file in folder.rglob("*") if file.is_file()):
-        if file.name == "results.npz":
-            loss = per_token_loss.read_result(file)
-            losses.append(dataclasses.replace(loss, name=names.get(loss.name, loss.name)))
-        elif file.name == "scores.json":
-            needles.append(file.parent)
-        elif file.name == "heads.json":
-            gates.append(file)
-        elif file.name == "results.json" and not file.with_suffix(".npz").is_file():
-            content = read_json(file)
-            kind = _kind_of_results(content, harness_rows, longbench_rows)
-            if kind is None:
-                left_out.append(f"{file} holds no results of lm_eval_harness or longbench")
-            else:
-                name = _free_name(names.get(file.parent.name, file.parent.name), kind)
-                kind[name] = content
-                longbench_folders |= {name: file.parent} if kind is longbench_rows else {}
-    sections = []
-    if losses:
-        losses = _one_length_a_name(losses)
-        curves = per_token_loss.group_seeds(losses)
-        lengths = {loss.name: loss.summary.get("train_length") for loss in losses}
-        picture = _picture(lambda path: loss_against_position(curves, path, lengths), "loss at every position")
-        table = per_token_loss.slope_table(per_token_loss.unique_names(losses))
-        compared = per_token_loss.compare(losses)
-        if compared:
-            picture += _picture(
-                lambda path: loss_differences(compared, path, train_length=lengths), "differences in loss by position"
-            )
-            picture += _from_markdown(per_token_loss.comparison_table(compared))
-        sections.append(("Loss at every position, evaluated", picture + _from_markdown(table)))
-    if needles:
-        sections.append(("Needle in a haystack", "".join(_needle(folder, names) for folder in needles)))
-    if gates:
-        sections.append(("Forget gates", "".join(_gates(file) for file in gates)))
-    if harness_rows:
-        sections.append(
-            ("lm-evaluation-harness", _scores(*harness_tables.table(harness_rows), "lm-evaluation-harness"))
+    found, unknown = read_evaluations(folders)
+    left_out += unknown
+    of_kind: dict[str, list[Evaluation]] = {}
+    for one in found:
+        named = dataclasses.replace(one, model=names.get(one.model, one.model))
+        kind = f"{one.kind}, by length" if any("words" in number.at for number in one.numbers) else one.kind
+        of_kind.setdefault(kind, []).append(named)
+    sections = {
+        "Loss at every position, evaluated": _position_losses(of_kind.get("per_token_loss", []), names),
+        "Needle in a haystack": "".join(map(_needle, of_kind.get("niah", []))),
+        "Forget gates": "".join(map(_gates, of_kind.get("forget_gates", []))),
+        "lm-evaluation-harness": _scores(of_kind.get("lm_eval_harness", []), lm_eval_table, "lm-evaluation-harness"),
+        "LongBench": _scores(of_kind.get("longbench", []), longbench_table, "LongBench"),
+        "LongBench-E": "".join(map(_longbench_e, of_kind.get("longbench, by length", []))),
+    }
+    return list(sections.items())
+
+
+def _position_losses(evaluations: Sequence[Evaluation], names: Mapping[str, str]) -> str:
+    if not evaluations:
+        return ""
+    losses = [position_loss.read_result(one.folder / "results.npz") for one in evaluations]
+    losses = _one_length_a_name([dataclasses.replace(one, name=names.get(one.name, one.name)) for one in losses])
+    curves = position_loss.group_seeds(losses)
+    lengths = {loss.name: loss.summary.get("train_length") for loss in losses}
+    content = _picture(lambda path: loss_against_position(curves, path, lengths), "loss at every position")
+    compared = position_loss.compare(losses)
+    if compared:
+        content += _picture(
+            lambda path: loss_differences(compared, path, train_length=lengths), "differences in loss by position"
         )
-    if longbench_rows:
-        errors = {name: _errors(folder) for name, folder in longbench_folders.items()}
-        scores = _scores(*longbench.table(longbench_rows, errors), "LongBench")
-        answers = "".join(_longbench_answers(name, folder) for name, folder in longbench_folders.items())
-        sections.append(("LongBench", scores + answers))
-    return sections
+        content += _html(position_loss.comparison_table(compared))
+    return content + _html(position_loss.slope_table(position_loss.unique_names(losses)))
 
 
-def _kind_of_results(content: Any, harness_rows: dict, longbench_rows: dict) -> dict | None:
-    """Which table the content of a results.json belongs to."""
-    if not isinstance(content, dict) or not content:
-        return None
-    if content.keys() <= longbench.SETS.keys():
-        return longbench_rows
-    return harness_rows if all(isinstance(metrics, dict) for metrics in content.values()) else None
-
-
-def _one_length_a_name(losses: Sequence[per_token_loss.Result]) -> list[per_token_loss.Result]:
+def _one_length_a_name(losses: Sequence[position_loss.Result]) -> list[position_loss.Result]:
     """Results as they are, but with its length in the name of each where a name has several."""
     lengths: dict[str, set[int]] = {}
     for loss in losses:
@@ -270,75 +247,67 @@ def _one_length_a_name(losses: Sequence[per_token_loss.Result]) -> list[per_toke
     ]
 
 
-def _errors(folder: Path) -> dict[str, float | None]:
-    """Standard errors of LongBench's scores; {} for results of earlier versions."""
-    file = folder / longbench.ERRORS
-    return read_json(file) if file.is_file() else {}
+def _scores(evaluations: Sequence[Evaluation], table: Callable, title: str) -> str:
+    """The table of all models, its picture, and some of what they answered."""
+    models: dict[str, list[Evaluation]] = {}
+    for one in evaluations:
+        models[_free_name(one.model, models)] = [one]
+    content = _table_of_scores(*table(models), title) if models else ""
+    return content + "".join(map(_answers, evaluations))
 
 
-def _scores(rows: Mapping[str, Mapping[str, float]], columns: Sequence[tables.Column], title: str) -> str:
-    table = _from_markdown(tables.markdown(rows, columns))
+def _table_of_scores(rows: tables.Rows, columns: Sequence[tables.Column], title: str, first: str = "Model") -> str:
+    table = _html(tables.score_table(rows, columns, first))
     if not tables.has_numbers(rows, columns):
         return table
     return _picture(lambda path: tables.draw_scores(rows, columns, path, title), f"{title}, task by task") + table
 
 
-def _needle(folder: Path, names: Mapping[str, str]) -> str:
-    score = "judge" if (folder / "judge.json").is_file() else "words"
-    results = read_json(folder / ("judge.json" if score == "judge" else "scores.json"))
-    results["model"] = names.get(results["model"], results["model"])
-    picture = _picture(lambda path: niah.draw_grid(results, score, path), f"needle in a haystack, {results['model']}")
-    answers = [
-        [f"{one['length']:,} tokens, depth {one['depth']:.0%}", f"{one.get(score) or 0:.2f}", one["prediction"]]
-        for one in _spread(results["records"])
-    ]
-    return picture + _answers(results["model"], ["Prompt", f"Score ({score})", "Answer"], answers)
+def _longbench_e(evaluation: Evaluation) -> str:
+    title = f"LongBench-E, {evaluation.model}"
+    heading = f"<h3>{html.escape(evaluation.model)}</h3>\n"
+    return heading + _table_of_scores(*longbench_by_length(evaluation), title, "Words") + _answers(evaluation)
 
 
-def _longbench_answers(model: str, folder: Path) -> str:
-    """The first answer of each set."""
-    firsts = [(file.name.split(".")[0], _lines(file)[:1]) for file in sorted((folder / "pred").glob("*.0.jsonl"))]
-    found = [(name, json.loads(line)) for name, lines in firsts for line in lines if name in longbench.SETS]
-    rows = [[longbench.SETS[name].title, " / ".join(one["answers"]), one["pred"]] for name, one in _spread(found)]
-    return _answers(model, ["Set", "Reference", "Answer"], rows)
+def _needle(evaluation: Evaluation) -> str:
+    score = needles.best_score(evaluation)
+    draw = partial(needles.draw, evaluation, score)
+    return _picture(draw, f"needle in a haystack, {evaluation.model}") + _answers(evaluation)
 
 
-def _spread(items: Sequence[Any]) -> list[Any]:
-    """A few of them, evenly spaced."""
-    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, _ANSWERS).round().astype(int))] if items else []
-
-
-def _answers(model: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Texts that a model wrote, folded away; the last column is the text."""
-    if not rows:
+def _answers(evaluation: Evaluation) -> str:
+    """Some of the texts that a model wrote, folded away."""
+    texts = evaluation.texts
+    if not texts:
         return ""
-    table = _table(head, rows, texts={len(head) - 1})
-    return f"<details><summary>What {html.escape(model)} answered</summary>{table}</details>\n"
+    shown = [texts[i] for i in np.unique(np.linspace(0, len(texts) - 1, _ANSWERS).round().astype(int))]
+    rows = [[one["task"], one.get("wanted") or "–", _number(one.get("score"), 2), one["text"]] for one in shown]
+    table = _table(["Task", "Reference", "Score", "Answer"], rows, texts={3})
+    return f"<details><summary>What {html.escape(evaluation.model)} answered</summary>{table}</details>\n"
 
 
-def _lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8").splitlines()
-
-
-def _gates(file: Path) -> str:
-    summary = read_json(file)
+def _gates(evaluation: Evaluation) -> str:
+    memory = {(n.at["layer"], n.at["head"]): n for n in evaluation.numbers if n.task == "memory"}
     rows = [
         [
-            str(head["layer"]),
-            str(head["head"]),
-            f"{'≥ ' * head['memory_is_bound']}{head['memory']:,.0f}",
-            _percent(head["pruned"]),
+            str(layer),
+            str(head),
+            f"{'≥ ' * number.at.get('at_least', False)}{number.value:,.0f}",
+            _percent(evaluation.find("pruning", "pruned", layer=layer, head=head).value),
         ]
-        for head in summary["heads"]
+        for (layer, head), number in memory.items()
     ]
-    said = f"{summary['model']}, a text of {summary['tokens']:,} tokens: pruning skips {_percent(summary['pruned'])} of the tiles."
-    head = ["Layer", "Head", "Memory length (tokens)", "Tiles pruned"]
+    said = (
+        f"{evaluation.model}, a text of {evaluation.settings['tokens']:,} tokens: pruning skips "
+        f"{_percent(evaluation.find('pruning', 'pruned').value)} of the tiles."
+    )
     pictures = [
         _embedded(picture.read_bytes(), description)
         for name, description in _GATE_PICTURES.items()
-        if (picture := file.with_name(name)).is_file()
+        if (picture := evaluation.folder / name).is_file()
     ]
-    return f"<p>{html.escape(said)}</p>\n{''.join(pictures)}{_table(head, rows)}"
+    table = _table(["Layer", "Head", "Memory length (tokens)", "Tiles pruned"], rows)
+    return f"<p>{html.escape(said)}</p>\n{''.join(pictures)}{table}"
 
 
 def _configurations(runs: Mapping[str, Path]) -> str:
@@ -411,12 +380,8 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], mark: bool = Fals
     return "".join([*lines, "</table>\n"])
 
 
-def _from_markdown(table: str) -> str:
-    """A table of `tables.markdown` as HTML; bold and underlined cells stay so."""
-    head, _, *rows = [
-        [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines()
-    ]
-    return _table(head, rows)
+def _html(table: tables.Table) -> str:
+    return _table(table.header, table.rows)
 
 
 def _cell(text: str) -> str:

@@ -30,6 +30,12 @@ class Estimate(NamedTuple):
         return text if math.isnan(self.half_width) else f"{text} ± {self.half_width:.4f}"
 
 
+def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
+    """The mean of independent values `(n,)` and its standard error, None for a single value."""
+    n = len(values)
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
+
+
 def mean(losses: Sequence[float]) -> Estimate:
     """The mean over seeds with Student's t interval; `losses` has one loss per seed, at least one."""
     values = np.asarray(losses, dtype=np.float64)

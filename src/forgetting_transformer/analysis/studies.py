@@ -8,36 +8,41 @@ from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.analysis import AnalysisError
-from forgetting_transformer.analysis.comparisons import differing_settings
-from forgetting_transformer.analysis.markdown import rate_text
-from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_description, read_run
-from forgetting_transformer.evaluation import per_token_loss
+from forgetting_transformer.analysis import AnalysisError, position_loss
+from forgetting_transformer.analysis.comparisons import Decisive, differing_settings
+from forgetting_transformer.analysis.evaluations import read_json
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, flatten, read_run
+from forgetting_transformer.analysis.study_plan import StudyPlan, read_plan
+from forgetting_transformer.analysis.tables import rate_text
 
-#: How models are called in tables and figures; others go by the name of their config.
-NAMES = {
-    "fox_pro": "FoX (Pro)",
-    "fox_llama": "FoX (LLaMA)",
-    "transformer_pro": "Transformer (Pro)",
-    "transformer_llama": "Transformer (LLaMA)",
-    "mamba2": "Mamba-2",
-    "hgrn2": "HGRN2",
-    "delta_net": "DeltaNet",
-}
 #: States of a run.
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
 #: Points of a training curve that are kept.
 _CURVE_POINTS = 200
 
 
-def display_name(model: str) -> str:
-    return NAMES.get(model, model)
+def display_name(study: Mapping[str, Any], model: str) -> str:
+    """What the study calls a model in tables and figures."""
+    return study.get("names", {}).get(model, model)
 
 
-def in_order(models: Sequence[str]) -> list[str]:
-    """The models that have a name of their own in its order, then the others by name."""
-    known = list(NAMES)
+def in_order(models: Sequence[str], names: Collection[str]) -> list[str]:
+    """The models that a study names in its order, then the others by name."""
+    known = list(names)
     return sorted(models, key=lambda model: (known.index(model) if model in known else len(known), model))
+
+
+def read_study(folder: Path) -> dict[str, Any]:
+    """What `collect` found, from study.json; names are those of study.yaml beside it, if there is one.
+
+    Raises:
+        AnalysisError: the folder has no study.json, or a file is damaged.
+    """
+    study = read_json(folder / "study.json")
+    if (file := folder / "study.yaml").is_file():
+        plan = read_plan(file)
+        study |= {"names": plan.names, "baseline": plan.baseline}
+    return study
 
 
 def split_seed(run: str) -> tuple[str, int]:
@@ -52,12 +57,13 @@ def split_seed(run: str) -> tuple[str, int]:
     return model, int(seed)
 
 
-def runs_in(study: Path, kind: str) -> dict[str, list[Path]]:
+def runs_in(study: Path, kind: str, names: Collection[str] = ()) -> dict[str, list[Path]]:
     """Runs of a study that have logged: model -> a run per seed, that of the searches first.
 
     Args:
         study: its folder.
         kind: "runs" or "variants".
+        names: of models, in the order of the tables.
     """
     first = {split_seed(path.name)[1] for path in study.glob("search/*/lr*_seed*")}
     found: dict[str, dict[int, Path]] = {}
@@ -65,7 +71,7 @@ def runs_in(study: Path, kind: str) -> dict[str, list[Path]]:
         model, seed = split_seed(file.parents[2].name)
         found.setdefault(model, {})[seed] = file.parents[2]
     runs: dict[str, list[Path]] = {}
-    for model in in_order(list(found)):
+    for model in in_order(list(found), names):
         seeds = sorted(found[model], key=lambda seed: (seed not in first, seed))
         runs[model] = [found[model][seed] for seed in seeds]
     return runs
@@ -73,17 +79,19 @@ def runs_in(study: Path, kind: str) -> dict[str, list[Path]]:
 
 def collect(
     folder: Path,
-    position_loss: Path,
+    positions: Path,
     speed: Sequence[Path] = (),
-    free: Collection[str] = (),
+    decisive: Decisive = flatten,
+    plan: StudyPlan | None = None,
 ) -> dict[str, Any]:
     """All numbers of a study, for JSON; what is not there yet is left out.
 
     Args:
         folder: of the study.
-        position_loss: folder of per_token_loss with a result per run.
+        positions: folder of per_token_loss with a result per run.
         speed: results of benchmarks/training.py on runs of the study.
-        free: config keys in which seeds of one model may differ, `training.config.FREE_KEYS`.
+        plan: what the study calls its models, and in which order.
+        decisive: what must be the same in the configs of a model's seeds, `training.config.decisive`.
 
     Returns:
         Among others an empty "pruned", for model -> text length -> share of tiles that pruning skips.
@@ -92,7 +100,8 @@ def collect(
         AnalysisError: there is no run in the folder, or runs of one model differ in more than their seed, so that a mean
             of them would be of no model.
     """
-    runs, variants = runs_in(folder, "runs"), runs_in(folder, "variants")
+    names = plan.names if plan else {}
+    runs, variants = (runs_in(folder, kind, names) for kind in ("runs", "variants"))
     searched = sorted(path for path in (folder / "search").glob("*/lr*_seed*") if path.is_dir())
     if not runs and not searched:
         raise AnalysisError(f"{folder}: neither search/ nor runs/ holds a run; give the output_dir of scripts/study.py")
@@ -106,41 +115,43 @@ def collect(
             loss = math.nan if run.diverged else run.final_loss(run.heldout_loss.size > 0)
             rates[rate_text(run.config["optimizer"]["lr"])] = loss if math.isfinite(loss) else None
     found: dict[str, Any] = {
-        "models": {name: _describe(paths, free) for name, paths in runs.items()},
-        "search": {name: search[name] for name in in_order(list(search))},
+        "names": names,
+        "baseline": plan.baseline if plan else None,
+        "models": {name: _describe(paths, decisive) for name, paths in runs.items()},
+        "search": {name: search[name] for name in in_order(list(search), names)},
         "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
-        "variants": {name: _describe(paths, free) for name, paths in variants.items()},
+        "variants": {name: _describe(paths, decisive) for name, paths in variants.items()},
         "speed": _speeds(speed, {paths[0].name: name for name, paths in runs.items()}),
         "pruned": {},
     }
     for name, paths in runs.items():
-        if (file := position_loss / paths[0].name / "results.json").is_file():
+        if (file := positions / paths[0].name / "results.json").is_file():
             found["models"][name]["per_token_loss"] = json.loads(file.read_text(encoding="utf-8"))
     for path in [*(paths[0] for paths in runs.values()), *searched]:
-        if (starts := path / "starts.jsonl").is_file():
-            start = json.loads(starts.read_text(encoding="utf-8").splitlines()[0])
+        if starts := read_run(path).starts:
+            start = starts[0]
             found["environment"] = {
                 "versions": start["versions"],
                 "machine": {key: start["machine"][key] for key in ("device", "platform") if key in start["machine"]},
                 "commit": start["git"].get("commit"),
             }
             found["started"] = start["time"]
-            found["corpus"] = read_description(path / "metrics" / "jsonlines" / "train_data_info.jsonl")
+            found["corpus"] = read_run(path).info("train_data")
             break
     return found
 
 
-def _describe(paths: Sequence[Path], free: Collection[str]) -> dict[str, Any]:
+def _describe(paths: Sequence[Path], decisive: Decisive) -> dict[str, Any]:
     """Runs that differ in their seed: what they share, and of each its losses."""
     runs = [read_run(path) for path in paths]
     for other in runs[1:]:
-        if keys := differing_settings(runs[0], other, free):
+        if keys := differing_settings(runs[0], other, decisive):
             raise AnalysisError(
                 f"{runs[0].output_dir} and {other.output_dir} differ in {', '.join(keys)}, and seeds of one model are "
                 f"averaged: "
                 "train them with the same settings, or move one of them away"
             )
-    info = read_description(paths[0] / "metrics" / "jsonlines" / "model_info.jsonl")
+    info = runs[0].info("model")
     config = runs[0].config
     states = [_state(run) for run in runs]
     return {
@@ -208,16 +219,16 @@ def evaluated_runs(study: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(f"{name}_seed{model['seeds'][i]}", name) for name, model in models for i in counted_seeds(model)]
 
 
-def read_positions(study: Mapping[str, Any], position_loss: Path) -> dict[str, per_token_loss.Result]:
+def read_positions(study: Mapping[str, Any], folder: Path) -> dict[str, position_loss.Result]:
     """Loss at every position of the runs whose loss is in the tables, by the names of their folders; those that have one."""
     return {
-        run: per_token_loss.read_result(position_loss / run, display_name(model))
+        run: position_loss.read_result(folder / run, display_name(study, model))
         for run, model in evaluated_runs(study)
-        if (position_loss / run / "results.json").is_file()  # written after results.npz
+        if (folder / run / "results.json").is_file()  # written after results.npz
     }
 
 
-def save_positions(results: Mapping[str, per_token_loss.Result], file: Path) -> None:
+def save_positions(results: Mapping[str, position_loss.Result], file: Path) -> None:
     """Loss at every position `(T,)`, and per document and octave `(documents, octaves)`, of every run in one .npz."""
     arrays: dict[str, np.ndarray] = {}
     for run, result in results.items():

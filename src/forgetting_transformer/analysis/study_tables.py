@@ -2,23 +2,22 @@
 that no number is copied by hand.
 """
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.analysis import statistics
-from forgetting_transformer.analysis.markdown import markdown_table, rate_text
+from forgetting_transformer.analysis import position_loss, statistics
 from forgetting_transformer.analysis.studies import (
     DIVERGED,
     FINISHED,
     counted_seeds,
     display_name,
     in_order,
+    read_study,
 )
-from forgetting_transformer.evaluation import per_token_loss
+from forgetting_transformer.analysis.tables import markdown_table, rate_text
 
 #: In the place of a table or figure of which there is nothing.
 NOT_RUN = "Not run yet."
@@ -34,7 +33,7 @@ def models_table(study: Mapping[str, Any]) -> str:
         speed = study["speed"].get(name, {})
         rows.append(
             [
-                display_name(name),
+                display_name(study, name),
                 *_settings(model),
                 _text(_mean(model, "train_loss")),
                 *_heldout(model),
@@ -58,7 +57,7 @@ def search_table(study: Mapping[str, Any]) -> str:
         cells = [("diverged" if losses[r] is None else f"{losses[r]:.4f}") if r in losses else "" for r in rates]
         rows.append(
             [
-                display_name(name),
+                display_name(study, name),
                 *(
                     f"**{c}**" if c and best is not None and losses.get(r) == best else c
                     for r, c in zip(rates, cells, strict=True)
@@ -97,27 +96,37 @@ def _by_position(
         return NOT_RUN
     positions = sorted({position for slope in slopes.values() for position in slope if position >= 128})
     rows = [
-        [display_name(name), *(cell(slope[position]) if position in slope else "" for position in positions)]
+        [display_name(study, name), *(cell(slope[position]) if position in slope else "" for position in positions)]
         for name, slope in slopes.items()
     ]
     return markdown_table(["model", *(title(position) for position in positions)], rows, "l" + "r" * len(positions))
 
 
 def variants_table(study: Mapping[str, Any]) -> str:
-    """One row per variant, like the paper's Table 3."""
+    """One row per variant, the baseline's differences left out."""
     if not study["variants"]:
         return NOT_RUN
-    reference = study["variants"].get("fox_pro")
+    baseline = study.get("baseline") or next(iter(study["variants"]))
+    reference = study["variants"].get(baseline)
     rows = [
         [
-            display_name(name),
+            display_name(study, name),
             *_settings(variant),
             *_heldout(variant),
-            "" if name == "fox_pro" else _against(variant, reference),
+            "" if name == baseline else _against(variant, reference),
         ]
         for name, variant in study["variants"].items()
     ]
-    header = ["model", "body", "rate", "tokens", "seeds", "held-out loss", "perplexity", "against FoX (Pro)"]
+    header = [
+        "model",
+        "body",
+        "rate",
+        "tokens",
+        "seeds",
+        "held-out loss",
+        "perplexity",
+        f"against {display_name(study, baseline)}",
+    ]
     return markdown_table(header, rows, "l" + 7 * "r")
 
 
@@ -162,7 +171,8 @@ def _text(estimate: statistics.Estimate | None) -> str:
 
 def comparison_table(study: Mapping[str, Any]) -> str:
     """Models against the first on the same documents, octave by octave, mean of seeds."""
-    return per_token_loss.comparison_table(study.get("comparison", ())) or NOT_RUN
+    rows = study.get("comparison", ())
+    return position_loss.comparison_table(rows).markdown() if rows else NOT_RUN
 
 
 def missing(study: Mapping[str, Any]) -> list[str]:
@@ -185,7 +195,7 @@ def missing(study: Mapping[str, Any]) -> list[str]:
         ("loss at every position", {n for n, model in study["models"].items() if "per_token_loss" in model}),
         ("speed", study["speed"]),
     ):
-        known = in_order([*{**study["search"], **study["models"]}])
+        known = in_order([*{**study["search"], **study["models"]}], study.get("names", ()))
         if lacking := [name for name in known if name not in have]:
             lines.append(f"{what}: none of {', '.join(lacking)}")
     if not study["variants"]:
@@ -232,7 +242,7 @@ def sections(report: Path, page: Path) -> dict[str, str]:
         report: folder with study.json and figures, which `collect` of scripts/study_report.py wrote.
         page: the file that will show them, for paths to the figures.
     """
-    study = json.loads((report / "study.json").read_text(encoding="utf-8"))
+    study = read_study(report)
     found = {name: table(study) for name, table in TABLES.items()} | {"source": source(study)}
     for name, title in FIGURES.items():
         figure = report / f"{name}.png"

@@ -1,13 +1,13 @@
-"""Tables of results in Markdown and LaTeX, with the best and the second best value of each column marked, and their figure."""
+"""Tables in Markdown and LaTeX: of any cells, and of scores with the best and the second best of each column marked."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from forgetting_transformer.analysis.plots.scores import Scores, scores_by_task
-from forgetting_transformer.evaluation.generation import read_json
-from forgetting_transformer.evaluation.models import EvaluationError
+from forgetting_transformer.analysis import AnalysisError
+from forgetting_transformer.analysis.statistics import Estimate
 
 _LATEX_SPECIAL = {
     "&": r"\&",
@@ -22,7 +22,66 @@ _LATEX_SPECIAL = {
     "\\": r"\textbackslash{}",
     "↑": r"$\uparrow$",
     "↓": r"$\downarrow$",
+    "±": r"$\pm$",
 }
+#: What a cell of a table of scores holds; an `Estimate` is printed with its interval.
+Value = float | Estimate | None
+Rows = Mapping[str, Mapping[str, Value]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells of text.
+
+    Attributes:
+        header: a cell per column.
+        rows: cells may be bold (`**…**`) or underlined (`<u>…</u>`).
+        alignment: a letter per column, "l" or "r".
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    alignment: str
+
+    def markdown(self, padded: bool = False) -> str:
+        """A Markdown table without a newline at its end; padded, its columns also line up on a terminal."""
+        cells = [[cell.replace("|", "\\|") for cell in row] for row in (self.header, *self.rows)]
+        if not padded:
+            head, *rows = (f"| {' | '.join(row)} |" for row in cells)
+            rule = "|".join("---:" if a == "r" else "---" for a in self.alignment)
+            return "\n".join([head, f"|{rule}|", *rows])
+        widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+        columns = list(zip(widths, self.alignment, strict=True))
+        cells.insert(1, ["-" * (w - 1) + ":" if a == "r" else "-" * w for w, a in columns])
+        padded_cells = (
+            [c.rjust(w) if a == "r" else c.ljust(w) for c, (w, a) in zip(row, columns, strict=True)] for row in cells
+        )
+        return "\n".join(f"| {' | '.join(row)} |" for row in padded_cells)
+
+    def without_empty_columns(self) -> "Table":
+        """The table without the columns that are empty in every row."""
+        keep = [i for i in range(len(self.header)) if any(row[i] for row in self.rows)]
+        header, *rows = ([row[i] for i in keep] for row in (self.header, *self.rows))
+        return Table(header, rows, "".join(self.alignment[i] for i in keep))
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], alignment: str) -> str:
+    """A Markdown table with padded columns; columns that are empty in every row are left out.
+
+    Args:
+        alignment: a letter per column, "l" or "r".
+    """
+    return Table(header, rows, alignment).without_empty_columns().markdown(padded=True)
+
+
+def rate_text(rate: float) -> str:
+    """A learning rate of the grid, as in "2e-3"."""
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
+def with_error(value: float, error: float | None) -> str:
+    """ "+0.0123 ± 0.0045": a difference and its standard error, if that is known."""
+    return f"{value:+.4f}" if error is None else f"{value:+.4f} ± {error:.4f}"
 
 
 @dataclass(frozen=True)
@@ -48,42 +107,47 @@ class Column:
     chance: float | None = None
 
     @property
-    def error_key(self) -> str:
-        """Under which a row has the standard error of the value, if it is known."""
-        return f"{self.key}_stderr"
-
-    @property
     def head(self) -> str:
         return self.title + {"higher": " ↑", "lower": " ↓", None: ""}[self.better]
 
 
-def ranks(column: Column, values: Sequence[float | None]) -> list[int | None]:
+def number(value: Value) -> float | None:
+    """The value of a cell without its interval."""
+    return value.value if isinstance(value, Estimate) else value
+
+
+def half_width(value: Value) -> float | None:
+    """Half of the cell's interval, if it has one."""
+    return value.half_width if isinstance(value, Estimate) and math.isfinite(value.half_width) else None
+
+
+def ranks(column: Column, values: Sequence[Value]) -> list[int | None]:
     """1 for the best value and those printed like it, 2 for the next, None for the rest.
 
     Values that are printed alike are equal: nothing is said to be better that a reader cannot see to be.
     """
     if column.better is None:
         return [None] * len(values)
-    shown = [None if value is None else round(value, column.digits) for value in values]
+    shown = [None if value is None else round(number(value), column.digits) for value in values]
     distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")
     if len(distinct) < 2:  # nothing to compare with
         return [None] * len(values)
     return [distinct.index(value) + 1 if value is not None and distinct.index(value) < 2 else None for value in shown]
 
 
-def markdown(rows: Mapping[str, Mapping[str, float | None]], columns: Sequence[Column], first: str = "Model") -> str:
-    """A Markdown table: a row per model, the best value bold and the second best underlined (`<u>`)."""
+def score_table(rows: Rows, columns: Sequence[Column], first: str = "Model") -> Table:
+    """A row per model, the best value bold and the second best underlined (`<u>`)."""
     cells = _cells(rows, columns, lambda text: f"**{text}**", lambda text: f"<u>{text}</u>", "–")
-    lines = [
-        "| " + " | ".join([first, *(column.head for column in columns)]) + " |",
-        "|" + "|".join(["---", *("---:" for _ in columns)]) + "|",
-    ]
-    for name, row in zip(rows, cells, strict=True):
-        lines.append("| " + " | ".join([name.replace("|", "\\|"), *row]) + " |")
-    return "\n".join(lines) + "\n"
+    header = [first, *(column.head for column in columns)]
+    return Table(header, [[name, *row] for name, row in zip(rows, cells, strict=True)], "l" + "r" * len(columns))
 
 
-def latex(rows: Mapping[str, Mapping[str, float | None]], columns: Sequence[Column], first: str = "Model") -> str:
+def markdown(rows: Rows, columns: Sequence[Column], first: str = "Model") -> str:
+    """`score_table` in Markdown."""
+    return score_table(rows, columns, first).markdown() + "\n"
+
+
+def latex(rows: Rows, columns: Sequence[Column], first: str = "Model") -> str:
     r"""A LaTeX tabular for the package booktabs: the best value `\textbf`, the second best `\underline`."""
     cells = _cells(rows, columns, lambda text: rf"\textbf{{{text}}}", lambda text: rf"\underline{{{text}}}", "--")
     lines = [rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule"]
@@ -100,7 +164,7 @@ def latex(rows: Mapping[str, Mapping[str, float | None]], columns: Sequence[Colu
     lines.append(" & ".join([_escape(first), *(_escape(column.head) for column in columns)]) + r" \\")
     lines.append(r"\midrule")
     for name, row in zip(rows, cells, strict=True):
-        lines.append(" & ".join([_escape(name), *row]) + r" \\")
+        lines.append(" & ".join([_escape(name), *(cell.replace("±", r"$\pm$") for cell in row)]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
@@ -109,52 +173,37 @@ def _cells(rows, columns, best, second, missing) -> list[list[str]]:
     for column in columns:
         values = [row.get(column.key) for row in rows.values()]
         for line, value, rank in zip(table, values, ranks(column, values), strict=True):
-            text = missing if value is None else f"{value:.{column.digits}f}"
+            text = missing if value is None else _text(value, column.digits)
             line.append(best(text) if rank == 1 else second(text) if rank == 2 else text)
     return table
+
+
+def _text(value: float | Estimate, digits: int) -> str:
+    text = f"{number(value):.{digits}f}"
+    around = half_width(value)
+    return text if around is None else f"{text} ± {around:.{digits}f}"
 
 
 def _escape(text: str) -> str:
     return "".join(_LATEX_SPECIAL.get(character, character) for character in text)
 
 
-def read_results(named: Sequence[str], file: str = "results.json", missing: Any = None) -> dict[str, Any]:
-    """Reads this file of every `[NAME=]FOLDER`, as on a command line; by name, in that order.
-
-    Args:
-        missing: what stands for a file that is not there; None makes that an error.
-
-    Raises:
-        EvaluationError: one is not there, is damaged, or a name occurs twice.
-    """
-    results: dict[str, Any] = {}
-    for text in named:
-        name, separator, path = text.partition("=")
-        folder = Path(path) if separator and not Path(text).exists() else Path(text)
-        name = name if separator and not Path(text).exists() else folder.resolve().name
-        if name in results:
-            raise EvaluationError(f"two results are called {name!r}: give them names, NAME=FOLDER")
-        absent = missing is not None and not (folder / file).is_file()
-        results[name] = missing if absent else read_json(folder / file)
-    return results
+def has_numbers(rows: Rows, columns: Sequence[Column]) -> bool:
+    """Whether any model has a value in any column."""
+    return any(row.get(column.key) is not None for row in rows.values() for column in columns)
 
 
-def write_tables(
-    rows: Mapping[str, Mapping[str, float | None]],
-    columns: Sequence[Column],
-    folder: Path | None,
-    title: str = "Scores",
-) -> None:
+def write_tables(rows: Rows, columns: Sequence[Column], folder: Path | None, title: str = "Scores") -> None:
     """Prints both tables and, if there is a folder, writes `table.md`, `table.tex` and `scores.png` into it.
 
     Args:
         title: of the figure.
 
     Raises:
-        EvaluationError: there is no number at all.
+        AnalysisError: there is no number at all.
     """
     if not has_numbers(rows, columns):
-        raise EvaluationError(f"nothing to table: the results of {', '.join(rows)} hold no number")
+        raise AnalysisError(f"nothing to table: the results of {', '.join(rows)} hold no number")
     in_markdown, in_latex = markdown(rows, columns), latex(rows, columns)
     print(f"{in_markdown}\n{in_latex}", end="")
     if folder is not None:
@@ -164,22 +213,18 @@ def write_tables(
         draw_scores(rows, columns, folder / "scores.png", title)
 
 
-def has_numbers(rows: Mapping[str, Mapping[str, float | None]], columns: Sequence[Column]) -> bool:
-    """Whether any model has a value in any column."""
-    return any(row.get(column.key) is not None for row in rows.values() for column in columns)
-
-
-def draw_scores(
-    rows: Mapping[str, Mapping[str, float | None]], columns: Sequence[Column], path: Path, title: str = "Scores"
-) -> None:
+def draw_scores(rows: Rows, columns: Sequence[Column], path: Path, title: str = "Scores") -> None:
     """Draws the table: a panel for each unit, and in it a line of dots for each column, one for each model, with its
-    standard error. Columns that no model has a value in are left out."""
+    interval. Columns that no model has a value in are left out."""
+    from forgetting_transformer.analysis.plots.scores import Scores, scores_by_task  # loads matplotlib
+
     panels: dict[tuple[str, str | None], Scores] = {}
     for column in columns:
         if has_numbers(rows, [column]):
             panel = panels.setdefault((column.unit, column.better), Scores(column.unit, column.better))
-            panel.values[column.title] = [row.get(column.key) for row in rows.values()]
-            panel.errors[column.title] = [row.get(column.error_key) for row in rows.values()]
+            values = [row.get(column.key) for row in rows.values()]
+            panel.values[column.title] = [number(value) for value in values]
+            panel.errors[column.title] = [half_width(value) for value in values]
             if column.chance is not None:
                 panel.chance[column.title] = column.chance
     scores_by_task(

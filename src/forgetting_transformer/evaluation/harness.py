@@ -24,9 +24,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
+from forgetting_transformer.analysis import evaluations, tables
+from forgetting_transformer.analysis.published import TASKS, lm_eval_table
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
-from forgetting_transformer.evaluation.harness_tables import TASKS
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
@@ -39,6 +40,8 @@ from forgetting_transformer.evaluation.workers import Workers
 
 #: Of tasks that do not say, as lm_eval's own models.
 _MAX_NEW_TOKENS = 256
+#: Resamples for the standard error of a metric that has no formula for it, such as a perplexity.
+_BOOTSTRAP = 100
 
 
 class HarnessModel(TemplateLM):
@@ -250,11 +253,18 @@ def evaluate(
             print(f"{task} …", file=sys.stderr)
         load_task(task, manager)
         found = lm_eval.simple_evaluate(
-            adapter, tasks=[task], task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=False
+            adapter,
+            tasks=[task],
+            task_manager=manager,
+            limit=limit,
+            bootstrap_iters=_BOOTSTRAP,
+            log_samples=False,
         )
         if workers.is_first:
             results[task] = found["results"][task]
             write_json(file, results)
+    if workers.is_first:
+        _write_evaluation(folder, model, results, settings)
     return results
 
 
@@ -265,6 +275,15 @@ def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None
     """
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise EvaluationError(f"{option}={','.join(unknown)}: lm_eval does not know them; `lm_eval ls tasks` lists all")
+
+
+def _write_evaluation(folder: Path, model: EvaluatedModel, results: dict[str, Any], settings: dict[str, Any]) -> None:
+    evaluation = evaluations.from_lm_eval(results, model.name, about=model.about, settings=settings)
+    rows, columns = lm_eval_table({model.name: [evaluation]})
+    table = tables.score_table(rows, columns)
+    evaluations.write_evaluation(
+        evaluation, folder, table, lambda path: tables.draw_scores(rows, columns, path, "lm-evaluation-harness")
+    )
 
 
 @functools.cache

@@ -20,7 +20,6 @@ rule of its own, and the first line of every answer alone counts, of summaries t
 import difflib
 import functools
 import json
-import math
 import re
 import string
 import zipfile
@@ -33,7 +32,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from forgetting_transformer.analysis.tables import Column
+from forgetting_transformer.analysis import tables
+from forgetting_transformer.analysis.evaluations import Evaluation, answer_text, from_longbench, write_evaluation
+from forgetting_transformer.analysis.published import LONGBENCH_OF_PAPER, longbench_by_length, longbench_table
+from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import (
     append_record,
@@ -45,8 +47,6 @@ from forgetting_transformer.evaluation.generation import (
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
 from forgetting_transformer.evaluation.workers import Workers
 
-#: Beside results.json: set -> standard error of its score.
-ERRORS = "standard_errors.json"
 HUB_ID, ARCHIVE = "THUDM/LongBench", "data.zip"
 
 
@@ -123,15 +123,12 @@ class Set:
         prompt: filled with an example's `context` and `input`.
         max_new_tokens: longest answer.
         score: of a prediction against one reference answer, 0 to 1; the third argument is the example's classes.
-        title, group: in the table.
         first_line: score the first line of an answer alone.
     """
 
     prompt: str
     max_new_tokens: int
     score: Callable[[str, str, Sequence[str]], float]
-    title: str
-    group: str
     first_line: bool = False
 
 
@@ -150,9 +147,7 @@ _ARTICLE = (
     '"unanswerable". Do not provide any explanation.\n\n'
 )
 
-_SYNTHETIC = "Synthetic"
-
-#: The sets, in the order of the paper's Table 2, and the two that are not in it.
+#: The sets, in the order of the paper's Table 2, and the two that are not in it; titles are in analysis/published.py.
 SETS: dict[str, Set] = {
     "narrativeqa": Set(
         "You are given a story, which can be either a novel or a movie script, and a question. Answer the question "
@@ -162,8 +157,6 @@ SETS: dict[str, Set] = {
         + "Question: {input}\n\nAnswer:",
         128,
         f1,
-        "NarrativeQA",
-        "Single-Document QA",
     ),
     "qasper": Set(
         "You are given a scientific article and a question. Answer the question "
@@ -173,27 +166,21 @@ SETS: dict[str, Set] = {
         + "Question: {input}\n\nAnswer:",
         128,
         f1,
-        "Qasper",
-        "Single-Document QA",
     ),
     "multifieldqa_en": Set(
         "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following question based on the "
         "above text, only give me the answer and do not output any other words.\n\nQuestion: {input}\nAnswer:",
         64,
         f1,
-        "MFQA",
-        "Single-Document QA",
     ),
-    "hotpotqa": Set(_PASSAGES, 32, f1, "HotpotQA", "Multi-Document QA"),
-    "2wikimqa": Set(_PASSAGES, 32, f1, "2WikiMQA", "Multi-Document QA"),
-    "musique": Set(_PASSAGES, 32, f1, "Musique", "Multi-Document QA"),
+    "hotpotqa": Set(_PASSAGES, 32, f1),
+    "2wikimqa": Set(_PASSAGES, 32, f1),
+    "musique": Set(_PASSAGES, 32, f1),
     "gov_report": Set(
         "You are given a report by a government agency. Write a one-page summary of the "
         "report.\n\nReport:\n{context}\n\nNow, write a one-page summary of the report.\n\nSummary:",
         512,
         rouge_l,
-        "GovReport",
-        "Summarization",
     ),
     "qmsum": Set(
         "You are given a meeting transcript and a query containing a question or instruction. Answer the query in one "
@@ -201,23 +188,17 @@ SETS: dict[str, Set] = {
         "in one or more sentences.\n\nQuery: {input}\nAnswer:",
         512,
         rouge_l,
-        "QMSum",
-        "Summarization",
     ),
     "multi_news": Set(
         "You are given several news passages. Write a one-page summary of all news. \n\nNews:\n{context}\n\n"
         "Now, write a one-page summary of all the news.\n\nSummary:",
         512,
         rouge_l,
-        "MultiNews",
-        "Summarization",
     ),
     "trec": Set(
         "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n{input}",
         64,
         classification,
-        "TREC",
-        "Few-shot Learning",
         first_line=True,
     ),
     "triviaqa": Set(
@@ -225,27 +206,19 @@ SETS: dict[str, Set] = {
         "The following are some examples.\n\n{context}\n\n{input}",
         32,
         f1,
-        "TriviaQA",
-        "Few-shot Learning",
         first_line=True,
     ),
     "samsum": Set(
         "Summarize the dialogue into a few short sentences. The following are some examples.\n\n{context}\n\n{input}",
         128,
         rouge_l,
-        "SamSum",
-        "Few-shot Learning",
         first_line=True,
     ),
-    "lcc": Set(
-        "Please complete the code given below. \n{context}Next line of code:\n", 64, code_similarity, "LCC", "Code"
-    ),
+    "lcc": Set("Please complete the code given below. \n{context}Next line of code:\n", 64, code_similarity),
     "repobench-p": Set(
         "Please complete the code given below. \n{context}{input}Next line of code:\n",
         64,
         code_similarity,
-        "RepoBench-P",
-        "Code",
     ),
     "passage_count": Set(
         "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. Please carefully "
@@ -255,8 +228,6 @@ SETS: dict[str, Set] = {
         "3, and so on.\n\nThe final answer is: ",
         32,
         count,
-        "PassageCount",
-        _SYNTHETIC,
     ),
     "passage_retrieval_en": Set(
         "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which paragraph the abstract "
@@ -265,22 +236,10 @@ SETS: dict[str, Set] = {
         'is from. The answer format must be like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: ',
         32,
         retrieval,
-        "PassageRetrieval",
-        _SYNTHETIC,
     ),
 }
 #: The fourteen of the paper.
-PAPER_SETS = tuple(name for name, entry in SETS.items() if entry.group != _SYNTHETIC)
-_UNITS = {
-    f1: "F1 of words (%)",
-    rouge_l: "ROUGE-L (%)",
-    classification: "accuracy (%)",
-    code_similarity: "similarity of code (%)",
-    count: "right numbers (%)",
-    retrieval: "right numbers (%)",
-}
-#: What guessing gives, where there is a list to choose from: 50 classes of questions, 30 paragraphs.
-_CHANCE = {"trec": 100 / 50, "passage_retrieval_en": 100 / 30}
+PAPER_SETS = LONGBENCH_OF_PAPER
 #: The thirteen that LongBench-E has; the paper's code takes those that are among its own.
 E_SETS = tuple(name for name in SETS if name not in ("narrativeqa", "musique", "qmsum"))
 #: LongBench-E's ranges of lengths: name -> first length beyond, in words.
@@ -413,18 +372,18 @@ def evaluate(
     max_length: int | None = None,
     precision: str = "auto",
     limit: int | None = None,
-) -> dict[str, float]:
+    even: bool = False,
+) -> Evaluation:
     """Answers the examples that `folder/pred` does not have yet, set by set, and writes the scores to results.json.
-
-    Their standard errors go to standard_errors.json.
 
     Args:
         sets: of `SETS`.
         max_length: tokens of a prompt; default the training length less the tokens of the answer.
         limit: examples of each set, for a quick look; None for all.
+        even: LongBench-E, whose scores are by ranges of lengths.
 
     Returns:
-        Set -> score, 0 to 100.
+        Scores from 0 to 100 with their standard errors.
 
     Raises:
         EvaluationError: a set's data is missing, the length is unknown, or the folder holds results of other settings.
@@ -433,19 +392,26 @@ def evaluate(
         raise EvaluationError(f"{model.source} does not say at which length it was trained: set --max_length")
     trained = model.train_length or 0  # not needed where max_length is given
     settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
-    settings = {"weights": fingerprint(model.model), **settings}
+    settings = {"weights": fingerprint(model.model), **settings, **({"even": True} if even else {})}
     workers.on_first(lambda: check_settings(folder, settings))
-    scores, errors = {}, {}
+    scores, errors, written = {}, {}, []
     for name in sets:
-        examples = read_examples(name, data)[:limit]
+        examples = read_examples(name, data, even)[:limit]
         length = max_length or max(trained - SETS[name].max_new_tokens, trained // 2)
         records = answer(model, name, examples, length, folder / "pred", workers, precision)
-        scores[name] = score(name, records)
-        errors[name] = standard_error(name, records)
+        scores[name] = score_by_length(name, records) if even else score(name, records)
+        by_range = ranges(records) if even else {None: records}
+        errors[name] = {words: standard_error(name, inside) for words, inside in by_range.items()}
+        errors[name] = errors[name] if even else errors[name][None]
+        written.append(answer_text(name, records[0]))
         if workers.is_first:
             write_json(folder / "results.json", scores)
-            write_json(folder / ERRORS, errors)
-    return scores
+    evaluation = from_longbench(scores, model.name, errors, about=model.about, settings=settings, texts=written)
+    if workers.is_first:
+        rows, columns = longbench_by_length(evaluation) if even else longbench_table({model.name: [evaluation]})
+        table = tables.score_table(rows, columns, "Words" if even else "Model")
+        write_evaluation(evaluation, folder, table, lambda path: tables.draw_scores(rows, columns, path, "LongBench"))
+    return evaluation
 
 
 def answer(
@@ -494,60 +460,41 @@ def answer(
 
 def score(name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False) -> float:
     """The score of a set, 0 to 100: the mean over its answers as `answer` returns them."""
-    found = [
-        score_example(name, record["pred"], record["answers"], record.get("all_classes"), as_in_paper)
-        for record in records
-    ]
+    found = _scores(name, records, as_in_paper)
     return round(100 * sum(found) / len(found), 2)
 
 
-def standard_error(name: str, records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of `score`, over examples; None for a single one."""
-    found = [score_example(name, one["pred"], one["answers"], one.get("all_classes")) for one in records]
-    return 100 * float(np.std(found, ddof=1)) / math.sqrt(len(found)) if len(found) > 1 else None
+def standard_error(name: str, records: Sequence[Mapping[str, Any]]) -> tuple[float | None, int]:
+    """The standard error of `score`, None for less than two answers; and how many answers there are."""
+    found = np.array(_scores(name, records))
+    error = mean_and_error(100 * found)[1] if found.size > 1 else None
+    return error, found.size
 
 
 def score_by_length(
     name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False
 ) -> dict[str, float | None]:
-    """The same for each range of lengths of LongBench-E; None where it has no examples."""
-    scores: dict[str, float | None] = {}
-    least = 0.0
+    """The score for each range of lengths of LongBench-E; None where it has no examples."""
+    return {words: score(name, inside, as_in_paper) if inside else None for words, inside in ranges(records).items()}
+
+
+def ranges(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The answers in each range of lengths of LongBench-E."""
+    found, least = {}, 0
     for label, beyond in RANGES.items():
-        inside = [record for record in records if least <= record["length"] < beyond]
-        scores[label], least = score(name, inside, as_in_paper) if inside else None, beyond
-    return scores
+        found[label] = [record for record in records if least <= record["length"] < beyond]
+        least = beyond
+    return found
+
+
+def _scores(name: str, records: Sequence[Mapping[str, Any]], as_in_paper: bool = False) -> list[float]:
+    return [
+        score_example(name, record["pred"], record["answers"], record.get("all_classes"), as_in_paper)
+        for record in records
+    ]
 
 
 def _line_break(model: EvaluatedModel) -> list[int]:
     """The token that is a line break and nothing else, if the tokenizer has one."""
     ids = texts.encode(model, "\n")
     return ids[-1:] if ids and model.tokenizer.decode(ids[-1:]) == "\n" else []
-
-
-def table(
-    results: Mapping[str, Mapping[str, float]], errors: Mapping[str, Mapping[str, float | None]] | None = None
-) -> tuple[Mapping[str, Mapping[str, float | None]], list[Column]]:
-    """Rows and columns of the paper's Table 2 for models by name; sets that are not in it where a model has them.
-
-    Args:
-        results: model -> set -> score.
-        errors: the same of standard errors, of the models that have them.
-    """
-    shown = [name for name in SETS if name in PAPER_SETS or any(name in scores for scores in results.values())]
-    columns = [
-        Column(
-            name,
-            SETS[name].title,
-            "higher",
-            group=SETS[name].group,
-            unit=_UNITS[SETS[name].score],
-            chance=_CHANCE.get(name),
-        )
-        for name in shown
-    ]
-    rows = {
-        model: {**scores, **{c.error_key: (errors or {}).get(model, {}).get(c.key) for c in columns}}
-        for model, scores in results.items()
-    }
-    return rows, columns

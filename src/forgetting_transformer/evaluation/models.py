@@ -67,6 +67,11 @@ class EvaluatedModel:
     no_tokenizer: str = ""
 
     @property
+    def about(self) -> dict[str, Any]:
+        """What an evaluation's results say of it (analysis/evaluations.py)."""
+        return {"source": self.source, "train_length": self.train_length, "train_tokens": self.train_tokens}
+
+    @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from forgetting_transformer.analysis.plots import heatmaps
+from forgetting_transformer.analysis import evaluations, needles
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
 from forgetting_transformer.evaluation.judge import Judge
@@ -33,12 +33,6 @@ from forgetting_transformer.evaluation.per_token_loss import check_vocabulary, f
 from forgetting_transformer.evaluation.workers import Workers
 
 MODES = ("standard", "easy")
-# In the titles of figures; the last two are niah_paper.py's.
-_MODE_NAMES = {
-    **{mode: f"{mode} mode" for mode in MODES},
-    "paper": "standard mode as in the paper",
-    "paper_easy": "easy mode as in the paper",
-}
 # How far back the needle may move from its depth to the end of a sentence, as a part of the text.
 _SENTENCE_REACH = 0.05
 
@@ -261,23 +255,6 @@ def evaluate(
     return records
 
 
-def as_matrix(
-    records: Sequence[dict[str, Any]], lengths: Sequence[int], depths: Sequence[float], score: str
-) -> np.ndarray:
-    """Mean score over samples `(depths, lengths)`; NaN where there is none."""
-    matrix = np.full((len(depths), len(lengths)), np.nan)
-    for row, depth in enumerate(depths):
-        for column, length in enumerate(lengths):
-            values = [
-                record[score]
-                for record in records
-                if (record["length"], record["depth"]) == (length, depth) and record.get(score) is not None
-            ]
-            if values:
-                matrix[row, column] = np.mean(values)
-    return matrix
-
-
 def judge_records(folder: Path, judge: Judge) -> int:
     """Rates every record of `folder/scores.json` and writes `judge.json`; returns how many have no rating.
 
@@ -296,47 +273,18 @@ def judge_records(folder: Path, judge: Judge) -> int:
     return failed
 
 
-def draw(folder: Path, score: str) -> float:
-    """Draws the heat-map of one score, `folder/<score>.png`, and returns its mean (NaN if no cell has one).
+def write_results(folder: Path, scores: dict[str, Any]) -> tuple[float, float]:
+    """Writes the scores of `evaluate` in all their forms, and the heat-map of each.
 
     Args:
-        score: "words" or "exact" (0 to 1), or "judge" (1 to 10).
+        scores: model, mode, lengths, depths, train_length and records, for scores.json.
+
+    Returns:
+        The mean share of the answer's words, and of answers word for word, 0 to 1.
     """
-    results = read_json(folder / ("judge.json" if score == "judge" else "scores.json"))
-    return draw_grid(results, score, folder / f"{score}.png")
-
-
-def draw_grid(results: dict[str, Any], score: str, *paths: Path) -> float:
-    """As `draw`, for the content of scores.json or judge.json and any files."""
-    matrix = as_matrix(results["records"], results["lengths"], results["depths"], score)
-    label, limits = {
-        "words": ("share of the answer's words", (0.0, 1.0)),
-        "exact": ("answered word for word", (0.0, 1.0)),
-        "judge": (f"rating by {results.get('judge')}", (1.0, 10.0)),
-    }[score]
-    mode = _MODE_NAMES.get(results["mode"], results["mode"])
-    for path in paths:
-        heatmaps.score_grid(
-            matrix,
-            results["lengths"],
-            results["depths"],
-            path,
-            title=f"{results['model']}, needle in a haystack, {mode}",
-            label=label,
-            limits=limits,
-            train_length=results["train_length"],
-            conditions=_grid_conditions(results["records"], score),
-        )
-    return float(np.nanmean(matrix)) if np.isfinite(matrix).any() else float("nan")
-
-
-def _grid_conditions(records: Sequence[dict[str, Any]], score: str) -> list[str]:
-    """How many prompts a grid shows, their mean score with its standard error, and what chance is."""
-    values = [record[score] for record in records if record.get(score) is not None]
-    samples = len({record.get("sample", 0) for record in records})
-    found = [f"{samples} prompt{'s' * (samples > 1)} a cell"]
-    if len(values) > 1:
-        error = np.std(values, ddof=1) / len(values) ** 0.5
-        found.append(f"mean {np.mean(values):.3f} ± {error:.3f} (standard error over {len(values)} prompts)")
-    chance = {"words": "chance is above 0: most texts have some of the words", "exact": "chance is 0"}
-    return [*found, chance[score]] if score in chance else found
+    write_json(folder / "scores.json", scores)
+    evaluation = evaluations.from_needle(scores)
+    words, exact = (needles.draw(evaluation, score, folder / f"{score}.png") for score in ("words", "exact"))
+    table = evaluations.number_table(evaluation)
+    evaluations.write_evaluation(evaluation, folder, table, lambda path: needles.draw(evaluation, "words", path))
+    return words, exact

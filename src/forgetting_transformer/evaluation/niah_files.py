@@ -21,7 +21,9 @@ import yaml
 from tqdm import tqdm
 
 from forgetting_transformer import model_tokenizer
-from forgetting_transformer.evaluation import niah, niah_paper, official, texts
+from forgetting_transformer.analysis import needles
+from forgetting_transformer.analysis.evaluations import Evaluation, from_needle
+from forgetting_transformer.evaluation import niah_paper, official, texts
 from forgetting_transformer.evaluation.generation import (
     check_settings,
     continue_greedily,
@@ -264,7 +266,7 @@ def draw_all(results: Path, answers: Path, figures: Path, train_length: int | No
         exp, model = file.parent.parent.name, file.parent.name
         settings = answers / exp / model / "settings.json"
         trained = read_json(settings).get("train_length") if settings.is_file() else None
-        found = as_results(
+        found = as_evaluation(
             read_json(file),
             model,
             exp,
@@ -272,29 +274,22 @@ def draw_all(results: Path, answers: Path, figures: Path, train_length: int | No
             train_length or trained,
         )
         several = len(list(file.parent.glob("*_eval.json"))) > 1  # judges, each of which has a picture
-        stem = f"needle_{exp}_{model}" + (f"_{found['judge']}" if several else "")
+        stem = f"needle_{exp}_{model}" + (f"_{found.settings['judge']}" if several else "")
         pictures = [figures / exp / f"{stem}.{suffix}" for suffix in ("png", "pdf")]
-        niah.draw_grid(found, "judge", *pictures)
+        needles.draw(found, "judge", *pictures)
         yield from pictures
 
 
-def as_results(
+def as_evaluation(
     ratings: Mapping[str, Mapping[str, Any]], model: str, exp: str, judge: str, train_length: int | None
-) -> dict[str, Any]:
-    """Ratings by name of the answer, in the format of `niah.draw_grid`."""
+) -> Evaluation:
+    """Ratings by name of the answer, as an evaluation."""
     records = []
     for name, entry in ratings.items():
         length, depth = _length_and_depth(name)
         records.append({"length": length, "depth": depth / 10_000, "judge": entry["score"]})
-    return {
-        "model": official.MODELS.get(model, model),
-        "mode": exp,
-        "lengths": sorted({record["length"] for record in records}),
-        "depths": sorted({record["depth"] for record in records}),
-        "train_length": train_length,
-        "judge": judge,
-        "records": records,
-    }
+    model = official.MODELS.get(model, model)
+    return from_needle({"model": model, "mode": exp, "train_length": train_length, "judge": judge, "records": records})
 
 
 def one_folder(flag: str, name: str) -> str:

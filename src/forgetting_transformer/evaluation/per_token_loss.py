@@ -12,11 +12,10 @@ of processes. Source: Lin et al., "Forgetting Transformer", ICLR 2025, section 4
 Axes: N sequences, B those of a batch, T positions, O octaves of positions.
 """
 
-import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from forgetting_transformer.analysis.evaluations import from_position_loss, write_evaluation
+from forgetting_transformer.analysis.plots.losses import loss_against_position
+from forgetting_transformer.analysis.position_loss import octave_edges, slope_table, slopes
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import check_length, shifted
@@ -170,14 +172,6 @@ class Sums:
         return cls(np.zeros(length), np.zeros((0, len(octave_edges(length)) - 1)))
 
 
-def octave_edges(length: int) -> list[int]:
-    """Edges [0, …, length/4, length/2, length) of position ranges that each double the one before; the first is short."""
-    edges = [length]
-    while edges[0] >= 16:
-        edges.insert(0, edges[0] // 2)
-    return [0, *edges]
-
-
 def evaluate(
     model: EvaluatedModel,
     data: HeldOut,
@@ -278,202 +272,8 @@ def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> di
         "precision": identity["precision"],
     }
     results |= by_length("val", loss_T, MIN_LENGTH)
-    results["slope"] = [vars(entry) for entry in slopes(sums)]
+    results["slope"] = [vars(entry) for entry in slopes(loss_T.size, sums.octaves_NO)]
     return results
-
-
-@dataclass(frozen=True)
-class Slope:
-    """How fast L falls around one position.
-
-    Attributes:
-        position: i; the octaves [i/2, i) and [i, 2i) are compared.
-        before, after: mean loss in each, nats.
-        per_doubling: after - before, nats: negative where the model profits from a context of i to 2i tokens.
-        standard_error: of that, from the differences within sequences; None for a single sequence.
-        per_token: dL/di, the same divided by the distance of the octaves' centres, nats per token.
-    """
-
-    position: int
-    before: float
-    after: float
-    per_doubling: float
-    standard_error: float | None
-    per_token: float
-
-
-def slopes(sums: Sums) -> list[Slope]:
-    """The slope of L between every two neighbouring octaves. Sequences count as independent."""
-    edges, mean_O = octave_edges(sums.loss_T.size), sums.octaves_NO.mean(0)
-    found = []
-    for o in range(len(mean_O) - 1):
-        change, error = _mean_and_error(sums.octaves_NO[:, o + 1] - sums.octaves_NO[:, o])
-        distance = (edges[o + 2] - edges[o]) / 2
-        found.append(Slope(edges[o + 1], float(mean_O[o]), float(mean_O[o + 1]), change, error, change / distance))
-    return found
-
-
-def _mean_and_error(values_N: np.ndarray) -> tuple[float, float | None]:
-    """The mean and its standard error, None for a single value."""
-    n = len(values_N)
-    return float(values_N.mean()), float(values_N.std(ddof=1) / math.sqrt(n)) if n > 1 else None
-
-
-@dataclass(frozen=True)
-class Result:
-    """One evaluation as read back from its folder; `octaves_NO` as in `Sums`, None in files of other programs."""
-
-    name: str
-    loss_T: np.ndarray
-    summary: dict[str, Any]
-    octaves_NO: np.ndarray | None = None
-
-
-def read_result(path: Path, name: str | None = None) -> Result:
-    """Reads a result: its folder, its `results.npz`, or a folder above exactly one such file.
-
-    Raises:
-        EvaluationError: there is none, there are several, or it is damaged.
-    """
-    file = path
-    if path.is_dir():
-        files = sorted(path.rglob("results.npz"))
-        if len(files) != 1:
-            listed = ", ".join(str(f.parent) for f in files) or "none"
-            raise EvaluationError(f"{path}: expected one results.npz in or under it, found {listed}; name one of them")
-        file = files[0]
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            loss_T = np.asarray(arrays["val/loss_per_token"], dtype=np.float64)
-            octaves_NO = arrays.get("val/loss_per_octave")
-    except (OSError, ValueError, KeyError, EOFError) as error:
-        raise EvaluationError(f"{file}: cannot read the array 'val/loss_per_token' ({error})") from error
-    summary_file = file.with_suffix(".json")
-    summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
-    return Result(name or summary.get("model") or file.parent.name, loss_T, summary, octaves_NO)
-
-
-def read_named(text: str) -> Result:
-    """Reads `[NAME=]PATH`, as on a command line."""
-    name, separator, path = text.partition("=")
-    return read_result(Path(path), name) if separator and not Path(text).exists() else read_result(Path(text))
-
-
-def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:
-    """Curves for a figure: `(T,)` for a name that occurs once, `(seeds, T)` for one that occurs again.
-
-    Raises:
-        EvaluationError: seeds of one model have curves of different lengths.
-    """
-    curves: dict[str, list[np.ndarray]] = {}
-    for result in results:
-        curves.setdefault(result.name, []).append(result.loss_T)
-    for name, losses in curves.items():
-        if len({loss.size for loss in losses}) > 1:
-            raise EvaluationError(
-                f"the results called {name!r} have {', '.join(str(loss.size) for loss in losses)} positions: seeds of "
-                f"one "
-                "model must be evaluated at one length. Give different models different names, NAME=FOLDER"
-            )
-    return {name: losses[0] if len(losses) == 1 else np.stack(losses) for name, losses in curves.items()}
-
-
-def name_documents(results: Sequence[Result]) -> list[Result]:
-    """The results, with names that say on what they were evaluated if that is not the same for all.
-
-    Curves over other documents differ by more than models do.
-    """
-    seen = {(result.summary.get("data"), result.summary.get("eval_tokens")) for result in results}
-    if len(seen) <= 1:
-        return list(results)
-    corpora = {data for data, _ in seen}
-    named = []
-    for result in results:
-        data, tokens = result.summary.get("data"), result.summary.get("eval_tokens")
-        on = ["tokens not known" if tokens is None else f"{tokens:,} tokens"]
-        on += [f"corpus {str(data)[:6]}"] if len(corpora) > 1 and data else []
-        named.append(dataclasses.replace(result, name=f"{result.name} ({', '.join(on)})"))
-    return named
-
-
-def unique_names(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    """Summaries by name, numbered where a name occurs again."""
-    named: dict[str, dict[str, Any]] = {}
-    for result in results:
-        number = 1
-        while (name := result.name if number == 1 else f"{result.name} ({number})") in named:
-            number += 1
-        named[name] = result.summary
-    return named
-
-
-def slope_table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown: the slope of every model at every power-of-two fraction of its length, with standard errors."""
-    lines = [
-        "| Model | at position i | loss in [i/2, i) | loss in [i, 2i) | change per doubling (nats) | dL/di (nats per "
-        "1,000 tokens) |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for name, summary in results.items():
-        for entry in summary.get("slope", []):
-            change = _with_error(entry["per_doubling"], entry["standard_error"])
-            lines.append(
-                f"| {name} | {entry['position']:,} | {entry['before']:.4f} | {entry['after']:.4f} | {change} | "
-                f"{1000 * entry['per_token']:+.4f} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-def compare(results: Sequence[Result], from_position: int = 1) -> list[dict[str, Any]]:
-    """Every model against the first, sequence by sequence; nothing of a model that was not evaluated on the same sequences.
-
-    Documents differ much more than models do. On the same documents that cancels, so a difference of two models is
-    known much better than either model's slope. Results of one name are seeds, and are averaged first.
-
-    Args:
-        results: of at least one model.
-        from_position: octaves that begin before it are left out.
-
-    Returns:
-        Per model and octave `begin` to `end` of positions: the mean difference in `loss`, and in its `change` from the
-        octave before (nats), each with its standard error over sequences, which is None for a single one.
-    """
-    by_name: dict[str, list[Result]] = {}
-    for result in results:
-        by_name.setdefault(result.name, []).append(result)
-    first, *others = by_name
-    rows = []
-    for name in others:
-        group = by_name[first] + by_name[name]
-        same = {
-            (r.summary.get("data"), r.loss_T.size, None if r.octaves_NO is None else len(r.octaves_NO)) for r in group
-        }
-        if len(same) > 1 or None in next(iter(same)):
-            continue
-        edges = octave_edges(group[0].loss_T.size)
-        one, two = (
-            np.mean([r.octaves_NO for r in by_name[key] if r.octaves_NO is not None], axis=0) for key in (first, name)
-        )
-        difference_NO = two - one
-        for o in (o for o in range(1, difference_NO.shape[1]) if edges[o] >= from_position):
-            row = {"model": name, "against": first, "begin": int(edges[o]), "end": int(edges[o + 1])}
-            row["loss"], row["loss_error"] = _mean_and_error(difference_NO[:, o])
-            row["change"], row["change_error"] = _mean_and_error(difference_NO[:, o] - difference_NO[:, o - 1])
-            rows.append(row)
-    return rows
-
-
-def comparison_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown of what `compare` found; "" if that is nothing."""
-    lines = [
-        "| Model | against | positions | difference in loss (nats) | difference in change per doubling (nats) |",
-        "|---|---|---|---:|---:|",
-    ]
-    for row in rows:
-        loss, change = (_with_error(row[key], row[f"{key}_error"]) for key in ("loss", "change"))
-        positions = f"{row['begin']:,} to {row['end']:,}"
-        lines.append(f"| {row['model']} | {row['against']} | {positions} | {loss} | {change} |")
-    return "\n".join(lines) + "\n" if rows else ""
 
 
 def check_extrapolates(model: EvaluatedModel, data: HeldOut) -> None:
@@ -489,36 +289,6 @@ def check_extrapolates(model: EvaluatedModel, data: HeldOut) -> None:
             f"--preset=extrapolation: documents of {data.array.path} have {data.length:,} tokens and {model.source} "
             f"was trained on {model.train_length:,}; choose a corpus of longer documents"
         )
-
-
-def extrapolation_table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown: what every doubling of the context from the training length on does to the loss.
-
-    A change counts as one where it is more than two standard errors.
-    """
-    lines = [
-        "| Model | trained at | context from → to | loss before → after (nats) | change (nats) | |",
-        "|---|---:|---|---|---:|---|",
-    ]
-    for name, summary in results.items():
-        train_length = summary["train_length"]
-        for entry in summary["slope"]:
-            if entry["position"] < train_length:
-                continue
-            error, change = entry["standard_error"], entry["per_doubling"]
-            verdict = "one sequence: no standard error"
-            if error is not None:
-                falls = "falls: the added context helps" if change < 0 else "rises: the added context hurts"
-                verdict = falls if abs(change) > 2 * error else "flat within two standard errors"
-            lines.append(
-                f"| {name} | {train_length:,} | {entry['position']:,} → {2 * entry['position']:,} | "
-                f"{entry['before']:.4f} → {entry['after']:.4f} | {_with_error(change, error)} | {verdict} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-def _with_error(value: float, error: float | None) -> str:
-    return f"{value:+.4f}" if error is None else f"{value:+.4f} ± {error:.4f}"
 
 
 class _Batches(Dataset):
@@ -620,6 +390,14 @@ def _write_results(folder: Path, results: dict[str, Any], sums: Sums) -> None:
     arrays = {"val/loss_per_token": sums.loss_T / sums.sequences, "val/loss_per_octave": sums.octaves_NO}
     _savez(folder / "results.npz", **numbers, **arrays)
     write_json(folder / "results.json", results)
+    table = slope_table({results["model"]: results})
+    curve = {results["model"]: arrays["val/loss_per_token"]}
+    write_evaluation(
+        from_position_loss(results),
+        folder,
+        table,
+        lambda path: loss_against_position(curve, path, results["train_length"]),
+    )
 
 
 def _savez(file: Path, **arrays: Any) -> None:

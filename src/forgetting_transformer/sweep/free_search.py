@@ -10,9 +10,9 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from forgetting_transformer.analysis.markdown import markdown_table
 from forgetting_transformer.analysis.plots.sweeps import budget, loss_against_parameters
 from forgetting_transformer.analysis.runs import Run
+from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import Job, State

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forgetting_transformer.analysis import statistics
-from forgetting_transformer.analysis.markdown import markdown_table
 from forgetting_transformer.analysis.plots.sweeps import budget, loss_against_learning_rate
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
+from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import Job, State

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from forgetting_transformer import progress
-from forgetting_transformer.analysis.markdown import markdown_table
 from forgetting_transformer.analysis.runs import Run, read_run
+from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.jobs import Job, State, file_name
 from forgetting_transformer.sweep.machines import Process

@@ -260,7 +260,7 @@ def loss_differences(
     """Draws by how much models differ from the first on the same documents, in every octave of positions.
 
     Args:
-        rows: as from `per_token_loss.compare`: `model`, `against`, positions `begin` to `end`, `loss` and `loss_error`.
+        rows: as from `position_loss.compare`: `model`, `against`, positions `begin` to `end`, `loss` and `loss_error`.
         path: where to write; the suffix chooses the format.
         conditions, train_length: as for `loss_against_position`.
 

@@ -1,4 +1,4 @@
-"""Scores of models, task by task: a panel for each unit, with standard errors and the level of chance."""
+"""Scores of models, task by task: a panel for each unit, with intervals and the level of chance."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Scores:
         unit: what the axis says, as in "accuracy (%)".
         better: "higher" or "lower"; None says nothing.
         values: task -> a value for each model, None where it has none.
-        errors: task -> the standard error of each, None where it is unknown.
+        errors: task -> half of the 95 % interval of each, None where it is unknown.
         chance: task -> what guessing gives, where that is known.
     """
 
@@ -34,7 +34,7 @@ class Scores:
 def scores_by_task(
     models: Sequence[str], panels: Sequence[Scores], path: Path, title: str = "Scores", conditions: Sequence[str] = ()
 ) -> None:
-    """Draws a row for each task and in it a marker for each model, with its standard error.
+    """Draws a row for each task and in it a marker for each model, with its interval.
 
     Args:
         models: names.
@@ -98,4 +98,4 @@ def scores_by_task(
         if any(panel.chance for panel in panels):
             drawn.handles.append(Line2D([], [], color=GREY, linestyle=":", linewidth=1.2, label="chance"))
         known = any(error is not None for panel in panels for errors in panel.errors.values() for error in errors)
-        drawn.notes += [*conditions, "bars: ± one standard error" if known else "standard errors are not known"]
+        drawn.notes += [*conditions, "bars: 95 % intervals" if known else "intervals are not known"]

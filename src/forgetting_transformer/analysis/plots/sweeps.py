@@ -11,7 +11,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from forgetting_transformer.analysis.comparisons import Model
-from forgetting_transformer.analysis.markdown import rate_text
 from forgetting_transformer.analysis.plots.losses import READING_ORDER, SMOOTHED, mark_passes, smooth_training
 from forgetting_transformer.analysis.plots.style import (
     ACCENT,
@@ -26,6 +25,7 @@ from forgetting_transformer.analysis.plots.style import (
     set_limits,
     token_axis,
 )
+from forgetting_transformer.analysis.tables import rate_text
 
 
 def loss_against_learning_rate(

@@ -3,7 +3,7 @@
 import pytest
 
 from forgetting_transformer.analysis import AnalysisError
-from forgetting_transformer.analysis.markdown import fill_in
+from forgetting_transformer.analysis.marked_pages import fill_in
 
 PAGE = """a
 <!-- models -->

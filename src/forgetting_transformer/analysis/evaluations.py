@@ -1,0 +1,334 @@
+"""What evaluations leave in their folders: one schema for all, written and read here.
+
+Every evaluation writes to its folder
+
+    evaluation.json    its numbers, in the form below
+    table.md           the same for people
+    figure.png         the same as a picture
+
+beside the files that it has always written (arrays, and the formats of the paper's repository). evaluation.json:
+
+    {
+      "format": 1,
+      "kind":     "per_token_loss", "niah", "lm_eval_harness", "longbench" or "forget_gates",
+      "model":    name of the model,
+      "about":    what is known of it: source, train_length, train_tokens, weights (a digest),
+      "settings": what it was evaluated with,
+      "numbers":  [{"task": …, "metric": …, "value": …, "standard_error": … or null, "samples": … or null,
+                    "at": {…}}, …]
+      "texts":    [{"task": …, "text": what the model wrote, "wanted": …, "score": …}, …]   some, where it writes any
+    }
+
+`at` says where a number was measured if a task has several: {"length": 4096, "depth": 0.5} of a needle, {"layer": 3,
+"head": 0} of a gate, {"context": 2048} of a mean loss. A standard error is that of a mean over `samples` examples.
+
+Folders of earlier versions have no evaluation.json; `read_evaluations` makes the same of what they have: results.json,
+scores.json (judge.json), heads.json.
+
+Training writes the other half of the schema, JSON lines of numbers by training tokens (runs.py).
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forgetting_transformer.analysis import AnalysisError, published
+from forgetting_transformer.analysis.statistics import Estimate, mean_and_error
+from forgetting_transformer.analysis.tables import Table
+from forgetting_transformer.files import write_atomically, write_json
+
+FORMAT = 1
+#: Texts that are kept of an evaluation, for a look.
+_TEXTS = 20
+
+
+@dataclass(frozen=True)
+class Number:
+    """One number of an evaluation; see the module docstring."""
+
+    task: str
+    metric: str
+    value: float
+    standard_error: float | None = None
+    samples: int | None = None
+    at: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def estimate(self) -> float | Estimate:
+        """The value with its 95 % interval, 1.96 standard errors to either side, where there is one."""
+        return self.value if self.standard_error is None else Estimate(self.value, 1.96 * self.standard_error)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of one model; see the module docstring. `folder` is where it was read from."""
+
+    kind: str
+    model: str
+    numbers: Sequence[Number]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    texts: Sequence[Mapping[str, Any]] = ()
+    folder: Path = Path()
+
+    def find(self, task: str, metric: str, **at: Any) -> Number | None:
+        """The first number of this task and metric that was measured there."""
+        found = (n for n in self.numbers if (n.task, n.metric) == (task, metric) and at.items() <= n.at.items())
+        return next(found, None)
+
+
+def write_evaluation(evaluation: Evaluation, folder: Path, table: Table, draw: Callable[[Path], object]) -> None:
+    """Writes evaluation.json, table.md and figure.png; each is whole or not there.
+
+    Args:
+        draw: draws the picture into the file it is given.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"format": FORMAT, **asdict(evaluation), "texts": list(evaluation.texts)[:_TEXTS]}
+    del content["folder"]
+    write_json(folder / "evaluation.json", content, durable=False)
+    write_atomically(folder / "table.md", f"{table.markdown(padded=True)}\n", durable=False)
+    draw(folder / "figure.png")
+
+
+def read_evaluation(folder: Path) -> Evaluation | None:
+    """What one folder holds, in the form of this version or of an earlier one; None if that is no evaluation.
+
+    Raises:
+        AnalysisError: a file is damaged, or of a later version.
+    """
+    if (file := folder / "evaluation.json").is_file():
+        content = read_json(file)
+        try:
+            version = content.pop("format")
+            if version > FORMAT:
+                raise AnalysisError(f"{file} is of a later version (format {version}); read it with that version")
+            numbers = tuple(Number(**number) for number in content.pop("numbers"))
+            evaluation = Evaluation(numbers=numbers, folder=folder, **content)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise AnalysisError(f"{file} is damaged ({error}); run the evaluation again") from error
+        if evaluation.kind == "niah" and (folder / "judge.json").is_file():  # rated later
+            evaluation = _of_folder(from_needle(read_json(folder / "judge.json")), folder)
+        return evaluation
+    if (file := folder / "heads.json").is_file():
+        return _of_folder(from_gates(read_json(file)), folder)
+    if (file := folder / "scores.json").is_file():
+        judged = folder / "judge.json"
+        return _of_folder(from_needle(read_json(judged if judged.is_file() else file)), folder)
+    if (folder / "results.npz").is_file():
+        file = folder / "results.json"
+        return _of_folder(from_position_loss(read_json(file) if file.is_file() else {}), folder)
+    if (file := folder / "results.json").is_file() or (file := folder / "result.json").is_file():
+        content = read_json(file)
+        if isinstance(content, dict) and content and content.keys() <= published.LONGBENCH.keys():
+            return _of_folder(from_longbench(content, texts=_first_answers(folder)), folder)
+        if isinstance(content, dict) and content and all(isinstance(metrics, dict) for metrics in content.values()):
+            return _of_folder(from_lm_eval(content), folder)
+        raise AnalysisError(f"{file} holds no results of lm_eval_harness or longbench")
+    return None
+
+
+def read_evaluations(folders: Iterable[Path]) -> tuple[list[Evaluation], list[str]]:
+    """All evaluations in these folders, at any depth, by path; and what is no evaluation though its name says so.
+
+    Raises:
+        AnalysisError: a file is damaged.
+    """
+    found, left_out = [], []
+    names = ("evaluation.json", "results.npz", "results.json", "result.json", "scores.json", "heads.json")
+    files = {file.parent for folder in folders for name in names for file in folder.rglob(name)}
+    for folder in sorted(files):
+        try:
+            evaluation = read_evaluation(folder)
+        except AnalysisError as error:
+            if "holds no results" not in str(error):
+                raise
+            left_out.append(str(error))
+            continue
+        if evaluation is not None:
+            found.append(evaluation)
+    return found, left_out
+
+
+def read_named(texts: Sequence[str]) -> dict[str, list[Evaluation]]:
+    """The evaluations of every `[NAME=]FOLDER` on a command line, by name, in that order.
+
+    A NAME that is given again is the same model with another seed.
+
+    Raises:
+        AnalysisError: one is not there or damaged, or two folders without a NAME are called the same.
+    """
+    found: dict[str, list[Evaluation]] = {}
+    unnamed = set()
+    for text in texts:
+        name, separator, path = text.partition("=")
+        if not separator or Path(text).exists():
+            name, path = Path(text).resolve().name, text
+            if name in found:
+                raise AnalysisError(f"two results are called {name!r}: give them names, NAME=FOLDER")
+            unnamed.add(name)
+        elif name in unnamed:
+            raise AnalysisError(f"two results are called {name!r}: give them names, NAME=FOLDER")
+        evaluation = read_evaluation(Path(path))
+        if evaluation is None:
+            raise AnalysisError(
+                f"there are no results in {path}: run the evaluation that writes them first, to its end"
+            )
+        found.setdefault(name, []).append(evaluation)
+    return found
+
+
+def number_table(evaluation: Evaluation) -> Table:
+    """All numbers, a row each."""
+    rows = [
+        [
+            n.task,
+            n.metric,
+            ", ".join(f"{key} {value}" for key, value in n.at.items()),
+            f"{n.value:.4g}" if n.standard_error is None else f"{n.value:.4g} ± {n.standard_error:.2g}",
+            "" if n.samples is None else str(n.samples),
+        ]
+        for n in evaluation.numbers
+    ]
+    return Table(["task", "metric", "at", "value ± standard error", "examples"], rows, "lllrr").without_empty_columns()
+
+
+def from_lm_eval(results: Mapping[str, Mapping[str, Any]], model: str = "", **more: Any) -> Evaluation:
+    """lm_eval's results by task: {"piqa": {"acc,none": 0.5, "acc_stderr,none": 0.1, …}, …}."""
+    numbers = []
+    for task, metrics in results.items():
+        for key, value in metrics.items():
+            name, _, variant = key.partition(",")
+            if isinstance(value, float) and not name.endswith("_stderr"):
+                error = metrics.get(f"{name}_stderr,{variant}")
+                error = error if isinstance(error, float) and math.isfinite(error) else None
+                metric = name if variant in ("", "none") else key
+                numbers.append(Number(task, metric, value, error, metrics.get("sample_len")))
+    return Evaluation("lm_eval_harness", model, tuple(numbers), **more)
+
+
+def from_longbench(
+    scores: Mapping[str, Any], model: str = "", errors: Mapping[str, Any] | None = None, **more: Any
+) -> Evaluation:
+    """Set -> score from 0 to 100, or of LongBench-E set -> range of lengths -> score.
+
+    Args:
+        errors: likewise (standard error, examples).
+    """
+    numbers = []
+    for name, of_set in scores.items():
+        by_range = of_set if isinstance(of_set, Mapping) else {None: of_set}
+        for words, value in by_range.items():
+            if value is not None:
+                error = (errors or {}).get(name, (None, None))
+                error = error.get(words, (None, None)) if isinstance(error, Mapping) else error
+                numbers.append(Number(name, "score", value, *error, {} if words is None else {"words": words}))
+    return Evaluation("longbench", model, tuple(numbers), **more)
+
+
+def from_needle(content: Mapping[str, Any]) -> Evaluation:
+    """The content of scores.json, or of judge.json: a record per prompt with `length`, `depth` and scores."""
+    cells: dict[tuple, list[Mapping[str, Any]]] = {}
+    for record in content["records"]:
+        cells.setdefault((record["length"], record["depth"]), []).append(record)
+    numbers = []
+    for (length, depth), records in cells.items():
+        for score in ("words", "exact", "judge"):
+            values = np.array([r[score] for r in records if r.get(score) is not None], dtype=np.float64)
+            if values.size:
+                value, error = mean_and_error(values)
+                at = {"length": length, "depth": depth}
+                numbers.append(Number(f"needle, {content['mode']}", score, value, error, values.size, at))
+    texts = [
+        {
+            "task": f"{r['length']:,} tokens, depth {r['depth']:.0%}",
+            "text": r["prediction"],
+            "score": r.get("words"),
+        }
+        for r in content["records"]
+        if "prediction" in r
+    ]
+    settings = {key: content[key] for key in ("mode", "judge") if key in content}
+    about = {"train_length": content.get("train_length")}
+    return Evaluation("niah", content["model"], tuple(numbers), about, settings, texts)
+
+
+def from_gates(content: Mapping[str, Any]) -> Evaluation:
+    """The content of heads.json: memory length and pruned share of every head."""
+    numbers = [Number("pruning", "pruned", content["pruned"])]
+    for head in content["heads"]:
+        at = {"layer": head["layer"], "head": head["head"]}
+        bound = {"at_least": True} if head["memory_is_bound"] else {}
+        numbers.append(Number("memory", "tokens", head["memory"], at={**at, **bound}))
+        numbers.append(Number("pruning", "pruned", head["pruned"], at=at))
+    about = {"source": content["model"], "train_tokens": content.get("train_tokens")}
+    return Evaluation("forget_gates", content["model"], tuple(numbers), about, {"tokens": content["tokens"]})
+
+
+def from_position_loss(summary: Mapping[str, Any]) -> Evaluation:
+    """The content of results.json of per_token_loss."""
+    samples = summary["eval_tokens"] // summary["eval_len"] if "eval_len" in summary else None
+    numbers = [
+        Number(
+            "loss",
+            key.removeprefix("val/").partition("_len_")[0],
+            value,
+            None,
+            samples,
+            {"context": int(key.rpartition("_")[2])},
+        )
+        for key, value in summary.items()
+        if "_len_" in key
+    ]
+    for entry in summary.get("slope", ()):
+        at = {"position": entry["position"]}
+        numbers.append(
+            Number("slope", "change_per_doubling", entry["per_doubling"], entry["standard_error"], samples, at)
+        )
+    about = {key: summary[key] for key in ("source", "train_length", "train_tokens", "weights") if key in summary}
+    settings = {key: summary[key] for key in ("eval_tokens", "eval_len", "data", "precision") if key in summary}
+    return Evaluation("per_token_loss", summary.get("model", ""), tuple(numbers), about, settings)
+
+
+def answer_text(name: str, record: Mapping[str, Any]) -> dict[str, Any]:
+    """An answer of LongBench as one of the `texts`."""
+    wanted = " / ".join(map(str, record.get("answers") or ()))
+    return {"task": published.LONGBENCH[name][0], "text": record["pred"], "wanted": wanted, "score": None}
+
+
+def _first_answers(folder: Path) -> list[dict[str, Any]]:
+    """The first answer of each set that LongBench's folder has kept."""
+    found = []
+    for file in sorted((folder / "pred").glob("*.0.jsonl")):
+        name, lines = file.name.split(".")[0], file.read_text(encoding="utf-8", errors="replace").splitlines()
+        if name in published.LONGBENCH and lines:
+            try:
+                found.append(answer_text(name, json.loads(lines[0])))
+            except (ValueError, LookupError, TypeError, AttributeError):
+                continue  # cut short by a crash
+    return found
+
+
+def read_json(file: Path) -> Any:
+    """
+    Raises:
+        AnalysisError: the file is not there, or damaged.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise AnalysisError(f"there is no {file}: run the evaluation that writes it first, to its end") from error
+    except (OSError, ValueError) as error:
+        raise AnalysisError(f"{file} cannot be read ({error}); delete it and start the evaluation again") from error
+
+
+def _of_folder(evaluation: Evaluation, folder: Path) -> Evaluation:
+    """The evaluation, with its folder's name where the files do not name the model."""
+    from dataclasses import replace
+
+    return replace(evaluation, model=evaluation.model or folder.resolve().name, folder=folder)
