@@ -166,7 +166,7 @@ class RunningSum(nn.Module):
 
 
 class RunningSumConfig(DecoderConfig):
-    """An architecture with a block without MLP and names of its own."""
+    """An architecture whose blocks have no MLP and whose modules have other names."""
 
     mixer_norm_name: ClassVar[str] = "norm"
     mixer_name: ClassVar[str] = "mixer"

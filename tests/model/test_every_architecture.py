@@ -1,5 +1,7 @@
-"""What holds for every registered architecture: training, sharding, compiling, saving. A new one is tested by its entry in
-`small_models.SMALL_FIELDS`; what holds for its cache is in test_generation.py."""
+"""What holds for every registered architecture: training, sharding, compiling, saving.
+
+A new one is tested by its entry in `small_models.SMALL_FIELDS`; what holds for its cache is in test_generation.py.
+"""
 
 import pytest
 import torch
@@ -114,7 +116,7 @@ def test_blocks_can_be_sharded_by_fsdp2(case, ids, tmp_path):
 
 @pytest.fixture
 def fresh_compiler():
-    """PyTorch compiles a function anew for only so many models before it gives up."""
+    """PyTorch compiles a function for only so many models before it gives up."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -31,7 +31,7 @@ def golden(request) -> dict[str, Any]:
 
 @pytest.fixture
 def model(golden, monkeypatch):
-    """The golden model, built from nothing but its config and weights (and, for Mamba-2, two defects of the original)."""
+    """The golden model, built from its config and weights alone (and, for Mamba-2, two defects of the original)."""
     changes = {}
     if golden["name"] == "mamba2":
         changes["time_step_limit"] = (golden["config"]["time_step_min"], math.inf)

@@ -1,4 +1,4 @@
-"""Mamba-2 computes its recurrence, agrees with the implementation in transformers, and starts as the paper's models did."""
+"""Mamba-2 computes its recurrence, agrees with transformers' implementation, and starts as the paper's models did."""
 
 import inspect
 import math

@@ -1,4 +1,4 @@
-"""Fields that published configurations have and that change nothing here: other values are refused where a run begins."""
+"""Fields of published configurations that change nothing here: a run refuses other values before it begins."""
 
 import pytest
 import torch

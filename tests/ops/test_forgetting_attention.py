@@ -148,7 +148,7 @@ def test_three_bfloat16_channels_carry_the_bias(gates):
 
 
 def test_near_pairs_are_exact_however_long_the_sequence():
-    """Two keys 16 apart at the end of 20,000 strongly forgetting positions: the ratio of their weights is their decay."""
+    """Two keys 16 apart after 20,000 strongly forgetting positions: the ratio of their weights is their decay."""
     n, head_dim = 20_000, 2
     torch.manual_seed(0)
     log_fgate = F.logsigmoid(torch.randn(1, 1, n, dtype=torch.float64) - 0.5)

@@ -1,4 +1,4 @@
-"""The kernels compile for every generation of GPU, within the shared memory that a program may have there. No GPU is needed."""
+"""The kernels compile for every generation of GPU, within its shared memory per program. No GPU is needed."""
 
 import os
 
@@ -28,8 +28,8 @@ def compile_kernel(name: str, capability: int, head_dim: int, tiles: tuple[int, 
     kernel = getattr(kernels, f"{name}_kernel")
     block_m, block_n, warps, stages = tiles
     constants = {
-        "GROUP": 1, "HAS_FIRST": not tma, "HEAD_DIM": head_dim, "CHANNELS": head_dim, "BLOCK_M": block_m, "BLOCK_N": block_n,
-        "STRETCH": 128, "TMA": tma, "PRECISION": "ieee",
+        "GROUP": 1, "HAS_FIRST": not tma, "HEAD_DIM": head_dim, "CHANNELS": head_dim, "BLOCK_M": block_m,
+        "BLOCK_N": block_n, "STRETCH": 128, "TMA": tma, "PRECISION": "ieee",
     }  # fmt: skip
     types, aligned = {}, {}
     for i, argument in enumerate(kernel.arg_names):

@@ -255,7 +255,7 @@ for queries in (1, 5):
 
 @pytest.mark.slow
 def test_kernel_on_whole_buffers_with_an_end_for_every_sequence():
-    """What lies before the start and behind the end holds NaN, and no bit depends on it or on the length of the buffer."""
+    """Before the start and after the end there is NaN. No bit depends on it, or on the length of the buffer."""
     interpret(
         SETUP
         + """

@@ -164,7 +164,7 @@ for bounded in (False, True):
 
 
 def test_the_search_finds_what_a_walk_over_all_blocks_finds():
-    """Bounds for every tile leave out more than one for a head, and less where norms are large. Nothing seen is in padding."""
+    """Bounds per tile leave out more than one bound per head, and less where norms are large. Padding adds nothing."""
     interpret(
         """
 from forgetting_transformer.ops.forgetting_attention import pruning
@@ -283,7 +283,7 @@ for queries, length, groups, window, start in (
 
 
 def test_any_memory_layout_is_taken_and_the_operator_is_registered_right():
-    """Callers hand over transposed views; `opcheck` holds schema, fake kernel and autograd registration to the real ones."""
+    """Callers pass transposed views; `opcheck` compares schema, fake kernel and autograd registration with the op."""
     interpret(
         """
 q, k, v, log_fgate, d_out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(70, 16))

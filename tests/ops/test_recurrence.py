@@ -28,7 +28,7 @@ GATES = {
 
 
 def by_position(module: types.ModuleType, op: str):
-    """A backend's form of the op as a function of queries, keys, values, gates, scale and state; of the scan as it is."""
+    """A backend's form of the op as a function of queries, keys, values, gates, scale and state; the scan as it is."""
 
     def function(q, k, v, *others):
         *gates, scale, state = others
@@ -486,7 +486,7 @@ def stand_in_fla(fresh_fla, monkeypatch):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """A setter of what GPU and Triton are like: whether FLA refuses the gated backward pass, and whether that is right."""
+    """Pretends a GPU and a Triton: whether FLA refuses the gated backward pass, and whether that pass is right."""
 
     def pretend(refuses: bool, is_right: bool = False) -> None:
         monkeypatch.setattr(fla_on_hopper, "is_hopper", lambda device_index: True)
@@ -529,7 +529,7 @@ def test_fla_is_for_16_bits_and_whole_tiles(stand_in_fla, monkeypatch):
 
 
 def test_on_hopper_fla_serves_gates_where_they_were_right(stand_in_fla, on_hopper):
-    """Elsewhere it was wrong (16 × 32, Triton 3.6) or took more shared memory than there is (256 × 256, every Triton)."""
+    """Elsewhere it was wrong (16 × 32, Triton 3.6) or needed too much shared memory (256 × 256, every Triton)."""
     on_hopper(refuses=False)
     for op in FLA_KERNELS:
         assert supported(op, 128, 64, torch.bfloat16) and supported(op, 128, 128, torch.bfloat16)

@@ -21,7 +21,7 @@ from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate
 
 
 class GrowingTensor:
-    """A tensor that grows at the end of its third axis and may shrink at both, held as part of a buffer `(B, G, room, …)`.
+    """A tensor that grows at the end of its third axis and may shrink at both: part of a buffer `(B, G, room, …)`.
 
     A full buffer is replaced by one with room for half as many positions again. So however many tokens come one by
     one, each is copied three times or less on average. The first positions stay where they came from, and are never
@@ -45,8 +45,7 @@ class GrowingTensor:
     def append(self, x: Tensor) -> None:
         """Add positions `(B, G, T, …)` at the end."""
         if torch.is_grad_enabled():
-            # Writing into a buffer would destroy what earlier calls saved for their backward pass, if only that of
-            # queries.
+            # Earlier calls saved views of the buffer for their backward pass; writing into it would destroy them.
             self._replace(torch.cat((self.held, x), dim=2), is_own=False)
             return
         # Buffers made in inference mode can be written in inference mode only.
@@ -88,8 +87,7 @@ class DecoderCache(Cache):
     Attributes:
         seq_start_B: index of the first real token of each sequence `(B,)`, None without left padding. Kept here so that
             later calls need no attention mask.
-        has_position_ids: whether the last tokens were given positions by the caller, so that the next ones need some
-            too.
+        has_position_ids: whether the caller gave positions of the last tokens. Then the next ones need them too.
     """
 
     def __init__(self, layers: Sequence[CacheLayerMixin]) -> None:
@@ -121,8 +119,7 @@ class DecoderCache(Cache):
         """Forget the last tokens. As in transformers, the argument is minus their number."""
         if tokens_to_remove > 0:
             raise ValueError(
-                f"tokens_to_remove is {tokens_to_remove}; pass a negative number to remove that many tokens from the "
-                f"end"
+                f"tokens_to_remove is {tokens_to_remove}; pass a negative number, -n, to remove the last n tokens"
             )
         if tokens_to_remove < 0:
             super().crop(tokens_to_remove)
@@ -298,14 +295,14 @@ class RecurrentCache(LayerCache):
 
 
 class ForgettingAttentionCache(GrowingCache):
-    """Keys, values and running sums of log forget gates of all past tokens, and the last outputs of shifted projections.
+    """Keys, values and running sums of log forget gates of past tokens, and the last outputs of shifted projections.
 
     Args:
         keeps_key_norm: also keep the largest norm of each head's keys, for pruning bounds.
 
     Attributes (None before the first update):
-        keys, values: `(B, H, N, D)`, after normalisation and rotation, ready for attention. Views of buffers: see
-            `GrowingTensor`.
+        keys, values: `(B, H, N, D)`, after normalisation and rotation, ready for attention. Views of buffers
+            (`GrowingTensor`).
         cum_log_fgate: running sums of log f `(B, H, N)`, float64: see `cumulative_log_fgate`.
         max_key_norm: `(B, H)`, float32, no less than the norm of any key. None unless wanted.
         shift_states: name → `(B, up to SHIFT_HISTORY, E)`, what a `ShiftLinear` computed before mixing at the last

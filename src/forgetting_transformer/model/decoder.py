@@ -1,14 +1,13 @@
-"""The decoder all architectures share: embedding → N × (norm → mixer → norm → MLP) → norm → head → loss per token.
+"""The decoder that all architectures share: embedding → L × (norm → mixer → norm → MLP) → norm → head → loss per token.
 
 An architecture is a mixer and a configuration. The configuration builds the mixers (`build_mixer`) and the MLPs
 (`build_mlp`), names the submodules as its published checkpoints do, and counts FLOPs. A mixer is an `nn.Module` with
 
-    forward(hidden_BTE, seq_start_B=None, cache=None) -> (out_BTE, …), of which the block reads the first; after these
-    three it
-        gets what the model's `mixer_inputs` returns for its block, by default nothing
+    forward(hidden_BTE, seq_start_B=None, cache=None, *mixer_inputs) -> (out_BTE, …). The block reads the first result.
+        `mixer_inputs` are what the model's method of this name returns for the block, by default nothing
     new_cache() -> CacheLayerMixin, an empty layer cache
-    init_own_weights(), optional: called after its submodules got the default initialisation, to change it. It must
-        write through `transformers.initialization`, whose functions leave weights alone that came from a checkpoint
+    init_own_weights(), optional: called after the default initialisation of its submodules, to change it. It must write
+        through `transformers.initialization`, whose functions leave weights from a checkpoint as they are
     op_use() -> OpUse, optional: how it calls its op, so that the op's kernels are tested before the first step on a GPU
     use_rope, optional: True if it has rotary positions; its forward then takes the keyword `position_BT`
     gives_attentions, optional: True if its forward takes the keyword `output_attentions` and then returns (out_BTE,
@@ -48,8 +47,7 @@ from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
-#: What `forward` makes of labels: the convention of the FoX paper's code, and that of Hugging Face's models and
-#: Trainer.
+#: Conventions for labels: that of the FoX paper's code, and that of Hugging Face's models and Trainer.
 LOSSES = ("per_token", "causal_lm")
 
 
@@ -93,9 +91,8 @@ class DecoderConfig(PreTrainedConfig):
     mixer_norm_name: ClassVar[str] = "attn_norm"
     mixer_name: ClassVar[str] = "attn"
     final_norm_name: ClassVar[str] = "norm"
-    # Fields that published configurations have and that change nothing here, with the values for which that is right.
-    # Published files may hold others, with which the authors' code computes the same; `registry.build_config` refuses
-    # them.
+    # Fields of published configurations that change nothing here, with the values for which that is right.
+    # `registry.build_config` refuses other values. Published files may hold them: the authors' code ignores them too.
     neutral_values: ClassVar[Mapping[str, Sequence[Any]]] = {}
     # Whether the embedding of the padding token is zero, and stays so.
     zero_padding_embedding: ClassVar[bool] = True
@@ -267,7 +264,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Linear and embedding weights from N(0, initializer_range²), biases 0, norm weights 1, then the mixer's own."""
+        """Linear and embedding weights from N(0, initializer_range²), biases 0, norm weights 1; then mixers' own."""
         super()._init_weights(module)
         if hasattr(module, "init_own_weights"):
             module.init_own_weights()
@@ -424,13 +421,13 @@ class DecoderModel(DecoderPreTrainedModel):
         }
         if stateful:
             raise ValueError(
-                f"cu_seqlens: {self.config.model_type.partition('-')[0]} carries a state from one document into the next "
-                f"({', '.join(sorted(stateful))}); give every document a row of its own, or use an attention model"
+                f"cu_seqlens: {self.config.model_type.partition('-')[0]} carries a state from one document into the "
+                f"next ({', '.join(sorted(stateful))}); give every document its own row, or use an attention model"
             )
         if any(x is not None for x in others):
             raise ValueError(
-                "cu_seqlens is given with attention_mask, past_key_values, position_ids or output_attentions; leave "
-                "those out"
+                "cu_seqlens is given with attention_mask, past_key_values, position_ids or output_attentions, which "
+                "packed documents do not take; leave them out"
             )
         if cu_seqlens.device.type == "cpu":  # looking at values would make a GPU wait
             batch, length = shape
@@ -455,8 +452,7 @@ class DecoderModel(DecoderPreTrainedModel):
                 f"position_ids has shape {tuple(position_ids.shape)} and dtype {position_ids.dtype}; it must be "
                 f"integers of shape {(batch, length)} or {(1, length)}"
             )
-        # One look at the values, which a compiled graph cannot take, and for which a GPU is waited for. Not while
-        # decoding.
+        # Reading values breaks a compiled graph and makes the host wait for a GPU, so this is not done while decoding.
         if length == 1 or torch.compiler.is_compiling():
             return
         falls_BT = position_ids.diff(dim=1) <= 0
@@ -524,10 +520,10 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def compile_parts(self) -> None:
         """Run blocks and loss through torch.compile from now on.
 
-        Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights on its own.
-        Activation checkpointing stays outside of what is compiled: inside, a mixer that breaks the graph (FLA's kernels
-        do) would make PyTorch give up on the whole block, in silence. Lengths and batch sizes are compiled in; each new
-        one takes a while.
+        Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights separately.
+        Activation checkpointing stays outside the compiled part: inside, a mixer that breaks the graph (FLA's kernels
+        do) would make PyTorch give up on the whole block without a warning. Each new length or batch size compiles
+        again.
         """
         for module in self.modules():
             if isinstance(module, DecoderBlock):
@@ -583,16 +579,13 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         """Compute logits `(B, T, V)`, or with labels the loss. Further arguments: `DecoderModel.forward`.
 
         Args:
-            labels: what is to be predicted `(B, T)`; -100 is ignored. `config.loss` says how they are meant:
-                "per_token": `labels[t]` is the token after `input_ids[t]`. They are not shifted here. `loss` is `(B,
-                    T)`,
-                float32 in nats, not reduced, and `logits` is None, as they are never all held at once.
-                "causal_lm": `labels[t]` is the token `input_ids[t]`, shifted here. `loss` is the mean over the labels
-                    that
-                count, and `logits` are returned beside it. Padding predicts nothing: after a 0 of `attention_mask` a
-                label does not count.
-            logits_to_keep: compute logits of the last this many positions only, 0 for all; or the positions. Without
-                labels.
+            labels: what is to be predicted `(B, T)`; -100 is ignored. `config.loss` says how they are meant.
+                "per_token": `labels[t]` is the token after `input_ids[t]`; labels are not shifted here. `loss` has the
+                shape `(B, T)`, float32, in nats. `logits` is None, because they are never all held at once.
+                "causal_lm": `labels[t]` is the token `input_ids[t]`; labels are shifted here. `loss` is the mean over
+                the labels that count, and `logits` are returned too. Padding predicts nothing: after a 0 of
+                `attention_mask` a label does not count.
+            logits_to_keep: without labels: compute logits of this many last positions only, 0 for all; or positions.
             use_cache: default False with labels.
             num_items_in_batch: divide the summed loss by this instead of taking the mean, for "causal_lm": the labels
                 that count in all micro-batches of a step, as transformers' Trainer passes them. Trainer counts from the
@@ -689,7 +682,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Give `generate` this model's cache instead of transformers' DynamicCache, which holds keys and values only."""
+        """Give `generate` this model's cache, not transformers' DynamicCache, which holds keys and values only."""
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
 

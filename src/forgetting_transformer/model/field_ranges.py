@@ -1,4 +1,4 @@
-"""Which values the fields of an architecture's configuration may have, looked at before anything is computed from them."""
+"""The values that fields of an architecture's configuration may have, checked before anything uses them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ RANGES = {
 
 
 def check_fields(config_class: type, fields: Mapping[str, Any]) -> None:
-    """Holds `fields` to the types that `config_class` declares, to RANGES and to its `neutral_values`.
+    """Check `fields` against the types that `config_class` declares, RANGES and its `neutral_values`.
 
     Raises:
         ValueError: naming the field, its value and what it must be.

@@ -36,8 +36,7 @@ FGATE_TYPES = ("full", "bias_only", "fixed", "none")
 OGATE_ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": F.silu}
 # Fixed in the released models, whatever their norm_eps.
 QK_NORM_EPS = 1e-5
-# New tokens that a cache is read for by the op that is made for few of them: one, or the guesses of assisted
-# generation.
+# The op for decoding serves up to this many new tokens: one, or the guesses of assisted generation.
 MAX_DECODED_TOKENS = 16
 
 
@@ -332,7 +331,7 @@ class ForgettingAttentionLayer(nn.Module):
 
     @torch.no_grad()
     def score_bound(self) -> Tensor:
-        """U `(H,)`, float32, with |q·k| / √D ≤ U for any text, from the weights of QK-norm, without which there is none."""
+        """U `(H,)`, float32, with |q·k| / √D ≤ U for any text, from the weights of QK-norm; needs `qk_norm`."""
         # (H, D) with one weight vector per head, (1, D) if they share it
         q_max, k_max = (
             norm.weight.float().abs().view(-1, self.head_dim).amax(-1) for norm in (self.q_norm, self.k_norm)
@@ -442,7 +441,7 @@ class ForgettingTransformerConfig(AttentionConfig):
         )
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
-        """Linear layers: 2·weights. Attention: 2·E for q·k and 2·E for the weighted sum, over (T+1)/2 keys on average."""
+        """Linear layers: 2·weights. Attention: 2·E for q·k and 2·E for the weighted sum, over (T+1)/2 keys."""
         width, heads = self.hidden_size, self.num_heads
         weights = 4 * width * width  # q, k, v, o
         weights += width * width * self.use_output_gate

@@ -77,7 +77,7 @@ class RMSNorm(nn.Module):
 
 
 class GroupRMSNorm(nn.Module):
-    """RMSNorm within each of `num_groups` equal slices of the last axis; weight `(width,)`, laid out (group channel)."""
+    """RMSNorm within each of `num_groups` equal slices of the last axis; weight `(width,)`, slice after slice."""
 
     def __init__(self, num_groups: int, width: int, eps: float = 1e-6) -> None:
         super().__init__()

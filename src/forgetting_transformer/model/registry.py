@@ -59,7 +59,7 @@ def get(name: str) -> Architecture:
 
 
 def fields_of(config_class: type[DecoderConfig]) -> set[str]:
-    """The fields that an architecture's own classes declare, without those that transformers gives every configuration."""
+    """The fields that an architecture's own classes declare, without those of every transformers configuration."""
     declared, inherited = ({field.name for field in dataclasses.fields(c)} for c in (config_class, PreTrainedConfig))
     return declared - inherited | set(config_class.attribute_map)
 

@@ -1,10 +1,8 @@
 """Samba: Mamba and sliding-window attention in turns, an MLP after each.
 
-Source: Ren et al., "Samba: Simple Hybrid State Space Models for Efficient Unlimited Context Language Modeling", ICLR
-    2025;
-Mamba: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023. Parameter names, config
-    keys
-and `model_type` are those of the FoX paper's code.
+Sources: Ren et al., "Samba: Simple Hybrid State Space Models for Efficient Unlimited Context Language Modeling", ICLR
+2025; Mamba: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023. Parameter names,
+config keys and `model_type` are those of the FoX paper's code.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """

@@ -2,8 +2,8 @@
 
 Sources: Vaswani et al., "Attention is all you need", NeurIPS 2017; Touvron et al., "LLaMA", 2023; grouped key and value
 heads: Ainslie et al., "GQA", EMNLP 2023; sliding window: Beltagy et al., "Longformer", 2020. Parameter names, config
-    keys
-and `model_type` are those of the released checkpoints. The sliding-window Transformer is this class with `window_size`.
+keys and `model_type` are those of the released checkpoints. The sliding-window Transformer is this class with
+`window_size`.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -123,7 +123,7 @@ class AttentionLayer(nn.Module):
     def flops_per_token(
         hidden_size: int, num_heads: int, num_kv_heads: int | None, window_size: int | None, seq_len: int
     ) -> float:
-        """Forward FLOPs: two per weight, and for every key that a query sees 2·E for q·k and 2·E for the weighted sum."""
+        """Forward FLOPs: two per weight; for every key that a query sees 2·E for q·k and 2·E for the weighted sum."""
         kv_width = hidden_size // num_heads * (num_kv_heads or num_heads)
         weights = 2 * hidden_size * (hidden_size + kv_width)  # q and o, k and v
         return 2 * weights + 4 * hidden_size * mean_visible_keys(seq_len, window_size)

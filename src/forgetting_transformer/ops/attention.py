@@ -102,7 +102,7 @@ def _attend(
     begin_BT: Tensor | None,
     sm_scale: float,
 ) -> Tensor:
-    """Attend through `scaled_dot_product_attention`; head-first tensors. `begin_BT`: the first token of each query's document."""
+    """Attend through `scaled_dot_product_attention`, head first. `begin_BT`: where each query's document begins."""
     num_queries, num_keys = q_BHTD.shape[2], k_BGND.shape[2]
     first_query = num_keys - num_queries
     if window is not None:

@@ -72,7 +72,7 @@ class OpUse(NamedTuple):
 
 
 def is_usable(op: str, backend: str) -> bool:
-    """Whether nothing speaks against this backend so far."""
+    """Whether this backend has not been ruled out."""
     return (op, backend) not in _faults
 
 
@@ -82,19 +82,20 @@ def faults() -> dict[tuple[str, str], str]:
 
 
 def rule_out(op: str, backend: str, reason: str, cure: str | None = None) -> None:
-    """Use this backend no more, and warn once: what failed, what runs instead, what that costs, what to do about it."""
+    """Stop using a backend and warn once: what failed, what runs instead, what that costs, what to do about it."""
     if (op, backend) in _faults:
         return
     order = BACKENDS[op]
     following = TITLES[order[order.index(backend) + 1]]
     cure = cure or _CURES[backend].format(triton=installed_version("triton"))
-    message = f"{op}: {TITLES[backend]} is not used: {reason}. {following} runs instead: {_COSTS[backend]}. To mend it, {cure}"
+    message = f"{op}: {TITLES[backend]} is not used: {reason}. {following} runs instead: {_COSTS[backend]}. "
+    message += f"To mend it, {cure}"
     _faults[op, backend] = message
     warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def rule_out_import(op: str, backend: str, package: str, name: str, error: Exception, install: str) -> None:
-    """Use a backend no more whose package does not import: it is not installed (cure: `install`), or broken.
+    """Stop using a backend whose package does not import: it is not installed (cure: `install`), or broken.
 
     Args:
         package: as pip knows it.
@@ -135,12 +136,12 @@ def installed_version(package: str) -> str | None:
 
 
 def is_failure_of_gpu(error: Exception) -> bool:
-    """Whether a GPU ran out of memory or failed while a kernel ran: nothing that another backend would mend."""
+    """Whether a GPU ran out of memory or failed while a kernel ran. Another backend would not help."""
     return isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) or "Triton Error [CUDA]" in str(error)
 
 
 def is_raised_by_triton(error: Exception) -> bool:
-    """Whether it comes from inside of Triton, as against an error in how a kernel is called."""
+    """Whether the error comes from inside Triton, and not from how a kernel is called."""
     frame = error.__traceback__
     while frame is not None:
         if frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "triton":

@@ -15,5 +15,5 @@ OPTIONS: dict[str, Any] = {"deterministic": True}
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under torch.compile. Shapes are compiled in: each new one is compiled at its first call, which takes seconds."""
+    """`function` under torch.compile. Each new shape compiles again at its first call, which takes seconds."""
     return torch.compile(function, dynamic=False, options=dict(OPTIONS))

@@ -56,8 +56,8 @@ def linear_cross_entropy(
         bad = (labels_BT != ignore_index) & ((labels_BT < 0) | (labels_BT >= vocab_size))
         if bad.any():
             raise ValueError(
-                f"label {labels_BT[bad][0].item()} is out of range: labels must lie in [0, {vocab_size}) or be "
-                f"{ignore_index} (ignored)"
+                f"label {labels_BT[bad][0].item()} is out of range; labels must lie in [0, {vocab_size}), or be "
+                f"{ignore_index} to be ignored"
             )
 
     slice_loss = _compiled_slice_loss() if compiled else _slice_loss
@@ -92,13 +92,16 @@ def _count_slices(length: int, max_slice: int) -> int:
 
 
 def _vocab_multiple(device: torch.device) -> int:
-    """Tensor cores are fed in blocks: matrices whose rows are not multiples of 16 bytes, such as logits of GPT-2's 50,257
-    words, fall back to products several times slower."""
+    """The vocabulary is padded to a multiple of this.
+
+    Tensor cores read blocks: where rows are not multiples of 16 bytes, as logits of GPT-2's 50,257 words, products are
+    several times slower.
+    """
     return 64 if device.type == "cuda" else 1
 
 
 def _pad_vocabulary(weight_VE: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The weight with rows for words that do not exist, if the device wants them, and biases that make those impossible."""
+    """The weight with rows for words that do not exist, if the device wants them, and biases that rule those out."""
     missing = -weight_VE.shape[0] % _vocab_multiple(weight_VE.device)
     if missing == 0:
         return weight_VE, None

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tensor:
-    """Return `x / sqrt(mean(x²) + eps) · weight`, the mean taken within each of `num_groups` equal slices of the last axis.
+    """Return `x / sqrt(mean(x²) + eps) · weight`, with means over `num_groups` equal slices of the last axis.
 
     Args:
         x: `(..., width)`.

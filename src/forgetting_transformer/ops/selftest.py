@@ -161,7 +161,7 @@ def _recurrence_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def problem_length(length: int) -> int:
-    """A short length of which kernels see what they see of `length`: whether it is whole tiles, and a multiple of 16 of them."""
+    """A short length that kernels treat as they do `length`: whole tiles or not, a multiple of 16 of them or not."""
     if length <= 3 * STRETCH:
         return length
     if length % (16 * STRETCH) == 0:

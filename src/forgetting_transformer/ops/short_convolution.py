@@ -11,7 +11,7 @@ from torch import Tensor
 def short_convolution(
     x_BTC: Tensor, weight_C1W: Tensor, bias_C: Tensor | None = None, *, previous_BCW: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `y_t = bias + Σ_w weight_w · x_{t-W+1+w}` per channel, and the last inputs, with which the next call goes on.
+    """Return `y_t = bias + Σ_w weight_w · x_{t-W+1+w}` per channel, and the last inputs, which the next call needs.
 
     The last tap weighs the current position. The weight has the layout of `nn.Conv1d(C, C, W, groups=C)`.
 

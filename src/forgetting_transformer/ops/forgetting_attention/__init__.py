@@ -152,8 +152,8 @@ def _attend(
         is_bounded = isinstance(adaptive_threshold, str)  # "auto"
         threshold = log_tolerance if isinstance(adaptive_threshold, str) else adaptive_threshold
         found = attend_with_kernel(
-            q_BHTD, k_BGND, v_BGND, log_fgate_BHN, sm_scale=sm_scale, seq_start_B=seq_start_B, first_key_BT=first_key_BT,
-            threshold_BH=threshold_tensor(threshold, q_BHTD), is_bounded=is_bounded,
+            q_BHTD, k_BGND, v_BGND, log_fgate_BHN, sm_scale=sm_scale, seq_start_B=seq_start_B,
+            first_key_BT=first_key_BT, threshold_BH=threshold_tensor(threshold, q_BHTD), is_bounded=is_bounded,
         )  # fmt: skip
         if found is not None:
             return found

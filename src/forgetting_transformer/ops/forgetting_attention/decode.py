@@ -33,8 +33,7 @@ def cumulative_log_fgate(log_fgate: Tensor, previous: Tensor | None = None, *, h
         previous: what was returned for the token before these, `(B, 1, H)` or `(B, H, 1)`. None starts from 0.
 
     Returns:
-        Tensor with log_fgate's shape, float64 (float32 on devices without it). Only differences of its entries mean
-        anything.
+        Tensor with log_fgate's shape, float64 (float32 on devices without it). Only differences of its entries count.
     """
     axis = -1 if head_first else -2
     has_float64 = log_fgate.device.type != "mps"
@@ -101,9 +100,8 @@ def forgetting_attention_decode(
     check_seq_end(seq_end, q, k, head_first)
     if isinstance(adaptive_threshold, str):
         raise TypeError(
-            f"adaptive_threshold is {adaptive_threshold!r}; decoding takes a number or a tensor, as norms of all keys "
-            f"would "
-            "cost as much as attending to them"
+            f"adaptive_threshold is {adaptive_threshold!r}; decoding takes a number or a tensor, because the norms of "
+            "all keys would cost as much as attending to them"
         )
     check_adaptive_threshold(adaptive_threshold, q, head_first)
     sm_scale = checked_scale(sm_scale, q.shape[-1])

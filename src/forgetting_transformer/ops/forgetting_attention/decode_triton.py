@@ -1,4 +1,4 @@
-"""Decoding in Triton: the operator `forgetting_transformer::forgetting_attention_decode`, and how its kernels are launched.
+"""Decoding in Triton: the operator `forgetting_transformer::forgetting_attention_decode` and its launches.
 
 The operator is opaque to torch.compile, knows its FLOPs, never waits for the GPU and gives the same bits every time.
 The number of parts that keys are split into depends on shapes and on the GPU alone, so that a CUDA graph may be
@@ -42,7 +42,7 @@ def decode(
     seq_end: Tensor | None,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend; return the output `(B, H, T, D)`, in memory `(B, T, H, D)`, and log-normalisers `(B, H, T)`, nats, float32.
+    """Return the output `(B, H, T, D)`, in memory `(B, T, H, D)`, and log-normalisers `(B, H, T)`, nats, float32.
 
     Args:
         q: `(B, H, T, D)`, D up to 256.

@@ -19,7 +19,7 @@ MAX_KERNEL_HEAD_DIM = 256
 
 
 def takes_kernel(q_BHTD: Tensor) -> bool:
-    """Whether the Triton kernels can serve these queries: on a GPU that has them, except float64 and very wide heads."""
+    """Whether the Triton kernels can serve these queries: on a GPU, but no float64 and no very wide heads."""
     fits = q_BHTD.is_cuda and q_BHTD.dtype != torch.float64 and q_BHTD.shape[3] <= MAX_KERNEL_HEAD_DIM
     return fits and _has_kernel(q_BHTD.device.index)
 
@@ -113,7 +113,7 @@ def threshold_tensor(threshold: float | Tensor | None, q_BHTD: Tensor) -> Tensor
 def first_visible_key(
     q_BHTD: Tensor, k_BGND: Tensor, *, window: int | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor | None:
-    """The first key that each query sees, `(B, T)` int32, of windows and packed documents; None if all see the first."""
+    """The first key that each query sees, `(B, T)` int32, with windows and documents; None if all see the first."""
     num_queries, num_keys = q_BHTD.shape[2], k_BGND.shape[2]
     if cu_seqlens is None and (window is None or window >= num_keys):
         return None

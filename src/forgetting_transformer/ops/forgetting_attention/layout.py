@@ -20,8 +20,10 @@ FUSED = {"enable_fp_fusion": True}
 
 
 def on_device_of_first(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs it with the GPU of its first tensor as the current one, on which Triton launches kernels: models that are spread
-    over GPUs, and whoever passes `cuda:1`, do not switch. Tensors on the CPU are for Triton's interpreter."""
+    """The function, run with its first tensor's GPU as the current one, where Triton launches kernels.
+
+    Models spread over GPUs, and callers that pass `cuda:1`, do not switch. CPU tensors are for Triton's interpreter.
+    """
 
     @functools.wraps(function)
     def on_device(x: Tensor, *args: Any, **options: Any) -> Any:
@@ -83,7 +85,7 @@ def with_whole_channels(x: Tensor) -> Tensor:
 
 
 def empty_heads_like(x: Tensor) -> Tensor:
-    """Of x's shape `(B, H, T, D)`, in memory `(B, T, H, D)`, which is how projections before and after read and write."""
+    """A tensor of x's shape `(B, H, T, D)`, in memory `(B, T, H, D)`, as projections before and after want it."""
     batch, heads, length, head_dim = x.shape
     return torch.empty(batch, length, heads, head_dim, dtype=x.dtype, device=x.device).transpose(1, 2)
 

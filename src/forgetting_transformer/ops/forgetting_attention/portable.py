@@ -7,7 +7,7 @@ running sum of log f) only the part that depends on the key counts, b_j = c_r - 
 
 One more channel makes forgetting attention an ordinary causal attention, and autograd gives every gradient.
 
-Floating-point numbers are dense near 0 only, so b is computed anew for every block of queries, outwards from
+Floating-point numbers are dense near 0 only, so every block of queries computes its own b, outwards from
 a reference in the middle of the block: pairs near the diagonal, the ones that carry weight, get small accurate numbers
 however long the sequence is. The forward pass of a block is repeated in the backward pass instead of being stored.
 

@@ -1,5 +1,6 @@
-"""What adaptive computation pruning leaves out, computed in PyTorch in float64: the yardstick of the kernels' search, and what
-evaluations report.
+"""What adaptive computation pruning leaves out, computed in PyTorch in float64.
+
+The kernels' search is compared with it, and evaluations report it.
 
 Queries come in blocks of 128, keys in stretches of 128; `decay.py` derives the rule.
 

@@ -16,8 +16,7 @@ included, and need O(T) memory.
 Axes: `forgetting_transformer/ops/__init__.py`.
 
 Files: `reference.py` is the definition; `chunked.py` and, for selective_scan, `scan.py` run on any device; `fla.py`
-    calls the
-Triton kernels of flash-linear-attention. FLOPs of each op stand beside its chunked form.
+calls the Triton kernels of flash-linear-attention. FLOPs of each op stand beside its chunked form.
 """
 
 import math
@@ -75,7 +74,9 @@ class Options(TypedDict, total=False):
 def simple_gla(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, log_decay_BTH: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor | None]:
-    """Linear attention with one decay per head and token; Mamba-2's state space with q = C, k = B, v = x·dt, log a = A·dt.
+    """Linear attention with one decay per head and token.
+
+    Mamba-2's state space is this with q = C, k = B, v = x·dt, log a = A·dt.
 
     Args:
         q_BTHK: queries; float16, bfloat16, float32 or float64.
@@ -199,7 +200,7 @@ def _select_backend(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> ModuleType:
 
 
 def _check(arguments: dict[str, tuple[Tensor | None, str]]) -> None:
-    """Refuse tensors that do not fit together. An axis has the size of its first appearance; the initial state may be None."""
+    """Refuse tensors that do not fit together. The first tensor with an axis gives its size; the state may be None."""
     first_name, device = "", None
     sizes: dict[str, int] = {}
     for name, (x, axes) in arguments.items():

@@ -8,7 +8,7 @@ attention is
     S'    = p_last S + Σ_j (s_j k_j) v_jᵀ
 
 p, s and d are exponentials of sums of log decays, never quotients of cumulative products: every exponent is ≤ 0, so
-nothing overflows, and every sum starts anew next to the tokens it concerns, so nothing cancels. Log decays of -1e4 or
+nothing overflows, and every sum starts next to the tokens it concerns, so nothing cancels. Log decays of -1e4 or
 -inf are exact.
 
 Memory: a segment of 16 chunks is computed at once; with more than one segment each is computed again in the backward
@@ -45,23 +45,27 @@ def linear_recurrence(
 
 
 def simple_gla_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
-    """Forward FLOPs per token with chunks of c = 64: scores and their sum over whole c×c squares, `2c(K + V)` per head, and
-    reading and updating the state, `2KV` each.
+    """Forward FLOPs per token with chunks of c = 64.
+
+    Per head: scores and their sum over whole c×c squares, `2c(K + V)`; reading and updating the state, `2KV` each.
     """
     return heads * (2 * CHUNK_LENGTH * (key_dim + value_dim) + 4 * key_dim * value_dim)
 
 
 def gla_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
-    """Forward FLOPs per token with chunks of c = 64: a token meets (c - 1)/2 earlier ones of its chunk, `(c - 1)(K + V)` per
-    head; itself, `2(K + V)`; and reading and updating the state, `2KV` each. The exponentials are not counted.
+    """Forward FLOPs per token with chunks of c = 64.
+
+    Per head: a token meets (c - 1)/2 earlier ones of its chunk, `(c - 1)(K + V)`, and itself, `2(K + V)`; reading and
+    updating the state, `2KV` each. Exponentials are not counted.
     """
     return heads * ((CHUNK_LENGTH + 1) * (key_dim + value_dim) + 4 * key_dim * value_dim)
 
 
 def delta_rule_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
-    """Forward FLOPs per token of either delta rule with chunks of c = 64, per head: products of keys with keys and with queries,
-    `2cK` each; the triangular system with K + V right sides, `c(K + V)`; the sum of values, `2cV`; and three products
-    with the state, `2KV` each (what it holds, reading, updating).
+    """Forward FLOPs per token of either delta rule with chunks of c = 64.
+
+    Per head: products of keys with keys and with queries, `2cK` each; the triangular system with K + V right sides,
+    `c(K + V)`; the sum of values, `2cV`; three products with the state, `2KV` each (what it holds, reading, updating).
     """
     return heads * (CHUNK_LENGTH * (5 * key_dim + 3 * value_dim) + 6 * key_dim * value_dim)
 
@@ -163,8 +167,8 @@ def _delta_rule_segment(
 ) -> tuple[Tensor, Tensor]:
     """The delta rule (Yang et al. 2024, "Parallelizing linear transformers"; with decay 2025, "Gated delta networks").
 
-    Within a chunk it is linear attention of k with values `u_i = β_i (v_i - what S_{i-1} holds for k_i)`. What S_{i-1} holds came from the state before the chunk and from earlier u's, so the u's solve a unit triangular
-    system:
+    Within a chunk it is linear attention of k with values `u_i = β_i (v_i - what S_{i-1} holds for k_i)`. What S_{i-1}
+    holds came from the state before the chunk and from earlier u's, so the u's solve a unit triangular system:
 
         u_i + Σ_{j < i} β_i d_ij (k_i·k_j) u_j = β_i v_i - (β_i p_i k_i)ᵀ S
 
@@ -211,7 +215,7 @@ def _carry(state_BHKV: Tensor, decay_BHnK1: Tensor, summary_BHnKV: Tensor) -> tu
 
 
 def _into_chunks(dtype: torch.dtype, *sequences: Tensor) -> list[Tensor]:
-    """`(B, T, H, ...)` to `(B, H, n, c, ...)`, with zeros behind the end: they change no state (log decay 0 is decay 1)."""
+    """`(B, T, H, ...)` to `(B, H, n, c, ...)`, with zeros after the end, which change no state (log decay 0)."""
     length = sequences[0].shape[1]
     chunk_length = min(CHUNK_LENGTH, 1 << (length - 1).bit_length())
     return [

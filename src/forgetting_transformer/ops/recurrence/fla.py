@@ -67,7 +67,7 @@ serves._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def linear_recurrence(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, gates: Gates, scale: float, initial_state_BHKV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and results as in `reference.linear_recurrence`. After a warning, PyTorch's chunks where Triton fails."""
+    """Arguments and results as in `reference.linear_recurrence`. If Triton fails: a warning, and `chunked`."""
     op, named = gates.op, {"beta": gates.beta, "g": gates.log_decay}
     try:
         # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned,

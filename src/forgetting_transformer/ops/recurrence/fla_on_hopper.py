@@ -28,7 +28,7 @@ from torch import Tensor
 from forgetting_transformer.ops.recurrence import chunked
 from forgetting_transformer.ops.recurrence.reference import Gates
 
-# kernel: (options of its own, warps, pipeline stages). `module.kernel` where several modules have one of that name.
+# kernel: (its options, warps, pipeline stages). `module.kernel` where several modules have one of that name.
 _CONFIGURATIONS: dict[str, tuple[dict[str, Any], int, int]] = {
     "chunk_bwd_kernel_dh": ({"BK": 32, "BV": 64}, 8, 3),
     "chunk_bwd_kernel_dqkwg": ({}, 4, 2),
@@ -85,7 +85,7 @@ def choose_configurations() -> None:
 
 
 def serves_gated(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
-    """Whether simple_gla or gated_delta_rule, on this Hopper GPU, is right forward and backward at these head dimensions."""
+    """Whether simple_gla or gated_delta_rule is right on this Hopper GPU, forward and backward, at these dimensions."""
     if (key_dim, value_dim) not in _GATED_HEAD_DIMS:
         return False
     return not refuses_gated_backward() or gated_backward_is_right(op, key_dim, value_dim, dtype, device_index)
@@ -113,7 +113,7 @@ def gated_backward_is_right(op: str, key_dim: int, value_dim: int, dtype: torch.
     before = chunk_o.TRITON_ABOVE_3_7_1
     chunk_o.TRITON_ABOVE_3_7_1 = True
     try:
-        # In a thread of its own, which knows nothing of the caller's autocast, checkpointing, gradient mode or tracing.
+        # In a separate thread, which does not inherit the caller's autocast, checkpointing, gradient mode or tracing.
         with ThreadPoolExecutor(1) as executor:
             is_right = executor.submit(_agrees, op, key_dim, value_dim, dtype, device_index).result()
     except Exception:  # a compiler that fails is as good as one that is wrong

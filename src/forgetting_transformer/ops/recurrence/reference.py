@@ -31,7 +31,7 @@ class Gates(NamedTuple):
 def linear_recurrence(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, gates: Gates, scale: float, initial_state_BHKV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """`S_t = diag(a_t) S_{t-1} + k_t v_tᵀ`; with β, `S_t = diag(a_t) S_{t-1} + β_t k_t (v_t - (diag(a_t) S_{t-1})ᵀ k_t)ᵀ`.
+    """`S_t = diag(a_t) S_{t-1} + k_t v_tᵀ`, in which `β_t (v_t - (diag(a_t) S_{t-1})ᵀ k_t)` replaces v_t if β is given.
 
     Returns:
         The output `(B, T, H, V)` in v's dtype, and the final state, always.

@@ -1,4 +1,4 @@
-"""Mamba's selective scan on any device: elementwise, as every state has a decay of its own (Gu and Dao 2023, section 3.3).
+"""Mamba's selective scan on any device: elementwise, as every state has its own decay (Gu and Dao 2023, section 3.3).
 
 The sequence is walked in segments. Within one, all chunks of 16 tokens take their 16 steps side by side from zero
 states, and then the true state before each chunk is added, decayed. Every decay is an exponential ≤ 1, so nothing
@@ -15,7 +15,7 @@ Memory: the inputs and the state before each segment are kept; the states of one
 The operators `forgetting_transformer::selective_scan` and `…_backward` are opaque to torch.compile: traced, the steps
 of all segments would become a graph of thousands of nodes.
 
-Axes: `forgetting_transformer/ops/__init__.py`. Sequences are time first in here; t is a segment of them, s numbers the segments.
+Axes: `forgetting_transformer/ops/__init__.py`. Sequences are time first in here; t is a segment, s numbers segments.
 """
 
 from collections.abc import Iterator
@@ -51,8 +51,10 @@ def selective_scan(
 
 
 def selective_scan_flops_per_token(channels: int, states: int) -> int:
-    """Forward FLOPs per token: per state two for the decay dt·A and its exponential, one for the input, two for the update and
-    two for the output, `7·I·K`; and dt·x, `I`. Work of the chunked form beyond the definition is not counted.
+    """Forward FLOPs per token, `7·I·K + I`. What the chunked form computes beyond the definition is not counted.
+
+    Per state: two for the decay dt·A and its exponential, one for the input, two for the update, two for the output.
+    Per channel: one for dt·x.
     """
     return 7 * channels * states + channels
 
