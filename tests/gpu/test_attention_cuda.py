@@ -32,20 +32,20 @@ SEQ_START = (0, 333)  # of each sequence: no padding, and padding past the first
 CASES = {
     "whole tiles": (1024, 1024, {}),
     "ragged": (700, 700, {}),
-    "window": (1500, 1500, {"window": 200}),
-    "window of one": (300, 300, {"window": 1}),
-    "window longer than the sequence": (384, 384, {"window": 385}),
-    "padding": (700, 700, {"seq_start_B": SEQ_START}),
-    "window and padding": (1500, 1500, {"window": 129, "seq_start_B": SEQ_START}),
+    "window": (1500, 1500, {"window_size": 200}),
+    "window of one": (300, 300, {"window_size": 1}),
+    "window longer than the sequence": (384, 384, {"window_size": 385}),
+    "padding": (700, 700, {"seq_start": SEQ_START}),
+    "window and padding": (1500, 1500, {"window_size": 129, "seq_start": SEQ_START}),
     "fewer queries than keys": (100, 1500, {}),
-    "fewer queries, window and padding": (300, 1500, {"window": 513, "seq_start_B": (1500, 1100)}),
-    "single query": (1, 700, {"window": 300, "seq_start_B": SEQ_START}),
+    "fewer queries, window and padding": (300, 1500, {"window_size": 513, "seq_start": (1500, 1100)}),
+    "single query": (1, 700, {"window_size": 300, "seq_start": SEQ_START}),
 }
 
 
 def on_gpu(t, n, dtype, options, **sizes):
-    if "seq_start_B" in options:
-        options = options | {"seq_start_B": torch.tensor(options["seq_start_B"], device="cuda")}
+    if "seq_start" in options:
+        options = options | {"seq_start": torch.tensor(options["seq_start"], device="cuda")}
     return [x.cuda() for x in make_inputs(t, n, dtype=dtype, **sizes)], options
 
 
@@ -63,9 +63,9 @@ def test_equals_the_definition(case, head_dim, groups, dtype, tolerance, poisone
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_padding_gives_exact_zeros_whatever_it_holds(window):
-    inputs, options = on_gpu(700, 700, torch.bfloat16, {"window": window, "seq_start_B": (130, 600)}, d=64)
+    inputs, options = on_gpu(700, 700, torch.bfloat16, {"window_size": window, "seq_start": (130, 600)}, d=64)
     clean = run(causal_attention, inputs, **options)
-    is_padding = torch.arange(700, device="cuda") < options["seq_start_B"][:, None]
+    is_padding = torch.arange(700, device="cuda") < options["seq_start"][:, None]
     for x in inputs:
         x[is_padding] = torch.nan
     for name, x in run(causal_attention, inputs, **options).items():
@@ -74,7 +74,7 @@ def test_padding_gives_exact_zeros_whatever_it_holds(window):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 500}, {"seq_start_B": SEQ_START}], ids=["plain", "window", "padding"]
+    "options", [{}, {"window_size": 500}, {"seq_start": SEQ_START}], ids=["plain", "window", "padding"]
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_two_runs_give_the_same_bits(head_dim, options):
@@ -83,7 +83,7 @@ def test_two_runs_give_the_same_bits(head_dim, options):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 200}, {"window": 200, "seq_start_B": SEQ_START}])
+@pytest.mark.parametrize("options", [{}, {"window_size": 200}, {"window_size": 200, "seq_start": SEQ_START}])
 @pytest.mark.parametrize("t", [700, 1])
 def test_compiles_into_one_graph(t, options):
     inputs, options = on_gpu(t, 700, torch.bfloat16, options, d=64)

@@ -268,12 +268,12 @@ for queries, length, groups, window, start in (
     (70, 70, 1, 40, (70, 41)), (20, 130, 2, 40, (120, 3)), (2, 130, 2, 1, None), (20, 90, 2, 1000, None),
 ):
     q, k, v, _, d_out = inputs(length, 16, torch.float16, queries=queries, groups=groups, batch=2)
-    options = {"window": window, "seq_start_B": None if start is None else torch.tensor(start)}
+    options = {"window_size": window, "seq_start": None if start is None else torch.tensor(start)}
     actual = run_causal((q, k, v, d_out), True, **options)
     expected = run_causal([x.double() for x in (q, k, v, d_out)], False, **options)
     for name, a, e in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
         if start is not None:
-            is_padding = torch.arange(length)[length - a.shape[1]:] < options["seq_start_B"][:, None]
+            is_padding = torch.arange(length)[length - a.shape[1]:] < options["seq_start"][:, None]
             assert (a[is_padding] == 0).all(), name
         # A query that sees one key has gradients of 0, but for rounding.
         error = ((a.double() - e).norm() / (e.norm() + 0.1 * expected[0].norm())).item()

@@ -219,7 +219,7 @@ def test_models_say_how_they_call_ops(name, fields, dtype, monkeypatch):
         assert use.key_heads in (None, key_heads)
         assert dtypes == {dtype}
         if op == "attention":
-            assert use.window == options.get("window")
+            assert use.window == options.get("window_size")
             threshold = options.get("adaptive_threshold")
             assert use.pruning == ("auto" if isinstance(threshold, str) else None if threshold is None else "threshold")
 
