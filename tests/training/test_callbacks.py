@@ -122,7 +122,7 @@ def test_state_comes_back_and_lines_past_the_checkpoint_are_cut(tiny):
     with (folder / "metrics/jsonlines/diary.jsonl").open("a") as file:
         file.write(json.dumps({"step": 11 * STEP, "diary/steps": 11}) + "\n")  # of the time that is lost
     # Without the callback its lines are cut as well: it may come back.
-    train(changed(tiny, callbacks={}, train__max_tokens=12 * STEP))
+    trained(changed(tiny, callbacks={}, train__max_tokens=12 * STEP), DIARY)
     assert [entry["step"] for entry in lines(tiny["output_dir"], "diary")] == [4 * STEP, 8 * STEP]
     trained(tiny, DIARY)
     # The start without it kept nothing of it, so it counts from there, and does what was due at step 12 first.

@@ -1,4 +1,4 @@
-"""The callbacks lm_eval and gate_statistics: their numbers are those of the evaluations, and training does not notice them."""
+"""The callbacks lm_eval and gate_statistics give the numbers of the evaluations, and change no weight."""
 
 import json
 import os

@@ -2,8 +2,8 @@
 
     python train.py … callbacks=[gate_statistics] callbacks.gate_statistics.interval=1000000000
 
-Writes gates.jsonl: `gates/layer_<l>/head_<h>`, the memory length of a head in tokens (forget_gates.memory_lengths), mean
-over the first held-out batch of every rank; and `gates/shortest`, `gates/median` and `gates/longest` of all heads.
+Writes gates.jsonl: `gates/layer_<l>/head_<h>`, the memory length of a head in tokens (forget_gates.memory_lengths),
+mean over the first held-out batch of every rank; and `gates/shortest`, `gates/median` and `gates/longest` of all heads.
 """
 
 from __future__ import annotations

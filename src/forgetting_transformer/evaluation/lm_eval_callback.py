@@ -55,8 +55,7 @@ class _BrokenOff(Exception):
 
 @plugins.CALLBACKS.register("lm_eval", config=LmEvalConfig, free=[plugins.ALL])
 class LmEval(Callback):
-    """With data parallelism ranks share the requests. Shards of a model are of use together only, so with fsdp every rank
-    answers all of them."""
+    """With ddp ranks share the requests. With fsdp every rank answers all of them: a shard alone is no model."""
 
     all_ranks = True
     evaluates = True

@@ -16,7 +16,9 @@ log = logging.getLogger(__name__)
 def choose_on_all_ranks(
     model: nn.Module, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None
 ) -> dict[str, Backend]:
-    """Test the kernels that the model will use, on every rank; what one rank cannot use, none uses. Rank 0 logs one WARNING for each.
+    """Test the kernels that the model will use, on every rank; what one rank cannot use, none uses.
+
+    Rank 0 logs one WARNING for each of these.
 
     Args:
         model: anything with `op_uses()`. What has none is not tested.

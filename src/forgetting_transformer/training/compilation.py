@@ -1,4 +1,4 @@
-"""torch.compile in a training run: where compiled code is kept, how long it will take, and whether all of it was compiled."""
+"""torch.compile in a training run: where compiled code is kept, how long it will take, and what was left uncompiled."""
 
 import contextvars
 import hashlib
@@ -78,7 +78,7 @@ class Compilation:
         self._usual_seconds = _USUAL_SECONDS.get(config.model.name) if on_cuda else None
 
     def compile(self, model: nn.Module | None) -> None:
-        """Compile blocks and loss of the model, as the strategy left it, at their first call; None: nothing after all."""
+        """Compile blocks and loss of the model, as the strategy left it, at their first call; None: nothing."""
         if self._starting is not None:
             # Data workers are forked soon: not while another thread holds locks.
             self._starting.join()
@@ -109,8 +109,10 @@ class Compilation:
                 log.debug("how long the first step took was not noted: %s", error)
 
     def warn_of_uncompiled(self) -> None:
-        """One WARNING for each reason for which torch.compile left something uncompiled, which it does without saying so. Kernels that are
-        meant to stay outside of graphs are no such reason."""
+        """One WARNING for each reason for which torch.compile left something uncompiled, which it does silently.
+
+        Kernels that are meant to stay outside of graphs are no such reason.
+        """
         from torch._dynamo.utils import counters
 
         for kind in ("graph_break", "unimplemented"):
@@ -173,7 +175,7 @@ def _keep_code() -> None:
 
 
 def code_folder() -> Path:
-    """TORCHINDUCTOR_CACHE_DIR, or a folder of the user's cache: PyTorch's own choice, in /tmp, is often gone after a job."""
+    """TORCHINDUCTOR_CACHE_DIR, or a folder of the user's cache: PyTorch's, in /tmp, is often gone after a job."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")

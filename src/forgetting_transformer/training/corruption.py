@@ -1,4 +1,4 @@
-"""A corruption sentinel: finds weights and moments that are finite and wrong, as failing memory or a failing GPU leaves them.
+"""Finds weights and moments that are finite and wrong, as failing memory or a failing GPU leaves them.
 
 Every tensor has a digest, an integer of 64 bits: with b_i the bits of element i, taken as a signed integer,
 

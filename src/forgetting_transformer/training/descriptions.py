@@ -1,4 +1,4 @@
-"""What a run says about itself before its first step: configuration, modules, which parameters decay, where it started."""
+"""What a run says about itself before its first step: configuration, modules, parameter groups, where it started."""
 
 import json
 import time

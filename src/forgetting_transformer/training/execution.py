@@ -37,10 +37,10 @@ class Execution:
 
 
 def recorded(state: dict[str, Any]) -> Execution | None:
-    """What the checkpoint with this trainer.json was trained with. Checkpoints that do not say so are older than `auto`:
-    their config has it, and compiled only where `train.compile` is there and true. None for one that was imported:
-    another
-    program computed it."""
+    """What the checkpoint with this trainer.json was trained with; None for one that another program computed.
+
+    Checkpoints that do not say it are older than `auto`, and compiled only where their `train.compile` is true.
+    """
     found = state.get("execution", ())
     if found is None:
         return None
@@ -83,7 +83,7 @@ def choose(
 
 
 def differences(before: Execution, now: Execution) -> list[str]:
-    """What makes the run not bitwise the one that was not interrupted, in words; nothing that a checkpoint does not say."""
+    """What makes the run not bitwise the one that was not interrupted, in words, as far as a checkpoint says it."""
     found = []
     if before.compile != now.compile:
         found.append(f"blocks and loss were {_compiled(before)} and are {_compiled(now)} now (train.compile)")

@@ -35,7 +35,7 @@ def initialise(model: PreTrainedModel, seed: int) -> None:
 
 
 class _ByName(TorchDispatchMode):
-    """Within it, a parameter of `model` that is drawn as a whole is drawn in pieces, each from a generator of its own."""
+    """Within it, a parameter of `model` that is drawn as a whole is drawn in pieces, each from another generator."""
 
     def __init__(self, model: nn.Module, seed: int, cores: ThreadPoolExecutor) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ class TerminalHandler(logging.Handler):
 
 
 class LogFile(logging.FileHandler):
-    """A run's log. Where it cannot be written, on a full disk say, the terminal says so once instead of a traceback per line."""
+    """A run's log. Where it cannot be written, on a full disk say, the terminal says so once, without tracebacks."""
 
     _said = False
 

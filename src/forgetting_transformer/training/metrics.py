@@ -125,7 +125,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def truncate(file: Path, step: int) -> None:
-    """Drops the lines past `step`, all at once. Where lines are damaged, a copy of the file as it is stays beside it."""
+    """Drops the lines past `step`, all at once. Where lines are damaged, a copy of the file stays beside it."""
     entries, damaged = _parse(file)
     if damaged:
         copy, number = file.with_name(f"{file.name}.damaged"), 0

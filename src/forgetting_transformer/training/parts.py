@@ -189,7 +189,7 @@ class Parts:
         return choose_on_all_ranks(model, dtype, self.fabric.device, lengths)
 
     def _check_budget(self) -> None:
-        """Held-out data, the token budget and the cache of a remote corpus are checked now, not after hours of training."""
+        """Checks held-out data, the token budget and the cache of a remote corpus now, not after hours of training."""
         info, config = self.data_info, self.config
         if config.train.max_tokens > info.total_tokens and not config.datamodule.repeat:
             raise ConfigError(

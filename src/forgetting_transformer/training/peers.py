@@ -41,7 +41,7 @@ class Peers:
         self.rank, self.world_size = rank, world_size
         if world_size > 1:
             self._store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())
-            self._tell(f"{rank}", f"{os.getpid()} {_place()}")
+            self._publish(f"{rank}", f"{os.getpid()} {_place()}")
             self._look_around()
 
     def _look_around(self) -> None:
@@ -49,7 +49,7 @@ class Peers:
         with contextlib.suppress(Exception):  # a rank that is gone already: the next collective operation tells
             self._store.wait([f"{rank}" for rank in others], timedelta(seconds=_SECONDS_TO_JOIN))
             for rank in others:
-                process, _, place = self._told(f"{rank}").partition(" ")
+                process, _, place = self._published(f"{rank}").partition(" ")
                 if place == _place() and not _is_gone(int(process)):
                     self._visible[rank] = int(process)
 
@@ -59,7 +59,7 @@ class Peers:
 
     def failed(self, reason: str) -> None:
         """This rank ends, and why. Never raises."""
-        self._tell(f"{self.rank} failed", " ".join(reason.split()))
+        self._publish(f"{self.rank} failed", " ".join(reason.split()))
 
     def blame(self, wait: bool = False) -> str | None:
         """The rank that failed first as far as can be told, and why; None where all others seem to be there.
@@ -75,10 +75,10 @@ class Peers:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         while self._store is not None:
             for rank in others:
-                if reason := self._told(f"{rank} failed"):
+                if reason := self._published(f"{rank} failed"):
                     return f"rank {rank} has failed: {reason}"
             for rank in others:
-                process, _, place = (self._told(f"{rank}") or "").partition(" ")
+                process, _, place = (self._published(f"{rank}") or "").partition(" ")
                 if process and place == _place() and _is_gone(int(process)):
                     return f"rank {rank} (process {process} on {socket.gethostname()}) was killed or has crashed"
             if time.monotonic() >= deadline:
@@ -99,12 +99,12 @@ class Peers:
         first = text.strip().splitlines()[0][:300]
         return f"{blame or 'another rank is gone, and its log says why'} (seen here as: {first})"
 
-    def _tell(self, key: str, value: str) -> None:
+    def _publish(self, key: str, value: str) -> None:
         with contextlib.suppress(Exception):  # the store may be what is gone
             if self._store is not None:
                 self._store.set(key, value)
 
-    def _told(self, key: str) -> str | None:
+    def _published(self, key: str) -> str | None:
         with contextlib.suppress(Exception):
             if self._store.check([key]):
                 return self._store.get(key).decode(errors="replace")
@@ -119,7 +119,7 @@ def _place() -> str:
 
 
 def _is_gone(process: int) -> bool:
-    """Whether a process of this machine has ended, its parent may not have noticed yet. Elsewhere than on Linux: False."""
+    """Whether a process of this machine has ended, noticed by its parent or not. Elsewhere than on Linux: False."""
     if not Path("/proc/self/stat").exists():
         return False
     try:

@@ -25,8 +25,8 @@ OWN_NAMES = (
 )  # fmt: skip
 #: All kinds of lines that a run writes. Only files of these names are the run's to cut and to read back.
 KINDS = (
-    "train", "norm", "throughput", "goodput", "train_eval", "val", "checkpoint", "bad_step", "resume", "train_data_info",
-    "val_data_info", "model_info",
+    "train", "norm", "throughput", "goodput", "train_eval", "val", "checkpoint", "bad_step", "resume",
+    "train_data_info", "val_data_info", "model_info",
 )  # fmt: skip
 #: The same for arrays.
 ARRAY_KINDS = ("train_eval", "val")
@@ -77,7 +77,7 @@ def _empty(path: Path) -> bool:
 
 
 def _may_be_a_lock(file: Path) -> bool:
-    """Whether taking this file as the lock destroys nothing: it is not there, empty, a lock of a run, or cannot be opened."""
+    """Whether taking this file as the lock destroys nothing: it is absent, empty, a run's lock, or cannot be opened."""
     if not os.path.lexists(file):
         return True
     try:
@@ -284,7 +284,7 @@ class RunDirectory:
         self.is_locked = False
 
     def move_aside(self) -> Path | None:
-        """Moves what a run wrote into `previous/<time>/`, and nothing else; returns that folder, None if there was nothing.
+        """Moves what a run wrote, and nothing else, into `previous/<time>/`; returns that, None if there was nothing.
 
         What a run is recognised by goes last: after an interruption the same call moves the rest.
 
@@ -319,7 +319,7 @@ class RunDirectory:
 
 
 def belongs_to(folder: Path) -> str | None:
-    """Says of a folder what a run or a corpus has in it, such as "is the folder of a training run"; None if it is neither's.
+    """What a run or a corpus has in a folder, such as "is the folder of a training run"; None if it is neither's.
 
     What a link leads to counts as well: the checkpoints of a run may lie elsewhere.
     """

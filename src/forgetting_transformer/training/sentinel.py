@@ -123,7 +123,7 @@ class Sentinel:
             self._last_beat, self._writer_of = time.monotonic(), None
 
     def closing(self) -> None:
-        """Training is over, and how it ended is written; what is left, such as handing rows to wandb, may take `timeout`."""
+        """Training is over, and its end is written; what is left, such as handing rows to wandb, may take `timeout`."""
         self._last_beat, self._stage, self._closing_down = time.monotonic(), None, True
 
     def __exit__(self, *_: object) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class Startup:
-    """Seconds of each stage, in the order in which they ended. Begins with "imports", which this process has behind it."""
+    """Seconds of each stage, in the order in which they ended. The first is "imports", which is over by then."""
 
     def __init__(self) -> None:
         self.seconds = {"imports": seconds_since_process_start()}

@@ -4,8 +4,8 @@ Everything that decides what the weights become is a function of the config and 
 the learning rate (schedule.py), the random numbers (setup.seed_step). A checkpoint therefore carries only weights,
 moments and counters, and a run that was killed continues as if it had not been.
 
-parts.py makes what the loop works with. What is measured or done besides training is a callback (callbacks/). What can go
-wrong has its own files: saving.py and checkpoint.py (whole or not there, written in the background), step_guard.py
+parts.py makes what the loop works with. What is measured or done besides training is a callback (callbacks/). What can
+go wrong has its own files: saving.py and checkpoint.py (whole or not there, written in the background), step_guard.py
 (losses that are not finite), sentinel.py and stop.py (signals, ranks that hang), feed.py (readers that die),
 failures.py and status.py (how it ended). docs/reliability.md says what happens when.
 """
@@ -282,7 +282,7 @@ class Trainer(Parts):
             self.compilation.warn_of_uncompiled()
 
     def _evaluate_what_was_broken_off(self) -> None:
-        """What was due at the checkpoint this start goes on from, and has no line, because a signal came before its end."""
+        """Does what was due at the checkpoint that this start goes on from, and has no line: a signal came first."""
         step = self.counters.token_count
         if not step or step != self.saver.saved_step:
             return
