@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from forgetting_transformer import training
 from forgetting_transformer.training import trainer  # noqa: F401 (what takes the time)
 from forgetting_transformer.training.checkpoint import CheckpointError, inspect
-from forgetting_transformer.training.safe_reader import read_tensors
+from forgetting_transformer.training.checkpoint.safe_reader import read_tensors
 from tests.campaign import faults
 from tests.campaign.faults import Fault
 from tests.tiny import STEP, tiny_config

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from forgetting_transformer.training.checkpoint import Checkpointer, CheckpointError, newest_valid
-from forgetting_transformer.training.host_copy import HostCopy, own_pages, share
-from forgetting_transformer.training.safe_reader import UnsafeCheckpointError, read_tensors
+from forgetting_transformer.training.checkpoint.host_copy import HostCopy, own_pages, share
+from forgetting_transformer.training.checkpoint.safe_reader import UnsafeCheckpointError, read_tensors
 from tests.training.conftest import STEP, changed, refused, train
 from tests.waiting import HANG
 

@@ -51,15 +51,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from forgetting_transformer.files import flush, write_atomically
-from forgetting_transformer.training.corruption import differing, digests_of_whole
-from forgetting_transformer.training.host_copy import HostCopy, share
-from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
-from forgetting_transformer.training.safe_reader import (
+from forgetting_transformer.training.checkpoint.host_copy import HostCopy, share
+from forgetting_transformer.training.checkpoint.safe_reader import (
     TensorPlanner,
     TensorReader,
     UnsafeCheckpointError,
     read_tensors,
 )
+from forgetting_transformer.training.corruption import differing, digests_of_whole
+from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 
 log = logging.getLogger(__name__)
 
