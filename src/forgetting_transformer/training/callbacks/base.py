@@ -139,7 +139,7 @@ class Callbacks:
         """One hook of one callback, after which random numbers and train mode are what they were."""
         outer, self.running = self.running, callback
         try:
-            with _left_as_found(self._trainer.model.module, self._trainer.fabric.device):
+            with _left_as_found(self._trainer.model, self._trainer.fabric.device):
                 getattr(callback, hook)(self._trainer, *arguments)
         finally:
             self.running = outer
