@@ -33,6 +33,7 @@ def main() -> None:
         help="folder or hub id of the tokenizer, if the run has none. Runs on LongCrawl64 use its "
         "JSON-escaping tokenizer over this GPT-2 vocabulary, 'gpt2' from the hub unless told",
     )
+    command_line.add_plugins(parser)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 

@@ -91,6 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
     parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     parser.add_argument("--device", help="default: cuda if available")
+    command_line.add_plugins(parser)
     arguments = parser.parse_args()
     for key, least in (("max_new_tokens", 1), ("top_k", 0), ("samples", 1)):
         if getattr(arguments, key) < least:

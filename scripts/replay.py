@@ -11,6 +11,7 @@ device        cuda or cpu; default: cuda if available
 tokenizer     folder or hub id, if the run has no tokenizer (LongCrawl64: gpt2)
 sequences     number of sequences to print, highest loss first; default 4
 characters    number of characters of each; default 300
+plugins       [my_lab]: plug-ins that the run needs
 out           a file for input_ids_BT, labels_BT and loss_BT in full
 
 The script loads the newest checkpoint before the step; the run may still be training. It runs the step's batch forward
@@ -41,6 +42,7 @@ class Settings:
     sequences: int = 4
     characters: int = 300
     out: str | None = None
+    plugins: str = "[]"
 
 
 def parse(arguments: Sequence[str]) -> Settings:
@@ -123,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     import numpy as np
 
+    from forgetting_transformer import plugins
     from forgetting_transformer.data import DataError
     from forgetting_transformer.training.checkpoint import CheckpointError
     from forgetting_transformer.training.config import ConfigError
@@ -130,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         settings = parse(arguments)
+        plugins.load(plugins.named_in([f"plugins={settings.plugins}"]))
         folder = Path(settings.output_dir)
         found, tokenizer = replay(folder, settings.step, settings.data_dir, settings.device)
         if settings.tokenizer is not None:

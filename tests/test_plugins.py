@@ -1,6 +1,7 @@
 """Components that are not of this package: their keys are held to what they declare, as those of this package are."""
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -137,3 +138,105 @@ def test_a_dataclass_that_lacks_what_every_optimizer_has_is_refused(config):
         ConfigError, match=r"optimizer: ProbeConfig cannot type this section; .* derives from .*Optimiz"
     ):
         parsed(config, optimizer__name="bare")
+
+
+# Plug-ins: modules from elsewhere
+
+
+REGISTERS = """
+from forgetting_transformer import plugins
+@plugins.OPTIMIZERS.register("{name}")
+def build(model, undecayed, config): ...
+"""
+
+
+@pytest.fixture
+def elsewhere(added, tmp_path, monkeypatch):
+    """A folder outside the repository that is the current one; what is loaded there is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(plugins, "_loaded", {})
+    before = set(sys.modules)
+    yield tmp_path
+    for name in {name for name in set(sys.modules) - before if name.startswith("lab")}:
+        del sys.modules[name]
+
+
+def test_a_plug_in_of_the_current_folder_is_found_and_recorded(elsewhere, config):
+    (elsewhere / "lab").mkdir()
+    (elsewhere / "lab/__init__.py").write_text(REGISTERS.format(name="of_lab"))
+    (elsewhere / "lab/configs").mkdir()
+    config = changed(config, optimizer={"name": "of_lab", "lr": 1e-3})
+    with pytest.raises(ConfigError, match=r"optimizer.name='of_lab' is unknown; .* name the plug-in that has it"):
+        parsed(config)
+    plugins.load(["lab"])
+    plugins.load(["lab"])
+    assert plugins.loaded() == {"lab": elsewhere / "lab/configs"}
+    found = parsed(config)
+    assert found.plugins == ["lab"], "what a run uses is recorded, named on the command line or not"
+    plugins._loaded.clear()
+    with pytest.raises(
+        ConfigError, match=r"^this run needs plugins=\[lab\]; add that to the command, .*--plugins lab$"
+    ):
+        parse(OmegaConf.create(dataclasses.asdict(found)))
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "message"),
+    [
+        ({}, "lab", r"plugins=\[lab\]: there is no module 'lab' in the current folder \(/.*\), .*PYTHONPATH"),
+        ({}, "lab/x", r"plugins=\[lab/x\] is not the name of a module; give it as in `import my_lab`, without / and"),
+        ({}, "lab.py", r"plugins=\[lab.py\] is not the name of a module"),
+        ({"lab.py": "import nothing_of_it"}, "lab", r"import failed at .*lab.py:1: ModuleNotFoundError.*nothing_of_it"),
+        (
+            {"lab.py": "\n1 / 0"},
+            "lab",
+            r"plugins=\[lab\]: its import failed at .*lab.py:2: ZeroDivisionError: division",
+        ),
+        ({"lab.py": "def"}, "lab", r"import failed at .*lab.py:1: SyntaxError"),
+        ({"lab.py": "x = 1"}, "lab", r"lab.py registers nothing; its import must register a component"),
+        ({"lab/__init__.py": ""}, "lab", r"lab/__init__.py registers nothing"),
+        ({"lab/x.txt": ""}, "lab", r"this folder without __init__.py registers nothing"),
+        ({}, "json", r"json/__init__.py registers nothing"),
+        (
+            {"lab.py": REGISTERS.format(name="adamw")},
+            "lab",
+            r"lab.py:3: ValueError: optimizer.name='adamw' is register",
+        ),
+        ({"lab.py": REGISTERS.format(name="lion")}, "lab", r"optimizer.name='lion' is registered already; choose anot"),
+    ],
+)
+def test_a_plug_in_that_cannot_be_one_is_refused_in_one_line(elsewhere, files, name, message):
+    for file, text in files.items():
+        (elsewhere / file).parent.mkdir(exist_ok=True)
+        (elsewhere / file).write_text(text)
+    with pytest.raises(plugins.PluginError, match=message) as refused:
+        plugins.load([name])
+    assert "\n" not in str(refused.value) and name in str(refused.value)
+    assert plugins.loaded() == {}
+
+
+def test_plug_ins_of_installed_packages_need_no_name(elsewhere, monkeypatch):
+    (elsewhere / "lab.py").write_text(REGISTERS.format(name="of_lab"))
+    metadata = elsewhere / "lab-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: lab\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nlab = lab\n")
+    assert plugins.missing(["other"]) == (
+        "this run needs plugins=[other]; add that to the command, in scripts and evaluations as --plugins other"
+    )
+    monkeypatch.syspath_prepend(elsewhere)
+    assert plugins.missing(["lab"]) is None and "of_lab" in OPTIMIZERS
+    (elsewhere / "lab2.py").write_text("1 / 0")
+    (metadata / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nlab = lab2\n")
+    with pytest.raises(
+        plugins.PluginError, match=r"plugins=\[lab2\] \(of the installed package lab\): its import failed"
+    ):
+        plugins.load()
+
+
+def test_the_command_line_names_plug_ins_as_a_list():
+    assert plugins.named_in(["a=b", "plugins=[lab, 'other.x']", "c"]) == ["lab", "other.x"]
+    assert plugins.named_in(["plugins=[]"]) == plugins.named_in([]) == []
+    with pytest.raises(plugins.PluginError, match=r"plugins=lab must be a list: plugins=\[lab\]"):
+        plugins.named_in(["plugins=lab"])

@@ -28,6 +28,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
     )
+    command_line.add_plugins(parser)
     parser.add_argument("--step", type=int, help="training tokens of a run's checkpoint; default the newest valid one")
     parser.add_argument("--tokenizer", type=command_line.name, help="folder or hub id, for a model without a tokenizer")
     source = parser.add_mutually_exclusive_group(required=True)

@@ -31,6 +31,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
     )
+    command_line.add_plugins(parser)
     parser.add_argument(
         "--model", type=command_line.name, help="name of the results' folder; default the last part of --model_path"
     )

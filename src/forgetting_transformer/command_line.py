@@ -7,6 +7,7 @@ import select
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 #: What a shell reports of a command that SIGINT has ended, and of one that SIGPIPE has.
 _INTERRUPTED = 130
@@ -32,6 +33,22 @@ def path(text: str) -> Path:
         argparse.ArgumentTypeError: as `name`.
     """
     return Path(name(text))
+
+
+def add_plugins(parser: argparse.ArgumentParser) -> None:
+    """--plugins NAME …: plug-ins (plugins.py) that a run or a model needs, imported when the option is read."""
+
+    class Load(argparse.Action):
+        def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
+            from forgetting_transformer import plugins
+
+            try:
+                plugins.load(values)
+            except plugins.PluginError as error:
+                parser.error(str(error))
+            setattr(namespace, self.dest, values)
+
+    parser.add_argument("--plugins", nargs="+", default=[], metavar="NAME", action=Load, help="plug-ins that it needs")
 
 
 def one_line(error: BaseException) -> str:

@@ -36,14 +36,23 @@ decide what the weights become, and a run does not continue with other ones, unl
   instance of the callback's dataclass, in the order in which they were named. Without a dataclass there are no keys.
 
 A plug-in is a module or package that registers its components when it is imported. It is named on the command line
-(`plugins=[my_lab]`) or is the entry point of an installed package (group "forgetting_transformer.plugins"). Nothing is
-imported because a run's folder names it.
+(`plugins=[my_lab]`, in scripts and evaluations `--plugins my_lab`) or is the entry point of an installed package (group
+"forgetting_transformer.plugins"). It is found in the current folder, beside train.py, on PYTHONPATH, or installed. Its
+folder `configs/`, if it has one, holds choices of Hydra's groups as that of this project does. A run records the
+plug-ins it was given and those it uses; without them it is not continued, exported or evaluated. Nothing is imported
+because a run's folder names it.
 """
 
 import dataclasses
 import difflib
 import importlib
-from collections.abc import Callable, Iterable
+import importlib.metadata
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -95,11 +104,12 @@ class Registry(Generic[T]):
         """
 
         def add(build: T) -> T:
-            known = self._components.get(name)
-            ours = self._builtin.get(name, getattr(build, "__module__", None)) == getattr(build, "__module__", None)
-            if not ours or (known is not None and known.build is not build):
+            known, module = self._components.get(name), getattr(build, "__module__", "")
+            if self._builtin.get(name, module) != module or (known is not None and known.build is not build):
                 raise ValueError(f"{self.key}={name!r} is registered already; choose another name")
-            self._components[name] = Component(name, build, config, tuple(free), _importing[-1] if _importing else "")
+            # A plug-in's import may be what imports a part of this package.
+            ours = not _importing or module.partition(".")[0] == __name__.partition(".")[0]
+            self._components[name] = Component(name, build, config, tuple(free), "" if ours else _importing[-1])
             return build
 
         return add
@@ -107,6 +117,18 @@ class Registry(Generic[T]):
     def names(self) -> list[str]:
         """All names, sorted, of this package and of the plug-ins that are loaded."""
         return sorted({*self._builtin, *self._components})
+
+    def plugin_of(self, name: str) -> str:
+        """The plug-in that registered `name`; "" for what is of this package, or unknown."""
+        return self._components[name].plugin if name in self._components else ""
+
+    def attribute(self, plugin: str) -> bool:
+        """Whether a plug-in has registered something, be it that its module was imported before it was named."""
+        for name, component in self._components.items():
+            module = getattr(component.build, "__module__", "")
+            if not component.plugin and f"{module}.".startswith(f"{plugin}."):
+                self._components[name] = dataclasses.replace(component, plugin=plugin)
+        return any(component.plugin == plugin for component in self._components.values())
 
     def __contains__(self, name: object) -> bool:
         return name in self._builtin or name in self._components
@@ -130,6 +152,8 @@ class Registry(Generic[T]):
 
 #: The plug-ins that are being imported, the innermost last.
 _importing: list[str] = []
+#: The plug-ins that are loaded -> their folder of configs, if they have one.
+_loaded: dict[str, Path | None] = {}
 
 OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
     "optimizer.name", {"adamw": "forgetting_transformer.training.optimizers"}
@@ -144,3 +168,112 @@ CALLBACKS: Registry[Callable[..., Any]] = Registry(
         "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
     },
 )
+#: Their classes for causal language models; model/registry.py registers them.
+MODELS: Registry[type] = Registry("model.name")
+REGISTRIES: tuple[Registry, ...] = (OPTIMIZERS, CORPORA, CALLBACKS, MODELS)
+#: Entry points of installed packages that are plug-ins.
+GROUP = "forgetting_transformer.plugins"
+
+
+class PluginError(ValueError):
+    """A plug-in cannot be loaded, or is not there; the message names it and the fix."""
+
+
+def named_in(arguments: Sequence[str]) -> list[str]:
+    """The plug-ins that arguments for Hydra name, as in `plugins=[my_lab]`.
+
+    Raises:
+        PluginError: the value is no list.
+    """
+    names: list[str] = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key.lstrip("+") == "plugins" and equals:
+            value = value.strip().strip("'\"").strip()
+            if not (value.startswith("[") and value.endswith("]")):
+                raise PluginError(f"{argument} must be a list: plugins=[{value}]")
+            names = [name for item in value[1:-1].split(",") if (name := item.strip().strip("'\""))]
+    return names
+
+
+def load(names: Iterable[str] = ()) -> None:
+    """Imports the plug-ins of installed packages and these. What is loaded already stays as it is.
+
+    Raises:
+        PluginError: there is no such module, it raises an error on import, or it registers nothing.
+    """
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        whose = f" (of the installed package {entry.dist.name})" if entry.dist is not None else ""
+        _load(entry.module, entry.load, whose)
+    for name in names:
+        if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", name) or name.endswith(".py"):
+            raise PluginError(
+                f"plugins=[{name}] is not the name of a module; give it as in `import my_lab`, without / and .py"
+            )
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        _load(name, lambda name=name: importlib.import_module(name))
+
+
+def _load(name: str, load: Callable[[], Any], whose: str = "") -> None:
+    if name in _loaded:
+        return
+    _importing.append(name)
+    try:
+        load()
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise PluginError(
+                f"plugins=[{name}]: there is no module {error.name!r} in the current folder ({os.getcwd()}), beside "
+                "train.py, on PYTHONPATH or installed; start where its folder lies, or set PYTHONPATH to that place"
+            ) from error
+        where = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__) if _is_of(f.filename, name)]
+        file, line = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (where or [("", 0)])[-1]
+        reason = " ".join(str(error).split())
+        place = f" at {file}:{line}" if file else ""
+        raise PluginError(
+            f"plugins=[{name}]{whose}: its import failed{place}: {type(error).__name__}: {reason}"
+        ) from error
+    finally:
+        _importing.pop()
+    file = getattr(sys.modules.get(name), "__file__", None)
+    configs = Path(file).parent / "configs" if file and Path(file).name == "__init__.py" else None
+    configs = configs if configs is not None and configs.is_dir() else None
+    registers = any([registry.attribute(name) for registry in REGISTRIES])
+    if configs is None and not registers:
+        raise PluginError(
+            f"plugins=[{name}]{whose}: {file or 'this folder without __init__.py'} registers nothing; its import must "
+            "register a component, as in @plugins.OPTIMIZERS.register(…), or a folder configs/ must lie beside it"
+        )
+    _loaded[name] = configs
+
+
+def _is_of(file: str, name: str) -> bool:
+    """Whether a file belongs to a module or package, by its path."""
+    parts = Path(file).with_suffix("").parts
+    return name.split(".")[0] in parts
+
+
+def loaded() -> dict[str, Path | None]:
+    """The plug-ins that are loaded -> their folder of configs, if they have one."""
+    return dict(_loaded)
+
+
+def missing(names: Any, whose: str = "this run") -> str | None:
+    """ "this run needs plugins=[my_lab]; …" where one of these plug-ins is not loaded; None where all are.
+
+    Args:
+        names: what a run or an exported model recorded; None and whatever is no list of names count as none.
+    """
+    needed = [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
+    if needed:
+        try:
+            load()  # an installed one needs no name
+        except PluginError as error:
+            return str(error)
+    if set(needed) <= _loaded.keys():
+        return None
+    return (
+        f"{whose} needs plugins=[{','.join(needed)}]; add that to the command, in scripts and evaluations as "
+        f"--plugins {' '.join(needed)}"
+    )

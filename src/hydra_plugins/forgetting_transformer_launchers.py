@@ -1,4 +1,4 @@
-"""Hydra launchers for `python train.py -m …`: every job in processes of its own.
+"""Hydra launchers for `python train.py -m …`: every job in processes of its own. And the configs of plug-ins.
 
     hydra/launcher=fabric   (the default) on this machine
     hydra/launcher=slurm    as SLURM jobs
@@ -15,13 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.errors import CompactHydraException
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
+
+from forgetting_transformer import plugins
 
 
 @dataclass
@@ -49,6 +53,15 @@ class SlurmLauncherConfig:
     setup: list[str] = field(default_factory=list)
     wait: bool = True
     jobs_at_once: int | None = None
+
+
+class ConfigsOfPlugins(SearchPathPlugin):
+    """Adds the folder `configs` of every loaded plug-in to where Hydra looks for choices, behind this project's."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for name, folder in plugins.loaded().items():
+            if folder is not None:
+                search_path.append(name, f"file://{folder}")
 
 
 ConfigStore.instance().store("fabric", FabricLauncherConfig, group="hydra/launcher")

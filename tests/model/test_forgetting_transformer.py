@@ -301,7 +301,7 @@ def test_registry_finds_architectures_and_refuses_what_it_does_not_know():
     assert registry.get("forgetting_transformer").lm_class is ForgettingTransformerForCausalLM
     config = registry.build_config("forgetting_transformer", hidden_size=64, num_heads=4)
     assert isinstance(config, ForgettingTransformerConfig) and config.hidden_size == 64
-    with pytest.raises(ValueError, match=r"unknown architecture 'fox'; known:.*forgetting_transformer"):
+    with pytest.raises(ValueError, match=r"model.name='fox' is unknown; use .*forgetting_transformer"):
         registry.get("fox")
     with pytest.raises(ValueError, match="no field 'hiden_size'; did you mean 'hidden_size'"):
         registry.build_config("forgetting_transformer", hiden_size=64)

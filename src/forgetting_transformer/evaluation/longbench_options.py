@@ -10,6 +10,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model_path", type=command_line.name, required=True, help="exported folder, output_dir of a run, or hub id"
     )
+    command_line.add_plugins(parser)
     parser.add_argument(
         "--max_length",
         type=int,

@@ -9,6 +9,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 import argparse
 import contextlib
 import hashlib
+import json
 import logging
 import sys
 import warnings
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
 
 if TYPE_CHECKING:
@@ -169,12 +171,25 @@ def load_model(
             raise EvaluationError(
                 f"there is no folder {source}; give a run's output_dir, what save_model.py wrote, or a hub id"
             )
+        if said := _plugins_missing(folder):
+            raise EvaluationError(said)
         model, found, length, tokens, problem = _load_pretrained(source, tokenizer)
     model = model.to(device).eval()
     if isinstance(model, forgetting_transformer.model.DecoderForCausalLM):
         model.config.loss = "per_token"  # however it was trained: see `token_losses`
     _check_kernels(model, precision, torch.device(device))
     return EvaluatedModel(model, found, name, source, train_length or length, tokens, problem)
+
+
+def _plugins_missing(folder: Path) -> str | None:
+    """What an exported model needs that is not loaded, by what its export wrote beside it."""
+    from forgetting_transformer.training.export import MARK
+
+    try:
+        origin = json.loads((folder / MARK).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return plugins.missing(origin.get("plugins") if isinstance(origin, dict) else None, f"{folder}: this model")
 
 
 def _check_kernels(model: nn.Module, precision: str, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from forgetting_transformer import plugins
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.field_ranges import check_fields
 
@@ -37,6 +38,7 @@ def register(
     """Make an architecture known under `name` here, and under its `model_type` to transformers."""
     if name in MODELS:
         raise ValueError(f"an architecture called {name!r} is registered already")
+    plugins.MODELS.register(name)(lm_class)
     MODELS[name] = Architecture(config_class, model_class, lm_class)
     AutoConfig.register(config_class.model_type, config_class)
     # transformers compares class names and has a Mamba2Config too. It stores by class, so both stay usable.
@@ -52,9 +54,12 @@ def model_names() -> list[str]:
 
 
 def get(name: str) -> Architecture:
-    """The classes registered under a short name."""
-    if name not in MODELS:
-        raise ValueError(f"unknown architecture {name!r}; known: {', '.join(model_names())}")
+    """The classes registered under a short name.
+
+    Raises:
+        UnknownComponentError: a ValueError; nothing is registered under it.
+    """
+    plugins.MODELS.get(name)
     return MODELS[name]
 
 

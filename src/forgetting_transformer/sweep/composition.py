@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from forgetting_transformer import official_names
+from forgetting_transformer import official_names, plugins
 from forgetting_transformer.sweep import SweepError, machines
 from forgetting_transformer.sweep.runner import Machine
 from forgetting_transformer.training import Config, parse
@@ -22,10 +22,17 @@ class Composer:
     Args:
         config_dir: the repository's `configs`.
         overrides: of the command line. Those of hydra itself (hydra/launcher=…, hydra.launcher.…=…) say where jobs run.
+
+    Raises:
+        SweepError: a plug-in that they name cannot be loaded.
     """
 
     def __init__(self, config_dir: Path, overrides: Sequence[str]) -> None:
         self._config_dir = config_dir
+        try:
+            plugins.load(plugins.named_in(overrides))
+        except plugins.PluginError as error:
+            raise SweepError(str(error)) from error
         self._all = list(overrides)
         self.task_overrides = [o for o in overrides if not o.startswith(("hydra.", "hydra/"))]
 

@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from forgetting_transformer import console, elastic, hydra_errors, official_names
+from forgetting_transformer import console, elastic, hydra_errors, official_names, plugins
 
 if TYPE_CHECKING:
     from forgetting_transformer.training import Config
@@ -47,9 +48,46 @@ def config_dir() -> Path:
 
 
 def config_dirs() -> list[Path]:
-    """All folders where choices may be: the project's, and the one that the command line adds."""
+    """All folders where choices may be: the project's, the one that the command line adds, and those of plug-ins."""
     own = [value for name, value in _options() if name in ("--config-dir", "-cd")]
-    return [config_dir(), *(Path(folder) for folder in own)]
+    of_plugins = [folder for folder in plugins.loaded().values() if folder is not None]
+    return [config_dir(), *(Path(folder) for folder in own), *of_plugins]
+
+
+def load_plugins() -> None:
+    """Before Hydra composes, so that what they register and their configs are known to it.
+
+    Raises:
+        CompactHydraException: one cannot be loaded, hides behind a file of this project, or is missing for the run that
+            the command would continue.
+    """
+    try:
+        plugins.load(plugins.named_in(sys.argv[1:]))
+    except plugins.PluginError as error:
+        raise CompactHydraException(f"ConfigError: {error}") from error
+    for name, folder in plugins.loaded().items():
+        for file in folder.rglob("*.yaml") if folder is not None else ():
+            relative = file.relative_to(folder)
+            if (config_dir() / relative).exists():
+                raise CompactHydraException(
+                    f"ConfigError: plugins=[{name}]: configs/{relative} has the name of a file of this project, which "
+                    "would be taken in its place; rename it"
+                )
+    output_dir = hydra_errors.output_dir_of(sys.argv[1:])
+    if output_dir and "resume=false" not in sys.argv[1:]:
+        recorded = _recorded_plugins(Path(output_dir).expanduser() / "config.yaml")
+        if said := plugins.missing(recorded, f"output_dir={output_dir}: this run"):
+            raise CompactHydraException(f"ConfigError: {said}")
+
+
+def _recorded_plugins(config: Path) -> list[str]:
+    """What a run's config.yaml names; nothing of it is imported."""
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(config))
+    except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError):
+        return []  # none, or damaged: its checkpoints say it again
+    recorded = found.get("plugins") if isinstance(found, dict) else None
+    return recorded if isinstance(recorded, list) else []
 
 
 def _options() -> Iterator[tuple[str, str]]:
@@ -98,6 +136,7 @@ def compose_or_explain() -> DictConfig | None:
         for folder in config_dirs():
             if not folder.is_dir():
                 raise CompactHydraException(f"ConfigError: --config-dir={folder}: there is no such folder")
+        load_plugins()
         sys.argv[1:] = official_names.admit(sys.argv[1:])
         with console.one_voice():
             compose()

@@ -25,7 +25,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from forgetting_transformer import official_names
+from forgetting_transformer import official_names, plugins
 from forgetting_transformer.hydra_errors import closest_key
 from forgetting_transformer.plugins import (
     ALL,
@@ -236,6 +236,8 @@ class Config:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     #: What is measured or done during training besides: name of the callback -> its keys, in the order of their calls.
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
+    #: Modules with components that are not of this package (plugins.py). The command line names them.
+    plugins: list[str] = field(default_factory=list)
     #: Names recorded with the run, for finding it again.
     exp: str = "debug"
     tag: str = "debug"
@@ -365,6 +367,8 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
     kind, written = Config, _raw(composed)
     try:
         composed = _with_callbacks(official_names.translate(composed, typed))
+        if said := plugins.missing(_raw(composed).get("plugins")):
+            raise ConfigError(said)
         components = _components(_resolved(composed))
         if unknown := [found for found in components.values() if not isinstance(found, Component)]:
             raise unknown[0]
@@ -379,6 +383,8 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
                 + ("" if folders else ", or choose an experiment that sets it (+experiment/demo=fox_pro)")
             )
         config = OmegaConf.to_object(merged)
+        used = {found.plugin for found in components.values()} | {plugins.MODELS.plugin_of(config.model.name)}
+        config.plugins += sorted(used - {*config.plugins, ""})
         check_paths(config)
         _check_values(config)
     except OmegaConfBaseException as error:
@@ -580,7 +586,7 @@ def _check_values(config: Config) -> None:
 #: reported. So may those that a component says are free. Everything else decides what the weights become, so a change of
 #: it is refused on resume.
 FREE_KEYS = (
-    "output_dir", "data_dir", "resume", "fork_dir", "fork_step", "exp", "tag", "model.label", "wandb", "fabric.devices",
+    "output_dir", "data_dir", "plugins", "resume", "fork_dir", "fork_step", "exp", "tag", "model.label", "wandb", "fabric.devices",
     "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens", "train.grad_acc_tokens",
     "train.gradient_checkpointing", "train.compile",
     "train.max_bad_steps", "checkpoint_background", "preflight", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
@@ -647,6 +653,8 @@ def check_continues(
         ConfigError: naming every such key, its old and its new value.
     """
     before, after = state["config"], dataclasses.asdict(config)
+    if said := plugins.missing(before.get("plugins"), f"{checkpoint}: this run"):
+        raise ConfigError(said)
     before, after = ({**whole, "model": _with_defaults(whole["model"])} for whole in (before, after))
     if model := state.get("model_config"):
         # Null stands for what the corpus says, so what it came to is compared.

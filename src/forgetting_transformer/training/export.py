@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import GenerationConfig, PreTrainedModel
 
+from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.checksums import sha256_of
 from forgetting_transformer.files import LocksUnsupportedError, locked, write_atomically
@@ -88,6 +89,8 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
         model.config.max_position_embeddings = state["config"]["datamodule"]["train_batch_len"]
     found_tokenizer, why_none = _find_tokenizer(directory, state, tokenizer)
     origin = {"checkpoint": checkpoint.step, "tag": state["config"].get("tag")}
+    if needed := plugins.MODELS.plugin_of(state["config"]["model"]["name"]):
+        origin["plugins"] = [needed]
     try:
         with _only_export(save_folder):
             with tempfile.TemporaryDirectory() as prepared:
@@ -118,7 +121,8 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     replaced = ""
     if before and any(before.get(key) != value for key, value in origin.items()):
         replaced = f", in place of the one at {before.get('checkpoint'):,} tokens of {before.get('tag')}"
-    return f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}{replaced}"
+    needs = f"; loading it needs `import {needed}`, or --plugins {needed}" if needed else ""
+    return f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}{replaced}{needs}"
 
 
 def load_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
@@ -225,6 +229,8 @@ def _holds_our_model(folder: Path) -> bool:
 
 def build_from_checkpoint(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:
     """The model of a checkpoint on the CPU, in fp32 and evaluation mode."""
+    if said := plugins.missing(state["config"].get("plugins"), f"{checkpoint.path}: this run"):
+        raise CheckpointError(said)
     architecture = registry.get(state["config"]["model"]["name"])
     model = architecture.lm_class(architecture.config_class.from_dict(state["model_config"]))
     load_weights(checkpoint, model)

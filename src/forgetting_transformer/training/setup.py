@@ -145,9 +145,10 @@ def model_config(config: Config, data: DataInfo) -> DecoderConfig:
         ConfigError: an architecture that is not there, a field that it does not have or a value that the field cannot
             have, or a vocabulary that is not the data's.
     """
-    if config.model.name not in registry.MODELS:
-        known = ", ".join(registry.model_names())
-        raise ConfigError(f"model.name={config.model.name!r} is unknown; use one of {known}")
+    try:
+        registry.get(config.model.name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     fields = dict(config.model.config)
     # One token both begins and ends a text, in LongCrawl64 and in corpora of scripts/prepare_data.py.
     decided = {"vocab_size": data.vocab_size, "bos_token_id": data.bos_token_id, "eos_token_id": data.bos_token_id}
