@@ -245,7 +245,7 @@ def error_of(*overrides: str) -> str:
             "ConfigError: Could not override 'experiment/demo'. No match in the defaults list; "
             "To append to your default list use +experiment/demo=fox_pro",
         ),
-        (["optimizer="], "ConfigError: optimizer= is empty (a variable that is not set?); choices: adamw"),
+        (["optimizer="], "ConfigError: optimizer= is empty (a variable that is not set?); choices: adamw, muon"),
         *(
             (
                 [f"tag={value}"],

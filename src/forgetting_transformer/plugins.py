@@ -156,7 +156,7 @@ _importing: list[str] = []
 _loaded: dict[str, Path | None] = {}
 
 OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
-    "optimizer.name", {"adamw": "forgetting_transformer.training.optimizers"}
+    "optimizer.name", dict.fromkeys(("adamw", "muon"), "forgetting_transformer.training.optimizers")
 )
 CORPORA: Registry[Callable[..., Any]] = Registry(
     "datamodule.name", dict.fromkeys(("longcrawl64", "packed", "mixture"), "forgetting_transformer.training.corpora")

@@ -253,7 +253,7 @@ def test_a_value_that_is_none_is_refused_by_the_key_that_was_given_it(override, 
         ("fabric.accelerator=cdua", 1, "fabric.accelerator='cdua' is unknown"),
         ("fabric.devices=0", 1, "fabric.devices=0 must be a number of processes"),
         ("fabric.devices=two", 1, "fabric.devices='two' must be a number of processes"),
-        ("optimizer.name=muon", 1, "optimizer.name='muon' is unknown"),
+        ("optimizer.name=sgd", 1, "optimizer.name='sgd' is unknown"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_fix(override, world_size, message):

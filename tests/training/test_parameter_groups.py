@@ -9,7 +9,7 @@ from torch import nn
 
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.config import TrainConfig
-from forgetting_transformer.training.parameter_groups import group_parameters, undecayed_parameters
+from forgetting_transformer.training.parameter_groups import group_parameters, trainable, undecayed_parameters
 from tests.training.conftest import STEP, changed, train
 
 CONFIG = TrainConfig(max_tokens=1, grad_acc_tokens=1)
@@ -36,7 +36,7 @@ def test_what_is_decayed_and_what_is_not():
     assert names == {"linear.bias", "norm.weight", "conv.bias", "gate.bias_of_gate"}
     everything = replace(CONFIG, bias_weight_decay=True, normalization_weight_decay=True, conv_weight_decay=False)
     assert undecayed_parameters(model, everything) == {"conv.weight", "gate.bias_of_gate"}
-    decayed, not_decayed = group_parameters(model, names, 0.1)
+    decayed, not_decayed = group_parameters(trainable(model), names, 0.1)
     assert (decayed["weight_decay"], not_decayed["weight_decay"]) == (0.1, 0.0)
     assert len(decayed["params"]) == 2 and len(not_decayed["params"]) == 4
 

@@ -1,10 +1,15 @@
-"""The optimizers of this package: what `optimizer.name` may be, and the keys of each. Reading this loads no PyTorch."""
+"""The optimizers of this package: what `optimizer.name` may be, and the keys of each. Reading this loads no PyTorch.
+
+An optimizer is a function of the model, the names of the parameters without weight decay and its section of the config.
+It returns a torch.optim.Optimizer over all trainable parameters. Before every step the trainer sets each group's "lr" to
+the schedule's rate, times the group's "lr_scale" where it has one.
+"""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from forgetting_transformer.plugins import OPTIMIZERS
-from forgetting_transformer.ranges import Range, within
+from forgetting_transformer.ranges import POSITIVE, Range, one_of, within
 from forgetting_transformer.training.config import ConfigError, OptimizerConfig
 
 if TYPE_CHECKING:
@@ -26,15 +31,55 @@ class AdamWConfig(OptimizerConfig):
 
 @OPTIMIZERS.register("adamw", config=AdamWConfig)
 def adamw(model: "nn.Module", undecayed: set[str], config: AdamWConfig) -> "torch.optim.Optimizer":
-    """AdamW with PyTorch's fused kernel."""
+    """AdamW with PyTorch's fused kernel, which leaves out a step on the device (step_guard.py)."""
+    from forgetting_transformer.training.parameter_groups import group_parameters, trainable
+
+    return _adamw(group_parameters(trainable(model), undecayed, config.weight_decay), config)
+
+
+def _adamw(groups: list[dict], config: AdamWConfig) -> "torch.optim.Optimizer":
     import torch
 
-    from forgetting_transformer.training.parameter_groups import group_parameters
+    betas = (config.betas[0], config.betas[1])
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
-    return torch.optim.AdamW(
-        group_parameters(model, undecayed, config.weight_decay),
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        fused=True,
+
+@dataclass
+class MuonConfig(AdamWConfig):
+    """Muon's keys, and AdamW's for the parameters that are no matrices of blocks. Both have `weight_decay`."""
+
+    name: str = "muon"
+    momentum: float = within(Range(0, 1), 0.95)
+    nesterov: bool = True
+    #: Newton-Schulz iterations that make an update orthogonal.
+    ns_steps: int = within(Range(1, 99), 5)
+    #: "match_rms_adamw": updates as large as AdamW's, so that its learning rates and weight decay serve. "original": of
+    #: Jordan et al. 2024, whose rates are ten times as high and more.
+    adjust_lr: str = one_of("match_rms_adamw", "original")
+    #: AdamW's learning rate relative to Muon's.
+    adamw_lr_scale: float = within(POSITIVE, 1.0)
+
+
+@OPTIMIZERS.register("muon", config=MuonConfig)
+def muon(model: "nn.Module", undecayed: set[str], config: MuonConfig) -> "torch.optim.Optimizer":
+    """Muon (Jordan et al. 2024, torch.optim.Muon) for the matrices of the blocks, AdamW for all other parameters."""
+    import torch
+
+    from forgetting_transformer.training.combined_optimizer import CombinedOptimizer
+    from forgetting_transformer.training.parameter_groups import block_matrices, group_parameters, trainable
+
+    matrices = block_matrices(model, undecayed)
+    others = {name: parameter for name, parameter in trainable(model).items() if name not in matrices}
+    groups = group_parameters(others, undecayed, config.weight_decay)
+    return CombinedOptimizer(
+        torch.optim.Muon(
+            matrices.values(),
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            ns_steps=config.ns_steps,
+            adjust_lr_fn=config.adjust_lr,
+        ),
+        _adamw([group | {"lr_scale": config.adamw_lr_scale} for group in groups], config),
     )

@@ -1,7 +1,8 @@
-"""Which parameters AdamW decays."""
+"""Which parameters are decayed, and which are matrices of blocks."""
 
 from torch import nn
 
+from forgetting_transformer.model.decoder import DecoderBlock
 from forgetting_transformer.training.config import TrainConfig
 
 
@@ -22,12 +23,26 @@ def undecayed_parameters(model: nn.Module, config: TrainConfig) -> set[str]:
     }
 
 
-def group_parameters(model: nn.Module, undecayed: set[str], weight_decay: float) -> list[dict]:
-    """AdamW's parameter groups: with weight decay, and without. Every trainable parameter is in exactly one."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that are trained, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def block_matrices(model: nn.Module, undecayed: set[str]) -> dict[str, nn.Parameter]:
+    """The weight matrices of the decoder's blocks, by name: no embeddings, output layer, norms, biases or kernels."""
+    inside = {f"{name}." for name, module in model.named_modules() if isinstance(module, DecoderBlock)}
+    return {
+        name: parameter
+        for name, parameter in trainable(model).items()
+        if parameter.ndim == 2 and name not in undecayed and any(name.startswith(block) for block in inside)
+    }
+
+
+def group_parameters(named: dict[str, nn.Parameter], undecayed: set[str], weight_decay: float) -> list[dict]:
+    """Parameter groups with weight decay, and without. Every parameter is in exactly one."""
     groups = [
-        {"params": [p for name, p in named if name not in undecayed], "weight_decay": weight_decay},
-        {"params": [p for name, p in named if name in undecayed], "weight_decay": 0.0},
+        {"params": [p for name, p in named.items() if name not in undecayed], "weight_decay": weight_decay},
+        {"params": [p for name, p in named.items() if name in undecayed], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -221,7 +222,20 @@ def warn_without_gpu(config: Config, data: DataInfo, device: torch.device) -> No
 
 
 def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return OPTIMIZERS.get(config.name).build(model, undecayed, config)
+    """
+    Raises:
+        ConfigError: what was built is no optimizer of PyTorch's kind, which would show only when the run is continued.
+    """
+    optimizer = OPTIMIZERS.get(config.name).build(model, undecayed, config)
+    if (
+        not isinstance(optimizer, torch.optim.Optimizer)
+        or "closure" not in inspect.signature(optimizer.step).parameters
+    ):
+        raise ConfigError(
+            f"optimizer.name={config.name!r} made a {type(optimizer).__name__}; it must be a torch.optim.Optimizer whose "
+            "step takes closure=None"
+        )
+    return optimizer
 
 
 def check_optimizer_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

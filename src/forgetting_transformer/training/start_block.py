@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forgetting_transformer.training.step_guard import decides_on_device
+
 if TYPE_CHECKING:
     from forgetting_transformer.training.trainer import Trainer
 
@@ -94,13 +96,16 @@ def _corruption(trainer: Trainer) -> str:
 def _optimizer(trainer: Trainer) -> str:
     """Its name and its keys as the config has them."""
     keys = dict(vars(trainer.config.optimizer))
-    return ", ".join([keys.pop("name"), *(f"{key.replace('_', ' ')} {_written(keys[key])}" for key in keys)])
+    parts = [keys.pop("name"), *(f"{key.replace('_', ' ')} {_written(keys[key])}" for key in keys)]
+    if not decides_on_device(trainer.optimizer.optimizer):
+        parts.append("ignores found_inf: the host waits in every step to learn whether it counts")
+    return ", ".join(parts)
 
 
 def _written(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_written, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
 def _schedule(trainer: Trainer) -> str:

@@ -1,12 +1,14 @@
 """Steps that must not count: a loss or gradient that is not finite, or a gradient far larger than usual.
 
 Whether a step counts is decided on the device, from numbers that all ranks share, so every rank decides alike and the
-host does not wait. AdamW's fused kernel then leaves weights, moments and its count of steps as they are. The host
-learns of it when the device gets there, a step or two later.
+host does not wait. PyTorch's fused optimizers then leave weights, moments and their count of steps as they are. The host
+learns of it when the device gets there, a step or two later. Other optimizers would apply the step, so for these the
+host waits for the decision and does not call them.
 """
 
 import collections
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +46,11 @@ class BadStep:
             "sequence_losses": self.sequence_losses,
             **where.describe(not_finite),
         }
+
+
+def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer leaves out the steps that its `found_inf` says, as PyTorch's fused ones do."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 class StepGuard:
@@ -91,6 +98,20 @@ class StepGuard:
             host, event = row, None
         self._pending.append((batch, host, event))
         return bad.float()
+
+    @staticmethod
+    def update(optimizer: torch.optim.Optimizer, step: Callable[[], Any], bad: Tensor) -> None:
+        """Makes the update, unless the step must be left out.
+
+        Args:
+            step: makes it. bad: what `judge` returned.
+        """
+        if decides_on_device(optimizer):
+            # What torch's gradient scaler uses too: the fused kernels change nothing where this is 1.
+            optimizer.found_inf = bad
+            step()
+        elif not bad.item():
+            step()
 
     def bad_steps(self, wait: bool = False) -> list[BadStep]:
         """Steps left out that the host has not been told of yet.

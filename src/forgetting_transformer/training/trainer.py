@@ -132,7 +132,7 @@ class Trainer(Parts):
         config = self.config
         lr = self.schedule(self.counters.token_count)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         setup.seed_step(config.seed, self.counters.batch_count, self.fabric.global_rank)
         self.optimizer.zero_grad()
 
@@ -159,9 +159,7 @@ class Trainer(Parts):
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
         self.sum_over_ranks(losses)
         bad = self.guard.judge(self.counters.batch_count, loss_B, grad_norm)
-        # What torch's gradient scaler uses too: the fused kernel changes neither weights nor moments where this is 1.
-        self.optimizer.optimizer.found_inf = bad
-        self.optimizer.step()
+        self.guard.update(self.optimizer.optimizer, self.optimizer.step, bad)
         loss = loss_T.sum() / (config.datamodule.train_batch_size * length)
         return Step(loss, grad_norm, lr, loss_T, bad)
 

@@ -362,7 +362,14 @@ class Checkpointer:
         """
         settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         tensors, optimizer_state = _tensors(model, optimizer)
-        _check_names(checkpoint, tensors)
+        stored = _check_names(checkpoint, tensors)
+        lacking = sorted(name for name in tensors if name.startswith("optimizer.") and name not in stored)
+        if lacking:
+            if not self.forked:
+                raise CheckpointError(f"{checkpoint.path} was written with another optimizer: it has no {lacking[0]}")
+            if self.rank == 0:
+                log.warning("%s was written with another optimizer: moments begin at zero", checkpoint.path)
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
         try:
             dcp.load(
                 tensors,
@@ -374,12 +381,20 @@ class Checkpointer:
         except (CheckpointException, OSError, ValueError, RuntimeError) as error:
             raise _unreadable(checkpoint, error) from error
         set_model_state_dict(model, _part("model.", tensors))
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        loaded = optimizer_state | _part("optimizer.", tensors)
-        set_optimizer_state_dict(model, optimizer, loaded, options=options)
+        if lacking:
+            optimizer.state.clear()  # of the step that asking for it made
+            now = _model_tensors(model)
+        else:
+            loaded = dict(optimizer_state)
+            for name, tensor in _part("optimizer.", tensors).items():
+                before = optimizer_state[name]
+                loaded[name] = tensor if isinstance(before, Tensor) else type(before)(tensor.item())
+            options = StateDictOptions(flatten_optimizer_state_dict=True)
+            set_optimizer_state_dict(model, optimizer, loaded, options=options)
+            now = _tensors(model, optimizer)[0]
         for group, setting in zip(optimizer.param_groups, settings, strict=True):
             group.update(setting)
-        wrong: list[Any] = [differing(_digests(checkpoint), _tensors(model, optimizer)[0])]
+        wrong: list[Any] = [differing(_digests(checkpoint), now)]
         if self._group is not None:
             mine, wrong = wrong[0], [None] * self.world_size
             dist.all_gather_object(wrong, mine, group=self._group)
@@ -702,16 +717,28 @@ def set_aside(path: Path) -> Path:
     return target
 
 
+def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
+
+
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything to save, by name: `model.<parameter>`, `optimizer.state.<parameter>.<moment>`. Names do not depend on
     how parameters are grouped or sharded. And the optimizer's state as torch flattens it, with the settings, which are
     not
     saved: they come from the config."""
     # The model first: FSDP2 has gathered weights after an evaluation, and this puts the shards back in their place.
-    tensors = {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
+    tensors = _model_tensors(model)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
-    tensors |= {f"optimizer.{name}": value for name, value in optimizer_state.items() if name.startswith("state.")}
+    try:
+        optimizer_state = get_optimizer_state_dict(model, optimizer, options=options)
+    except NotImplementedError as error:  # state that is neither tensor nor number
+        raise CheckpointError(f"{type(optimizer).__name__} keeps what a checkpoint cannot hold: {error}") from error
+    moments = {name: value for name, value in optimizer_state.items() if name.startswith("state.")}
+    # Some optimizers count their steps in a Python number.
+    tensors |= {
+        f"optimizer.{name}": value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for name, value in moments.items()
+    }
     return tensors, optimizer_state
 
 
@@ -719,7 +746,12 @@ def _part(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+def _check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> set[str]:
+    """The names of all tensors in the checkpoint.
+
+    Raises:
+        CheckpointError: those of the model are not the names of this one.
+    """
     try:
         stored = TensorReader(checkpoint.path / "state").tensors()
     except (UnsafeCheckpointError, OSError, EOFError, pickle.UnpicklingError) as error:
@@ -731,6 +763,7 @@ def _check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
             f"{checkpoint.path} belongs to another model: missing {sorted(wanted - present)[:3]}, "
             f"unexpected {sorted(present - wanted)[:3]}"
         )
+    return set(stored)
 
 
 def _digests(checkpoint: Checkpoint) -> dict[str, str]:

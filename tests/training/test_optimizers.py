@@ -1,0 +1,196 @@
+"""Optimizers besides AdamW: they resume bitwise, and a step that must not count is left out whatever they know of it."""
+
+import copy
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from forgetting_transformer.plugins import OPTIMIZERS
+from forgetting_transformer.training.combined_optimizer import CombinedOptimizer
+from forgetting_transformer.training.config import Config, ConfigError, OptimizerConfig
+from forgetting_transformer.training.optimizers import MuonConfig, muon
+from forgetting_transformer.training.parameter_groups import block_matrices, undecayed_parameters
+from forgetting_transformer.training.setup import build_optimizer
+from forgetting_transformer.training.step_guard import StepGuard, decides_on_device
+from tests.model.small_models import PRO, small_model
+from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
+from tests.training.test_bad_steps import bad_steps
+from tests.training.test_resume import assert_same_run, losses
+
+#: An optimizer of somebody else: it knows nothing of found_inf, and counts its steps in a Python number.
+TOY = """
+import torch
+from forgetting_transformer import plugins
+
+class Toy(torch.optim.Optimizer):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                average = state.setdefault("average", torch.zeros_like(parameter))
+                average.lerp_(parameter.grad, 0.1)
+                parameter.sub_(average.sign() * group["lr"])
+
+@plugins.OPTIMIZERS.register("toy")
+def toy(model, undecayed, config):
+    return Toy(model.parameters(), config.lr)
+"""
+
+#: A loss of the last rank is not a number in step 9.
+NAN = """
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    last = self.fabric.global_rank == self.fabric.world_size - 1
+    def poison(module, arguments, output):
+        output.loss = output.loss * float("nan")
+        return output
+    hook = self.model.module.register_forward_hook(poison) if last and self.counters.batch_count == 8 else None
+    result = original(self, batch)
+    if hook is not None:
+        hook.remove()
+    return result
+trainer.Trainer.step = step
+"""
+
+
+def with_muon(config: dict, **changes) -> dict:
+    return changed(config, optimizer__name="muon", **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "world_size"), [pytest.param("auto", 1, marks=pytest.mark.quick), ("ddp", 2)])
+def test_a_run_with_muon_that_was_interrupted_is_the_one_that_was_not(tiny, finished, strategy, world_size):
+    tiny = with_muon(tiny, strategy__name=strategy)
+    train(tiny, world_size)
+    for step in (12, 16, 20):
+        shutil.rmtree(Path(tiny["output_dir"]) / f"checkpoints/step-{step * STEP:015d}", ignore_errors=True)
+    train(tiny, world_size)
+    assert_same_run(finished(tiny, world_size), tiny["output_dir"])
+    moments = {name.rpartition(".")[2] for name in checkpoint_tensors(tiny["output_dir"], 20 * STEP)}
+    assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= moments
+    reached = losses(tiny["output_dir"])
+    assert reached[20 * STEP] < 0.9 * reached[STEP], "it learns"
+
+
+@pytest.mark.slow
+def test_muon_sharded_agrees_with_one_process(tiny, finished):
+    """Its products run in bfloat16, and shards add in another order; so losses agree to 1e-3, where AdamW's do to 1e-6."""
+    one = losses(finished(with_muon(tiny)))
+    for strategy, tolerance in (("ddp", 1e-3), ("fsdp", 1e-3)):
+        several = losses(finished(with_muon(tiny, strategy__name=strategy), 2))
+        assert max(abs(one[step] - several[step]) for step in one) < tolerance, strategy
+
+
+def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
+    model = small_model(**PRO)
+    undecayed = undecayed_parameters(model, Config().train)
+    optimizer = muon(model, undecayed, MuonConfig(lr=0.5, adamw_lr_scale=0.25))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    first, *others = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    assert first == set(block_matrices(model, undecayed)) and "model.layers.0.mlp.down_proj.weight" in first
+    assert not any("embeddings" in name or "lm_head" in name or "norm" in name for name in first)
+    assert first | set().union(*others) == set(names.values()) and not first & set().union(*others)
+    assert [group.get("lr_scale", 1.0) for group in optimizer.param_groups] == [1.0, 0.25, 0.25]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
+    assert not decides_on_device(optimizer)
+
+
+def test_a_combined_optimizer_is_loaded_into_its_parts():
+    def parts() -> tuple[CombinedOptimizer, list[nn.Parameter]]:
+        generator = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(3, 2, generator=generator)) for _ in range(2)]
+        return CombinedOptimizer(
+            torch.optim.SGD([parameters[0]], 0.1, momentum=0.9), torch.optim.AdamW([parameters[1]], 0.1)
+        ), parameters
+
+    (straight, a), (resumed, b) = parts(), parts()
+
+    def step(optimizer: CombinedOptimizer, parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = parameter.detach() + 1
+        optimizer.step()
+
+    step(straight, a)
+    with torch.no_grad():
+        for mine, theirs in zip(b, a, strict=True):
+            mine.copy_(theirs)
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    resumed.param_groups[0]["lr"] = straight.param_groups[0]["lr"] = 0.05
+    for optimizer, parameters in ((straight, a), (resumed, b)):
+        step(optimizer, parameters)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(a, b, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("fsdp", 2)])
+def test_an_optimizer_that_ignores_found_inf_is_not_called_in_a_bad_step(tiny, strategy, world_size):
+    tiny = changed(tiny, optimizer__name="toy", optimizer__lr=1e-3, strategy__name=strategy)
+    tiny = changed(tiny, checkpoint_interval=STEP, checkpoint_keep_last=30)
+    job = Job(tiny, world_size, patch=TOY + NAN)
+    assert job.wait() == [0] * world_size, job.errors()
+    before, after = (checkpoint_tensors(tiny["output_dir"], step * STEP) for step in (8, 9))
+    assert [line["bad_step/batch"] for line in bad_steps(tiny)] == [8]
+    assert before.keys() == after.keys() and any(name.endswith(".average") for name in before)
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    later = checkpoint_tensors(tiny["output_dir"], 20 * STEP)
+    assert all(torch.isfinite(tensor).all() for tensor in later.values())
+    assert {tensor.item() for name, tensor in later.items() if name.endswith(".step")} == {19.0}
+    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+    assert "ignores found_inf: the host waits in every step" in log
+    # What it counts in a number is there again: the next run of it takes the 21st step.
+    longer = changed(tiny, train__max_tokens=21 * STEP, datamodule__repeat=True)
+    job = Job(longer, world_size, patch=TOY)
+    assert job.wait() == [0] * world_size, job.errors()
+    last = checkpoint_tensors(tiny["output_dir"], 21 * STEP)
+    assert {tensor.item() for name, tensor in last.items() if name.endswith(".step")} == {20.0}
+
+
+def test_a_fused_optimizer_decides_on_the_device_and_others_are_not_called():
+    calls = []
+    weight = nn.Parameter(torch.ones(2))
+    bad, good = torch.ones(()), torch.zeros(())
+    plain, fused = torch.optim.AdamW([weight], fused=False), torch.optim.AdamW([weight], fused=True)
+    assert not decides_on_device(plain) and decides_on_device(fused)
+    for optimizer, expected in ((plain, ["good"]), (fused, ["bad", "good"])):
+        calls.clear()
+        StepGuard.update(optimizer, lambda: calls.append("bad"), bad)
+        StepGuard.update(optimizer, lambda: calls.append("good"), good)
+        assert calls == expected
+
+
+@pytest.mark.slow
+def test_a_fork_may_have_another_optimizer_and_a_resume_may_not(tiny, interrupted, tmp_path):
+    interrupted(tiny, 8)
+    fork = with_muon(tiny, output_dir=str(tmp_path / "fork"), fork_dir=tiny["output_dir"], fork_step=8 * STEP)
+    train(changed(fork, train__max_tokens=12 * STEP))
+    assert (
+        "was written with another optimizer: moments begin at zero" in (tmp_path / "fork/logs/rank-0.log").read_text()
+    )
+    counted = checkpoint_tensors(fork["output_dir"], 12 * STEP)
+    assert {tensor.item() for name, tensor in counted.items() if name.endswith(".step")} == {4.0}
+    assert "optimizer.name: adamw -> muon" in refused(with_muon(tiny))
+
+
+@pytest.mark.parametrize("step", ["def step(self): ..."])
+def test_what_is_no_optimizer_of_pytorchs_kind_is_refused_before_training(monkeypatch, step):
+    """A step without `closure` would work until a checkpoint is loaded, for which PyTorch calls step(closure=None)."""
+    made: dict = {}
+    exec(f"import torch\nclass Odd(torch.optim.SGD):\n    {step}", made)
+    monkeypatch.setattr(OPTIMIZERS, "_components", dict(OPTIMIZERS._components))
+    OPTIMIZERS.register("odd")(lambda model, undecayed, config: made["Odd"](model.parameters(), config.lr))
+    with pytest.raises(
+        ConfigError, match=r"optimizer.name='odd' made a Odd; it must be a torch.optim.Optimizer whose st"
+    ):
+        build_optimizer(nn.Linear(2, 2), set(), OptimizerConfig("odd", 1.0))
