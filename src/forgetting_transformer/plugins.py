@@ -20,8 +20,8 @@ the configuration: keys that it does not have are refused with the closest one, 
 values to what they declare, and rules between keys stand in a method `check(self)` that raises ValueError. Its keys
 decide what the weights become, and a run does not continue with other ones, unless `free` lists them.
 
-- An optimizer, a corpus: section `optimizer` or `datamodule`, chosen by its key `name`. The dataclass derives from
-  OptimizerConfig or DataModuleConfig in training/config.py. `configs/optimizer/lion.yaml` lists the keys and makes the
+- An optimizer, a schedule, a corpus: section `optimizer`, `schedule` or `datamodule`, chosen by its key `name`. The
+  dataclass derives from OptimizerConfig, ScheduleConfig or DataModuleConfig in training/config.py. `configs/optimizer/lion.yaml` lists the keys and makes the
   name a choice: `optimizer=lion optimizer.beta=0.95`.
 - A callback: `callbacks=[lm_eval,gates]` on the command line chooses files of the group `configs/callbacks`. Each has
   one section, named like the callback, with its keys, and these are overridden there: `callbacks.lm_eval.tasks=[…]`.
@@ -168,9 +168,16 @@ CALLBACKS: Registry[Callable[..., Any]] = Registry(
         "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
     },
 )
+SCHEDULES: Registry[Callable[..., Callable[[int], float]]] = Registry(
+    "schedule.name",
+    dict.fromkeys(
+        ("constant", "warmup_cosine", "warmup_linear", "warmup_stable_decay"),
+        "forgetting_transformer.training.schedule",
+    ),
+)
 #: Their classes for causal language models; model/registry.py registers them.
 MODELS: Registry[type] = Registry("model.name")
-REGISTRIES: tuple[Registry, ...] = (OPTIMIZERS, CORPORA, CALLBACKS, MODELS)
+REGISTRIES: tuple[Registry, ...] = (OPTIMIZERS, SCHEDULES, CORPORA, CALLBACKS, MODELS)
 #: Entry points of installed packages that are plug-ins.
 GROUP = "forgetting_transformer.plugins"
 

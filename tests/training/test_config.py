@@ -1,6 +1,8 @@
 """Configs: every experiment composes, unknown keys and impossible arithmetic are refused with the fix."""
 
+import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,6 +146,32 @@ def test_the_papers_recipes_say_what_the_paper_says(name):
     assert config.train.gradient_checkpointing == ("760m" in name)
     assert config.fabric.precision == "bf16-mixed" and config.strategy.name == "fsdp"
     assert model.get("log_pruning_tolerance") == (-10.0 if name.startswith("forgetting_transformer/") else None)
+
+
+PUBLISHED = json.loads(Path(__file__).with_name("published_models.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_models_compose_to_what_is_recorded(name):
+    """Wherever the YAML files keep the sizes of a model: every field of all thirty."""
+    assert dataclasses.asdict(experiment(f"experiment/longcrawl64/{name}").model) == PUBLISHED[name]
+
+
+def test_sizes_of_an_architecture_are_by_scale_and_may_be_overridden():
+    mamba = experiment("experiment/demo/mamba2").model.config
+    assert (mamba["num_hidden_layers"], mamba["num_heads"]) == (8, 4)
+    assert experiment("experiment/demo/mamba2", "model.config.num_heads=2").model.config["num_heads"] == 2
+    own = experiment("experiment/demo/mamba2", "scale.name=mine", "+model.sizes.mine={num_heads: 6}")
+    assert own.model.config["num_heads"] == 6 and own.model.config["num_hidden_layers"] is None
+
+
+def test_sizes_that_earlier_versions_recorded_in_the_scale_are_read_and_not_taken_from_a_file():
+    config = demo()
+    recorded = dataclasses.asdict(config)
+    recorded["scale"] |= {"transformer_heads": 2, "mamba2_layers": 8, "mamba2_heads": 4}
+    assert parse(OmegaConf.create(recorded)) == config
+    with pytest.raises(ConfigError, match=r"scale.mamba2_layers is gone; set model.config.num_hidden_layers, or model"):
+        demo("+scale.mamba2_layers=8")
 
 
 def on_meta(model: ModelConfig) -> DecoderForCausalLM:

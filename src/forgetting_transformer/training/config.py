@@ -32,6 +32,7 @@ from forgetting_transformer.plugins import (
     CALLBACKS,
     CORPORA,
     OPTIMIZERS,
+    SCHEDULES,
     Component,
     Registry,
     UnknownComponentError,
@@ -154,7 +155,7 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    #: "constant", "warmup_cosine", "warmup_linear" or "warmup_stable_decay"; see training/schedule.py.
+    #: A name in plugins.SCHEDULES; those of this package are in training/schedule.py.
     name: str = MISSING
     #: Tokens of linear warm-up from init_lr to optimizer.lr.
     warmup_tokens: int = within(Range(0, TOKENS.high), 0)
@@ -207,7 +208,10 @@ class ModelConfig:
 
 @dataclass
 class ScaleConfig:
-    """A model size and token budget that experiments share; model and schedule files refer to it."""
+    """A model size and token budget that experiments share; model and schedule files refer to it.
+
+    Sizes that are one architecture's stand in its YAML, by the name of the scale (`model.sizes`).
+    """
 
     name: str = "custom"
     hidden_size: int | None = within(SIZE, None)
@@ -215,11 +219,6 @@ class ScaleConfig:
     #: Attention heads when each has 64 or 128 dimensions.
     heads_of_64: int | None = within(SIZE, None)
     heads_of_128: int | None = within(SIZE, None)
-    #: Heads of a Transformer with rotary embeddings: the paper gives them 64 dimensions up to 360M, 128 at 760M.
-    transformer_heads: int | None = within(SIZE, None)
-    #: Blocks of Mamba-2, which have no MLP and so are twice as many; heads of 64 in its inner width, 2 x hidden_size.
-    mamba2_layers: int | None = within(SIZE, None)
-    mamba2_heads: int | None = within(SIZE, None)
 
 
 @dataclass
@@ -283,6 +282,7 @@ class Key(NamedTuple):
 #: The sections whose keys are those of the component that they name: its registry, and the dataclass to derive from.
 _NAMED: dict[str, tuple[Registry, type]] = {
     "optimizer": (OPTIMIZERS, OptimizerConfig),
+    "schedule": (SCHEDULES, ScheduleConfig),
     "datamodule": (CORPORA, DataModuleConfig),
 }
 
@@ -374,7 +374,7 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
             raise unknown[0]
         kind = config_class(_resolved(composed))
         _check_sections(written)
-        merged = OmegaConf.merge(_schema(kind), _with_whole_numbers(composed, kind))
+        merged = OmegaConf.merge(_schema(kind), _without_sizes(_with_whole_numbers(composed, kind)))
         missing = sorted(key for key in keys_of(kind) if _is_missing(merged, key))
         if missing:
             folders = set(missing) <= {"output_dir", "data_dir"}
@@ -442,6 +442,22 @@ def _with_callbacks(composed: Any) -> Any:
             if isinstance(listed, list)
             else OmegaConf.merge(sections, {name: value for name, value in listed.items() if value is not None})
         )
+    return composed
+
+
+def _without_sizes(composed: Any) -> Any:
+    """With the fields of `model.config` as numbers, and without the `model.sizes` by scale that they may refer to."""
+    if "sizes" not in (_raw(composed).get("model") or {}):
+        return composed
+    composed = OmegaConf.create(copy.deepcopy(composed))
+    OmegaConf.set_readonly(composed, False)
+    OmegaConf.set_struct(composed, False)
+    fields = {
+        key: value if value == MISSING else composed.model.config[key]
+        for key, value in _raw(composed)["model"]["config"].items()
+    }
+    composed.model.config = fields
+    del composed.model["sizes"]
     return composed
 
 

@@ -7,6 +7,7 @@ zero therefore moves nothing but AdamW's moments.
 import math
 from collections.abc import Callable
 
+from forgetting_transformer.plugins import SCHEDULES, UnknownComponentError
 from forgetting_transformer.training.config import ConfigError, ScheduleConfig
 
 Schedule = Callable[[int], float]
@@ -15,22 +16,23 @@ Schedule = Callable[[int], float]
 def build_schedule(config: ScheduleConfig, peak_lr: float) -> Schedule:
     """The schedule that `config` names, as a function from training tokens to the learning rate.
 
-    Let x be tokens, w `warmup_tokens`, T `total_tokens`, and p the position in the decay, 0 at its start and 1 at T.
-
-    - constant: linear warm-up over w, then `peak_lr`.
-    - warmup_cosine: warm-up, then end + (peak - end)·(1 + cos(πp))/2.
-    - warmup_linear: warm-up, then peak + (end - peak)·p.
-    - warmup_stable_decay: warm-up, `peak_lr`, and over the last `decay_tokens` peak + (end - peak)·√p, the "1 − √"
-      decay of Hägele et al. 2024 (arXiv:2405.18392).
-
-    After T the rate stays at `end_lr`.
-
     Raises:
         ConfigError: an unknown name, or lengths that do not fit into each other.
     """
-    if config.name not in _DECAYS:
-        raise ConfigError(f"schedule.name={config.name!r} is unknown; use one of {', '.join(_DECAYS)}")
-    decay, warmup, total = _DECAYS[config.name], config.warmup_tokens, config.total_tokens
+    try:
+        return SCHEDULES.get(config.name).build(config, peak_lr)
+    except UnknownComponentError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _with_warmup(config: ScheduleConfig, peak_lr: float, decay: Callable[[float], float] | None) -> Schedule:
+    """Linear warm-up over `warmup_tokens`, `peak_lr`, then a decay that ends at `total_tokens` with `end_lr`.
+
+    Args:
+        decay: position in the decay, 0 at its start and 1 at its end -> share of the way from end to peak that is left;
+            None where nothing decays.
+    """
+    warmup, total = config.warmup_tokens, config.total_tokens
     for key, needed_by in {
         "total_tokens": ("warmup_cosine", "warmup_linear", "warmup_stable_decay"),
         "decay_tokens": ("warmup_stable_decay",),
@@ -60,10 +62,26 @@ def build_schedule(config: ScheduleConfig, peak_lr: float) -> Schedule:
     return schedule
 
 
-#: Name -> share of the way from end to peak that is left at position p of the decay; None where nothing decays.
-_DECAYS: dict[str, Callable[[float], float] | None] = {
-    "constant": None,
-    "warmup_cosine": lambda p: 0.5 * (1 + math.cos(math.pi * p)),
-    "warmup_linear": lambda p: 1 - p,
-    "warmup_stable_decay": lambda p: 1 - math.sqrt(p),
-}
+@SCHEDULES.register("constant")
+def constant(config: ScheduleConfig, peak_lr: float) -> Schedule:
+    """Warm-up, then `peak_lr`."""
+    return _with_warmup(config, peak_lr, None)
+
+
+@SCHEDULES.register("warmup_cosine")
+def warmup_cosine(config: ScheduleConfig, peak_lr: float) -> Schedule:
+    """Warm-up, then end + (peak - end)·(1 + cos(πp))/2 at position p of the decay."""
+    return _with_warmup(config, peak_lr, lambda p: 0.5 * (1 + math.cos(math.pi * p)))
+
+
+@SCHEDULES.register("warmup_linear")
+def warmup_linear(config: ScheduleConfig, peak_lr: float) -> Schedule:
+    """Warm-up, then peak + (end - peak)·p at position p of the decay."""
+    return _with_warmup(config, peak_lr, lambda p: 1 - p)
+
+
+@SCHEDULES.register("warmup_stable_decay")
+def warmup_stable_decay(config: ScheduleConfig, peak_lr: float) -> Schedule:
+    """Warm-up, `peak_lr`, and over the last `decay_tokens` peak + (end - peak)·√p, the "1 − √" decay of Hägele et al.
+    2024 (arXiv:2405.18392)."""
+    return _with_warmup(config, peak_lr, lambda p: 1 - math.sqrt(p))
