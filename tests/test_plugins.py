@@ -86,7 +86,7 @@ def test_callbacks_may_be_a_list(config):
             "optimizer.name='lionn' is unknown; did you mean 'lion'. Otherwise name the plug-in that has it: ",
         ),
         ({"optimizer__name": [1]}, r"optimizer.name=\[1\] is unknown; use adamw, "),
-        ({"datamodule__name": "nope"}, "datamodule.name='nope' is unknown; use longcrawl64, or name the plug-in"),
+        ({"datamodule__name": "nope"}, "datamodule.name='nope' is unknown; use longcrawl64, .*or name the plug-in"),
         ({"callbacks__prob": {}}, "callbacks='prob' is unknown; did you mean 'probe'?"),
         ({"callbacks": 3}, r"callbacks=3 must be a list of names, as in callbacks=\[a,b\]"),
         ({"optimizer__bta": 1}, "unknown config key 'optimizer.bta'; did you mean 'optimizer.beta'?"),

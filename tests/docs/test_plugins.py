@@ -1,0 +1,114 @@
+"""The pages on adding components, followed in a folder outside the repository: files as they stand there, then commands."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.docs.commands import ROOT, shell_commands
+from tests.processes import shell_environment
+from tests.tiny import VOCAB, make_corpus
+from tests.waiting import HANG, wait_until
+
+pytestmark = pytest.mark.slow
+#: What makes the demo a matter of seconds, added to the page's commands.
+SMALL = [
+    "datamodule.train_batch_len=32", "datamodule.train_batch_size=4", "datamodule.train_num_workers=0",
+    "datamodule.eval_tokens=640", "scale.hidden_size=64", "scale.heads_of_64=1", "scale.num_hidden_layers=1",
+    "train.grad_acc_tokens=64", "train.max_tokens=12800", "schedule.warmup_tokens=128", "wandb.mode=disabled",
+    "fabric.accelerator=cpu", "checkpoint_interval=2560", "datamodule.repeat=true", "log_interval=128",
+]  # fmt: skip
+
+
+def write_files(page: str, folder: Path) -> None:
+    """The files that a page shows: a line with the name, then the block."""
+    found = re.findall(r"^`(my_lab/[\w./]+)`:\n\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(found) >= 2
+    for name, text in found:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def run(words: list[str], folder: Path) -> str:
+    """What a command of the page prints, with this Python and the repository's scripts; it must succeed."""
+    done = start(words, folder)
+    said, _ = done.communicate(timeout=HANG)
+    assert done.returncode == 0, said
+    return said
+
+
+def start(words: list[str], folder: Path) -> subprocess.Popen:
+    assert words[0] == "python"
+    script = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
+    return subprocess.Popen(
+        [sys.executable, *script],
+        cwd=folder,
+        env=shell_environment() | {"PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def refused(words: list[str], folder: Path) -> str:
+    process = start(words, folder)
+    said, _ = process.communicate(timeout=HANG)
+    assert process.returncode != 0
+    return said.strip()
+
+
+@pytest.fixture
+def elsewhere(tmp_path) -> Path:
+    """A folder with the corpus of the demo, small, and nothing else."""
+    corpus = tmp_path / "quickstart/data/python_code"
+    make_corpus(tmp_path)
+    corpus.parent.mkdir(parents=True)
+    (tmp_path / "tiny").rename(corpus)
+    words = {"<eos>": 0, "import": 1, "os": 2} | {f"word{n}": n for n in range(3, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<eos>", eos_token="<eos>", unk_token="<eos>")
+    fast.save_pretrained(corpus / "tokenizer")
+    (corpus / "manifest.json").write_text(
+        json.dumps({"format_version": 1, "vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0})
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["add_an_optimizer", "add_an_architecture"])
+def test_a_page_followed_from_another_folder_trains_is_killed_continues_and_is_exported(name, elsewhere):
+    page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+    write_files(page, elsewhere)
+    train, save, *more = [words for words in shell_commands(page) if "my_lab" in " ".join(words)]
+    output = next(word.partition("=")[2] for word in train if word.startswith("output_dir="))
+    checkpoints = elsewhere / output / "checkpoints"
+    process = start([*train, *SMALL], elsewhere)
+    wait_until(lambda: list(checkpoints.glob("step-*/manifest.json")), lambda: process.poll() is None)
+    process.kill()
+    process.communicate()
+    without = [word for word in [*train, *SMALL] if not word.startswith("plugins=")]
+    said = refused(without, elsewhere)
+    assert (
+        said.startswith("ConfigError: output_dir=") and "this run needs plugins=[my_lab]" in said and "\n" not in said
+    )
+    run([*train, *SMALL], elsewhere)
+    log = (elsewhere / output / "logs/rank-0.log").read_text()
+    assert "training finished: 12,800 tokens" in log and log.count("loading PyTorch") <= 2
+    assert OmegaConf.load(elsewhere / output / "config.yaml").plugins == ["my_lab"]
+    said = refused([word for word in save if word not in ("--plugins", "my_lab")], elsewhere)
+    assert "this run needs plugins=[my_lab]" in said and "\n" not in said
+    run(save, elsewhere)
+    exported = elsewhere / f"{output}_hf"
+    assert (exported / "model.safetensors").is_file()
+    needs = json.loads((exported / "exported_from.json").read_text()).get("plugins")
+    assert needs == (["my_lab"] if name == "add_an_architecture" else None)
+    for words in more:
+        bare = [word for word in words if word not in ("--plugins", "my_lab")]
+        assert "this model needs plugins=[my_lab]" in refused(bare, elsewhere)
+        run([*words, "--max_new_tokens", "4"], elsewhere)
