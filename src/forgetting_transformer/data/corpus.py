@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,16 +55,14 @@ class Place(Protocol):
 
 
 class Corpus(Protocol):
-    """A corpus at one batch shape.
+    """A corpus at one batch shape. A class that derives from it need not define `train_lengths` and `check_cache`.
 
     The tokens of a global batch are a function of its number alone, and ranks slice it last. So a run that is continued
     reads what it would have read, and the number of processes may change. There is no position to save.
     """
 
-    @property
-    def folder(self) -> Path:
-        """A folder on this machine that holds the corpus's tokenizer in `tokenizer/`, if it has one."""
-        ...
+    #: A folder on this machine that holds the corpus's tokenizer in `tokenizer/`, if it has one.
+    folder: Path
 
     def train_info(self) -> DataInfo:
         """
@@ -78,8 +77,8 @@ class Corpus(Protocol):
 
     def train_lengths(self) -> Mapping[int, float]:
         """The share of training tokens that lie in documents of each length (those that the model keeps apart), which
-        FLOPs are counted with: `{T: 1.0}` without `cu_seqlens`. It may be an estimate, and the same at every start."""
-        ...
+        FLOPs are counted with: `{T: 1.0}` without `cu_seqlens`. It may be an estimate, the same at every start."""
+        return {self.train_info().seq_len: 1.0}
 
     def locate(self, batch: int) -> Place:
         """Where the sequences of a global batch lie."""
@@ -102,7 +101,20 @@ class Corpus(Protocol):
         Raises:
             DataError: what the corpus keeps for batches in flight has no room.
         """
-        ...
+
+
+def shifted(labels_BT: np.ndarray | Tensor, bos_token_id: int, pinned: bool = False) -> Batch:
+    """Labels as int64 and inputs that see the token before each label, `bos_token_id` before the first.
+
+    `pinned`: in memory from which a GPU can copy by itself. Not in worker processes, which must not touch CUDA.
+    """
+    tokens_BT = torch.as_tensor(labels_BT)
+    labels = torch.empty(tokens_BT.shape, dtype=torch.int64, pin_memory=pinned)
+    input_ids = torch.empty(tokens_BT.shape, dtype=torch.int64, pin_memory=pinned)
+    labels.copy_(tokens_BT)
+    input_ids[:, 0] = bos_token_id
+    input_ids[:, 1:] = tokens_BT[:, :-1]
+    return {"input_ids": input_ids, "labels": labels}
 
 
 def model_inputs(batch: Batch, rows: slice = slice(None)) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from forgetting_transformer.data.corpus import Batch, DataInfo, cu_seqlens_of, lengths_of
+from forgetting_transformer.data.corpus import Batch, DataInfo, cu_seqlens_of, lengths_of, shifted
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.order import Location, ReadingOrder
@@ -341,20 +341,6 @@ class EvalBatches(Dataset):
             rows.append(self.parts[part].read(sequence - self.ends[part] + self.parts[part].sequences, batch))
         weight = torch.from_numpy((wanted < self.ends[-1]).astype(np.float64))
         return {"labels": torch.from_numpy(np.concatenate(rows)), "weight": weight}
-
-
-def shifted(labels_BT: np.ndarray | torch.Tensor, bos_token_id: int, pinned: bool = False) -> Batch:
-    """Labels as int64 and inputs that see the token before each label, `bos_token_id` before the first.
-
-    `pinned`: in memory from which a GPU can copy by itself. Not in worker processes, which must not touch CUDA.
-    """
-    tokens_BT = torch.as_tensor(labels_BT)
-    labels = torch.empty(tokens_BT.shape, dtype=torch.int64, pin_memory=pinned)
-    input_ids = torch.empty(tokens_BT.shape, dtype=torch.int64, pin_memory=pinned)
-    labels.copy_(tokens_BT)
-    input_ids[:, 0] = bos_token_id
-    input_ids[:, 1:] = tokens_BT[:, :-1]
-    return {"input_ids": input_ids, "labels": labels}
 
 
 class _Indices:

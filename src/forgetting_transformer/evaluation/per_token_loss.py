@@ -29,9 +29,10 @@ from tqdm import tqdm
 from forgetting_transformer.analysis.evaluations import from_position_loss, write_evaluation
 from forgetting_transformer.analysis.plots.losses import loss_against_position
 from forgetting_transformer.analysis.position_loss import octave_edges, slope_table, slopes
+from forgetting_transformer.data.corpus import shifted
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
-from forgetting_transformer.data.longcrawl64 import check_length, shifted
+from forgetting_transformer.data.longcrawl64 import check_length
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
 from forgetting_transformer.data.vocabulary import Vocabulary, vocabulary_of
 from forgetting_transformer.evaluation.models import (

@@ -1,0 +1,104 @@
+"""docs/add_a_corpus.md followed to the letter, in a folder that is not this repository."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.docs.commands import ROOT, blocks, read
+from tests.waiting import HANG
+
+pytestmark = pytest.mark.slow
+
+PAGE = read(ROOT / "docs/add_a_corpus.md")
+#: The page's command, in seconds instead of minutes.
+SMALL = [
+    "scale.hidden_size=32",
+    "scale.num_hidden_layers=1",
+    "scale.heads_of_64=1",
+    "datamodule.train_batch_len=32",
+    "log_interval=256",
+    "train.grad_acc_tokens=256",
+    "eval.min_val_length=8",
+    "checkpoint_interval=512",
+    "fabric.accelerator=cpu",
+    "seed=3",
+]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory) -> Path:
+    """A folder with the files of the page, and tokens."""
+    folder = tmp_path_factory.mktemp("lab")
+    (python,) = blocks(PAGE, "python")
+    (choice,) = blocks(PAGE, "yaml")
+    for name, text in {"__init__.py": python, "configs/datamodule/token_file.yaml": choice}.items():
+        assert f"`my_lab/{name}`" in PAGE
+        (folder / "my_lab" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "my_lab" / name).write_text(text, encoding="utf-8")
+    (folder / "data/tales").mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for name, size in (("train.bin", 32 * 8 * 12), ("val.bin", 32 * 10)):
+        generator.integers(1, 64, size=size).astype(np.uint16).tofile(folder / "data/tales" / name)
+    return folder
+
+
+def start(lab: Path, *more: str, without: str = "nothing") -> subprocess.CompletedProcess:
+    """The command of the page in that folder, with further arguments."""
+    (command,) = blocks(PAGE, "sh")
+    words = [word for word in command.replace("\\\n", " ").split() if not word.startswith(without)]
+    assert words[:3] == ["python", "-m", "forgetting_transformer.train"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *words[1:], *SMALL, *more],
+        cwd=lab,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = (folder / "metrics/jsonlines/train.jsonl").read_text().splitlines()
+    return {entry["step"]: entry["train/loss"] for entry in map(json.loads, lines)}
+
+
+def said(run: subprocess.CompletedProcess) -> str:
+    assert run.returncode == 1, run.stderr
+    return run.stderr.strip().splitlines()[-1]
+
+
+def test_the_corpus_of_the_page_trains_and_resumes_exactly(lab):
+    whole = start(lab, "train.max_tokens=3072", "output_dir=whole")
+    assert whole.returncode == 0, whole.stderr
+    for tokens in (1024, 3072):
+        part = start(lab, f"train.max_tokens={tokens}", "schedule.total_tokens=3072")
+        assert part.returncode == 0, part.stderr
+    assert losses(lab / "output/tales") == losses(lab / "whole") and len(losses(lab / "whole")) == 12
+    assert (lab / "whole/metrics/jsonlines/val.jsonl").exists()
+    changed = start(lab, "train.max_tokens=3328", "datamodule.skip_tokens=256", "datamodule.repeat=true")
+    assert "datamodule.skip_tokens: 0 -> 256" in changed.stderr
+    again = start(lab, "train.max_tokens=3328", "schedule.total_tokens=3072", "datamodule.repeat=true")
+    assert again.returncode == 0, again.stderr
+    without = start(lab, without="plugins=")
+    assert "needs plugins=[my_lab]" in said(without) or "unknown" in said(without)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("datamodule.skip_token=3", r"datamodule\.skip_token"),
+        ("datamodule.skip_tokens=-1", r"datamodule\.skip_tokens=-1 must be a whole number"),
+        ("datamodule.dataset=tails", r"tails/train\.bin cannot be read .* check data_dir and datamodule\.dataset"),
+        ("datamodule.vocab_size=9", r"token id \d+ is not below vocab_size=9"),
+        ("train.max_tokens=30720", r"train\.max_tokens=30,720 is more than the 3,072 tokens of .*train\.bin"),
+    ],
+)
+def test_mistakes_are_one_line(lab, argument, message):
+    assert re.search(message, said(start(lab, argument, "output_dir=mistake")))
