@@ -212,13 +212,13 @@ def test_a_chunk_is_decoded_once_where_the_sweep_goes_on_to_the_next_column(corp
         assert len(dataset) == 28
         for batch in order:
             dataset[batch]
-        assert dataset.kept.decoded == 24, order
+        assert dataset.parts[0].kept.decoded == 24, order
 
 
 def test_evaluation_decodes_every_chunk_once_too(corpus):
     loader = module(corpus, eval_num_workers=2).eval_loader(0, 1)
     assert sum(int(batch["weight"].sum()) for batch in loader) == 88
-    assert loader.dataset.kept.decoded == 24
+    assert loader.dataset.parts[0].kept.decoded == 24
 
 
 def test_every_rank_decodes_for_itself_and_once(corpus):

@@ -317,13 +317,13 @@ class _Part:
 
     def __init__(self, flat: Tensor, length: int, octaves: int) -> None:
         self.flat = flat
-        sums, rows = flat.split([length + 1, flat.numel() - length - 1])
+        sums, rows = flat.split([2 * length, flat.numel() - 2 * length])
         self._sums = PositionSums(sums)
         self._octaves_NO = rows.view(-1, octaves)
 
     @classmethod
     def zeros(cls, length: int, sequences: int, octaves: int, device: torch.device) -> "_Part":
-        flat = torch.zeros(length + 1 + sequences * octaves, dtype=torch.float64, device=device)
+        flat = torch.zeros(2 * length + sequences * octaves, dtype=torch.float64, device=device)
         return cls(flat, length, octaves)
 
     def add(self, loss_BT: Tensor, octaves_TO: Tensor, first: int) -> None:

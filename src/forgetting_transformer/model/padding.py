@@ -17,6 +17,14 @@ def document_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     return (token_N - cu_seqlens[torch.searchsorted(cu_seqlens, token_N, right=True) - 1])[None]
 
 
+def packed_positions(inputs: dict[str, Tensor]) -> Tensor | None:
+    """Of a model's arguments, the position `(B, T)` of each token in its document; None unless documents are packed."""
+    if "cu_seqlens" not in inputs:
+        return None
+    shape = inputs["input_ids"].shape
+    return document_positions(inputs["cu_seqlens"], shape.numel()).view(shape)
+
+
 def find_seq_start(
     attention_mask_BN: Tensor | None,
     new_BTE: Tensor,

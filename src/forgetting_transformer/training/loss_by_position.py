@@ -1,4 +1,7 @@
-"""Loss at every position: how it is summed, in training and in every evaluation, and what is reported of it."""
+"""Loss at every position: how it is summed, in training and in every evaluation, and what is reported of it.
+
+Axes: B sequences, T positions. Of packed documents a position is that in the document.
+"""
 
 import math
 
@@ -8,37 +11,76 @@ from torch import Tensor
 
 
 class PositionSums:
-    """Loss at each position summed over sequences, and their number.
+    """Loss at each position summed over sequences, and how many of these have the position.
 
     Args:
-        flat: `(T + 1,)` float64, the sums and behind them the number: one vector, so that ranks add theirs at once.
+        flat: `(2T,)` float64, the sums and behind them the numbers: one vector, so that ranks add theirs at once.
     """
 
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
-        self.loss_T, self.sequences = flat[:-1], flat[-1]
+        self.loss_T, self.sequences_T = flat.view(2, -1)
 
     @classmethod
     def zeros(cls, length: int, device: torch.device) -> "PositionSums":
-        return cls(torch.zeros(length + 1, dtype=torch.float64, device=device))
+        return cls(torch.zeros(2 * length, dtype=torch.float64, device=device))
 
-    def add(self, loss_BT: Tensor, weight_B: Tensor | None = None) -> None:
-        """Adds sequences; those that only fill up a batch have the weight 0, the others 1."""
-        loss_BT = loss_BT.double()
-        self.loss_T += loss_BT.sum(0) if weight_B is None else weight_B @ loss_BT
-        self.sequences += len(loss_BT) if weight_B is None else weight_B.sum()
+    def add(self, loss_BT: Tensor, weight_B: Tensor | None = None, position_BT: Tensor | None = None) -> None:
+        """Adds sequences.
+
+        Args:
+            weight_B: 0 for those that only fill up a batch, 1 for the others. Default 1.
+            position_BT: of packed documents, the position of each token in its own.
+        """
+        if position_BT is not None:
+            position_N = position_BT.flatten().long()
+            weight_BT = torch.ones_like(loss_BT, dtype=torch.float64)
+            if weight_B is not None:
+                weight_BT *= weight_B[:, None]
+            _add_at(self.loss_T, position_N, (weight_BT * loss_BT).flatten())
+            _add_at(self.sequences_T, position_N, weight_BT.flatten())
+        elif weight_B is not None:
+            self.loss_T += weight_B @ loss_BT.double()
+            self.sequences_T += weight_B.sum()
+        else:
+            self.loss_T += loss_BT.sum(0, dtype=torch.float64)
+            self.sequences_T += len(loss_BT)
 
     def mean_T(self) -> np.ndarray:
-        """Waits for the device."""
-        return (self.loss_T / self.sequences).cpu().numpy()
+        """NaN at a position that no document has. Waits for the device."""
+        return (self.loss_T / self.sequences_T).cpu().numpy()
+
+    def counts_T(self) -> np.ndarray | None:
+        """How many sequences have each position; None if all have all. Waits for the device."""
+        counts_T = self.sequences_T.cpu().numpy()
+        return None if (counts_T == counts_T[0]).all() else counts_T
 
 
-def by_length(kind: str, mean_T: np.ndarray, shortest: int) -> dict[str, float]:
-    """Mean loss over the first L positions, for L the full length, half of it, …, down to `shortest`."""
+def _add_at(total_T: Tensor, position_N: Tensor, value_N: Tensor) -> None:
+    """`total[position[n]] += value[n]` in the same order at every start: each of these is so on one of the devices."""
+    if total_T.is_cuda:
+        total_T.index_put_((position_N,), value_N, accumulate=True)
+    else:
+        total_T.index_add_(0, position_N, value_N)
+
+
+def by_length(kind: str, mean_T: np.ndarray, shortest: int, counts_T: np.ndarray | None = None) -> dict[str, float]:
+    """Mean loss over the first L positions, for L the full length, half of it, …, down to `shortest`.
+
+    Args:
+        counts_T: how many sequences have each position; None if all have all.
+    """
     values, length = {}, mean_T.size
     while length >= min(shortest, mean_T.size):
-        loss = float(mean_T[:length].mean())
+        loss = mean_loss(mean_T[:length], None if counts_T is None else counts_T[:length])
         values[f"{kind}/loss_avg_len_{length}"] = loss
         values[f"{kind}/perplexity_len_{length}"] = math.exp(min(loss, 700.0))
         length //= 2
     return values
+
+
+def mean_loss(mean_T: np.ndarray, counts_T: np.ndarray | None) -> float:
+    """Mean loss per token at these positions."""
+    if counts_T is None:
+        return float(mean_T.mean())
+    return float(np.where(counts_T > 0, mean_T * counts_T, 0).sum() / counts_T.sum())

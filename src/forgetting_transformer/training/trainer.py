@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from forgetting_transformer.data.corpus import model_inputs
+from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training import setup, status
 from forgetting_transformer.training.callbacks import Callback, Step
 from forgetting_transformer.training.callbacks.built_in import callbacks_of
@@ -30,6 +31,7 @@ from forgetting_transformer.training.corruption import weights_and_moments
 from forgetting_transformer.training.descriptions import open_metrics
 from forgetting_transformer.training.errors import TrainingError
 from forgetting_transformer.training.feed import feed
+from forgetting_transformer.training.loss_by_position import PositionSums
 from forgetting_transformer.training.parts import Parts
 from forgetting_transformer.training.peers import Peers
 from forgetting_transformer.training.run_directory import RunDirectory
@@ -141,15 +143,16 @@ class Trainer(Parts):
         length, local = config.datamodule.train_batch_len, len(batch["input_ids"])
         starts = range(0, local, sequences)
         losses = torch.zeros(
-            length + config.datamodule.train_batch_size, dtype=torch.float64, device=self.fabric.device
+            2 * length + config.datamodule.train_batch_size, dtype=torch.float64, device=self.fabric.device
         )
-        loss_T, loss_B = losses[:length], losses[length:]
+        sums, loss_B = PositionSums(losses[: 2 * length]), losses[2 * length :]
         for start in starts:
             # FSDP2 needs *every* backward pass inside this context, the synchronised last one too.
             with self.fabric.no_backward_sync(self.model, enabled=start != starts[-1]):
-                loss_bT = self.model(**model_inputs(batch, slice(start, start + sequences))).loss
+                inputs = model_inputs(batch, slice(start, start + sequences))
+                loss_bT = self.model(**inputs).loss
                 self.fabric.backward(loss_bT.mean() / len(starts))
-            loss_T += loss_bT.detach().sum(0, dtype=torch.float64)
+            sums.add(loss_bT.detach(), position_BT=packed_positions(inputs))
             row = self.fabric.global_rank * local + start
             loss_B[row : row + len(loss_bT)] = loss_bT.detach().mean(1, dtype=torch.float64)
         # A non-finite norm must not raise on one rank while others go on: all judge it alike below.
@@ -160,8 +163,8 @@ class Trainer(Parts):
         self.sum_over_ranks(losses)
         bad = self.guard.judge(self.counters.batch_count, loss_B, grad_norm)
         self.guard.update(self.optimizer.optimizer, self.optimizer.step, bad)
-        loss = loss_T.sum() / (config.datamodule.train_batch_size * length)
-        return Step(loss, grad_norm, lr, loss_T, bad)
+        loss = sums.loss_T.sum() / (config.datamodule.train_batch_size * length)
+        return Step(loss, grad_norm, lr, sums.loss_T, sums.sequences_T, bad)
 
     def evaluate(self, due: Sequence[Callback]) -> Stop:
         """Evaluates with the weights as they are.

@@ -32,6 +32,7 @@ class Step:
         grad_norm: global L2 norm of the gradient before clipping.
         lr: learning rate of the update.
         loss_T: loss at each position, summed over the sequences of the global batch, float64; equal on all ranks.
+        sequences_T: how many of these have each position; of packed documents, how many documents.
         left_out: 1.0 if the update was left out because the loss or gradient was bad, else 0.0.
     """
 
@@ -39,6 +40,7 @@ class Step:
     grad_norm: Tensor
     lr: float
     loss_T: Tensor
+    sequences_T: Tensor
     left_out: Tensor
 
 

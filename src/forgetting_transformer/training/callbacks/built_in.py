@@ -29,7 +29,7 @@ def built_in(trainer: "Trainer") -> list[Callback]:
         Wandb(),  # first, so that it has what the others report at the start
         Goodput(trainer.directory.goodput, trainer.clock),
         BadSteps(),
-        LossByPosition(data.train_batch_len, data.train_batch_size, config.eval.min_val_length, trainer.fabric.device),
+        LossByPosition(data.train_batch_len, config.eval.min_val_length, trainer.fabric.device),
         Loss(),
         Norms(),
         throughput,

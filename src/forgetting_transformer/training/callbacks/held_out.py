@@ -12,9 +12,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from forgetting_transformer.data.corpus import model_inputs
+from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.feed import feed
-from forgetting_transformer.training.loss_by_position import PositionSums, by_length
+from forgetting_transformer.training.loss_by_position import PositionSums, by_length, mean_loss
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.trainer import Trainer
@@ -48,18 +49,20 @@ class HeldOut(Callback):
                 log.info("the evaluation after %s tokens was broken off", f"{trainer.counters.token_count:,}")
                 return
             batch = fabric.to_device(batch)
-            loss_BT = trainer.model(**model_inputs(batch)).loss
-            sums.add(loss_BT, batch["weight"])
+            inputs = model_inputs(batch)
+            loss_BT = trainer.model(**inputs).loss
+            sums.add(loss_BT, batch["weight"], packed_positions(inputs))
         trainer.sum_over_ranks(sums.flat)
-        mean_T, count = sums.mean_T(), int(sums.sequences.item())
+        mean_T, counts_T = sums.mean_T(), sums.counts_T()
+        sequences, tokens = int(sums.sequences_T[0].item()), int(sums.sequences_T.sum().item())
         seconds = time.perf_counter() - started
         values = {
-            "val/loss": float(mean_T.mean()),
-            "val/val_token_count": count * length,
-            "val/val_seq_count": count,
+            "val/loss": mean_loss(mean_T, counts_T),
+            "val/val_token_count": tokens,
+            "val/val_seq_count": sequences,
             "val/val_time": seconds,
-            "val/val_tokens_per_second": count * length / seconds,
-            **by_length("val", mean_T, trainer.config.eval.min_val_length),
+            "val/val_tokens_per_second": tokens / seconds,
+            **by_length("val", mean_T, trainer.config.eval.min_val_length, counts_T),
             **{f"val/train_{name}": value for name, value in vars(trainer.counters).items()},
         }
         trainer.report("val", values, {"val/loss_per_token": mean_T})

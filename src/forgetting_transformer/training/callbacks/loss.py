@@ -30,37 +30,37 @@ class LossByPosition(Callback):
 
     Args:
         length: tokens of a training sequence.
-        sequences: of a global batch.
         shortest: shortest prefix whose mean loss is reported.
     """
 
     name = "loss_by_position"
     all_ranks = True
 
-    def __init__(self, length: int, sequences: int, shortest: int, device: torch.device) -> None:
-        self._batch, self._shortest = sequences, shortest
+    def __init__(self, length: int, shortest: int, device: torch.device) -> None:
+        self._shortest = shortest
         self._sums = PositionSums.zeros(length, device)
 
     def on_step(self, trainer: "Trainer", step: Step) -> None:
         self._sums.loss_T += torch.where(step.left_out.bool(), 0.0, step.loss_T)
-        self._sums.sequences += (1 - step.left_out) * self._batch
+        self._sums.sequences_T += (1 - step.left_out) * step.sequences_T
 
     def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
         if kind != "train_eval":
             return
-        mean_T, sequences = self._sums.mean_T(), int(self._sums.sequences.item())
+        mean_T, counts_T = self._sums.mean_T(), self._sums.counts_T()
+        sequences, tokens = int(self._sums.sequences_T[0].item()), int(self._sums.sequences_T.sum().item())
         self._sums.flat.zero_()
         values = {
-            **by_length("train_eval", mean_T, self._shortest),
+            **by_length("train_eval", mean_T, self._shortest, counts_T),
             "train_eval/window_seq_count": sequences,
-            "train_eval/window_token_count": sequences * mean_T.size,
+            "train_eval/window_token_count": tokens,
             **{f"train_eval/train_{name}": value for name, value in vars(trainer.counters).items()},
         }
         trainer.report("train_eval", values, {"train_eval/loss_per_token": mean_T})
 
     def state(self) -> dict[str, Tensor]:
-        return {"loss_T": self._sums.loss_T, "sequences": self._sums.sequences}
+        return {"loss_T": self._sums.loss_T, "sequences": self._sums.sequences_T}
 
     def load(self, state: dict[str, Tensor]) -> None:
         self._sums.loss_T.copy_(state["loss_T"])
-        self._sums.sequences.copy_(state["sequences"])
+        self._sums.sequences_T.copy_(state["sequences"])  # one number in checkpoints of an earlier version
