@@ -60,6 +60,16 @@ def test_the_number_of_processes_may_change(config, finished, interrupted):
     assert losses(config["output_dir"]) == pytest.approx(expected, abs=1e-4)
 
 
+def test_a_position_is_that_in_the_document(config, finished):
+    run = finished(config)
+    window = lines(run, "train_eval")[0]
+    assert window["train_eval/window_token_count"] == 6 * STEP
+    assert window["train_eval/window_seq_count"] > 2 * 6 * 4, "documents and not rows"
+    assert lines(run, "val")[0]["val/loss"] == pytest.approx(lines(run, "val")[0]["val/loss_avg_len_32"])
+    with np.load(Path(run) / f"metrics/npz/train_eval/step-{6 * STEP:015d}.npz") as arrays:
+        assert np.isfinite(arrays["train_eval/loss_per_token"][:8]).all()
+
+
 def test_a_step_can_be_replayed_and_its_texts_are_named(config, finished, capsys):
     run = finished(config)
     assert command.main([f"output_dir={run}", f"step={9 * STEP}", "device=cpu"]) == 0, capsys.readouterr().err
