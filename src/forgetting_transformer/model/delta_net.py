@@ -128,11 +128,40 @@ class DeltaNetAttention(RecurrentMixer):
         return self.b_proj(hidden_BTE).float().sigmoid()
 
 
-class DeltaNetConfig(SwiGLUDecoderConfig):
-    """Configuration of DeltaNet. Fields of the mixer: see `DeltaNetAttention`; of the MLP: see `SwiGLUDecoderConfig`.
+class DeltaRuleConfig(SwiGLUDecoderConfig):
+    """What DeltaNet and Gated DeltaNet share. Fields of the MLP: see `SwiGLUDecoderConfig`.
 
     Fields:
+        num_heads: heads of the mixer.
         expand_k, expand_v: width of all keys and of all values, relative to hidden_size.
+        conv_size: taps of the short convolutions.
+    """
+
+    num_heads: int = 16
+    expand_k: float = 1
+    expand_v: float = 1
+    conv_size: int = 4
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for key, size in (("expand_k", self.key_size), ("expand_v", self.value_size)):
+            if size % self.num_heads:
+                raise ValueError(
+                    f"{key} · hidden_size is {getattr(self, key)} · {self.hidden_size} = {size}; it must be a "
+                    f"multiple of num_heads = {self.num_heads}"
+                )
+        super().__post_init__(**kwargs)
+
+    @property
+    def key_size(self) -> int:
+        return int(self.hidden_size * self.expand_k)
+
+    @property
+    def value_size(self) -> int:
+        return int(self.hidden_size * self.expand_v)
+
+
+class DeltaNetConfig(DeltaRuleConfig):
+    """Configuration of DeltaNet. Further fields: see `DeltaNetAttention`.
 
     Accepted so that published config.json files load, without effect: use_output_norm (the output is always
     normalised), for training with its default only; and attn_mode, fuse_cross_entropy, which choose among the authors'
@@ -144,12 +173,8 @@ class DeltaNetConfig(SwiGLUDecoderConfig):
     rescale_down_proj: ClassVar[bool] = True
 
     attn_mode: str = "chunk"
-    expand_k: float = 1
-    expand_v: float = 1
-    num_heads: int = 16
     use_gate: bool = False
     use_short_conv: bool = True
-    conv_size: int = 4
     use_beta: bool = True
     use_output_norm: bool = True
     qk_norm: str = "l2"
@@ -158,12 +183,6 @@ class DeltaNetConfig(SwiGLUDecoderConfig):
     fuse_cross_entropy: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for key, size in (("expand_k", self.key_size), ("expand_v", self.value_size)):
-            if size % self.num_heads:
-                raise ValueError(
-                    f"{key} · hidden_size is {getattr(self, key)} · {self.hidden_size} = {size}; it must be a "
-                    f"multiple of num_heads = {self.num_heads}"
-                )
         if self.qk_activation not in QK_ACTIVATIONS:
             raise ValueError(f"qk_activation is {self.qk_activation!r}; it must be one of {', '.join(QK_ACTIVATIONS)}")
         if self.qk_norm not in QK_NORMS:
@@ -175,14 +194,6 @@ class DeltaNetConfig(SwiGLUDecoderConfig):
         if self.norm_first:
             raise ValueError("norm_first is True; the block normalises its input, set it to False")
         super().__post_init__(**kwargs)
-
-    @property
-    def key_size(self) -> int:
-        return int(self.hidden_size * self.expand_k)
-
-    @property
-    def value_size(self) -> int:
-        return int(self.hidden_size * self.expand_v)
 
     def build_mixer(self, layer_idx: int) -> DeltaNetAttention:
         return self.build_from_fields(DeltaNetAttention)

@@ -5,14 +5,15 @@ Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 wit
 Axes: `forgetting_transformer/ops/__init__.py`. C is H·K or H·V.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
+from forgetting_transformer.model.delta_net import DeltaRuleConfig
 from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, initial_dt_bias
 from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops.backends import OpUse
@@ -103,38 +104,14 @@ class GatedDeltaNetAttention(RecurrentMixer):
         return self.o_proj((self.o_norm(out_BTHV) * gate_BTHV).flatten(-2)), new_states
 
 
-class GatedDeltaNetConfig(SwiGLUDecoderConfig):
-    """Configuration of Gated DeltaNet. Fields of the MLP: see `SwiGLUDecoderConfig`.
-
-    Fields:
-        num_heads: heads of the mixer.
-        expand_k, expand_v: width of all keys and of all values, relative to hidden_size.
-        conv_size: taps of the short convolutions.
-    """
+class GatedDeltaNetConfig(DeltaRuleConfig):
+    """Configuration of Gated DeltaNet. Fields: see `DeltaRuleConfig`."""
 
     model_type = "gated_delta_net-project_fox"
 
     num_heads: int = 6
     expand_k: float = 0.75
     expand_v: float = 1.5
-    conv_size: int = 4
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        for key, size in (("expand_k", self.key_size), ("expand_v", self.value_size)):
-            if size % self.num_heads:
-                raise ValueError(
-                    f"{key} · hidden_size is {getattr(self, key)} · {self.hidden_size} = {size}; it must be a "
-                    f"multiple of num_heads = {self.num_heads}"
-                )
-        super().__post_init__(**kwargs)
-
-    @property
-    def key_size(self) -> int:
-        return int(self.hidden_size * self.expand_k)
-
-    @property
-    def value_size(self) -> int:
-        return int(self.hidden_size * self.expand_v)
 
     def build_mixer(self, layer_idx: int) -> GatedDeltaNetAttention:
         return self.build_from_fields(GatedDeltaNetAttention)
