@@ -55,6 +55,7 @@ def test_throughput_starts_with_the_second_sample(finished):
         for clock in ("total", "update"):
             for span in ("recent", "cum"):
                 assert entries[-1][f"throughput/{count}_per_second_{clock}_{span}"] > 0
+    assert entries[-1]["throughput/peak_memory_bytes"] > 2**26, "PyTorch alone takes more"
 
 
 def test_norms_cover_every_parameter(finished):

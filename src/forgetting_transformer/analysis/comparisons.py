@@ -185,9 +185,9 @@ def table(comparison: Comparison, models: Sequence[Model], baseline: str) -> str
     """
     amount = f"{comparison.amount:,.0f}" if comparison.what == "training tokens" else f"{comparison.amount:.3e}"
     loss_name = "held-out loss" if comparison.heldout else f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
-    best = min(comparison.losses, key=lambda name: statistics.mean(comparison.losses[name]).value)
-    if any(comparison.depends_on_evaluations(best, name) for name in comparison.losses if name != best):
-        best = None
+    lowest = min(comparison.losses, key=lambda name: statistics.mean(comparison.losses[name]).value)
+    open_order = any(comparison.depends_on_evaluations(lowest, name) for name in comparison.losses if name != lowest)
+    best = None if open_order else lowest
     rows = []
     for one in models:
         losses, tokens = comparison.losses[one.name], comparison.tokens[one.name]
@@ -280,7 +280,8 @@ def _comparison(
     for one in models if heldout else ():
         around = [run.heldout_losses_around(tokens[one.name]) for run in one.runs]
         if any(before != after for before, after in around):
-            between[one.name] = tuple(statistics.mean(losses_of).value for losses_of in zip(*around, strict=True))
+            before, after = (statistics.mean(losses_of).value for losses_of in zip(*around, strict=True))
+            between[one.name] = before, after
     passes = {one.name: one.runs[0].pass_at(tokens[one.name]) for one in models}
     repeats = frozenset(one.name for one in models if one.runs[0].repeats_at(tokens[one.name]))
     return Comparison(what, amount, heldout, tokens, found, passes, repeats, between)

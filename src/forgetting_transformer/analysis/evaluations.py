@@ -213,21 +213,24 @@ def from_lm_eval(results: Mapping[str, Mapping[str, Any]], model: str = "", **mo
 
 
 def from_longbench(
-    scores: Mapping[str, Any], model: str = "", errors: Mapping[str, Any] | None = None, **more: Any
+    scores: Mapping[str, Any],
+    model: str = "",
+    errors: Mapping[tuple[str, str | None], tuple[float | None, int]] | None = None,
+    **more: Any,
 ) -> Evaluation:
     """Set -> score from 0 to 100, or of LongBench-E set -> range of lengths -> score.
 
     Args:
-        errors: likewise (standard error, examples).
+        errors: (set, range of lengths or None) -> standard error and number of examples.
     """
     numbers = []
     for name, of_set in scores.items():
         by_range = of_set if isinstance(of_set, Mapping) else {None: of_set}
         for words, value in by_range.items():
             if value is not None:
-                error = (errors or {}).get(name, (None, None))
-                error = error.get(words, (None, None)) if isinstance(error, Mapping) else error
-                numbers.append(Number(name, "score", value, *error, {} if words is None else {"words": words}))
+                error, samples = (errors or {}).get((name, words), (None, None))
+                at = {} if words is None else {"words": words}
+                numbers.append(Number(name, "score", value, error, samples, at))
     return Evaluation("longbench", model, tuple(numbers), **more)
 
 

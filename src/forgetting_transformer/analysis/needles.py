@@ -65,14 +65,14 @@ def draw(evaluation: Evaluation, score: str, *paths: Path) -> float:
 def _conditions(evaluation: Evaluation, score: str) -> list[str]:
     """How many prompts a grid shows, their mean score with its standard error, and what chance is."""
     cells = [number for number in evaluation.numbers if number.metric == score]
-    samples = np.array([number.samples for number in cells])
+    samples = np.array([number.samples or 1 for number in cells])
     means = np.array([number.value for number in cells])
     most, total = int(max(samples, default=0)), int(samples.sum())
     found = [f"{most} prompt{'s' * (most != 1)} a cell"]
     if total > 1:
         mean = float(samples @ means / total)
         # What prompts of one cell differ by, and what cells differ by.
-        inside = sum((n.samples - 1) * n.samples * (n.standard_error or 0.0) ** 2 for n in cells)
+        inside = (samples - 1) * samples @ np.array([number.standard_error or 0.0 for number in cells]) ** 2
         error = math.sqrt((inside + samples @ (means - mean) ** 2) / (total - 1) / total)
         found.append(f"mean {mean:.3f} ± {error:.3f} (standard error over {total} prompts)")
     chance = {"words": "chance is above 0: most texts have some of the words", "exact": "chance is 0"}

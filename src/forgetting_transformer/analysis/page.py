@@ -252,8 +252,10 @@ def _scores(evaluations: Sequence[Evaluation], table: Callable, title: str) -> s
     models: dict[str, list[Evaluation]] = {}
     for one in evaluations:
         models[_free_name(one.model, models)] = [one]
-    content = _table_of_scores(*table(models), title) if models else ""
-    return content + "".join(map(_answers, evaluations))
+    if not models:
+        return ""
+    rows, columns = table(models)
+    return _table_of_scores(rows, columns, title) + "".join(map(_answers, evaluations))
 
 
 def _table_of_scores(rows: tables.Rows, columns: Sequence[tables.Column], title: str, first: str = "Model") -> str:
@@ -266,7 +268,8 @@ def _table_of_scores(rows: tables.Rows, columns: Sequence[tables.Column], title:
 def _longbench_e(evaluation: Evaluation) -> str:
     title = f"LongBench-E, {evaluation.model}"
     heading = f"<h3>{html.escape(evaluation.model)}</h3>\n"
-    return heading + _table_of_scores(*longbench_by_length(evaluation), title, "Words") + _answers(evaluation)
+    rows, columns = longbench_by_length(evaluation)
+    return heading + _table_of_scores(rows, columns, title, "Words") + _answers(evaluation)
 
 
 def _needle(evaluation: Evaluation) -> str:
@@ -288,18 +291,23 @@ def _answers(evaluation: Evaluation) -> str:
 
 def _gates(evaluation: Evaluation) -> str:
     memory = {(n.at["layer"], n.at["head"]): n for n in evaluation.numbers if n.task == "memory"}
+
+    def pruned(**at: int) -> str:
+        found = evaluation.find("pruning", "pruned", **at)
+        return _percent(found.value if found else None)
+
     rows = [
         [
             str(layer),
             str(head),
             f"{'≥ ' * number.at.get('at_least', False)}{number.value:,.0f}",
-            _percent(evaluation.find("pruning", "pruned", layer=layer, head=head).value),
+            pruned(layer=layer, head=head),
         ]
         for (layer, head), number in memory.items()
     ]
     said = (
         f"{evaluation.model}, a text of {evaluation.settings['tokens']:,} tokens: pruning skips "
-        f"{_percent(evaluation.find('pruning', 'pruned').value)} of the tiles."
+        f"{pruned()} of the tiles."
     )
     pictures = [
         _embedded(picture.read_bytes(), description)

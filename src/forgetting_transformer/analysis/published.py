@@ -129,9 +129,10 @@ def lm_eval_row(evaluation: "Evaluation") -> dict[str, Value]:
         for metric, column in task.columns.items():
             if (found := evaluation.find(task.name, metric)) is not None:
                 row[column.key] = _percent(found.estimate) if column.unit == _PERCENT else found.estimate
-    accuracies = [c.key for task in TASKS for c in task.columns.values() if c.better == "higher"]
-    if all(key in row for key in accuracies):
-        row[AVERAGE.key] = sum(number(row[key]) for key in accuracies) / len(accuracies)
+    accuracies = [number(row.get(c.key)) for task in TASKS for c in task.columns.values() if c.better == "higher"]
+    known_accuracies = [value for value in accuracies if value is not None]
+    if len(known_accuracies) == len(accuracies):
+        row[AVERAGE.key] = sum(known_accuracies) / len(accuracies)
     known = {task.name for task in TASKS}
     return row | {f"{n.task}/{n.metric}": n.estimate for n in evaluation.numbers if n.task not in known}
 
@@ -167,8 +168,8 @@ def over_seeds(rows: Sequence[dict[str, Value]]) -> dict[str, Value]:
     """One row for the seeds of a model: the mean of what all have, with its interval."""
     if len(rows) == 1:
         return rows[0]
-    keys = [key for key in rows[0] if all(row.get(key) is not None for row in rows)]
-    return {key: statistics.mean([number(row[key]) for row in rows]) for key in keys}
+    values = {key: [value for row in rows if (value := number(row.get(key))) is not None] for key in rows[0]}
+    return {key: statistics.mean(of_seeds) for key, of_seeds in values.items() if len(of_seeds) == len(rows)}
 
 
 def _percent(value: float | statistics.Estimate) -> float | statistics.Estimate:

@@ -196,7 +196,7 @@ class Run:
     def repeats_at(self, tokens: float) -> bool:
         """Whether that batch had been read before: the corpus was at its end, and began again."""
         total = self.info("train_data").get("total_tokens")
-        return bool(total) and tokens > total
+        return total is not None and tokens > total
 
     @property
     def diverged(self) -> bool:

@@ -233,5 +233,6 @@ def save_positions(results: Mapping[str, position_loss.Result], file: Path) -> N
     arrays: dict[str, np.ndarray] = {}
     for run, result in results.items():
         arrays[run] = result.loss_T.astype(np.float32)
-        arrays[f"{run}/octaves"] = result.octaves_NO
-    np.savez_compressed(file, **arrays)
+        if result.octaves_NO is not None:
+            arrays[f"{run}/octaves"] = result.octaves_NO
+    np.savez_compressed(file, allow_pickle=False, **arrays)

@@ -26,8 +26,8 @@ NOT_RUN = "Not run yet."
 def models_table(study: Mapping[str, Any]) -> str:
     """One row per model: losses and speed."""
     models = study["models"]
-    with_loss = (name for name in models if _losses(models[name]))
-    best = min(with_loss, key=lambda name: _mean(models[name]).value, default=None)
+    means = {name: statistics.mean(losses).value for name, model in models.items() if (losses := _losses(model))}
+    best = min(means, key=lambda name: means[name], default=None)
     rows = []
     for name, model in models.items():
         speed = study["speed"].get(name, {})

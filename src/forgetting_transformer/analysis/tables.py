@@ -128,7 +128,8 @@ def ranks(column: Column, values: Sequence[Value]) -> list[int | None]:
     """
     if column.better is None:
         return [None] * len(values)
-    shown = [None if value is None else round(number(value), column.digits) for value in values]
+    numbers = [number(value) for value in values]
+    shown = [None if value is None else round(value, column.digits) for value in numbers]
     distinct = sorted({value for value in shown if value is not None}, reverse=column.better == "higher")
     if len(distinct) < 2:  # nothing to compare with
         return [None] * len(values)

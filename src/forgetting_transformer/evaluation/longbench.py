@@ -394,15 +394,16 @@ def evaluate(
     settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
     settings = {"weights": fingerprint(model.model), **settings, **({"even": True} if even else {})}
     workers.on_first(lambda: check_settings(folder, settings))
-    scores, errors, written = {}, {}, []
+    scores: dict[str, Any] = {}
+    errors: dict[tuple[str, str | None], tuple[float | None, int]] = {}
+    written = []
     for name in sets:
         examples = read_examples(name, data, even)[:limit]
         length = max_length or max(trained - SETS[name].max_new_tokens, trained // 2)
         records = answer(model, name, examples, length, folder / "pred", workers, precision)
         scores[name] = score_by_length(name, records) if even else score(name, records)
-        by_range = ranges(records) if even else {None: records}
-        errors[name] = {words: standard_error(name, inside) for words, inside in by_range.items()}
-        errors[name] = errors[name] if even else errors[name][None]
+        by_range = ranges(records).items() if even else [(None, records)]
+        errors |= {(name, words): standard_error(name, inside) for words, inside in by_range}
         written.append(answer_text(name, records[0]))
         if workers.is_first:
             write_json(folder / "results.json", scores)
@@ -480,7 +481,7 @@ def score_by_length(
 
 def ranges(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
     """The answers in each range of lengths of LongBench-E."""
-    found, least = {}, 0
+    found, least = {}, 0.0
     for label, beyond in RANGES.items():
         found[label] = [record for record in records if least <= record["length"] < beyond]
         least = beyond

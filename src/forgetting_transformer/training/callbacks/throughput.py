@@ -1,7 +1,10 @@
-"""Tokens, batches and FLOPs per second, and MFU."""
+"""Tokens, batches and FLOPs per second, MFU, and memory."""
 
+import sys
 from collections import deque
 from typing import TYPE_CHECKING
+
+import torch
 
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 
@@ -14,6 +17,7 @@ class Throughput(Callback):
 
         throughput/{token,batch,flop}_count_per_second_{total,update}_{recent,cum}
         throughput/mfu_{total,update}_{recent,cum}
+        throughput/peak_memory_bytes                of rank 0's device, since this start
 
     "total" counts wall time of the training loop, evaluations and checkpoints included; "update" only the steps.
     "recent" is the window, "cum" the whole run with its restarts; MFU's "cum" begins at the last start, because a
@@ -46,6 +50,7 @@ class Throughput(Callback):
     def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
         if kind == "log" and (rates := self.metrics(trainer.counters.as_floats())):
             self.tokens_per_second = rates["throughput/token_count_per_second_total_recent"]
+            rates["throughput/peak_memory_bytes"] = peak_memory_bytes(trainer.fabric.device)
             trainer.report("throughput", rates)
 
     def step(self, counters: dict[str, float]) -> None:
@@ -75,6 +80,16 @@ class Throughput(Callback):
                 since_start = _rate("flop_count", clock, self._start, counters)
                 metrics[f"throughput/mfu_{name}_cum"] = since_start / self._peak_flops
         return metrics
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory in use so far: of PyTorch's tensors on a GPU, and of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows, which trains nothing but may import this
+
+    # Linux counts in KiB, macOS in bytes.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _rate(key: str, clock: str, before: dict[str, float], now: dict[str, float]) -> float:
