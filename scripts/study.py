@@ -13,7 +13,7 @@ says, and overrides are added to its own.
 All jobs wait in one queue for the GPUs of this node. MODEL and VARIANT are files of configs/experiment/GROUP, and
 OVERRIDE is any override of train.py. Runs are in output_dir/search/MODEL/…, output_dir/runs/MODEL_seed0 and
 output_dir/variants/VARIANT_seed0. Ctrl-C or SIGTERM saves the running jobs. The same command continues them, and more
---seeds add to the finished ones. docs/study.md shows a study.
+--seeds add to the finished ones. studies/seven_models/README.md shows a study.
 """
 
 import argparse

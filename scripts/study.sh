@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A study on a corpus of the Python sources on this machine: its models, each with a learning-rate search and a run, their loss at
 # every position, and their variants. Which models, budgets and seeds, a YAML says: studies/seven_models/study.yaml is that of
-# docs/study.md.
+# studies/seven_models/README.md.
 #
 #   bash scripts/study.sh FOLDER               everything; run again, it goes on where it stopped
 #   bash scripts/study.sh FOLDER corpus|train|evaluate|collect …    only these stages

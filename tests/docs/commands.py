@@ -36,6 +36,7 @@ PAGES = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("eval/**/*.md")),
     *ROOT.glob("benchmarks/**/*.md"),
+    *ROOT.glob("studies/**/*.md"),
 ]
 #: Programs that are not this project's; what they are given is not looked at.
 OTHERS = ("cd", "cp", "hf", "export", "git", "source", "pre-commit")

@@ -16,6 +16,7 @@ PAGES_WITH_MARKS = [
         ROOT / "README.md",
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("eval/**/*.md"),
+        *ROOT.glob("studies/**/*.md"),
         *ROOT.glob("benchmarks/**/*.md"),
     ]
     if re.search(r"<!-- end\b", path.read_text(encoding="utf-8"))
@@ -43,7 +44,7 @@ def test_a_number_that_is_typed_into_a_page_is_noticed(pages, monkeypatch, capsy
     assert pages.main(["--check"]) == 1
     said = capsys.readouterr().err
     assert "README.md differs from the files of results; run python scripts/pages.py" in said
-    assert "docs/performance.md" in said and "docs/study.md" not in said
+    assert "docs/performance.md" in said and "studies/seven_models/README.md" not in said
 
 
 @pytest.fixture
@@ -53,7 +54,6 @@ def copy(pages, monkeypatch, tmp_path):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "README.md", tmp_path)
     monkeypatch.setattr(pages, "ROOT", tmp_path)
-    monkeypatch.setattr(pages, "STUDY", tmp_path / "studies" / "seven_models")
     monkeypatch.setattr(pages.tables, "RESULTS", tmp_path / "benchmarks" / "results")
     return tmp_path
 
@@ -76,7 +76,7 @@ def test_a_new_measurement_changes_the_pages_that_show_it(pages, copy, capsys):
         copy / "studies/seven_models/study.json", lambda study: study["models"]["fox_llama"].update(heldout_loss=[1.0])
     )
     assert pages.main([]) == 0
-    assert ">0.23<" not in (copy / "docs/study.md").read_text()
+    assert ">0.23<" not in (copy / "studies/seven_models/README.md").read_text()
 
 
 def test_another_triton_adds_rows_and_a_column(pages, copy):

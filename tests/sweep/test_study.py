@@ -348,6 +348,11 @@ def test_a_yaml_that_is_no_study_is_refused_by_name(tmp_path, text, message):
 
 
 def test_pages_show_no_figures_that_are_not_there():
-    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("eval/**/*.md")]:
+    for page in [
+        ROOT / "README.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("eval/**/*.md"),
+        *ROOT.glob("studies/**/*.md"),
+    ]:
         for image in re.findall(r"!\[[^\]]*\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / image).is_file(), f"{page} shows {image}"

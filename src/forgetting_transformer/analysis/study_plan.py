@@ -15,7 +15,7 @@
       fox_pro: [fox_pro, fox_pro_rope]
     baseline: fox_pro                 # the variant that the others are compared with; default the first
 
-Only `group` and `models` are required. studies/seven_models/study.yaml is the study of docs/study.md.
+Only `group` and `models` are required. studies/seven_models/study.yaml is the study of studies/seven_models/README.md.
 """
 
 import dataclasses
