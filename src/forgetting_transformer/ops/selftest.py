@@ -322,8 +322,9 @@ def check_recurrence(
         return getattr(recurrence, use.op)(*tensors, scale=1.0)[0]
 
     def reference(*tensors: Tensor) -> Tensor:
-        gates = recurrence.Gates(**dict(zip(list(inputs)[3:], tensors[3:], strict=True)))
-        return recurrence.reference.linear_recurrence(*tensors[:3], gates, 1.0, None)[0]
+        q, k, v, *others = tensors
+        gates = recurrence.Gates(**dict(zip(list(inputs)[3:], others, strict=True)))
+        return recurrence.reference.linear_recurrence(q, k, v, gates, 1.0, None)[0]
 
     got = _results(run, [x.to(device) for x in inputs.values()], d_out.to(device))
     heads = sorted({0, use.heads - 1})

@@ -35,11 +35,12 @@ def linear_recurrence(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, gates: Gates, scale: float, initial_state_BHKV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `reference.linear_recurrence`."""
-    beta, log_decay = gates
-    if beta is not None:
-        segment, given = _delta_rule_segment, (beta, torch.zeros_like(beta) if log_decay is None else log_decay)
+    segment: Callable[..., tuple[Tensor, Tensor]]
+    given: tuple[Tensor, ...] = (gates.filled_log_decay(),)
+    if gates.beta is not None:
+        segment, given = _delta_rule_segment, (gates.beta, *given)
     else:
-        segment, given = (_gla_segment if log_decay.ndim == 4 else _simple_gla_segment), (log_decay,)
+        segment = _gla_segment if given[0].ndim == 4 else _simple_gla_segment
     state = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
     return _over_segments(functools.partial(segment, scale=scale), state, q_BTHK, k_BTHK, v_BTHV, *given)
 

@@ -25,7 +25,15 @@ class Gates(NamedTuple):
         """The name of the op that has these gates."""
         if self.beta is not None:
             return "delta_rule" if self.log_decay is None else "gated_delta_rule"
-        return "gla" if self.log_decay.ndim == 4 else "simple_gla"
+        return "gla" if self.filled_log_decay().ndim == 4 else "simple_gla"
+
+    def filled_log_decay(self) -> Tensor:
+        """log_decay, or zeros for no decay."""
+        if self.log_decay is not None:
+            return self.log_decay
+        if self.beta is None:
+            raise ValueError("beta and log_decay are both None; give one of them")
+        return torch.zeros_like(self.beta)
 
 
 def linear_recurrence(
@@ -36,14 +44,12 @@ def linear_recurrence(
     Returns:
         The output `(B, T, H, V)` in v's dtype, and the final state, always.
     """
-    beta, log_decay = gates
     dtype = compute_dtype(q_BTHK)
     state_BHKV = start_state(q_BTHK, v_BTHV, initial_state_BHKV)
-    if log_decay is None:
-        log_decay = torch.zeros_like(beta)
+    log_decay = gates.filled_log_decay()
     if log_decay.ndim == 3:
         log_decay = log_decay[..., None]
-    given = (log_decay,) if beta is None else (log_decay, beta)
+    given = (log_decay,) if gates.beta is None else (log_decay, gates.beta)
     outs = []
     for q_BHK, k_BHK, v_BHV, log_decay_BHK, *strength in _steps(dtype, q_BTHK, k_BTHK, v_BTHV, *given):
         state_BHKV = log_decay_BHK.exp()[..., None] * state_BHKV
