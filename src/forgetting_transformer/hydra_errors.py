@@ -50,7 +50,9 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
         if not option:
             return f"{group}= is empty (a variable that is not set?); choices: {', '.join(error.options)}"
         below = "" if closest(option, error.options) else _in_groups_below(config_dirs, group, option, only_close=True)
-        return f"there is no {group}={option}{below or closest(option, error.options, 'choices')}"
+        said = below or closest(option, error.options, "choices")
+        plug_in = ", or those of a plug-in, which is named first: plugins=[…]" if said.startswith("; choices") else ""
+        return f"there is no {group}={option}{said}{plug_in}"
     if isinstance(error, OverrideParseException):
         key, equals, value = error.override.partition("=")
         if equals and re.fullmatch(r"[\w@/.+~:-]+", key):
