@@ -68,6 +68,7 @@ def test_every_group_file_has_only_known_keys(group_file):
         name in ("corpus", "packed", "mixture")
     )
     extra += ["optimizer.lr=1", "train.max_tokens=1", "train.grad_acc_tokens=1"] * (name == "custom")
+    extra += ["callbacks.lm_eval.tasks=[a]"] * (name == "lm_eval")
     experiment("experiment/longcrawl64/forgetting_transformer/pro_125m_2b", f"{group}={name}", *extra)
 
 

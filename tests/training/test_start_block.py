@@ -112,6 +112,7 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
         fabric=types.SimpleNamespace(world_size=8, device=torch.device("cuda", 0), strategy=None),
         data_info=types.SimpleNamespace(path="/data/longcrawl64/train.zarr", total_tokens=48 * 10**9, documents=10**6),
         model=types.SimpleNamespace(module=torch.nn.Linear(10, 20)),
+        optimizer=types.SimpleNamespace(optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])),
         counters=types.SimpleNamespace(batch_count=7, token_count=7 * 2**19),
         backends={"attention": Backend("gluon", "Gluon for Hopper, Triton 3.7.1, self-test within 2e-3")},
         directory=types.SimpleNamespace(root=Path("/runs/fox")),
@@ -126,6 +127,7 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
     assert rows["devices"] == "8 x NVIDIA H200; 8 processes on 2 nodes"
     assert rows["attention"] == "Gluon for Hopper, Triton 3.7.1, self-test within 2e-3"
     assert rows["compiled"] == "yes"
+    assert rows["optimizer"].endswith("ignores found_inf: the host waits in every step to learn whether it counts")
     assert rows["batch"] == "32 x 16,384 = 524,288 tokens; each process 4 sequences, 4 at a time"
     assert rows["steps"].startswith("1,901 to go")
     assert rows["schedule"].endswith("decay in the last 100,000,000, ends at 1,000,000,000 with lr 0")
