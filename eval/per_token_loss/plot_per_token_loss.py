@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def documents(results: Sequence[position_loss.Result]) -> list[str]:
-    """On how many tokens the results were evaluated, for the foot of the figures; [] where that differs or is unknown."""
+    """On how many tokens the results were evaluated, for a figure's foot; [] where that differs or is unknown."""
     tokens = {result.summary.get("eval_tokens") for result in results}
     return [f"{tokens.pop():,} held-out tokens"] if len(tokens) == 1 and None not in tokens else []
 

@@ -55,7 +55,7 @@ class Comparison:
             tokens.
         tokens: model name -> training tokens at the point.
         losses: model name -> loss of each seed there, nats per token.
-        passes: model name -> which pass over the documents its last batch there is from, from 1; None if it is not known.
+        passes: model name -> which pass over the documents its last batch there is from, from 1; None if unknown.
             Training losses of different passes are of different texts (`Run.pass_tokens`).
         repeats: names of the models that had read that batch before, since the corpus began again.
         between: models that were not evaluated there -> their held-out losses at the evaluations before and after,
@@ -311,13 +311,13 @@ def _identity(config: Mapping[str, Any], decisive: Decisive) -> dict[str, str]:
 
 
 def _label(config: Mapping[str, Any]) -> str:
-    """What the model is called, and not the run: a tag may be another model's. Runs of earlier versions have only that."""
+    """The model's name and not the run's tag, which may be another model's. Earlier versions have only the tag."""
     label = config["model"].get("label")
     return config["tag"] if label is None else label or config["model"]["name"]
 
 
 def _names(runs: Sequence[Run], decisive: Decisive) -> list[str]:
-    """What the models are called where that suffices, else that and what differs among those of one name, else the folder."""
+    """The models' names; with what differs where several have one name; the folders where that is too much."""
     labels = [_label(run.config) for run in runs]
     names = []
     for run, label in zip(runs, labels, strict=True):

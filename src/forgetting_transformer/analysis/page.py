@@ -35,8 +35,8 @@ _GATE_PICTURES = {
     "gates.png": "forget-gate matrices",
     "attention.png": "attention maps",
 }
-# A table wider than the page would scroll or be cut, so words break, and on a narrow screen every row is a block of its own
-# whose cells say what they are.
+# A table wider than the page would scroll or be cut. So words break, and on a narrow screen every row is a block whose
+# cells say what they are.
 _STYLE = """
 * { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
@@ -198,7 +198,7 @@ def _position_curves(runs: Mapping[str, Path], left_out: list[str]) -> str:
 
 
 def _evaluations(folders: Sequence[Path], left_out: list[str], names: Mapping[str, str]) -> list[tuple[str, str]]:
-    """A section per kind of evaluation found in the folders; `names` are those of the page for models called otherwise."""
+    """A section per kind of evaluation in the folders; `names` are the page's for models called otherwise."""
     found, unknown = read_evaluations(folders)
     left_out += unknown
     of_kind: dict[str, list[Evaluation]] = {}

@@ -20,7 +20,7 @@ from forgetting_transformer.analysis.tables import Table, with_error
 
 
 def octave_edges(length: int) -> list[int]:
-    """Edges [0, …, length/4, length/2, length) of position ranges that each double the one before; the first is short."""
+    """Edges [0, …, length/4, length/2, length) of octaves of positions; the first range is short."""
     edges = [length]
     while edges[0] >= 16:
         edges.insert(0, edges[0] // 2)
@@ -167,7 +167,7 @@ def slope_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def compare(results: Sequence[Result], from_position: int = 1) -> list[dict[str, Any]]:
-    """Every model against the first, sequence by sequence; nothing of a model that was not evaluated on the same sequences.
+    """Every model against the first, sequence by sequence; models evaluated on other sequences are left out.
 
     Documents differ much more than models do. On the same documents that cancels, so a difference of two models is
     known much better than either model's slope. Results of one name are seeds, and are averaged first.

@@ -25,7 +25,7 @@ class Estimate(NamedTuple):
         return abs(self.value) > self.half_width
 
     def text(self, sign: str = "") -> str:
-        """As in "1.2345 ± 0.0123", without the second part where there is none; `sign` "+" shows that of a positive value."""
+        """As in "1.2345 ± 0.0123", without an interval where there is none; `sign` "+" shows a plus sign."""
         text = f"{self.value:{sign}.4f}"
         return text if math.isnan(self.half_width) else f"{text} ± {self.half_width:.4f}"
 
@@ -45,7 +45,7 @@ def mean(losses: Sequence[float]) -> Estimate:
 
 
 def difference(losses: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """Mean of `losses` minus mean of `baseline` with Welch's t interval, which allows unequal spreads and seed counts."""
+    """Mean of `losses` minus mean of `baseline`, with Welch's t interval: spreads and seed counts may differ."""
     one, other = np.asarray(losses, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
     value = float(one.mean()) - float(other.mean())
     if min(one.size, other.size) < 2 or not math.isfinite(value):

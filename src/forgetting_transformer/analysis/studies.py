@@ -1,4 +1,4 @@
-"""What came of a study (sweep/study.py), read from its folder: all numbers, small enough to be kept in one JSON file."""
+"""Reads the results of a study (sweep/study.py) from its folder: all numbers, as one small JSON file."""
 
 import json
 import math
@@ -97,8 +97,7 @@ def collect(
         Among others an empty "pruned", for model -> text length -> share of tiles that pruning skips.
 
     Raises:
-        AnalysisError: there is no run in the folder, or runs of one model differ in more than their seed, so that a mean
-            of them would be of no model.
+        AnalysisError: there is no run in the folder, or runs of one model differ in more than their seed.
     """
     names = plan.names if plan else {}
     runs, variants = (runs_in(folder, kind, names) for kind in ("runs", "variants"))
@@ -220,7 +219,7 @@ def evaluated_runs(study: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def read_positions(study: Mapping[str, Any], folder: Path) -> dict[str, position_loss.Result]:
-    """Loss at every position of the runs whose loss is in the tables, by the names of their folders; those that have one."""
+    """Loss at every position of the runs in the tables that have one, by the names of their folders."""
     return {
         run: position_loss.read_result(folder / run, display_name(study, model))
         for run, model in evaluated_runs(study)

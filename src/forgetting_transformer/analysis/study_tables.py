@@ -1,6 +1,4 @@
-"""A study as tables: what studies.py collected becomes Markdown, which `tables.fill_in` puts into a page between marks, so
-that no number is copied by hand.
-"""
+"""Tables of a study: studies.py collects the numbers, and `marked_pages.fill_in` puts the tables into a page."""
 
 import math
 import os
@@ -221,7 +219,7 @@ def source(study: Mapping[str, Any]) -> str:
 #: Figures that `collect` of scripts/study_report.py draws, and what they show.
 FIGURES = {
     "compare": "loss against training tokens and training FLOPs",
-    "per_token_loss": "loss at every position, averaged over ten percent to either side, and perplexity over the context",
+    "per_token_loss": "loss at every position (mean over ± 10 %), and perplexity over the context",
     "memory": "memory length of every head of the first model that forgets",
     "search": "loss against learning rate",
 }
@@ -236,7 +234,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def sections(report: Path, page: Path) -> dict[str, str]:
-    """What `tables.fill_in` needs for a page about a study: its tables, its figures, and on what and from what it was made.
+    """The sections of a page about a study for `marked_pages.fill_in`: tables, figures, and how it was made.
 
     Args:
         report: folder with study.json and figures, which `collect` of scripts/study_report.py wrote.
