@@ -124,4 +124,5 @@ def test_other_parts_and_models_that_carry_a_state_are_refused(tiny, texts, tmp_
     packed = changed(tiny, data_dir=str(texts), datamodule__name="packed", datamodule__dataset="tales")
     packed = changed(packed, output_dir=str(tmp_path / "other"), model__name="hgrn2")
     packed["model"]["config"] = {"hidden_size": 32, "num_hidden_layers": 1, "expand_ratio": 16}
-    assert "hgrn2 carries a state from one document into the next" in refused(packed)
+    said = refused(packed)
+    assert "ConfigError: datamodule.name=packed keeps documents apart, and model.name=hgrn2 would carry a state" in said

@@ -46,7 +46,7 @@ def assert_same_run(a: str, b: str, step: int = 20 * STEP) -> None:
     assert files == sorted(p.relative_to(b) for p in Path(b).glob("metrics/npz/*/*.npz")) and len(files) >= 5
     for file in files:
         x, y = np.load(Path(a) / file), np.load(Path(b) / file)
-        assert x.files == y.files and all(np.array_equal(x[k], y[k]) for k in untimed(x.files))
+        assert x.files == y.files and all(np.array_equal(x[k], y[k], equal_nan=True) for k in untimed(x.files))
 
 
 def interrupted_at(config: dict, step: int, world_size: int = 1) -> None:

@@ -61,6 +61,8 @@ class Corpus(Protocol):
     reads what it would have read, and the number of processes may change. There is no position to save.
     """
 
+    #: Whether batches have `cu_seqlens`.
+    packed: bool = False
     #: A folder on this machine that holds the corpus's tokenizer in `tokenizer/`, if it has one.
     folder: Path
 

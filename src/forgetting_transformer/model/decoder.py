@@ -413,16 +413,16 @@ class DecoderModel(DecoderPreTrainedModel):
         )
         return output if self._wants_dict(return_dict) else output.to_tuple()
 
+    def stateful_mixers(self) -> list[str]:
+        """Classes of mixers that cannot keep packed documents apart."""
+        mixers = [block.sequence_mixer for block in self.layers]
+        return sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "packs_documents", False)})
+
     def _check_packing(self, cu_seqlens: Tensor, shape: tuple[int, int], others: tuple[Any, ...]) -> None:
-        stateful = {
-            type(block.sequence_mixer).__name__
-            for block in self.layers
-            if not getattr(block.sequence_mixer, "packs_documents", False)
-        }
-        if stateful:
+        if stateful := self.stateful_mixers():
             raise ValueError(
                 f"cu_seqlens: {self.config.model_type.partition('-')[0]} carries a state from one document into the "
-                f"next ({', '.join(sorted(stateful))}); give every document its own row, or use an attention model"
+                f"next ({', '.join(stateful)}); give every document its own row, or use an attention model"
             )
         if any(x is not None for x in others):
             raise ValueError(
@@ -543,6 +543,10 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def op_uses(self) -> list[OpUse]:
         """How the model calls ops: `DecoderModel.op_uses`."""
         return self.decoder.op_uses()
+
+    def stateful_mixers(self) -> list[str]:
+        """Classes of mixers that cannot keep packed documents apart; none where the model takes `cu_seqlens`."""
+        return self.decoder.stateful_mixers()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embeddings

@@ -58,6 +58,7 @@ class OpUse(NamedTuple):
         key_heads: attention: heads of keys and values. Default as many as of queries.
         is_gated: attention: whether it has forget gates.
         window: attention: keys that a query sees at most; None is all.
+        packed: attention: whether documents are packed, with `cu_seqlens`.
         pruning: attention: how it is told what to skip: "threshold", "auto", or None for not at all.
     """
 
@@ -69,6 +70,7 @@ class OpUse(NamedTuple):
     is_gated: bool = False
     window: int | None = None
     pruning: str | None = None
+    packed: bool = False
 
 
 def is_usable(op: str, backend: str) -> bool:

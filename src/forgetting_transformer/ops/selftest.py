@@ -212,12 +212,18 @@ def _attention_error(
     q, k, v, d_out = (x.to(device, dtype) for x in (q, k, v, d_out))
     log_fgate = log_fgate.to(device)
     seq_start = torch.tensor([problem.padding], device=device) if problem.padding else None
+    cu_seqlens = None
+    if use.packed:  # documents of several tiles, of a few tokens and of none
+        bounds = sorted([0, length // 2 + 3, length // 2 + 8, length - length // 4, length, length])
+        cu_seqlens = torch.tensor(bounds, device=device, dtype=torch.int32).clamp(max=length)
     if problem.decodes:
         return _decoding_error(q, k, v, log_fgate)
 
     def run(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> Tensor:
         if not use.is_gated:
-            return attention.causal_attention(q, k, v, window_size=problem.window, seq_start=seq_start)
+            return attention.causal_attention(
+                q, k, v, window_size=problem.window, seq_start=seq_start, cu_seqlens=cu_seqlens
+            )
         (log_f,) = gates
         options: dict[str, Any] = {}
         if use.pruning == "auto":
@@ -225,8 +231,10 @@ def _attention_error(
         elif use.pruning == "threshold":
             bound = _LOG_PRUNING_TOLERANCE - (2 * use.key_dim**0.5 + math.log(length))
             options = {"adaptive_threshold": torch.full((heads,), bound, device=device)}
-        with _compiling_backward(d_out, q, k, v, log_f, apart=seq_start is None and problem.window is None):
-            out = forgetting_attention(q, k, v, log_f, seq_start=seq_start, window_size=problem.window, **options)
+        options |= {"seq_start": seq_start, "cu_seqlens": cu_seqlens, "window_size": problem.window}
+        plain = seq_start is None and cu_seqlens is None and problem.window is None
+        with _compiling_backward(d_out, q, k, v, log_f, apart=plain):
+            out = forgetting_attention(q, k, v, log_f, **options)
         assert isinstance(out, Tensor)  # without the log-normalisers
         return out
 
@@ -234,7 +242,7 @@ def _attention_error(
         q, k, v, log_f = (
             x.transpose(1, 2) for x in (q, k, v, gates[0] if gates else q.new_zeros(1, length, q.shape[2]))
         )
-        first_key = first_visible_key(q, k, window=problem.window)
+        first_key = first_visible_key(q, k, window=problem.window, cu_seqlens=cu_seqlens)
         out, _ = forgetting_attention_reference(q, k, v, log_f, seq_start, use.key_dim**-0.5, first_key_BT=first_key)
         return out.transpose(1, 2)
 

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_on_all_ranks(
-    model: nn.Module, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None
+    model: nn.Module, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, packed: bool = False
 ) -> dict[str, Backend]:
     """Test the kernels that the model will use, on every rank; what one rank cannot use, none uses.
 
@@ -25,11 +25,12 @@ def choose_on_all_ranks(
         dtype: of queries, keys and values.
         device: of this rank.
         lengths: tokens of the sequences to come; None if any may, with padding and decoding too.
+        packed: documents in them are kept apart.
 
     Returns:
         op: what runs it.
     """
-    uses = model.op_uses() if hasattr(model, "op_uses") else []
+    uses = [use._replace(packed=packed) for use in (model.op_uses() if hasattr(model, "op_uses") else [])]
 
     def choose() -> dict[str, Backend]:
         return choose_backends(uses, dtype, device, lengths)

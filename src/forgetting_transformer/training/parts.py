@@ -116,6 +116,8 @@ class Parts:
         # Drawing initial weights takes one core, and testing kernels waits for compilers.
         with ThreadPoolExecutor(1, "model") as thread:
             outline = setup.outline(config, self.data_info)
+            if self.data.packed:
+                setup.check_packs(outline, config)
             building = thread.submit(setup.build_model, config, self.data_info, initialise=checkpoint is None)
             #: op: what runs it, tested here and now.
             self.backends = self._choose_backends(outline)
@@ -186,7 +188,7 @@ class Parts:
             log.info("testing the kernels")
         dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
         lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
-        return choose_on_all_ranks(model, dtype, self.fabric.device, lengths)
+        return choose_on_all_ranks(model, dtype, self.fabric.device, lengths, self.data.packed)
 
     def _check_budget(self) -> None:
         """Checks held-out data, the token budget and the cache of a remote corpus now, not after hours of training."""

@@ -206,6 +206,19 @@ def outline(config: Config, data: DataInfo) -> nn.Module:
         return registry.get(config.model.name).lm_class(fields)
 
 
+def check_packs(model: nn.Module, config: Config) -> None:
+    """
+    Raises:
+        ConfigError: the corpus packs documents, and the model would carry a state from one into the next.
+    """
+    stateful = model.stateful_mixers() if hasattr(model, "stateful_mixers") else [type(model).__name__]
+    if stateful:
+        raise ConfigError(
+            f"datamodule.name={config.datamodule.name} keeps documents apart, and model.name={config.model.name} would "
+            f"carry a state from one into the next ({', '.join(stateful)}); use datamodule=corpus, or a model of attention"
+        )
+
+
 def warn_without_gpu(config: Config, data: DataInfo, device: torch.device) -> None:
     """A model of this size on a CPU is seldom meant, and would start without a complaint."""
     chosen = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)

@@ -161,5 +161,5 @@ def attention_backend(use: backends.OpUse, dtype: torch.dtype, device: torch.dev
     if not _has_kernel(index):
         return backends.PYTORCH
     launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
-    on_hopper = use.window is None and dtype.itemsize == 2 and launcher.has_gluon(index, use.key_dim)
+    on_hopper = use.window is None and not use.packed and dtype.itemsize == 2 and launcher.has_gluon(index, use.key_dim)
     return backends.GLUON if on_hopper else backends.TRITON
