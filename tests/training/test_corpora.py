@@ -65,6 +65,8 @@ def test_a_position_is_that_in_the_document(config, finished):
     window = lines(run, "train_eval")[0]
     assert window["train_eval/window_token_count"] == 6 * STEP
     assert window["train_eval/window_seq_count"] > 2 * 6 * 4, "documents and not rows"
+    logged = [losses(run)[step * STEP] for step in range(1, 7)]
+    assert window["train_eval/loss_avg_len_32"] == pytest.approx(sum(logged) / 6), "each token counts once"
     assert lines(run, "val")[0]["val/loss"] == pytest.approx(lines(run, "val")[0]["val/loss_avg_len_32"])
     with np.load(Path(run) / f"metrics/npz/train_eval/step-{6 * STEP:015d}.npz") as arrays:
         assert np.isfinite(arrays["train_eval/loss_per_token"][:8]).all()

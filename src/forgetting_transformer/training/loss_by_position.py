@@ -52,7 +52,7 @@ class PositionSums:
 
     def counts_T(self) -> np.ndarray | None:
         """How many sequences have each position; None if all have all. Waits for the device."""
-        counts_T = self.sequences_T.cpu().numpy()
+        counts_T = self.sequences_T.cpu().numpy().copy()  # on a CPU it would be the sums themselves
         return None if (counts_T == counts_T[0]).all() else counts_T
 
 
