@@ -45,6 +45,7 @@ because a run's folder names it.
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -219,7 +220,7 @@ def load(names: Iterable[str] = ()) -> None:
             )
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
-        _load(name, lambda name=name: importlib.import_module(name))
+        _load(name, functools.partial(importlib.import_module, name))
 
 
 def _load(name: str, load: Callable[[], Any], whose: str = "") -> None:

@@ -66,8 +66,7 @@ def load_plugins() -> None:
     except plugins.PluginError as error:
         raise CompactHydraException(f"ConfigError: {error}") from error
     for name, folder in plugins.loaded().items():
-        for file in folder.rglob("*.yaml") if folder is not None else ():
-            relative = file.relative_to(folder)
+        for relative in [file.relative_to(folder) for file in folder.rglob("*.yaml")] if folder is not None else ():
             if (config_dir() / relative).exists():
                 raise CompactHydraException(
                     f"ConfigError: plugins=[{name}]: configs/{relative} has the name of a file of this project, which "

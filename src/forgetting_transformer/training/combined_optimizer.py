@@ -32,7 +32,7 @@ class CombinedOptimizer(Optimizer):
         self._share()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -280,7 +280,7 @@ class Key(NamedTuple):
 
 
 #: The sections whose keys are those of the component that they name: its registry, and the dataclass to derive from.
-_NAMED: dict[str, tuple[Registry, type]] = {
+_NAMED: dict[str, tuple[Registry, Any]] = {
     "optimizer": (OPTIMIZERS, OptimizerConfig),
     "schedule": (SCHEDULES, ScheduleConfig),
     "datamodule": (CORPORA, DataModuleConfig),
@@ -370,11 +370,12 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
         if said := plugins.missing(_raw(composed).get("plugins")):
             raise ConfigError(said)
         components = _components(_resolved(composed))
-        if unknown := [found for found in components.values() if not isinstance(found, Component)]:
-            raise unknown[0]
+        for found in components.values():
+            if isinstance(found, UnknownComponentError):
+                raise found
         kind = config_class(_resolved(composed))
         _check_sections(written)
-        merged = OmegaConf.merge(_schema(kind), _without_sizes(_with_whole_numbers(composed, kind)))
+        merged = OmegaConf.merge(_schema(typing.cast(Any, kind)), _without_sizes(_with_whole_numbers(composed, kind)))
         missing = sorted(key for key in keys_of(kind) if _is_missing(merged, key))
         if missing:
             folders = set(missing) <= {"output_dir", "data_dir"}
@@ -382,8 +383,10 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
                 f"no value for {', '.join(missing)}: give it on the command line, as in {missing[0]}=…"
                 + ("" if folders else ", or choose an experiment that sets it (+experiment/demo=fox_pro)")
             )
-        config = OmegaConf.to_object(merged)
-        used = {found.plugin for found in components.values()} | {plugins.MODELS.plugin_of(config.model.name)}
+        config = typing.cast(Config, OmegaConf.to_object(merged))
+        used = {found.plugin for found in components.values() if isinstance(found, Component)} | {
+            plugins.MODELS.plugin_of(config.model.name)
+        }
         config.plugins += sorted(used - {*config.plugins, ""})
         check_paths(config)
         _check_values(config)
@@ -436,7 +439,7 @@ def _with_callbacks(composed: Any) -> Any:
         composed = OmegaConf.create(copy.deepcopy(composed))
         OmegaConf.set_readonly(composed, False)
         OmegaConf.set_struct(composed, False)
-        sections = {str(name): {} for name in listed}
+        sections: dict[str, dict] = {str(name): {} for name in listed}
         composed.callbacks = (
             sections
             if isinstance(listed, list)
@@ -470,7 +473,7 @@ def _resolved(composed: Any) -> dict[str, Any]:
 
 def _raw(composed: Any) -> dict[str, Any]:
     """The configuration as it was written, ${…} included."""
-    return OmegaConf.to_container(composed) if OmegaConf.is_config(composed) else composed
+    return typing.cast(dict, OmegaConf.to_container(composed)) if OmegaConf.is_config(composed) else composed
 
 
 def _unresolved(configuration: dict[str, Any], key: str, error: Exception) -> str:
@@ -505,7 +508,7 @@ def check_paths(config: Config) -> None:
             raise ConfigError(f"{key}={value!r} is empty (a variable that is not set?); give {fix}")
 
 
-def _is_missing(config: DictConfig, key: str) -> bool:
+def _is_missing(config: Any, key: str) -> bool:
     section, _, name = key.rpartition(".")
     node = OmegaConf.select(config, section) if section else config
     return not OmegaConf.is_interpolation(node, name) and OmegaConf.is_missing(node, name)
@@ -536,13 +539,18 @@ def _schema(kind: type[Config]) -> DictConfig:
     return OmegaConf.structured(kind)
 
 
-@functools.cache
-def keys_of(kind: type, prefix: str = "") -> dict[str, Key]:
+def keys_of(kind: type) -> dict[str, Key]:
     """Every key below a dataclass in dotted form."""
-    keys, types = {}, typing.get_type_hints(kind)
+    return _keys_below(typing.cast(Any, kind), "")
+
+
+@functools.cache
+def _keys_below(kind: Any, prefix: str) -> dict[str, Key]:
+    keys: dict[str, Key] = {}
+    types = typing.get_type_hints(kind)
     for item in dataclasses.fields(kind):
         if dataclasses.is_dataclass(types[item.name]):
-            keys |= keys_of(typing.cast(type, types[item.name]), f"{prefix}{item.name}.")
+            keys |= _keys_below(types[item.name], f"{prefix}{item.name}.")
         else:
             keys[prefix + item.name] = Key(types[item.name], item.metadata)
     return keys

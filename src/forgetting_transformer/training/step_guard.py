@@ -10,7 +10,7 @@ import collections
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class StepGuard:
         """
         if decides_on_device(optimizer):
             # What torch's gradient scaler uses too: the fused kernels change nothing where this is 1.
-            optimizer.found_inf = bad
+            cast(Any, optimizer).found_inf = bad
             step()
         elif not bad.item():
             step()
