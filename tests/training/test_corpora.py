@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
+from omegaconf import OmegaConf
 
+from forgetting_transformer import training
 from tests.tiny import DOC_LEN, DOCUMENTS, VOCAB
 from tests.training.conftest import STEP, Job, changed, made_once, refused, train
 from tests.training.test_resume import assert_same_run, lines, losses
@@ -87,6 +89,11 @@ def test_flops_are_those_of_documents_that_do_not_see_each_other(config, finishe
         for kind in ({}, whole)
     ]
     assert flops[0]["model_info/flops_per_token"] < flops[1]["model_info/flops_per_token"]
+
+
+def test_a_mixture_is_called_by_its_parts(tiny):
+    tiny = changed(tiny, datamodule__name="mixture", datamodule__parts={"tales": 3, "notes": 1})
+    assert training.parse(OmegaConf.create(tiny)).datamodule.dataset == "notes+tales"
 
 
 def test_a_bad_step_names_its_places(tiny, texts):

@@ -41,11 +41,15 @@ def packed(data_dir: str, config: LongCrawl64Config, recorded: "Vocabulary | Non
 class MixtureConfig(LongCrawl64Config):
     """Keys of data.mixture.MixtureDataModule, which documents them."""
 
+    #: Set to the names of the parts, so that nothing is called by another corpus's name that a recipe had.
     dataset: str = "mixture"
     #: Folder names of corpora in `data_dir`, and how many sequences each gives in proportion to the others.
     parts: dict[str, float] = field(default_factory=dict)
     #: Whether texts in a row are kept apart, as with `packed`.
     packed: bool = False
+
+    def __post_init__(self) -> None:
+        self.dataset = "+".join(sorted(self.parts)) or self.dataset
 
 
 @CORPORA.register("mixture", config=MixtureConfig)
