@@ -12,6 +12,8 @@ source scripts/environment.sh
 # One thread per test process: the suite runs three of them, which often wait for the processes they start.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 ruff check .
+ruff format --check --quiet .
+mypy
 if [ "${1:-}" = --fast ]; then
     shift
     set -- -m "not slow or quick" "$@"

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 try:
     import fcntl
 except ImportError:  # Windows, where corpora can be prepared and read but two processes are not kept apart
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 #: Names of files that `replacing` left when its process was killed.
 TEMPORARY = re.compile(r"\..+\.\d+-\d+")

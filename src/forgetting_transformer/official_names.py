@@ -81,7 +81,7 @@ def _without_old_sizes(composed: Any) -> Any:
         ValueError: a file that is composed now has one of them.
     """
     scale = OmegaConf.select(composed, "scale") if OmegaConf.is_dict(composed) else None
-    found = [key for key in OLD_SIZES if OmegaConf.is_dict(scale) and key in scale]
+    found = [key for key in OLD_SIZES if key in scale] if isinstance(scale, DictConfig) else []
     if not found:
         return composed
     fields = composed.get("model", {}).get("config", {})

@@ -8,7 +8,7 @@ import pytest
 import zarr
 
 from forgetting_transformer.data import DataError, LongCrawl64DataModule
-from forgetting_transformer.data.vocabulary import Vocabulary, vocabulary_of
+from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
 from forgetting_transformer.evaluation import per_token_loss
 from tests.data.corpus_helpers import package_tree, prepare
 from tests.data.mirror import serve
@@ -95,7 +95,7 @@ def test_what_is_stated_wins_and_what_a_run_recorded_comes_last():
     manifest, recorded = {"vocab_size": 300, "bos_token_id": 299}, Vocabulary(500, 499)
     of = vocabulary_of
     assert of("data/x", "train", 64, manifest, recorded=recorded) == Vocabulary(300, 299)
-    assert of("data/x", "train", 64, manifest, Vocabulary(600, 0), recorded) == Vocabulary(600, 0)
+    assert of("data/x", "train", 64, manifest, StatedVocabulary(600, 0), recorded) == Vocabulary(600, 0)
     assert of("data/x", "train", 64, {}, recorded=recorded) == recorded
     with pytest.raises(DataError, match=r"bos_token_id=299 is not in \[0, vocab_size=100\)"):
-        of("data/x", "train", 64, manifest, Vocabulary(100, None))
+        of("data/x", "train", 64, manifest, StatedVocabulary(100, None))

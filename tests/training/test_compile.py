@@ -253,7 +253,7 @@ def test_blocks_of_a_kind_share_one_graph_per_shape(captured, tiny, tmp_path, ca
             wrapped = shard(model, {"data_parallel": init_device_mesh("cpu", (1,))})
         else:
             wrapped = DistributedDataParallel(AsUnderFabric(model), find_unused_parameters=True)
-        watch.settle(model)
+        watch.compile(model)
         for _ in range(2):
             got = wrapped.train()(input_ids=ids, labels=ids).loss
             got.sum().backward()
@@ -282,7 +282,7 @@ def test_buckets_of_ddp_do_not_divide_a_block(captured, tiny, tmp_path, monkeypa
         model = build(config)
         # A block's weights fill several such buckets.
         wrapped = DistributedDataParallel(AsUnderFabric(model), find_unused_parameters=True, bucket_cap_mb=1)
-        watch.settle(model)
+        watch.compile(model)
         wrapped(input_ids=ids, labels=ids).loss.sum().backward()
     assert len(pieces) == 2, "the block and the loss"
 
@@ -292,7 +292,7 @@ def test_two_kinds_of_blocks_may_see_many_lengths(captured, tiny, caplog):
     """More versions of a block than PyTorch's own limit, 8."""
     config = parse(OmegaConf.create(architecture(tiny, "samba", compile=True)))
     watch, model = compilation_of(config), build(config).eval()
-    watch.settle(model)
+    watch.compile(model)
     with torch.no_grad():
         for length in range(16, 96, 16):
             model(input_ids=tokens(1, length), labels=tokens(1, length))
@@ -313,7 +313,7 @@ def test_a_long_sequence_of_a_portable_recurrence_stays_out_of_graphs(captured, 
     for length in (64, 65, 640):
         ids = tokens(1, length)
         want = model(input_ids=ids, labels=ids).loss
-        watch.settle(model)
+        watch.compile(model)
         before = captured["stats"]["calls_captured"]
         got = model(input_ids=ids, labels=ids).loss
         torch.testing.assert_close(got, want)
@@ -337,7 +337,7 @@ def test_what_is_left_uncompiled_is_a_warning(captured, tiny, caplog, monkeypatc
             return forward(hidden_BTE)
 
         model.decoder.layers[0].mlp.forward = with_a_break
-    watch.settle(model)
+    watch.compile(model)
     for length in (32, 48):
         ids = torch.ones(2, length, dtype=torch.long)
         model(input_ids=ids, labels=ids)

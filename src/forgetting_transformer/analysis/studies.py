@@ -229,7 +229,7 @@ def read_positions(study: Mapping[str, Any], folder: Path) -> dict[str, position
 
 def save_positions(results: Mapping[str, position_loss.Result], file: Path) -> None:
     """Loss at every position `(T,)`, and per document and octave `(documents, octaves)`, of every run in one .npz."""
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     for run, result in results.items():
         arrays[run] = result.loss_T.astype(np.float32)
         if result.octaves_NO is not None:

@@ -198,7 +198,7 @@ class _BoundedCodec(BytesBytesCodec):
         nbytes = math.prod(chunk_spec.shape) * chunk_spec.dtype.to_native_dtype().itemsize + self.extra
         settings = self.to_dict().get("configuration") or {}
         found = await asyncio.to_thread(decode, self.name, settings, chunk_bytes.to_bytes(), nbytes)
-        return chunk_spec.prototype.buffer.from_bytes(found)
+        return chunk_spec.prototype.buffer.from_bytes(found.data)
 
     async def _encode_single(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> Buffer | None:
         raise NotImplementedError("arrays are opened for reading")

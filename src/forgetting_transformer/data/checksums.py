@@ -65,7 +65,7 @@ class Checksums:
             ChecksumError: they differ.
         """
         if self._expects(key):
-            self._compare(key, hashlib.sha256(data).hexdigest())
+            self._compare(key, hashlib.sha256(data.data).hexdigest())
 
     def check_file(self, key: str, file: Path) -> None:
         """The same for a file on disk, once until it changes.

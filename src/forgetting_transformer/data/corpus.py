@@ -63,8 +63,11 @@ class Corpus(Protocol):
 
     #: Whether batches have `cu_seqlens`.
     packed: bool = False
-    #: A folder on this machine that holds the corpus's tokenizer in `tokenizer/`, if it has one.
-    folder: Path
+
+    @property
+    def folder(self) -> Path:
+        """A folder on this machine that holds the corpus's tokenizer in `tokenizer/`, if it has one."""
+        ...
 
     def train_info(self) -> DataInfo:
         """

@@ -26,7 +26,7 @@ from forgetting_transformer.data.order import Location, ReadingOrder
 from forgetting_transformer.data.remote import is_url, join
 from forgetting_transformer.data.remote_cache import CacheSettings, default_folder, fetch_tokenizer
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
-from forgetting_transformer.data.vocabulary import Vocabulary, vocabulary_of
+from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
 from forgetting_transformer.data.worker import start_worker
 from forgetting_transformer.ranges import divisors
 
@@ -91,7 +91,7 @@ class LongCrawl64DataModule:
         self.cache = CacheSettings(Path(cache_dir) if cache_dir else default_folder(), int(cache_gb * 1e9))
         self._manifest = read_manifest(self.place)
         stated = {"vocab_size": vocab_size, "bos_token_id": bos_token_id}
-        self._stated, self._recorded = Vocabulary(vocab_size, bos_token_id), recorded
+        self._stated, self._recorded = StatedVocabulary(vocab_size, bos_token_id), recorded
         self.unigram_entropy_nats: float | None = self._manifest.get("unigram_entropy_nats")
         self.train_batch_len, self.train_batch_size = train_batch_len, train_batch_size
         self.train_num_workers, self.repeat = train_num_workers, repeat
@@ -195,12 +195,14 @@ class LongCrawl64DataModule:
 
     def _vocabulary_size(self, split: str, doc_len: int) -> int:
         """For the array of `split`, once the length of its documents is known."""
-        self._vocabulary = vocabulary_of(self.place, split, doc_len, self._manifest, self._stated, self._recorded)
-        return self._vocabulary.size
+        found = vocabulary_of(self.place, split, doc_len, self._manifest, self._stated, self._recorded)
+        self._vocabulary = found
+        return found.size
 
     def _settled(self) -> Vocabulary:
         if self._vocabulary is None:
             self._open("train.zarr")
+        assert self._vocabulary is not None  # opening the array sets it
         return self._vocabulary
 
     @property
@@ -379,7 +381,7 @@ class Loader(DataLoader):
         )
         self.bos_token_id, self.packed = bos_token_id, packed
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # batches are widened
         return map(self._widen, _received(super().__iter__()))
 
     def _widen(self, item: dict[str, torch.Tensor]) -> Batch:

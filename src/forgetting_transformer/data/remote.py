@@ -193,7 +193,8 @@ class HttpFolder(RemoteFolder):
 
     def __init__(self, url: str, **options: Any) -> None:
         super().__init__(url, **options)
-        self.base, self.headers = self.address, {}
+        self.base = self.address
+        self.headers: dict[str, str] = {}
 
     def _connect(self) -> Any:
         import httpx

@@ -151,7 +151,7 @@ class TokenArray:
                 raise
             except Exception as error:  # each codec has its own
                 if again or not self.files.fetch_again(name):
-                    if isinstance(error, ChecksumError):
+                    if isinstance(error, ChecksumError) and self.files.checksums is not None:
                         listed = self.files.checksums.name
                         raise DataError(
                             f"{self.files.place(name)} is not the file that {listed} lists: it was changed or is "
@@ -308,7 +308,7 @@ def _nothing_at(path: str | Path) -> str:
             others = sorted(folder.parent.name for folder in data_dir.glob(f"*/{name}"))
         if not others and (data_dir / name).is_dir():
             return f"no token array at {path}. {data_dir} is a corpus itself: choose it with datamodule.dataset=."
-    if others:
+    if others and isinstance(path, Path):
         nearest = difflib.get_close_matches(dataset, others, n=1, cutoff=0.0)
         return (
             f"no token array at {path}. {path.parent.parent} holds {', '.join(others[:_MOST_LISTED])}"

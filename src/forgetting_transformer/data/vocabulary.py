@@ -20,7 +20,15 @@ LONGCRAWL64_DOC_LEN = 65536
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Ids lie in [0, size), and `bos_token_id` begins a text; None where it is not stated."""
+    """Ids lie in [0, size), and `bos_token_id` begins a text."""
+
+    size: int
+    bos_token_id: int
+
+
+@dataclass(frozen=True)
+class StatedVocabulary:
+    """The same as far as the user states it; None is not stated."""
 
     size: int | None = None
     bos_token_id: int | None = None
@@ -31,7 +39,7 @@ def vocabulary_of(
     split: str,
     doc_len: int,
     manifest: dict[str, Any],
-    stated: Vocabulary = Vocabulary(),
+    stated: StatedVocabulary = StatedVocabulary(),
     recorded: Vocabulary | None = None,
     prefix: str = "datamodule.",
 ) -> Vocabulary:
@@ -52,10 +60,10 @@ def vocabulary_of(
     size = manifest.get("vocab_size") if stated.size is None else stated.size
     bos = manifest.get("bos_token_id") if stated.bos_token_id is None else stated.bos_token_id
     if size is None or bos is None:
-        known = _known(place, split, doc_len) or recorded or Vocabulary()
+        known = _known(place, split, doc_len) or recorded or StatedVocabulary()
         size, bos = known.size if size is None else size, known.bos_token_id if bos is None else bos
-    missing = [f"{prefix}{key}" for key, value in (("vocab_size", size), ("bos_token_id", bos)) if value is None]
-    if missing:
+    if size is None or bos is None:
+        missing = [f"{prefix}{key}" for key, value in (("vocab_size", size), ("bos_token_id", bos)) if value is None]
         raise DataError(
             f"{redact(str(place))} has no manifest.json that states its vocabulary and is not LongCrawl64 with "
             f"documents of 65,536 tokens, so it does not say which tokenizer made it: set {' and '.join(missing)}, or "

@@ -17,7 +17,7 @@ from forgetting_transformer.training.callbacks import Callback, Interval
 from forgetting_transformer.training.config import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from forgetting_transformer.training.trainer import Trainer
 
@@ -76,7 +76,7 @@ class GateStatistics(Callback):
 
         found: list[Tensor] = []
 
-        def measure(mixer: nn.Module, inputs: tuple[Any, ...], _output: Any) -> None:
+        def measure(mixer: Any, inputs: tuple[Any, ...], _output: Any) -> None:
             log_fgate_BTH = mixer.log_forget_gate(inputs[0])
             lengths_BH = [memory_lengths(log_fgate_TH.T)[0] for log_fgate_TH in log_fgate_BTH]
             found.append(torch.stack(lengths_BH).mean(0))

@@ -78,7 +78,8 @@ class LmEval(Callback):
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # else a page at every evaluation
         trainer.fabric.barrier()  # rank 0 has copied the corpus's tokenizer then
-        fields = trainer.model.module.config.to_dict()
+        model: Any = trainer.model.module
+        fields = model.config.to_dict()
         try:
             state = {"config": trainer.resolved, "model_config": fields}
             self._tokenizer = tokenizer_of_run(trainer.directory, state, self.config.tokenizer)
@@ -122,7 +123,7 @@ class LmEval(Callback):
             return
         # lm_eval gives results to its first process.
         values = trainer.fabric.broadcast(_numbers(found["results"]) if found else None)
-        trainer.report("lm_eval", values)
+        trainer.report("lm_eval", values or {})
 
     @staticmethod
     def _share(trainer: Trainer) -> Any:

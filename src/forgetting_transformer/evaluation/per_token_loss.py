@@ -34,7 +34,7 @@ from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import check_length
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
-from forgetting_transformer.data.vocabulary import Vocabulary, vocabulary_of
+from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
@@ -115,7 +115,7 @@ def open_heldout(
     found: list[Vocabulary] = []
 
     def size(doc_len: int) -> int:
-        stated = Vocabulary(vocab_size, bos_token_id)
+        stated = StatedVocabulary(vocab_size, bos_token_id)
         found.append(vocabulary_of(folder, "heldout", doc_len, read_manifest(folder), stated, recorded, prefix="--"))
         return found[0].size
 

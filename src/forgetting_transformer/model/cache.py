@@ -11,7 +11,7 @@ Axes: `forgetting_transformer/ops/__init__.py`. A buffer has room for more posit
 """
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class GrowingTensor:
 
     GROWTH = 1.5
     MIN_ROOM = 64  # positions
+    _buffer: Tensor
 
     def __init__(self, x: Tensor) -> None:
         self._replace(x, is_own=False)
@@ -101,7 +102,7 @@ class DecoderCache(Cache):
         self.has_position_ids = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         if self.seq_start_B is not None:
             self.seq_start_B = self.seq_start_B.index_select(0, beam_idx.to(self.seq_start_B.device))
 
@@ -174,6 +175,8 @@ class GrowingCache(LayerCache):
 
     is_croppable = True
     growing: ClassVar[tuple[str, ...]] = ("keys", "values")
+    keys: Any
+    values: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +249,7 @@ class AttentionCache(GrowingCache):
         return 0 if self.keys is None else self.num_dropped + self.keys.shape[2]
 
     def _drop_last(self, count: int) -> None:
-        if self.num_dropped and self.keys.shape[2] - count < self.window - 1:
+        if self.window is not None and self.num_dropped and self.keys.shape[2] - count < self.window - 1:
             raise ValueError(
                 f"cannot remove {count} tokens from the cache: a sliding window of {self.window} keeps "
                 f"{self.CROP_HISTORY} more tokens than it needs. Reset the cache and run the prompt again"
@@ -275,7 +278,9 @@ class RecurrentCache(LayerCache):
         self.num_tokens = 0
         self.is_initialized = False
 
-    def update(self, num_new_tokens: int, **states: Tensor) -> None:
+    def update(  # type: ignore[override]  # states instead of keys and values
+        self, num_new_tokens: int, **states: Tensor
+    ) -> None:
         """Replace the states by those `num_new_tokens` later."""
         self.states = states
         self.num_tokens += num_new_tokens
@@ -331,7 +336,7 @@ class ForgettingAttentionCache(GrowingCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, log_fgate: Tensor) -> tuple[Tensor, Tensor]:
         """Append new positions (keys and values `(B, H, T, D)`, gates `(B, H, T)`); return all keys and values."""
-        previous = self.cum_log_fgate[:, :, -1:] if self._tensors else None
+        previous = None if self.cum_log_fgate is None else self.cum_log_fgate[:, :, -1:]
         running = cumulative_log_fgate(log_fgate, previous, head_first=True)
         self._append(key_states, value_states, running)
         if self.keeps_key_norm:

@@ -178,7 +178,10 @@ class SwiGLUDecoderConfig(DecoderConfig):
 
     @property
     def mlp_width(self) -> int:
-        return self.intermediate_size or swiglu_width(self.hidden_size, self.hidden_ratio)
+        if self.intermediate_size:
+            return self.intermediate_size
+        assert self.hidden_ratio is not None  # checked at the start
+        return swiglu_width(self.hidden_size, self.hidden_ratio)
 
     def build_mlp(self, layer_idx: int) -> SwiGLU:
         std = self.initializer_range / math.sqrt(2 * self.num_hidden_layers) if self.rescale_down_proj else None
@@ -211,12 +214,12 @@ class DecoderBlock(GradientCheckpointingLayer):
         self.add_module(self.mixer_name, config.build_mixer(layer_idx))
         mlp = config.build_mlp(layer_idx)
         self.has_mlp = mlp is not None
-        if self.has_mlp:
+        if mlp is not None:
             self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
             self.mlp = mlp
 
     @property
-    def sequence_mixer(self) -> nn.Module:
+    def sequence_mixer(self) -> Any:
         return getattr(self, self.mixer_name)
 
     def forward(
@@ -261,9 +264,9 @@ class DecoderPreTrainedModel(PreTrainedModel):
     config_class = DecoderConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["DecoderBlock"]
+    _no_split_modules = ["DecoderBlock"]  # noqa: RUF012 (as in the base class)
 
-    def _init_weights(self, module: nn.Module) -> None:
+    def _init_weights(self, module: Any) -> None:
         """Linear and embedding weights from N(0, initializer_range²), biases 0, norm weights 1; then mixers' own."""
         super()._init_weights(module)
         if hasattr(module, "init_own_weights"):
@@ -279,13 +282,13 @@ class DecoderModel(DecoderPreTrainedModel):
     """Token ids to hidden states."""
 
     # A language model's checkpoint may be loaded without its output layer.
-    _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"lm_head\.weight"]
+    _keys_to_ignore_on_load_unexpected = [r"lm_head\.weight"]  # noqa: RUF012 (as in the base class)
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
         padding_idx = config.pad_token_id if config.zero_padding_embedding else None
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=padding_idx)
-        self.layers = nn.ModuleList(DecoderBlock(config, i) for i in range(config.num_hidden_layers))
+        self.layers: Any = nn.ModuleList(DecoderBlock(config, i) for i in range(config.num_hidden_layers))
         self.add_module(config.final_norm_name, RMSNorm(config.hidden_size, config.norm_eps))
         self.add_shared_parameters()
         self.post_init()
@@ -293,7 +296,7 @@ class DecoderModel(DecoderPreTrainedModel):
     def get_input_embeddings(self) -> nn.Module:
         return self.embeddings
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         self.embeddings = value
 
     def new_cache(self) -> DecoderCache:
@@ -403,7 +406,7 @@ class DecoderModel(DecoderPreTrainedModel):
 
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        shown = [maps.get(i, AttentionMaps(None, None)) for i in range(len(self.layers))] if maps else []
+        shown: list[Any] = [maps.get(i, AttentionMaps(None, None)) for i in range(len(self.layers))] if maps else []
         output = DecoderOutput(
             last_hidden_state=hidden_BTE,
             past_key_values=past_key_values if use_cache else None,
@@ -418,7 +421,7 @@ class DecoderModel(DecoderPreTrainedModel):
         mixers = [block.sequence_mixer for block in self.layers]
         return sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "packs_documents", False)})
 
-    def _check_packing(self, cu_seqlens: Tensor, shape: tuple[int, int], others: tuple[Any, ...]) -> None:
+    def _check_packing(self, cu_seqlens: Tensor, shape: tuple[int, ...], others: tuple[Any, ...]) -> None:
         if stateful := self.stateful_mixers():
             raise ValueError(
                 f"cu_seqlens: {self.config.model_type.partition('-')[0]} carries a state from one document into the "
@@ -488,7 +491,7 @@ class DecoderModel(DecoderPreTrainedModel):
         return output_attentions
 
     def _wants_dict(self, return_dict: bool | None) -> bool:
-        return self.config.return_dict if return_dict is None else return_dict
+        return bool(self.config.return_dict if return_dict is None else return_dict)
 
 
 class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
@@ -527,11 +530,11 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         """
         for module in self.modules():
             if isinstance(module, DecoderBlock):
-                module._transform = compiling.compiled(module._transform)
+                module._transform = compiling.compiled(module._transform)  # type: ignore[method-assign]
         self._is_compiled = True
 
     @property
-    def _is_stateful(self) -> bool:
+    def _is_stateful(self) -> bool:  # type: ignore[override]  # an attribute of the base class
         """Whether caches cannot take tokens back, so that transformers refuses assisted decoding."""
         return not self.new_cache().is_croppable
 
@@ -551,7 +554,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embeddings
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: Any) -> None:
         self.decoder.embeddings = value
 
     def get_output_embeddings(self) -> nn.Module:
@@ -614,7 +617,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             output_attentions=output_attentions,
             cu_seqlens=cu_seqlens,
         )
-        logits, loss = None, None
+        logits: Any = None
+        loss = None
         if labels is not None and self.config.loss == "per_token":
             loss = self._loss_per_token(output.last_hidden_state, labels)
         else:
@@ -681,9 +685,9 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         for implementation in (*asked_for, kwargs.get("cache_implementation")):
             if implementation not in (None, "dynamic"):
                 raise ValueError(f"cache_implementation is {implementation!r}; this model has one cache, leave it out")
-        return super()._prepare_generation_config(generation_config, *args, **kwargs)
+        return super()._prepare_generation_config(generation_config, *args, **kwargs)  # type: ignore[misc]
 
-    def _prepare_cache_for_generation(
+    def _prepare_cache_for_generation(  # type: ignore[override]  # whatever else there is has no use
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         """Give `generate` this model's cache, not transformers' DynamicCache, which holds keys and values only."""

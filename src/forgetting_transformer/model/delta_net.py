@@ -95,9 +95,9 @@ class DeltaNetAttention(RecurrentMixer):
 
     def mix(
         self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Any]]:
         hidden_BTE = zero_padding(hidden_BTE, padding_BT)
-        new_states: dict[str, Tensor] = {}
+        new_states: dict[str, Any] = {}
         q_BTC, k_BTC, v_BTC = self.q_proj(hidden_BTE), self.k_proj(hidden_BTE), self.v_proj(hidden_BTE)
         if self.use_short_conv:
             q_BTC, new_states["q_conv"] = self.q_conv1d(q_BTC, states.get("q_conv"))
@@ -210,7 +210,7 @@ class DeltaNetConfig(DeltaRuleConfig):
 class DeltaNetModel(DecoderModel):
     """DeltaNet without its output layer."""
 
-    config_class: ClassVar = DeltaNetConfig
+    config_class = DeltaNetConfig
 
 
 class DeltaNetForCausalLM(DecoderForCausalLM):

@@ -56,7 +56,7 @@ RANGES = {
 }
 
 
-def check_fields(config_class: type, fields: Mapping[str, Any]) -> None:
+def check_fields(config_class: type[Any], fields: Mapping[str, Any]) -> None:
     """Check `fields` against the types that `config_class` declares, RANGES and its `neutral_values`.
 
     Raises:

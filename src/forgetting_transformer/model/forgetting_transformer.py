@@ -8,8 +8,8 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from forgetting_transformer.model.layers import (
     RMSNorm,
     ShiftLinear,
     attention_maps,
+    exempt_from_decay,
 )
 from forgetting_transformer.model.padding import document_positions, find_seq_start, padding_mask
 from forgetting_transformer.model.transformer import AttentionConfig, check_attention_options
@@ -33,7 +34,7 @@ from forgetting_transformer.ops.forgetting_attention import forgetting_attention
 from forgetting_transformer.ops.rotary import rotate
 
 FGATE_TYPES = ("full", "bias_only", "fixed", "none")
-OGATE_ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": F.silu}
+OGATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
 # Fixed in the released models, whatever their norm_eps.
 QK_NORM_EPS = 1e-5
 # The op for decoding serves up to this many new tokens: one, or the guesses of assisted generation.
@@ -125,12 +126,13 @@ class ForgettingAttentionLayer(nn.Module):
             self.fgate_proj = nn.Linear(hidden_size, num_heads, bias=True)
         elif fgate_type == "bias_only":
             self.fgate_bias = nn.Parameter(self._initial_fgate_bias())
-            self.fgate_bias._no_weight_decay = True
+            exempt_from_decay(self.fgate_bias)
         elif fgate_type == "fixed":
             self.register_buffer("fgate_bias", self._initial_fgate_bias())
         self.ogate_proj = nn.Linear(hidden_size, hidden_size, bias=False) if use_output_gate else None
         self.output_norm = GroupRMSNorm(num_heads, hidden_size, norm_eps) if use_output_norm else None
-        self.q_norm = self.k_norm = None
+        self.q_norm: RMSNorm | GroupRMSNorm | None = None
+        self.k_norm: RMSNorm | GroupRMSNorm | None = None
         if qk_norm and qk_norm_share_param_across_head:
             self.q_norm = RMSNorm(self.head_dim, QK_NORM_EPS)
             self.k_norm = RMSNorm(self.head_dim, QK_NORM_EPS)
@@ -151,6 +153,7 @@ class ForgettingAttentionLayer(nn.Module):
     def _initial_fgate_bias(self) -> Tensor:
         if not self.fgate_bias_init:
             return torch.zeros(self.num_heads)
+        assert self.decay_time_min is not None and self.decay_time_max is not None  # `_check_options`
         return decay_time_bias(self.num_heads, self.decay_time_min, self.decay_time_max)
 
     def op_use(self) -> OpUse:
@@ -252,7 +255,7 @@ class ForgettingAttentionLayer(nn.Module):
                 raise ValueError(
                     "past_key_values is a model's cache; make the layer with layer_idx=…, or pass layer.new_cache()"
                 )
-            past_key_values = past_key_values.layers[self.layer_idx]
+            return cast(ForgettingAttentionCache, past_key_values.layers[self.layer_idx])
         cache = cache if past_key_values is None else past_key_values
         return self.new_cache() if cache is None and use_cache else cache
 
@@ -268,16 +271,20 @@ class ForgettingAttentionLayer(nn.Module):
     ) -> Tensor:
         """Forgetting attention from the new tokens to all, `(B, H, T, D)`."""
         num_new, num_keys = q_BHTD.shape[2], k_BHND.shape[2]
-        options = {"head_first": True, "seq_start": seq_start_B}
+        options: dict[str, Any] = {"head_first": True, "seq_start": seq_start_B}
+        out: Any
         if num_new < num_keys:
+            assert cache is not None and cache.cum_log_fgate is not None and cache.log_fgate is not None
             inputs = (q_BHTD, k_BHND, v_BHND, cache.cum_log_fgate)
             wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
             if num_new <= MAX_DECODED_TOKENS and not wants_gradient:
                 threshold = self._decoding_threshold(q_BHTD, k_BHND, cache.max_key_norm)
-                return forgetting_attention_decode(*inputs, adaptive_threshold=threshold, **options)
+                out = forgetting_attention_decode(*inputs, adaptive_threshold=threshold, **options)
+                return out
             log_fgate_BHT = cache.log_fgate
         options |= {"cu_seqlens": cu_seqlens, **self._pruning_options(num_keys)}
-        return forgetting_attention(q_BHTD, k_BHND, v_BHND, log_fgate_BHT, **options)
+        out = forgetting_attention(q_BHTD, k_BHND, v_BHND, log_fgate_BHT, **options)
+        return out
 
     def log_forget_gate(self, hidden_BTE: Tensor) -> Tensor:
         """Natural logarithm of the forget gates `(B, T, H)`, float32."""
@@ -333,9 +340,8 @@ class ForgettingAttentionLayer(nn.Module):
     def score_bound(self) -> Tensor:
         """U `(H,)`, float32, with |q·k| / √D ≤ U for any text, from the weights of QK-norm; needs `qk_norm`."""
         # (H, D) with one weight vector per head, (1, D) if they share it
-        q_max, k_max = (
-            norm.weight.float().abs().view(-1, self.head_dim).amax(-1) for norm in (self.q_norm, self.k_norm)
-        )
+        norms: tuple[Any, Any] = self.q_norm, self.k_norm
+        q_max, k_max = (norm.weight.float().abs().view(-1, self.head_dim).amax(-1) for norm in norms)
         return (q_max * k_max * math.sqrt(self.head_dim)).expand(self.num_heads)
 
     @torch.no_grad()
@@ -347,6 +353,7 @@ class ForgettingAttentionLayer(nn.Module):
         """
         if self.log_pruning_tolerance is None or self.q_norm is not None:
             return self._pruning_options(k_BHND.shape[2]).get("adaptive_threshold")
+        assert max_key_norm_BH is not None  # caches of layers without QK-norm have it
         q, k_new = q_BHTD.float(), k_BHND[:, :, -q_BHTD.shape[2] :].float()
         excess_BHT = q.norm(dim=-1) * max_key_norm_BH[..., None] - (q * k_new).sum(-1)
         # Queries in padding may be NaN, and what they skip does not matter.
@@ -452,7 +459,7 @@ class ForgettingTransformerConfig(AttentionConfig):
 class ForgettingTransformerModel(DecoderModel):
     """FoX without its output layer."""
 
-    config_class: ClassVar = ForgettingTransformerConfig
+    config_class = ForgettingTransformerConfig
 
 
 class ForgettingTransformerForCausalLM(DecoderForCausalLM):

@@ -5,7 +5,7 @@ Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 wit
 Axes: `forgetting_transformer/ops/__init__.py`. C is H·K or H·V.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from transformers import initialization as init
 
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.delta_net import DeltaRuleConfig
-from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, initial_dt_bias
+from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, exempt_from_decay, initial_dt_bias
 from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.norm import l2_norm
@@ -63,7 +63,7 @@ class GatedDeltaNetAttention(RecurrentMixer):
         self.v_conv1d = ShortConvolution(value_size, conv_size, bias=False)
         self.A_log = nn.Parameter(self._initial_A_log())
         self.dt_bias = nn.Parameter(self._initial_dt_bias())
-        self.A_log._no_weight_decay = self.dt_bias._no_weight_decay = True
+        exempt_from_decay(self.A_log, self.dt_bias)
         self.o_norm = RMSNorm(value_size // num_heads, norm_eps)
         self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
 
@@ -82,7 +82,7 @@ class GatedDeltaNetAttention(RecurrentMixer):
 
     def mix(
         self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Any]]:
         hidden_BTE = zero_padding(hidden_BTE, padding_BT)
         q_BTC, q_conv_BCW = self.q_conv1d(self.q_proj(hidden_BTE), states.get("q_conv"))
         k_BTC, k_conv_BCW = self.k_conv1d(self.k_proj(hidden_BTE), states.get("k_conv"))
@@ -128,7 +128,7 @@ class GatedDeltaNetConfig(DeltaRuleConfig):
 class GatedDeltaNetModel(DecoderModel):
     """Gated DeltaNet without its output layer."""
 
-    config_class: ClassVar = GatedDeltaNetConfig
+    config_class = GatedDeltaNetConfig
 
 
 class GatedDeltaNetForCausalLM(DecoderForCausalLM):

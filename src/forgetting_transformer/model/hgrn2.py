@@ -18,7 +18,7 @@ from transformers import initialization as init
 
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.field_ranges import KERNEL_MODES
-from forgetting_transformer.model.layers import RMSNorm, init_xavier
+from forgetting_transformer.model.layers import RMSNorm, exempt_from_decay, init_xavier
 from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import gla, gla_flops_per_token
@@ -58,7 +58,7 @@ class HGRN2Attention(RecurrentMixer):
         padding_BT: Tensor | None,
         states: dict[str, Tensor],
         lower_bound_E: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Any]]:
         """As `RecurrentMixer.mix`.
 
         Args:
@@ -136,7 +136,7 @@ class HGRN2Config(SwiGLUDecoderConfig):
 
     @property
     def heads(self) -> int:
-        return self.num_heads or max(1, self.hidden_size // self.expand_ratio)
+        return self.num_heads or max(1, self.hidden_size // (self.expand_ratio or self.hidden_size))
 
     @property
     def head_dim(self) -> int:
@@ -153,20 +153,20 @@ class HGRN2Config(SwiGLUDecoderConfig):
 class HGRN2Model(DecoderModel):
     """HGRN2 without its output layer."""
 
-    config_class: ClassVar = HGRN2Config
+    config_class = HGRN2Config
 
     def add_shared_parameters(self) -> None:
         if self.config.use_lower_bound:
             # Frozen while unused, so that no strategy or optimizer waits for a gradient that never comes.
             shape = (self.config.num_hidden_layers, self.config.hidden_size)
             self.lower_bounds = nn.Parameter(torch.zeros(shape), requires_grad=self.config.apply_lower_bounds)
-            self.lower_bounds._no_weight_decay = True
+            exempt_from_decay(self.lower_bounds)
 
     def init_own_weights(self) -> None:
         if self.config.use_lower_bound:
             init.zeros_(self.lower_bounds)
 
-    def mixer_inputs(self) -> list[tuple[Tensor, ...]]:
+    def mixer_inputs(self) -> Sequence[tuple[Tensor, ...]]:
         """Lower bounds of the forget gates, per channel: 0 in the first layer, growing with depth to less than 1.
 
         A softmax over the layers says how much each one adds to the bound of those above it:

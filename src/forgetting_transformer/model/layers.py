@@ -136,6 +136,12 @@ class ShiftLinear(nn.Module):
         return f"ShiftLinear({self.linear.in_features}, {self.linear.out_features})"
 
 
+def exempt_from_decay(*parameters: nn.Parameter) -> None:
+    """Mark parameters that weight decay must leave alone (`training/parameter_groups.py`)."""
+    for parameter in parameters:
+        parameter._no_weight_decay = True  # type: ignore[attr-defined]
+
+
 def swiglu_width(hidden_size: int, hidden_ratio: float) -> int:
     """MLP width with about the weights of a plain MLP of width `hidden_ratio · hidden_size`, a multiple of 256.
 
@@ -160,7 +166,9 @@ class ShortConvolution(nn.Conv1d):
         if self.bias is not None:
             init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, x_BTC: Tensor, previous_BCW: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]  # the state goes in and out too
+        self, x_BTC: Tensor, previous_BCW: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the output `(B, T, C)` and the last W - 1 inputs `(B, C, W - 1)`, to go on from.
 
         Args:

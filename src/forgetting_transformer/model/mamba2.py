@@ -18,6 +18,7 @@ from transformers import initialization as init
 from forgetting_transformer.model.layers import (
     GroupRMSNorm,
     ShortConvolution,
+    exempt_from_decay,
     init_uniform,
     initial_dt_bias,
 )
@@ -89,8 +90,7 @@ class Mamba2Mixer(StateSpaceMixer):
         self.dt_bias = nn.Parameter(self._initial_dt_bias())
         self.A_log = nn.Parameter(self._initial_A_log())
         self.D = nn.Parameter(torch.ones(num_heads))
-        for parameter in (self.dt_bias, self.A_log, self.D):
-            parameter._no_weight_decay = True
+        exempt_from_decay(self.dt_bias, self.A_log, self.D)
         self.norm = GroupRMSNorm(n_groups, self.inner_size, norm_eps)
         self.out_proj = nn.Linear(self.inner_size, hidden_size, bias=use_bias)
 
@@ -113,7 +113,7 @@ class Mamba2Mixer(StateSpaceMixer):
 
     def mix(
         self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Any]]:
         z_BTI, xBC_BTC, dt_BTH = self.in_proj(hidden_BTE).split(self.projected_sizes, dim=-1)
         xBC_BTC, conv_BCW = self.convolve(xBC_BTC, padding_BT, states.get("conv"))
         x_BTI, B_BTC, C_BTC = xBC_BTC.split(self.conv_sizes, dim=-1)
@@ -212,7 +212,7 @@ class Mamba2Config(StateSpaceConfig):
 class Mamba2Model(StateSpaceModel):
     """Mamba-2 without its output layer."""
 
-    config_class: ClassVar = Mamba2Config
+    config_class = Mamba2Config
 
 
 class Mamba2ForCausalLM(StateSpaceForCausalLM):

@@ -3,6 +3,8 @@
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from forgetting_transformer.model.cache import RecurrentCache
@@ -40,10 +42,9 @@ class RecurrentMixer(nn.Module):
             cache.update(hidden_BTE.shape[1], **new_states)
         return out_BTE, cache
 
-    def mix(
-        self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor], *mixer_inputs: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the output `(B, T, E)`, and the states after the last token by name, batch axis first.
+    def mix(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+        """`mix(hidden_BTE, padding_BT, states, *mixer_inputs)`: the output `(B, T, E)`, and the states after the last
+        token by name, batch axis first.
 
         Args:
             hidden_BTE: T new tokens.

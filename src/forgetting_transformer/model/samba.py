@@ -20,6 +20,7 @@ from forgetting_transformer.model.layers import (
     ShortConvolution,
     StepProjection,
     SwiGLU,
+    exempt_from_decay,
     init_uniform,
     initial_dt_bias,
     swiglu_width,
@@ -91,7 +92,7 @@ class MambaMixer(StateSpaceMixer):
         self.dt_proj = StepProjection(time_step_rank, inner_size)
         self.A_log = nn.Parameter(self._initial_A_log())
         self.D = nn.Parameter(torch.ones(inner_size))
-        self.A_log._no_weight_decay = self.D._no_weight_decay = True
+        exempt_from_decay(self.A_log, self.D)
         self.out_proj = nn.Linear(inner_size, hidden_size, bias=use_bias)
 
     def init_own_weights(self) -> None:
@@ -113,7 +114,7 @@ class MambaMixer(StateSpaceMixer):
 
     def mix(
         self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, dict[str, Any]]:
         x_BTI, z_BTI = self.in_proj(hidden_BTE).chunk(2, dim=-1)
         x_BTI, conv_BIW = self.convolve(x_BTI, padding_BT, states.get("conv"))
         dt_BTR, B_BTK, C_BTK = self.x_proj(x_BTI).split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
@@ -246,6 +247,7 @@ class SambaConfig(StateSpaceConfig):
 
     def _attention_sizes(self) -> tuple[int, int, int | None, int | None]:
         """hidden_size, num_heads, num_kv_heads and window_size of the attention blocks."""
+        assert self.attn is not None  # for blocks with attention
         return self.hidden_size, self.attn["num_heads"], self.attn.get("num_kv_heads"), self.attn.get("window_size")
 
     @property
@@ -288,7 +290,7 @@ class SambaConfig(StateSpaceConfig):
         if self.has_attention(layer_idx):
             return AttentionLayer.flops_per_token(*self._attention_sizes(), seq_len)
         return MambaMixer.flops_per_token(
-            self.hidden_size, self.inner_size, self.state_size, self.time_step_rank, self.conv_kernel
+            self.hidden_size, self.inner_size, self.state_size, int(self.time_step_rank), self.conv_kernel
         )
 
     def mlp_flops_per_token(self, layer_idx: int) -> float:
@@ -298,7 +300,7 @@ class SambaConfig(StateSpaceConfig):
 class SambaModel(StateSpaceModel):
     """Samba without its output layer."""
 
-    config_class: ClassVar = SambaConfig
+    config_class = SambaConfig
 
 
 class SambaForCausalLM(StateSpaceForCausalLM):

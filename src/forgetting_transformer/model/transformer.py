@@ -196,7 +196,7 @@ class TransformerConfig(AttentionConfig):
 class TransformerModel(DecoderModel):
     """The Transformer without its output layer."""
 
-    config_class: ClassVar = TransformerConfig
+    config_class = TransformerConfig
 
 
 class TransformerForCausalLM(DecoderForCausalLM):

@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.selftest import Backend, choose_backends
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_on_all_ranks(
-    model: nn.Module, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, packed: bool = False
+    model: Any, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, packed: bool = False
 ) -> dict[str, Backend]:
     """Test the kernels that the model will use, on every rank; what one rank cannot use, none uses.
 

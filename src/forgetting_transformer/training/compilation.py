@@ -9,9 +9,9 @@ import os
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training.config import Config
@@ -77,7 +77,7 @@ class Compilation:
         self._key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self._usual_seconds = _USUAL_SECONDS.get(config.model.name) if on_cuda else None
 
-    def compile(self, model: nn.Module | None) -> None:
+    def compile(self, model: Any) -> None:
         """Compile blocks and loss of the model, as the strategy left it, at their first call; None: nothing."""
         if self._starting is not None:
             # Data workers are forked soon: not while another thread holds locks.

@@ -141,7 +141,7 @@ def judge(batch: int, names: Sequence[str], table: Tensor, agreed: int | None = 
 
 def weights_and_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights and moments by the names that a checkpoint gives them, as this rank holds them."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model.{name}": parameter for parameter, name in names.items()}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

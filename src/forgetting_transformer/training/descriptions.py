@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.trainer import Trainer
 
 
-def model_info(model: nn.Module, flops_per_token: float) -> dict[str, float]:
+def model_info(model: Any, flops_per_token: float) -> dict[str, float]:
     """Parameter counts, over all ranks, and FLOPs."""
     total = sum(p.numel() for p in model.parameters())
     embedding = model.get_input_embeddings().weight.numel()

@@ -63,10 +63,10 @@ def choose(
         ConfigError: True, and the compiler cannot work here.
     """
     if choice == "auto":
-        on_same_device = before is not None and before.device in (None, device.type)
-        wanted = before.compile if on_same_device else device.type == "cuda"
+        same_device = before is not None and before.device in (None, device.type)
+        wanted: bool = before.compile if before is not None and same_device else device.type == "cuda"
     else:
-        wanted = choice
+        wanted = choice is True
     if wanted:
         obstacle = _obstacle(device)
         wanted = _all_ranks(obstacle is None, device)

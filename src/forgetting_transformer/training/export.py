@@ -69,6 +69,7 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
             "take one for the other; choose another --hf_save_dir"
         )
     directory = RunDirectory(run_folder)
+    found: tuple[Checkpoint, dict[str, Any], PreTrainedModel] | None
     if official_checkpoint.is_official(directory):
         found = official_checkpoint.load_model(directory, step)
     else:
@@ -192,6 +193,7 @@ def _check_ours(folder: Path, names: set[str]) -> dict[str, str | None]:
         else:
             what = f"{folder}/{strangers[0]} is not from an export, and an export would overwrite it"
         raise ExportError(f"{what}; choose another --hf_save_dir")
+    assert own is not None  # otherwise MARK is a stranger
     for name in sorted(present):
         if own[name] is not None and (folder / name).is_file() and sha256_of(folder / name) != own[name]:
             raise ExportError(

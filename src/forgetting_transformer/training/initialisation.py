@@ -47,7 +47,7 @@ class _ByName(TorchDispatchMode):
             tensor, *law = args
             name, size = self.names.get(tensor.data_ptr(), ("", 0))
             if tensor.numel() == size and tensor.is_contiguous():
-                list(self.cores.map(lambda piece: _draw(func, *piece, law), self._pieces(tensor, name)))
+                list(self.cores.map(lambda piece: _draw(func, piece[0], piece[1], law), self._pieces(tensor, name)))
                 return tensor
         return func(*args, **(kwargs or {}))
 

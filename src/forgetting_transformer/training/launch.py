@@ -135,7 +135,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for module in model.modules():
         if isinstance(module, DecoderBlock):
             fully_shard(module, mesh=mesh["data_parallel"])
-    return fully_shard(model, mesh=mesh["data_parallel"])
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
 
 
 class _Bf16Autocast(MixedPrecision):

@@ -62,7 +62,7 @@ _FILLED_IN = {
 #: What BOS is in GPT-2's vocabulary, which has so many ids.
 _GPT2_IDS, _GPT2_BOS = 50257, 50256
 #: All that such a file holds besides tensors: an array of sums, which NumPy 1 and 2 pickle under two names.
-_NUMPY = [
+_NUMPY: list[Any] = [
     np.ndarray, np.dtype, np.dtypes.Float64DType,
     *((np.zeros(0).__reduce__()[0], f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
 ]  # fmt: skip
@@ -176,8 +176,9 @@ def _save(
         target.make(target.checkpoints)
         writer = Checkpointer(target.checkpoints, config.checkpoint_keep_last, 0, 1, record=target.last_checkpoint)
         writer.save(checkpoint.step, model, optimizer, state, windows, checkpoint.permanent)
-        if error := writer.finished(wait=True).error:
-            raise error
+        saved = writer.finished(wait=True)
+        if saved is not None and saved.error:
+            raise saved.error
         # By this file the folder is known as a run's. Last, so that an import that failed may be tried again.
         write_atomically(target.config, yaml.safe_dump(recorded(config), sort_keys=False))
     finally:
@@ -278,7 +279,8 @@ def _what_it_asks_for(path: Path) -> str:
 def _problem(saved: Any) -> str | None:
     if not isinstance(saved, dict):
         return f"it holds a {type(saved).__name__}"
-    for name, kind in {"model": dict, "optimizer": dict, "window_loss_per_token": np.ndarray, **_COUNTERS}.items():
+    kinds: dict[str, Any] = {"model": dict, "optimizer": dict, "window_loss_per_token": np.ndarray, **_COUNTERS}
+    for name, kind in kinds.items():
         if not isinstance(saved.get(name), kind) or isinstance(saved[name], bool):
             return f"{name} is missing, or is not what it should be"
     if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in saved["model"].items()):

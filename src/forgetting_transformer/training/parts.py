@@ -5,7 +5,7 @@ import dataclasses
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.strategies import DDPStrategy
@@ -122,7 +122,7 @@ class Parts:
             #: op: what runs it, tested here and now.
             self.backends = self._choose_backends(outline)
             self.started("self-test")
-            model = building.result()
+            model: Any = building.result()
         lengths = self.data.train_lengths().items()
         self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
         self.started("model")
@@ -130,7 +130,7 @@ class Parts:
         # Order matters: the optimizer must see the parameters that the strategy leaves behind.
         self.model = self.fabric.setup_module(model)
         optimizer = setup.build_optimizer(self.model.module, self.undecayed, config.optimizer)
-        self.optimizer = self.fabric.setup_optimizers(optimizer)
+        self.optimizer = cast(Any, self.fabric.setup_optimizers(optimizer))
         setup.check_optimizer_owns(self.model, self.optimizer)
         self.started("strategy")
         if not config.resume:

@@ -49,7 +49,7 @@ class Peers:
         with contextlib.suppress(Exception):  # a rank that is gone already: the next collective operation tells
             self._store.wait([f"{rank}" for rank in others], timedelta(seconds=_SECONDS_TO_JOIN))
             for rank in others:
-                process, _, place = self._published(f"{rank}").partition(" ")
+                process, _, place = (self._published(f"{rank}") or "").partition(" ")
                 if place == _place() and not _is_gone(int(process)):
                     self._visible[rank] = int(process)
 

@@ -124,7 +124,7 @@ class _Gates:
                 module.register_forward_pre_hook(self._hook(name))
 
     def _hook(self, name: str):
-        def hook(module: nn.Module, arguments: tuple) -> None:
+        def hook(module: Any, arguments: tuple) -> None:
             if self._listening:
                 with torch.no_grad():
                     self.values.setdefault(name, []).append(module.log_forget_gate(arguments[0]).exp().float().cpu())

@@ -1,7 +1,7 @@
 """When and what a run saves, and what became of it. How a checkpoint is written: checkpoint.py."""
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,8 @@ class Saver:
             self.collect(trainer, wait=True, must_succeed=must_succeed)
 
     def _begin(self, trainer: "Trainer", permanent: bool) -> None:
-        model, optimizer, tokens = trainer.model.module, trainer.optimizer.optimizer, trainer.counters.token_count
+        model: Any = trainer.model.module
+        optimizer, tokens = trainer.optimizer.optimizer, trainer.counters.token_count
         if trainer.comparison is not None:
             trainer.compare_ranks()
             trainer.comparison.refuse(self.last_good_checkpoint)

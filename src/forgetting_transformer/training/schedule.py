@@ -42,8 +42,8 @@ def _with_warmup(config: ScheduleConfig, peak_lr: float, decay: Callable[[float]
             raise ConfigError(f"schedule.{key} must be set for schedule.name={config.name}")
         if value is not None and config.name not in needed_by:
             raise ConfigError(f"schedule.{key}={value} has no meaning for schedule.name={config.name}; unset it")
-    decay_start = math.inf if decay is None else warmup
-    if config.decay_tokens is not None:
+    decay_start: float = math.inf if decay is None else warmup
+    if config.decay_tokens is not None and total is not None:
         decay_start = total - config.decay_tokens
     if total is not None and not warmup <= decay_start < total:
         raise ConfigError(
@@ -54,7 +54,7 @@ def _with_warmup(config: ScheduleConfig, peak_lr: float, decay: Callable[[float]
     def schedule(tokens: int) -> float:
         if tokens < warmup:
             return config.init_lr + (peak_lr - config.init_lr) * tokens / warmup
-        if tokens <= decay_start:
+        if decay is None or total is None or tokens <= decay_start:
             return peak_lr
         position = min((tokens - decay_start) / (total - decay_start), 1.0)
         return config.end_lr + (peak_lr - config.end_lr) * decay(position)

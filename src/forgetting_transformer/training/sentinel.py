@@ -195,7 +195,8 @@ class Sentinel:
             what = "no step ended" if self._stage is None else f"the start did not get beyond {self._stage!r}"
             what = "training was over and the process did not end" if self._closing_down else what
             where = "this rank stands still"
-            if any("/torch/distributed/" in f.filename for f in traceback.extract_stack(frames[self._main])):
+            main = frames.get(self._main or 0)
+            if any("/torch/distributed/" in f.filename for f in traceback.extract_stack(main)):
                 where = "this rank waits for another, whose log says where it stands"
             elif dist.is_initialized():
                 # In a backward pass, or when it asks the device, a rank that waits for another looks like one that

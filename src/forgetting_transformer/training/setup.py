@@ -206,7 +206,7 @@ def outline(config: Config, data: DataInfo) -> nn.Module:
         return registry.get(config.model.name).lm_class(fields)
 
 
-def check_packs(model: nn.Module, config: Config) -> None:
+def check_packs(model: Any, config: Config) -> None:
     """
     Raises:
         ConfigError: the corpus packs documents, and the model would carry a state from one into the next.

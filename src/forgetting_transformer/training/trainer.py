@@ -100,7 +100,7 @@ class Trainer(Parts):
             counters.total_time = time.perf_counter() - began
             self.callbacks.on_step(self.latest)
             if first:
-                self._first_step_is_done()
+                self._first_step_is_done(self.latest)
 
             if self.finished or self.crossed(config.log_interval):
                 self.wait_for_device()
@@ -109,7 +109,7 @@ class Trainer(Parts):
                 self.callbacks.call_all("on_interval", "train_eval")
             if first:
                 self.checkpointer.reserve(self.model.module, self.optimizer.optimizer)
-            if self.comparison is not None and counters.batch_count % config.strategy.compare_steps == 0:
+            if (every := config.strategy.compare_steps) and counters.batch_count % every == 0:
                 self.compare_ranks()
             self.beat()
             if not self.stop and (due := self.callbacks.evaluations_due()):
@@ -156,7 +156,7 @@ class Trainer(Parts):
             row = self.fabric.global_rank * local + start
             loss_B[row : row + len(loss_bT)] = loss_bT.detach().mean(1, dtype=torch.float64)
         # A non-finite norm must not raise on one rank while others go on: all judge it alike below.
-        grad_norm = self.fabric.clip_gradients(
+        grad_norm: Any = self.fabric.clip_gradients(
             self.model, self.optimizer, max_norm=config.train.max_grad_norm, error_if_nonfinite=False
         )
         grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
@@ -235,9 +235,10 @@ class Trainer(Parts):
             self.saver.save(self, permanent, must_succeed)
 
     def compare_ranks(self) -> None:
-        """Begins to compare what all ranks hold alike."""
-        tensors = weights_and_moments(self.model.module, self.optimizer.optimizer)
-        self.comparison.begin(self.counters.batch_count, tensors)
+        """Begins to compare what all ranks hold alike, if they do."""
+        if self.comparison is not None:
+            tensors = weights_and_moments(self.model.module, self.optimizer.optimizer)
+            self.comparison.begin(self.counters.batch_count, tensors)
 
     def sum_over_ranks(self, tensor: Tensor) -> None:
         """In place. Fabric's own all_reduce would put a barrier before it, for which the host waits."""
@@ -273,11 +274,11 @@ class Trainer(Parts):
         rank, world_size = self.fabric.global_rank, self.fabric.world_size
         return feed(lambda done: self.data.train_loader(first + done, first + count, rank, world_size))
 
-    def _first_step_is_done(self) -> None:
+    def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()
         self.startup.done("first step")
         self.sentinel.started()
-        log.info("the first step is done, loss %.4f, %s", self.latest.loss.item(), self.startup)
+        log.info("the first step is done, loss %.4f, %s", step.loss.item(), self.startup)
         if self.compiled:
             self.compilation.first_step_took(self.startup.seconds["first step"])
             self.compilation.warn_of_uncompiled()
@@ -289,9 +290,9 @@ class Trainer(Parts):
             return
         due = self.callbacks.evaluations_due()
         missing = setup.on_rank_zero(
-            self.fabric, lambda: [c.name for c in due if not self.metrics.has(c.kinds[0], step)]
+            self.fabric, lambda: [c.name for c in due if self.metrics and not self.metrics.has(c.kinds[0], step)]
         )
-        missing = self.fabric.broadcast(missing)
+        missing = self.fabric.broadcast(missing) or []
         if todo := [callback for callback in due if callback.name in missing]:
             self.evaluate(todo)
 
@@ -299,7 +300,7 @@ class Trainer(Parts):
         """After the last step, on every rank alike."""
         self.saver.collect(self, wait=True, must_succeed=self.stop != Stop.CORRUPT)
         self.callbacks.call_all("on_end")
-        if self.stop == Stop.CORRUPT:
+        if self.stop == Stop.CORRUPT and self.comparison is not None:
             self.comparison.refuse(self.saver.last_good_checkpoint)
         if self.stop == Stop.BAD_STEPS:
             raise TrainingError(

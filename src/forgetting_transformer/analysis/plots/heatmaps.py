@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -43,7 +44,7 @@ def head_matrices(
     columns = max(sum(key[0] == layer for key in pictures) for layer in layers)
     size = (1.0 + 1.75 * columns, 0.3 + 1.85 * len(layers))
     with picture(path, title or label, size, len(layers), columns) as drawn:
-        image = None
+        image: Any = None
         for row, layer in zip(drawn.axes, layers, strict=True):
             heads = sorted(head for one, head in pictures if one == layer)
             for axes, head in zip(row, heads, strict=False):
@@ -126,10 +127,10 @@ def heads_over_training(
         layers = sorted({layer for layer, _ in memory})
         colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(layers)))
         for key, values in memory.items():
-            colour, values = colours[layers.index(key[0])], np.maximum(values, 0.5)
-            axes.plot(tokens, values, color=colour, marker="o", markersize=2.5, linewidth=1.1)
+            colour, lengths = colours[layers.index(key[0])], np.maximum(values, 0.5)
+            axes.plot(tokens, lengths, color=colour, marker="o", markersize=2.5, linewidth=1.1)
             at_least = np.array(is_bound[key])
-            axes.plot(np.array(tokens)[at_least], values[at_least], "^", color=colour, markersize=6)
+            axes.plot(np.array(tokens)[at_least], lengths[at_least], "^", color=colour, markersize=6)
         shown = (
             layers if len(layers) <= 8 else [layers[i] for i in np.linspace(0, len(layers) - 1, 6).round().astype(int)]
         )

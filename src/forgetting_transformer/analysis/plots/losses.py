@@ -145,9 +145,9 @@ def mark_passes(axes: Axes, runs: Sequence[Run]) -> list[Line2D]:
     The order reads the first part of every document, then the second of every document, and so on.
     """
     passes = {run.pass_tokens for run in runs}
-    if len(passes) > 1 or passes == {None}:
+    pass_tokens = passes.pop() if len(passes) == 1 else None
+    if pass_tokens is None:
         return []
-    (pass_tokens,) = passes
     label = "dotted: back to the first document"
     starts = range(pass_tokens, max(run.tokens for run in runs), pass_tokens)
     return [reference_line(axes, start, label, vertical=True, line=":") for start in starts][:1]
@@ -309,7 +309,7 @@ def loss_differences(
 
 
 def _markers(axes: Axes, look: Look, x: np.ndarray, y: np.ndarray, zorder: int) -> None:
-    edge = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
+    edge: dict[str, Any] = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
     axes.plot(x, y, color=look.colour, linestyle="none", marker=look.marker, zorder=zorder, **edge)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -18,10 +19,12 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.labelsize": 9,
@@ -52,7 +55,7 @@ class Look:
     """How a model is drawn."""
 
     colour: str
-    line: str
+    line: Any
     marker: str
 
 
@@ -123,7 +126,7 @@ class Picture:
 
 @contextmanager
 def picture(
-    path: Path, title: str, size: tuple[float, float], rows: int = 1, columns: int = 1, **subplots: object
+    path: Path, title: str, size: tuple[float, float], rows: int = 1, columns: int = 1, **subplots: Any
 ) -> Iterator[Picture]:
     """A figure to draw into; at the end it gets its title, legend and conditions, and is written.
 
@@ -148,7 +151,7 @@ def _frame(drawn: Picture, title: str) -> None:
     renderer = FigureCanvasAgg(figure).get_renderer()
     width, height = figure.get_size_inches()
 
-    def inches(artist: Artist) -> float:
+    def inches(artist: Any) -> float:
         return artist.get_window_extent(renderer).height / figure.dpi
 
     heading = _fitted(figure, renderer, title, _TITLE_SIZE, va="top", weight="bold")
@@ -169,10 +172,11 @@ def _frame(drawn: Picture, title: str) -> None:
         note.set_position((_MARGIN / width, _MARGIN / total))
     if legend is not None:
         legend.set_bbox_to_anchor((0, legend_bottom / total, 1, 1))
-    figure.get_layout_engine().set(rect=(0, bottom / total, 1, height / total))
+    layout: Any = figure.get_layout_engine()
+    layout.set(rect=(0, bottom / total, 1, height / total))
 
 
-def _fitted(figure: Figure, renderer: object, text: str, size: float, **style: object) -> Artist:
+def _fitted(figure: Figure, renderer: Any, text: str, size: float, **style: Any) -> Text:
     """A text at the left edge, in lines that are no wider than the figure."""
     room = figure.bbox.width - 2 * _MARGIN * figure.dpi
     characters = int(room / figure.dpi * 72 / (0.45 * size))
@@ -184,7 +188,7 @@ def _fitted(figure: Figure, renderer: object, text: str, size: float, **style: o
         characters -= max(1, characters // 20)
 
 
-def _legend(figure: Figure, renderer: object, handles: Sequence[Artist]) -> Artist:
+def _legend(figure: Figure, renderer: Any, handles: Sequence[Artist]) -> Legend:
     """The legend in as many columns as fit."""
     labels = [plain_text(str(handle.get_label()), _LEGEND_CHARACTERS) for handle in handles]
     for columns in range(len(handles), 0, -1):
@@ -217,13 +221,13 @@ def line_handle(look: Look, label: str, with_marker: bool = False) -> Line2D:
     return handle
 
 
-def marker_handle(marker: str, label: str, colour: str = "#333333", **style: object) -> Line2D:
+def marker_handle(marker: str, label: str, colour: str = "#333333", **style: Any) -> Line2D:
     return Line2D([], [], color=colour, linestyle="none", marker=marker, label=label, **style)
 
 
 def reference_line(axes: Axes, value: float, label: str, vertical: bool = False, line: object = (0, (6, 3))) -> Line2D:
     """Draws a thin grey line across the axes and returns its handle for the legend."""
-    style = {"color": GREY, "linestyle": line, "linewidth": 1.1}
+    style: dict[str, Any] = {"color": GREY, "linestyle": line, "linewidth": 1.1}
     (axes.axvline if vertical else axes.axhline)(value, zorder=1, **style)
     return Line2D([], [], label=label, **style)
 

@@ -131,8 +131,8 @@ def _loss_against_hours(axes: Axes, runs: Sequence[Run], found: Sequence[Look]) 
 
 def _shares_of_time(axes: Axes, goodput: Mapping[str, Mapping[str, float]]) -> None:
     """A bar for each run, divided by what its wall time went to."""
-    kinds = dict.fromkeys(kind for shares in goodput.values() for kind in shares if kind != "hours")
-    kinds = [kind for kind in kinds if any(shares.get(kind, 0) >= 0.005 for shares in goodput.values())]
+    named = dict.fromkeys(kind for shares in goodput.values() for kind in shares if kind != "hours")
+    kinds = [kind for kind in named if any(shares.get(kind, 0) >= 0.005 for shares in goodput.values())]
     for row, shares in enumerate(goodput.values()):
         left = 0.0
         for kind in kinds:

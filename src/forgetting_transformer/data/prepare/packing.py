@@ -126,6 +126,7 @@ def _n_heldout_rows(n_tokens: int, settings: CorpusSettings) -> int:
     if n_rows < 2:
         raise _too_small(n_tokens, settings)
     if settings.heldout_docs is None:
+        assert settings.heldout_fraction is not None  # one of the two is set
         return min(n_rows - 1, max(1, round(n_rows * settings.heldout_fraction)))
     if settings.heldout_docs >= n_rows:
         raise CorpusError(

@@ -5,7 +5,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from forgetting_transformer.data.prepare.errors import CorpusError
 
@@ -53,7 +53,7 @@ class CorpusSettings:
     heldout_docs: int | None = None
     heldout_fraction: float | None = None
     seed: int = 0
-    zarr_format: int = 2
+    zarr_format: Literal[2, 3] = 2
     chunk_docs: int | None = None
     chunk_tokens: int | None = None
 

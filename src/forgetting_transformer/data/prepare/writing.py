@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, product
 from pathlib import Path
+from typing import Any, Literal
 
 import numcodecs
 import numpy as np
@@ -31,7 +32,7 @@ BLOCKS_WANTED = 64
 
 @dataclass(frozen=True)
 class ArrayFormat:
-    zarr_format: int
+    zarr_format: Literal[2, 3]
     chunk_docs: int
     chunk_tokens: int
 
@@ -58,7 +59,7 @@ def create_array(path: Path, layout: Layout, form: ArrayFormat) -> None:
     """Create the empty array, with LongCrawl64's data type, order and compression."""
     if form.zarr_format == 2:
         compressor = numcodecs.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.Blosc.SHUFFLE)
-        keys = {"name": "v2", "separator": "."}
+        keys: Any = {"name": "v2", "separator": "."}
     else:
         compressor = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=2)
         keys = {"name": "default", "separator": "/"}
@@ -144,7 +145,7 @@ def read_back(path: Path, vocab_size: int, chunk_docs: int, progress: Progress) 
     hasher = hashlib.blake2b(digest_size=16)
     counts = np.zeros(vocab_size, dtype=np.int64)
     for rows in _blocks(path, chunk_docs):
-        hasher.update(np.ascontiguousarray(rows, dtype="<u2"))
+        hasher.update(np.ascontiguousarray(rows, dtype="<u2").data)
         counts += np.bincount(rows.reshape(-1), minlength=vocab_size)
         progress.advance(len(rows))
     return ArrayFacts(f"blake2b:{hasher.hexdigest()}", counts)
@@ -161,4 +162,4 @@ def list_checksums(path: Path, workers: int) -> None:
 def _blocks(path: Path, chunk_docs: int) -> Iterator[np.ndarray]:
     array = zarr.open_array(path, mode="r")
     for first in range(0, array.shape[0], chunk_docs):
-        yield array[first : first + chunk_docs]
+        yield np.asarray(array[first : first + chunk_docs])

@@ -79,7 +79,8 @@ class Plan:
 
     @property
     def file_shape(self) -> tuple[int, int]:
-        return self.array.shards or self.array.chunks
+        height, width = self.array.shards or self.array.chunks
+        return height, width
 
     @property
     def documents(self) -> int:

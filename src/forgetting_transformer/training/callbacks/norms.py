@@ -33,7 +33,7 @@ def parameter_norms(model: nn.Module) -> dict[str, float]:
     """
     named = list(model.named_parameters())
     sharded = any(isinstance(p, DTensor) for _, p in named)
-    tensors = {f"pnorm/{name}": p for name, p in named}
+    tensors: dict[str, torch.Tensor] = {f"pnorm/{name}": p for name, p in named}
     tensors |= {f"gnorm/{name}": p.grad for name, p in named if p.grad is not None}
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
     squares = torch.stack([torch.linalg.vector_norm(t) for t in local]).double() ** 2

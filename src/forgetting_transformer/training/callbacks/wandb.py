@@ -33,7 +33,8 @@ class Wandb(Callback):
     name = "wandb"
 
     def on_start(self, trainer: "Trainer") -> None:
-        self.open(trainer.metrics, trainer.config, trainer.resolved)
+        if trainer.metrics is not None:
+            self.open(trainer.metrics, trainer.config, trainer.resolved)
 
     def open(self, metrics: MetricsLog, config: Config, resolved: dict[str, Any]) -> None:
         """Begins or continues the run in wandb, and has the rows from `metrics` from then on.
@@ -61,13 +62,14 @@ class Wandb(Callback):
                 for folder in log_dir.glob(f"wandb/offline-run-*-{run_id}"):
                     folder.rename(folder.with_name(f"superseded-{folder.name}"))
             with _command_line_without_passwords():
+                mode: Any = config.wandb.mode
                 self._run = wandb.init(
                     project=config.wandb.project,
                     name=config.tag,
                     group=config.exp,
                     id=run_id,
                     dir=str(log_dir),
-                    mode=config.wandb.mode,
+                    mode=mode,
                     resume="allow",
                     config=resolved,
                     settings=wandb.Settings(silent=True, init_timeout=60),

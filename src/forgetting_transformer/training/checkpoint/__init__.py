@@ -439,7 +439,8 @@ class Checkpointer:
         windows: dict[str, np.ndarray],
         permanent: bool,
     ) -> None:
-        np.savez(temporary / "windows.npz", **windows)
+        arrays: dict[str, Any] = dict(windows)
+        np.savez(temporary / "windows.npz", **arrays)
         (temporary / "trainer.json").write_text(json.dumps(trainer_state, indent=1), encoding="utf-8")
         for name in ("windows.npz", "trainer.json"):
             flush(temporary / name)
@@ -717,7 +718,7 @@ def set_aside(path: Path) -> Path:
     return target
 
 
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def _model_tensors(model: nn.Module) -> dict[str, Any]:
     return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items()}
 
 
@@ -742,7 +743,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[s
     return tensors, optimizer_state
 
 
-def _part(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _part(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

@@ -102,7 +102,7 @@ def share(tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, T
 
     Every rank computes the same division.
     """
-    mine = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    mine: dict[str, Tensor] = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
     whole = {name: tensor for name, tensor in tensors.items() if name not in mine}
     load = [0] * world_size
     # The largest first, each to the rank with the least so far.

@@ -71,9 +71,9 @@ class TensorReader(FileSystemReader):
             name = info.relative_path
             if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
                 raise UnsafeCheckpointError(f".metadata refers to the file {name!r}, outside its folder")
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        storage_meta.load_id = self.load_id
+        metadata.storage_meta = storage_meta
         return metadata
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
