@@ -115,7 +115,7 @@ class LmEval(Callback):
                     tasks=self.config.tasks,
                     task_manager=self._manager,
                     limit=self.config.limit,
-                    bootstrap_iters=0,
+                    bootstrap_iters=0,  # no standard errors: resampling forks the process
                     log_samples=False,
                 )
         except _BrokenOff:
