@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("rouge", reason="the extra `eval` is not installed")
 
+from forgetting_transformer.analysis.evaluations import read_evaluation
 from forgetting_transformer.evaluation import longbench
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.evaluation.workers import Workers
@@ -205,6 +206,38 @@ def test_answers_are_asked_for_once_whatever_the_number_of_processes(model, data
     (score,) = longbench.evaluate(model, tmp_path, ALONE, **options).numbers
     assert (score.task, score.value, score.standard_error, score.samples) == ("samsum", 100.0, 0.0, 3)
     assert len(asked) == 3
+
+
+def test_longbench_e_scores_each_range_of_lengths_in_a_folder_of_its_own(quickstart, tmp_path, monkeypatch):
+    example = {"input": "what ?", "context": "the cat sat", "answers": ["red"], "all_classes": ["red", "blue"]}
+    lines = [json.dumps({**example, "length": length}) for length in (100, 200, 9000)]
+    (tmp_path / "trec_e.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    monkeypatch.setattr(longbench, "continue_greedily", lambda *_arguments, **_options: ["red"])
+    arguments = [
+        "--model_path",
+        quickstart.hf,
+        "--save_dir",
+        tmp_path / "out",
+        "--data_dir",
+        tmp_path,
+        "--max_length",
+        60,
+    ]
+    done = run_script(SCRIPT, *arguments, "--sets", "trec", "--e")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out/hf_e/results.json").read_text()) == {
+        "trec": {"0-4k": 100.0, "4-8k": None, "8k+": 100.0}
+    }
+    found = read_evaluation(tmp_path / "out/hf_e").numbers
+    assert [(one.at["words"], one.value, one.standard_error, one.samples) for one in found] == [
+        ("0-4k", 100.0, 0.0, 2), ("8k+", 100.0, None, 1),
+    ]  # fmt: skip
+    rows = [line.split("|")[1:3] for line in (tmp_path / "out/hf_e/table.md").read_text().splitlines()]
+    assert [[cell.strip() for cell in row] for row in rows if "---" not in row[0]] == [
+        ["Words", "TREC"], ["0-4k", "100.00 ± 0.00"], ["8k+", "100.00"],
+    ]  # fmt: skip
+    done = run_script(SCRIPT, *arguments, "--sets", "qmsum", "--e")
+    assert done.returncode == 1 and "--sets=qmsum: the sets of LongBench-E are" in done.stderr
 
 
 def test_data_is_read_from_the_benchmarks_archive_without_unpacking_it(data, tmp_path, monkeypatch):

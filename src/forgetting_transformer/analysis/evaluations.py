@@ -166,21 +166,25 @@ def read_named(texts: Sequence[str]) -> dict[str, list[Evaluation]]:
     found: dict[str, list[Evaluation]] = {}
     unnamed = set()
     for text in texts:
-        name, separator, path = text.partition("=")
-        if not separator or Path(text).exists():
-            name, path = Path(text).resolve().name, text
-            if name in found:
-                raise AnalysisError(f"two results are called {name!r}: give them names, NAME=FOLDER")
-            unnamed.add(name)
-        elif name in unnamed:
+        given, path = split_name(text)
+        name = given or path.resolve().name
+        if name in unnamed or (given is None and name in found):
             raise AnalysisError(f"two results are called {name!r}: give them names, NAME=FOLDER")
-        evaluation = read_evaluation(Path(path))
+        if given is None:
+            unnamed.add(name)
+        evaluation = read_evaluation(path)
         if evaluation is None:
             raise AnalysisError(
                 f"there are no results in {path}: run the evaluation that writes them first, to its end"
             )
         found.setdefault(name, []).append(evaluation)
     return found
+
+
+def split_name(text: str) -> tuple[str | None, Path]:
+    """`[NAME=]PATH` of a command line; None without a NAME, and where there is a path that is called so."""
+    name, separator, path = text.partition("=")
+    return (name, Path(path)) if separator and not Path(text).exists() else (None, Path(text))
 
 
 def number_table(evaluation: Evaluation) -> Table:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError
+from forgetting_transformer.analysis.evaluations import split_name
 from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.analysis.tables import Table, with_error
 
@@ -95,8 +96,8 @@ def read_result(path: Path, name: str | None = None) -> Result:
 
 def read_named(text: str) -> Result:
     """Reads `[NAME=]PATH`, as on a command line."""
-    name, separator, path = text.partition("=")
-    return read_result(Path(path), name) if separator and not Path(text).exists() else read_result(Path(text))
+    name, path = split_name(text)
+    return read_result(path, name)
 
 
 def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:
