@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and locks that a killed process does not keep. Imports only the standard library."""
+"""Files that are whole or not there, and locks that a killed process does not keep. Standard library only."""
 
 import contextlib
 import json

@@ -140,7 +140,7 @@ def test_no_more_room_than_the_array_has_chunks():
 
 
 def test_room_where_a_window_lies_in_two_columns():
-    """A window of 27 touches at most five rows of eight inside a column; of 41 documents, three at the end and three at the start."""
+    """A window of 27 touches at most five rows of eight inside a column; of 41 documents, three at each end."""
     assert slots_for((8, 24), 27, 48, 96, 400) == 2 * 5
     assert slots_for((8, 24), 27, 48, 96, 41) == 2 * 6
 

@@ -123,7 +123,7 @@ def shifted(labels_BT: np.ndarray | Tensor, bos_token_id: int, pinned: bool = Fa
 
 
 def model_inputs(batch: Batch, rows: slice = slice(None)) -> dict[str, Tensor]:
-    """The arguments of a model for some rows of a batch: `input_ids`, `labels`, and `cu_seqlens` over all their tokens."""
+    """A model's arguments for some rows of a batch: `input_ids`, `labels`, and `cu_seqlens` over all their tokens."""
     inputs = {name: batch[name][rows] for name in ("input_ids", "labels")}
     if "cu_seqlens" in batch:
         n_rows, length = inputs["input_ids"].shape

@@ -154,7 +154,7 @@ class DecodedChunks:
         return slot
 
     def _claim(self, chunk: Chunk, turn: int) -> int | None:
-        """A slot for the caller to fill: an empty one, else the one that makes room; None while all are being filled."""
+        """A slot for the caller to fill: an empty one, else one that makes room; None while all are being filled."""
         table = self._table
         if (table[:, STATE] == FILLING).all():
             return None

@@ -4,7 +4,7 @@ from forgetting_transformer.redaction import redact
 
 
 class DataError(ValueError):
-    """The data cannot be trained on; the message names the file or the key, and the fix. Passwords of URLs are left out."""
+    """The data cannot be trained on. The message names the file or key and the fix, without passwords of URLs."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(redact(str(message)))

@@ -392,7 +392,7 @@ class Loader(DataLoader):
 
 
 def _received(items: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """The items of a loader; a worker that was killed with a batch in its hands is reported as PyTorch reports others."""
+    """A loader's items. A worker that was killed while it handed over a batch is reported as PyTorch reports others."""
     while True:
         try:
             item = next(items)

@@ -1,4 +1,4 @@
-"""What a corpus's manifest.json may say. scripts/prepare_data.py writes it; it may come back damaged, or from a stranger."""
+"""What a corpus's manifest.json may say. scripts/prepare_data.py writes it; a copy may be damaged or a stranger's."""
 
 from typing import Any
 

@@ -206,7 +206,7 @@ class MixtureDataModule:
         return MixedPlace(tuple(row for row in rows if row is not None))
 
     def places(self, batch: int, rank: int, world_size: int) -> Iterator[tuple[int, np.ndarray, Location]]:
-        """What a rank reads of a global batch: the number of a corpus, rows of the rank's share, and what fills them."""
+        """What a rank reads of a global batch: a corpus's number, rows of the rank's share, and what fills them."""
         share = self.batch_size // world_size
         first = batch * self.batch_size + rank * share
         before, after = self.interleaving.given(first), self.interleaving.given(first + share)

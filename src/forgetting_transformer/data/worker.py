@@ -13,9 +13,11 @@ GRACE = 5
 
 
 def start_worker(_worker: int) -> None:
-    """One thread, because readers copy and decompress, and more would only take cores from the ranks. And slow to obey the
-    signals that ask a run to stop: launchers send them to every process of a group or a job, and the run still needs
-    batches for the steps until its ranks have agreed where to stop. (If that takes longer, it starts new readers.)
+    """Gives a worker one thread, and makes it slow to obey the signals that ask a run to stop.
+
+    Readers copy and decompress; more threads would only take cores from the ranks. Launchers send signals to every
+    process of a group or a job, and the run still needs batches for the steps until its ranks have agreed where to
+    stop. (If that takes longer, it starts new readers.)
     """
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
