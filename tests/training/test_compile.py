@@ -457,7 +457,7 @@ def test_the_first_step_is_foretold_from_starts_like_this_one(tiny, monkeypatch,
     def foretold(config, device: str = "cpu", rank: int = 0) -> list[str]:
         run = Compilation(config, VOCAB, torch.device(device), rank)
         caplog.clear()
-        run.foretell()
+        run.announce()
         return [record.getMessage() for record in caplog.records]
 
     def took(seconds: float) -> None:
