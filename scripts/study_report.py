@@ -15,6 +15,7 @@ folder. (scripts/pages.py fills studies/seven_models/README.md.)
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--plan", type=command_line.path, metavar="YAML", help="of the study; default STUDY/study.yaml if it is there"
     )
     collect.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
+    figures = commands.add_parser("figures", help="again, those that the numbers alone suffice for")
+    figures.add_argument("report", type=command_line.path, help="OUT of collect")
     tables = commands.add_parser("tables", help="and figures, into a page")
     tables.add_argument("report", type=command_line.path, help="OUT of collect")
     tables.add_argument("page", type=command_line.path)
@@ -67,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "collect":
             collect(args)
+        elif args.command == "figures":
+            for path in draw_figures(json.loads((args.report / "study.json").read_text(encoding="utf-8")), args.report):
+                print(path)
         else:
             page = args.page.read_text(encoding="utf-8")
             args.page.write_text(fill_in(page, study_tables.sections(args.report, args.page)), encoding="utf-8")
@@ -79,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def collect(args: argparse.Namespace) -> None:
     from forgetting_transformer.analysis import comparisons, position_loss, studies, study_tables
     from forgetting_transformer.analysis.conditions import conditions
-    from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
-    from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate, loss_against_tokens_and_flops
+    from forgetting_transformer.analysis.plots.losses import loss_against_position
+    from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
     from forgetting_transformer.analysis.study_plan import read_plan
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
@@ -103,21 +109,13 @@ def collect(args: argparse.Namespace) -> None:
 
     models = [comparisons.named_model(name(model), paths) for model, paths in runs.items()]
     made_with = conditions([run for model in models for run in model.runs])
-    if study["search"]:
-        curves = {
-            name(model): {float(rate): [float("inf") if loss is None else loss] for rate, loss in losses.items()}
-            for model, losses in study["search"].items()
-        }
-        title = f"Learning-rate search of {len(curves)} models"
-        loss_against_learning_rate(curves, study["search_loss"], args.out / "search.png", ring_each=True, title=title)
+    draw_figures(study, args.out)
     if models:
         loss_against_tokens_and_flops(models, args.out / "compare.png", conditions=made_with)
     if results := list(positions.values()):
         curves = position_loss.group_seeds(results)
         lengths = {result.name: result.summary.get("train_length") for result in results}
         loss_against_position(curves, args.out / "per_token_loss.png", lengths, conditions=made_with)
-    if study["comparison"]:
-        loss_differences(study["comparison"], args.out / "differences.png", made_with, lengths)
     # Last, because it runs models, which takes long: everything else is there by then.
     try:
         study["pruned"] = pruned_shares(
@@ -134,6 +132,51 @@ def collect(args: argparse.Namespace) -> None:
         print(f"{table(study)}\n")
     for missing in study_tables.missing(study):
         skip(missing)
+
+
+def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
+    """Draws the figures that study.json alone suffices for, and returns them: learning rates, loss by octave."""
+    from forgetting_transformer.analysis.plots.losses import loss_by_octave
+    from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
+    from forgetting_transformer.analysis.studies import display_name
+
+    machine = study.get("environment", {}).get("machine", {}).get("device")
+    made_on = [f"on {machine}"] if machine else []
+    figures = []
+    if study["search"]:
+        curves = {
+            display_name(study, model): {
+                float(rate): [math.inf if loss is None else loss] for rate, loss in losses.items()
+            }
+            for model, losses in study["search"].items()
+        }
+        figures.append(folder / "search.png")
+        loss_against_learning_rate(
+            curves,
+            study["search_loss"],
+            figures[-1],
+            ring_each=True,
+            title=f"Learning-rate search of {len(curves)} models",
+            conditions=made_on,
+        )
+    octaves = {
+        display_name(study, name): {entry["position"]: entry["after"] for entry in model["per_token_loss"]["slope"]}
+        for name, model in study["models"].items()
+        if "per_token_loss" in model
+    }
+    if octaves and study.get("comparison"):
+        tokens = {model["budget"] for model in study["models"].values()}
+        seeds = sorted({seed for model in study["models"].values() for seed in model["seeds"][:1]})
+        made_with = [f"{tokens.pop():,} training tokens"] if len(tokens) == 1 else []
+        made_with += [f"seed {', '.join(map(str, seeds))}", *made_on]
+        lengths = {
+            display_name(study, name): model["per_token_loss"].get("train_length", study.get("train_length"))
+            for name, model in study["models"].items()
+            if "per_token_loss" in model
+        }
+        figures.append(folder / "octaves.png")
+        loss_by_octave(octaves, study["comparison"], figures[-1], made_with, lengths)
+    return figures
 
 
 def write(study: dict[str, Any], folder: Path) -> None:

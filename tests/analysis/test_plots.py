@@ -296,7 +296,7 @@ class TestLossAgainstPosition:
         plots.loss_against_position(curves, tmp_path / "position.png", 512)
         left = drawn[0].axes[0]
         assert left.get_ylim()[1] < 3.5
-        assert [text.get_text() for text in left.texts] == ["rising: 9 at the end ↑"]
+        assert [text.get_text() for text in left.texts] == ["rising ends at 9"]
         # Alone it hides nothing.
         plots.loss_against_position({"rising": curves["rising"]}, tmp_path / "position.png", 512)
         assert drawn[1].axes[0].get_ylim()[1] > 9 and not drawn[1].axes[0].texts
@@ -313,7 +313,7 @@ class TestDiverging:
         axes = drawn[0].axes[0]
         assert axes.get_ylim()[1] < 10
         (arrow,) = axes.texts
-        assert arrow.get_text() == "wild: 1.1e+09 at the end ↑", "the last value of the smoothed loss"
+        assert arrow.get_text() == "wild ends at 1.1e+09", "the last value of the smoothed loss"
         plots.loss_against_tokens([good], tmp_path / "loss.png")
         assert not drawn[1].axes[0].texts
 
@@ -452,7 +452,7 @@ def test_differences_have_error_bars_and_one_model_does_not_flatten_the_others(
     axes = drawn[0].axes[0]
     segments = [segment for bar in axes.containers for segment in bar.lines[2][0].get_segments()]
     assert [segment[:, 1].tolist() for segment in segments] == [[0.25, 0.75], [0.25, 0.75], [0, 0.5], [3.75, 4.25]]
-    assert axes.get_ylim()[1] == pytest.approx(0.7) and axes.texts[0].get_text() == "third: 4 at the end ↑"
+    assert axes.get_ylim()[1] == pytest.approx(0.7) and axes.texts[0].get_text() == "third ends at 4"
     assert "one standard error over documents" in drawn[0].texts[1].get_text()
     with pytest.raises(ValueError, match="same documents"):
         plots.loss_differences([], tmp_path / "x.png")
@@ -542,3 +542,17 @@ def test_seeds_of_one_model_are_drawn_as_their_mean_and_a_shaded_range(tmp_path,
         "llama",
         "training length (256 tokens)",
     }
+
+
+def test_octaves_are_drawn_beside_their_differences_to_the_first_model(drawn: list[Figure], tmp_path: Path) -> None:
+    losses = {"first": {128: 2.0, 256: 1.5, 512: 1.25}, "second": {128: 2.25, 256: 2.0, 512: 9.0}}
+    rows = [{"model": "second", "against": "first", "begin": 256, "end": 512, "loss": 0.5, "loss_error": 0.125}]
+    plots.loss_by_octave(losses, rows, tmp_path / "x.png", ["seed 0"], {"first": 512, "second": 512})
+    left, right = drawn[0].axes
+    assert left.lines[0].get_ydata().tolist() == [2.0, 1.5, 1.25]
+    assert left.lines[0].get_xdata() == pytest.approx(np.array([128, 256, 512]) * math.sqrt(2)), "middles of octaves"
+    assert left.get_ylim()[1] < 3 and [text.get_text() for text in left.texts] == ["second ends at 9"]
+    (bar,) = [segment for one in right.containers for segment in one.lines[2][0].get_segments()]
+    assert bar[:, 1].tolist() == [0.375, 0.625]
+    assert texts(drawn[0]) == ["first", "second", "training length (512 tokens)"]
+    assert drawn[0].texts[1].get_text().startswith("seed 0 · bars: ± one standard error")

@@ -219,6 +219,7 @@ def source(study: Mapping[str, Any]) -> str:
 #: Figures that `collect` of scripts/study_report.py draws, and what they show.
 FIGURES = {
     "compare": "loss against training tokens and training FLOPs",
+    "octaves": "mean loss of every octave of positions, and how far models are above the first on the same documents",
     "per_token_loss": "loss at every position (mean over ± 10 %), and perplexity over the context",
     "memory": "memory length of every head of the first model that forgets",
     "search": "loss against learning rate",

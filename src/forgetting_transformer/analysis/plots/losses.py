@@ -33,6 +33,7 @@ READING_ORDER = (
     "compare held-out losses"
 )
 _POSITION_SMOOTHING = 0.1
+_ERRORS = "bars: ± one standard error over documents, of the differences"
 
 
 def smooth(loss: np.ndarray, fraction: float, most: int | None = None) -> np.ndarray:
@@ -214,13 +215,9 @@ def loss_against_position(
         left.set(xlabel="token position $i$", ylabel="loss at position $i$ (nats per token)")
         right.set(xlabel="context length (tokens)", ylabel="perplexity over the context")
         log_axis(right)
-        by_length = _by_length(train_length, names)
         for axes in (left, right):
             _set_position_axis(axes, first, longest)
-            marks = [
-                reference_line(axes, length, f"training length {of}({length:,} tokens)", vertical=True)
-                for length, of in by_length.items()
-            ]
+            marks = _mark_training(axes, train_length, names)
         drawn.handles += marks
         set_limits(left, *_position_limits([y for *_, y in means[left]]), means[left])
         drawn.notes += [*conditions, f"loss: mean over $i$ ± {_POSITION_SMOOTHING:.0%}".replace("$", "")]
@@ -269,43 +266,87 @@ def loss_differences(
     """
     if not rows:
         raise ValueError("Nothing to plot: no model was evaluated on the same documents as the first.")
-    first = rows[0]["against"]
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    with picture(path, f"Loss above that of {first}, on the same documents", (5.6, 3.4)) as drawn:
-        axes = drawn.axes[0, 0]
+    with picture(path, f"Loss above that of {rows[0]['against']}, on the same documents", (5.6, 3.4)) as drawn:
+        drawn.handles += _draw_differences(drawn.axes[0, 0], rows)
+        drawn.handles += _mark_training(drawn.axes[0, 0], train_length, _models(rows))
+        drawn.notes += [*conditions, _ERRORS]
+
+
+def loss_by_octave(
+    losses: Mapping[str, Mapping[int, float]],
+    rows: Sequence[Mapping[str, Any]],
+    path: Path,
+    conditions: Sequence[str] = (),
+    train_length: int | Mapping[str, int | None] | None = None,
+) -> None:
+    """Draws the mean loss of every octave of positions (left) and the differences to the first model (right).
+
+    For results of which no more than their tables are left; `loss_against_position` shows every position.
+
+    Args:
+        losses: model -> first position of an octave -> mean loss in it.
+        rows, conditions, train_length: as for `loss_differences`.
+    """
+    with picture(path, f"Loss by position of {len(losses)} models", (8.2, 3.4), columns=2) as drawn:
+        left, right = drawn.axes[0]
         curves: list[Curve] = []
-        for number, (name, look) in enumerate(zip([first, *names], looks([first, *names]), strict=True)):
-            own = [row for row in rows if row["model"] == name]
-            # Beside each other: error bars of equal differences would hide each other.
-            shift = 2 ** (0.3 * (number / (len(names) + 1) - 0.5))
-            middle = [math.sqrt(row["begin"] * row["end"]) * shift for row in own]
-            error = [row["loss_error"] or 0.0 for row in own]
-            if own:
-                axes.errorbar(
-                    middle,
-                    [row["loss"] for row in own],
-                    error,
-                    color=look.colour,
-                    linestyle=look.line,
-                    marker=look.marker,
-                    markersize=4.5,
-                    linewidth=1.0,
-                    elinewidth=1.2,
-                    capsize=2.5,
-                )
-                drawn.handles.append(line_handle(look, name, with_marker=True))
-                curves.append((name, look, np.array(middle), np.array([row["loss"] for row in own])))
-        drawn.handles.append(reference_line(axes, 0.0, first, line="-"))
-        _set_position_axis(axes, min(row["begin"] for row in rows), max(row["end"] for row in rows))
-        for length, of in _by_length(train_length, [first, *names]).items():
-            label = f"training length {of}({length:,} tokens)"
-            drawn.handles.append(reference_line(axes, length, label, vertical=True))
-        axes.set(xlabel="token position, by octaves", ylabel="difference in loss\n(nats per token)")
-        low, high = axes.get_ylim()
-        *others, _ = sorted([0.0, *(y.max() for *_, y in curves)])
-        if high > 2.5 * others[-1] > 0:  # one model alone, which would flatten the others
-            set_limits(axes, low, 1.4 * others[-1], curves)
-        drawn.notes += [*conditions, "bars: ± one standard error over documents, of the differences"]
+        for (name, octaves), look in zip(losses.items(), looks(list(losses)), strict=True):
+            x, y = np.array(list(octaves)) * math.sqrt(2), np.array(list(octaves.values()))
+            left.plot(x, y, color=look.colour, linestyle=look.line, marker=look.marker, markersize=4.5, linewidth=1.2)
+            curves.append((name, look, x, y))
+            drawn.handles.append(line_handle(look, name, with_marker=True))
+        begins = [begin for octaves in losses.values() for begin in octaves]
+        _set_position_axis(left, min(begins), 2 * max(begins))
+        left.set(xlabel="token position, by octaves", ylabel="mean loss of the octave\n(nats per token)")
+        _draw_differences(right, rows)
+        for axes in (left, right):
+            marks = _mark_training(axes, train_length, list(losses))
+        drawn.handles += marks
+        set_limits(left, *_position_limits([y for *_, y in curves]), curves)
+        left.set_title("mean of each octave of positions", loc="left")
+        right.set_title(f"above {rows[0]['against']}, on the same documents", loc="left")
+        drawn.notes += [*conditions, _ERRORS]
+
+
+def _models(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The model that others are compared with, and these."""
+    return list(dict.fromkeys([rows[0]["against"], *(row["model"] for row in rows)]))
+
+
+def _draw_differences(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> list[Line2D]:
+    """Points with error bars of every model; returns what the legend says of them."""
+    first, *names = _models(rows)
+    handles: list[Line2D] = []
+    curves: list[Curve] = []
+    for number, (name, look) in enumerate(zip(names, looks([first, *names])[1:], strict=True)):
+        own = [row for row in rows if row["model"] == name]
+        # Beside each other: error bars of equal differences would hide each other.
+        shift = 2 ** (0.3 * ((number + 1) / (len(names) + 1) - 0.5))
+        x = np.array([math.sqrt(row["begin"] * row["end"]) * shift for row in own])
+        y = np.array([row["loss"] for row in own])
+        error = [row["loss_error"] or 0.0 for row in own]
+        style = {"color": look.colour, "linestyle": look.line, "marker": look.marker, "markersize": 4.5}
+        axes.errorbar(x, y, error, linewidth=1.0, elinewidth=1.2, capsize=2.5, **style)
+        handles.append(line_handle(look, name, with_marker=True))
+        curves.append((name, look, x, y))
+    handles.append(reference_line(axes, 0.0, first, line="-"))
+    _set_position_axis(axes, min(row["begin"] for row in rows), max(row["end"] for row in rows))
+    axes.set(xlabel="token position, by octaves", ylabel="difference in loss\n(nats per token)")
+    low, high = axes.get_ylim()
+    *others, _ = sorted([0.0, *(y.max() for *_, y in curves)])
+    if high > 2.5 * others[-1] > 0:  # one model alone, which would flatten the others
+        set_limits(axes, low, 1.4 * others[-1], curves)
+    return handles
+
+
+def _mark_training(
+    axes: Axes, train_length: int | Mapping[str, int | None] | None, names: Sequence[str]
+) -> list[Line2D]:
+    """Draws a vertical line at each training length; returns what the legend says of it."""
+    return [
+        reference_line(axes, length, f"training length {of}({length:,} tokens)", vertical=True)
+        for length, of in _by_length(train_length, names).items()
+    ]
 
 
 def _markers(axes: Axes, look: Look, x: np.ndarray, y: np.ndarray, zorder: int) -> None:

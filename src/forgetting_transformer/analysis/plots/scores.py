@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from forgetting_transformer.analysis.plots.style import GREY, looks, marker_handle, picture, plain_text
 
@@ -38,7 +39,7 @@ def scores_by_task(
 
     Args:
         models: names.
-        panels: one after the other, up to three beside each other.
+        panels: one after the other, two beside each other.
         path: where to write; the suffix chooses the format.
         conditions: for the foot of the figure.
 
@@ -47,10 +48,10 @@ def scores_by_task(
     """
     if not panels:
         raise ValueError(f"Nothing to plot: no scores of {', '.join(models)}.")
-    columns = min(3, len(panels))
+    columns = min(2, len(panels))
     lines = [panels[start : start + columns] for start in range(0, len(panels), columns)]
-    heights = [0.55 + max(len(panel.values) for panel in line) * (0.18 + 0.07 * len(models)) for line in lines]
-    size = (max(4.4, 3.5 * columns + 0.4), sum(heights))
+    heights = [0.75 + max(len(panel.values) for panel in line) * (0.18 + 0.07 * len(models)) for line in lines]
+    size = (5.0 if columns == 1 else 8.4, sum(heights))
     with picture(path, title, size, len(lines), columns, height_ratios=heights) as drawn:
         found = looks(models)
         for axes_row, line in zip(drawn.axes, lines, strict=True):
@@ -88,8 +89,12 @@ def scores_by_task(
                 seen = [value for values in panel.values.values() for value in values if value is not None]
                 if panel.better == "lower" and max(seen) > 20 * min(seen) > 0:
                     axes.set_xscale("log")
-                elif np.ptp(seen) == 0 and not panel.chance:
-                    axes.set_xlim(seen[0] - 1, seen[0] + 1)
+                elif np.ptp([*seen, *panel.chance.values()]) == 0:
+                    axes.set_xlim(0.0, 2 * seen[0] or 1.0)
+                if axes.get_xlim()[0] <= 0 <= min(seen):
+                    axes.set_xlim(left=-0.02 * axes.get_xlim()[1])
+                if axes.get_xscale() == "linear":
+                    axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
                 axes.set_xlabel(panel.unit + (f", {panel.better} is better" if panel.better else ""))
         drawn.handles += [
             marker_handle(look.marker, name, look.colour, markersize=6)

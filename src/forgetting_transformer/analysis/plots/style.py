@@ -202,7 +202,7 @@ def _legend(figure: Figure, renderer: Any, handles: Sequence[Artist]) -> Legend:
             borderaxespad=0,
             borderpad=0,
         )
-        if legend.get_window_extent(renderer).width <= figure.bbox.width or columns == 1:
+        if legend.get_window_extent(renderer).width <= figure.bbox.width - 2 * _MARGIN * figure.dpi or columns == 1:
             return legend
         legend.remove()
     raise AssertionError("a legend has at least one column")
@@ -247,14 +247,12 @@ def set_limits(axes: Axes, low: float, high: float, curves: Sequence[Curve]) -> 
         seen = np.flatnonzero(~np.isnan(y))
         if not seen.size or y[seen[-1]] <= high:
             continue
-        # Where it leaves the axis for the last time.
-        inside = seen[y[seen] <= high]
-        leaves = x[seen[0] if not inside.size else seen[seen > inside[-1]][0]]
-        edge = axes.get_xaxis_transform()
+        leaves = _crossing(axes, x, y, seen, high)
+        edge = axes.transAxes
         axes.plot([leaves], [1], marker=6, color=look.colour, transform=edge, clip_on=False)
-        on_the_left = axes.transAxes.inverted().transform(axes.transData.transform((leaves, low)))[0] < 0.5
+        on_the_left = leaves < 0.5
         axes.annotate(
-            plain_text(f"{name}: {y[seen[-1]]:.3g} at the end ↑", _LEGEND_CHARACTERS),
+            plain_text(f"{name} ends at {y[seen[-1]]:.3g}", _LEGEND_CHARACTERS),
             (leaves, 1),
             xycoords=edge,
             xytext=(6 if on_the_left else -6, -3 - 11 * above),
@@ -263,8 +261,20 @@ def set_limits(axes: Axes, low: float, high: float, curves: Sequence[Curve]) -> 
             va="top",
             fontsize=7.5,
             color=look.colour,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         ).set_in_layout(False)
         above += 1
+
+
+def _crossing(axes: Axes, x: np.ndarray, y: np.ndarray, seen: np.ndarray, high: float) -> float:
+    """Where a curve rises above `high` for the last time, as a part of the width of the axes."""
+    to_axes = axes.transData + axes.transAxes.inverted()
+    inside = seen[y[seen] <= high]
+    if not inside.size:
+        return float(to_axes.transform((x[seen[0]], high))[0])
+    beyond = seen[seen > inside[-1]][0]
+    (x0, y0), (x1, y1) = to_axes.transform([(x[i], y[i]) for i in (inside[-1], beyond)])
+    return float(x0 + (1 - y0) / (y1 - y0) * (x1 - x0))
 
 
 def log_axis(axes: Axes) -> None:
