@@ -390,9 +390,15 @@ class TestTrainingMetrics:
     def logged(self, make_run: MakeRun) -> Path:
         run_dir = make_run("fox")
         train = [
-            {"step": 1000 * n, "train/loss": 9 - n, "train/lr": n / 1e3, "train/global_grad_norm": 2.0**n, "train/total_time": 60.0 * n}
+            {
+                "step": 1000 * n,
+                "train/loss": 9 - n,
+                "train/lr": n / 1e3,
+                "train/global_grad_norm": 2.0**n,
+                "train/total_time": 60.0 * n,
+            }
             for n in range(1, 6)
-        ]  # fmt: skip
+        ]
         write_jsonl(run_dir, "train", train)
         write_jsonl(run_dir, "val", [{"step": 4000, "val/loss": 6.0, "val/train_total_time": 240.0}])
         speed = {"throughput/token_count_per_second_total_recent": 50.0, "throughput/mfu_total_recent": 0.5}

@@ -1,4 +1,4 @@
-"""Figures of the evaluations that are not curves: matrices of heads, heads over layers and training, grids of scores."""
+"""Figures of evaluations that are not curves: matrices of heads, heads over layers and training, grids of scores."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -109,7 +109,7 @@ def heads_over_training(
     title: str = "Memory length of every head over training",
     conditions: Sequence[str] = (),
 ) -> None:
-    """Draws the memory length of every head against training tokens, and below it the share of tiles that pruning skips.
+    """Draws the memory length of every head against training tokens, and below it the share of tiles that are pruned.
 
     Layers have colours, heads of a layer share one.
 

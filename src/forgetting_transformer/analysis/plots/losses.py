@@ -27,7 +27,10 @@ from forgetting_transformer.analysis.runs import Run
 
 #: What a training loss is averaged over: this part of the tokens before, to either side, up to a part of all logs.
 _SMOOTHING, _MOST_OF_LOGS = 0.25, 1 / 40
-SMOOTHED = f"training loss smoothed: mean over ± {_SMOOTHING:.0%} of the tokens so far, at most ± {_MOST_OF_LOGS:.1%} of the run"
+SMOOTHED = (
+    f"training loss smoothed: mean over ± {_SMOOTHING:.0%} of the tokens so far, "
+    f"at most ± {_MOST_OF_LOGS:.1%} of the run"
+)
 READING_ORDER = (
     "training losses rise and fall with the texts of each batch, alike in runs that read in the same order: "
     "compare held-out losses"
@@ -165,8 +168,8 @@ def loss_against_position(
 
     The left curve says what a longer context is worth: it falls as long as the model uses the tokens it is given. The
     right one is what a benchmark with that context length would report. Positions below 1/512 of the longest sequence
-    are left out (127 of 65,536), because their losses are far above the rest. A model whose loss ends far above those of
-    the first positions has an arrow at the upper edge, so that it does not flatten others.
+    are left out (127 of 65,536), because their losses are far above the rest. A model whose loss ends far above those
+    of the first positions has an arrow at the upper edge, so that it does not flatten others.
 
     Args:
         curves: name -> (seq_len,) mean loss in nats at each position, or (seeds, seq_len) for several runs that differ

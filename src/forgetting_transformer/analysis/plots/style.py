@@ -278,7 +278,7 @@ def _crossing(axes: Axes, x: np.ndarray, y: np.ndarray, seen: np.ndarray, high: 
 
 
 def log_axis(axes: Axes) -> None:
-    """Makes the vertical axis logarithmic, with plain numbers where it spans few powers of ten; call it after drawing."""
+    """Makes the vertical axis logarithmic, with plain numbers if it spans few powers of ten. Call it after drawing."""
     axes.set_yscale("log")
     axis = axes.yaxis
     low, high = axes.get_ylim()

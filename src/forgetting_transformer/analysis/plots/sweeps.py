@@ -123,7 +123,7 @@ def loss_against_parameters(
     title: str = "Search over several keys",
     conditions: Sequence[str] = (),
 ) -> None:
-    """Draws a free search: the loss of every finished run against each parameter, the later the darker, the best a star.
+    """Draws a free search: the loss of every finished run against each parameter, later ones darker, the best a star.
 
     Args:
         parameters: name -> the value of each run; values that are no numbers become categories.

@@ -44,8 +44,10 @@ def has_metrics(run: Run) -> bool:
 
 
 def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
-    """Draws loss against wall time, and learning rate, gradient norm, throughput, MFU, memory against training tokens, and the
-    shares of wall time; each where a run has logged it.
+    """Draws what a run logs beside its losses: each panel only where a run has logged it.
+
+    Loss is drawn against wall time; learning rate, gradient norm, throughput, MFU and memory against training tokens;
+    shares of wall time as bars.
 
     Args:
         path: where to write; the suffix chooses the format.
