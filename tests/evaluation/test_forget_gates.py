@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -231,6 +232,21 @@ def test_values_below_the_threshold_and_above_the_diagonal_are_not_drawn(tmp_pat
     heatmaps.head_matrices({(3, 1): picture}, tmp_path / "a.png", 2, "weight", threshold=0.5)
     shown = figures[0].axes[0].images[0].get_array()
     assert shown.mask.tolist() == [[False, True], [True, False]]
+
+
+def test_nothing_in_a_grid_of_heads_lies_over_its_title_or_its_conditions(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: figures.append(figure))
+    pictures = {(layer, head): np.full((4, 4), 0.5) for layer in range(2) for head in range(2)}
+    conditions = ["on one text of 512 tokens", "a long condition of several words " * 4]
+    heatmaps.head_matrices(pictures, tmp_path / "a.png", 512, "weight", title="Gates of fox", conditions=conditions)
+    (figure,) = figures
+    FigureCanvasAgg(figure).draw()
+    title, note = figure.texts
+    assert title.get_text() == "Gates of fox" and "512 tokens" in note.get_text()
+    assert figure.axes[2].get_xlabel() == "key position j (tokens)"
+    for box in (text.get_window_extent() for text in figure.texts):
+        assert not any(box.overlaps(axes.get_tightbbox()) for axes in figure.axes)
 
 
 def test_memories_that_are_lower_bounds_are_marked_over_training_too(tmp_path, monkeypatch):

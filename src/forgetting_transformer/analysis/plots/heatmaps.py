@@ -66,8 +66,8 @@ def head_matrices(
                 axes.grid(visible=False)
             for axes in row[len(heads) :]:
                 axes.set_axis_off()
-        drawn.figure.supxlabel("key position j (tokens)", fontsize=8)
-        drawn.figure.supylabel("query position i (tokens)", fontsize=8)
+        drawn.axes[-1, 0].set_xlabel("key position j (tokens)", fontsize=8)
+        drawn.axes[-1, 0].set_ylabel("query position i (tokens)", fontsize=8)
         drawn.figure.colorbar(image, ax=drawn.axes, label=label, shrink=0.7, aspect=30)
         drawn.notes += conditions
 
