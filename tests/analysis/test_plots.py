@@ -419,7 +419,7 @@ class TestTrainingMetrics:
         last = {name: axes.lines[0].get_ydata()[-1] for name, axes in panels.items() if axes.lines}
         assert last == pytest.approx({
             "learning rate": 0.005, "gradient norm\nbefore clipping": 32, "tokens per second": 50, "MFU (%)": 50,
-            "peak GPU memory (GB)": 3,
+            "peak memory (GB)": 3,
         })  # fmt: skip
         assert panels["gradient norm\nbefore clipping"].get_yscale() == "log"
         bars = [patch.get_width() for patch in panels["share of wall time (%)"].patches]

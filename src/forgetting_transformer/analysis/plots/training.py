@@ -62,7 +62,7 @@ def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] 
         ("gradient norm\nbefore clipping", [run.gradient_norm for run in runs], True),
         ("tokens per second", [run.tokens_per_second for run in runs], False),
         ("MFU (%)", [_scaled(run.mfu, 100) for run in runs], False),
-        ("peak GPU memory (GB)", [_scaled(run.peak_memory_bytes, 1e-9) for run in runs], False),
+        ("peak memory (GB)", [_scaled(run.peak_memory_bytes, 1e-9) for run in runs], False),
     ]
     curves = [curve for curve in curves if any(series.tokens.size for series in curve[1])]
     timed = any(run.train_loss.size and run.total_hours.tokens.size for run in runs)
