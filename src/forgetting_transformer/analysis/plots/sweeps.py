@@ -49,7 +49,7 @@ def loss_against_learning_rate(
     means = {
         name: {rate: float(np.mean(losses)) for rate, losses in sorted(curve.items())} for name, curve in curves.items()
     }
-    found = looks(list(means)) if any(means) else [looks(["fox_pro"])[0]]
+    found = looks(list(means) if any(means) else [title])  # which names the model
     every = [losses for curve in curves.values() for losses in curve.values()]
     finite = [loss for losses in every for loss in losses if np.isfinite(loss)]
     best = [
