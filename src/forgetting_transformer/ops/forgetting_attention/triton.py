@@ -237,23 +237,24 @@ def _backward(
     inputs, scales = (q, k, v, d_out), (sm_scale * LOG2_E, sm_scale)
     decay = Decay(suffix, running, reference, first_stretch, end_block)
     rows = shifted, delta, decay, sizes, sm_scale
-    if _on_hopper("key_gradient", inputs, first_key, *rows, dk, dv, column_sum) is None:
-        tiles = _tiles("key_gradient", inputs, first_key)
-        (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
-        key_gradient_kernel[(triton.cdiv(sizes.keys, block_n) * sizes.rows // sizes.group,)](
-            *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma), *locate(d_out, block_m, tma),
-            *locate(dk), *locate(dv), shifted, delta, suffix, running, reference, end_block,
-            first_key, end_query, column_sum, sizes.heads, *sizes.lengths, *scales,
-            GROUP=sizes.group, HAS_FIRST=has_first, **tiles,
-        )  # fmt: skip
-    if _on_hopper("query_gradient", inputs, first_key, *rows, dq, row_sum) is None:
-        tiles = _tiles("query_gradient", inputs, first_key)
-        (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
-        query_gradient_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
-            *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma), *locate(d_out, block_m, tma),
-            *locate(dq), shifted, delta, suffix, running, reference, first_stretch, first_key, row_sum,
-            sizes.heads, sizes.group, *sizes.lengths, *scales, HAS_FIRST=has_first, **tiles,
-        )  # fmt: skip
+    if _on_hopper("backward", inputs, first_key, *rows, dq, dk, dv, row_sum, column_sum) is None:
+        if _on_hopper("key_gradient", inputs, first_key, *rows, dk, dv, column_sum) is None:
+            tiles = _tiles("key_gradient", inputs, first_key)
+            (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
+            key_gradient_kernel[(triton.cdiv(sizes.keys, block_n) * sizes.rows // sizes.group,)](
+                *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma), *locate(d_out, block_m, tma),
+                *locate(dk), *locate(dv), shifted, delta, suffix, running, reference, end_block,
+                first_key, end_query, column_sum, sizes.heads, *sizes.lengths, *scales,
+                GROUP=sizes.group, HAS_FIRST=has_first, **tiles,
+            )  # fmt: skip
+        if _on_hopper("query_gradient", inputs, first_key, *rows, dq, row_sum) is None:
+            tiles = _tiles("query_gradient", inputs, first_key)
+            (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
+            query_gradient_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
+                *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma), *locate(d_out, block_m, tma),
+                *locate(dq), shifted, delta, suffix, running, reference, first_stretch, first_key, row_sum,
+                sizes.heads, sizes.group, *sizes.lengths, *scales, HAS_FIRST=has_first, **tiles,
+            )  # fmt: skip
 
     if not wants_gates:
         return dq, dk, dv, log_fgate.new_empty(0)
@@ -410,7 +411,7 @@ def _on_hopper(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | None
     if not all(fits_descriptor(x) for x in inputs):
         return None
     try:
-        return getattr(_hopper(), kernel)(*inputs, *arguments)
+        return getattr(_hopper(kernel), kernel)(*inputs, *arguments)
     except Exception as error:  # names that are gone, and whatever a compiler raises
         if backends.is_failure_of_gpu(error):
             raise
@@ -422,7 +423,7 @@ def _on_hopper(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | None
 def has_gluon(device_index: int, head_dim: int, kernel: str = "forward") -> bool:
     """Whether this GPU runs a Gluon kernel at this head dimension: a Hopper GPU, and a Triton that has what it is written with."""
     usable = backends.is_usable("attention", backends.GLUON) and _loads_hopper(device_index)
-    return usable and (kernel, head_dim) in _hopper().TILES
+    return usable and (kernel, head_dim) in _hopper(kernel).TILES
 
 
 @functools.cache
@@ -438,7 +439,7 @@ def _loads_hopper(device_index: int) -> bool:
     return True
 
 
-def _hopper() -> ModuleType:
-    from forgetting_transformer.ops.forgetting_attention import hopper
+def _hopper(kernel: str = "forward") -> ModuleType:
+    from forgetting_transformer.ops.forgetting_attention import hopper, hopper_backward
 
-    return hopper
+    return hopper_backward if kernel == "backward" else hopper

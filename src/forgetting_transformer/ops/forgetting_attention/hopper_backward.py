@@ -1,0 +1,425 @@
+"""The backward pass of forgetting attention on Hopper GPUs in one pass over the tiles: five products, in Gluon.
+
+Two kernels, one for keys and one for queries, compute scores and gradients of weights twice: seven products. Here a
+program has 128 keys and goes through the tiles of queries that see them, from the diagonal down. It keeps the gradients
+of keys and values in registers and adds its part of the gradient of queries to a float32 tensor in memory. Other
+programs add to the same rows, and sums must have the same bits every time, so programs take turns:
+
+- A block of queries takes its additions in descending order of key blocks, the one on its diagonal first; a counter per
+  tile of queries says whose turn it is. Programs that start together then meet at different tiles, each one step behind
+  the program to its right, and nobody waits. (Fewest queries first, as FlashAttention-3 calls it: shortest first.)
+- Programs take key blocks by tickets, from right to left within a head, so who waits only waits for lower tickets, and
+  these have started. It does not matter how many programs run at the same time.
+- The first addition is a store, so nothing is zeroed.
+
+Roles in a program: two warpgroups of 64 keys each compute, one warp loads, one warp adds to memory in turn, and two
+warps sum the gradients of scores of each query. These sums, and those of each key, are of the same rounded numbers:
+`decay.gate_gradient_kernel` says why.
+
+    a warpgroup, for a tile of M queries:
+    Sᵀ = K Qᵀ, dPᵀ = V dOᵀ → Pᵀ → dV += Pᵀ dO, dSᵀ → dK += dSᵀ Q, and, once the other's dSᵀ is there, half of dQ = dS K
+
+Axes and tensors as in `hopper.py`; M queries of a tile, N = 128 keys.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
+from forgetting_transformer.ops.forgetting_attention.hopper import (
+    _LAUNCH,
+    _ROWS,
+    _STRETCH,
+    _accumulators,
+    _barriers,
+    _columns_of,
+    _describe,
+    _left_operand,
+    _load_tile,
+    _next_stage,
+    _rows_of,
+    _scores,
+    _start_load,
+    _store,
+    _vector,
+)
+from forgetting_transformer.ops.forgetting_attention.layout import FUSED, Decay, Sizes, locate
+
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+_store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_DQ = gl.constexpr(64)  # rows and columns of the part of a tile's query gradient that a warpgroup computes
+
+
+@builtin
+def _add_tile(descriptor, coordinates, tile, _semantic=None):
+    """Have the copy engine add a tile in shared memory to a tensor; only Triton 3.9 has a name for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, tile.handle
+    )
+
+
+@gluon.jit
+def _wait_until_written(zero):
+    """Until what this warp had the copy engine write is in memory, and not only read from shared memory."""
+    return gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, $1;",
+        "=r,r",
+        [zero],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _load_acquire(pointer):
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1]; fence.proxy.async.global;",
+        "=r,l",
+        [pointer],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _span(
+    dk, dv, column_sum, score_T, stage, phase,
+    k_tile, v_tile, k_columns, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
+    q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
+    bias, here, reference, key, before, start, end, last, scale,
+    W: gl.constexpr, MASKED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Tiles of queries from start to end; keys are rows. Scores of the first tile are on their way, and in the end
+    those of the next one."""
+    column = gl.arange(0, M, _columns_of(M))
+    for m in range(start, end, M):
+        shift = bias + (gl.load(reference + m // _STRETCH) - here).to(gl.float32)
+        if not AHEAD:
+            mbarrier.wait(q_ready.index(stage), phase)
+            next_score_T = _scores(k_tile, q_tiles.index(stage), M)
+        mbarrier.wait(d_out_ready.index(stage), phase)
+        d_weight_T = _scores(v_tile, d_out_tiles.index(stage), M)
+        if not AHEAD:
+            score_T = warpgroup_mma_wait(1, deps=[next_score_T])
+        normaliser = normalisers.index(stage).load(_columns_of(M))
+        weight_T = gl.exp2(score_T * scale + shift[:, None] - normaliser[None, :])
+        if MASKED:
+            weight_T = gl.where(key[:, None] <= (m + before + column)[None, :], weight_T, 0.0)
+        p_T = gl.convert_layout(weight_T.to(q_tiles.dtype), _left_operand(HEAD_DIM))
+        mbarrier.wait(d_out_ready.index(stage), phase)  # for its branch
+        if EARLY:
+            running_dv = warpgroup_mma(p_T, d_out_tiles.index(stage), dv, is_async=True)
+            d_weight_T, weight_T = warpgroup_mma_wait(1, deps=[d_weight_T, weight_T])
+        else:
+            d_weight_T, weight_T = warpgroup_mma_wait(0, deps=[d_weight_T, weight_T])
+        delta = deltas.index(stage).load(_columns_of(M))
+        d_score_T = (weight_T * (d_weight_T - delta[None, :])).to(q_tiles.dtype)
+        if not EARLY:
+            running_dv = warpgroup_mma(p_T, d_out_tiles.index(stage), dv, is_async=True)
+        column_sum += gl.sum(d_score_T.to(gl.float32), 1)
+
+        # The other warpgroup has read what lay here: it has written to the other place since, which was waited for.
+        mbarrier.wait(d_score_free.index(stage), phase ^ 1)
+        d_score_tiles.index(stage).slice(W * _ROWS, _ROWS).store(d_score_T)
+        fence_async_shared()
+        mbarrier.arrive(d_score_ready.index(stage), count=1)
+        d_score_T = gl.convert_layout(d_score_T, _left_operand(HEAD_DIM))
+        running_dk = warpgroup_mma(d_score_T, q_tiles.index(stage), dk, is_async=True)
+        mbarrier.wait(d_score_ready.index(stage), phase)
+        d_score = d_score_tiles.index(stage)
+        if M == 2 * _ROWS:
+            d_score = d_score.slice(W * _ROWS, _ROWS, dim=1)
+        nothing = gl.zeros([_ROWS, _DQ], gl.float32, _accumulators(_DQ))
+        running_dq = warpgroup_mma(d_score.permute((1, 0)), k_columns, nothing, use_acc=False, is_async=True)
+
+        old = stage
+        stage, phase = _next_stage(stage, phase, STAGES)
+        if AHEAD:
+            # Past the last tile these are scores of whatever lies in that place, and nothing uses them.
+            mbarrier.wait(q_ready.index(stage), phase, pred=m + M < last)
+            next_score_T = _scores(k_tile, q_tiles.index(stage), M)
+            dk, dv, dq = warpgroup_mma_wait(1, deps=[running_dk, running_dv, running_dq])
+        else:
+            dk, dv, dq = warpgroup_mma_wait(0, deps=[running_dk, running_dv, running_dq])
+        mbarrier.arrive(free.index(old), count=1)
+        mbarrier.wait(dq_free.index(0), old ^ 1)
+        dq_tile.store(dq)
+        fence_async_shared()
+        mbarrier.arrive(dq_ready.index(0), count=1)
+        if AHEAD:
+            score_T = warpgroup_mma_wait(0, deps=[next_score_T])
+    return dk, dv, column_sum, score_T, stage, phase
+
+
+@gluon.jit
+def _compute(
+    k_tile, v_tile, k_columns, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
+    once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
+    suffix, running, reference, start_n, before, start, end, scale, sm_scale,
+    dk_ptr, dk_row, dv_ptr, dv_row, column_sum_ptr,
+    W: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup: 64 keys against the tiles of queries that see them, from the diagonal down."""
+    first_row = start_n + W * _ROWS
+    key = first_row + gl.arange(0, _ROWS, _rows_of(M))
+    bias = gl.load(suffix + key)
+    here = gl.load(running + start_n // _STRETCH + 1)
+    dk = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
+    dv = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
+    column_sum = gl.zeros([_ROWS], gl.float32, _rows_of(M))
+    end_diagonal = gl.minimum(gl.maximum(start_n + _STRETCH - before, 0), end)
+
+    if start < end:
+        mbarrier.wait(once_ready.index(0), 0)
+        score_T = gl.zeros([_ROWS, M], gl.float32, _accumulators(M))
+        if AHEAD:
+            mbarrier.wait(q_ready.index(0), 0)
+            score_T = warpgroup_mma_wait(0, deps=[_scores(k_tile, q_tiles.index(0), M)])
+        stage, phase = 0, 0
+        dk, dv, column_sum, score_T, stage, phase = _span(
+            dk, dv, column_sum, score_T, stage, phase,
+            k_tile, v_tile, k_columns, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
+            q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
+            bias, here, reference, key, before, start, end_diagonal, end, scale,
+            W, True, EARLY, AHEAD, HEAD_DIM, M, STAGES,
+        )  # fmt: skip
+        dk, dv, column_sum, score_T, stage, phase = _span(
+            dk, dv, column_sum, score_T, stage, phase,
+            k_tile, v_tile, k_columns, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
+            q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
+            bias, here, reference, key, before, gl.maximum(start, end_diagonal), end, end, scale,
+            W, False, EARLY, AHEAD, HEAD_DIM, M, STAGES,
+        )  # fmt: skip
+    gl.store(column_sum_ptr + key, column_sum)
+    _store(dk_ptr, dk_row, first_row, dk * sm_scale, HEAD_DIM)
+    _store(dv_ptr, dv_row, first_row, dv, HEAD_DIM)
+
+
+@gluon.jit
+def _load(
+    k, k_row, k_column, k_tile, v, v_row, v_column, v_tile, once_ready,
+    q, q_row, q_column, q_tiles, q_ready, d_out, d_out_row, d_out_column, d_out_tiles, d_out_ready,
+    log_normaliser, normalisers, delta, deltas, first_at, free, start, end,
+    M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The warp that loads."""
+    if start < end:
+        mbarrier.expect(once_ready.index(0), k.block_type.nbytes + v.block_type.nbytes)
+        _load_tile(k, [k_row, k_column], once_ready.index(0), k_tile)
+        _load_tile(v, [v_row, v_column], once_ready.index(0), v_tile)
+    stage, phase = 0, 0
+    for m in range(start, end, M):
+        mbarrier.wait(free.index(stage), phase ^ 1)
+        _start_load(q, q_row + m, q_column, log_normaliser, first_at + m, q_tiles, normalisers, q_ready, stage)
+        _start_load(
+            d_out, d_out_row + m, d_out_column, delta, first_at + m, d_out_tiles, deltas, d_out_ready, stage
+        )
+        stage, phase = _next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def _sum_rows(
+    d_score_tiles, d_score_ready, d_score_free, row_sum_tile, row_sum_ready, row_sum_free, start, end,
+    M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Two warps: sums of the gradients of scores of each query over the program's keys."""
+    PER_THREAD: gl.constexpr = M // 16
+    layout: gl.constexpr = gl.BlockedLayout([1, PER_THREAD], [4, 8], [1, 2], [1, 0])
+    stage, phase = 0, 0
+    for _ in range(start, end, M):
+        mbarrier.wait(d_score_ready.index(stage), phase)
+        d_score_T = d_score_tiles.index(stage)
+        total = gl.zeros([8, M], gl.float32, layout)
+        for i in gl.static_range(16):
+            total += d_score_T.slice(8 * i, 8).load(layout).to(gl.float32)
+        mbarrier.arrive(d_score_free.index(stage), count=1)
+        row_sum = gl.sum(total, 0)
+        mbarrier.wait(row_sum_free.index(0), stage ^ 1)
+        row_sum_tile.store(row_sum)
+        fence_async_shared()
+        mbarrier.arrive(row_sum_ready.index(0), count=1)
+        stage, phase = _next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def _add_in_turn(
+    dq, dq_row, dq_tiles, dq_ready_0, dq_free_0, dq_ready_1, dq_free_1,
+    row_sum, row_sum_at, row_sum_tile, row_sum_ready, row_sum_free, turns, start_n, before, start, end,
+    HEAD_DIM: gl.constexpr, M: gl.constexpr,
+):  # fmt: skip
+    """The warp that adds to gradients and sums of queries, in turn."""
+    phase = 0
+    for m in range(start, end, M):
+        turn = (m + before) // _STRETCH - start_n // _STRETCH
+        mbarrier.wait(row_sum_ready.index(0), phase)
+        mbarrier.wait(dq_ready_0.index(0), phase)
+        mbarrier.wait(dq_ready_1.index(0), phase)
+        at = turns + m // M
+        while _load_acquire(at) != turn:
+            pass
+        row = dq_row + m
+        if M == 2 * _ROWS:
+            row_1, column_1 = row + _ROWS, 0
+        else:
+            row_1, column_1 = row, HEAD_DIM // 2
+        if turn == 0:
+            _store_tile(dq, [row, 0], dq_tiles.index(0))
+            _store_tile(dq, [row_1, column_1], dq_tiles.index(1))
+            _store_tile(row_sum, [row_sum_at + m], row_sum_tile)
+        else:
+            _add_tile(dq, [row, 0], dq_tiles.index(0))
+            _add_tile(dq, [row_1, column_1], dq_tiles.index(1))
+            _add_tile(row_sum, [row_sum_at + m], row_sum_tile)
+        tma.store_wait(0)
+        mbarrier.arrive(dq_free_0.index(0), count=1)
+        mbarrier.arrive(dq_free_1.index(0), count=1)
+        mbarrier.arrive(row_sum_free.index(0), count=1)
+        done = _wait_until_written(m * 0)
+        _barrier()
+        gl.atomic_add(at, 1 + done, sem="release", scope="gpu")
+        phase ^= 1
+
+
+@gluon.jit
+def backward_kernel(
+    q, q_0, q_1, q_2, k, k_0, k_1, k_2, v, v_0, v_1, v_2, d_out, d_out_0, d_out_1, d_out_2,
+    dk_ptr, dk_0, dk_1, dk_2, dv_ptr, dv_0, dv_1, dv_2, dq, row_sum,
+    log_normaliser, delta, suffix_ptr, running_ptr, reference_ptr, end_block_ptr, column_sum_ptr, turns_ptr,
+    heads, num_queries, num_keys, num_stretches, num_blocks, scale, sm_scale,
+    EARLY: gl.constexpr, AHEAD: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Gradients of 128 keys and values and their column sums; its part of gradients of queries and of row sums.
+
+    `turns_ptr`: int32 zeros, a ticket counter and then one of turns for each tile of queries `(Z, tiles)`.
+    """
+    ticket = gl.atomic_add(turns_ptr, 1)
+    start_n = (num_stretches - 1 - ticket % num_stretches) * _STRETCH
+    z = (ticket // num_stretches).to(gl.int64)
+    sequence, head = z // heads, z % heads
+    before = num_keys - num_queries
+    k_row, k_column = (sequence * k_0 + head * k_1).to(gl.int32) + start_n, (head * k_2).to(gl.int32)
+    v_row, v_column = (sequence * v_0 + head * v_1).to(gl.int32) + start_n, (head * v_2).to(gl.int32)
+    q_row, q_column = (sequence * q_0 + head * q_1).to(gl.int32), (head * q_2).to(gl.int32)
+    d_out_row, d_out_column = (sequence * d_out_0 + head * d_out_1).to(gl.int32), (head * d_out_2).to(gl.int32)
+    dk = dk_ptr + sequence * dk_0 + head * dk_1
+    dv = dv_ptr + sequence * dv_0 + head * dv_1
+    suffix, running = suffix_ptr + z * num_stretches * _STRETCH, running_ptr + z * (num_stretches + 1)
+    reference, column_sum = reference_ptr + z * num_blocks, column_sum_ptr + z * num_keys
+    first_at = (z * num_queries).to(gl.int32)
+    turns = turns_ptr + 1 + z * (num_queries // M)
+    start = gl.maximum(start_n - before, 0)
+    end = gl.minimum(gl.load(end_block_ptr + z * num_stretches + start_n // _STRETCH) * _STRETCH, num_queries)
+
+    k_tile = gl.allocate_shared_memory(k.dtype, [2 * _ROWS, HEAD_DIM], k.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, [2 * _ROWS, HEAD_DIM], v.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, M, HEAD_DIM], q.layout)
+    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, M, HEAD_DIM], d_out.layout)
+    d_score_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 2 * _ROWS, M], q.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, _ROWS, _DQ], dq.layout)
+    normalisers = gl.allocate_shared_memory(gl.float32, [STAGES, M], log_normaliser.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, M], delta.layout)
+    row_sum_tile = gl.allocate_shared_memory(gl.float32, [M], row_sum.layout)
+    once_ready, q_ready, d_out_ready = _barriers(1, 1), _barriers(STAGES, 1), _barriers(STAGES, 1)
+    free, d_score_ready, d_score_free = _barriers(STAGES, 2), _barriers(STAGES, 2), _barriers(STAGES, 1)
+    dq_ready_0, dq_free_0, dq_ready_1, dq_free_1 = _barriers(1, 1), _barriers(1, 1), _barriers(1, 1), _barriers(1, 1)
+    row_sum_ready, row_sum_free = _barriers(1, 1), _barriers(1, 1)
+    k_columns_0, k_columns_1 = k_tile, k_tile
+    if HEAD_DIM == 2 * _DQ:
+        k_columns_0, k_columns_1 = k_tile.slice(0, _DQ, dim=1), k_tile.slice(_DQ, _DQ, dim=1)
+    gl.warp_specialize(
+        [
+            (_compute, (
+                k_tile.slice(0, _ROWS), v_tile.slice(0, _ROWS), k_columns_0, q_tiles, d_out_tiles, normalisers, deltas,
+                d_score_tiles, dq_tiles.index(0),
+                once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready_0, dq_free_0,
+                suffix, running, reference, start_n, before, start, end, scale, sm_scale,
+                dk, dk_2, dv, dv_2, column_sum, 0, EARLY, AHEAD, HEAD_DIM, M, STAGES,
+            )),
+            (_compute, (
+                k_tile.slice(_ROWS, _ROWS), v_tile.slice(_ROWS, _ROWS), k_columns_1, q_tiles, d_out_tiles, normalisers,
+                deltas, d_score_tiles, dq_tiles.index(1),
+                once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready_1, dq_free_1,
+                suffix, running, reference, start_n, before, start, end, scale, sm_scale,
+                dk, dk_2, dv, dv_2, column_sum, 1, EARLY, AHEAD, HEAD_DIM, M, STAGES,
+            )),
+            (_load, (
+                k, k_row, k_column, k_tile, v, v_row, v_column, v_tile, once_ready,
+                q, q_row, q_column, q_tiles, q_ready, d_out, d_out_row, d_out_column, d_out_tiles, d_out_ready,
+                log_normaliser, normalisers, delta, deltas, first_at, free, start, end, M, STAGES,
+            )),
+            (_add_in_turn, (
+                dq, first_at, dq_tiles, dq_ready_0, dq_free_0, dq_ready_1, dq_free_1,
+                row_sum, first_at, row_sum_tile, row_sum_ready, row_sum_free, turns, start_n, before, start, end,
+                HEAD_DIM, M,
+            )),
+            (_sum_rows, (
+                d_score_tiles, d_score_ready, d_score_free, row_sum_tile, row_sum_ready, row_sum_free, start, end,
+                M, STAGES,
+            )),
+        ],
+        [4, 1, 1, 2],
+        [232, 40, 40, 40],
+    )  # fmt: skip
+
+
+@triton.jit
+def finish_kernel(
+    sum_ptr, dq_ptr, dq_0, dq_1, dq_2, heads, num_queries, sm_scale, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr
+):
+    """Gradients of queries from their float32 sums `(Z, M, D)`."""
+    z = tl.program_id(1).to(tl.int64)
+    row, channel = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
+    total = tl.load(sum_ptr + z * num_queries * HEAD_DIM + row[:, None] * HEAD_DIM + channel[None, :])
+    at = dq_ptr + (z // heads) * dq_0 + (z % heads) * dq_1 + row[:, None] * (z * 0 + dq_2) + channel[None, :]
+    tl.store(at, (total * sm_scale).to(dq_ptr.dtype.element_ty))
+
+
+#: (kernel, head dimension): options of `backward_kernel`, measured on an H200.
+TILES = {
+    ("backward", 64): {"M": 128, "STAGES": 2, "EARLY": True, "AHEAD": False},
+    ("backward", 128): {"M": 64, "STAGES": 2, "EARLY": True, "AHEAD": False},
+}
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor, decay: Decay, sizes: Sizes,
+    sm_scale: float, dq: Tensor, dk: Tensor, dv: Tensor, row_sum: Tensor, column_sum: Tensor,
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    """Write gradients and sums; None where heads share keys."""
+    if sizes.group > 1:
+        return None
+    head_dim = q.shape[3]
+    options = TILES["backward", head_dim]
+    m = options["M"]
+    total = torch.empty(sizes.rows * sizes.queries, head_dim, dtype=torch.float32, device=q.device)
+    turns = torch.zeros(1 + sizes.rows * (sizes.queries // m), dtype=torch.int32, device=q.device)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    total_tiles = TensorDescriptor(total, list(total.shape), [head_dim, 1], [_ROWS.value, _DQ.value], layout)
+    backward_kernel[(sizes.stretches * sizes.rows,)](
+        *_describe(q, m), *_describe(k, _STRETCH.value), *_describe(v, _STRETCH.value), *_describe(d_out, m),
+        *locate(dk), *locate(dv), total_tiles, _vector(row_sum, m), _vector(log_normaliser, m), _vector(delta, m),
+        decay.suffix, decay.running, decay.reference, decay.end_block, column_sum, turns,
+        sizes.heads, *sizes.lengths, sm_scale * LOG2_E, sm_scale, HEAD_DIM=head_dim, **options, **_LAUNCH,
+    )  # fmt: skip
+    finish_kernel[(sizes.queries // _STRETCH.value, sizes.rows)](
+        total, *locate(dq), sizes.heads, sizes.queries, sm_scale, HEAD_DIM=head_dim, ROWS=_STRETCH.value, **FUSED
+    )
+    return dq, dk, dv
