@@ -30,6 +30,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -99,83 +100,104 @@ def _load_acquire(pointer):
 
 
 @gluon.jit
-def _span(
-    dk, dv, column_sum, score_T, stage, phase,
-    k_tile, v_tile, k_columns, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
+def _step(
+    dk, dv, column_sum, score_T, m, stage, phase,
+    k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
     q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
-    bias, here, reference, key, before, start, end, last, scale,
-    W: gl.constexpr, MASKED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
-    STAGES: gl.constexpr,
+    bias, here, reference, key, before, last, scale,
+    W: gl.constexpr, MASKED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
+    DK_FIRST: gl.constexpr, X: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of queries from start to end; keys are rows. Scores of the first tile are on their way, and in the end
-    those of the next one."""
+    """A tile of queries; keys are rows. """
     column = gl.arange(0, M, _columns_of(M))
-    for m in range(start, end, M):
-        shift = bias + (gl.load(reference + m // _STRETCH) - here).to(gl.float32)
-        if not AHEAD:
-            mbarrier.wait(q_ready.index(stage), phase)
-            next_score_T = _scores(k_tile, q_tiles.index(stage), M)
-        mbarrier.wait(d_out_ready.index(stage), phase)
-        d_weight_T = _scores(v_tile, d_out_tiles.index(stage), M)
-        if not AHEAD:
-            score_T = warpgroup_mma_wait(1, deps=[next_score_T])
-        normaliser = normalisers.index(stage).load(_columns_of(M))
+    # Zero, which the assembler does not know: addresses that it knew it would keep in registers that are not there.
+    zero = stage >> 1
+    k_tile, v_tile = k_tiles.index(zero).slice(W * _ROWS, _ROWS), v_tiles.index(zero).slice(W * _ROWS, _ROWS)
+    k_columns = k_tiles.index(zero)
+    if HEAD_DIM == 2 * _DQ:
+        k_columns = k_columns.slice(W * _DQ, _DQ, dim=1)
+    shift = bias + (gl.load(reference + m // _STRETCH) - here).to(gl.float32)
+    if not AHEAD:
+        mbarrier.wait(q_ready.index(stage), phase)
+        next_score_T = _scores(k_tile, q_tiles.index(stage), M)
+    mbarrier.wait(d_out_ready.index(stage), phase)
+    d_weight_T = _scores(v_tile, d_out_tiles.index(stage), M)
+    if not AHEAD:
+        score_T = warpgroup_mma_wait(1, deps=[next_score_T])
+    normaliser = normalisers.index(stage).load(_columns_of(M))
+    if X & 8:
+        weight_T = score_T * scale + shift[:, None] - normaliser[None, :]
+    else:
         weight_T = gl.exp2(score_T * scale + shift[:, None] - normaliser[None, :])
-        if MASKED:
-            weight_T = gl.where(key[:, None] <= (m + before + column)[None, :], weight_T, 0.0)
+    if MASKED:
+        weight_T = gl.where(key[:, None] <= (m + before + column)[None, :], weight_T, 0.0)
+    if EARLY:
         p_T = gl.convert_layout(weight_T.to(q_tiles.dtype), _left_operand(HEAD_DIM))
-        mbarrier.wait(d_out_ready.index(stage), phase)  # for its branch
-        if EARLY:
-            running_dv = warpgroup_mma(p_T, d_out_tiles.index(stage), dv, is_async=True)
-            d_weight_T, weight_T = warpgroup_mma_wait(1, deps=[d_weight_T, weight_T])
-        else:
-            d_weight_T, weight_T = warpgroup_mma_wait(0, deps=[d_weight_T, weight_T])
-        delta = deltas.index(stage).load(_columns_of(M))
-        d_score_T = (weight_T * (d_weight_T - delta[None, :])).to(q_tiles.dtype)
-        if not EARLY:
-            running_dv = warpgroup_mma(p_T, d_out_tiles.index(stage), dv, is_async=True)
-        column_sum += gl.sum(d_score_T.to(gl.float32), 1)
-
-        # The other warpgroup has read what lay here: it has written to the other place since, which was waited for.
+        if not X & 16:
+            mbarrier.wait(d_out_ready.index(stage), phase)  # for its branch
+        running_dv = warpgroup_mma(p_T, d_out_tiles.index(stage), dv, is_async=True)
+        d_weight_T, weight_T = warpgroup_mma_wait(1, deps=[d_weight_T, weight_T])
+    else:
+        if not X & 16:
+            mbarrier.wait(d_out_ready.index(stage), phase)  # for its branch
+        d_weight_T, weight_T = warpgroup_mma_wait(0, deps=[d_weight_T, weight_T])
+    delta = deltas.index(stage).load(_columns_of(M))
+    d_score_T = (weight_T * (d_weight_T - delta[None, :])).to(q_tiles.dtype)
+    if not EARLY:
+        p_T = gl.convert_layout(weight_T.to(q_tiles.dtype), _left_operand(HEAD_DIM))
+    # The other warpgroup has read what lay here: it has written to the other place since, which was waited for.
+    if not X & 2:
         mbarrier.wait(d_score_free.index(stage), phase ^ 1)
-        d_score_tiles.index(stage).slice(W * _ROWS, _ROWS).store(d_score_T)
-        fence_async_shared()
-        mbarrier.arrive(d_score_ready.index(stage), count=1)
-        d_score_T = gl.convert_layout(d_score_T, _left_operand(HEAD_DIM))
+    d_score_tiles.index(stage).slice(W * _ROWS, _ROWS).store(d_score_T)
+    if not EARLY:
+        running_dv = warpgroup_mma(p_T, d_out_tiles.index(stage), dv, is_async=True)
+    fence_async_shared()
+    mbarrier.arrive(d_score_ready.index(stage), count=1)
+    column_sum += gl.sum(d_score_T.to(gl.float32), 1)
+    d_score_T = gl.convert_layout(d_score_T, _left_operand(HEAD_DIM))
+    nothing = gl.zeros([_ROWS, _DQ], gl.float32, _accumulators(_DQ))
+    d_score = d_score_tiles.index(stage)
+    if M == 2 * _ROWS:
+        d_score = d_score.slice(W * _ROWS, _ROWS, dim=1)
+    if DK_FIRST:
         running_dk = warpgroup_mma(d_score_T, q_tiles.index(stage), dk, is_async=True)
         mbarrier.wait(d_score_ready.index(stage), phase)
-        d_score = d_score_tiles.index(stage)
-        if M == 2 * _ROWS:
-            d_score = d_score.slice(W * _ROWS, _ROWS, dim=1)
-        nothing = gl.zeros([_ROWS, _DQ], gl.float32, _accumulators(_DQ))
         running_dq = warpgroup_mma(d_score.permute((1, 0)), k_columns, nothing, use_acc=False, is_async=True)
-
-        old = stage
-        stage, phase = _next_stage(stage, phase, STAGES)
-        if AHEAD:
-            # Past the last tile these are scores of whatever lies in that place, and nothing uses them.
-            mbarrier.wait(q_ready.index(stage), phase, pred=m + M < last)
-            next_score_T = _scores(k_tile, q_tiles.index(stage), M)
-            dk, dv, dq = warpgroup_mma_wait(1, deps=[running_dk, running_dv, running_dq])
-        else:
-            dk, dv, dq = warpgroup_mma_wait(0, deps=[running_dk, running_dv, running_dq])
-        mbarrier.arrive(free.index(old), count=1)
-        mbarrier.wait(dq_free.index(0), old ^ 1)
-        dq_tile.store(dq)
-        fence_async_shared()
-        mbarrier.arrive(dq_ready.index(0), count=1)
-        if AHEAD:
-            score_T = warpgroup_mma_wait(0, deps=[next_score_T])
-    return dk, dv, column_sum, score_T, stage, phase
+    else:
+        mbarrier.wait(d_score_ready.index(stage), phase)
+        running_dq = warpgroup_mma(d_score.permute((1, 0)), k_columns, nothing, use_acc=False, is_async=True)
+        running_dk = warpgroup_mma(d_score_T, q_tiles.index(stage), dk, is_async=True)
+    if AHEAD:
+        # Past the last tile these are scores of whatever lies in that place, and nothing uses them.
+        mbarrier.wait(q_ready.index(1 - stage), phase ^ stage, pred=m + M < last)
+        next_score_T = _scores(k_tile, q_tiles.index(1 - stage), M)
+        dk, dv, dq = warpgroup_mma_wait(1, deps=[running_dk, running_dv, running_dq])
+        mbarrier.arrive(free.index(stage), count=1)
+    elif DK_FIRST:
+        dk, dv, dq = warpgroup_mma_wait(0, deps=[running_dk, running_dv, running_dq])
+        mbarrier.arrive(free.index(stage), count=1)
+    else:
+        dv, dq = warpgroup_mma_wait(1, deps=[running_dv, running_dq])
+    mbarrier.wait(dq_free.index(0), stage ^ 1)
+    dq_tile.store(dq)
+    fence_async_shared()
+    mbarrier.arrive(dq_ready.index(0), count=1)
+    if AHEAD:
+        score_T = warpgroup_mma_wait(0, deps=[next_score_T])
+    elif not DK_FIRST:
+        dk = warpgroup_mma_wait(0, deps=[running_dk])
+        mbarrier.arrive(free.index(stage), count=1)
+    return dk, dv, column_sum, score_T
 
 
 @gluon.jit
 def _compute(
-    k_tile, v_tile, k_columns, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
+    k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
     once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
     suffix, running, reference, start_n, before, start, end, scale, sm_scale,
     dk_ptr, dk_row, dv_ptr, dv_row, column_sum_ptr,
-    W: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
+    W: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, DK_FIRST: gl.constexpr, X: gl.constexpr,
+    HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 keys against the tiles of queries that see them, from the diagonal down."""
     first_row = start_n + W * _ROWS
@@ -185,29 +207,32 @@ def _compute(
     dk = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
     dv = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
     column_sum = gl.zeros([_ROWS], gl.float32, _rows_of(M))
-    end_diagonal = gl.minimum(gl.maximum(start_n + _STRETCH - before, 0), end)
 
     if start < end:
         mbarrier.wait(once_ready.index(0), 0)
         score_T = gl.zeros([_ROWS, M], gl.float32, _accumulators(M))
         if AHEAD:
             mbarrier.wait(q_ready.index(0), 0)
-            score_T = warpgroup_mma_wait(0, deps=[_scores(k_tile, q_tiles.index(0), M)])
+            score_T = warpgroup_mma_wait(0, deps=[_scores(k_tiles.index(0).slice(W * _ROWS, _ROWS), q_tiles.index(0), M)])
         stage, phase = 0, 0
-        dk, dv, column_sum, score_T, stage, phase = _span(
-            dk, dv, column_sum, score_T, stage, phase,
-            k_tile, v_tile, k_columns, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
-            q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
-            bias, here, reference, key, before, start, end_diagonal, end, scale,
-            W, True, EARLY, AHEAD, HEAD_DIM, M, STAGES,
-        )  # fmt: skip
-        dk, dv, column_sum, score_T, stage, phase = _span(
-            dk, dv, column_sum, score_T, stage, phase,
-            k_tile, v_tile, k_columns, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
-            q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
-            bias, here, reference, key, before, gl.maximum(start, end_diagonal), end, end, scale,
-            W, False, EARLY, AHEAD, HEAD_DIM, M, STAGES,
-        )  # fmt: skip
+        for m in range(start, start + _STRETCH, M):  # the block on the diagonal
+            dk, dv, column_sum, score_T = _step(
+                dk, dv, column_sum, score_T, m, stage, phase,
+                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
+                q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
+                bias, here, reference, key, before, end, scale,
+                W, True, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
+            )  # fmt: skip
+            stage, phase = _next_stage(stage, phase, 2)
+        for m in range(start + _STRETCH, end, M):
+            dk, dv, column_sum, score_T = _step(
+                dk, dv, column_sum, score_T, m, stage, phase,
+                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
+                q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
+                bias, here, reference, key, before, end, scale,
+                W, False, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
+            )  # fmt: skip
+            stage, phase = _next_stage(stage, phase, 2)
     gl.store(column_sum_ptr + key, column_sum)
     _store(dk_ptr, dk_row, first_row, dk * sm_scale, HEAD_DIM)
     _store(dv_ptr, dv_row, first_row, dv, HEAD_DIM)
@@ -238,20 +263,24 @@ def _load(
 @gluon.jit
 def _sum_rows(
     d_score_tiles, d_score_ready, d_score_free, row_sum_tile, row_sum_ready, row_sum_free, start, end,
-    M: gl.constexpr, STAGES: gl.constexpr,
+    X: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Two warps: sums of the gradients of scores of each query over the program's keys."""
-    PER_THREAD: gl.constexpr = M // 16
-    layout: gl.constexpr = gl.BlockedLayout([1, PER_THREAD], [4, 8], [1, 2], [1, 0])
+    # As a product with ones on the tensor cores: two warps have no time for so many additions.
+    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 1], instr_shape=[16, 8])
+    ones = gl.full([16, 8], 1.0, d_score_tiles.dtype, gl.DotOperandLayout(1, sums, 2))
     stage, phase = 0, 0
+    if X & 2:
+        end = start
     for _ in range(start, end, M):
         mbarrier.wait(d_score_ready.index(stage), phase)
         d_score_T = d_score_tiles.index(stage)
-        total = gl.zeros([8, M], gl.float32, layout)
-        for i in gl.static_range(16):
-            total += d_score_T.slice(8 * i, 8).load(layout).to(gl.float32)
+        total = gl.zeros([M, 8], gl.float32, sums)
+        for i in gl.static_range(8):
+            d_score = d_score_T.slice(16 * i, 16).permute((1, 0)).load(gl.DotOperandLayout(0, sums, 2))
+            total = mma_v2(d_score, ones, total)
         mbarrier.arrive(d_score_free.index(stage), count=1)
-        row_sum = gl.sum(total, 0)
+        row_sum = gl.max(total, 1)
         mbarrier.wait(row_sum_free.index(0), stage ^ 1)
         row_sum_tile.store(row_sum)
         fence_async_shared()
@@ -263,35 +292,39 @@ def _sum_rows(
 def _add_in_turn(
     dq, dq_row, dq_tiles, dq_ready_0, dq_free_0, dq_ready_1, dq_free_1,
     row_sum, row_sum_at, row_sum_tile, row_sum_ready, row_sum_free, turns, start_n, before, start, end,
-    HEAD_DIM: gl.constexpr, M: gl.constexpr,
+    X: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     """The warp that adds to gradients and sums of queries, in turn."""
     phase = 0
     for m in range(start, end, M):
         turn = (m + before) // _STRETCH - start_n // _STRETCH
-        mbarrier.wait(row_sum_ready.index(0), phase)
+        if not X & 2:
+            mbarrier.wait(row_sum_ready.index(0), phase)
         mbarrier.wait(dq_ready_0.index(0), phase)
         mbarrier.wait(dq_ready_1.index(0), phase)
         at = turns + m // M
-        while _load_acquire(at) != turn:
-            pass
-        row = dq_row + m
-        if M == 2 * _ROWS:
-            row_1, column_1 = row + _ROWS, 0
-        else:
-            row_1, column_1 = row, HEAD_DIM // 2
-        if turn == 0:
-            _store_tile(dq, [row, 0], dq_tiles.index(0))
-            _store_tile(dq, [row_1, column_1], dq_tiles.index(1))
-            _store_tile(row_sum, [row_sum_at + m], row_sum_tile)
-        else:
-            _add_tile(dq, [row, 0], dq_tiles.index(0))
-            _add_tile(dq, [row_1, column_1], dq_tiles.index(1))
-            _add_tile(row_sum, [row_sum_at + m], row_sum_tile)
+        if not X & 1:
+            while _load_acquire(at) != turn:
+                pass
+        if not X & 4:
+            row = dq_row + m
+            if M == 2 * _ROWS:
+                row_1, column_1 = row + _ROWS, 0
+            else:
+                row_1, column_1 = row, HEAD_DIM // 2
+            if turn == 0:
+                _store_tile(dq, [row, 0], dq_tiles.index(0))
+                _store_tile(dq, [row_1, column_1], dq_tiles.index(1))
+                _store_tile(row_sum, [row_sum_at + m], row_sum_tile)
+            else:
+                _add_tile(dq, [row, 0], dq_tiles.index(0))
+                _add_tile(dq, [row_1, column_1], dq_tiles.index(1))
+                _add_tile(row_sum, [row_sum_at + m], row_sum_tile)
         tma.store_wait(0)
         mbarrier.arrive(dq_free_0.index(0), count=1)
         mbarrier.arrive(dq_free_1.index(0), count=1)
-        mbarrier.arrive(row_sum_free.index(0), count=1)
+        if not X & 2:
+            mbarrier.arrive(row_sum_free.index(0), count=1)
         done = _wait_until_written(m * 0)
         _barrier()
         gl.atomic_add(at, 1 + done, sem="release", scope="gpu")
@@ -304,7 +337,7 @@ def backward_kernel(
     dk_ptr, dk_0, dk_1, dk_2, dv_ptr, dv_0, dv_1, dv_2, dq, row_sum,
     log_normaliser, delta, suffix_ptr, running_ptr, reference_ptr, end_block_ptr, column_sum_ptr, turns_ptr,
     heads, num_queries, num_keys, num_stretches, num_blocks, scale, sm_scale,
-    EARLY: gl.constexpr, AHEAD: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, AHEAD: gl.constexpr, DK_FIRST: gl.constexpr, X: gl.constexpr, REGISTERS: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Gradients of 128 keys and values and their column sums; its part of gradients of queries and of row sums.
 
@@ -328,8 +361,8 @@ def backward_kernel(
     start = gl.maximum(start_n - before, 0)
     end = gl.minimum(gl.load(end_block_ptr + z * num_stretches + start_n // _STRETCH) * _STRETCH, num_queries)
 
-    k_tile = gl.allocate_shared_memory(k.dtype, [2 * _ROWS, HEAD_DIM], k.layout)
-    v_tile = gl.allocate_shared_memory(v.dtype, [2 * _ROWS, HEAD_DIM], v.layout)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [1, 2 * _ROWS, HEAD_DIM], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [1, 2 * _ROWS, HEAD_DIM], v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, M, HEAD_DIM], q.layout)
     d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, M, HEAD_DIM], d_out.layout)
     d_score_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 2 * _ROWS, M], q.layout)
@@ -341,42 +374,39 @@ def backward_kernel(
     free, d_score_ready, d_score_free = _barriers(STAGES, 2), _barriers(STAGES, 2), _barriers(STAGES, 1)
     dq_ready_0, dq_free_0, dq_ready_1, dq_free_1 = _barriers(1, 1), _barriers(1, 1), _barriers(1, 1), _barriers(1, 1)
     row_sum_ready, row_sum_free = _barriers(1, 1), _barriers(1, 1)
-    k_columns_0, k_columns_1 = k_tile, k_tile
-    if HEAD_DIM == 2 * _DQ:
-        k_columns_0, k_columns_1 = k_tile.slice(0, _DQ, dim=1), k_tile.slice(_DQ, _DQ, dim=1)
     gl.warp_specialize(
         [
             (_compute, (
-                k_tile.slice(0, _ROWS), v_tile.slice(0, _ROWS), k_columns_0, q_tiles, d_out_tiles, normalisers, deltas,
+                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas,
                 d_score_tiles, dq_tiles.index(0),
                 once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready_0, dq_free_0,
                 suffix, running, reference, start_n, before, start, end, scale, sm_scale,
-                dk, dk_2, dv, dv_2, column_sum, 0, EARLY, AHEAD, HEAD_DIM, M, STAGES,
+                dk, dk_2, dv, dv_2, column_sum, 0, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
             )),
             (_compute, (
-                k_tile.slice(_ROWS, _ROWS), v_tile.slice(_ROWS, _ROWS), k_columns_1, q_tiles, d_out_tiles, normalisers,
+                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers,
                 deltas, d_score_tiles, dq_tiles.index(1),
                 once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready_1, dq_free_1,
                 suffix, running, reference, start_n, before, start, end, scale, sm_scale,
-                dk, dk_2, dv, dv_2, column_sum, 1, EARLY, AHEAD, HEAD_DIM, M, STAGES,
+                dk, dk_2, dv, dv_2, column_sum, 1, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
             )),
             (_load, (
-                k, k_row, k_column, k_tile, v, v_row, v_column, v_tile, once_ready,
+                k, k_row, k_column, k_tiles.index(0), v, v_row, v_column, v_tiles.index(0), once_ready,
                 q, q_row, q_column, q_tiles, q_ready, d_out, d_out_row, d_out_column, d_out_tiles, d_out_ready,
                 log_normaliser, normalisers, delta, deltas, first_at, free, start, end, M, STAGES,
             )),
             (_add_in_turn, (
                 dq, first_at, dq_tiles, dq_ready_0, dq_free_0, dq_ready_1, dq_free_1,
                 row_sum, first_at, row_sum_tile, row_sum_ready, row_sum_free, turns, start_n, before, start, end,
-                HEAD_DIM, M,
+                X, HEAD_DIM, M,
             )),
             (_sum_rows, (
                 d_score_tiles, d_score_ready, d_score_free, row_sum_tile, row_sum_ready, row_sum_free, start, end,
-                M, STAGES,
+                X, M, STAGES,
             )),
         ],
         [4, 1, 1, 2],
-        [232, 40, 40, 40],
+        [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
     )  # fmt: skip
 
 
@@ -394,8 +424,8 @@ def finish_kernel(
 
 #: (kernel, head dimension): options of `backward_kernel`, measured on an H200.
 TILES = {
-    ("backward", 64): {"M": 128, "STAGES": 2, "EARLY": True, "AHEAD": False},
-    ("backward", 128): {"M": 64, "STAGES": 2, "EARLY": True, "AHEAD": False},
+    ("backward", 64): {"M": 128, "STAGES": 2, "EARLY": False, "AHEAD": False, "DK_FIRST": False, "X": 0, "REGISTERS": 232},
+    ("backward", 128): {"M": 64, "STAGES": 2, "EARLY": False, "AHEAD": False, "DK_FIRST": False, "X": 0, "REGISTERS": 232},
 }
 
 
