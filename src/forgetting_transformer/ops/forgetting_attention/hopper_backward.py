@@ -100,6 +100,20 @@ def _load_acquire(pointer):
 
 
 @gluon.jit
+def _rounded(x, dtype: gl.constexpr):
+    """In 16 bits, two numbers at a time. Where the numbers are needed apart too, the compiler would convert one by one,
+    which takes as long as all exponentials."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
 def _step(
     dk, dv, column_sum, score_T, m, stage, phase,
     k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
@@ -128,7 +142,8 @@ def _step(
     if X & 8:
         weight_T = score_T * scale + shift[:, None] - normaliser[None, :]
     else:
-        weight_T = gl.exp2(score_T * scale + shift[:, None] - normaliser[None, :])
+        # In this order: sums that need no scores would be computed early and take registers.
+        weight_T = gl.exp2(score_T * scale - normaliser[None, :] + shift[:, None])
     if MASKED:
         weight_T = gl.where(key[:, None] <= (m + before + column)[None, :], weight_T, 0.0)
     if EARLY:
@@ -142,7 +157,7 @@ def _step(
             mbarrier.wait(d_out_ready.index(stage), phase)  # for its branch
         d_weight_T, weight_T = warpgroup_mma_wait(0, deps=[d_weight_T, weight_T])
     delta = deltas.index(stage).load(_columns_of(M))
-    d_score_T = (weight_T * (d_weight_T - delta[None, :])).to(q_tiles.dtype)
+    d_score_T = _rounded(weight_T * (d_weight_T - delta[None, :]), q_tiles.dtype)
     if not EARLY:
         p_T = gl.convert_layout(weight_T.to(q_tiles.dtype), _left_operand(HEAD_DIM))
     # The other warpgroup has read what lay here: it has written to the other place since, which was waited for.
