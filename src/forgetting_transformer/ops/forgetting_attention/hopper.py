@@ -42,6 +42,7 @@ from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
 from forgetting_transformer.ops.forgetting_attention.layout import FUSED, Decay, Sizes, empty_heads_like, locate
 
 # The copy engine's load of a tile, by the name that the installed Triton has for it; both take the same arguments.
+_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _STRETCH = gl.constexpr(128)
 _ROWS = gl.constexpr(64)  # of a warpgroup
@@ -111,9 +112,9 @@ def _scores(rows, tile, N: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    q_tile, k_tiles, v_tiles, biases, q_ready, k_ready, v_ready, k_free, v_free,
-    suffix, running, reference, first_row, before, last_tile, first_tile, scale, out, out_row, log_normaliser,
-    HEAD_DIM: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    q_tile, k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free, v_free, mine, other,
+    suffix, first_row, before, last_tile, first_tile, scale, out, out_row, log_normaliser,
+    TURNS: gl.constexpr, HEAD_DIM: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup of `forward_kernel`: 64 queries against tiles of keys, from the diagonal to the left.
 
@@ -128,25 +129,30 @@ def _attend(
     score = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_tiles.index(0), N)])
     score = score * scale + biases.index(0).load(_columns_of(N))[None, :]
     score = gl.where(key[None, :] <= position[:, None], score, float("-inf"))
-    mbarrier.arrive(k_free.index(0), count=1)
     # Biases within a stretch of keys; from its end to the reference, it is the same for all of them.
-    offset = (reference - gl.load(running + last_tile * N // _STRETCH + 1)).to(gl.float32)
+    offset = offsets.index(0).load(_rows_of(N))
+    mbarrier.arrive(k_free.index(0), count=1)
     maximum = gl.max(score, 1) + offset
     weight = gl.exp2(score - (maximum - offset)[:, None])
     total = gl.sum(weight, 1)
 
-    stage, phase = 0, 0
-    for tile in range(last_tile - 1, first_tile - 1, -1):
+    stage, phase, turn = 0, 0, 0
+    for _ in range(last_tile - 1, first_tile - 1, -1):
         p = gl.convert_layout(weight.to(k_tiles.dtype), _left_operand(HEAD_DIM))
         old, old_phase = stage, phase
         stage, phase = _next_stage(stage, phase, STAGES)
-        offset = (reference - gl.load(running + tile * N // _STRETCH + 1)).to(gl.float32)
         mbarrier.wait(k_ready.index(stage), phase)
+        if TURNS:
+            mbarrier.wait(mine.index(0), turn)
+            turn ^= 1
         score = _scores(q_tile, k_tiles.index(stage), N)
         mbarrier.wait(v_ready.index(old), old_phase)
         acc = warpgroup_mma(p, v_tiles.index(old), acc, is_async=True)
+        if TURNS:
+            mbarrier.arrive(other.index(0), count=1)
         score = warpgroup_mma_wait(1, deps=[score])
         score = score * scale + biases.index(stage).load(_columns_of(N))[None, :]
+        offset = offsets.index(stage).load(_rows_of(N))
         mbarrier.arrive(k_free.index(stage), count=1)
         new_maximum = gl.maximum(maximum, gl.max(score, 1) + offset)
         weight = gl.exp2(score - (new_maximum - offset)[:, None])
@@ -172,15 +178,21 @@ def _attend(
 @gluon.jit
 def _load_for_forward(
     q, q_tile, q_ready, q_row, q_column, k, k_row, k_column, k_tiles, k_ready, k_free,
-    v, v_row, v_column, v_tiles, v_ready, v_free, suffix, suffix_start, biases, last_tile, first_tile,
-    N: gl.constexpr, STAGES: gl.constexpr,
+    v, v_row, v_column, v_tiles, v_ready, v_free, suffix, suffix_start, biases, running, reference, offsets, first_turn,
+    last_tile, first_tile, TURNS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp of `forward_kernel` that loads."""
+    """The warp of `forward_kernel` that loads. It also takes differences of float64 sums: tensor cores would wait."""
+    if TURNS:
+        mbarrier.arrive(first_turn.index(0), count=1)
+    nothing = gl.zeros([_ROWS], gl.float32, gl.BlockedLayout([2], [32], [1], [0]))
     mbarrier.expect(q_ready.index(0), q.block_type.nbytes)
     _load_tile(q, [q_row, q_column], q_ready.index(0), q_tile)
     stage, phase = 0, 0
     for tile in range(last_tile, first_tile - 1, -1):
+        offset = (reference - gl.load(running + tile * N // _STRETCH + 1)).to(gl.float32)
         mbarrier.wait(k_free.index(stage), phase ^ 1)
+        offsets.index(stage).store(nothing + offset)
+        _barrier()
         _start_load(k, k_row + tile * N, k_column, suffix, suffix_start + tile * N, k_tiles, biases, k_ready, stage)
         mbarrier.wait(v_free.index(stage), phase ^ 1)
         mbarrier.expect(v_ready.index(stage), v.block_type.nbytes)
@@ -193,7 +205,7 @@ def forward_kernel(
     q, q_0, q_1, q_2, k, k_0, k_1, k_2, v, v_0, v_1, v_2, out_ptr, out_0, out_1, out_2,
     suffix_vector, suffix_ptr, running_ptr, reference_ptr, first_stretch_ptr, log_normaliser_ptr,
     heads, group, num_queries, num_keys, num_stretches, num_blocks, scale,
-    HEAD_DIM: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr, HEAD_DIM: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Outputs and log-normalisers (nats) of 128 queries; tiles of N = 128 keys."""
     # Long rows of tiles first: what starts last is what is short.
@@ -216,24 +228,26 @@ def forward_kernel(
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, N, HEAD_DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [STAGES, N, HEAD_DIM], v.layout)
     biases = gl.allocate_shared_memory(gl.float32, [STAGES, N], suffix_vector.layout)
+    offsets = gl.allocate_shared_memory(gl.float32, [STAGES, _ROWS], suffix_vector.layout)
+    turn_0, turn_1 = _barriers(1, 1), _barriers(1, 1)
     q_ready, k_ready, v_ready = _barriers(1, 1), _barriers(STAGES, 1), _barriers(STAGES, 1)
     k_free, v_free = _barriers(STAGES, 2), _barriers(STAGES, 2)
     gl.warp_specialize(
         [
             (_attend, (
-                q_tile.slice(0, _ROWS), k_tiles, v_tiles, biases, q_ready, k_ready, v_ready, k_free, v_free,
-                suffix, running, reference, start_m, before, last_tile, first_tile, scale, out, out_2, log_normaliser,
-                HEAD_DIM, N, STAGES,
+                q_tile.slice(0, _ROWS), k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free, v_free, turn_0, turn_1,
+                suffix, start_m, before, last_tile, first_tile, scale, out, out_2, log_normaliser,
+                TURNS, HEAD_DIM, N, STAGES,
             )),
             (_attend, (
-                q_tile.slice(_ROWS, _ROWS), k_tiles, v_tiles, biases, q_ready, k_ready, v_ready, k_free, v_free,
-                suffix, running, reference, start_m + _ROWS, before, last_tile, first_tile, scale, out, out_2, log_normaliser,
-                HEAD_DIM, N, STAGES,
+                q_tile.slice(_ROWS, _ROWS), k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free, v_free, turn_1, turn_0,
+                suffix, start_m + _ROWS, before, last_tile, first_tile, scale, out, out_2, log_normaliser,
+                TURNS, HEAD_DIM, N, STAGES,
             )),
             (_load_for_forward, (
                 q, q_tile, q_ready, q_row, q_column, k, k_row, k_column, k_tiles, k_ready, k_free,
                 v, v_row, v_column, v_tiles, v_ready, v_free, suffix_vector, (z * num_stretches * _STRETCH).to(gl.int32), biases,
-                last_tile, first_tile, N, STAGES,
+                running, reference, offsets, turn_0, last_tile, first_tile, TURNS, N, STAGES,
             )),
         ],
         [4, 1],
@@ -588,6 +602,7 @@ TILES = {
     ("key_gradient", 128): (64, 4),
     ("query_gradient", 128): (64, 4),
 }
+TURNS = True
 # Of three warpgroups, one of which is only its loading warp: 65,536 registers by 384 threads, in steps of 8.
 _LAUNCH = {"num_warps": 4, "maxnreg": 168, **FUSED}
 
@@ -602,7 +617,7 @@ def forward(
     forward_kernel[(sizes.blocks * sizes.rows,)](
         *_describe(q, _STRETCH.value), *_describe(k, n), *_describe(v, n), *locate(out), _vector(decay.suffix, n),
         decay.suffix, decay.running, decay.reference, decay.first_stretch, log_normaliser,
-        sizes.heads, sizes.group, *sizes.lengths, sm_scale * LOG2_E, HEAD_DIM=q.shape[3], N=n, STAGES=stages, **_LAUNCH,
+        sizes.heads, sizes.group, *sizes.lengths, sm_scale * LOG2_E, TURNS=TURNS, HEAD_DIM=q.shape[3], N=n, STAGES=stages, **_LAUNCH,
     )  # fmt: skip
     return out, log_normaliser
 

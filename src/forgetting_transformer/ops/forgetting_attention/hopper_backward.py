@@ -116,9 +116,9 @@ def _rounded(x, dtype: gl.constexpr):
 @gluon.jit
 def _step(
     dk, dv, column_sum, score_T, m, stage, phase,
-    k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
+    k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
     q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
-    bias, here, reference, key, before, last, scale,
+    bias, key, before, last, scale,
     W: gl.constexpr, MASKED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
     DK_FIRST: gl.constexpr, X: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
@@ -130,7 +130,6 @@ def _step(
     k_columns = k_tiles.index(zero)
     if HEAD_DIM == 2 * _DQ:
         k_columns = k_columns.slice(W * _DQ, _DQ, dim=1)
-    shift = bias + (gl.load(reference + m // _STRETCH) - here).to(gl.float32)
     if not AHEAD:
         mbarrier.wait(q_ready.index(stage), phase)
         next_score_T = _scores(k_tile, q_tiles.index(stage), M)
@@ -138,6 +137,7 @@ def _step(
     d_weight_T = _scores(v_tile, d_out_tiles.index(stage), M)
     if not AHEAD:
         score_T = warpgroup_mma_wait(1, deps=[next_score_T])
+    shift = bias + shifts.index(stage).load(_rows_of(M))
     normaliser = normalisers.index(stage).load(_columns_of(M))
     if X & 8:
         weight_T = score_T * scale + shift[:, None] - normaliser[None, :]
@@ -161,8 +161,7 @@ def _step(
     if not EARLY:
         p_T = gl.convert_layout(weight_T.to(q_tiles.dtype), _left_operand(HEAD_DIM))
     # The other warpgroup has read what lay here: it has written to the other place since, which was waited for.
-    if not X & 2:
-        mbarrier.wait(d_score_free.index(stage), phase ^ 1)
+    mbarrier.wait(d_score_free.index(stage), phase ^ 1)
     d_score_tiles.index(stage).slice(W * _ROWS, _ROWS).store(d_score_T)
     if not EARLY:
         running_dv = warpgroup_mma(p_T, d_out_tiles.index(stage), dv, is_async=True)
@@ -207,10 +206,10 @@ def _step(
 
 @gluon.jit
 def _compute(
-    k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
+    k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
     once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
-    suffix, running, reference, start_n, before, start, end, scale, sm_scale,
-    dk_ptr, dk_row, dv_ptr, dv_row, column_sum_ptr,
+    suffix, start_n, before, start, end, scale, sm_scale,
+    dk_ptr, dk_row, dk_column, dv_ptr, dv_row, dv_column, column_sum_ptr,
     W: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, DK_FIRST: gl.constexpr, X: gl.constexpr,
     HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
@@ -218,7 +217,6 @@ def _compute(
     first_row = start_n + W * _ROWS
     key = first_row + gl.arange(0, _ROWS, _rows_of(M))
     bias = gl.load(suffix + key)
-    here = gl.load(running + start_n // _STRETCH + 1)
     dk = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
     dv = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
     column_sum = gl.zeros([_ROWS], gl.float32, _rows_of(M))
@@ -233,41 +231,62 @@ def _compute(
         for m in range(start, start + _STRETCH, M):  # the block on the diagonal
             dk, dv, column_sum, score_T = _step(
                 dk, dv, column_sum, score_T, m, stage, phase,
-                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
+                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
                 q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
-                bias, here, reference, key, before, end, scale,
+                bias, key, before, end, scale,
                 W, True, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
             )  # fmt: skip
             stage, phase = _next_stage(stage, phase, 2)
         for m in range(start + _STRETCH, end, M):
             dk, dv, column_sum, score_T = _step(
                 dk, dv, column_sum, score_T, m, stage, phase,
-                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, d_score_tiles, dq_tile,
+                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
                 q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
-                bias, here, reference, key, before, end, scale,
+                bias, key, before, end, scale,
                 W, False, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
             )  # fmt: skip
             stage, phase = _next_stage(stage, phase, 2)
     gl.store(column_sum_ptr + key, column_sum)
-    _store(dk_ptr, dk_row, first_row, dk * sm_scale, HEAD_DIM)
-    _store(dv_ptr, dv_row, first_row, dv, HEAD_DIM)
+    if X & 32:
+        # Through the place of this warpgroup's values, which only this warpgroup read.
+        place = v_tiles.index(0).slice(W * _ROWS, _ROWS)
+        place.store(dv.to(v_tiles.dtype))
+        fence_async_shared()
+        _barrier()
+        _store_tile(dv_ptr, [dv_row + W * _ROWS, dv_column], place)
+        dk = (dk * sm_scale).to(k_tiles.dtype)
+        tma.store_wait(0)
+        _barrier()
+        place.store(dk)
+        fence_async_shared()
+        _barrier()
+        _store_tile(dk_ptr, [dk_row + W * _ROWS, dk_column], place)
+        tma.store_wait(0)
+    else:
+        _store(dk_ptr, dk_row, first_row, dk * sm_scale, HEAD_DIM)
+        _store(dv_ptr, dv_row, first_row, dv, HEAD_DIM)
 
 
 @gluon.jit
 def _load(
     k, k_row, k_column, k_tile, v, v_row, v_column, v_tile, once_ready,
     q, q_row, q_column, q_tiles, q_ready, d_out, d_out_row, d_out_column, d_out_tiles, d_out_ready,
-    log_normaliser, normalisers, delta, deltas, first_at, free, start, end,
+    log_normaliser, normalisers, delta, deltas, first_at, running, reference, shifts, free, start_n, start, end,
     M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The warp that loads."""
+    """The warp that loads. It also takes differences of float64 sums, for which tensor cores would stand still."""
+    here = gl.load(running + start_n // _STRETCH + 1)
+    nothing = gl.zeros([_ROWS], gl.float32, gl.BlockedLayout([2], [32], [1], [0]))
     if start < end:
         mbarrier.expect(once_ready.index(0), k.block_type.nbytes + v.block_type.nbytes)
         _load_tile(k, [k_row, k_column], once_ready.index(0), k_tile)
         _load_tile(v, [v_row, v_column], once_ready.index(0), v_tile)
     stage, phase = 0, 0
     for m in range(start, end, M):
+        shift = (gl.load(reference + m // _STRETCH) - here).to(gl.float32)
         mbarrier.wait(free.index(stage), phase ^ 1)
+        shifts.index(stage).store(nothing + shift)
+        _barrier()
         _start_load(q, q_row + m, q_column, log_normaliser, first_at + m, q_tiles, normalisers, q_ready, stage)
         _start_load(
             d_out, d_out_row + m, d_out_column, delta, first_at + m, d_out_tiles, deltas, d_out_ready, stage
@@ -285,8 +304,6 @@ def _sum_rows(
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[2, 1], instr_shape=[16, 8])
     ones = gl.full([16, 8], 1.0, d_score_tiles.dtype, gl.DotOperandLayout(1, sums, 2))
     stage, phase = 0, 0
-    if X & 2:
-        end = start
     for _ in range(start, end, M):
         mbarrier.wait(d_score_ready.index(stage), phase)
         d_score_T = d_score_tiles.index(stage)
@@ -313,33 +330,35 @@ def _add_in_turn(
     phase = 0
     for m in range(start, end, M):
         turn = (m + before) // _STRETCH - start_n // _STRETCH
-        if not X & 2:
-            mbarrier.wait(row_sum_ready.index(0), phase)
-        mbarrier.wait(dq_ready_0.index(0), phase)
-        mbarrier.wait(dq_ready_1.index(0), phase)
         at = turns + m // M
         if not X & 1:
             while _load_acquire(at) != turn:
                 pass
-        if not X & 4:
-            row = dq_row + m
-            if M == 2 * _ROWS:
-                row_1, column_1 = row + _ROWS, 0
-            else:
-                row_1, column_1 = row, HEAD_DIM // 2
-            if turn == 0:
-                _store_tile(dq, [row, 0], dq_tiles.index(0))
-                _store_tile(dq, [row_1, column_1], dq_tiles.index(1))
-                _store_tile(row_sum, [row_sum_at + m], row_sum_tile)
-            else:
-                _add_tile(dq, [row, 0], dq_tiles.index(0))
-                _add_tile(dq, [row_1, column_1], dq_tiles.index(1))
-                _add_tile(row_sum, [row_sum_at + m], row_sum_tile)
-        tma.store_wait(0)
+        row = dq_row + m
+        if M == 2 * _ROWS:
+            row_1, column_1 = row + _ROWS, 0
+        else:
+            row_1, column_1 = row, HEAD_DIM // 2
+        mbarrier.wait(dq_ready_0.index(0), phase)
+        if turn == 0:
+            _store_tile(dq, [row, 0], dq_tiles.index(0))
+        else:
+            _add_tile(dq, [row, 0], dq_tiles.index(0))
+        mbarrier.wait(dq_ready_1.index(0), phase)
+        if turn == 0:
+            _store_tile(dq, [row_1, column_1], dq_tiles.index(1))
+        else:
+            _add_tile(dq, [row_1, column_1], dq_tiles.index(1))
+        mbarrier.wait(row_sum_ready.index(0), phase)
+        if turn == 0:
+            _store_tile(row_sum, [row_sum_at + m], row_sum_tile)
+        else:
+            _add_tile(row_sum, [row_sum_at + m], row_sum_tile)
+        tma.store_wait(1)
         mbarrier.arrive(dq_free_0.index(0), count=1)
         mbarrier.arrive(dq_free_1.index(0), count=1)
-        if not X & 2:
-            mbarrier.arrive(row_sum_free.index(0), count=1)
+        tma.store_wait(0)
+        mbarrier.arrive(row_sum_free.index(0), count=1)
         done = _wait_until_written(m * 0)
         _barrier()
         gl.atomic_add(at, 1 + done, sem="release", scope="gpu")
@@ -367,8 +386,14 @@ def backward_kernel(
     v_row, v_column = (sequence * v_0 + head * v_1).to(gl.int32) + start_n, (head * v_2).to(gl.int32)
     q_row, q_column = (sequence * q_0 + head * q_1).to(gl.int32), (head * q_2).to(gl.int32)
     d_out_row, d_out_column = (sequence * d_out_0 + head * d_out_1).to(gl.int32), (head * d_out_2).to(gl.int32)
-    dk = dk_ptr + sequence * dk_0 + head * dk_1
-    dv = dv_ptr + sequence * dv_0 + head * dv_1
+    if X & 32:
+        dk, dv = dk_ptr, dv_ptr
+        dk_row, dk_column = (sequence * dk_0 + head * dk_1).to(gl.int32) + start_n, (head * dk_2).to(gl.int32)
+        dv_row, dv_column = (sequence * dv_0 + head * dv_1).to(gl.int32) + start_n, (head * dv_2).to(gl.int32)
+    else:
+        dk = dk_ptr + sequence * dk_0 + head * dk_1
+        dv = dv_ptr + sequence * dv_0 + head * dv_1
+        dk_row, dk_column, dv_row, dv_column = dk_2, dk_2, dv_2, dv_2
     suffix, running = suffix_ptr + z * num_stretches * _STRETCH, running_ptr + z * (num_stretches + 1)
     reference, column_sum = reference_ptr + z * num_blocks, column_sum_ptr + z * num_keys
     first_at = (z * num_queries).to(gl.int32)
@@ -384,6 +409,7 @@ def backward_kernel(
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, _ROWS, _DQ], dq.layout)
     normalisers = gl.allocate_shared_memory(gl.float32, [STAGES, M], log_normaliser.layout)
     deltas = gl.allocate_shared_memory(gl.float32, [STAGES, M], delta.layout)
+    shifts = gl.allocate_shared_memory(gl.float32, [STAGES, _ROWS], delta.layout)
     row_sum_tile = gl.allocate_shared_memory(gl.float32, [M], row_sum.layout)
     once_ready, q_ready, d_out_ready = _barriers(1, 1), _barriers(STAGES, 1), _barriers(STAGES, 1)
     free, d_score_ready, d_score_free = _barriers(STAGES, 2), _barriers(STAGES, 2), _barriers(STAGES, 1)
@@ -393,22 +419,23 @@ def backward_kernel(
         [
             (_compute, (
                 k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas,
-                d_score_tiles, dq_tiles.index(0),
+                shifts, d_score_tiles, dq_tiles.index(0),
                 once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready_0, dq_free_0,
-                suffix, running, reference, start_n, before, start, end, scale, sm_scale,
-                dk, dk_2, dv, dv_2, column_sum, 0, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
+                suffix, start_n, before, start, end, scale, sm_scale,
+                dk, dk_row, dk_column, dv, dv_row, dv_column, column_sum, 0, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
             )),
             (_compute, (
                 k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers,
-                deltas, d_score_tiles, dq_tiles.index(1),
+                deltas, shifts, d_score_tiles, dq_tiles.index(1),
                 once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready_1, dq_free_1,
-                suffix, running, reference, start_n, before, start, end, scale, sm_scale,
-                dk, dk_2, dv, dv_2, column_sum, 1, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
+                suffix, start_n, before, start, end, scale, sm_scale,
+                dk, dk_row, dk_column, dv, dv_row, dv_column, column_sum, 1, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
             )),
             (_load, (
                 k, k_row, k_column, k_tiles.index(0), v, v_row, v_column, v_tiles.index(0), once_ready,
                 q, q_row, q_column, q_tiles, q_ready, d_out, d_out_row, d_out_column, d_out_tiles, d_out_ready,
-                log_normaliser, normalisers, delta, deltas, first_at, free, start, end, M, STAGES,
+                log_normaliser, normalisers, delta, deltas, first_at, running, reference, shifts, free,
+                start_n, start, end, M, STAGES,
             )),
             (_add_in_turn, (
                 dq, first_at, dq_tiles, dq_ready_0, dq_free_0, dq_ready_1, dq_free_1,
@@ -439,8 +466,8 @@ def finish_kernel(
 
 #: (kernel, head dimension): options of `backward_kernel`, measured on an H200.
 TILES = {
-    ("backward", 64): {"M": 128, "STAGES": 2, "EARLY": False, "AHEAD": False, "DK_FIRST": False, "X": 0, "REGISTERS": 232},
-    ("backward", 128): {"M": 64, "STAGES": 2, "EARLY": False, "AHEAD": False, "DK_FIRST": False, "X": 0, "REGISTERS": 232},
+    ("backward", 64): {"M": 128, "STAGES": 2, "EARLY": False, "AHEAD": False, "DK_FIRST": False, "X": 32, "REGISTERS": 232},
+    ("backward", 128): {"M": 64, "STAGES": 2, "EARLY": False, "AHEAD": False, "DK_FIRST": False, "X": 32, "REGISTERS": 232},
 }
 
 
@@ -460,7 +487,8 @@ def backward(
     total_tiles = TensorDescriptor(total, list(total.shape), [head_dim, 1], [_ROWS.value, _DQ.value], layout)
     backward_kernel[(sizes.stretches * sizes.rows,)](
         *_describe(q, m), *_describe(k, _STRETCH.value), *_describe(v, _STRETCH.value), *_describe(d_out, m),
-        *locate(dk), *locate(dv), total_tiles, _vector(row_sum, m), _vector(log_normaliser, m), _vector(delta, m),
+        *(_describe(dk, _ROWS.value) if options["X"] & 32 else locate(dk)),
+        *(_describe(dv, _ROWS.value) if options["X"] & 32 else locate(dv)), total_tiles, _vector(row_sum, m), _vector(log_normaliser, m), _vector(delta, m),
         decay.suffix, decay.running, decay.reference, decay.end_block, column_sum, turns,
         sizes.heads, *sizes.lengths, sm_scale * LOG2_E, sm_scale, HEAD_DIM=head_dim, **options, **_LAUNCH,
     )  # fmt: skip
