@@ -3,6 +3,8 @@
 Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head.
 """
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,32 +15,38 @@ from tests.gpu.test_cuda import assert_like_reference, relative_error
 
 triton_attention = pytest.importorskip("forgetting_transformer.ops.forgetting_attention.triton")
 
-KERNELS = ("forward", "key_gradient", "query_gradient")
+KERNELS = ("forward", "backward", "key_gradient", "query_gradient")
 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Names of Hopper's kernels, in the order they are launched."""
+    """Names of Hopper's kernels that did their work, in the order they were launched."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     assert triton_attention.has_gluon(torch.cuda.current_device(), 64), backends.faults()
-    hopper, names = triton_attention._hopper(), []
+    names = []
 
-    def record(name, launch):
+    def record(module, name, launch):
         def recorded(*args):
-            names.append(name)
-            return launch(*args)
+            found = launch(*args)
+            if found is not None:
+                names.append(name)
+            return found
 
-        monkeypatch.setattr(hopper, name, recorded)
+        monkeypatch.setattr(module, name, recorded)
 
     for name in KERNELS:
-        record(name, getattr(hopper, name))
+        module = triton_attention._hopper(name)
+        record(module, name, getattr(module, name))
     return names
 
 
-def expected(head_dim: int) -> list[str]:
-    tiles = triton_attention._hopper().TILES
-    return [name for name in KERNELS if (name, head_dim) in tiles]
+def expected(head_dim: int, shared: bool = False) -> list[str]:
+    """Of a forward and a backward pass; heads that share keys have two kernels for the latter."""
+    if not shared:
+        return ["forward", "backward"]
+    names = ("forward", "key_gradient", "query_gradient")
+    return [name for name in names if (name, head_dim) in triton_attention._hopper(name).TILES]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 8e-3), (torch.float16, 2e-3)])
@@ -55,15 +63,16 @@ def test_outputs_and_gradients_agree_with_float64(kernels, dtype, tolerance, gat
 @pytest.mark.parametrize("queries, keys", [(768, 768), (256, 768)])
 def test_query_heads_that_share_keys_agree_with_float64(kernels, queries, keys, heads, groups, head_dim, poisoned):
     assert_like_reference(queries, keys, head_dim, torch.bfloat16, 8e-3, "half", heads=heads, groups=groups)
-    assert kernels == expected(head_dim)
+    assert kernels == expected(head_dim, shared=True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("queries", [4096, 1024])
-def test_what_pruning_leaves_out_does_not_show(kernels, queries, head_dim, poisoned):
+def test_what_pruning_leaves_out_does_not_show(kernels, queries, groups, head_dim, poisoned):
     """With gates of about ½ nearly all tiles are left out, for the first keys all of them."""
     q, d_out = (torch.randn(2, queries, 4, head_dim, device="cuda").bfloat16() for _ in range(2))
-    k, v = (torch.randn(2, 4096, 2, head_dim, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(2, 4096, groups, head_dim, device="cuda").bfloat16() for _ in range(2))
     log_fgate = F.logsigmoid(torch.randn(2, 4096, 4, device="cuda"))
 
     def run(**options):
@@ -73,7 +82,7 @@ def test_what_pruning_leaves_out_does_not_show(kernels, queries, head_dim, poiso
         return [out.detach(), *(x.grad for x in leaves)]
 
     whole, pruned = run(), run(adaptive_threshold=-60.0)
-    assert kernels == 2 * expected(head_dim)
+    assert kernels == 2 * expected(head_dim, shared=groups < 4)
     for a, b in zip(whole, pruned, strict=True):
         assert relative_error(b, a) < 1e-5
 
@@ -89,6 +98,106 @@ def test_two_runs_give_the_same_bits(kernels, head_dim):
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
     assert kernels == 2 * expected(head_dim)
+
+
+def gradients(leaves, d_out, **options):
+    return torch.autograd.grad(forgetting_attention(*leaves, **options), leaves, d_out)
+
+
+def random_leaves(batch, length, heads, head_dim, generator=None):
+    options = {"device": "cuda", "generator": generator}
+    q, k, v, d_out = (torch.randn(batch, length, heads, head_dim, **options).bfloat16() for _ in range(4))
+    log_fgate = F.logsigmoid(torch.randn(batch, length, heads, **options) + 4)
+    return [x.requires_grad_() for x in (q, k, v, log_fgate)], d_out
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_thousand_backward_passes_give_the_same_bits_whatever_runs_beside_them(kernels, head_dim):
+    """Other kernels take multiprocessors away for random times, so that programs start and add at other moments."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    leaves, d_out = random_leaves(1, 2048, 6, head_dim, generator)
+    out = forgetting_attention(*leaves)
+    expected_bits = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+    beside, chance = [torch.cuda.Stream() for _ in range(3)], random.Random(0)
+    matrix = torch.randn(1024, 1024, device="cuda")
+    differs = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for stream in beside:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(chance.randrange(200_000))
+                matrix[: chance.randrange(64, 1024)] @ matrix
+        found = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+        for a, b in zip(found, expected_bits, strict=True):
+            differs += (a != b).any()
+    assert differs.item() == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_cases_agree_with_float64(kernels, seed, poisoned):
+    chance = random.Random(seed)
+    queries = 128 * chance.randrange(1, 9)
+    keys = queries + 128 * chance.choice([0, 0, chance.randrange(1, 5)])
+    dtype, tolerance = chance.choice([(torch.bfloat16, 8e-3), (torch.float16, 2e-3)])
+    head_dim, heads = chance.choice([64, 128]), chance.randrange(1, 6)
+    gates = chance.choice(["half", "slow", "resets"])
+    options = {"batch": chance.randrange(1, 4), "heads": heads, "groups": heads}
+    assert_like_reference(queries, keys, head_dim, dtype, tolerance, gates, **options)
+    assert kernels == expected(head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("queries, keys", [(1024, 1024), (256, 1024)])
+def test_a_block_that_keeps_only_itself_gives_the_gradients_of_that_block(kernels, queries, keys, head_dim, poisoned):
+    """A threshold above every bias leaves each block of queries one block of keys, and earlier keys none."""
+    q, d_out = (torch.randn(2, queries, 3, head_dim, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(2, keys, 3, head_dim, device="cuda").bfloat16() for _ in range(2))
+    log_fgate = F.logsigmoid(torch.randn(2, keys, 3, device="cuda"))
+    leaves = [x.requires_grad_() for x in (q, k, v, log_fgate)]
+    found = gradients(leaves, d_out, adaptive_threshold=0.0)
+    assert kernels == expected(head_dim)
+    hidden = keys - queries
+    for x in (found[1], found[2]):
+        assert not x[:, :hidden].any()
+    for start in range(0, queries, 128):
+        rows, columns = slice(start, start + 128), slice(hidden + start, hidden + start + 128)
+        alone = [q[:, rows], k[:, columns], v[:, columns], log_fgate[:, columns]]
+        alone = [x.detach().requires_grad_() for x in alone]
+        expected_bits = gradients(alone, d_out[:, rows])
+        for a, b in zip(found[:3], expected_bits[:3], strict=True):
+            part = a[:, rows] if a is found[0] else a[:, columns]
+            assert relative_error(part, b) < 1e-6
+
+
+def test_a_graph_replays_the_backward_pass(kernels):
+    leaves, d_out = random_leaves(2, 1024, 4, 64)
+    found = gradients(leaves, d_out)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        gradients(leaves, d_out)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = gradients(leaves, d_out)
+    for _ in range(3):
+        for x in replayed:
+            x.zero_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(found, replayed, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tensors_of_more_elements_than_32_bits_count(kernels, head_dim):
+    """The last sequence of a batch of more than 2³¹ elements has the gradients that it has alone."""
+    if torch.cuda.mem_get_info()[0] < 70 << 30:
+        pytest.skip("needs 70 GB of memory on the GPU")
+    length, heads = 256, 64
+    batch = 2**31 // (length * heads * head_dim) + 2
+    leaves, d_out = random_leaves(batch, length, heads, head_dim)
+    found = [x[-1:].clone() for x in gradients(leaves, d_out)]
+    alone = [x[-1:].detach().clone().requires_grad_() for x in leaves]
+    expected_bits = gradients(alone, d_out[-1:].clone())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected_bits, strict=True))
 
 
 def test_slices_of_one_projection_are_read_where_they_lie(kernels):

@@ -73,29 +73,35 @@ def compile_for_hopper(name: str, head_dim: int, group: int) -> int:
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from forgetting_transformer.ops.forgetting_attention import hopper
+    from forgetting_transformer.ops.forgetting_attention import hopper, hopper_backward
 
     def descriptor(dtype: str, shape: list[int], swizzle: int, bits: int) -> str:
         layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(shape))
         return f"tensordesc<{dtype}{shape},{layout!r}>"
 
-    kernel = getattr(hopper, f"{name}_kernel")
-    tile, stages = hopper.TILES[name, head_dim]
+    if name == "backward":
+        kernel, tile, stages = hopper_backward.backward_kernel, hopper_backward.TILES[name, head_dim], 2
+    else:
+        kernel, (tile, stages) = getattr(hopper, f"{name}_kernel"), hopper.TILES[name, head_dim]
     constants = {"HEAD_DIM": head_dim, "STAGES": stages, "GROUP": group, "N": tile, "M": tile}
-    streamed = ("q", "d_out") if name == "key_gradient" else ("k", "v")
+    streamed = ("q", "d_out") if name in ("key_gradient", "backward") else ("k", "v")
     types, aligned = {}, {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
             types[argument] = "constexpr"
         elif argument in ("q", "k", "v", "d_out"):
             types[argument] = descriptor("bf16", [tile if argument in streamed else 128, head_dim], 128, 16)
-        elif argument in ("suffix_vector", "log_normaliser", "delta"):
+        elif argument in ("dk", "dv"):
+            types[argument] = descriptor("bf16", [64, head_dim], 128, 16)
+        elif argument == "dq":
+            types[argument] = descriptor("fp32", [64, 64], 128, 32)
+        elif argument in ("suffix_vector", "log_normaliser", "delta", "row_sum"):
             types[argument] = descriptor("fp32", [tile], 0, 32)
         elif argument in HEADS_AND_CHANNELS:
             types[argument] = "*bf16"
         elif argument in ("running_ptr", "reference_ptr"):
             types[argument] = "*fp64"
-        elif argument in ("first_stretch_ptr", "end_block_ptr"):
+        elif argument in ("first_stretch_ptr", "end_block_ptr", "turns_ptr"):
             types[argument] = "*i32"
         else:
             types[argument] = "*fp32" if argument.endswith("_ptr") else "fp32" if "scale" in argument else "i32"
@@ -125,7 +131,11 @@ def _when(case: tuple[str, int, int]) -> list[pytest.MarkDecorator]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, head_dim, group",
-    [pytest.param(*case, group, marks=_when((*case, group))) for case in HOPPER for group in (1, 3)],
+    [
+        *(pytest.param(*case, group, marks=_when((*case, group))) for case in HOPPER for group in (1, 3)),
+        ("backward", 64, 1),
+        ("backward", 128, 1),
+    ],
 )
 def test_products_of_the_hopper_kernels_stay_in_flight(name, head_dim, group, tmp_path, monkeypatch, capsys):
     """The assembler says in its log when it makes every product wait for the one before: C7510 and so on."""

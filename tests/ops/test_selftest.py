@@ -338,7 +338,7 @@ def test_a_gluon_kernel_that_does_not_compile_falls_back_to_triton(monkeypatch, 
         calls.append(args)
         raise error
 
-    monkeypatch.setattr(launcher, "_hopper", lambda: SimpleNamespace(forward=fails))
+    monkeypatch.setattr(launcher, "_hopper", lambda kernel: SimpleNamespace(forward=fails))
     q = SimpleNamespace(is_cuda=True, element_size=lambda: 2, device=SimpleNamespace(index=0), shape=(1, 1, 128, 64))
     with pytest.warns(RuntimeWarning, match=f"forward kernel does not run with Triton .*{error.args[0][:20]}"):
         assert launcher._on_hopper("forward", (q,), None) is None
@@ -355,7 +355,7 @@ def test_a_gpu_that_fails_is_no_fault_of_the_compiler(monkeypatch, error):
     def fails(*args):
         raise error
 
-    monkeypatch.setattr(launcher, "_hopper", lambda: SimpleNamespace(forward=fails))
+    monkeypatch.setattr(launcher, "_hopper", lambda kernel: SimpleNamespace(forward=fails))
     q = SimpleNamespace(is_cuda=True, element_size=lambda: 2, device=SimpleNamespace(index=0), shape=(1, 1, 128, 64))
     monkeypatch.setattr(launcher, "fits_descriptor", lambda x: True)
     with pytest.raises(type(error)):

@@ -214,13 +214,18 @@ def running_kernel(
 @triton.jit
 def delta_kernel(
     out_ptr, out_0, out_1, out_2, d_out_ptr, d_out_0, d_out_1, d_out_2, log_normaliser_ptr, d_log_normaliser_ptr,
-    suffix_ptr, running_ptr, reference_ptr, delta_ptr, shifted_ptr,
+    suffix_ptr, running_ptr, reference_ptr, delta_ptr, shifted_ptr, turns_ptr,
     heads, num_queries, num_keys, num_stretches, num_blocks,
     HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
     """For a block of queries: Σ_d out·d_out less the log-normaliser's gradient, which the gradients of scores subtract, and
     the log-normaliser in base 2 as measured from the block's reference, for a query that sees nothing +inf.
+
+    Also zeroes `turns`, a counter of tickets and then two of turns for each block `(Z, Q, 2)`, int32.
     """
+    tl.store(turns_ptr + 1 + tl.program_id(0) * 2 + tl.arange(0, 2), 0)
+    if tl.program_id(0) == 0:
+        tl.store(turns_ptr, 0)
     block = tl.program_id(0) % num_blocks
     z = (tl.program_id(0) // num_blocks).to(tl.int64)
     row, channel = block * STRETCH + tl.arange(0, STRETCH), tl.arange(0, HEAD_DIM)

@@ -114,11 +114,12 @@ def _scores(rows, tile, N: gl.constexpr):
 def _attend(
     q_tile, k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free, v_free, mine, other,
     suffix, first_row, before, last_tile, first_tile, scale, out, out_row, log_normaliser,
-    TURNS: gl.constexpr, HEAD_DIM: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup of `forward_kernel`: 64 queries against tiles of keys, from the diagonal to the left.
 
-    While a tile is exponentiated, the product of the weights and values of the tile before runs.
+    While a tile is exponentiated, the product of the weights and values of the tile before runs. The two warpgroups take
+    turns at starting products, so that one exponentiates while the other's products run.
     """
     position = first_row + before + gl.arange(0, _ROWS, _rows_of(N))
     key = last_tile * N + gl.arange(0, N, _columns_of(N))
@@ -142,14 +143,12 @@ def _attend(
         old, old_phase = stage, phase
         stage, phase = _next_stage(stage, phase, STAGES)
         mbarrier.wait(k_ready.index(stage), phase)
-        if TURNS:
-            mbarrier.wait(mine.index(0), turn)
-            turn ^= 1
+        mbarrier.wait(mine.index(0), turn)
         score = _scores(q_tile, k_tiles.index(stage), N)
         mbarrier.wait(v_ready.index(old), old_phase)
         acc = warpgroup_mma(p, v_tiles.index(old), acc, is_async=True)
-        if TURNS:
-            mbarrier.arrive(other.index(0), count=1)
+        mbarrier.arrive(other.index(0), count=1)
+        turn ^= 1
         score = warpgroup_mma_wait(1, deps=[score])
         score = score * scale + biases.index(stage).load(_columns_of(N))[None, :]
         offset = offsets.index(stage).load(_rows_of(N))
@@ -179,11 +178,10 @@ def _attend(
 def _load_for_forward(
     q, q_tile, q_ready, q_row, q_column, k, k_row, k_column, k_tiles, k_ready, k_free,
     v, v_row, v_column, v_tiles, v_ready, v_free, suffix, suffix_start, biases, running, reference, offsets, first_turn,
-    last_tile, first_tile, TURNS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    last_tile, first_tile, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp of `forward_kernel` that loads. It also takes differences of float64 sums: tensor cores would wait."""
-    if TURNS:
-        mbarrier.arrive(first_turn.index(0), count=1)
+    mbarrier.arrive(first_turn.index(0), count=1)
     nothing = gl.zeros([_ROWS], gl.float32, gl.BlockedLayout([2], [32], [1], [0]))
     mbarrier.expect(q_ready.index(0), q.block_type.nbytes)
     _load_tile(q, [q_row, q_column], q_ready.index(0), q_tile)
@@ -205,7 +203,7 @@ def forward_kernel(
     q, q_0, q_1, q_2, k, k_0, k_1, k_2, v, v_0, v_1, v_2, out_ptr, out_0, out_1, out_2,
     suffix_vector, suffix_ptr, running_ptr, reference_ptr, first_stretch_ptr, log_normaliser_ptr,
     heads, group, num_queries, num_keys, num_stretches, num_blocks, scale,
-    TURNS: gl.constexpr, HEAD_DIM: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Outputs and log-normalisers (nats) of 128 queries; tiles of N = 128 keys."""
     # Long rows of tiles first: what starts last is what is short.
@@ -237,17 +235,17 @@ def forward_kernel(
             (_attend, (
                 q_tile.slice(0, _ROWS), k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free, v_free, turn_0, turn_1,
                 suffix, start_m, before, last_tile, first_tile, scale, out, out_2, log_normaliser,
-                TURNS, HEAD_DIM, N, STAGES,
+                HEAD_DIM, N, STAGES,
             )),
             (_attend, (
                 q_tile.slice(_ROWS, _ROWS), k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free, v_free, turn_1, turn_0,
                 suffix, start_m + _ROWS, before, last_tile, first_tile, scale, out, out_2, log_normaliser,
-                TURNS, HEAD_DIM, N, STAGES,
+                HEAD_DIM, N, STAGES,
             )),
             (_load_for_forward, (
                 q, q_tile, q_ready, q_row, q_column, k, k_row, k_column, k_tiles, k_ready, k_free,
                 v, v_row, v_column, v_tiles, v_ready, v_free, suffix_vector, (z * num_stretches * _STRETCH).to(gl.int32), biases,
-                running, reference, offsets, turn_0, last_tile, first_tile, TURNS, N, STAGES,
+                running, reference, offsets, turn_0, last_tile, first_tile, N, STAGES,
             )),
         ],
         [4, 1],
@@ -602,7 +600,6 @@ TILES = {
     ("key_gradient", 128): (64, 4),
     ("query_gradient", 128): (64, 4),
 }
-TURNS = True
 # Of three warpgroups, one of which is only its loading warp: 65,536 registers by 384 threads, in steps of 8.
 _LAUNCH = {"num_warps": 4, "maxnreg": 168, **FUSED}
 
@@ -617,7 +614,7 @@ def forward(
     forward_kernel[(sizes.blocks * sizes.rows,)](
         *_describe(q, _STRETCH.value), *_describe(k, n), *_describe(v, n), *locate(out), _vector(decay.suffix, n),
         decay.suffix, decay.running, decay.reference, decay.first_stretch, log_normaliser,
-        sizes.heads, sizes.group, *sizes.lengths, sm_scale * LOG2_E, TURNS=TURNS, HEAD_DIM=q.shape[3], N=n, STAGES=stages, **_LAUNCH,
+        sizes.heads, sizes.group, *sizes.lengths, sm_scale * LOG2_E, HEAD_DIM=q.shape[3], N=n, STAGES=stages, **_LAUNCH,
     )  # fmt: skip
     return out, log_normaliser
 

@@ -55,14 +55,14 @@ from forgetting_transformer.ops.forgetting_attention.hopper import (
     _rows_of,
     _scores,
     _start_load,
-    _store,
     _vector,
 )
 from forgetting_transformer.ops.forgetting_attention.layout import FUSED, Decay, Sizes, locate
 
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+_FLOAT_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
 _store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-_DQ = gl.constexpr(64)  # rows and columns of the part of a tile's query gradient that a warpgroup computes
+_STAGES = gl.constexpr(2)  # `_step` counts on there being two
 
 
 @builtin
@@ -115,156 +115,110 @@ def _rounded(x, dtype: gl.constexpr):
 
 @gluon.jit
 def _step(
-    dk, dv, column_sum, score_T, m, stage, phase,
+    dk, dv, column_sum, m, stage, phase,
     k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
-    q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
-    bias, key, before, last, scale,
-    W: gl.constexpr, MASKED: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr,
-    DK_FIRST: gl.constexpr, X: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
+    q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, before, scale,
+    W: gl.constexpr, MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
-    """A tile of queries; keys are rows. """
+    """A tile of queries; keys are rows."""
     column = gl.arange(0, M, _columns_of(M))
     # Zero, which the assembler does not know: addresses that it knew it would keep in registers that are not there.
     zero = stage >> 1
     k_tile, v_tile = k_tiles.index(zero).slice(W * _ROWS, _ROWS), v_tiles.index(zero).slice(W * _ROWS, _ROWS)
-    k_columns = k_tiles.index(zero)
-    if HEAD_DIM == 2 * _DQ:
-        k_columns = k_columns.slice(W * _DQ, _DQ, dim=1)
-    if not AHEAD:
-        mbarrier.wait(q_ready.index(stage), phase)
-        next_score_T = _scores(k_tile, q_tiles.index(stage), M)
+    k_columns, d_score = k_tiles.index(zero), d_score_tiles.index(stage)
+    if HEAD_DIM == 2 * _ROWS:
+        k_columns = k_columns.slice(W * _ROWS, _ROWS, dim=1)
+    if M == 2 * _ROWS:
+        d_score = d_score.slice(W * _ROWS, _ROWS, dim=1)
+
+    mbarrier.wait(q_ready.index(stage), phase)
+    score_T = _scores(k_tile, q_tiles.index(stage), M)
     mbarrier.wait(d_out_ready.index(stage), phase)
     d_weight_T = _scores(v_tile, d_out_tiles.index(stage), M)
-    if not AHEAD:
-        score_T = warpgroup_mma_wait(1, deps=[next_score_T])
+    score_T = warpgroup_mma_wait(1, deps=[score_T])
     shift = bias + shifts.index(stage).load(_rows_of(M))
     normaliser = normalisers.index(stage).load(_columns_of(M))
-    if X & 8:
-        weight_T = score_T * scale + shift[:, None] - normaliser[None, :]
-    else:
-        # In this order: sums that need no scores would be computed early and take registers.
-        weight_T = gl.exp2(score_T * scale - normaliser[None, :] + shift[:, None])
+    # In this order: sums that need no scores would be computed early and take registers.
+    weight_T = gl.exp2(score_T * scale - normaliser[None, :] + shift[:, None])
     if MASKED:
         weight_T = gl.where(key[:, None] <= (m + before + column)[None, :], weight_T, 0.0)
-    if EARLY:
-        p_T = gl.convert_layout(weight_T.to(q_tiles.dtype), _left_operand(HEAD_DIM))
-        if not X & 16:
-            mbarrier.wait(d_out_ready.index(stage), phase)  # for its branch
-        running_dv = warpgroup_mma(p_T, d_out_tiles.index(stage), dv, is_async=True)
-        d_weight_T, weight_T = warpgroup_mma_wait(1, deps=[d_weight_T, weight_T])
-    else:
-        if not X & 16:
-            mbarrier.wait(d_out_ready.index(stage), phase)  # for its branch
-        d_weight_T, weight_T = warpgroup_mma_wait(0, deps=[d_weight_T, weight_T])
+    mbarrier.wait(d_out_ready.index(stage), phase)  # for its branch
+    d_weight_T, weight_T = warpgroup_mma_wait(0, deps=[d_weight_T, weight_T])
     delta = deltas.index(stage).load(_columns_of(M))
     d_score_T = _rounded(weight_T * (d_weight_T - delta[None, :]), q_tiles.dtype)
-    if not EARLY:
-        p_T = gl.convert_layout(weight_T.to(q_tiles.dtype), _left_operand(HEAD_DIM))
+    p_T = gl.convert_layout(weight_T.to(q_tiles.dtype), _left_operand(HEAD_DIM))
+
     # The other warpgroup has read what lay here: it has written to the other place since, which was waited for.
     mbarrier.wait(d_score_free.index(stage), phase ^ 1)
     d_score_tiles.index(stage).slice(W * _ROWS, _ROWS).store(d_score_T)
-    if not EARLY:
-        running_dv = warpgroup_mma(p_T, d_out_tiles.index(stage), dv, is_async=True)
+    running_dv = warpgroup_mma(p_T, d_out_tiles.index(stage), dv, is_async=True)
     fence_async_shared()
     mbarrier.arrive(d_score_ready.index(stage), count=1)
     column_sum += gl.sum(d_score_T.to(gl.float32), 1)
     d_score_T = gl.convert_layout(d_score_T, _left_operand(HEAD_DIM))
-    nothing = gl.zeros([_ROWS, _DQ], gl.float32, _accumulators(_DQ))
-    d_score = d_score_tiles.index(stage)
-    if M == 2 * _ROWS:
-        d_score = d_score.slice(W * _ROWS, _ROWS, dim=1)
-    if DK_FIRST:
-        running_dk = warpgroup_mma(d_score_T, q_tiles.index(stage), dk, is_async=True)
-        mbarrier.wait(d_score_ready.index(stage), phase)
-        running_dq = warpgroup_mma(d_score.permute((1, 0)), k_columns, nothing, use_acc=False, is_async=True)
-    else:
-        mbarrier.wait(d_score_ready.index(stage), phase)
-        running_dq = warpgroup_mma(d_score.permute((1, 0)), k_columns, nothing, use_acc=False, is_async=True)
-        running_dk = warpgroup_mma(d_score_T, q_tiles.index(stage), dk, is_async=True)
-    if AHEAD:
-        # Past the last tile these are scores of whatever lies in that place, and nothing uses them.
-        mbarrier.wait(q_ready.index(1 - stage), phase ^ stage, pred=m + M < last)
-        next_score_T = _scores(k_tile, q_tiles.index(1 - stage), M)
-        dk, dv, dq = warpgroup_mma_wait(1, deps=[running_dk, running_dv, running_dq])
-        mbarrier.arrive(free.index(stage), count=1)
-    elif DK_FIRST:
-        dk, dv, dq = warpgroup_mma_wait(0, deps=[running_dk, running_dv, running_dq])
-        mbarrier.arrive(free.index(stage), count=1)
-    else:
-        dv, dq = warpgroup_mma_wait(1, deps=[running_dv, running_dq])
+    mbarrier.wait(d_score_ready.index(stage), phase)
+    nothing = gl.zeros([_ROWS, _ROWS], gl.float32, _accumulators(_ROWS))
+    running_dq = warpgroup_mma(d_score.permute((1, 0)), k_columns, nothing, use_acc=False, is_async=True)
+    running_dk = warpgroup_mma(d_score_T, q_tiles.index(stage), dk, is_async=True)
+    dv, dq = warpgroup_mma_wait(1, deps=[running_dv, running_dq])
     mbarrier.wait(dq_free.index(0), stage ^ 1)
     dq_tile.store(dq)
     fence_async_shared()
     mbarrier.arrive(dq_ready.index(0), count=1)
-    if AHEAD:
-        score_T = warpgroup_mma_wait(0, deps=[next_score_T])
-    elif not DK_FIRST:
-        dk = warpgroup_mma_wait(0, deps=[running_dk])
-        mbarrier.arrive(free.index(stage), count=1)
-    return dk, dv, column_sum, score_T
+    dk = warpgroup_mma_wait(0, deps=[running_dk])
+    mbarrier.arrive(free.index(stage), count=1)
+    return dk, dv, column_sum
 
 
 @gluon.jit
 def _compute(
     k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
     once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
-    suffix, start_n, before, start, end, scale, sm_scale,
-    dk_ptr, dk_row, dk_column, dv_ptr, dv_row, dv_column, column_sum_ptr,
-    W: gl.constexpr, EARLY: gl.constexpr, AHEAD: gl.constexpr, DK_FIRST: gl.constexpr, X: gl.constexpr,
-    HEAD_DIM: gl.constexpr, M: gl.constexpr,
+    suffix, start_n, before, start, end, scale, sm_scale, dk_tiles, dv_tiles, d_row, d_column, column_sum_ptr,
+    W: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 keys against the tiles of queries that see them, from the diagonal down."""
-    first_row = start_n + W * _ROWS
-    key = first_row + gl.arange(0, _ROWS, _rows_of(M))
+    key = start_n + W * _ROWS + gl.arange(0, _ROWS, _rows_of(M))
     bias = gl.load(suffix + key)
     dk = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
     dv = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
     column_sum = gl.zeros([_ROWS], gl.float32, _rows_of(M))
+    end_diagonal = gl.minimum(start + _STRETCH, end)
 
     if start < end:
         mbarrier.wait(once_ready.index(0), 0)
-        score_T = gl.zeros([_ROWS, M], gl.float32, _accumulators(M))
-        if AHEAD:
-            mbarrier.wait(q_ready.index(0), 0)
-            score_T = warpgroup_mma_wait(0, deps=[_scores(k_tiles.index(0).slice(W * _ROWS, _ROWS), q_tiles.index(0), M)])
-        stage, phase = 0, 0
-        for m in range(start, start + _STRETCH, M):  # the block on the diagonal
-            dk, dv, column_sum, score_T = _step(
-                dk, dv, column_sum, score_T, m, stage, phase,
-                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
-                q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
-                bias, key, before, end, scale,
-                W, True, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
-            )  # fmt: skip
-            stage, phase = _next_stage(stage, phase, 2)
-        for m in range(start + _STRETCH, end, M):
-            dk, dv, column_sum, score_T = _step(
-                dk, dv, column_sum, score_T, m, stage, phase,
-                k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
-                q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free,
-                bias, key, before, end, scale,
-                W, False, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
-            )  # fmt: skip
-            stage, phase = _next_stage(stage, phase, 2)
+    stage, phase = 0, 0
+    for m in range(start, end_diagonal, M):
+        dk, dv, column_sum = _step(
+            dk, dv, column_sum, m, stage, phase,
+            k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
+            q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, before, scale,
+            W, True, HEAD_DIM, M,
+        )  # fmt: skip
+        stage, phase = _next_stage(stage, phase, _STAGES)
+    for m in range(end_diagonal, end, M):
+        dk, dv, column_sum = _step(
+            dk, dv, column_sum, m, stage, phase,
+            k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers, deltas, shifts, d_score_tiles, dq_tile,
+            q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready, dq_free, bias, key, before, scale,
+            W, False, HEAD_DIM, M,
+        )  # fmt: skip
+        stage, phase = _next_stage(stage, phase, _STAGES)
     gl.store(column_sum_ptr + key, column_sum)
-    if X & 32:
-        # Through the place of this warpgroup's values, which only this warpgroup read.
-        place = v_tiles.index(0).slice(W * _ROWS, _ROWS)
-        place.store(dv.to(v_tiles.dtype))
-        fence_async_shared()
-        _barrier()
-        _store_tile(dv_ptr, [dv_row + W * _ROWS, dv_column], place)
-        dk = (dk * sm_scale).to(k_tiles.dtype)
-        tma.store_wait(0)
-        _barrier()
-        place.store(dk)
-        fence_async_shared()
-        _barrier()
-        _store_tile(dk_ptr, [dk_row + W * _ROWS, dk_column], place)
-        tma.store_wait(0)
-    else:
-        _store(dk_ptr, dk_row, first_row, dk * sm_scale, HEAD_DIM)
-        _store(dv_ptr, dv_row, first_row, dv, HEAD_DIM)
+    # Through the place of this warpgroup's values, which no other reads.
+    place = v_tiles.index(0).slice(W * _ROWS, _ROWS)
+    place.store(dv.to(v_tiles.dtype))
+    fence_async_shared()
+    _barrier()
+    _store_tile(dv_tiles, [d_row + W * _ROWS, d_column], place)
+    dk = (dk * sm_scale).to(k_tiles.dtype)
+    tma.store_wait(0)
+    _barrier()
+    place.store(dk)
+    fence_async_shared()
+    _barrier()
+    _store_tile(dk_tiles, [d_row + W * _ROWS, d_column], place)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -272,7 +226,7 @@ def _load(
     k, k_row, k_column, k_tile, v, v_row, v_column, v_tile, once_ready,
     q, q_row, q_column, q_tiles, q_ready, d_out, d_out_row, d_out_column, d_out_tiles, d_out_ready,
     log_normaliser, normalisers, delta, deltas, first_at, running, reference, shifts, free, start_n, start, end,
-    M: gl.constexpr, STAGES: gl.constexpr,
+    M: gl.constexpr,
 ):  # fmt: skip
     """The warp that loads. It also takes differences of float64 sums, for which tensor cores would stand still."""
     here = gl.load(running + start_n // _STRETCH + 1)
@@ -288,16 +242,14 @@ def _load(
         shifts.index(stage).store(nothing + shift)
         _barrier()
         _start_load(q, q_row + m, q_column, log_normaliser, first_at + m, q_tiles, normalisers, q_ready, stage)
-        _start_load(
-            d_out, d_out_row + m, d_out_column, delta, first_at + m, d_out_tiles, deltas, d_out_ready, stage
-        )
-        stage, phase = _next_stage(stage, phase, STAGES)
+        _start_load(d_out, d_out_row + m, d_out_column, delta, first_at + m, d_out_tiles, deltas, d_out_ready, stage)
+        stage, phase = _next_stage(stage, phase, _STAGES)
 
 
 @gluon.jit
 def _sum_rows(
     d_score_tiles, d_score_ready, d_score_free, row_sum_tile, row_sum_ready, row_sum_free, start, end,
-    X: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
+    M: gl.constexpr,
 ):  # fmt: skip
     """Two warps: sums of the gradients of scores of each query over the program's keys."""
     # As a product with ones on the tensor cores: two warps have no time for so many additions.
@@ -317,23 +269,22 @@ def _sum_rows(
         row_sum_tile.store(row_sum)
         fence_async_shared()
         mbarrier.arrive(row_sum_ready.index(0), count=1)
-        stage, phase = _next_stage(stage, phase, STAGES)
+        stage, phase = _next_stage(stage, phase, _STAGES)
 
 
 @gluon.jit
 def _add_in_turn(
     dq, dq_row, dq_tiles, dq_ready_0, dq_free_0, dq_ready_1, dq_free_1,
     row_sum, row_sum_at, row_sum_tile, row_sum_ready, row_sum_free, turns, start_n, before, start, end,
-    X: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr,
+    HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     """The warp that adds to gradients and sums of queries, in turn."""
     phase = 0
     for m in range(start, end, M):
         turn = (m + before) // _STRETCH - start_n // _STRETCH
         at = turns + m // M
-        if not X & 1:
-            while _load_acquire(at) != turn:
-                pass
+        while _load_acquire(at) != turn:
+            pass
         row = dq_row + m
         if M == 2 * _ROWS:
             row_1, column_1 = row + _ROWS, 0
@@ -368,10 +319,10 @@ def _add_in_turn(
 @gluon.jit
 def backward_kernel(
     q, q_0, q_1, q_2, k, k_0, k_1, k_2, v, v_0, v_1, v_2, d_out, d_out_0, d_out_1, d_out_2,
-    dk_ptr, dk_0, dk_1, dk_2, dv_ptr, dv_0, dv_1, dv_2, dq, row_sum,
+    dk, dv, d_0, d_1, d_2, dq, row_sum,
     log_normaliser, delta, suffix_ptr, running_ptr, reference_ptr, end_block_ptr, column_sum_ptr, turns_ptr,
     heads, num_queries, num_keys, num_stretches, num_blocks, scale, sm_scale,
-    EARLY: gl.constexpr, AHEAD: gl.constexpr, DK_FIRST: gl.constexpr, X: gl.constexpr, REGISTERS: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, M: gl.constexpr,
 ):  # fmt: skip
     """Gradients of 128 keys and values and their column sums; its part of gradients of queries and of row sums.
 
@@ -386,14 +337,7 @@ def backward_kernel(
     v_row, v_column = (sequence * v_0 + head * v_1).to(gl.int32) + start_n, (head * v_2).to(gl.int32)
     q_row, q_column = (sequence * q_0 + head * q_1).to(gl.int32), (head * q_2).to(gl.int32)
     d_out_row, d_out_column = (sequence * d_out_0 + head * d_out_1).to(gl.int32), (head * d_out_2).to(gl.int32)
-    if X & 32:
-        dk, dv = dk_ptr, dv_ptr
-        dk_row, dk_column = (sequence * dk_0 + head * dk_1).to(gl.int32) + start_n, (head * dk_2).to(gl.int32)
-        dv_row, dv_column = (sequence * dv_0 + head * dv_1).to(gl.int32) + start_n, (head * dv_2).to(gl.int32)
-    else:
-        dk = dk_ptr + sequence * dk_0 + head * dk_1
-        dv = dv_ptr + sequence * dv_0 + head * dv_1
-        dk_row, dk_column, dv_row, dv_column = dk_2, dk_2, dv_2, dv_2
+    d_row, d_column = (sequence * d_0 + head * d_1).to(gl.int32) + start_n, (head * d_2).to(gl.int32)
     suffix, running = suffix_ptr + z * num_stretches * _STRETCH, running_ptr + z * (num_stretches + 1)
     reference, column_sum = reference_ptr + z * num_blocks, column_sum_ptr + z * num_keys
     first_at = (z * num_queries).to(gl.int32)
@@ -403,16 +347,16 @@ def backward_kernel(
 
     k_tiles = gl.allocate_shared_memory(k.dtype, [1, 2 * _ROWS, HEAD_DIM], k.layout)
     v_tiles = gl.allocate_shared_memory(v.dtype, [1, 2 * _ROWS, HEAD_DIM], v.layout)
-    q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, M, HEAD_DIM], q.layout)
-    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [STAGES, M, HEAD_DIM], d_out.layout)
-    d_score_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, 2 * _ROWS, M], q.layout)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, _ROWS, _DQ], dq.layout)
-    normalisers = gl.allocate_shared_memory(gl.float32, [STAGES, M], log_normaliser.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, M], delta.layout)
-    shifts = gl.allocate_shared_memory(gl.float32, [STAGES, _ROWS], delta.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [_STAGES, M, HEAD_DIM], q.layout)
+    d_out_tiles = gl.allocate_shared_memory(d_out.dtype, [_STAGES, M, HEAD_DIM], d_out.layout)
+    d_score_tiles = gl.allocate_shared_memory(q.dtype, [_STAGES, 2 * _ROWS, M], q.layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, _ROWS, _ROWS], dq.layout)
+    normalisers = gl.allocate_shared_memory(gl.float32, [_STAGES, M], log_normaliser.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [_STAGES, M], delta.layout)
+    shifts = gl.allocate_shared_memory(gl.float32, [_STAGES, _ROWS], delta.layout)
     row_sum_tile = gl.allocate_shared_memory(gl.float32, [M], row_sum.layout)
-    once_ready, q_ready, d_out_ready = _barriers(1, 1), _barriers(STAGES, 1), _barriers(STAGES, 1)
-    free, d_score_ready, d_score_free = _barriers(STAGES, 2), _barriers(STAGES, 2), _barriers(STAGES, 1)
+    once_ready, q_ready, d_out_ready = _barriers(1, 1), _barriers(_STAGES, 1), _barriers(_STAGES, 1)
+    free, d_score_ready, d_score_free = _barriers(_STAGES, 2), _barriers(_STAGES, 2), _barriers(_STAGES, 1)
     dq_ready_0, dq_free_0, dq_ready_1, dq_free_1 = _barriers(1, 1), _barriers(1, 1), _barriers(1, 1), _barriers(1, 1)
     row_sum_ready, row_sum_free = _barriers(1, 1), _barriers(1, 1)
     gl.warp_specialize(
@@ -422,33 +366,33 @@ def backward_kernel(
                 shifts, d_score_tiles, dq_tiles.index(0),
                 once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready_0, dq_free_0,
                 suffix, start_n, before, start, end, scale, sm_scale,
-                dk, dk_row, dk_column, dv, dv_row, dv_column, column_sum, 0, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
+                dk, dv, d_row, d_column, column_sum, 0, HEAD_DIM, M,
             )),
             (_compute, (
                 k_tiles, v_tiles, q_tiles, d_out_tiles, normalisers,
                 deltas, shifts, d_score_tiles, dq_tiles.index(1),
                 once_ready, q_ready, d_out_ready, free, d_score_ready, d_score_free, dq_ready_1, dq_free_1,
                 suffix, start_n, before, start, end, scale, sm_scale,
-                dk, dk_row, dk_column, dv, dv_row, dv_column, column_sum, 1, EARLY, AHEAD, DK_FIRST, X, HEAD_DIM, M,
+                dk, dv, d_row, d_column, column_sum, 1, HEAD_DIM, M,
             )),
             (_load, (
                 k, k_row, k_column, k_tiles.index(0), v, v_row, v_column, v_tiles.index(0), once_ready,
                 q, q_row, q_column, q_tiles, q_ready, d_out, d_out_row, d_out_column, d_out_tiles, d_out_ready,
                 log_normaliser, normalisers, delta, deltas, first_at, running, reference, shifts, free,
-                start_n, start, end, M, STAGES,
+                start_n, start, end, M,
             )),
             (_add_in_turn, (
                 dq, first_at, dq_tiles, dq_ready_0, dq_free_0, dq_ready_1, dq_free_1,
                 row_sum, first_at, row_sum_tile, row_sum_ready, row_sum_free, turns, start_n, before, start, end,
-                X, HEAD_DIM, M,
+                HEAD_DIM, M,
             )),
             (_sum_rows, (
                 d_score_tiles, d_score_ready, d_score_free, row_sum_tile, row_sum_ready, row_sum_free, start, end,
-                X, M, STAGES,
+                M,
             )),
         ],
         [4, 1, 1, 2],
-        [REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS, 504 - 2 * REGISTERS],
+        [232, 40, 40, 40],
     )  # fmt: skip
 
 
@@ -464,35 +408,32 @@ def finish_kernel(
     tl.store(at, (total * sm_scale).to(dq_ptr.dtype.element_ty))
 
 
-#: (kernel, head dimension): options of `backward_kernel`, measured on an H200.
-TILES = {
-    ("backward", 64): {"M": 128, "STAGES": 2, "EARLY": False, "AHEAD": False, "DK_FIRST": False, "X": 32, "REGISTERS": 232},
-    ("backward", 128): {"M": 64, "STAGES": 2, "EARLY": False, "AHEAD": False, "DK_FIRST": False, "X": 32, "REGISTERS": 232},
-}
+#: (kernel, head dimension): queries of a tile (docs/lab_notebook.md).
+TILES = {("backward", 64): 128, ("backward", 128): 64}
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor, decay: Decay, sizes: Sizes,
-    sm_scale: float, dq: Tensor, dk: Tensor, dv: Tensor, row_sum: Tensor, column_sum: Tensor,
-) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
-    """Write gradients and sums; None where heads share keys."""
+    sm_scale: float, turns: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, row_sum: Tensor, column_sum: Tensor,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """Write gradients and sums, and return them; None where heads share keys.
+
+    Args:
+        log_normaliser, delta, turns: as `delta_kernel` wrote them.
+    """
     if sizes.group > 1:
         return None
-    head_dim = q.shape[3]
-    options = TILES["backward", head_dim]
-    m = options["M"]
+    head_dim, m = q.shape[3], TILES["backward", q.shape[3]]
     total = torch.empty(sizes.rows * sizes.queries, head_dim, dtype=torch.float32, device=q.device)
-    turns = torch.zeros(1 + sizes.rows * (sizes.queries // m), dtype=torch.int32, device=q.device)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    total_tiles = TensorDescriptor(total, list(total.shape), [head_dim, 1], [_ROWS.value, _DQ.value], layout)
+    total_tiles = TensorDescriptor(total, list(total.shape), [head_dim, 1], [_ROWS.value] * 2, _FLOAT_TILE)
     backward_kernel[(sizes.stretches * sizes.rows,)](
         *_describe(q, m), *_describe(k, _STRETCH.value), *_describe(v, _STRETCH.value), *_describe(d_out, m),
-        *(_describe(dk, _ROWS.value) if options["X"] & 32 else locate(dk)),
-        *(_describe(dv, _ROWS.value) if options["X"] & 32 else locate(dv)), total_tiles, _vector(row_sum, m), _vector(log_normaliser, m), _vector(delta, m),
+        _describe(dk, _ROWS.value)[0], *_describe(dv, _ROWS.value), total_tiles, _vector(row_sum, m),
+        _vector(log_normaliser, m), _vector(delta, m),
         decay.suffix, decay.running, decay.reference, decay.end_block, column_sum, turns,
-        sizes.heads, *sizes.lengths, sm_scale * LOG2_E, sm_scale, HEAD_DIM=head_dim, **options, **_LAUNCH,
+        sizes.heads, *sizes.lengths, sm_scale * LOG2_E, sm_scale, HEAD_DIM=head_dim, M=m, **_LAUNCH,
     )  # fmt: skip
     finish_kernel[(sizes.queries // _STRETCH.value, sizes.rows)](
         total, *locate(dq), sizes.heads, sizes.queries, sm_scale, HEAD_DIM=head_dim, ROWS=_STRETCH.value, **FUSED
     )
-    return dq, dk, dv
+    return dq, dk, dv, row_sum, column_sum

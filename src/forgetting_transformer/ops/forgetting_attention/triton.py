@@ -225,9 +225,10 @@ def _backward(
         positions = torch.arange(sizes.keys, dtype=torch.int32, device=q.device).expand(sizes.batch, -1).contiguous()
         end_query = torch.searchsorted(first_key.contiguous(), positions, right=True, out_int32=True)
     delta, shifted = torch.empty_like(log_normaliser), torch.empty_like(log_normaliser)
+    turns = torch.empty(1 + 2 * sizes.rows * sizes.blocks, dtype=torch.int32, device=q.device)
     delta_kernel[(sizes.blocks * sizes.rows,)](
         *locate(out), *locate(d_out), log_normaliser, d_log_normaliser.contiguous(),
-        suffix, running, reference, delta, shifted, sizes.heads, *sizes.lengths,
+        suffix, running, reference, delta, shifted, turns, sizes.heads, *sizes.lengths,
         HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3], STRETCH=STRETCH, **FUSED,
     )  # fmt: skip
 
@@ -237,7 +238,7 @@ def _backward(
     inputs, scales = (q, k, v, d_out), (sm_scale * LOG2_E, sm_scale)
     decay = Decay(suffix, running, reference, first_stretch, end_block)
     rows = shifted, delta, decay, sizes, sm_scale
-    if _on_hopper("backward", inputs, first_key, *rows, dq, dk, dv, row_sum, column_sum) is None:
+    if _on_hopper("backward", inputs, first_key, *rows, turns, dq, dk, dv, row_sum, column_sum) is None:
         if _on_hopper("key_gradient", inputs, first_key, *rows, dk, dv, column_sum) is None:
             tiles = _tiles("key_gradient", inputs, first_key)
             (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
