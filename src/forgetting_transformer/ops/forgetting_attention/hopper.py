@@ -39,11 +39,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
-from forgetting_transformer.ops.forgetting_attention.layout import FUSED, Decay, Sizes, empty_heads_like, locate
+from forgetting_transformer.ops.forgetting_attention.layout import (
+    FUSED,
+    Decay,
+    Sizes,
+    empty_heads_like,
+    flattened,
+    locate,
+)
 
 # The copy engine's load of a tile, by the name that the installed Triton has for it; both take the same arguments.
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_VECTOR = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 _STRETCH = gl.constexpr(128)
 _ROWS = gl.constexpr(64)  # of a warpgroup
 
@@ -652,12 +661,10 @@ def query_gradient(
 
 def _describe(x: Tensor, rows: int) -> tuple[TensorDescriptor, int, int, int]:
     """As `locate` with a descriptor, which here also says how tiles lie in shared memory."""
-    descriptor, *numbers = locate(x, rows, True)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(x, descriptor.shape, descriptor.strides, descriptor.block_shape, layout), *numbers
+    shape, numbers = flattened(x.shape, x.stride())
+    return TensorDescriptor(x, [*shape], [x.stride(2), 1], [rows, x.shape[3]], _TILE), *numbers
 
 
 def _vector(x: Tensor, length: int) -> TensorDescriptor:
     """A float32 tensor as one long vector, of which that much is loaded at a time."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    return TensorDescriptor(x, [x.numel()], [1], [length], layout)
+    return TensorDescriptor(x, [x.numel()], [1], [length], _VECTOR)

@@ -27,7 +27,7 @@ def on_device_of_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def on_device(x: Tensor, *args: Any, **options: Any) -> Any:
-        if not x.is_cuda:
+        if not x.is_cuda or x.device.index == torch.cuda.current_device():
             return function(x, *args, **options)
         with torch.cuda.device(x.device):
             return function(x, *args, **options)
@@ -94,24 +94,39 @@ def locate(x: Tensor, block: int = 0, tma: bool = False) -> tuple[Any, int, int,
     """A tensor `(B, H, T, D)` and the three numbers that locate a head in it: see `kernels.py`."""
     if not tma:
         return x, x.stride(0), x.stride(1), x.stride(2)
-    batch, heads, length, head_dim = x.shape
-    per_row = x.stride(2)
-    if _heads_within_rows(x):
-        shape, numbers = [batch * length, heads * x.stride(1)], (length, 0, x.stride(1))
-    else:
-        shape, numbers = [batch * heads * length, head_dim], (heads * length, length, 0)
-    return TensorDescriptor(x, shape, [per_row, 1], [block, head_dim]), *numbers
+    shape, numbers = flattened(x.shape, x.stride())
+    return TensorDescriptor(x, [*shape], [x.stride(2), 1], [block, x.shape[3]]), *numbers
 
 
-def _heads_within_rows(x: Tensor) -> bool:
+# Launching takes the host as long as short sequences take the GPU, so what depends on shapes alone is kept.
+@functools.lru_cache(maxsize=256)
+def flattened(
+    size: tuple[int, ...], stride: tuple[int, ...]
+) -> tuple[tuple[int, int], tuple[int, int, int]]:  # fmt: skip
+    """The two dimensions of a descriptor of a tensor of this size and stride, and the numbers that locate a head."""
+    batch, heads, length, head_dim = size
+    if _heads_within_rows(size, stride):
+        return (batch * length, heads * stride[1]), (length, 0, stride[1])
+    return (batch * heads * length, head_dim), (heads * length, length, 0)
+
+
+def _heads_within_rows(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether a row of memory holds all heads of a position: `(B, T, H, D)`, or a slice of several such tensors."""
-    batch, heads, length, head_dim = x.shape
-    fits = head_dim <= x.stride(1) and heads * x.stride(1) <= x.stride(2)
-    return fits and (batch == 1 or x.stride(0) == length * x.stride(2))
+    batch, heads, length, head_dim = size
+    fits = head_dim <= stride[1] and heads * stride[1] <= stride[2]
+    return fits and (batch == 1 or stride[0] == length * stride[2])
 
 
 def fits_descriptor(x: Tensor) -> bool:
     """Whether one two-dimensional descriptor reaches all heads, whole tiles at a time."""
-    if x.shape[2] % STRETCH or x.data_ptr() % 16 or any(s * x.element_size() % 16 for s in x.stride()[:3]):
+    return x.data_ptr() % 16 == 0 and _fits(x.shape, x.stride(), x.element_size())
+
+
+@functools.lru_cache(maxsize=256)
+def _fits(size: tuple[int, ...], stride: tuple[int, ...], element_size: int) -> bool:
+    if size[2] % STRETCH or any(s * element_size % 16 for s in stride[:3]):
         return False
-    return _heads_within_rows(x) or x.is_contiguous()
+    _, heads, length, head_dim = size
+    contiguous = (heads * length * head_dim, length * head_dim, head_dim, 1)
+    strides_agree = (n == 1 or a == b for n, a, b in zip(size, stride, contiguous, strict=True))
+    return _heads_within_rows(size, stride) or all(strides_agree)
