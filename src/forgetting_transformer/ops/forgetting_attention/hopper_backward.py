@@ -401,8 +401,9 @@ def finish_kernel(
     sum_ptr, dq_ptr, dq_0, dq_1, dq_2, heads, num_queries, sm_scale, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr
 ):
     """Gradients of queries from their float32 sums `(Z, M, D)`."""
-    z = tl.program_id(1).to(tl.int64)
-    row, channel = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
+    num_blocks = num_queries // ROWS
+    z = (tl.program_id(0) // num_blocks).to(tl.int64)
+    row, channel = tl.program_id(0) % num_blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
     total = tl.load(sum_ptr + z * num_queries * HEAD_DIM + row[:, None] * HEAD_DIM + channel[None, :])
     at = dq_ptr + (z // heads) * dq_0 + (z % heads) * dq_1 + row[:, None] * (z * 0 + dq_2) + channel[None, :]
     tl.store(at, (total * sm_scale).to(dq_ptr.dtype.element_ty))
@@ -433,7 +434,7 @@ def backward(
         decay.suffix, decay.running, decay.reference, decay.end_block, column_sum, turns,
         sizes.heads, *sizes.lengths, sm_scale * LOG2_E, sm_scale, HEAD_DIM=head_dim, M=m, **_LAUNCH,
     )  # fmt: skip
-    finish_kernel[(sizes.queries // _STRETCH.value, sizes.rows)](
+    finish_kernel[(sizes.blocks * sizes.rows,)](
         total, *locate(dq), sizes.heads, sizes.queries, sm_scale, HEAD_DIM=head_dim, ROWS=_STRETCH.value, **FUSED
     )
     return dq, dk, dv, row_sum, column_sum
