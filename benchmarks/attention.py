@@ -16,6 +16,9 @@ the heads, from 4 to 10^6 tokens. `one`: nothing is forgotten, so nothing can be
 the `weights` of QK-norm, one for each head, or from the norms in each `tile`. `skipped` is the share of skipped blocks
 of 128 × 128 pairs. `search` is the share of time that bounds, sums of gates and the choice of blocks take.
 
+Forgetting attention has two more columns, of both passes together: `graph`, replayed from a CUDA graph, and `queued`, 24
+calls that the host launches one after the other, by its clock.
+
 Times are medians of --repeats runs measured with device events, forward and backward apart. Pruned attention ends
 before Python has launched the next kernel, so runs of the second table are replayed from CUDA graphs.
 
@@ -28,6 +31,7 @@ import itertools
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +42,7 @@ from record import Record, RecordError, add_options, device_name
 
 SHAPES = ["1,16384,24,64", "1,16384,12,128", "1,65536,24,64", "8,2048,24,64"]
 PRUNE_SHAPES = ["1,16384,24,64", "8,2048,24,64"]
-BASELINES = ("cudnn", "flash", "fla", "triton", "pytorch")
+BASELINES = ("cudnn", "flash", "flash4", "fla", "triton", "pytorch")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -159,6 +163,16 @@ def measure_shape(
         kernels["cuDNN, no gate"] = (sdpa(SDPBackend.CUDNN_ATTENTION), [q, k, v])
     if "flash" in args.baselines:
         kernels["FlashAttention-2, no gate"] = (sdpa(SDPBackend.FLASH_ATTENTION), [q, k, v])
+    if "flash4" in args.baselines:
+        from flash_attn.cute import flash_attn_func
+
+        def flash4(q, k, v, deterministic):
+            out = flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
+            return out[0] if isinstance(out, tuple) else out
+
+        for name, deterministic in (("reproducible", True), ("not reproducible", False)):
+            attend = functools.partial(flash4, deterministic=deterministic)
+            kernels[f"FlashAttention-4, {name}, no gate"] = (attend, [q, k, v])
     if "fla" in args.baselines:
         from fla.ops.forgetting_attn import parallel_forgetting_attn
 
@@ -174,7 +188,9 @@ def measure_shape(
     def measure(name: str) -> dict[str, float]:
         with backends.without("attention", *left_out.get(name, ())):
             forward, backward = time_both_ways(*kernels[name], args.repeats)
-        return {"forward_ms": forward, "backward_ms": backward, "tflops": 3.5 * flops / (forward + backward) / 1e9}
+            launched = time_launched(*ours, args.repeats) if name == "forgetting attention" else {}
+        tflops = 3.5 * flops / (forward + backward) / 1e9
+        return {"forward_ms": forward, "backward_ms": backward, "tflops": tflops, **launched}
 
     for name in kernels:
         yield record.row({"table": "kernels", "shape": shape, "kernel": name}, functools.partial(measure, name))
@@ -196,6 +212,28 @@ def time_replayed(attend: Callable[..., Any], inputs: list[Any], repeats: int) -
 
     times = [replayed_ms(function, repeats) for function in (forward, both)]
     return times[0], times[1] - times[0]
+
+
+def time_launched(attend: Callable[..., Any], inputs: list[Any], repeats: int) -> dict[str, float]:
+    """Milliseconds of both passes, replayed from a graph, and launched by the host 24 times."""
+    import torch
+
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    d_out = torch.randn_like(inputs[0])
+
+    def both() -> Any:
+        return torch.autograd.grad(attend(*leaves), leaves, d_out)
+
+    graph = replayed_ms(both, repeats)
+    calls, times = 24, []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            both()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) / calls * 1e3)
+    return {"graph_ms": graph, "queued_ms": statistics.median(times)}
 
 
 def measure_pruning(shape: tuple[int, int, int, int], repeats: int, record: Record) -> Iterator[dict[str, Any]]:
@@ -258,7 +296,7 @@ def time_search(q: Any, k: Any, log_fgate: Any, threshold: Any, is_bounded: bool
     return replayed_ms(search, repeats)
 
 
-KERNELS_HEADER = "| B,T,H,D | kernel | forward ms | backward ms | both TFLOP/s |\n|---|---|---|---|---|"
+KERNELS_HEADER = "| B,T,H,D | kernel | forward ms | backward ms | both TFLOP/s | graph ms | queued ms |\n|---|---|---|---|---|---|---|"
 PRUNING_HEADER = (
     "| B,T,H,D | gates | bounds | full ms | pruned ms | speed-up | skipped | search |\n"
     "|---|---|---|---|---|---|---|---|"
@@ -268,7 +306,8 @@ PRUNING_HEADER = (
 def describe_kernel(row: dict[str, Any]) -> str:
     shape = ",".join(str(n) for n in row["shape"])
     times = f"{row['forward_ms']:.2f} | {row['backward_ms']:.2f}"
-    return f"| {shape} | {row['kernel']} | {times} | {row['tflops']:.0f} |"
+    launched = " | ".join(f"{row[key]:.2f}" if key in row else "" for key in ("graph_ms", "queued_ms"))
+    return f"| {shape} | {row['kernel']} | {times} | {row['tflops']:.0f} | {launched} |"
 
 
 def describe_pruning(row: dict[str, Any]) -> str:

@@ -262,8 +262,10 @@ def attention_kernels(results: Results) -> str:
                 rows.append([
                     shape, kernel, row["triton"] if needs_triton else "", f"{row['forward_ms']:.2f}",
                     f"{row['backward_ms']:.2f}", f"{row['tflops']:.0f}",
+                    *(_optional(row.get(key), lambda ms: f"{ms:.2f}") for key in ("graph_ms", "queued_ms")),
                 ])  # fmt: skip
-    return table(["B,T,H,D", "kernel", "Triton", "forward ms", "backward ms", "both TFLOP/s"], rows)
+    names = ["B,T,H,D", "kernel", "Triton", "forward ms", "backward ms", "both TFLOP/s", "graph ms", "queued ms"]
+    return table(names, rows)
 
 
 def attention_pruning(results: Results) -> str:
