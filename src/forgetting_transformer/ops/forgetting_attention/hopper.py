@@ -14,11 +14,13 @@ N / 4. At D = 128:
     key gradient     scores 32 (64 queries), d weights 32, both in 16 bits 32, dk and dv 128; keys 64 KiB, 4 stages 128
                      KiB
 Row vectors that vary along a tile's columns come through shared memory too, for in registers they would take N / 4
-each.
+each. The loading warp also subtracts running sums in float64, which would wait for products in the other warps.
+Heads that do not share keys have their gradients from `hopper_backward.py`, in one pass.
 
-Two things about the assembler that no result shows, only its log and its machine code:
+Three things about the assembler that no result shows, only its log and its machine code:
 - It moves arithmetic across waits for products, not across branches. Before such a wait stands a wait for a barrier
   that was passed long ago, for the sake of its branch.
+- It keeps addresses that it knows in registers, dozens of them: `hopper_backward.py` hides one.
 - Accumulators that are zeroed beside a product in flight make it run all products one by one. First tiles are therefore
   apart: their product does not add to accumulators but sets them.
 
