@@ -27,7 +27,7 @@ def on_device_of_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def on_device(x: Tensor, *args: Any, **options: Any) -> Any:
-        if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        if not x.is_cuda:
             return function(x, *args, **options)
         with torch.cuda.device(x.device):
             return function(x, *args, **options)
