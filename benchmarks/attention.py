@@ -16,8 +16,8 @@ the heads, from 4 to 10^6 tokens. `one`: nothing is forgotten, so nothing can be
 the `weights` of QK-norm, one for each head, or from the norms in each `tile`. `skipped` is the share of skipped blocks
 of 128 × 128 pairs. `search` is the share of time that bounds, sums of gates and the choice of blocks take.
 
-Forgetting attention has two more columns, of both passes together: `graph`, replayed from a CUDA graph, and `queued`, 24
-calls that the host launches one after the other, by its clock.
+Forgetting attention has two more columns, of both passes together: `graph`, replayed from a CUDA graph, and `queued`,
+24 calls that the host launches one after the other, by its clock.
 
 Times are medians of --repeats runs measured with device events, forward and backward apart. Pruned attention ends
 before Python has launched the next kernel, so runs of the second table are replayed from CUDA graphs.
@@ -296,7 +296,10 @@ def time_search(q: Any, k: Any, log_fgate: Any, threshold: Any, is_bounded: bool
     return replayed_ms(search, repeats)
 
 
-KERNELS_HEADER = "| B,T,H,D | kernel | forward ms | backward ms | both TFLOP/s | graph ms | queued ms |\n|---|---|---|---|---|---|---|"
+KERNELS_HEADER = (
+    "| B,T,H,D | kernel | forward ms | backward ms | both TFLOP/s | graph ms | queued ms |\n"
+    "|---|---|---|---|---|---|---|"
+)
 PRUNING_HEADER = (
     "| B,T,H,D | gates | bounds | full ms | pruned ms | speed-up | skipped | search |\n"
     "|---|---|---|---|---|---|---|---|"

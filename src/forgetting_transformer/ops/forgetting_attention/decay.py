@@ -35,8 +35,8 @@ def stretch_kernel(
     heads, num_queries, num_keys, num_stretches, minimum,
     HAS_FIRST: tl.constexpr, STRETCH: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sums within CHUNK stretches: writes `suffix (Z, S·128)` float32, and each stretch's sum to `running (Z, S + 1)`, one
-    place to the right, where `running_kernel` adds them up."""
+    """Sums within CHUNK stretches: writes `suffix (Z, S·128)` float32, and each stretch's sum to `running (Z, S + 1)`,
+    one place to the right, where `running_kernel` adds them up."""
     num_chunks = tl.cdiv(num_stretches, CHUNK)
     z = (tl.program_id(0) // num_chunks).to(tl.int64)
     gates = log_fgate_ptr + (z // heads) * per_sequence + (z % heads) * per_head
@@ -67,8 +67,9 @@ def bound_kernel(
     heads, group, num_queries, num_keys, num_stretches, num_blocks, scale,
     HAS_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """For the block of queries and the stretch of keys with this number: the largest norm of a query times the scale of scores
-    and the least score of a query with itself `(Z, Q)`, and the largest norm of a key `(Z, S)`; base 2, float32."""
+    """For the block of queries and the stretch of keys with this number: the largest norm of a query times the scale
+    of scores and the least score of a query with itself `(Z, Q)`, and the largest norm of a key `(Z, S)`; base 2,
+    float32."""
     part = tl.program_id(0) % tl.maximum(num_stretches, num_blocks)
     z = (tl.program_id(0) // tl.maximum(num_stretches, num_blocks)).to(tl.int64)
     q = q_ptr + (z // heads) * q_0 + (z % heads) * q_1
@@ -218,8 +219,9 @@ def delta_kernel(
     heads, num_queries, num_keys, num_stretches, num_blocks,
     HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, STRETCH: tl.constexpr,
 ):  # fmt: skip
-    """For a block of queries: Σ_d out·d_out less the log-normaliser's gradient, which the gradients of scores subtract, and
-    the log-normaliser in base 2 as measured from the block's reference, for a query that sees nothing +inf.
+    """For a block of queries: Σ_d out·d_out less the log-normaliser's gradient, which the gradients of scores
+    subtract, and the log-normaliser in base 2 as measured from the block's reference, for a query that sees nothing
+    +inf.
 
     Also zeroes `turns`, a counter of tickets and then two of turns for each block `(Z, Q, 2)`, int32.
     """

@@ -129,8 +129,8 @@ def _attend(
 ):  # fmt: skip
     """A warpgroup of `forward_kernel`: 64 queries against tiles of keys, from the diagonal to the left.
 
-    While a tile is exponentiated, the product of the weights and values of the tile before runs. The two warpgroups take
-    turns at starting products, so that one exponentiates while the other's products run.
+    While a tile is exponentiated, the product of the weights and values of the tile before runs. The two warpgroups
+    take turns at starting products, so that one exponentiates while the other's products run.
     """
     position = first_row + before + gl.arange(0, _ROWS, _rows_of(N))
     key = last_tile * N + gl.arange(0, N, _columns_of(N))
@@ -244,18 +244,21 @@ def forward_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                q_tile.slice(0, _ROWS), k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free, v_free, turn_0, turn_1,
+                q_tile.slice(0, _ROWS), k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free, v_free,
+                turn_0, turn_1,
                 suffix, start_m, before, last_tile, first_tile, scale, out, out_2, log_normaliser,
                 HEAD_DIM, N, STAGES,
             )),
             (_attend, (
-                q_tile.slice(_ROWS, _ROWS), k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free, v_free, turn_1, turn_0,
+                q_tile.slice(_ROWS, _ROWS), k_tiles, v_tiles, biases, offsets, q_ready, k_ready, v_ready, k_free,
+                v_free, turn_1, turn_0,
                 suffix, start_m + _ROWS, before, last_tile, first_tile, scale, out, out_2, log_normaliser,
                 HEAD_DIM, N, STAGES,
             )),
             (_load_for_forward, (
                 q, q_tile, q_ready, q_row, q_column, k, k_row, k_column, k_tiles, k_ready, k_free,
-                v, v_row, v_column, v_tiles, v_ready, v_free, suffix_vector, (z * num_stretches * _STRETCH).to(gl.int32), biases,
+                v, v_row, v_column, v_tiles, v_ready, v_free, suffix_vector,
+                (z * num_stretches * _STRETCH).to(gl.int32), biases,
                 running, reference, offsets, turn_0, last_tile, first_tile, N, STAGES,
             )),
         ],
@@ -399,7 +402,8 @@ def query_gradient_kernel(
             )),
             (_query_gradient, (
                 q_tile.slice(_ROWS, _ROWS), d_out_tile.slice(_ROWS, _ROWS), k_tiles, v_tiles, once_ready,
-                k_ready, v_ready, k_free, v_free, suffix, running, reference, start_m + _ROWS, before, last_tile, first_tile,
+                k_ready, v_ready, k_free, v_free, suffix, running, reference, start_m + _ROWS, before, last_tile,
+                first_tile,
                 scale, sm_scale, dq, dq_2, log_normaliser, delta, row_sum, HEAD_DIM, N, STAGES,
             )),
             (_load_for_query_gradient, (
@@ -415,7 +419,8 @@ def query_gradient_kernel(
 
 @gluon.jit
 def _key_gradient_span(
-    dk, dv, column_sum, stage, phase, k_tile, v_tile, q_tiles, d_out_tiles, normalisers, deltas, q_ready, d_out_ready, free,
+    dk, dv, column_sum, stage, phase, k_tile, v_tile, q_tiles, d_out_tiles, normalisers, deltas, q_ready, d_out_ready,
+    free,
     bias, here, reference, key, before, start, end, scale,
     MASKED: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -455,7 +460,7 @@ def _key_gradient(
     dk_ptr, dk_row, dv_ptr, dv_row,
     GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup of `key_gradient_kernel`: 64 keys against the tiles of queries that see them, from the diagonal down."""
+    """A warpgroup of `key_gradient_kernel`: 64 keys against the tiles of queries that see them, diagonal first."""
     key = first_row + gl.arange(0, _ROWS, _rows_of(M))
     column = gl.arange(0, M, _columns_of(M))
     dk = gl.zeros([_ROWS, HEAD_DIM], gl.float32, _accumulators(HEAD_DIM))
@@ -498,7 +503,8 @@ def _key_gradient(
         )  # fmt: skip
         dk, dv, column_sum, stage, phase = _key_gradient_span(
             dk, dv, column_sum, stage, phase, k_tile, v_tile, q_tiles, d_out_tiles, normalisers, deltas,
-            q_ready, d_out_ready, free, bias, here, reference, key, before, gl.maximum(start + M, end_diagonal), end, scale,
+            q_ready, d_out_ready, free, bias, here, reference, key, before, gl.maximum(start + M, end_diagonal), end,
+            scale,
             False, HEAD_DIM, M, STAGES,
         )  # fmt: skip
         gl.store(column_sum_ptr + z * num_keys + key, column_sum)
@@ -511,7 +517,8 @@ def _load_for_key_gradient(
     k, k_row, k_column, k_tile, v, v_row, v_column, v_tile, once_ready,
     q, q_row, q_column, q_per_head, q_last, q_tiles, q_ready,
     d_out, d_out_row, d_out_column, d_out_per_head, d_out_last, d_out_tiles, d_out_ready,
-    log_normaliser, normalisers, delta, deltas, free, end_block_ptr, start_n, before, first_z, num_queries, num_stretches,
+    log_normaliser, normalisers, delta, deltas, free, end_block_ptr, start_n, before, first_z, num_queries,
+    num_stretches,
     GROUP: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The warp of `key_gradient_kernel` that loads."""
@@ -579,14 +586,17 @@ def key_gradient_kernel(
         [
             (_key_gradient, (
                 k_tile.slice(0, _ROWS), v_tile.slice(0, _ROWS), q_tiles, d_out_tiles, normalisers, deltas,
-                once_ready, q_ready, d_out_ready, free, suffix_ptr, running_ptr, reference_ptr, end_block_ptr, column_sum_ptr,
+                once_ready, q_ready, d_out_ready, free, suffix_ptr, running_ptr, reference_ptr, end_block_ptr,
+                column_sum_ptr,
                 start_n, start_n, before, first_z, num_queries, num_keys, num_stretches, num_blocks, scale, sm_scale,
                 dk, dk_2, dv, dv_2, GROUP, HEAD_DIM, M, STAGES,
             )),
             (_key_gradient, (
                 k_tile.slice(_ROWS, _ROWS), v_tile.slice(_ROWS, _ROWS), q_tiles, d_out_tiles, normalisers, deltas,
-                once_ready, q_ready, d_out_ready, free, suffix_ptr, running_ptr, reference_ptr, end_block_ptr, column_sum_ptr,
-                start_n, start_n + _ROWS, before, first_z, num_queries, num_keys, num_stretches, num_blocks, scale, sm_scale,
+                once_ready, q_ready, d_out_ready, free, suffix_ptr, running_ptr, reference_ptr, end_block_ptr,
+                column_sum_ptr,
+                start_n, start_n + _ROWS, before, first_z, num_queries, num_keys, num_stretches, num_blocks, scale,
+                sm_scale,
                 dk, dk_2, dv, dv_2, GROUP, HEAD_DIM, M, STAGES,
             )),
             (_load_for_key_gradient, (
@@ -640,7 +650,8 @@ def key_gradient(
         *_describe(q, m), *_describe(k, _STRETCH.value), *_describe(v, _STRETCH.value), *_describe(d_out, m),
         *locate(dk), *locate(dv), _vector(log_normaliser, m), _vector(delta, m),
         decay.suffix, decay.running, decay.reference, decay.end_block, column_sum,
-        sizes.heads, *sizes.lengths, sm_scale * LOG2_E, sm_scale, GROUP=sizes.group, HEAD_DIM=q.shape[3], M=m, STAGES=stages,
+        sizes.heads, *sizes.lengths, sm_scale * LOG2_E, sm_scale, GROUP=sizes.group, HEAD_DIM=q.shape[3], M=m,
+        STAGES=stages,
         **_LAUNCH,
     )  # fmt: skip
     return dk, dv, column_sum
@@ -653,7 +664,8 @@ def query_gradient(
     """Write dq and row sums, and return them; `log_normaliser` and `delta` as `delta_kernel` wrote them."""
     n, stages = TILES["query_gradient", q.shape[3]]
     query_gradient_kernel[(sizes.blocks * sizes.rows,)](
-        *_describe(q, _STRETCH.value), *_describe(k, n), *_describe(v, n), *_describe(d_out, _STRETCH.value), *locate(dq),
+        *_describe(q, _STRETCH.value), *_describe(k, n), *_describe(v, n), *_describe(d_out, _STRETCH.value),
+        *locate(dq),
         log_normaliser, delta, decay.suffix, decay.running, decay.reference, decay.first_stretch, row_sum,
         sizes.heads, sizes.group, *sizes.lengths, sm_scale * LOG2_E, sm_scale, HEAD_DIM=q.shape[3], N=n, STAGES=stages,
         **_LAUNCH,

@@ -31,7 +31,8 @@ def _load(
     RAGGED: tl.constexpr, HAS_LOWEST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows start, … of a head `(BLOCK, HEAD_DIM)`: zeros from row `end` on if RAGGED, before row `lowest` if HAS_LOWEST.
+    """Rows start, … of a head `(BLOCK, HEAD_DIM)`: zeros from row `end` on if RAGGED, before row `lowest` if
+    HAS_LOWEST.
 
     Descriptors are for lengths that are whole tiles and queries that see every earlier key, and need neither.
     """
@@ -76,7 +77,8 @@ def _visible(query, key, first_key, num_keys, HAS_FIRST: tl.constexpr):
 def _forward_span(
     acc, maximum, total, q, k, k_row, k_last, v, v_row, v_last, suffix, running, reference, query, first_key, lowest,
     start, stop, num_keys, zero, scale,
-    MASKED: tl.constexpr, HAS_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, HAS_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     STRETCH: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the tiles of keys from start to stop."""
@@ -108,7 +110,8 @@ def forward_kernel(
     q_ptr, q_0, q_1, q_2, k_ptr, k_0, k_1, k_2, v_ptr, v_0, v_1, v_2, out_ptr, out_0, out_1, out_2,
     suffix_ptr, running_ptr, reference_ptr, first_stretch_ptr, first_key_ptr, log_normaliser_ptr,
     heads, group, num_queries, num_keys, num_stretches, num_blocks, scale,
-    HAS_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     STRETCH: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Outputs and log-normalisers (nats) of a tile of queries."""
@@ -145,7 +148,8 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     if HAS_FIRST:
         acc, maximum, total = _forward_span(
-            acc, maximum, total, q_tile, k, k_row, k_last, v, v_row, v_last, suffix, running, reference, query, first_key,
+            acc, maximum, total, q_tile, k, k_row, k_last, v, v_row, v_last, suffix, running, reference, query,
+            first_key,
             lowest, start, first_full, num_keys, zero, scale,
             True, HAS_FIRST, HEAD_DIM, CHANNELS, BLOCK_N, STRETCH, TMA, PRECISION,
         )  # fmt: skip
@@ -174,9 +178,11 @@ def forward_kernel(
 
 @triton.jit
 def _key_gradient_span(
-    dk, dv, column_sum, k, v, bias, here, q, q_row, q_last, d_out, d_out_row, d_out_last, log_normaliser, delta, reference,
+    dk, dv, column_sum, k, v, bias, here, q, q_row, q_last, d_out, d_out_row, d_out_last, log_normaliser, delta,
+    reference,
     first_keys, key, start, stop, num_queries, num_keys, zero, scale,
-    MASKED: tl.constexpr, HAS_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr,
+    MASKED: tl.constexpr, HAS_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     STRETCH: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of keys and values from the tiles of queries from start to stop; keys are rows."""
@@ -289,7 +295,8 @@ def key_gradient_kernel(
 def _query_gradient_span(
     dq, row_sum, q, d_out, normaliser, delta, k, k_row, k_last, v, v_row, v_last, suffix, running, reference, query,
     first_key, lowest, start, stop, num_keys, zero, scale,
-    MASKED: tl.constexpr, HAS_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, HAS_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     STRETCH: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of queries from the tiles of keys from start to stop."""
@@ -319,9 +326,11 @@ def _query_gradient_span(
 def query_gradient_kernel(
     q_ptr, q_0, q_1, q_2, k_ptr, k_0, k_1, k_2, v_ptr, v_0, v_1, v_2, d_out_ptr, d_out_0, d_out_1, d_out_2,
     dq_ptr, dq_0, dq_1, dq_2,
-    log_normaliser_ptr, delta_ptr, suffix_ptr, running_ptr, reference_ptr, first_stretch_ptr, first_key_ptr, row_sum_ptr,
+    log_normaliser_ptr, delta_ptr, suffix_ptr, running_ptr, reference_ptr, first_stretch_ptr, first_key_ptr,
+    row_sum_ptr,
     heads, group, num_queries, num_keys, num_stretches, num_blocks, scale, sm_scale,
-    HAS_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     STRETCH: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of queries, and row sums. Which tiles: as in `forward_kernel`."""

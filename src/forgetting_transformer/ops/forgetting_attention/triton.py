@@ -114,14 +114,16 @@ def _decay(
     has_first, has_bounds = first_key is not None, key_norm is not None
     stretch_kernel[(sizes.rows * triton.cdiv(sizes.stretches, 8),)](
         log_fgate, *log_fgate.stride(), first_key, decay.suffix, decay.running,
-        sizes.heads, sizes.queries, sizes.keys, sizes.stretches, MIN_LOG_FGATE, HAS_FIRST=has_first, STRETCH=STRETCH, CHUNK=8,
+        sizes.heads, sizes.queries, sizes.keys, sizes.stretches, MIN_LOG_FGATE, HAS_FIRST=has_first, STRETCH=STRETCH,
+        CHUNK=8,
         **FUSED,
     )  # fmt: skip
     largest_key, log_mass = (
         (None, None) if key_norm is None else (torch.empty_like(key_norm), torch.empty_like(key_norm))
     )
     running_kernel[(sizes.rows,)](
-        None if threshold is None else threshold.contiguous(), query_norm, self_score, key_norm, largest_key, log_mass, *decay,
+        None if threshold is None else threshold.contiguous(), query_norm, self_score, key_norm, largest_key,
+        log_mass, *decay,
         *sizes.lengths, max(sizes.stretches, sizes.blocks).bit_length() + 1,
         HAS_THRESHOLD=threshold is not None, HAS_BOUNDS=has_bounds, STRETCH=STRETCH,
         CHUNK=min(_MAX_CHUNK, triton.next_power_of_2(sizes.stretches)), **FUSED,
@@ -164,7 +166,8 @@ def _forward(
     first_key: Tensor | None,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend; return the output `(B, H, M, D)`, in memory `(B, M, H, D)`, and log-normalisers `(B, H, M)`, nats, float32.
+    """Attend; return the output `(B, H, M, D)`, in memory `(B, M, H, D)`, and log-normalisers `(B, H, M)`, nats,
+    float32.
 
     Args:
         q: `(B, H, M, D)`, D up to 256.
@@ -243,7 +246,8 @@ def _backward(
             tiles = _tiles("key_gradient", inputs, first_key)
             (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
             key_gradient_kernel[(triton.cdiv(sizes.keys, block_n) * sizes.rows // sizes.group,)](
-                *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma), *locate(d_out, block_m, tma),
+                *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma),
+                *locate(d_out, block_m, tma),
                 *locate(dk), *locate(dv), shifted, delta, suffix, running, reference, end_block,
                 first_key, end_query, column_sum, sizes.heads, *sizes.lengths, *scales,
                 GROUP=sizes.group, HAS_FIRST=has_first, **tiles,
@@ -252,7 +256,8 @@ def _backward(
             tiles = _tiles("query_gradient", inputs, first_key)
             (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
             query_gradient_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
-                *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma), *locate(d_out, block_m, tma),
+                *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma),
+                *locate(d_out, block_m, tma),
                 *locate(dq), shifted, delta, suffix, running, reference, first_stretch, first_key, row_sum,
                 sizes.heads, sizes.group, *sizes.lengths, *scales, HAS_FIRST=has_first, **tiles,
             )  # fmt: skip
@@ -266,7 +271,8 @@ def _backward(
         column_sum, row_sum, sums, sizes.queries, sizes.keys, CHUNK=1024, **FUSED
     )
     gate_gradient_kernel[(sizes.rows * num_chunks,)](
-        column_sum, row_sum, sums, first_key, d_log_fgate, *d_log_fgate.stride(), sizes.heads, sizes.queries, sizes.keys,
+        column_sum, row_sum, sums, first_key, d_log_fgate, *d_log_fgate.stride(), sizes.heads, sizes.queries,
+        sizes.keys,
         HAS_FIRST=has_first, CHUNK=1024, CHUNKS=triton.next_power_of_2(num_chunks),
         **FUSED,
     )  # fmt: skip
@@ -422,7 +428,7 @@ def _on_hopper(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | None
 
 
 def has_gluon(device_index: int, head_dim: int, kernel: str = "forward") -> bool:
-    """Whether this GPU runs a Gluon kernel at this head dimension: a Hopper GPU, and a Triton that has what it is written with."""
+    """Whether this GPU runs a Gluon kernel at this head dimension: a Hopper GPU, a Triton that has what it needs."""
     usable = backends.is_usable("attention", backends.GLUON) and _loads_hopper(device_index)
     return usable and (kernel, head_dim) in _hopper(kernel).TILES
 
