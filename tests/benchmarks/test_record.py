@@ -171,6 +171,7 @@ def test_decoding(tmp_path, monkeypatch, capfd, pretend_gpu):
 def test_attention(tmp_path, monkeypatch, capfd, pretend_gpu):
     benchmark, file = load("attention"), tmp_path / "results.json"
     calls = kill_at_second_call(benchmark, "time_both_ways", monkeypatch, lambda *_: (1.0, 2.5))
+    monkeypatch.setattr(benchmark, "time_launched", lambda *_: {"graph_ms": 0.75, "queued_ms": 1.25})
     monkeypatch.setattr(benchmark, "time_replayed", lambda *_: (0.5, 0.5))
     monkeypatch.setattr(benchmark, "time_search", lambda *_: 0.1)
     arguments = ["--shapes", "1,256,2,64", "--prune_shapes", "1,256,2,64", "--out", str(file)]
@@ -182,7 +183,7 @@ def test_attention(tmp_path, monkeypatch, capfd, pretend_gpu):
     rows = json.loads(file.read_text())["rows"]
     assert [row["table"] for row in rows] == 3 * ["kernels"] + 6 * ["pruning"]
     lines = capfd.readouterr().out.splitlines()
-    assert lines[2] == "| 1,256,2,64 | forgetting attention | 1.00 | 2.50 | 0 |"
+    assert lines[2] == "| 1,256,2,64 | forgetting attention | 1.00 | 2.50 | 0 | 0.75 | 1.25 |"
     assert lines[8] == "| 1,256,2,64 | half | weights | 0.50 + 0.50 | 0.50 + 0.50 | 1.00 | 0.0% | 10.0% |"
 
 
