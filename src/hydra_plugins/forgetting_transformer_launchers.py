@@ -10,6 +10,7 @@ them, so this file imports nothing heavy.
 
 import os
 import sys
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,7 +170,9 @@ class FabricLauncher(Launcher):
     def _fixed_overrides(self) -> set[str]:
         """What the command line gives every job, as sweepers write it."""
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        parsed = parser.parse_overrides(list(self.config.hydra.overrides.task))
+        # Unresolved: a ${…} in an override is one to compare by its text.
+        written = typing.cast(list[str], OmegaConf.to_container(self.config.hydra.overrides.task))
+        parsed = parser.parse_overrides(written)
         return {f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in parsed if not o.is_sweep_override()}
 
 
