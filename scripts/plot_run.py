@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from forgetting_transformer import command_line
-from forgetting_transformer.analysis.conditions import conditions, shown_names
+from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens
-from forgetting_transformer.analysis.plots.style import format_tokens
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
 from forgetting_transformer.analysis.runs import (
-    PositionLoss,
     read_logged_run,
     read_position_loss,
 )
@@ -66,11 +64,6 @@ def read_all(run_dirs: Sequence[Path], names: Sequence[str], read: Callable[[Pat
     return found
 
 
-def position_label(curve: PositionLoss) -> str:
-    data = "held-out" if curve.source == "val" else "training batches"
-    return f"{curve.name} ({data}, after {format_tokens(float(f'{curve.train_tokens:.3g}'))} tokens)"
-
-
 def plot(args: argparse.Namespace) -> list[Path]:
     """Draws what there is to draw and returns the files."""
     names = shown_names(args.run_dirs)
@@ -93,7 +86,7 @@ def plot(args: argparse.Namespace) -> list[Path]:
     if positions:
         written.append(out / "loss_position.png")
         curves = {position_label(curve): curve.loss for curve in positions}
-        loss_against_position(curves, written[-1], conditions=made_with)
+        loss_against_position(curves, written[-1], conditions=made_with, of="runs")
     if not written:
         raise ValueError("nothing to plot yet.")
     return written

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from forgetting_transformer.analysis.conditions import conditions, shown_names
+from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
 from forgetting_transformer.analysis.plots import losses as plots
 from forgetting_transformer.analysis.plots import sweeps, training
 from forgetting_transformer.analysis.plots.style import format_tokens, looks, picture
 from forgetting_transformer.analysis.runs import (
+    PositionLoss,
     Run,
     read_logged_run,
     read_metrics,
@@ -243,6 +244,33 @@ class TestLossAgainstTokens:
         plots.loss_against_tokens([one, gaps], tmp_path / "loss.png")
         assert is_picture(tmp_path / "loss.png")
 
+    @pytest.mark.parametrize(
+        ("entropy", "where"), [(3.5, None), (8.5, None), (1.0, "below the axis"), (15.0, "above the axis")]
+    )
+    def test_an_entropy_far_from_the_losses_is_named_and_does_not_flatten_them(
+        self, make_run: MakeRun, drawn: list[Figure], tmp_path: Path, entropy: float, where: str | None
+    ) -> None:
+        run = read_logged_run(make_run("fox"), "fox")
+        plots.loss_against_tokens([run], tmp_path / "loss.png", entropy=entropy)
+        low, high = drawn[0].axes[0].get_ylim()
+        assert (low < entropy < high) == (where is None)
+        assert high - low < 1.7 * np.ptp(run.train_loss), "the losses take most of the axis"
+        lines = [line for line in drawn[0].axes[0].lines if set(line.get_ydata()) == {entropy}]
+        assert len(lines) == (where is None)
+        (label,) = [text for text in texts(drawn[0]) if text.startswith("token frequencies alone")]
+        assert label == f"token frequencies alone ({entropy:.2f} nats{f', {where}' if where else ''})"
+
+    def test_one_logged_loss_has_a_mark_that_no_held_out_loss_has(self, drawn: list[Figure], tmp_path: Path) -> None:
+        one = Run("one", np.array([100]), np.array([9.0]), np.array([100]), np.array([8.5]))
+        two = Run("two", np.array([100, 200]), np.array([9.0, 8.0]), np.array([100]), np.array([8.5]))
+        plots.loss_against_tokens([one], tmp_path / "one.png", conditions=["seed 0"])
+        training, heldout = drawn[0].axes[0].lines
+        assert training.get_xydata().tolist() == [[100, 9]] and training.get_marker() == "x" != heldout.get_marker()
+        assert texts(drawn[0]) == ["training loss, logged once", "held-out loss"]
+        assert drawn[0].texts[1].get_text() == "seed 0", "nothing was smoothed"
+        plots.loss_against_tokens([one, two], tmp_path / "both.png")
+        assert "cross: training loss, logged once" in texts(drawn[1])
+
     def test_nothing_finite_is_an_error(self, tmp_path: Path) -> None:
         run = Run("diverged", np.array([1]), np.array([math.nan]), np.array([], int), np.array([]))
         with pytest.raises(ValueError, match=r"no finite loss \(diverged\)"):
@@ -301,6 +329,26 @@ class TestLossAgainstPosition:
         plots.loss_against_position({"rising": curves["rising"]}, tmp_path / "position.png", 512)
         assert drawn[1].axes[0].get_ylim()[1] > 9 and not drawn[1].axes[0].texts
 
+    def test_a_model_that_has_diverged_does_not_flatten_the_others(self, drawn: list[Figure], tmp_path: Path) -> None:
+        wild = "wild, held-out, after many more tokens than the other two"
+        curves = {"good": np.linspace(5.0, 4.0, 64), "poor": np.full(64, 6.0), wild: np.full(64, 100.0)}
+        plots.loss_against_position(curves, tmp_path / "position.png", of="runs")
+        left, right = drawn[0].axes
+        assert 6 < left.get_ylim()[1] < 7
+        assert math.exp(6) < right.get_ylim()[1] < math.exp(7)
+        for axes, end in ((left, "100"), (right, "2.69e+43")):
+            (label,) = axes.texts
+            assert label.get_text().replace("\n", " ") == f"{wild} ends at {end}"
+            assert label.get_window_extent().x1 <= drawn[0].bbox.width
+        assert drawn[0].texts[0].get_text() == "Loss at every position of 3 runs"
+
+    def test_a_single_curve_is_named_once(self, drawn: list[Figure], tmp_path: Path) -> None:
+        curve = PositionLoss("run3 (fox_pro)", np.linspace(5.0, 4.0, 64), 5120, "val")
+        assert position_label(curve) == "run3 (fox_pro), held-out, after 5.12K tokens"
+        plots.loss_against_position({position_label(curve): curve.loss}, tmp_path / "position.png")
+        assert drawn[0].texts[0].get_text() == f"Loss at every position of {position_label(curve)}"
+        assert not drawn[0].legends
+
 
 class TestDiverging:
     def test_a_run_that_diverges_does_not_flatten_the_others_and_is_marked(
@@ -314,6 +362,7 @@ class TestDiverging:
         assert axes.get_ylim()[1] < 10
         (arrow,) = axes.texts
         assert arrow.get_text() == "wild ends at 1.1e+09", "the last value of the smoothed loss"
+        assert axes.lines[-1].get_marker() == r"$\uparrow$", "no marker of a held-out loss looks like it"
         plots.loss_against_tokens([good], tmp_path / "loss.png")
         assert not drawn[1].axes[0].texts
 
@@ -354,6 +403,18 @@ def test_a_figure_says_how_its_runs_were_made(make_run: MakeRun, drawn: list[Fig
     assert passes == [45056 * n for n in (1, 2, 3, 4)]
     assert texts(drawn[0])[-1] == "dotted: back to the first document"
     assert not any("dotted" in text for text in texts(drawn[1]))
+
+
+def test_a_figure_says_how_much_was_trained_and_evaluated_and_on_what(make_run: MakeRun) -> None:
+    run_dir = make_run("a")
+    describe(run_dir)
+    machine = {"device": "x86_64", "platform": "Linux-6.1-x86_64-with-glibc2.36"}
+    (run_dir / "starts.jsonl").write_text(json.dumps({"machine": machine}) + "\n")
+    write_jsonl(run_dir, "model_info", [{"step": 0, "model_info/total_params": 35_732}])
+    write_jsonl(run_dir, "val", [{"step": 200_000, "val/loss": 4.0, "val/val_token_count": 2048}])
+    found = conditions([read_logged_run(run_dir, "a")])
+    for part in ("35.7K parameters", "200K tokens of training", "2.05K held-out tokens", "CPU (x86_64)"):
+        assert part in found or f"on {part}" in found
 
 
 def test_an_architecture_looks_the_same_in_every_figure_and_no_two_models_do_in_one() -> None:
@@ -402,7 +463,8 @@ class TestTrainingMetrics:
         write_jsonl(run_dir, "train", train)
         write_jsonl(run_dir, "val", [{"step": 4000, "val/loss": 6.0, "val/train_total_time": 240.0}])
         speed = {"throughput/token_count_per_second_total_recent": 50.0, "throughput/mfu_total_recent": 0.5}
-        write_jsonl(run_dir, "throughput", [{"step": 1000, **speed, "throughput/peak_memory_bytes": 3e9}])
+        memory = "throughput/peak_memory_bytes"
+        write_jsonl(run_dir, "throughput", [{"step": n, **speed, memory: 3e9 - 1000 / n} for n in (1000, 2000)])
         write_jsonl(run_dir, "goodput", [{"step": 5000, "goodput/steps": 0.9, "goodput/data": 0.1, "goodput/hours": 1}])
         norms = {"pnorm/model.layers.0.a": 3.0, "pnorm/model.layers.0.b": 4.0, "pnorm/lm_head.weight": 2.0}
         norms |= {"gnorm/model.layers.0.a": 0.3, "gnorm/model.layers.0.b": 0.4, "gnorm/lm_head.weight": 0.2}
@@ -421,10 +483,49 @@ class TestTrainingMetrics:
             "learning rate": 0.005, "gradient norm\nbefore clipping": 32, "tokens per second": 50, "MFU (%)": 50,
             "peak memory (GB)": 3,
         })  # fmt: skip
+        low, high = panels["peak memory (GB)"].get_ylim()
+        assert low == 0 and high > 3.1, "a constant does not lie on the edge"
         assert panels["gradient norm\nbefore clipping"].get_yscale() == "log"
         bars = [patch.get_width() for patch in panels["share of wall time (%)"].patches]
         assert bars == pytest.approx([90, 10])
         assert "seed 7" in drawn[0].texts[1].get_text()
+
+    @pytest.mark.parametrize(
+        ("device", "label"), [("x86_64", "peak memory of\nthe process (GB)"), ("NVIDIA H200", "peak GPU memory (GB)")]
+    )
+    def test_peak_memory_says_of_what(
+        self, logged: Path, drawn: list[Figure], tmp_path: Path, device: str, label: str
+    ) -> None:
+        machine = {"device": device, "platform": "Linux-6.1-x86_64-with-glibc2.36"}
+        (logged / "starts.jsonl").write_text(json.dumps({"machine": machine}) + "\n")
+        training.training_metrics([read_run(logged)], tmp_path / "x.png")
+        assert label in [axes.get_ylabel() for axes in drawn[0].axes]
+
+    def test_a_run_that_has_logged_once_is_in_every_panel(
+        self, logged: Path, drawn: list[Figure], tmp_path: Path
+    ) -> None:
+        once = {"step": 1000, "train/loss": 8.0, "train/lr": 1e-3, "train/total_time": 60.0}
+        write_jsonl(logged, "train", [once])
+        training.training_metrics([read_run(logged)], tmp_path / "x.png")
+        panels = {axes.get_ylabel() or axes.get_xlabel(): axes for axes in drawn[0].axes if axes.axison}
+        marks = {line.get_marker(): line.get_ydata().tolist() for line in panels["loss (nats per token)"].lines}
+        assert marks["x"] == [8.0]
+        assert "training loss, logged once" in texts(drawn[0])
+        bars = panels["share of wall time (%)"]
+        assert all(tick.tick1line.get_markersize() == 0 for tick in bars.yaxis.get_major_ticks()), "bars have no ticks"
+
+    def test_learning_rates_far_apart_are_all_seen(
+        self, make_run: MakeRun, drawn: list[Figure], tmp_path: Path
+    ) -> None:
+        folders = [make_run("low"), make_run("wild")]
+        for folder, top in zip(folders, (1e-3, 10.0), strict=True):
+            rates = [
+                {"step": 1000 * n, "train/loss": 5.0, "train/lr": top * rate} for n, rate in enumerate((0, 1, 0.5))
+            ]
+            write_jsonl(folder, "train", rates)
+        training.training_metrics(list(map(read_run, folders)), tmp_path / "x.png")
+        (panel,) = [axes for axes in drawn[0].axes if axes.get_ylabel() == "learning rate"]
+        assert panel.get_yscale() == "log"
 
     def test_the_norms_of_a_block_are_of_all_its_parameters(
         self, logged: Path, drawn: list[Figure], tmp_path: Path

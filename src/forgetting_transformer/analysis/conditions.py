@@ -4,22 +4,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forgetting_transformer.analysis.runs import Run, read_run, run_names
+from forgetting_transformer.analysis.plots.style import format_tokens
+from forgetting_transformer.analysis.runs import PositionLoss, Run, read_run, run_names
 
 #: Values that are listed; of more, only their number is said.
 _LISTED = 4
 
 
 def conditions(runs: Sequence[Run]) -> list[str]:
-    """Corpus, sequence length, batch, learning rate, seeds and device of the runs; what no run says is left out."""
+    """What the runs are and were made with, from the corpus to the device; what no run says is left out."""
     found = []
     for name, several, values in (
         ("", "corpora", [_at(run, "datamodule", "dataset") for run in runs]),
+        ("{} parameters", "model sizes", [_rounded(run.info("model").get("total_params")) for run in runs]),
+        ("{} tokens of training", "budgets", [_rounded(run.tokens or None) for run in runs]),
+        ("{} held-out tokens", "held-out sets", [_rounded(run.last("val").get("val/val_token_count")) for run in runs]),
         ("sequences of {} tokens", "sequence lengths", [_at(run, "datamodule", "train_batch_len") for run in runs]),
         ("{} tokens a step", "batch sizes", [_tokens_per_step(run) for run in runs]),
         ("learning rate {}", "learning rates", [_at(run, "optimizer", "lr") for run in runs]),
         ("seed {}", "seeds", [_at(run, "seed") for run in runs]),
-        ("on {}", "devices", [run.starts[-1].get("machine", {}).get("device") if run.starts else None for run in runs]),
+        ("on {}", "devices", [run.device for run in runs]),
     ):
         distinct = list(dict.fromkeys(value for value in values if value is not None))
         if len(distinct) > _LISTED:
@@ -41,6 +45,17 @@ def shown_names(run_dirs: Sequence[Path]) -> list[str]:
     return [
         name if not model or model in name else f"{name} ({model})" for name, model in zip(names, models, strict=True)
     ]
+
+
+def position_label(curve: PositionLoss) -> str:
+    """Names a run's loss at every position: "run3 (fox_pro), held-out, after 5.12K tokens"."""
+    texts = "held-out" if curve.source == "val" else "training batches"
+    return f"{curve.name}, {texts}, after {_rounded(curve.train_tokens)} tokens"
+
+
+def _rounded(number: int | None) -> str | None:
+    """35732 -> 35.7K."""
+    return None if number is None else format_tokens(float(f"{number:.3g}"))
 
 
 def _at(run: Run, *keys: str) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 
 from forgetting_transformer.analysis import AnalysisError, needles, position_loss, tables
-from forgetting_transformer.analysis.conditions import conditions, shown_names
+from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
 from forgetting_transformer.analysis.evaluations import Evaluation, read_evaluations
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens, loss_differences
 from forgetting_transformer.analysis.plots.style import format_tokens
@@ -144,7 +144,7 @@ def _overview(runs: Mapping[str, Path]) -> str:
                 _number(speed.get("throughput/token_count_per_second_total_cum"), 0),
                 _percent(speed.get("throughput/mfu_total_cum")),
                 (starts[-1].get("git", {}).get("commit") or "–")[:10] if starts else "–",
-                starts[-1].get("machine", {}).get("device", "–") if starts else "–",
+                run.device or "–",
             ]
         )
     head = ["Run", "Model", "Parameters", "without input embedding", "Tokens", "Training loss, last", "Held-out loss"]
@@ -187,13 +187,13 @@ def _position_curves(runs: Mapping[str, Path], left_out: list[str]) -> str:
         return ""
     curves, lengths = {}, {}
     for curve in found:
-        source = "held-out" if curve.source == "val" else "training batches"
-        name = f"{curve.name} ({source}, after {format_tokens(float(f'{curve.train_tokens:.3g}'))} tokens)"
+        name = position_label(curve)
         config = read_run(runs[curve.name]).config
         curves[name], lengths[name] = curve.loss, config.get("datamodule", {}).get("train_batch_len")
     made_with = conditions([read_run(folder) for folder in runs.values()])
     return _picture(
-        lambda path: loss_against_position(curves, path, lengths, conditions=made_with), "loss at every position"
+        lambda path: loss_against_position(curves, path, lengths, conditions=made_with, of="runs"),
+        "loss at every position",
     )
 
 

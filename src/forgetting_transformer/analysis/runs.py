@@ -78,6 +78,14 @@ class Run:
         file = self.output_dir / "starts.jsonl"
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
+    @property
+    def device(self) -> str | None:
+        """What its newest start computed on: the name of a GPU, or "CPU (x86_64)"; None before the first."""
+        machine = self.starts[-1].get("machine", {}) if self.starts else {}
+        device = machine.get("device")
+        # Of a CPU, a start records the architecture only, which is a part of its platform's name too.
+        return f"CPU ({device})" if device and device in machine.get("platform", "") else device
+
     def records(self, kind: str) -> list[dict[str, Any]]:
         """The lines of one kind of metrics, such as "train" or "throughput".
 

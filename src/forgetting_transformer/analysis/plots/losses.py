@@ -36,6 +36,12 @@ READING_ORDER = (
     "compare held-out losses"
 )
 _POSITION_SMOOTHING = 0.1
+#: The mark of a training loss that was logged once, and so has no line; no model's marker looks like it.
+ONCE = "x"
+#: Losses everywhere so much above those of another model, in nats, are of one that diverged: 150 times the perplexity.
+_FAR_ABOVE = 5.0
+#: What a line beside the losses may add to the height of their axis, as a part of it.
+_ROOM = 0.5
 _ERRORS = "bars: ± one standard error over documents, of the differences"
 
 
@@ -100,7 +106,7 @@ def loss_against_tokens(
     Args:
         path: where to write; the suffix chooses the format (.png, .pdf, .svg).
         entropy: entropy of the corpus's token frequencies in nats, drawn as a line: what a model reaches that ignores
-            context. A run above it has not yet learnt to use any.
+            context. A run above it has not yet learnt to use any. Far from all losses it is in the legend only.
         conditions: what the runs have in common, for the foot of the figure.
 
     Raises:
@@ -115,27 +121,41 @@ def loss_against_tokens(
         axes = drawn.axes[0, 0]
         curves = []
         for number, (run, look) in enumerate(zip(runs, run_looks(runs), strict=True)):
-            # A run that has logged once has no line yet, only this point.
-            point = "." if run.train_loss.size == 1 else None
-            as_logged = {"color": look.colour, "marker": point, "alpha": 0.25, "linewidth": 0.8, "zorder": 1}
-            axes.plot(run.train_tokens, run.train_loss, **as_logged)
+            if run.train_loss.size > 1:
+                as_logged = {"color": look.colour, "alpha": 0.25, "linewidth": 0.8, "zorder": 1}
+                axes.plot(run.train_tokens, run.train_loss, **as_logged)
             smoothed = smooth_training(run.train_loss)
+            point = ONCE if run.train_loss.size == 1 else None
             axes.plot(
                 run.train_tokens, smoothed, color=look.colour, linestyle=look.line, marker=point, zorder=2 + number
             )
             _markers(axes, look, run.heldout_tokens, run.heldout_loss, 20 + number)
             curves.append((run.name, look, run.train_tokens, smoothed))
         drawn.handles += _token_legend(runs)
+        low, high = loss_limits(runs, entropy)
         if entropy is not None:
-            label = f"token frequencies alone ({entropy:.2f} nats)"
-            drawn.handles.append(reference_line(axes, entropy, label))
+            drawn.handles.append(_mark_entropy(axes, entropy, low, high))
         axes.set_xlim(left=0)
-        set_limits(axes, *loss_limits(runs, entropy), curves)
+        set_limits(axes, low, high, curves)
         drawn.handles += mark_passes(axes, runs)
         axes.set_ylabel("loss (nats per token)")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
         token_axis(axes)
-        drawn.notes += [*conditions, SMOOTHED, *([READING_ORDER] if len(runs) > 1 else [])]
+        drawn.notes += [*conditions, *smoothing(runs), *([READING_ORDER] if len(runs) > 1 else [])]
+
+
+def smoothing(runs: Sequence[Run]) -> list[str]:
+    """What a figure says of its smoothed training losses; nothing where all have logged once."""
+    return [SMOOTHED] if any(run.train_loss.size > 1 for run in runs) else []
+
+
+def _mark_entropy(axes: Axes, entropy: float, low: float, high: float) -> Line2D:
+    """Draws the line where it is inside of the axis; returns what the legend says of it."""
+    label = f"token frequencies alone ({entropy:.2f} nats{{}})"
+    if low < entropy < high:
+        return reference_line(axes, entropy, label.format(""))
+    where = ", below the axis" if entropy <= low else ", above the axis"
+    return Line2D([], [], linestyle="none", label=label.format(where))
 
 
 def run_looks(runs: Sequence[Run]) -> list[Look]:
@@ -163,13 +183,15 @@ def loss_against_position(
     train_length: int | Mapping[str, int | None] | None = None,
     first: int | None = None,
     conditions: Sequence[str] = (),
+    of: str = "models",
 ) -> None:
     """Draws, over a logarithmic token position, the loss at each position (left) and the perplexity up to it (right).
 
     The left curve says what a longer context is worth: it falls as long as the model uses the tokens it is given. The
     right one is what a benchmark with that context length would report. Positions below 1/512 of the longest sequence
     are left out (127 of 65,536), because their losses are far above the rest. A model whose loss ends far above those
-    of the first positions has an arrow at the upper edge, so that it does not flatten others.
+    of the first positions, or is far above another's everywhere, has an arrow at the upper edge, so that it does not
+    flatten others.
 
     Args:
         curves: name -> (seq_len,) mean loss in nats at each position, or (seeds, seq_len) for several runs that differ
@@ -179,6 +201,7 @@ def loss_against_position(
             extrapolates. Lengths that differ have a line each, in the colour of their model.
         first: the first position drawn, from 1; default as above.
         conditions: for the foot of the figure.
+        of: what several curves are, for the title.
 
     Raises:
         ValueError: no curve, or one that is not a vector of at least two finite losses.
@@ -195,7 +218,7 @@ def loss_against_position(
     longest = max(lengths)
     first = max(1, min(longest // 512 if first is None else first, min(lengths) // 2))
     names = list(curves)
-    title = f"Loss at every position of {names[0] if len(names) == 1 else f'{len(names)} models'}"
+    title = f"Loss at every position of {names[0] if len(names) == 1 else f'{len(names)} {of}'}"
     with picture(path, title, (7.6, 3.4), columns=2) as drawn:
         left, right = drawn.axes[0]
         means: dict[Axes, list[Curve]] = {left: [], right: []}
@@ -212,17 +235,21 @@ def loss_against_position(
                         position, values.min(axis=0), values.max(axis=0), color=look.colour, alpha=0.2, lw=0
                     )
                 means[axes].append((name, look, position, values.mean(axis=0)))
-            drawn.handles.append(
-                line_handle(look, f"{name} ({len(losses)} seeds: mean and range)" if several else name)
-            )
+            if several:
+                drawn.handles.append(line_handle(look, f"{name} ({len(losses)} seeds: mean and range)"))
+            elif len(names) > 1:  # a single one is named in the title
+                drawn.handles.append(line_handle(look, name))
         left.set(xlabel="token position $i$", ylabel="loss at position $i$ (nats per token)")
         right.set(xlabel="context length (tokens)", ylabel="perplexity over the context")
-        log_axis(right)
+        right.set_yscale("log")
         for axes in (left, right):
             _set_position_axis(axes, first, longest)
             marks = _mark_training(axes, train_length, names)
         drawn.handles += marks
         set_limits(left, *_position_limits([y for *_, y in means[left]]), means[left])
+        low, high = _position_limits([np.log(y) for *_, y in means[right]])
+        set_limits(right, math.exp(low), math.exp(high), means[right])
+        log_axis(right)
         drawn.notes += [*conditions, f"loss: mean over $i$ ± {_POSITION_SMOOTHING:.0%}".replace("$", "")]
 
 
@@ -242,7 +269,12 @@ def _smooth_position(loss: np.ndarray) -> np.ndarray:
 
 
 def _position_limits(curves: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Ends of the loss axis: a loss far above all first positions is left out, where another model stays below."""
+    """Ends of the loss axis, without models far above another everywhere.
+
+    A loss far above all first positions is left out too, where another model stays below.
+    """
+    lowest = min(curve[: 1 + curve.size // 4].max() for curve in curves)
+    curves = [curve for curve in curves if curve.min() <= lowest + _FAR_ABOVE]
     low, high = min(curve.min() for curve in curves), max(curve.max() for curve in curves)
     enough = low + 1.25 * (max(curve[: 1 + curve.size // 4].max() for curve in curves) - low)
     if any(curve.max() <= enough for curve in curves):
@@ -358,7 +390,7 @@ def _markers(axes: Axes, look: Look, x: np.ndarray, y: np.ndarray, zorder: int) 
 
 
 def loss_limits(runs: Sequence[Run], entropy: float | None = None) -> tuple[float, float]:
-    """Ends of a loss axis that shows what runs learn; see `loss_against_tokens`."""
+    """Ends of a loss axis that shows what runs learn, and `entropy` if it is near; see `loss_against_tokens`."""
     low, high = [], []
     for run in runs:
         train = run.train_loss[np.isfinite(run.train_loss)]
@@ -371,8 +403,10 @@ def loss_limits(runs: Sequence[Run], entropy: float | None = None) -> tuple[floa
             low.append(heldout.min())
             high.append(min([heldout.max(), *train[:1]]))
     if entropy is not None:
-        low.append(entropy)
-        high.append(entropy)
+        room = _ROOM * (max(high) - min(low))
+        if min(low) - room <= entropy <= max(high) + room:
+            low.append(entropy)
+            high.append(entropy)
     margin = 0.04 * max(max(high) - min(low), 1e-3)
     return min(low) - margin, max(high) + margin
 
@@ -399,12 +433,16 @@ def _token_legend(runs: Sequence[Run]) -> list[Line2D]:
             Line2D([], [], color=colour, alpha=0.35, linewidth=0.8, label="training loss, as logged"),
             line_handle(found[0], "training loss, smoothed"),
         ]
+        if runs[0].train_loss.size == 1:
+            handles = [marker_handle(ONCE, "training loss, logged once", colour)]
     else:
         colour, marker = GREY, "o"
         handles = [
             line_handle(look, run.name, run.heldout_loss.size > 0) for look, run in zip(found, runs, strict=True)
         ]
         handles.append(Line2D([], [], color=colour, label="line: training loss, smoothed (light: as logged)"))
+        if any(run.train_loss.size == 1 for run in runs):
+            handles.append(marker_handle(ONCE, "cross: training loss, logged once", colour))
     if has_heldout:
         label = "held-out loss" if len(runs) == 1 else "marker: held-out loss"
         handles.append(marker_handle(marker, label, colour, markersize=5))

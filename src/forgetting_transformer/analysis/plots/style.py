@@ -48,6 +48,8 @@ _DPI = 200
 _LEGEND_CHARACTERS = 70
 _TITLE_SIZE, _NOTE_SIZE = 10, 7.5
 _MARGIN, _GAP = 0.08, 0.07  # inches
+#: Where a curve leaves the axes: no marker of a model looks like it.
+_ARROW = r"$\uparrow$"
 
 
 @dataclass(frozen=True)
@@ -249,10 +251,13 @@ def set_limits(axes: Axes, low: float, high: float, curves: Sequence[Curve]) -> 
             continue
         leaves = _crossing(axes, x, y, seen, high)
         edge = axes.transAxes
-        axes.plot([leaves], [1], marker=6, color=look.colour, transform=edge, clip_on=False)
+        axes.plot([leaves], [1], marker=_ARROW, markersize=9, color=look.colour, transform=edge, clip_on=False)
         on_the_left = leaves < 0.5
+        # In lines that end before the axes do.
+        room = (1 - leaves if on_the_left else leaves) * axes.bbox.width / axes.figure.dpi * 72
+        text = plain_text(f"{name} ends at {y[seen[-1]]:.3g}", max(12, int(room / (0.55 * 7.5))))
         axes.annotate(
-            plain_text(f"{name} ends at {y[seen[-1]]:.3g}", _LEGEND_CHARACTERS),
+            text,
             (leaves, 1),
             xycoords=edge,
             xytext=(6 if on_the_left else -6, -3 - 11 * above),
@@ -261,9 +266,9 @@ def set_limits(axes: Axes, low: float, high: float, curves: Sequence[Curve]) -> 
             va="top",
             fontsize=7.5,
             color=look.colour,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.6},
         ).set_in_layout(False)
-        above += 1
+        above += text.count("\n") + 1
 
 
 def _crossing(axes: Axes, x: np.ndarray, y: np.ndarray, seen: np.ndarray, high: float) -> float:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from forgetting_transformer.analysis.plots.losses import SMOOTHED, loss_limits, run_looks, smooth_training
+from forgetting_transformer.analysis.plots.losses import ONCE, loss_limits, run_looks, smooth_training, smoothing
 from forgetting_transformer.analysis.plots.style import (
     GREY,
     Look,
@@ -62,7 +62,7 @@ def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] 
         ("gradient norm\nbefore clipping", [run.gradient_norm for run in runs], True),
         ("tokens per second", [run.tokens_per_second for run in runs], False),
         ("MFU (%)", [_scaled(run.mfu, 100) for run in runs], False),
-        ("peak memory (GB)", [_scaled(run.peak_memory_bytes, 1e-9) for run in runs], False),
+        (_memory_label(runs), [_scaled(run.peak_memory_bytes, 1e-9) for run in runs], False),
     ]
     curves = [curve for curve in curves if any(series.tokens.size for series in curve[1])]
     timed = any(run.train_loss.size and run.total_hours.tokens.size for run in runs)
@@ -79,7 +79,9 @@ def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] 
         drawn.handles += [line_handle(look, run.name) for look, run in zip(found, runs, strict=True)]
         if timed:
             _loss_against_hours(next(free), runs, found)
-            drawn.notes += [*conditions, SMOOTHED]
+            drawn.notes += [*conditions, *smoothing(runs)]
+            if any(run.train_loss.size == 1 for run in runs):
+                drawn.handles.append(marker_handle(ONCE, "training loss, logged once", GREY, markersize=5))
             if any(run.heldout_loss.size for run in runs):
                 drawn.handles.append(marker_handle("o", "held-out loss", GREY, markersize=5))
         for label, series, logarithmic in curves:
@@ -89,10 +91,12 @@ def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] 
                 axes.plot(tokens, values, color=look.colour, linestyle=look.line, marker=point, linewidth=1.2)
             values = np.concatenate([one.values for one in series])
             values = values[np.isfinite(values)]
-            if logarithmic and values.size and values.max() > 10 * values.min() > 0:
+            # A learning rate may begin and end at zero.
+            positive = values[values > 0]
+            if logarithmic and positive.size and positive.max() > 10 * positive.min():
                 log_axis(axes)
-            elif values.size:
-                axes.set_ylim(bottom=0)
+            elif positive.size:
+                axes.set_ylim(0, 1.06 * positive.max())
             axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
             axes.set_ylabel(label)
             token_axis(axes)
@@ -106,6 +110,14 @@ def _spread(series: Sequence[Series]) -> float:
     """The largest of the peaks over the smallest."""
     peaks = [one.values.max() for one in series if one.values.size]
     return max(peaks) / min(peaks) if peaks and min(peaks) > 0 else 1.0
+
+
+def _memory_label(runs: Sequence[Run]) -> str:
+    """What was measured: of PyTorch's tensors on a GPU, of the whole process on a CPU."""
+    on_cpu = {run.device.startswith("CPU") for run in runs if run.device}
+    if len(on_cpu) != 1:
+        return "peak memory (GB)"
+    return "peak memory of\nthe process (GB)" if on_cpu.pop() else "peak GPU memory (GB)"
 
 
 def _scaled(series: Series, factor: float) -> Series:
@@ -124,7 +136,8 @@ def _loss_against_hours(axes: Axes, runs: Sequence[Run], found: Sequence[Look]) 
             time = scale * np.interp(run.heldout_tokens, *run.heldout_hours)
             axes.plot(time, run.heldout_loss, look.marker, color=look.colour, markersize=4)
         time, smoothed = scale * np.interp(run.train_tokens, *run.total_hours), smooth_training(run.train_loss)
-        axes.plot(time, smoothed, color=look.colour, linestyle=look.line, linewidth=1.2)
+        point = ONCE if smoothed.size == 1 else None
+        axes.plot(time, smoothed, color=look.colour, linestyle=look.line, linewidth=1.2, marker=point, markersize=5)
         curves.append((run.name, look, time, smoothed))
     axes.set_xlim(left=0)
     set_limits(axes, *loss_limits(runs), curves)
@@ -143,6 +156,7 @@ def _shares_of_time(axes: Axes, goodput: Mapping[str, Mapping[str, float]]) -> N
             left += share
     names = [plain_text(name, 22) for name in goodput] if len(goodput) > 1 else [""]
     axes.set_yticks(range(len(goodput)), names, fontsize=7)
+    axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(goodput) - 0.3 + 0.4 * len(goodput), -0.7)
     axes.set_xlim(0, 100)
     axes.set_xlabel("share of wall time (%)")
