@@ -341,7 +341,8 @@ def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> 
     from forgetting_transformer.evaluation.models import load_model
     from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
     from forgetting_transformer.training import setup
-    from forgetting_transformer.training.config import ConfigError, parse
+    from forgetting_transformer.training.config import ConfigError
+    from forgetting_transformer.training.parsing import parse
 
     stored = OmegaConf.load(Path(output_dir) / "config.yaml")
     # A run's config.yaml is resolved: it has values, and no groups to choose from.
@@ -366,7 +367,7 @@ def compose(experiment: str, overrides: list[str]) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
-    from forgetting_transformer.training.config import parse
+    from forgetting_transformer.training.parsing import parse
 
     group, name = str(experiment_file(experiment).relative_to(CONFIGS).with_suffix("")).rsplit("/", 1)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):

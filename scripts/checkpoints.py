@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forgetting_transformer import command_line
+from forgetting_transformer.nested import flatten
 from forgetting_transformer.redaction import redact
 from forgetting_transformer.training import checkpoint as checkpoints
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError
-from forgetting_transformer.training.config import flatten
 from forgetting_transformer.training.metrics import duration
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from forgetting_transformer.analysis import AnalysisError, comparisons
     from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
-    from forgetting_transformer.training.config import decisive
+    from forgetting_transformer.training.continuing import decisive
 
     try:
         models = [comparisons.named_model(name, [Path(run) for run in runs]) for name, *runs in args.model]

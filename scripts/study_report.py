@@ -90,7 +90,7 @@ def collect(args: argparse.Namespace) -> None:
     from forgetting_transformer.analysis.study_plan import read_plan
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
-    from forgetting_transformer.training.config import decisive
+    from forgetting_transformer.training.continuing import decisive
 
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.plan or args.study / "study.yaml"

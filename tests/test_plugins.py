@@ -10,14 +10,9 @@ from omegaconf import OmegaConf
 from forgetting_transformer import plugins
 from forgetting_transformer.plugins import CALLBACKS, CORPORA, OPTIMIZERS
 from forgetting_transformer.ranges import Range, one_of, within
-from forgetting_transformer.training.config import (
-    Config,
-    ConfigError,
-    OptimizerConfig,
-    changes_that_alter_the_run,
-    keys_of,
-    parse,
-)
+from forgetting_transformer.training.config import Config, ConfigError, OptimizerConfig
+from forgetting_transformer.training.continuing import changes_that_alter_the_run
+from forgetting_transformer.training.parsing import keys_of, parse
 from tests.tiny import tiny_config
 from tests.training.conftest import changed
 

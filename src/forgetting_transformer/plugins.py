@@ -15,7 +15,7 @@ A component of this package is listed by the module that registers it, which is 
 for: so `callbacks: [lm_eval]` reaches an evaluation though training imports none, and reading a config loads no PyTorch.
 A module that registers therefore imports PyTorch inside its functions.
 
-What a component's keys may be is said once, in the dataclass that it registers. `training.config.parse` merges it into
+What a component's keys may be is said once, in the dataclass that it registers. `training.parsing.parse` merges it into
 the configuration: keys that it does not have are refused with the closest one, `within` and `one_of` (ranges.py) hold
 values to what they declare, and rules between keys stand in a method `check(self)` that raises ValueError. Its keys
 decide what the weights become, and a run does not continue with other ones, unless `free` lists them.

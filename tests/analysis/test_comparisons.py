@@ -14,7 +14,7 @@ from scipy import stats
 from forgetting_transformer.analysis import comparisons, statistics
 from forgetting_transformer.analysis.plots import sweeps as plots
 from forgetting_transformer.analysis.runs import read_run
-from forgetting_transformer.training.config import decisive
+from forgetting_transformer.training.continuing import decisive
 from tests.sweep.conftest import load_script
 
 compare_script = load_script("compare")

@@ -16,7 +16,7 @@ from forgetting_transformer.analysis.study_plan import StudyPlan, read_plan
 from forgetting_transformer.sweep import SweepError, learning_rate, machines, runner
 from forgetting_transformer.sweep.jobs import State
 from forgetting_transformer.sweep.runner import run_jobs
-from forgetting_transformer.training.config import decisive
+from forgetting_transformer.training.continuing import decisive
 from tests.sweep.conftest import ROOT, load_script, starts
 from tests.sweep.test_multirun import make_job
 

@@ -9,9 +9,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from forgetting_transformer.training.checkpoint import load_tensors, newest_valid
-from forgetting_transformer.training.config import Config, parse
+from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.export import load_checkpoint
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.parsing import parse
 
 PACKAGE = "forgetting_transformer"
 TARGETS = {

@@ -12,16 +12,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from forgetting_transformer.model import DecoderForCausalLM, registry
-from forgetting_transformer.training.config import (
-    ConfigError,
-    ModelConfig,
-    changes_that_alter_the_run,
-    check,
-    flatten,
-    known_keys,
-    parse,
-)
+from forgetting_transformer.nested import flatten
+from forgetting_transformer.training.config import ConfigError, ModelConfig, check
+from forgetting_transformer.training.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.parsing import known_keys, parse
 from forgetting_transformer.training.schedule import build_schedule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -302,7 +297,8 @@ def test_only_changes_that_alter_the_run_count():
 
 
 def test_flatten_keeps_every_leaf():
-    assert flatten({"a": {"b": {"c": 1}, "d": {}}, "e": None}) == {"a.b.c": 1, "a.d": {}, "e": None}
+    nested = {"a": {"b": {"c": 1}, "d": {}}, "e": None, "f": [1, {"g": 2}]}
+    assert flatten(nested) == {"a.b.c": 1, "a.d": {}, "e": None, "f": [1, {"g": 2}]}
 
 
 def test_no_yaml_repeats_a_key_of_its_group_without_changing_it():

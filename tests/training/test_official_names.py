@@ -11,7 +11,9 @@ from hydra.errors import CompactHydraException, ConfigCompositionException
 from forgetting_transformer import hydra_errors
 from forgetting_transformer.model import registry
 from forgetting_transformer.official_names import GONE, MODEL_FIELDS, SCHEDULE, admit
-from forgetting_transformer.training.config import Config, ConfigError, check_continues, known_keys, parse
+from forgetting_transformer.training.config import Config, ConfigError
+from forgetting_transformer.training.continuing import check_continues
+from forgetting_transformer.training.parsing import known_keys, parse
 from forgetting_transformer.training.schedule import build_schedule
 
 CONFIGS = Path(__file__).parents[2] / "configs"

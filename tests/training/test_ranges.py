@@ -11,9 +11,11 @@ from omegaconf import OmegaConf
 from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.field_ranges import RANGES
+from forgetting_transformer.nested import flatten
 from forgetting_transformer.training import setup
-from forgetting_transformer.training.config import ConfigError, config_class, flatten, parse
-from forgetting_transformer.training.config import keys_of as known
+from forgetting_transformer.training.config import ConfigError
+from forgetting_transformer.training.parsing import config_class, parse
+from forgetting_transformer.training.parsing import keys_of as known
 from forgetting_transformer.training.run_directory import RunDirectoryError
 from forgetting_transformer.training.trainer import Trainer
 from tests.training.test_config import EXPERIMENTS, composed, experiment

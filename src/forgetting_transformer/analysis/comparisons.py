@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from forgetting_transformer.analysis import AnalysisError, statistics
-from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, flatten, read_run
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.analysis.tables import markdown_table
+from forgetting_transformer.nested import flatten
 
 #: From a resolved config to its flat keys that decide what a model learns.
 Decisive = Callable[[dict[str, Any]], dict[str, Any]]
@@ -103,7 +104,8 @@ def group(runs: Sequence[Path], decisive: Decisive = flatten) -> list[Model]:
     """Puts runs that differ only in their seed together, and names each group by what tells it from the others.
 
     Args:
-        decisive: `training.config.decisive`, which takes a config to what decides the weights; all else may differ too.
+        decisive: `training.continuing.decisive`, which takes a config to what decides the weights; all else may differ
+            too.
 
     Raises:
         AnalysisError: a run has no config.yaml.

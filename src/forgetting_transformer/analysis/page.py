@@ -26,7 +26,8 @@ from forgetting_transformer.analysis.plots.losses import loss_against_position, 
 from forgetting_transformer.analysis.plots.style import format_tokens
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_by_length, longbench_table
-from forgetting_transformer.analysis.runs import Run, flatten, read_logged_run, read_position_loss, read_run
+from forgetting_transformer.analysis.runs import Run, read_logged_run, read_position_loss, read_run
+from forgetting_transformer.nested import flatten
 
 # What run_forget_gates.py writes beside heads.json.
 _GATE_PICTURES = {

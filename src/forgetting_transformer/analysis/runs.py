@@ -399,16 +399,6 @@ def read_description(file: Path) -> dict[str, Any]:
     return {name.rpartition("/")[2]: value for name, value in entries[0].items()} if entries else {}
 
 
-def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested keys with dots between them: {"a": {"b": 1}} -> {"a.b": 1}."""
-    if not isinstance(config, dict) or not config:
-        return {prefix: config} if prefix else {}
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
-
-
 def _jsonlines(output_dir: Path) -> Path:
     return output_dir / "metrics" / "jsonlines"
 

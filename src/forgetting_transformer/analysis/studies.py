@@ -11,9 +11,10 @@ import numpy as np
 from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.analysis.comparisons import Decisive, differing_settings
 from forgetting_transformer.analysis.evaluations import read_json
-from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, flatten, read_run
+from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.analysis.study_plan import StudyPlan, read_plan
 from forgetting_transformer.analysis.tables import rate_text
+from forgetting_transformer.nested import flatten
 
 #: States of a run.
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
@@ -91,7 +92,7 @@ def collect(
         positions: folder of per_token_loss with a result per run.
         speed: results of benchmarks/training.py on runs of the study.
         plan: what the study calls its models, and in which order.
-        decisive: what must be the same in the configs of a model's seeds, `training.config.decisive`.
+        decisive: what must be the same in the configs of a model's seeds, `training.continuing.decisive`.
 
     Returns:
         Among others an empty "pruned", for model -> text length -> share of tiles that pruning skips.

@@ -19,7 +19,7 @@ from forgetting_transformer.analysis.tables import markdown_table
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.sweep.jobs import Job, State, file_name
 from forgetting_transformer.sweep.machines import Process
-from forgetting_transformer.training.config import changes_that_alter_the_run
+from forgetting_transformer.training.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.metrics import duration
 
 POLL_SECONDS = 1.0

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from forgetting_transformer.files import write_atomically
+from forgetting_transformer.nested import flatten
 from forgetting_transformer.sweep import SweepError
 from forgetting_transformer.training import Config
-from forgetting_transformer.training.config import changes_that_alter_the_run, flatten, recorded
+from forgetting_transformer.training.continuing import changes_that_alter_the_run, recorded
 
 #: May change when one run is continued, but not within a sweep, whose runs are compared with each other.
 _SAME_IN_ALL_RUNS = (

@@ -4,10 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.config import Config, ConfigError, check, parse
+    from forgetting_transformer.training.config import Config, ConfigError, check
+    from forgetting_transformer.training.parsing import parse
     from forgetting_transformer.training.trainer import Trainer
 
-_PLACES = {"Trainer": "trainer"} | dict.fromkeys(["Config", "ConfigError", "check", "parse"], "config")
+_PLACES = {"Config": "config", "ConfigError": "config", "Trainer": "trainer", "check": "config", "parse": "parsing"}
 
 __all__ = ["Config", "ConfigError", "Trainer", "check", "parse", "run"]
 

@@ -10,7 +10,8 @@ from torch import nn
 from forgetting_transformer.data import DataInfo
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.training import setup
-from forgetting_transformer.training.config import Config, recorded
+from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.continuing import recorded
 from forgetting_transformer.training.metrics import MetricsLog
 from forgetting_transformer.training.run_directory import RunDirectory
 

@@ -28,8 +28,10 @@ from forgetting_transformer.training.checkpoint import (
     CheckpointError,
     steps_in,
 )
-from forgetting_transformer.training.config import Config, ConfigError, parse, recorded
+from forgetting_transformer.training.config import Config, ConfigError
+from forgetting_transformer.training.continuing import recorded
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
+from forgetting_transformer.training.parsing import parse
 from forgetting_transformer.training.run_directory import RunDirectory, RunDirectoryError
 from forgetting_transformer.training.setup import build_optimizer
 

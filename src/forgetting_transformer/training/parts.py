@@ -17,7 +17,8 @@ from forgetting_transformer.training.backends import choose_on_all_ranks
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.clock import Clock
 from forgetting_transformer.training.compilation import Compilation
-from forgetting_transformer.training.config import Config, ConfigError, check, recorded
+from forgetting_transformer.training.config import Config, ConfigError, check
+from forgetting_transformer.training.continuing import recorded
 from forgetting_transformer.training.corruption import Comparison
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.parameter_groups import undecayed_parameters

@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from forgetting_transformer.data.corpus import Place, model_inputs
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, load_weights, read_newest, steps_in
-from forgetting_transformer.training.config import ConfigError, parse
+from forgetting_transformer.training.config import ConfigError
+from forgetting_transformer.training.parsing import parse
 from forgetting_transformer.training.run_directory import RunDirectory
 
 

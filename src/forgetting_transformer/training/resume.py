@@ -9,7 +9,8 @@ from lightning.fabric import Fabric
 
 from forgetting_transformer.training import execution, setup
 from forgetting_transformer.training.checkpoint import Checkpoint, Checkpointer, CheckpointError, steps_in
-from forgetting_transformer.training.config import Config, check_continues
+from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.continuing import check_continues
 from forgetting_transformer.training.official_checkpoint import is_official
 from forgetting_transformer.training.run_directory import RunDirectory
 

@@ -1,0 +1,125 @@
+"""Which keys may differ when a run is continued: all that do not decide what its weights become."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from forgetting_transformer import plugins
+from forgetting_transformer.nested import flatten
+from forgetting_transformer.plugins import ALL, Component
+from forgetting_transformer.redaction import redact_tree
+from forgetting_transformer.training.config import Config, ConfigError
+from forgetting_transformer.training.parsing import components_of, config_class, defaults_of
+
+if TYPE_CHECKING:
+    from forgetting_transformer.data import DataInfo
+
+
+#: Keys that may differ between the runs that one output_dir has seen: where things are, how the work is split, what is
+#: reported. So may those that a component says are free. Everything else decides what the weights become, so a change of
+#: it is refused on resume.
+FREE_KEYS = (
+    "output_dir", "data_dir", "plugins", "resume", "fork_dir", "fork_step", "exp", "tag", "model.label", "wandb", "fabric.devices",
+    "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens", "train.grad_acc_tokens",
+    "train.gradient_checkpointing", "train.compile",
+    "train.max_bad_steps", "checkpoint_background", "preflight", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
+    "checkpoint_interval", "checkpoint_keep_interval", "checkpoint_keep_last", "eval", "datamodule.train_num_workers",
+    "datamodule.eval_tokens", "datamodule.eval_batch_len", "datamodule.eval_local_batch_size",
+    "datamodule.eval_num_workers", "datamodule.dataset", "datamodule.repeat", "datamodule.missing_chunks",
+    "datamodule.cache_dir", "datamodule.cache_gb",
+    # Without effect on the model: other tools read it as the training length.
+    "model.config.max_position_embeddings",
+)  # fmt: skip
+
+
+def free_keys(flat: Mapping[str, Any]) -> tuple[str, ...]:
+    """FREE_KEYS and those that the components of a flat config declare."""
+    found = components_of(flat)
+    of_components = (
+        section if key == ALL else f"{section}.{key}"
+        for section, component in found.items()
+        if isinstance(component, Component)
+        for key in component.free
+    )
+    return (*FREE_KEYS, *of_components)
+
+
+def decisive(config: dict[str, Any]) -> dict[str, Any]:
+    """What decides the weights of a resolved config: its flat keys without the free ones, with defaults for younger keys."""
+    flat = flatten(config)
+    values = flatten(dataclasses.asdict(defaults_of(config_class(flat)))) | flat
+    free = free_keys(flat)
+    return {
+        key: value
+        for key, value in values.items()
+        if key != "callbacks" and not any(key == name or key.startswith(f"{name}.") for name in free)
+    }
+
+
+def changes_that_alter_the_run(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Lines "key: old -> new" for every key that is not free and differs between two resolved configs.
+
+    A key that is younger than the old config counts as its default there.
+    """
+    old, new = decisive(before), decisive(now)
+    return [
+        f"{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, None) != new.get(key, None)
+    ]
+
+
+def recorded(config: Config) -> dict[str, Any]:
+    """The configuration as it is kept in files and sent to wandb: without the passwords of URLs."""
+    return redact_tree(dataclasses.asdict(config))
+
+
+def check_continues(
+    checkpoint: str, state: dict[str, Any], config: Config, data: "DataInfo", forked: bool = False
+) -> None:
+    """A changed key that would change the run is refused; a fork may change all but what its position means.
+
+    Args:
+        checkpoint: its name, for messages. state: what its trainer.json holds. data: the corpus as it is now.
+
+    Raises:
+        ConfigError: naming every such key, its old and its new value.
+    """
+    before, after = state["config"], dataclasses.asdict(config)
+    if said := plugins.missing(before.get("plugins"), f"{checkpoint}: this run"):
+        raise ConfigError(said)
+    before, after = ({**whole, "model": _with_defaults(whole["model"])} for whole in (before, after))
+    if model := state.get("model_config"):
+        # Null stands for what the corpus says, so what it came to is compared.
+        for key, value in (("vocab_size", data.vocab_size), ("bos_token_id", data.bos_token_id)):
+            before = {**before, "datamodule": {**before["datamodule"], key: model.get(key)}}
+            after["datamodule"][key] = value
+    changes = changes_that_alter_the_run(before, after)
+    if forked:
+        shape = ("datamodule.train_batch_len", "datamodule.train_batch_size", "model.")
+        changes = [change for change in changes if change.startswith(shape)]
+    fork, now = (before["fork_dir"], before["fork_step"]), (config.fork_dir, config.fork_step)
+    if not forked and config.fork_dir and fork != now:
+        changes.append(f"fork_dir, fork_step: {fork} -> {now}")
+    listed = state.get("data_checksums")
+    if listed and data.checksums and listed != data.checksums:
+        changes.append(f"the corpus's list of checksums (its hash {listed} -> {data.checksums}): {data.path}")
+    # A checkpoint that was imported from the authors' code does not say which corpus it was.
+    if state["data_fingerprint"] not in (None, data.fingerprint):
+        changes.append(f"the corpus (fingerprint {state['data_fingerprint']} -> {data.fingerprint}): {data.path}")
+    if changes:
+        raise ConfigError(
+            f"{checkpoint} was trained with other settings:\n  " + "\n  ".join(changes) + "\n"
+            "Undo these changes to continue it, or choose another output_dir"
+            + ("" if forked else " (with fork_dir and fork_step to start from its weights)")
+            + ("" if config.fork_dir else ", or start over with resume=false")
+        )
+
+
+def _with_defaults(model: dict[str, Any]) -> dict[str, Any]:
+    """A section `model` in which every field of the architecture's configuration has its value, listed or not."""
+    from forgetting_transformer.model import registry  # loads PyTorch, which a run that continues has done
+
+    fields = dataclasses.fields(registry.MODELS[model["name"]].config_class) if model["name"] in registry.MODELS else ()
+    defaults = {item.name: item.default for item in fields if item.default is not dataclasses.MISSING}
+    return {**model, "config": defaults | model["config"]}
