@@ -1,6 +1,7 @@
 """Components that are not of this package: their keys are held to what they declare, as those of this package are."""
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 
@@ -189,6 +190,7 @@ def test_a_plug_in_of_the_current_folder_is_found_and_recorded(elsewhere, config
             r"plugins=\[lab\]: its import failed at .*lab.py:2: ZeroDivisionError: division",
         ),
         ({"lab.py": "def"}, "lab", r"import failed at .*lab.py:1: SyntaxError"),
+        ({"lab.py": "raise SystemExit(3)"}, "lab", r"import failed at .*lab.py:1: SystemExit: 3"),
         ({"lab.py": "x = 1"}, "lab", r"lab.py registers nothing; its import must register a component"),
         ({"lab/__init__.py": ""}, "lab", r"lab/__init__.py registers nothing"),
         ({"lab/x.txt": ""}, "lab", r"this folder without __init__.py registers nothing"),
@@ -233,5 +235,13 @@ def test_plug_ins_of_installed_packages_need_no_name(elsewhere, monkeypatch):
 def test_the_command_line_names_plug_ins_as_a_list():
     assert plugins.named_in(["a=b", "plugins=[lab, 'other.x']", "c"]) == ["lab", "other.x"]
     assert plugins.named_in(["plugins=[]"]) == plugins.named_in([]) == []
-    with pytest.raises(plugins.PluginError, match=r"plugins=lab must be a list: plugins=\[lab\]"):
-        plugins.named_in(["plugins=lab"])
+    for argument, fix in [
+        ("plugins=lab", "give a list of modules, as in plugins=[lab]"),
+        ("plugins=[lab", "give a list of modules, as in plugins=[lab]"),
+        ("plugins=[", "give a list of modules, as in plugins=[my_lab]"),
+        ("plugins=null", "give a list of modules, as in plugins=[my_lab], or [] for none"),
+        ("plugins=", "give a list of modules, as in plugins=[my_lab]"),
+        ("+plugins.0=lab", "give a list of modules, as in plugins=[lab]"),
+    ]:
+        with pytest.raises(plugins.PluginError, match=f"^{re.escape(f'{argument} is not a list; {fix}')}"):
+            plugins.named_in([argument])

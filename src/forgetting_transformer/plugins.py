@@ -21,8 +21,8 @@ values to what they declare, and rules between keys stand in a method `check(sel
 decide what the weights become, and a run does not continue with other ones, unless `free` lists them.
 
 - An optimizer, a schedule, a corpus: section `optimizer`, `schedule` or `datamodule`, chosen by its key `name`. The
-  dataclass derives from OptimizerConfig, ScheduleConfig or DataModuleConfig in training/config.py. `configs/optimizer/lion.yaml` lists the keys and makes the
-  name a choice: `optimizer=lion optimizer.beta=0.95`.
+  dataclass derives from OptimizerConfig, ScheduleConfig or DataModuleConfig in training/config.py.
+  `configs/optimizer/lion.yaml` lists the keys and makes the name a choice: `optimizer=lion optimizer.beta=0.95`.
 - A callback: `callbacks=[lm_eval,gates]` on the command line chooses files of the group `configs/callbacks`. Each has
   one section, named like the callback, with its keys, and these are overridden there: `callbacks.lm_eval.tasks=[…]`.
 
@@ -196,11 +196,15 @@ def named_in(arguments: Sequence[str]) -> list[str]:
     names: list[str] = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if key.lstrip("+") == "plugins" and equals:
+        if equals and re.fullmatch(r"\+*plugins(\.\d+)?", key):
             value = value.strip().strip("'\"").strip()
-            if not (value.startswith("[") and value.endswith("]")):
-                raise PluginError(f"{argument} must be a list: plugins=[{value}]")
-            names = [name for item in value[1:-1].split(",") if (name := item.strip().strip("'\""))]
+            if key.endswith("plugins") and value.startswith("[") and value.endswith("]") and len(value) > 1:
+                names = [name for item in value[1:-1].split(",") if (name := item.strip().strip("'\""))]
+                continue
+            given = "" if value in ("null", "None") else value.strip("[]")
+            raise PluginError(
+                f"{argument} is not a list; give a list of modules, as in plugins=[{given or 'my_lab'}], or [] for none"
+            )
     return names
 
 
@@ -229,7 +233,7 @@ def _load(name: str, load: Callable[[], Any], whose: str = "") -> None:
     _importing.append(name)
     try:
         load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that reads its own command line ends Python
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
             raise PluginError(
                 f"plugins=[{name}]: there is no module {error.name!r} in the current folder ({os.getcwd()}), beside "
