@@ -245,6 +245,22 @@ def error_of(*overrides: str) -> str:
             "ConfigError: Could not override 'experiment/demo'. No match in the defaults list; "
             "To append to your default list use +experiment/demo=fox_pro",
         ),
+        (
+            ["callbacks=[gate_statistics]", "callbacks.gate_statistics.intervl=3"],
+            "ConfigError: unknown config key 'callbacks.gate_statistics.intervl'; did you mean "
+            "'callbacks.gate_statistics.interval'?",
+        ),
+        (
+            ["callbacks.lm_eval.tasks=[a]"],
+            "ConfigError: unknown config key 'callbacks.lm_eval.tasks'; choose the callback first, as in "
+            "callbacks=[lm_eval]",
+        ),
+        (["callbacks=[lm_evil]"], "ConfigError: there is no callbacks=lm_evil; did you mean 'lm_eval'?"),
+        (
+            ["callbacks=[lm_eval,zzz]"],
+            "ConfigError: there is no callbacks=zzz; choices: gate_statistics, lm_eval, or those of a plug-in, which is "
+            "named first: plugins=[…]",
+        ),
         (["optimizer="], "ConfigError: optimizer= is empty (a variable that is not set?); choices: adamw, muon"),
         *(
             (

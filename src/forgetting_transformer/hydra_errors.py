@@ -50,9 +50,7 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
         if not option:
             return f"{group}= is empty (a variable that is not set?); choices: {', '.join(error.options)}"
         below = "" if closest(option, error.options) else _in_groups_below(config_dirs, group, option, only_close=True)
-        said = below or closest(option, error.options, "choices")
-        plug_in = ", or those of a plug-in, which is named first: plugins=[…]" if said.startswith("; choices") else ""
-        return f"there is no {group}={option}{said}{plug_in}"
+        return f"there is no {group}={option}{below or _closest_choice(option, error.options)}"
     if isinstance(error, OverrideParseException):
         key, equals, value = error.override.partition("=")
         if equals and re.fullmatch(r"[\w@/.+~:-]+", key):
@@ -62,12 +60,15 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
         return f"{error.override!r} is not of the form key=value ({reason.strip()})"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not in struct" in str(cause):
         key = str(cause.full_key)
-        if key.partition(".")[0] == "callbacks":
+        parent: Any = cause.parent_node
+        known = [str(known) for known in parent or ()]
+        if key == "callbacks" or (key.startswith("callbacks.") and key.count(".") == 1):
+            # Without any callback the section is not there, and Hydra's own message has what was typed.
+            typed = re.search(r"Could not override '([^']+)'", str(error))
+            key = typed[1] if typed else key
             chosen = key.split(".")[1] if "." in key else "a,b"
             return f"unknown config key {key!r}; choose the callback first, as in callbacks=[{chosen}]"
         section, dot, name = key.rpartition(".")
-        parent: Any = cause.parent_node
-        known = [str(known) for known in parent or ()]
         title = f"keys of {section}" if dot and section != "model.config" else ""
         close = _why_gone(key) or closest(OTHER_NAMES.get(name, name), known, before=section + dot)
         close = close or closest(name, sorted(_OFFICIAL.get(section, ())), before=section + dot)
@@ -83,10 +84,18 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
             names = " or ".join(sorted(file.stem for folder in config_dirs for file in folder.glob("*.yaml")))
             searched = " or ".join(map(str, config_dirs))
             return f"--config-name={option}: there is no such file in {searched}; leave it out, or name {names}"
+        # Hydra lists no choices of a group of which several may be chosen.
+        if choices := sorted({file.stem for folder in config_dirs for file in (folder / group).glob("*.yaml")}):
+            return f"there is no {group}={option}{_closest_choice(option, choices)}"
         if any((folder / group).is_dir() for folder in config_dirs):
             return f"there is no {group}={option}{_in_groups_below(config_dirs, group, option)}"
     lines = [line.strip() for line in f"{error}\n{cause or ''}".splitlines()]
     return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line)) or type(error).__name__
+
+
+def _closest_choice(option: str, choices: Sequence[str]) -> str:
+    said = closest(option, choices, "choices")
+    return f"{said}, or those of a plug-in, which is named first: plugins=[…]" if said.startswith("; choices") else said
 
 
 def _keys_below(sections: Any, before: str = "") -> Iterator[str]:

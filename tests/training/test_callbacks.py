@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from forgetting_transformer.plugins import CALLBACKS
 from forgetting_transformer.training.callbacks.base import Callback, Callbacks
+from forgetting_transformer.training.callbacks.built_in import chosen
+from forgetting_transformer.training.config import ConfigError
+from forgetting_transformer.training.errors import TrainingError
 from tests.training.conftest import STEP, Job, changed, refused, train
 from tests.training.test_resume import assert_same_run, lines
 from tests.training.test_stopping import SIGNAL_IN_STEP_SIX, status
@@ -200,6 +204,36 @@ def test_each_gets_its_own_state_and_that_of_earlier_versions():
     callbacks.load(saved | window)
     assert (one.loaded, two.loaded, bare.loaded) == ({"a": 1}, {"a": 2}, None)
     assert old.loaded.keys() == {"loss_T", "sequences"} and old.loaded["sequences"] == 4
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"count": 3}, r"^callbacks.odd: state\(\)\['count'\] is of type int, .*as in torch.tensor\(…\)"),
+        (None, r"^callbacks.odd: state\(\) gave None; "),
+    ],
+)
+def test_a_state_that_is_no_tensor_is_refused_with_its_name(state, message):
+    from types import SimpleNamespace
+
+    odd = Kept("odd")
+    odd.kept = state
+    callbacks = Callbacks(SimpleNamespace(fabric=SimpleNamespace(is_global_zero=True)), [], [odd])
+    with pytest.raises(TrainingError, match=message):
+        callbacks.state()
+
+
+@pytest.mark.quick
+def test_a_callback_of_another_class_is_refused(monkeypatch):
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(CALLBACKS, "_components", dict(CALLBACKS._components))
+    CALLBACKS.register("odd")(SimpleNamespace)
+    with pytest.raises(
+        ConfigError, match=r"^callbacks.odd: SimpleNamespace does not derive from .*callbacks.Callback$"
+    ):
+        chosen(SimpleNamespace(callbacks=SimpleNamespace(odd=None)))
 
 
 def test_windows_of_an_earlier_version_are_reported_with_what_follows(tiny, finished):

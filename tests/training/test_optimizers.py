@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from forgetting_transformer.plugins import OPTIMIZERS
+from forgetting_transformer.training import setup
 from forgetting_transformer.training.combined_optimizer import CombinedOptimizer
 from forgetting_transformer.training.config import Config, ConfigError, OptimizerConfig
 from forgetting_transformer.training.optimizers import MuonConfig, muon
@@ -104,6 +105,20 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
     assert [group.get("lr_scale", 1.0) for group in optimizer.param_groups] == [1.0, 0.25, 0.25]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
     assert not decides_on_device(optimizer)
+
+
+def test_an_optimizer_that_leaves_parameters_out_is_refused_with_one_of_them():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    setup.check_optimizer_owns(model, torch.optim.SGD(model.parameters()), "sgd")
+    half = torch.optim.SGD(model[0].parameters())
+    with pytest.raises(
+        ConfigError, match=r"^optimizer.name='half' leaves out 1 of the model's 3 .*such as 1.weight; give"
+    ) as e:
+        setup.check_optimizer_owns(model, half, "half")
+    assert "\n" not in str(e.value)
+    foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ConfigError, match=r"^optimizer.name='odd' holds 1 parameter tensor.* not the model's"):
+        setup.check_optimizer_owns(model, foreign, "odd")
 
 
 def test_a_combined_optimizer_is_loaded_into_its_parts():

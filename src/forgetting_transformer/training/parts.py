@@ -132,7 +132,7 @@ class Parts:
         self.model = self.fabric.setup_module(model)
         optimizer = setup.build_optimizer(self.model.module, self.undecayed, config.optimizer)
         self.optimizer = cast(Any, self.fabric.setup_optimizers(optimizer))
-        setup.check_optimizer_owns(self.model, self.optimizer)
+        setup.check_optimizer_owns(self.model, self.optimizer, config.optimizer.name)
         self.started("strategy")
         if not config.resume:
             # Only now: a command that is refused must leave the old run where it was.

@@ -251,12 +251,28 @@ def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConf
     return optimizer
 
 
-def check_optimizer_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer that was built before sharding holds parameters that nothing uses, and trains nothing, silently."""
+def check_optimizer_owns(model: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> None:
+    """What no optimizer holds is not trained, silently; so it is with one that was built before sharding.
+
+    Args:
+        name: what the config calls the optimizer.
+
+    Raises:
+        ConfigError: it does not hold exactly the model's parameters that need a gradient.
+    """
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    used = {id(p) for p in model.parameters() if p.requires_grad}
-    if owned != used:
-        raise RuntimeError(f"the optimizer holds {len(owned & used)} of the model's {len(used)} parameter tensors")
+    used = {id(p): key for key, p in model.named_parameters() if p.requires_grad}
+    if left_out := [key for parameter, key in used.items() if parameter not in owned]:
+        first = left_out[0].removeprefix("_forward_module.").removeprefix("module.")
+        raise ConfigError(
+            f"optimizer.name={name!r} leaves out {len(left_out)} of the model's {len(used)} parameter tensors, such as "
+            f"{first}; give it all of model.parameters()"
+        )
+    if foreign := len(owned - used.keys()):
+        raise ConfigError(
+            f"optimizer.name={name!r} holds {foreign} parameter tensors that are not the model's; give it those of "
+            "model.parameters() and no copies"
+        )
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from forgetting_transformer.training.errors import TrainingError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -164,8 +166,26 @@ class Callbacks:
         return {kind for callback in self._callbacks for kind in callback.kinds}
 
     def state(self) -> dict[str, Tensor]:
-        """For the checkpoint: `<callback>.<key>`."""
-        return {f"{c.name}.{key}": tensor for c in self._callbacks for key, tensor in c.state().items()}
+        """For the checkpoint: `<callback>.<key>`.
+
+        Raises:
+            TrainingError: a callback's state is not a dictionary of tensors.
+        """
+        import torch
+
+        found: dict[str, Tensor] = {}
+        for callback in self._callbacks:
+            state, whose = callback.state(), f"callbacks.{callback.name}: state()"
+            if not isinstance(state, dict):
+                raise TrainingError(f"{whose} gave {state!r}; it must give a dictionary of tensors")
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    kind = type(value).__name__
+                    raise TrainingError(
+                        f"{whose}[{key!r}] is of type {kind}, not a tensor; wrap it, as in torch.tensor(…)"
+                    )
+                found[f"{callback.name}.{key}"] = value
+        return found
 
     def load(self, windows: dict[str, Tensor]) -> None:
         """Hands every callback its part of what a checkpoint holds, also one of an earlier version."""

@@ -13,7 +13,7 @@ from forgetting_transformer.training.callbacks.norms import Norms
 from forgetting_transformer.training.callbacks.progress import Progress
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.callbacks.wandb import Wandb
-from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.hardware import peak_flops
 
 if TYPE_CHECKING:
@@ -41,11 +41,18 @@ def built_in(trainer: "Trainer") -> list[Callback]:
 
 
 def chosen(config: Config) -> list[Callback]:
-    """The callbacks that the config names, in its order."""
+    """The callbacks that the config names, in its order.
+
+    Raises:
+        ConfigError: what was built is no callback.
+    """
     found = []
     for name, keys in vars(config.callbacks).items():
         component = CALLBACKS.get(name)
         callback = component.build(keys) if component.config is not None else component.build()
+        if not isinstance(callback, Callback):
+            base = "forgetting_transformer.training.callbacks.Callback"
+            raise ConfigError(f"callbacks.{name}: {type(callback).__name__} does not derive from {base}")
         callback.name = name
         found.append(callback)
     return found
