@@ -221,7 +221,24 @@ def test_a_state_that_is_no_tensor_is_refused_with_its_name(state, message):
     odd.kept = state
     callbacks = Callbacks(SimpleNamespace(fabric=SimpleNamespace(is_global_zero=True)), [], [odd])
     with pytest.raises(TrainingError, match=message):
-        callbacks.state()
+        callbacks.start()  # not with the first checkpoint, hours later
+
+
+@pytest.mark.quick
+def test_a_hook_that_fails_is_named():
+    from types import SimpleNamespace
+
+    class Fails(Callback):
+        name = "fails"
+
+        def on_save(self, trainer, saved):
+            raise ZeroDivisionError("boom")
+
+    cpu = SimpleNamespace(is_global_zero=True, device=torch.device("cpu"))
+    trainer = SimpleNamespace(fabric=cpu, model=torch.nn.Identity())
+    with pytest.raises(ZeroDivisionError) as error:
+        Callbacks(trainer, [], [Fails()]).call_all("on_save", None)
+    assert error.value.__notes__ == ["raised by on_save of callbacks.fails"]
 
 
 @pytest.mark.quick

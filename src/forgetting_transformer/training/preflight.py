@@ -80,7 +80,7 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     tokens = data.train_batch_size * data.train_batch_len
     total_steps = math.ceil(config.train.max_tokens / tokens)
     problems, seconds = [], []
-    trainer.callbacks.call_all("on_start")  # which refuse what they would miss after hours
+    trainer.callbacks.start()  # which refuse what they would miss after hours
     if trainer.compiled:
         trainer.compilation.announce()
     try:

@@ -74,7 +74,7 @@ class Trainer(Parts):
         """Returns "done" or "preempted"."""
         self.sentinel.on_end = self._ended_by_sentinel
         config, counters = self.config, self.counters
-        self.callbacks.call_all("on_start")
+        self.callbacks.start()
         self.started("logs")
         self._write_status("running")
         if self.metrics is not None:

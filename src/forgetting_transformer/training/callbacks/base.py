@@ -139,12 +139,20 @@ class Callbacks:
             if getattr(type(callback), hook) is not getattr(Callback, hook):
                 self.call(callback, hook, *arguments)
 
+    def start(self) -> None:
+        """`on_start` of all, and a first look at their state, which would else be refused with the first checkpoint."""
+        self.call_all("on_start")
+        self.state()
+
     def call(self, callback: Callback, hook: str, *arguments: Any) -> None:
         """One hook of one callback, after which random numbers and train mode are what they were."""
         outer, self.running = self.running, callback
         try:
             with _left_as_found(self._trainer.model, self._trainer.fabric.device):
                 getattr(callback, hook)(self._trainer, *arguments)
+        except Exception as error:
+            error.add_note(f"raised by {hook} of callbacks.{callback.name}")
+            raise
         finally:
             self.running = outer
 
