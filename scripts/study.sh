@@ -30,6 +30,20 @@ if [ $# -lt 1 ]; then
     exit 2
 fi
 [ -n "$1" ] || { echo "FOLDER is empty (a variable that is not set?); give a folder" >&2; exit 2; }
+[ -z "${STUDY:-}" ] || STUDY=$(realpath "$STUDY")
+root="$(cd "$(dirname "$0")/.." && pwd)"
+python=${PYTHON:-python}
+study=${STUDY:-$root/studies/seven_models/study.yaml}
+# What the study says, in a line each: models, the slowest first; seeds; the group of its experiments.
+says=$("$python" -c 'import sys
+from pathlib import Path
+from forgetting_transformer.analysis.study_plan import read_plan
+try:
+    plan = read_plan(Path(sys.argv[1]))
+except ValueError as error:
+    sys.exit(f"error: {error} (STUDY names the YAML of a study)")
+print(*plan.start_order); print(*plan.seeds); print(plan.group)' "$study") || exit 2
+mapfile -t plan <<<"$says"
 mkdir -p "$1/logs" "$1/speed"
 folder="$(cd "$1" && pwd)"
 # The lock is this process's and its children's, and is gone with them, however they end.
@@ -41,23 +55,13 @@ fi
 echo $$ >"$folder/study.lock"
 stages=("${@:2}")
 [ ${#stages[@]} -gt 0 ] || stages=(corpus train evaluate collect)
-[ -z "${STUDY:-}" ] || STUDY=$(realpath "$STUDY")
-cd "$(dirname "$0")/.."
-python=${PYTHON:-python}
+cd "$root"
 export HF_HUB_OFFLINE=1
 
 vocabulary=${VOCABULARY:-8192}
-study=${STUDY:-studies/seven_models/study.yaml}
-# What the study says, in a line each: models, the slowest first; seeds; the group of its experiments.
-mapfile -t plan < <("$python" -c 'import sys
-from pathlib import Path
-from forgetting_transformer.analysis.study_plan import read_plan
-plan = read_plan(Path(sys.argv[1]))
-print(*plan.start_order); print(*plan.seeds); print(plan.group)' "$study")
-read -ra models <<<"${MODELS:-${plan[0]:-}}"
+read -ra models <<<"${MODELS:-${plan[0]}}"
 read -ra seeds <<<"${SEEDS:-${plan[1]:-0}}"
-group=${plan[2]:-study}
-[ ${#models[@]} -gt 0 ] || { echo "error: $study names no models (STUDY names the YAML of a study)" >&2 && exit 2; }
+group=${plan[2]}
 [[ "${seeds[*]}" =~ ^[0-9]+(\ [0-9]+)*$ ]] || { echo "SEEDS=$SEEDS: give numbers, as in SEEDS=\"0 1 2\"" >&2 && exit 2; }
 read -ra overrides <<<"${OVERRIDES:-}"
 corpus="$folder/data/python_code"

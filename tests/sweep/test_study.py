@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from forgetting_transformer.analysis import AnalysisError, position_loss, studies, study_tables
-from forgetting_transformer.analysis.study_plan import StudyPlan, read_plan
+from forgetting_transformer.analysis.study_plan import StudyPlan
 from forgetting_transformer.sweep import SweepError, learning_rate, machines, runner
 from forgetting_transformer.sweep.jobs import State
 from forgetting_transformer.sweep.runner import run_jobs
@@ -324,27 +324,6 @@ def test_a_second_study_is_a_second_yaml(faults, tmp_path, monkeypatch, capfd):
     names = [row.split("|")[1].strip() for row in rows if "---" not in row]
     assert names == ["model", "A state space model", "With gates", "model", "With gates", "fox_llama"]
     assert rows[4].endswith(" against fox_llama |")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("models: {a: A}", "group is missing"),
-        ("group: demo\nmodels: {a: A}\nsseds: [0]", "unknown key 'sseds'; known are baseline, group, models"),
-        ("group: demo\nmodels: {a: A}\noverrides: {serch: {}}", "overrides has an unknown key 'serch'"),
-        ("group: demo\nmodels: {a: A}\nvariants: {b: [c]}", "variants has an unknown key 'b'; known are a"),
-        ("group: demo\nmodels: {a: A, b: B}\nslowest_first: [a]", "slowest_first must name each of the models once"),
-        ("group: demo\nmodels: {a: A}\nseeds: 0 1", "must be a list of numbers, such as"),
-        ("group: demo\nmodels: [a", "cannot be read as the YAML of a study"),
-        ("- a", "the file must be a mapping"),
-    ],
-)
-def test_a_yaml_that_is_no_study_is_refused_by_name(tmp_path, text, message):
-    file = tmp_path / "study.yaml"
-    file.write_text(text)
-    with pytest.raises(AnalysisError, match=message):
-        read_plan(file)
 
 
 def test_pages_show_no_figures_that_are_not_there():

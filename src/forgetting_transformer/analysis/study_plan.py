@@ -19,16 +19,21 @@ Only `group` and `models` are required. studies/seven_models/study.yaml is the s
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import math
+import re
+import typing
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer.analysis import AnalysisError
-
-PARTS = ("runs", "search", "variants")
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,12 @@ class StudyPlan:
     """A study's YAML; see the module docstring."""
 
     group: str
-    models: Mapping[str, str]
-    slowest_first: Sequence[str] = ()
-    seeds: Sequence[int] = ()
+    models: dict[str, str]
+    slowest_first: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
     start_rate: float | None = None
-    overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    variants: dict[str, list[str]] = field(default_factory=dict)
     baseline: str | None = None
 
     @property
@@ -55,45 +60,146 @@ class StudyPlan:
 
     def overrides_of(self, part: str) -> list[str]:
         """Overrides of "runs", "search" or "variants", as train.py takes them."""
-        return [f"{key}={_text(value)}" for key, value in self.overrides.get(part, {}).items()]
+        return [f"{key}={_text(key, value)}" for key, value in self.overrides.get(part, {}).items()]
+
+
+#: What each key must be, for messages.
+EXPECTED = {
+    "group": "the name of a folder of configs/experiment",
+    "models": "a mapping of experiments to their display names, such as {fox_pro: FoX (Pro)}",
+    "slowest_first": "a list of the models, such as [mamba2, fox_pro]",
+    "seeds": "a list of different whole numbers from 0 on, such as [0, 1, 2]",
+    "start_rate": "a positive number, such as 2e-3",
+    "overrides": "a mapping of runs, search or variants to overrides, such as {runs: {train.max_tokens: 1000000}}",
+    "variants": "a mapping of models to lists of experiments, such as {fox_pro: [fox_pro, fox_pro_rope]}",
+    "baseline": "the name of a model or variant",
+}
+PARTS = ("runs", "search", "variants")
 
 
 def read_plan(file: Path) -> StudyPlan:
     """
     Raises:
-        AnalysisError: the file is not there or says something else than a study does; names the key.
+        AnalysisError: the file is not there or says something else than a study does; names the file, key and value.
     """
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise AnalysisError(f"{file} cannot be read as the YAML of a study: {error}") from error
-    known = {item.name for item in dataclasses.fields(StudyPlan)}
-    _check_mapping(file, "the file", content, known)
-    for key in ("group", "models"):
-        if not content.get(key):
-            raise AnalysisError(f"{file}: {key} is missing; a study names its group of experiments and its models")
-    _check_mapping(file, "models", content["models"], None)
-    _check_mapping(file, "overrides", content.get("overrides") or {}, PARTS)
-    for part, overrides in (content.get("overrides") or {}).items():
-        _check_mapping(file, f"overrides.{part}", overrides or {}, None)
-    models = {str(key): str(name or key) for key, name in content["models"].items()}
-    if sorted(content.get("slowest_first") or models) != sorted(models):
-        raise AnalysisError(f"{file}: slowest_first must name each of the models once: {', '.join(models)}")
-    _check_mapping(file, "variants", content.get("variants") or {}, models)
-    seeds = content.get("seeds") or ()
-    if not isinstance(seeds, list | tuple) or not all(isinstance(seed, int) for seed in seeds):
-        raise AnalysisError(f"{file}: seeds={seeds!r} must be a list of numbers, such as [0, 1, 2]")
+        # OmegaConf's YAML, as in configs/: 2e-3 is a number there, and a key that stands twice is an error.
+        content = OmegaConf.to_container(OmegaConf.load(file))
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise AnalysisError(f"{file} cannot be read as the YAML of a study: {reason}") from error
+    try:
+        plan = _typed(content)
+        _check(plan)
+        return plan
+    except AnalysisError as error:
+        raise AnalysisError(f"{file}: {error}") from error
+
+
+def _typed(content: Any) -> StudyPlan:
+    """
+    Raises:
+        AnalysisError: a key is unknown or missing, or its value is of another type.
+    """
+    _check_keys("the file", content, EXPECTED, "a mapping with the keys of a study")
     given = {key: value for key, value in content.items() if value is not None}
-    return StudyPlan(**given | {"models": models})
+    for key in ("group", "models"):
+        if given.get(key) in (None, "", {}):
+            raise AnalysisError(f"{key} is missing; it must be {EXPECTED[key]}")
+    for key in ("seeds", "slowest_first"):
+        if given.get(key) == []:
+            raise AnalysisError(f"{key}=[] must be {EXPECTED[key]}; leave it out for the default")
+    if isinstance(given["models"], dict):
+        given["models"] = {key: key if name is None else name for key, name in given["models"].items()}
+    # Values of overrides are of any type, and their interpolations are the run's: they stay as they are.
+    overrides = given.pop("overrides", {})
+    _check_keys("overrides", overrides, PARTS, EXPECTED["overrides"])
+    overrides = {part: {} if values is None else values for part, values in overrides.items()}
+    for part, values in overrides.items():
+        _check_keys(f"overrides.{part}", values, None, "a mapping of keys to values")
+    typed = OmegaConf.structured(StudyPlan)
+    for key, value in given.items():
+        try:
+            typed = OmegaConf.merge(typed, {key: value})
+            typed[key]  # an interpolation is resolved here
+        except OmegaConfBaseException as error:
+            at = "" if error.full_key in ("", key) else f" (wrong is {error.full_key})"
+            raise AnalysisError(f"{key}={value!r} must be {EXPECTED[key]}{at}") from error
+    return dataclasses.replace(typing.cast(StudyPlan, OmegaConf.to_object(typed)), overrides=overrides)
 
 
-def _check_mapping(file: Path, what: str, value: Any, known: Collection[str] | None) -> None:
+def _check_keys(what: str, value: Any, known: Collection[str] | None, expected: str) -> None:
     if not isinstance(value, dict):
-        raise AnalysisError(f"{file}: {what} must be a mapping of keys to values, not {value!r}")
+        raise AnalysisError(f"{what} must be {expected}, not {value!r}")
     for key in value:
+        if not isinstance(key, str):
+            raise AnalysisError(f"{what} has the key {key!r}, which is no text; quote it")
         if known is not None and key not in known:
-            raise AnalysisError(f"{file}: {what} has an unknown key {key!r}; known are {', '.join(sorted(known))}")
+            raise AnalysisError(f"{what} has an unknown key {key!r}; known are {', '.join(sorted(known))}")
 
 
-def _text(value: Any) -> str:
+def _check(plan: StudyPlan) -> None:
+    """
+    Raises:
+        AnalysisError: a value is out of its range, or two keys do not fit together.
+    """
+    for model, name in plan.models.items():
+        if not isinstance(name, str) or not name.strip():  # OmegaConf accepts a mapping for a text here
+            raise AnalysisError(f"models.{model}={name!r} must be the text that tables call the model")
+        if same := [other for other in plan.models if plan.models[other] == name and other != model]:
+            raise AnalysisError(f"models.{model}={name!r} is also what {same[0]} is called; display names must differ")
+    if sorted(plan.start_order) != sorted(plan.models):
+        models = ", ".join(plan.models)
+        raise AnalysisError(f"slowest_first={plan.slowest_first} must name each of the models once: {models}")
+    if len(set(plan.seeds)) < len(plan.seeds) or any(seed < 0 for seed in plan.seeds):
+        raise AnalysisError(f"seeds={plan.seeds} must be {EXPECTED['seeds']}")
+    if plan.start_rate is not None and not (math.isfinite(plan.start_rate) and plan.start_rate > 0):
+        raise AnalysisError(f"start_rate={plan.start_rate} must be {EXPECTED['start_rate']}")
+    _check_keys("variants", plan.variants, plan.models, EXPECTED["variants"])
+    for model, names in plan.variants.items():
+        if not names or len(set(names)) < len(names):
+            raise AnalysisError(f"variants.{model}={names} must name at least one experiment, and each once")
+    known = {*plan.models, *(name for names in plan.variants.values() for name in names)}
+    if plan.baseline is not None and plan.baseline not in known:
+        raise AnalysisError(f"baseline={plan.baseline!r} must be a model or variant: {', '.join(sorted(known))}")
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", plan.group):
+        raise AnalysisError(f"group={plan.group!r} must be {EXPECTED['group']}")
+    for key, experiments in {"models": plan.models, "variants": known}.items():
+        if wrong := [name for name in experiments if not re.fullmatch(r"\w[\w.-]*", name)]:
+            raise AnalysisError(f"{key}: {wrong[0]!r} must be the name of a file of configs/experiment/{plan.group}")
+    for part in plan.overrides:
+        try:
+            for override in plan.overrides_of(part):
+                _check_override(override)
+        except AnalysisError as error:
+            raise AnalysisError(f"overrides.{part}: {error}") from error
+
+
+def _check_override(override: str) -> None:
+    """
+    Raises:
+        AnalysisError: train.py could not read the override, or would start several runs for it.
+    """
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise AnalysisError(f"{override} is not an override of train.py: {reason}") from error
+    if parsed.is_sweep_override():
+        raise AnalysisError(f"{override} must be one value; a number has no commas, and a list has brackets")
+
+
+def _text(key: str, value: Any) -> str:
+    """The value of an override as Hydra reads it.
+
+    Raises:
+        AnalysisError: the value is a mapping.
+    """
+    if isinstance(value, dict):
+        first = next(iter(value), "…")
+        raise AnalysisError(f"{key}={value} is a group of keys; write each in full, as in {key}.{first}: …")
+    if isinstance(value, list):
+        return f"[{','.join(_text(key, item) for item in value)}]"
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from forgetting_transformer import official_names, plugins
+from forgetting_transformer import hydra_errors, official_names, plugins
 from forgetting_transformer.sweep import SweepError, machines
 from forgetting_transformer.sweep.runner import Machine
 from forgetting_transformer.training import Config, parse
@@ -39,14 +39,20 @@ class Composer:
     def compose(self, overrides: Sequence[str]) -> Config:
         """
         Raises:
-            SweepError: Hydra cannot compose these overrides.
+            SweepError: Hydra cannot compose these overrides; in one line.
             ConfigError: they compose to something that train.py refuses.
         """
         try:
             with initialize_config_dir(str(self._config_dir), version_base="1.3"):
-                return parse(compose("config", overrides=official_names.admit(overrides)), overrides)
+                composed = compose("config", overrides=official_names.admit(overrides))
+                if problem := hydra_errors.unknown_group((str(key) for key in composed), self._config_dir):
+                    raise SweepError(problem)
+                return parse(composed, overrides)
         except HydraException as error:
-            raise SweepError(str(error)) from error
+            raise self._one_line(error) from error
+
+    def _one_line(self, error: HydraException) -> SweepError:
+        return SweepError(hydra_errors.explain(error, self._config_dir).removeprefix("ConfigError: "))
 
     def machine(self) -> Machine:
         """Where `hydra/launcher` sends the jobs.
@@ -58,7 +64,7 @@ class Composer:
             with initialize_config_dir(str(self._config_dir), version_base="1.3"):
                 composed = compose("config", overrides=official_names.admit(self._all), return_hydra_config=True)
         except HydraException as error:
-            raise SweepError(str(error)) from error
+            raise self._one_line(error) from error
         settings: Any = OmegaConf.to_container(composed.hydra.launcher)
         name = getattr(get_class(settings.pop("_target_")), "machine", None)
         if name is None:
