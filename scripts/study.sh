@@ -59,9 +59,9 @@ cd "$root"
 export HF_HUB_OFFLINE=1
 
 vocabulary=${VOCABULARY:-8192}
-read -ra models <<<"${MODELS:-${plan[0]}}"
+read -ra models <<<"${MODELS:-${plan[0]:-}}"
 read -ra seeds <<<"${SEEDS:-${plan[1]:-0}}"
-group=${plan[2]}
+group=${plan[2]:-study}
 [[ "${seeds[*]}" =~ ^[0-9]+(\ [0-9]+)*$ ]] || { echo "SEEDS=$SEEDS: give numbers, as in SEEDS=\"0 1 2\"" >&2 && exit 2; }
 read -ra overrides <<<"${OVERRIDES:-}"
 corpus="$folder/data/python_code"
