@@ -7,6 +7,7 @@
     python eval/per_token_loss/plot_per_token_loss.py --result_dir results --figure_dir figures
 
 RESULT is [NAME=]FOLDER. Results with the same NAME are seeds of one model: their mean is drawn and their range shaded.
+Without a NAME they are different models, and folders that are called the same are shown with the folders above them.
 OUT/per_token_loss.png (and .pdf) shows the smoothed L(i) on the left and perplexity by context length on the right,
 with the training length marked. OUT/slopes.md gives the change of the loss with every doubling of the context.
 OUT/comparison.md and OUT/differences.png (and .pdf) compare every model with the first on the same documents, which is
@@ -45,7 +46,7 @@ def main() -> None:
     stem = "per_token_loss" if args.out else "main_loss_64k_line"
     try:
         found = official.results_in(args.result_dir, "results.npz") if args.result_dir else []
-        results = [position_loss.read_named(text) for text in [*args.results, *found]]
+        results = position_loss.told_apart([position_loss.read_named(text) for text in [*args.results, *found]])
         named = position_loss.name_documents(results)
         if [one.name for one in named] != [one.name for one in results]:
             print(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from forgetting_transformer.analysis import AnalysisError, published
+from forgetting_transformer.analysis import AnalysisError, position_loss, published
 from forgetting_transformer.analysis.page import differing, write_report
 from tests.evaluation.scripts import run_script
 
@@ -193,3 +193,29 @@ def test_what_cannot_be_reported_is_refused(arguments, message, tmp_path):
     done = run_script(SCRIPT, *arguments, "--out", tmp_path / "page.html")
     assert done.returncode == 1 and message in done.stderr
     assert not (tmp_path / "page.html").exists()
+
+
+def test_only_a_page_is_replaced_by_a_page(runs, tmp_path):
+    mine = tmp_path / "config.yaml"
+    mine.write_text("a: 1\n")
+    with pytest.raises(AnalysisError, match=r"--out=.*config\.yaml exists and is not a page of this script"):
+        write_report(runs, [], mine)
+    assert mine.read_text() == "a: 1\n"
+    for _ in range(2):
+        write_report(runs, [], tmp_path / "page.html")
+
+
+def test_results_that_are_called_the_same_by_chance_are_no_seeds(tmp_path):
+    for folder, loss in (("a", 3.0), ("b", 4.0)):
+        (tmp_path / folder / "fox").mkdir(parents=True)
+        np.savez(tmp_path / folder / "fox/results.npz", **{"val/loss_per_token": np.full(8, loss)})
+    paths = [str(tmp_path / folder / "fox") for folder in "ab"]
+    by_chance = position_loss.told_apart([position_loss.read_named(path) for path in paths])
+    assert {name: loss.shape for name, loss in position_loss.group_seeds(by_chance).items()} == {
+        "a/fox": (8,),
+        "b/fox": (8,),
+    }
+    seeds = position_loss.told_apart([position_loss.read_named(f"FoX={path}") for path in paths])
+    assert {name: loss.shape for name, loss in position_loss.group_seeds(seeds).items()} == {"FoX": (2, 8)}
+    once = position_loss.told_apart([position_loss.read_named(path) for path in [paths[0], paths[0]]])
+    assert {result.name for result in once} == {"fox"}

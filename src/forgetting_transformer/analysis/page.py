@@ -27,6 +27,7 @@ from forgetting_transformer.analysis.plots.style import format_tokens
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_by_length, longbench_table
 from forgetting_transformer.analysis.runs import Run, read_logged_run, read_position_loss, read_run
+from forgetting_transformer.files import write_atomically
 from forgetting_transformer.nested import flatten
 
 # What run_forget_gates.py writes beside heads.json.
@@ -110,11 +111,21 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
         f"<style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n{body}\n</body></html>\n"
     )
     try:
+        if out.exists() and not _is_report(out):
+            raise AnalysisError(
+                f"--out={out} exists and is not a page of this script; name another file, or move it away"
+            )
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
+        write_atomically(out, page, durable=False)
     except OSError as error:
         raise AnalysisError(f"cannot write --out={out} ({error.strerror or error}); name another file") from error
     return left_out
+
+
+def _is_report(path: Path) -> bool:
+    """Whether the file begins as `write_report` begins a page."""
+    with path.open("rb") as stream:
+        return b"<title>Report: " in stream.read(300)
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -222,7 +233,8 @@ def _position_losses(evaluations: Sequence[Evaluation], names: Mapping[str, str]
     if not evaluations:
         return ""
     losses = [position_loss.read_result(one.folder / "results.npz") for one in evaluations]
-    losses = _one_length_a_name([dataclasses.replace(one, name=names.get(one.name, one.name)) for one in losses])
+    losses = [dataclasses.replace(one, name=names.get(one.name, one.name)) for one in losses]
+    losses = position_loss.told_apart(_one_length_a_name(losses))
     curves = position_loss.group_seeds(losses)
     lengths = {loss.name: loss.summary.get("train_length") for loss in losses}
     content = _picture(lambda path: loss_against_position(curves, path, lengths), "loss at every position")

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -61,13 +61,20 @@ def slopes(length: int, octaves_NO: np.ndarray) -> list[Slope]:
 
 @dataclass(frozen=True)
 class Result:
-    """One evaluation as read back from its folder; `octaves_NO` has the mean loss of each sequence in each octave,
-    None in files of other programs."""
+    """One evaluation as read back from its folder.
+
+    Attributes:
+        octaves_NO: mean loss of each sequence in each octave; None in files of other programs.
+        folder: where it lies.
+        is_named: whether somebody chose the name, so that results of one name are seeds of one model.
+    """
 
     name: str
     loss_T: np.ndarray
     summary: dict[str, Any]
     octaves_NO: np.ndarray | None = None
+    folder: Path | None = None
+    is_named: bool = False
 
 
 def read_result(path: Path, name: str | None = None) -> Result:
@@ -91,13 +98,32 @@ def read_result(path: Path, name: str | None = None) -> Result:
         raise AnalysisError(f"{file}: cannot read the array 'val/loss_per_token' ({error})") from error
     summary_file = file.with_suffix(".json")
     summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
-    return Result(name or summary.get("model") or file.parent.name, loss_T, summary, octaves_NO)
+    shown = name or summary.get("model") or file.parent.name
+    return Result(shown, loss_T, summary, octaves_NO, file.parent, is_named=name is not None)
 
 
 def read_named(text: str) -> Result:
     """Reads `[NAME=]PATH`, as on a command line."""
     name, path = split_name(text)
     return read_result(path, name)
+
+
+def told_apart(results: Sequence[Result]) -> list[Result]:
+    """The results, where those that have one name by chance are called by their folders, as in "a/fox" and "b/fox"."""
+    found = list(results)
+    by_name: dict[str, list[int]] = {}
+    for index, result in enumerate(found):
+        if not result.is_named and result.folder is not None:
+            by_name.setdefault(result.name, []).append(index)
+    for indices in by_name.values():
+        paths = [cast(Path, found[index].folder).resolve().parts for index in indices]
+        if len(indices) == 1:
+            continue
+        # As many of the last parts as it takes; a folder that is given twice stays one name.
+        count = next((n for n in range(1, max(map(len, paths))) if len({p[-n:] for p in paths}) == len({*paths})), 1)
+        for index, path in zip(indices, paths, strict=True):
+            found[index] = dataclasses.replace(found[index], name="/".join(path[-count:]))
+    return found
 
 
 def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:
@@ -113,8 +139,7 @@ def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:
         if len({loss.size for loss in losses}) > 1:
             raise AnalysisError(
                 f"the results called {name!r} have {', '.join(str(loss.size) for loss in losses)} positions: seeds of "
-                f"one "
-                "model must be evaluated at one length. Give different models different names, NAME=FOLDER"
+                "one model must be evaluated at one length. Give different models different names, NAME=FOLDER"
             )
     return {name: losses[0] if len(losses) == 1 else np.stack(losses) for name, losses in curves.items()}
 
