@@ -263,7 +263,7 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     dtype = torch.bfloat16 if args.precision == "bf16-mixed" else torch.float32
     chosen = choose_on_all_ranks(model, dtype, device, [inputs_BT.shape[1]])
     if execution.choose(config.train.compile, device, None, chosen).compile:
-        Compilation(config, model.config.vocab_size, device).settle(model)
+        Compilation(config, model.config.vocab_size, device).compile(model)
 
     def step() -> float:
         started = time.perf_counter()

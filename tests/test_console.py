@@ -117,7 +117,7 @@ def failure(tmp_path: Path, number: int, code: int, reason: str | None = None) -
 def test_how_a_launcher_ends(rank, monkeypatch, tmp_path, told, error, code, lines):
     rank(0)
     if told:
-        elastic.tell(told)
+        elastic.report_outcome(told)
     ended, said = elastic.conclude(error)
     assert ended == code and (said == lines if lines is not None else "--main-port" in said[0])
 
@@ -136,7 +136,7 @@ def test_how_a_launcher_ends(rank, monkeypatch, tmp_path, told, error, code, lin
 def test_a_launcher_names_only_ranks_that_could_not_speak(rank, tmp_path, told, ranks, code, lines):
     rank(0)
     if told:
-        elastic.tell(told)
+        elastic.report_outcome(told)
     failures = {number: failure(tmp_path, number, *how) for number, how in ranks.items()}
     assert elastic.conclude(ChildFailedError("train.py", failures)) == (code, lines)
 

@@ -20,7 +20,7 @@ FORBIDDEN = {
 
 
 def imported(file: Path) -> set[tuple[str, int]]:
-    """Parts of the package that a file imports, wherever in it, and the line; imports for type checkers do not count."""
+    """Parts of the package that a file imports anywhere, and the line; imports for type checkers do not count."""
     found = set()
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):

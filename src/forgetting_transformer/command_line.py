@@ -67,7 +67,7 @@ def interruptible(interrupted: str = "interrupted") -> Iterator[None]:
 
 
 def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int | None:
-    """Calls `main` and returns the exit code; Ctrl-C, and a reader of the output such as `head` that has left, need no traceback.
+    """Calls `main` and returns the exit code, without a traceback for Ctrl-C and for a closed pipe (`… | head`).
 
     Args:
         interrupted: what Ctrl-C is answered with, one line.

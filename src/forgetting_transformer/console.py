@@ -79,7 +79,7 @@ def stopped_by_signals() -> Iterator[None]:
             said = f"{signal.Signals(number).name} before training began; the same command starts it\n"
             os.write(2, said.encode())  # print() may be what the signal has interrupted
         # Not 0, although the launcher may take this for a failure: ranks that got no signal would wait for this one.
-        elastic.tell(elastic.NOT_STARTED)
+        elastic.report_outcome(elastic.NOT_STARTED)
         os._exit(elastic.PREEMPTED_EXIT_CODE)
 
     before = {number: signal.signal(number, leave) for number in _SIGNALS}
@@ -91,8 +91,8 @@ def stopped_by_signals() -> Iterator[None]:
 
 
 def die_with_launcher() -> None:
-    """Asks Linux to end this rank when the process that started it ends, however that ends: a signal that a launcher does
-    not handle, such as SIGUSR1, would otherwise leave ranks behind that hold the GPUs and the run's folder."""
+    """Asks Linux to end this rank when the process that started it ends, however that ends: a signal that a launcher
+    does not handle, such as SIGUSR1, would otherwise leave ranks behind that hold the GPUs and the run's folder."""
     if not (elastic.started_this_process() or os.environ.get("LOCAL_RANK", "0") != "0") or sys.platform != "linux":
         return
     PR_SET_PDEATHSIG = 1
@@ -105,7 +105,7 @@ def exit_code(outcome: str) -> int:
     An elastic launcher (`fabric run`, torchrun) takes every code but 0 for a failure; so do the launchers of Fabric and
     SLURM for ranks other than 0, and kill those that are not done yet.
     """
-    elastic.tell(outcome)
+    elastic.report_outcome(outcome)
     if outcome == "preempted":
         # A scheduler and a launcher may both have sent the signal: the second must not end what ends in order.
         for number in _SIGNALS:
@@ -123,7 +123,7 @@ def fail(reason: str, trace: bool = False, once: bool = True) -> NoReturn:
         trace: add the traceback of the exception being handled.
         once: the other processes of the node have probably failed for the same reason, and leave it to the first.
     """
-    elastic.tell("failed")
+    elastic.report_outcome("failed")
     reason = redact(reason)
     elastic.record_reason(reason)
     text = f"{reason}\n{redact(traceback.format_exc())}" if trace else reason

@@ -1,8 +1,8 @@
 """What passes between the ranks of train.py and the elastic launcher that started them: how the run ended, and why.
 
 `fabric run`, torchrun and scripts/launch.py are all PyTorch's elastic launcher. By itself it answers a failed rank, or
-a signal, with a traceback of its own some fifty lines long, below what the rank has said already. Here ranks tell it
-how the run ended, so that it need not.
+a signal, with a traceback of some fifty lines below the error that the rank has already printed. Here the ranks tell
+the launcher how the run ended, so that it prints no traceback.
 
 Two ways lead into the launcher. scripts/launch.py is one, and calls `conclude`. Into `fabric run` and torchrun comes
 `quieten`, through an entry point that PyTorch loads in every elastic launcher (pyproject.toml). It does nothing for any
@@ -33,7 +33,7 @@ PREEMPTED_EXIT_CODE = 75
 NOT_STARTED = "not started"
 #: Names the file into which the first rank of a node writes how the run ended.
 OUTCOME_VARIABLE = "FORGETTING_TRANSFORMER_OUTCOME"
-#: What the launcher logs of its own work, in the words of PyTorch: no news to who has read what the ranks say.
+#: Messages that PyTorch's launcher logs and that add nothing to what the ranks have printed.
 _ROUTINE = (
     "Received %s death signal",
     "Sending process %s closing signal",
@@ -56,8 +56,8 @@ def started_this_process() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def tell(outcome: str) -> None:
-    """Lets the launcher know that the run is "done", "preempted", "failed" or NOT_STARTED; one rank of each node speaks."""
+def report_outcome(outcome: str) -> None:
+    """Tells the launcher the outcome: "done", "preempted", "failed" or NOT_STARTED. One rank of each node writes it."""
     path = os.environ.get(OUTCOME_VARIABLE)
     if path and started_this_process() and os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError):
@@ -74,7 +74,7 @@ def record_reason(reason: str) -> None:
 
 
 def end_with(message: str) -> NoReturn:
-    """Ends an evaluation that cannot go on: with this line, which one rank of a node prints, and nothing of the launcher's."""
+    """Ends an evaluation that cannot go on. One rank of each node prints this line; the launcher prints nothing."""
     record_reason(message)
     if path := os.environ.get(OUTCOME_VARIABLE):
         said = Path(path).with_name(hashlib.sha256(message.encode("utf-8", "replace")).hexdigest())
@@ -92,7 +92,7 @@ def end_with(message: str) -> NoReturn:
 
 
 def listen() -> None:
-    """Prepares for what ranks will tell, and stops the launcher from logging its routine."""
+    """Prepares for the outcome that ranks will report, and stops the launcher from logging its routine."""
     if OUTCOME_VARIABLE not in os.environ:
         folder = tempfile.mkdtemp(prefix="forgetting_transformer-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -102,7 +102,7 @@ def listen() -> None:
 
 
 def outcome() -> str | None:
-    """What the ranks of this node have told, None if nothing."""
+    """The outcome that the ranks of this node have reported, None if none."""
     try:
         return Path(os.environ[OUTCOME_VARIABLE]).read_text(encoding="utf-8")
     except (OSError, KeyError):
@@ -122,16 +122,16 @@ def conclude(error: BaseException | None) -> tuple[int, list[str]] | None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    told = outcome()
+    reported = outcome()
     if error is None:
-        return (PREEMPTED_EXIT_CODE if told == "preempted" else 0), []
+        return (PREEMPTED_EXIT_CODE if reported == "preempted" else 0), []
     if isinstance(error, SignalException):
-        if told is None:
+        if reported is None:
             return 128 + error.sigval, [f"{error.sigval.name}: the ranks have ended without saying how"]
-        return {"done": 0, "preempted": PREEMPTED_EXIT_CODE, NOT_STARTED: PREEMPTED_EXIT_CODE}.get(told, 1), []
+        return {"done": 0, "preempted": PREEMPTED_EXIT_CODE, NOT_STARTED: PREEMPTED_EXIT_CODE}.get(reported, 1), []
     if isinstance(error, ChildFailedError):
         only_stopped = all(_was_stopped(failure) for failure in error.failures.values())
-        if told == NOT_STARTED and only_stopped:
+        if reported == NOT_STARTED and only_stopped:
             return PREEMPTED_EXIT_CODE, []
         return 1, _unexplained(error.failures)
     if isinstance(error, DistNetworkError) and "EADDRINUSE" in str(error):
@@ -166,7 +166,7 @@ def _unexplained(failures: dict[int, Any]) -> list[str]:
 def quieten() -> Callable[..., Any]:
     """The entry point: prepares the launcher of a run of train.py to end as `conclude` says.
 
-    PyTorch asks for a rendezvous backend at this point. There is none: what it gets says so to who chooses it.
+    PyTorch asks for a rendezvous backend at this point. There is none: what it gets raises an error that says so.
     """
 
     def no_backend(parameters: Any) -> None:

@@ -30,14 +30,14 @@ _OFFICIAL = {"model.config": MODEL_FIELDS, "schedule": SCHEDULE}
 
 
 def explain(error: Exception, *config_dirs: Path) -> str:
-    """One line for an error of Hydra or OmegaConf while the configuration is composed from these folders, or of a sweep."""
+    """One line for an error of Hydra or OmegaConf in a sweep, or in composing the configuration from these folders."""
     if type(error) is CompactHydraException:
         return str(error)  # of this project's launchers
     return f"ConfigError: {_explain(error, config_dirs)}"
 
 
 def is_of_hydra(error: Exception) -> bool:
-    """Whether Hydra's own code, or a library it parses with, raised this: then the command line asks for what cannot be."""
+    """Whether Hydra, or a library it parses with, raised this: then the command line is at fault."""
     frames = list(traceback.walk_tb(error.__traceback__))
     module = str(frames[-1][0].f_globals.get("__name__")) if frames else ""
     return module.partition(".")[0] in ("hydra", "omegaconf", "antlr4")
@@ -174,7 +174,7 @@ def closest(name: str, known: Sequence[str], title: str = "", before: str = "") 
 
 
 def output_dir_of(arguments: Sequence[str]) -> str | None:
-    """The folder of the run that a command line asks for and Hydra cannot compose; None if it says none or trains none."""
+    """The output_dir on a command line that Hydra cannot compose; None if it names none or trains nothing."""
     if any(a.startswith("-") and not a.startswith(("--config", "-cd", "-cn", "-cp")) for a in arguments):
         return None  # --cfg job, --help, -m
     values = dict(argument.split("=", 1) for argument in arguments if "=" in argument)

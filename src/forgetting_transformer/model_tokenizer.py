@@ -1,4 +1,4 @@
-"""Whether a tokenizer is the one a model was trained with, how texts become ids, and GPT-2's vocabulary without a model hub."""
+"""Whether a tokenizer is the one of a model, how texts become ids, and GPT-2's vocabulary without a model hub."""
 
 import hashlib
 import importlib.util

@@ -12,8 +12,8 @@
     def build(model, undecayed, config): ...
 
 A component of this package is listed by the module that registers it, which is imported when the name is first asked
-for: so `callbacks: [lm_eval]` reaches an evaluation though training imports none, and reading a config loads no PyTorch.
-A module that registers therefore imports PyTorch inside its functions.
+for: so `callbacks: [lm_eval]` reaches an evaluation though training imports none, and reading a config loads no
+PyTorch. A module that registers therefore imports PyTorch inside its functions.
 
 What a component's keys may be is said once, in the dataclass that it registers. `training.parsing.parse` merges it into
 the configuration: keys that it does not have are refused with the closest one, `within` and `one_of` (ranges.py) hold

@@ -15,7 +15,7 @@ _QUERY = re.compile(r"([?&][\w.-]*(?:token|sig|secret|password|passwd|credential
 
 
 def redact(text: str) -> str:
-    """`text` with the secrets of every URL in it replaced: passwords, names without one (often tokens), keys in queries."""
+    """`text` without the secrets of its URLs: passwords, user names without one (often tokens), keys in queries."""
     if "://" not in text:
         return text
     return _QUERY.sub(rf"\g<1>{REDACTED}", _USER.sub(_without_password, text))

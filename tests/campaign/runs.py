@@ -40,7 +40,7 @@ def config(output_dir: Path, data_dir: Path, strategy: str, workers: int = 0) ->
 
 
 def start(settings: dict[str, Any], environment: dict[str, str], fault: Fault, said: Path) -> None:
-    """One rank of one start, in a process of its own. What it says, and how many calls it made, goes to `said`."""
+    """One rank of one start, in a separate process. Its output, and how many calls it made, go to `said`."""
     os.environ.update(environment)
     printed = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(printed, 1)
@@ -76,7 +76,7 @@ def untimed(names: Iterable[str]) -> list[str]:
 
 
 def contents(output_dir: Path) -> dict[str, Any]:
-    """What has to be bitwise the same whatever a run has been through: weights, moments, and every number that was logged."""
+    """What must be bitwise the same after any faults: weights, moments, and every number that was logged."""
     tensors = read_tensors(output_dir / "checkpoints" / f"step-{STEPS * STEP:015d}" / "state")
     found: dict[str, Any] = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
     for kind in ("train", "norm", "train_eval", "val"):

@@ -49,12 +49,12 @@ def test_every_corpus_gets_its_share_of_any_stretch(weights):
     exact = np.array(weights) / np.sum(weights)
     corpora = order.corpora(0, 3000)
     for n in (0, 1, 7, 10, 999, 1000, 2048):
-        given = order.given(n)
+        given = order.counts(n)
         assert given.tolist() == np.bincount(corpora[:n], minlength=len(weights)).tolist()
         assert np.abs(given - exact * n).max() <= 1.5
     for corpus, available in itertools.product(range(len(weights)), (1, 5, 17)):
         most = order.sequences_before(corpus, available)
-        assert order.given(most)[corpus] <= available < order.given(most + 1)[corpus]
+        assert order.counts(most)[corpus] <= available < order.counts(most + 1)[corpus]
 
 
 def test_sequences_are_those_of_the_corpora_in_their_order_and_places_say_where(corpora):

@@ -115,8 +115,8 @@ def test_the_cache_stays_within_its_limit_and_drops_what_was_used_longest_ago(mi
 
 #: Files of other people in a folder that was given as datamodule.cache_dir. Some have names like the cache's own.
 OTHERS = (
-    "thesis/chapter1.tex", "0.0", "c/0/1", "0123456789abcdef/0.0", "parts/robot.stl", "locks/room", "locks/3", "url.txt",
-    "fedcba9876543210/url.txt", "fedcba9876543210/1.1",
+    "thesis/chapter1.tex", "0.0", "c/0/1", "0123456789abcdef/0.0", "parts/robot.stl", "locks/room", "locks/3",
+    "url.txt", "fedcba9876543210/url.txt", "fedcba9876543210/1.1",
 )  # fmt: skip
 
 

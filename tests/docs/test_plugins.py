@@ -1,4 +1,4 @@
-"""The pages on adding components, followed in a folder outside the repository: files as they stand there, then commands."""
+"""The pages on adding components, followed in a folder outside the repository: first their files, then commands."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A quickstart in miniature: a corpus of words with its tokenizer, a run trained on it for a few steps, and its export."""
+"""A small quickstart: a corpus of words with its tokenizer, a run trained on it for a few steps, and its export."""
 
 import http.server
 import json

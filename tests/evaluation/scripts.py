@@ -1,4 +1,4 @@
-"""Runs the scripts under eval/ and scripts/ as a command line would, and returns their exit status and what they print."""
+"""Runs the scripts under eval/ and scripts/ as a command line would; returns their exit status and output."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_script(script: str, *arguments: object, processes: int = 1) -> subprocess.CompletedProcess:
-    """Runs `script` (relative to the repository): in this process, which saves the seconds of imports, or with torchrun."""
+    """Runs `script` (relative to the repository) in this process, which saves seconds of imports, or with torchrun."""
     command = [str(ROOT / script), *map(str, arguments)]
     if processes == 1:
         return _run_here(command)

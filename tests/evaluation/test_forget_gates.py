@@ -1,4 +1,4 @@
-"""Forget gates: the matrices are those attention uses, memory lengths are distances, the pruned share is the kernel's."""
+"""Forget gates: matrices are those of attention, memory lengths are distances, the pruned share is the kernel's."""
 
 import json
 import math
@@ -160,7 +160,8 @@ def test_memory_reaches_back_to_the_last_reset_and_a_head_that_never_forgets_giv
 
 
 def test_the_pruned_share_follows_the_models_rule():
-    """By the weights of QK-norm a head that forgets half at each token skips all but neighbouring tiles; larger norms skip less."""
+    """By the weights of QK-norm a head that forgets half at each token skips all but neighbouring tiles.
+    Larger norms skip less."""
     q, k = torch.zeros(2, 1024, 16), torch.zeros(2, 1024, 16)
     q[1], k[1] = 20.0, torch.randn(1024, 16).sign() * 20.0
     gates = torch.full((2, 1024), -0.2, dtype=torch.float64)

@@ -181,7 +181,7 @@ def test_generation_ends_at_a_stop_string(model, adapter):
 
 
 def test_scores_and_texts_are_those_of_lm_evals_own_backend(quickstart, model, adapter):
-    """The same requests of each type through transformers' model in lm_eval, to which the exported tokenizer gives BOS too."""
+    """The same requests of each type through lm_eval's model of transformers, where the tokenizer adds BOS too."""
     from lm_eval.models.huggingface import HFLM
 
     def backend(add_bos_token: bool) -> HFLM:

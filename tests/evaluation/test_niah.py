@@ -1,4 +1,4 @@
-"""Needle in a haystack: prompts of the stated length and depth, scores of known answers, ratings that are never lost."""
+"""Needle in a haystack: prompts of the stated length and depth, scores of known answers, no rating lost."""
 
 import json
 

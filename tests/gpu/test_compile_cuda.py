@@ -1,4 +1,4 @@
-"""On CUDA: every architecture trains compiled with nothing left out, and starts with empty caches compute the same bits.
+"""On CUDA: every architecture trains fully compiled, and starts with empty caches are bitwise the same.
 
 Models and batches are large enough for TorchInductor to have choices between launch configurations of reductions.
 """

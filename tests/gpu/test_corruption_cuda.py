@@ -1,4 +1,4 @@
-"""On CUDA: digests are those of a CPU, ranks that differ are found over NCCL, and FSDP goes on from its shards after faults."""
+"""On CUDA: digests are those of a CPU, NCCL finds ranks that differ, FSDP continues from its shards after faults."""
 
 import json
 import random

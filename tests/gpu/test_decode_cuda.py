@@ -156,8 +156,8 @@ def test_compiles_into_one_graph_for_all_lengths(kernel_only):
 def test_a_model_decodes_what_a_full_pass_computes(dtype, tolerance):
     torch.manual_seed(0)
     config = ForgettingTransformerConfig(
-        vocab_size=61, hidden_size=128, num_heads=2, num_hidden_layers=2, qk_norm=True, use_k_shift=True, use_v_shift=True,
-        log_pruning_tolerance=-10.0, bos_token_id=None, eos_token_id=None,
+        vocab_size=61, hidden_size=128, num_heads=2, num_hidden_layers=2, qk_norm=True, use_k_shift=True,
+        use_v_shift=True, log_pruning_tolerance=-10.0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = ForgettingTransformerForCausalLM(config).to("cuda", dtype).eval()
     ids = torch.randint(0, 61, (2, 700), device="cuda")

@@ -1,4 +1,4 @@
-"""Recurrences on CUDA against the float64 reference: FLA's kernels, and PyTorch's own where FLA cannot serve or is missing.
+"""Recurrences on CUDA against the float64 reference: FLA's kernels, and PyTorch code where FLA cannot be used.
 
 On GPUs other than Hopper's FLA tunes its kernels on first use, which takes minutes in a process without Triton's cache.
 Axes: B batch, T positions, H heads, K key channels, V value channels; selective_scan: E channels, N states.
@@ -103,8 +103,8 @@ def assert_close(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: flo
 
 
 def rounding_of_gate_gradients(want: dict[str, Tensor], inputs: dict[str, Tensor]) -> float:
-    """FLA takes a gate's gradient as a running sum of `q·dq - k·dk`, whose terms are 16-bit products that all but cancel if
-    decays are strong: they are rounded by up to 2⁻⁸ each, and so is their sum relative to the terms, not to itself.
+    """FLA takes a gate's gradient as a running sum of `q·dq - k·dk`, whose terms are 16-bit products that nearly
+    cancel if decays are strong. Each is rounded by up to 2⁻⁸, and so is their sum, relative to the terms.
     """
     terms = inputs["q"].double() * want["dq"]
     return 0.05 * (terms if terms.shape == want["dlog_decay"].shape else terms.sum(-1)).norm().item()

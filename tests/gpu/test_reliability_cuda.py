@@ -1,4 +1,4 @@
-"""Stopping, saving in the background, bad steps and changes of size on CUDA; on two GPUs over NCCL where there are two."""
+"""Stopping, saving in the background, bad steps and changes of size on CUDA, with NCCL where there are two GPUs."""
 
 import signal
 import subprocess

@@ -68,7 +68,7 @@ def test_growing_copies_a_token_three_times_at_most_on_average(monkeypatch):
         growing.append(torch.full((1, 1, 1, 2), float(i)))
         if i > 300:
             assert growing._buffer.shape[2] <= 1.5 * (i + 1)
-    assert torch.equal(growing.held[0, 0, :, 0], torch.arange(5000.0))
+    assert torch.equal(growing.contents[0, 0, :, 0], torch.arange(5000.0))
     assert sum(copied) <= 3 * 5000 and len(copied) < 15
 
 

@@ -1,4 +1,4 @@
-"""A sweep that is killed, with jobs running and jobs waiting: the same command does what is missing, and nothing twice."""
+"""A sweep that is killed while jobs run and wait: the same command does what is missing, and nothing twice."""
 
 import json
 import os

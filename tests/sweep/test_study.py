@@ -27,7 +27,7 @@ MODELS = ["--group", "demo", "--models", "mamba2", "fox_pro", "--guess", "2e-3"]
 
 @pytest.fixture
 def study(faults, tmp_path, monkeypatch, capfd):
-    """Runs scripts/study.py on two models of the demo; returns exit code, output and the jobs in the order they started."""
+    """Runs scripts/study.py on two models of the demo; returns exit code, output and the jobs in the order of start."""
 
     def run(*arguments: str) -> tuple[int, str, list[str]]:
         monkeypatch.chdir(tmp_path)
@@ -130,7 +130,9 @@ def test_an_error_of_the_one_who_asks_for_jobs_ends_those_that_run(faults, tmp_p
         raise SweepError("what comes next is unknown")
 
     with pytest.raises(SweepError, match="what comes next is unknown"):
-        run_jobs([make_job(tmp_path, "hanging"), make_job(tmp_path, "quick")], machine, tmp_path / "logs", then=fail)
+        run_jobs(
+            [make_job(tmp_path, "hanging"), make_job(tmp_path, "quick")], machine, tmp_path / "logs", on_result=fail
+        )
     assert machine._running == 0
 
 
@@ -172,7 +174,9 @@ def test_jobs_that_come_of_a_result_wait_by_priority(faults, tmp_path, capsys):
     late = make_job(tmp_path, "late")
     urgent = dataclasses.replace(make_job(tmp_path, "urgent"), priority=1)
     first = make_job(tmp_path, "first")
-    results = run_jobs([first, late], machine, tmp_path / "logs", then=lambda r: [urgent] if r.job is first else [])
+    results = run_jobs(
+        [first, late], machine, tmp_path / "logs", on_result=lambda r: [urgent] if r.job is first else []
+    )
     assert [result.job.name for result in results] == ["first", "late", "urgent"]
     begun = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("started")]
     assert begun == ["first", "urgent", "late"]
@@ -183,7 +187,8 @@ def test_seeds_add_runs_and_variants_after_all_of_the_first_and_leave_searches_a
     searched = {name: [f"search/{name}/lr{rate}_seed5" for rate in ("1e-3", "2e-3", "5e-3")] for name in MODELS[3:5]}
     # What is stopped early has everything once.
     first = [
-        *searched["mamba2"], "runs/mamba2_seed5", *searched["fox_pro"], "runs/fox_pro_seed5", "variants/fox_llama_seed5",
+        *searched["mamba2"], "runs/mamba2_seed5", *searched["fox_pro"], "runs/fox_pro_seed5",
+        "variants/fox_llama_seed5",
     ]  # fmt: skip
     second = ["runs/mamba2_seed4", "runs/fox_pro_seed4", "variants/fox_llama_seed4"]
     assert study("output_dir=at_once", *variants, "--seeds", "5", "4")[2] == [*first, *second]

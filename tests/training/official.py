@@ -86,7 +86,8 @@ def official_config(config: Config, folder: Path) -> dict[str, Any]:
         "eval": {"min_val_length": config.eval.min_val_length},
         "wandb": {"project": "forgetting-transformer", "mode": "offline", "log_dir": str(folder)},
         "strategy": {
-            "_target_": TARGETS["strategy"], "state_dict_type": "full", "sharding_strategy": "FULL_SHARD", "cpu_offload": False,
+            "_target_": TARGETS["strategy"], "state_dict_type": "full", "sharding_strategy": "FULL_SHARD",
+            "cpu_offload": False,
         },
         "model": {
             "_target_": TARGETS["model"], "config": {"_target_": TARGETS["config"], **fields, **config.model.config},
@@ -96,7 +97,8 @@ def official_config(config: Config, folder: Path) -> dict[str, Any]:
             "warmup_steps": schedule.warmup_tokens, "decay_steps": schedule.total_tokens, "end_value": schedule.end_lr,
         },
         "datamodule": {
-            "_target_": TARGETS["datamodule"].format(config.datamodule.dataset), "data_dir": f"{config.data_dir}/longcrawl64", "rank": "???", "world_size": "???",
+            "_target_": TARGETS["datamodule"].format(config.datamodule.dataset),
+            "data_dir": f"{config.data_dir}/longcrawl64", "rank": "???", "world_size": "???",
             "train_seq_len": None, "train_doc_len": None, "eval_seq_len": None, "eval_doc_len": None,
             **{name: data[name] for name in batches},
         },

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, whenever the process that writes it dies, and nobody's code runs when it is read."""
+"""A checkpoint is whole or absent, whenever its writer dies, and no code runs when it is read."""
 
 import enum
 import json

@@ -1,4 +1,4 @@
-"""train.compile: what `auto` comes to, what a checkpoint says of it, every architecture under it, and nothing left out unseen."""
+"""train.compile: what `auto` chooses, what a checkpoint records, every architecture, and nothing silently left out."""
 
 import contextlib
 import json
@@ -379,7 +379,7 @@ def assert_same_bits(a: str, b: str, step: int) -> None:
 
 @pytest.mark.slow
 def test_two_starts_with_empty_caches_are_bitwise_one_run(request, tiny, tmp_path):
-    """Compiled and with checkpointed activations (and sharded, with --long); the losses are those of a run that is not."""
+    """Compiled and with checkpointed activations (with --long also sharded); the losses are those of an eager run."""
     world_size = 2 if request.config.getoption("--long") else 1
     strategy = "fsdp" if world_size == 2 else "auto"
     config = changed(tiny, strategy__name=strategy, train__gradient_checkpointing=True, train__max_tokens=6 * STEP)

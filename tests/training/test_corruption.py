@@ -1,4 +1,4 @@
-"""Weights or moments that are finite and wrong are found: digests, comparison of ranks, checkpoints when they are loaded."""
+"""Finite but wrong weights or moments are found: by digests, comparison of ranks, and when a checkpoint is loaded."""
 
 import json
 from pathlib import Path

@@ -106,7 +106,7 @@ def test_the_run_keeps_its_corpus_tokenizer_and_the_export_gets_it(tiny, tmp_pat
 
 
 def test_prompts_begin_as_training_sequences_do_and_are_padded_on_the_left(tiny, tmp_path, finished):
-    """What transformers' pipeline feeds the model, alone and in a batch of unequal prompts, is what it was trained on."""
+    """transformers' pipeline, with one prompt and a batch of unequal ones, feeds the model what it was trained on."""
     export(Path(finished(tiny)), tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer("w3 w4").input_ids == [0, 3, 4] and tokenizer("w3 w4", add_special_tokens=False).input_ids == [
@@ -502,7 +502,7 @@ def test_a_place_that_cannot_be_written_is_one_line(tiny, tmp_path, finished, mo
 
 
 def imports_at_once(module: str, seen: set[str]) -> set[str]:
-    """Names of all modules that importing one of this project's imports, as far as the others are this project's too."""
+    """Names of all modules that importing this one imports, followed through the modules of this project."""
     if module in seen or not module.startswith("forgetting_transformer"):
         return seen | {module}
     path = ROOT / "src" / module.replace(".", "/")

@@ -18,8 +18,8 @@ from tests.training.test_resume import lines
 
 #: Of a split and its batches.
 SIZES = (
-    "vocab_size", "seq_len", "batch_len", "total_tokens", "global_batch_size", "local_batch_size", "global_tokens_per_batch",
-    "local_tokens_per_batch",
+    "vocab_size", "seq_len", "batch_len", "total_tokens", "global_batch_size", "local_batch_size",
+    "global_tokens_per_batch", "local_tokens_per_batch",
 )  # fmt: skip
 COUNTERS = {"token_count", "batch_count", "flop_count", "total_time", "update_time"}
 

@@ -138,7 +138,7 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_goes_on_only_from_what_it_saved(tiny):
-    """In one run: killed before its first save it starts at 0; without its checkpoints, or their manifests, it is refused."""
+    """Killed before its first save, a run starts at 0; without its checkpoints, or their manifests, it is refused."""
     patch = """
 import os
 from forgetting_transformer.training import trainer

@@ -60,8 +60,8 @@ def test_official_fields_need_no_plus(model):
         (
             ("schedule=warmup_cosine", "schedule.init_lr=1e-5", "schedule.warmup_tokens=1000", "schedule.end_lr=1e-4",
              "optimizer.lr=0.01", "schedule.total_tokens=9000"),
-            ("schedule=warmup_cosine", "schedule.init_value=1e-5", "schedule.warmup_steps=1000", "schedule.end_value=1e-4",
-             "schedule.peak_value=0.01", "schedule.decay_steps=9000"),
+            ("schedule=warmup_cosine", "schedule.init_value=1e-5", "schedule.warmup_steps=1000",
+             "schedule.end_value=1e-4", "schedule.peak_value=0.01", "schedule.decay_steps=9000"),
         ),
         (
             ("schedule=warmup_linear", "schedule.warmup_tokens=1000"),
@@ -69,8 +69,10 @@ def test_official_fields_need_no_plus(model):
              "schedule.peak_value=${optimizer.lr}"),
         ),
         (
-            ("schedule=warmup_stable_decay", "schedule.total_tokens=9000", "schedule.decay_tokens=2000", "schedule.warmup_tokens=10"),
-            ("schedule=warmup_one_minus_sqrt", "schedule.total_steps=9000", "schedule.anneal_steps=2000", "schedule.warmup_steps=10"),
+            ("schedule=warmup_stable_decay", "schedule.total_tokens=9000", "schedule.decay_tokens=2000",
+             "schedule.warmup_tokens=10"),
+            ("schedule=warmup_one_minus_sqrt", "schedule.total_steps=9000", "schedule.anneal_steps=2000",
+             "schedule.warmup_steps=10"),
         ),
         (("schedule=constant", "optimizer.lr=0.5"), ("schedule=constant", "schedule.value=0.5")),
     ],
@@ -143,17 +145,20 @@ def said(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["schedule.warmup_steps=5", "schedule.warmup_tokens=6"], "schedule.warmup_steps is the official name of schedule.warmup_tokens"),
+        (["schedule.warmup_steps=5", "schedule.warmup_tokens=6"],
+         "schedule.warmup_steps is the official name of schedule.warmup_tokens"),
         (["schedule.peak_value=5", "optimizer.lr=6"], "schedule.peak_value is the official name of optimizer.lr"),
         (["schedule.anneal_steps=5"], "schedule.anneal_steps=5 has no meaning for schedule.name=warmup_cosine"),
-        (["schedule=warmup_one_minus_sqrt", "schedule.anneal_steps=9", "schedule.decay_steps=5"], "schedule.decay_steps=5 has no meaning"),
+        (["schedule=warmup_one_minus_sqrt", "schedule.anneal_steps=9", "schedule.decay_steps=5"],
+         "schedule.decay_steps=5 has no meaning"),
         (["schedule.anneal_step=5"], "did you mean 'schedule.anneal_steps'?"),
         (["model.config.qk_nrm=true"], "did you mean 'model.config.qk_norm'?"),
         (["model.config.fgate_typ=full"], "did you mean 'model.config.fgate_type'?"),
         (["strategy.sharding_strategy=FULL_SHARD"], "strategy=fsdp shards weights"),
         (["model=transformer"], "no value for model.config.rope_base: give it on the command line"),
         (["schedule.warmup_steps=many"], "schedule.warmup_tokens=many must be a whole number"),
-        (["schedule=warmup_one_minus_square"], "there is no schedule=warmup_one_minus_square; did you mean 'warmup_one_minus_sqrt'?"),
+        (["schedule=warmup_one_minus_square"],
+         "there is no schedule=warmup_one_minus_square; did you mean 'warmup_one_minus_sqrt'?"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(arguments, message):

@@ -1,4 +1,4 @@
-"""Optimizers besides AdamW: they resume bitwise, and a step that must not count is left out whatever they know of it."""
+"""Optimizers besides AdamW: they resume bitwise, and a bad step is left out even if they know nothing of it."""
 
 import copy
 import shutil
@@ -86,7 +86,7 @@ def test_a_run_with_muon_that_was_interrupted_is_the_one_that_was_not(tiny, fini
 
 @pytest.mark.slow
 def test_muon_sharded_agrees_with_one_process(tiny, finished):
-    """Its products run in bfloat16, and shards add in another order; so losses agree to 1e-3, where AdamW's do to 1e-6."""
+    """Its products run in bfloat16, and shards add in another order, so losses agree to 1e-3 (AdamW's to 1e-6)."""
     one = losses(finished(with_muon(tiny)))
     for strategy, tolerance in (("ddp", 1e-3), ("fsdp", 1e-3)):
         several = losses(finished(with_muon(tiny, strategy__name=strategy), 2))

@@ -1,4 +1,4 @@
-"""A run's folder holds what the run wrote, and may hold other people's files, which a run neither moves nor overwrites."""
+"""A run's folder holds what the run wrote. A run neither moves nor overwrites other files in it."""
 
 import errno
 import json

@@ -184,7 +184,7 @@ trainer.Trainer.step = step
 
 
 def test_a_rank_inside_of_a_call_that_never_returns_notices_that_another_was_killed(tiny):
-    """As in a CUDA call that waits for NCCL; a launcher asks the ranks that are left to stop, and kills them 30 s later."""
+    """As in a CUDA call that waits for NCCL. A launcher asks the remaining ranks to stop, and kills them 30 s later."""
     patch = """
 import os, signal, time
 from forgetting_transformer.training import sentinel, trainer

@@ -52,16 +52,16 @@ class Interleaving:
         given_I = np.zeros_like(self.weights_I)
         pattern = []
         for _ in range(self.weights_I.sum()):
-            # Sainte-Laguë: seats are given one by one to whoever is furthest behind; after a whole pattern all have
-            # what they are due.
+            # Sainte-Laguë: each place goes to the corpus that is furthest behind its share. After a whole pattern every
+            # corpus has exactly its share.
             pattern.append(int(np.argmax(self.weights_I / (2 * given_I + 1))))
             given_I[pattern[-1]] += 1
         self.pattern_P = np.array(pattern)
         members_PI = self.pattern_P[:, None] == np.arange(len(self.weights_I))
         self.prefix_PI = np.concatenate([np.zeros((1, len(weights)), dtype=np.int64), members_PI.cumsum(0)])
 
-    def given(self, sequences: int) -> np.ndarray:
-        """Sequences `(I,)` of each corpus among the first so many."""
+    def counts(self, sequences: int) -> np.ndarray:
+        """How many of the first sequences each corpus gives, `(I,)`."""
         patterns, more = divmod(sequences, len(self.pattern_P))
         return patterns * self.weights_I + self.prefix_PI[more]
 
@@ -209,7 +209,7 @@ class MixtureDataModule:
         """What a rank reads of a global batch: a corpus's number, rows of the rank's share, and what fills them."""
         share = self.batch_size // world_size
         first = batch * self.batch_size + rank * share
-        before, after = self.interleaving.given(first), self.interleaving.given(first + share)
+        before, after = self.interleaving.counts(first), self.interleaving.counts(first + share)
         corpora = self.interleaving.corpora(first, first + share)
         for number, part in enumerate(self.parts):
             rows, order = np.flatnonzero(corpora == number), self._order(part)

@@ -139,8 +139,8 @@ def _per_query_head(values: Tensor, num_heads: int) -> Tensor:
 
 
 def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
-    """How many tokens back the gates let a head see, `(H,)` float64: the median over queries of the distance at which the
-    decay reaches 1/e. And whether that is a lower bound, `(H,)` bool.
+    """How many tokens back the gates let a head see, `(H,)` float64: the median over queries of the distance at which
+    the decay reaches 1/e. And whether that is a lower bound, `(H,)` bool.
 
     The median runs over the second half of the text, whose queries have T/2 or more tokens before them. It is a lower
     bound for a head that at half of them has not yet forgotten the beginning of the text.
@@ -155,8 +155,8 @@ def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pruned_share(inputs: AttentionInputs, tolerance: float) -> Tensor:
-    """Share of causal tiles (128 × 128 positions) that pruning at ln ε = `tolerance` skips, `(H,)` float64, by the model's
-    rule: with QK-norm one threshold for a head, ln ε - (2U + ln T), without it the norms of the vectors of each
+    """Share of causal tiles (128 × 128 positions) that pruning at ln ε = `tolerance` skips, `(H,)` float64, by the
+    model's rule: with QK-norm one threshold for a head, ln ε - (2U + ln T), without it the norms of the vectors of each
         tile."""
     log_fgate_BHT, length = inputs.log_fgate_HT[None], inputs.log_fgate_HT.shape[-1]
     threshold_BH = torch.full_like(log_fgate_BHT[..., 0], tolerance)
@@ -168,7 +168,7 @@ def pruned_share(inputs: AttentionInputs, tolerance: float) -> Tensor:
 
 
 def gate_matrix(log_fgate_T: Tensor, pixels: int) -> Tensor:
-    """F of one head as a picture `(P, P)`, P ≤ pixels: each pixel the largest entry it stands for, 0 above the diagonal.
+    """F of one head as a picture `(P, P)`, P ≤ pixels. A pixel is the largest entry it covers, 0 above the diagonal.
 
     Within a rectangle of F that lies below the diagonal the largest entry is its upper right corner, the earliest query
     and the latest key, so the picture needs no other one.

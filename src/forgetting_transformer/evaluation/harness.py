@@ -306,14 +306,13 @@ def load_task(task: str, manager: TaskManager) -> dict[str, Any]:
         if entry_of_lm_eval is None and "Unable to find" in str(error):
             reason = str(error).strip().splitlines()[0]
             raise EvaluationError(
-                f"the data of task {task} cannot be loaded ({reason}). Paths in a task file are taken from the "
-                f"current folder"
+                f"the data of task {task} cannot be loaded ({reason}). Paths in a task file are relative to the "
+                "current folder"
             ) from error
         # `hf download` would not do: without a network, datasets reads what it has itself prepared, and nothing else.
         load = f"from lm_eval.tasks import TaskManager; TaskManager().load(['{task}'])"
         raise EvaluationError(
             f"the data of task {task}{dataset} cannot be loaded ({str(error).strip().splitlines()[0]}). On a machine "
-            f"with a "
-            f'network run `python -c "{load}"`, copy its ~/.cache/huggingface/datasets to the same path here (or to another '
-            "one, and set HF_DATASETS_CACHE to it), and set HF_HUB_OFFLINE=1"
+            f'with a network run `python -c "{load}"`, copy its ~/.cache/huggingface/datasets to the same path here '
+            "(or to another one, and set HF_DATASETS_CACHE to it), and set HF_HUB_OFFLINE=1"
         ) from error

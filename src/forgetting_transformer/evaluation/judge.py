@@ -20,8 +20,8 @@ from forgetting_transformer.evaluation.models import EvaluationError
 _RATING = re.compile(r"\[\[\s*(\d{1,2})\s*\]\]")
 _SECONDS = 60.0  # for one answer
 
-PROMPT = """You grade the answer of a small language model to a question. The model only continues text: whatever follows \
-its answer, such as repetitions or unrelated sentences, does not count against it.
+PROMPT = """You grade the answer of a small language model to a question. The model only continues text: whatever \
+follows its answer, such as repetitions or unrelated sentences, does not count against it.
 
 Question: {question}
 Reference answer: {reference}
@@ -29,8 +29,8 @@ The model's answer: {answer}
 
 Compare the model's answer with the reference answer only. Give a whole number from 1 to 10: 10 if it says all that \
 the reference says, 1 if it says nothing of it, numbers between for parts of it. Write one sentence of explanation, \
-then the \
-rating in double square brackets, such as [[4]]."""
+then \
+the rating in double square brackets, such as [[4]]."""
 
 
 @dataclass(frozen=True)

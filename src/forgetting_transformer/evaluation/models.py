@@ -101,7 +101,7 @@ class EvaluatedModel:
 
 
 def load_chosen(args: argparse.Namespace, device: torch.device, **options: Any) -> EvaluatedModel:
-    """The model that the options of an evaluation's script name: --model_path, --model, --step, --tokenizer, --precision.
+    """The model that the options of an evaluation name: --model_path, --model, --step, --tokenizer, --precision.
 
     Args:
         options: further arguments of `load_model`.
@@ -236,8 +236,8 @@ def pick_device(device: str | None = None) -> torch.device:
 
 @contextlib.contextmanager
 def precision_context(precision: str, device: torch.device) -> Iterator[None]:
-    """Inference in the given precision: "bf16" is autocast over fp32 weights, as in training; "auto" is bf16 on CUDA and
-    fp32 elsewhere."""
+    """Inference in the given precision: "bf16" is autocast over fp32 weights, as in training; "auto" is bf16 on CUDA
+    and fp32 elsewhere."""
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=resolve(precision, device) == "bf16"):
         yield
 
@@ -398,7 +398,7 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
 
 @contextlib.contextmanager
 def _without_report() -> Iterator[None]:
-    """Leaves out transformers' table of weights that are missing or left over, of which `_check_weights` says what matters."""
+    """Hides transformers' table of missing and unused weights; `_check_weights` says what matters of it."""
 
     def is_no_report(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in record.getMessage()

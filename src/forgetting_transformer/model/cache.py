@@ -39,7 +39,7 @@ class GrowingTensor:
         self._replace(x, is_own=False)
 
     @property
-    def held(self) -> Tensor:
+    def contents(self) -> Tensor:
         """What is held `(B, G, N, …)`, a view. After positions were taken back, new ones overwrite them in it."""
         return self._buffer[:, :, self._start : self._stop]
 
@@ -47,7 +47,7 @@ class GrowingTensor:
         """Add positions `(B, G, T, …)` at the end."""
         if torch.is_grad_enabled():
             # Earlier calls saved views of the buffer for their backward pass; writing into it would destroy them.
-            self._replace(torch.cat((self.held, x), dim=2), is_own=False)
+            self._replace(torch.cat((self.contents, x), dim=2), is_own=False)
             return
         # Buffers made in inference mode can be written in inference mode only.
         is_frozen = self._buffer.is_inference() and not torch.is_inference_mode_enabled()
@@ -60,7 +60,7 @@ class GrowingTensor:
         """Forget the first positions. Their memory is given back when the buffer is full."""
         self._start += count
         if count and self._stop == self._buffer.shape[2]:
-            self._replace(self.held.clone(), is_own=True)
+            self._replace(self.contents.clone(), is_own=True)
 
     def drop_last(self, count: int) -> None:
         self._stop -= count
@@ -70,7 +70,7 @@ class GrowingTensor:
         self._buffer, self._is_own = fn(self._buffer), True
 
     def _grow(self, needed: int) -> None:
-        held = self.held
+        held = self.contents
         capacity = max(int(needed * self.GROWTH), needed + self.MIN_ROOM)
         buffer = held.new_empty((*held.shape[:2], capacity, *held.shape[3:]))
         buffer[:, :, : held.shape[2]] = held
@@ -209,7 +209,7 @@ class GrowingCache(LayerCache):
 
     def _refresh(self) -> None:
         for i, name in enumerate(self.growing):
-            setattr(self, name, self._tensors[i].held if self._tensors else None)
+            setattr(self, name, self._tensors[i].contents if self._tensors else None)
 
 
 class AttentionCache(GrowingCache):

@@ -81,8 +81,8 @@ class GridSearch:
         return min(self.indices, key=lambda index: (self._mean(index), index))
 
     def needed(self) -> list[tuple[int, int]]:
-        """The runs to make next, as (grid index, seed); none if the best rate, and those that are as good beside it, have a worse
-        one on either side, and it and its neighbours have all seeds.
+        """The runs to make next, as (grid index, seed); none if the best rate, and those that are as good beside it,
+        have a worse one on either side, and it and its neighbours have all seeds.
 
         Raises:
             SweepError: there is no such rate within FARTHEST grid points of the guess.
@@ -101,8 +101,8 @@ class GridSearch:
         return []
 
     def _as_good_as_the_best(self) -> tuple[int, int]:
-        """The ends of the row of grid points around the best that have its mean loss. Of rates that all diverged the lowest
-        alone, since lower is the way out."""
+        """The ends of the row of grid points around the best that have its mean loss. If all rates diverged, the
+        lowest alone, since a lower one may not."""
         first = last = self.best
         lowest = self._mean(first)
         while math.isfinite(lowest) and last + 1 in self.indices and self._mean(last + 1) == lowest:

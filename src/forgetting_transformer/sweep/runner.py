@@ -62,12 +62,16 @@ class _Running:
     hopeless: str | None = None
 
 
-#: Told the result of a job, says which jobs to run because of it.
-Then = Callable[[JobResult], Sequence[Job]]
+#: Takes the result of a job and returns the jobs to run because of it.
+OnResult = Callable[[JobResult], Sequence[Job]]
 
 
 def run_jobs(
-    jobs: Sequence[Job], machine: Machine, log_dir: Path, hopeless: Hopeless | None = None, then: Then | None = None
+    jobs: Sequence[Job],
+    machine: Machine,
+    log_dir: Path,
+    hopeless: Hopeless | None = None,
+    on_result: OnResult | None = None,
 ) -> list[JobResult]:
     """Runs every job and returns their results in the order of `jobs`, and of those that came of them.
 
@@ -78,11 +82,11 @@ def run_jobs(
     Args:
         log_dir: gets what each job prints, `<name>.log`.
         hopeless: asked now and then about each running job; a reason ends the job.
-        then: told every result that is no interruption; the jobs it returns wait with the others.
+        on_result: called with every result that is no interruption; the jobs it returns are added to the queue.
 
     Raises:
         SweepError: two jobs share a folder, or the machine cannot run one of them. If they are among `jobs`, nothing
-            was started; if `then` returned them, what was running has saved and ended, as after Ctrl-C.
+            was started; if `on_result` returned them, what was running has saved and ended, as after Ctrl-C.
     """
     known: list[Job] = []
     results: dict[str, JobResult] = {}
@@ -98,28 +102,28 @@ def run_jobs(
         waiting.extend(job for job in jobs if job.name not in finished)
         waiting.sort(key=lambda job: -job.priority)
         for result in done:
-            settle(result)
+            record(result)
 
-    def settle(result: JobResult) -> None:
+    def record(result: JobResult) -> None:
         results[result.job.name] = result
-        if then is not None and (more := then(result)):
+        if on_result is not None and (more := on_result(result)):
             add(more)
 
     add(jobs)
-    _say(f"{len(known)} job{'s' * (len(known) != 1)}, {len(results)} finished before; logs in {log_dir}")
+    _print_line(f"{len(known)} job{'s' * (len(known) != 1)}, {len(results)} finished before; logs in {log_dir}")
     with _Bar(known) as bar, _Interrupts() as interrupts:
         try:
             while (waiting or running) and not interrupts.count:
                 while waiting and (one := _start(waiting[0], machine, log_dir)) is not None:
                     running.append(one)
                     waiting.pop(0)
-                    _say(f"started   {one.job.name} -> {one.job.output_dir}")
+                    _print_line(f"started   {one.job.name} -> {one.job.output_dir}")
                 time.sleep(POLL_SECONDS)
                 for one in [one for one in running if one.process.poll() is not None]:
                     running.remove(one)
                     result = _result(one)
-                    _say(f"{result.state:<9} {describe(result)}")
-                    settle(result)
+                    _print_line(f"{result.state:<9} {describe(result)}")
+                    record(result)
                 records = {one.job.name: read_run(one.job.output_dir) for one in running}
                 for one in running:
                     if hopeless is not None and one.hopeless is None:
@@ -224,7 +228,7 @@ def _end(running: Sequence[_Running], interrupts: "_Interrupts") -> None:
     """Waits until all have ended after being asked to; an interrupt beyond the one that led here kills them."""
     if not running:
         return
-    _say(f"stopping {len(running)} jobs (Ctrl-C kills them)")
+    _print_line(f"stopping {len(running)} jobs (Ctrl-C kills them)")
     # None if it was no interrupt but an error that led here.
     led_here = min(interrupts.count, 1)
     for one in running:
@@ -258,7 +262,7 @@ def _loss(loss: float) -> str:
     return f"{loss:.4f}" if loss == loss else ""
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     tqdm.write(line, file=sys.stderr)
 
 

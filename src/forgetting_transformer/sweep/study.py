@@ -1,5 +1,5 @@
-"""A comparison of several models in one queue of jobs: each gets its own learning-rate search, then a run at the rate found,
-then runs of its variants at the same rate. Runs and variants may be repeated with other seeds.
+"""A comparison of several models in one queue of jobs: each gets its own learning-rate search, then a run at the rate
+found, then runs of its variants at the same rate. Runs and variants may be repeated with other seeds.
 
 The searches, runs and variants of all models wait together. One model's long run goes on while another is still
 searched, and GPUs are idle only when nothing is left to start. Runs with the first seed start before searches, since
@@ -95,13 +95,13 @@ class Study:
         for name, search in self.searches.items():
             self._rounds[name] = search.rounds()
             first += self._advance(name, None)
-        return runner.run_jobs(first, machine, self.folder / "logs", then=self._then)
+        return runner.run_jobs(first, machine, self.folder / "logs", on_result=self._on_result)
 
     def rate(self, model: str) -> str:
         """The best learning rate of a model's search, as text."""
         return grid_text(self.searches[model].winner()[1])
 
-    def _then(self, result: runner.JobResult) -> list[Job]:
+    def _on_result(self, result: runner.JobResult) -> list[Job]:
         name = self._model_of.get(result.job.name)
         if name is None:
             return []

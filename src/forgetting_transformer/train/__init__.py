@@ -41,7 +41,7 @@ _composed: list[DictConfig] = []
 
 
 def config_dir() -> Path:
-    """The folder of this project's configs: in an installed package beside the code, else at the top of the repository."""
+    """The folder of this project's configs: beside the code if installed, else at the top of the repository."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parents[1] / "configs"
@@ -197,7 +197,7 @@ def train(config: "Config") -> None:
 
 
 def refuse(reason: str) -> NoReturn:
-    """Ends with an error of the command line; what an earlier start left in its output_dir must not pass for this one's."""
+    """Ends with an error of the command line, and records it in output_dir, so that an earlier status does not stay."""
     output_dir = hydra_errors.output_dir_of(sys.argv[1:])
     if output_dir and console.rank() == 0:
         from forgetting_transformer.training import status

@@ -1,4 +1,4 @@
-"""`python -m forgetting_transformer.train`; also the file that jobs of a sweep are started with where there is no train.py."""
+"""`python -m forgetting_transformer.train`. Jobs of a sweep run this file where there is no train.py."""
 
 from forgetting_transformer.train import main
 

@@ -34,8 +34,8 @@ MARK = "exported_from.json"
 _STANDARD = {"config.json", "generation_config.json", "model.safetensors"}
 #: What earlier versions may have written of a tokenizer, which their marks do not name.
 _OF_TOKENIZERS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "chat_template.jinja", "tokenizer.py",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "tokenizer.py",
 )  # fmt: skip
 _OF_MODELS = (".safetensors", ".bin", ".index.json")
 _WHERE_FROM = (
@@ -294,7 +294,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _prepare_prompts(tokenizer: Any, bos_token_id: int | None) -> None:
-    """Makes prompts what the model was trained on: the BOS token first, and in a batch of unequal ones padding on the left.
+    """Makes prompts like training data: the BOS token first, and padding on the left in a batch of unequal lengths.
 
     Corpora are written without special tokens, BOS is put before every training sequence; transformers' pipelines and
     lm_eval's own models do what the tokenizer does.

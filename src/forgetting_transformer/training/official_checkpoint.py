@@ -1,4 +1,4 @@
-"""Training checkpoints of the authors' code: read without running what is in them, exported, or made a checkpoint of this project.
+"""Training checkpoints of the authors' code: read without running what is in them, exported, or converted.
 
     OFFICIAL_DIR/config.yaml                        the composed configuration; parts are named by `_target_`
     OFFICIAL_DIR/checkpoints/step-<15 digits>.pt    weights, AdamW's state, counters; the number is training tokens
@@ -82,7 +82,7 @@ def is_official(directory: RunDirectory) -> bool:
 
 
 def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
-    """The model of an official checkpoint, on the CPU in fp32 and evaluation mode, as `export.load_checkpoint` returns ours.
+    """The model of an official checkpoint, on the CPU in fp32 and evaluation mode, as from `export.load_checkpoint`.
 
     Args:
         step: training tokens; None for the newest.

@@ -120,7 +120,7 @@ def recorded_vocabulary(config: Config, directory: RunDirectory) -> Vocabulary |
 
 
 def list_held_to(checkpoint: str, state: dict[str, Any], data: DataInfo, rank: int) -> str | None:
-    """The hash of the list of checksums that a continued run is held to, and its later checkpoints; None if it has had none.
+    """The hash of the list of checksums that a continued run and its later checkpoints must match; None without one.
 
     A list that is gone does not stop the run. Rank 0 warns that contents are not checked any more. A list that comes
     back later must be the one that the run began with.
@@ -189,8 +189,8 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
         initialisation.initialise(model, config.seed)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-        # Meant for frozen embeddings. Without gradients, in an evaluation, it would make the first block's input a kind
-        # of its own, for which torch.compile compiles everything once more.
+        # Meant for frozen embeddings. Without gradients, in an evaluation, it would give the first block another kind
+        # of input, for which torch.compile compiles everything once more.
         model.disable_input_require_grads()
     return model
 
@@ -215,7 +215,8 @@ def check_packs(model: Any, config: Config) -> None:
     if stateful:
         raise ConfigError(
             f"datamodule.name={config.datamodule.name} keeps documents apart, and model.name={config.model.name} would "
-            f"carry a state from one into the next ({', '.join(stateful)}); use datamodule=corpus, or a model of attention"
+            f"carry a state from one into the next ({', '.join(stateful)}); use datamodule=corpus, or a model of "
+            "attention"
         )
 
 
@@ -245,8 +246,8 @@ def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConf
         or "closure" not in inspect.signature(optimizer.step).parameters
     ):
         raise ConfigError(
-            f"optimizer.name={config.name!r} made a {type(optimizer).__name__}; it must be a torch.optim.Optimizer whose "
-            "step takes closure=None"
+            f"optimizer.name={config.name!r} made a {type(optimizer).__name__}; it must be a torch.optim.Optimizer "
+            "whose step takes closure=None"
         )
     return optimizer
 

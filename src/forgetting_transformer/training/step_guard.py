@@ -1,9 +1,9 @@
 """Steps that must not count: a loss or gradient that is not finite, or a gradient far larger than usual.
 
 Whether a step counts is decided on the device, from numbers that all ranks share, so every rank decides alike and the
-host does not wait. PyTorch's fused optimizers then leave weights, moments and their count of steps as they are. The host
-learns of it when the device gets there, a step or two later. Other optimizers would apply the step, so for these the
-host waits for the decision and does not call them.
+host does not wait. PyTorch's fused optimizers then leave weights, moments and their count of steps as they are. The
+host learns of it when the device gets there, a step or two later. Other optimizers would apply the step, so for these
+the host waits for the decision and does not call them.
 """
 
 import collections

@@ -28,13 +28,13 @@ class Report:
     lines: list[tuple[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def say(self, check: str, result: str) -> None:
+    def add(self, check: str, result: str) -> None:
         self.lines.append((check, result))
 
     def blame(self, check: str, problems: list[str]) -> None:
         """Notes one line in the table, and the first few problems by name."""
         if problems:
-            self.say(check, f"FAILED: {len(problems):,}")
+            self.add(check, f"FAILED: {len(problems):,}")
             self.problems += [f"{check}: {problem}" for problem in problems[:SHOWN]]
             if len(problems) > SHOWN:
                 self.problems.append(f"{check}: and {len(problems) - SHOWN:,} more")
@@ -84,7 +84,7 @@ def verify(
     documents, doc_len = array.shape
     height, width = array.shards or array.chunks
     unit = "shards" if array.shards else "chunks"
-    report.say(
+    report.add(
         "metadata",
         f"Zarr v{array.metadata.zarr_format}, {documents:,} documents x {doc_len:,} tokens, "
         f"{unit} of {height:,} x {width:,}",
@@ -96,11 +96,11 @@ def verify(
     present = {file: key for file, key in keys.items() if key in there}
     whole = [row for row in rows if all((row, column) in present for column in columns)]
     held = sum(min((row + 1) * height, documents) - row * height for row in whole)
-    report.say("presence", f"{len(present):,} of {len(keys):,} files; {len(whole):,} of {len(rows):,} row-chunks whole")
-    report.say("whole documents", f"{held:,} of {documents:,} ({held * doc_len:,} tokens)")
+    report.add("presence", f"{len(present):,} of {len(keys):,} files; {len(whole):,} of {len(rows):,} row-chunks whole")
+    report.add("whole documents", f"{held:,} of {documents:,} ({held * doc_len:,} tokens)")
     if len(whole) < len(rows):
         broken = [row for row in rows if row not in set(whole)]
-        report.say("row-chunks not whole", _ranges(broken))
+        report.add("row-chunks not whole", _ranges(broken))
         if missing_chunks == "error":
             gone = [files.place(key) for file, key in keys.items() if file not in present]
             report.blame("missing files", gone)
@@ -134,7 +134,7 @@ def _check_contents(
     """Decodes the chosen files, given as row, column and key."""
     height, width = array.shards or array.chunks
 
-    def look(file: tuple[int, int]) -> _ChunkFacts:
+    def inspect(file: tuple[int, int]) -> _ChunkFacts:
         window = array[file[0] * height : (file[0] + 1) * height, file[1] * width : (file[1] + 1) * width]
         tokens = np.asarray(window)
         zero_rows = (np.flatnonzero(~tokens.any(axis=1)) + file[0] * height).tolist()
@@ -148,7 +148,7 @@ def _check_contents(
         ThreadPoolExecutor(workers) as pool,
         Progress(f"decoding {report.path.name}", len(chosen), "files") as progress,
     ):
-        running = {pool.submit(look, file): (file, files.place(key)) for file, key in chosen}
+        running = {pool.submit(inspect, file): (file, files.place(key)) for file, key in chosen}
         for future in as_completed(running):
             file, place = running[future]
             progress.advance(1)
@@ -173,7 +173,7 @@ def _check_contents(
         if problems:
             report.blame(check, sorted(problems))
         else:
-            report.say(check, result)
+            report.add(check, result)
 
 
 def _check_sums(
@@ -203,7 +203,7 @@ def _check_sums(
     if not problems:
         left = len(chosen) - len(keys)
         others = f", {left:,} {'is' if left == 1 else 'are'} not listed" if left else ""
-        report.say("checksums", f"{len(keys):,} files are as {listed.name} says{others}")
+        report.add("checksums", f"{len(keys):,} files are as {listed.name} says{others}")
 
 
 def _list_sums(report: Report, path: Path, keys: list[str], workers: int) -> None:
@@ -212,9 +212,9 @@ def _list_sums(report: Report, path: Path, keys: list[str], workers: int) -> Non
     try:
         checksums.write_list(path, keys, workers)
     except OSError as error:
-        report.say("checksums", f"cannot write {name} ({error.strerror}), so nothing holds files to what they are now")
+        report.add("checksums", f"cannot write {name} ({error.strerror}), so nothing holds files to what they are now")
     else:
-        report.say("checksums", f"written to {name}, {len(keys):,} files: readers compare each chunk with it")
+        report.add("checksums", f"written to {name}, {len(keys):,} files: readers compare each chunk with it")
 
 
 def _check_manifest(report: Report, path: Path, vocab_size: int, chunk_docs: int) -> None:
@@ -225,7 +225,7 @@ def _check_manifest(report: Report, path: Path, vocab_size: int, chunk_docs: int
     with Progress(f"hashing {path.name}", None, "rows") as progress:
         found = read_back(path, vocab_size, chunk_docs, progress).content_hash
     if found == stated:
-        report.say("content hash", "as manifest.json says")
+        report.add("content hash", "as manifest.json says")
     else:
         report.blame("content hash", [f"{found}, manifest.json says {stated}: make the corpus again"])
 
