@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace, experiment: str, way: str) -> dict[str, Any]:
-    """In a process of its own, with empty caches."""
+    """In a new process, with empty caches."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "row.json"
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}

@@ -115,7 +115,7 @@ def measure(shape: tuple[int, ...], kernel: str, args: argparse.Namespace) -> di
 
 
 def make_call(shape: tuple[int, ...], kernel: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A call of the kernel on a cache of its own, and one that computes the same in float64."""
+    """A call of the kernel on a separate cache, and one that computes the same in float64."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -2,7 +2,7 @@
 not the ten of importing.
 
 `Command` is a command line such as `python train.py …`. What the start of an interpreter decides (imports, options of
-Python) is not the same as in a process of its own: every entry point has a test that starts it as a user does, too.
+Python) is not the same as in a new process: every entry point has a test that starts it as a user does, too.
 """
 
 import multiprocessing

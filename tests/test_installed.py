@@ -68,7 +68,7 @@ def pip(*arguments: str | Path, folder: Path) -> None:
 
 @pytest.fixture
 def own_folder(tmp_path) -> Path:
-    """Where a user works: nothing of the repository, and an experiment of their own."""
+    """Where a user works: nothing of the repository, and their own experiment."""
     folder = tmp_path / "work"
     (folder / "mine/experiment").mkdir(parents=True)
     (folder / "mine/experiment/my_fox.yaml").write_text(EXPERIMENT)

@@ -68,7 +68,7 @@ def test_a_call_that_may_is_found(call):
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """A tokenizer whose folder asks for code of its own, and a `y` for whatever asks on standard input."""
+    """A tokenizer whose folder asks for its own code, and a `y` for whatever asks on standard input."""
     folder = tmp_path / "run" / "tokenizer"
     save_built(byte_tokenizer(), folder)
     ran = tmp_path / "ran"
@@ -90,7 +90,7 @@ def test_a_planted_tokenizer_of_a_run_is_refused_in_one_line(planted):
         lambda: tokenizer_of_run(directory, config, str(planted)),
         lambda: replay.tokenizer_of(directory),
     ):
-        with pytest.raises(ValueError, match=r"tokenizer asks for code of its own .*auto_map.* is never run") as caught:
+        with pytest.raises(ValueError, match=r"tokenizer asks for its own code .*auto_map.* is never run") as caught:
             load()
         assert "\n" not in str(caught.value)
 

@@ -183,8 +183,8 @@ def run(args: argparse.Namespace) -> None:
     table = evaluations.number_table(evaluation)
     evaluations.write_evaluation(evaluation, args.out, table, lambda path: heatmaps.heads_by_layer(*columns, path))
     print(
-        f"{len(ids):,} tokens, {len(reports)} heads: pruning skips {100 * pruned:.1f} % of the tiles. Figures in "
-        f"{args.out}"
+        f"{len(ids):,} tokens, {len(reports)} heads: pruning skips {100 * pruned:.1f} % of "
+        f"the tiles. Figures in {args.out}"
     )
 
     if args.over_training:

@@ -32,6 +32,5 @@ def missing() -> str | None:
         return f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU: unset it, or name some"
     return (
         f"PyTorch {torch.__version__} is built for GPUs and finds none: look whether `nvidia-smi` lists them, and "
-        f"whether "
-        "the driver is recent enough"
+        "whether the driver is recent enough"
     )

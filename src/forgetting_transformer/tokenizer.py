@@ -138,7 +138,7 @@ class _JSONGPT2Config(PreTrainedConfig):
 
 
 def load_tokenizer(source: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a folder or hub id, which brings no code of its own.
+    """The tokenizer of a folder or hub id, without running code that comes with it.
 
     Raises:
         OSError, ValueError: there is none, it cannot be read, or it asks for its own code to be run.
@@ -147,11 +147,11 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except OSError:
         raise
-    except Exception as error:  # the library of fast tokenizers raises no class of its own
+    except Exception as error:  # the library of fast tokenizers raises plain Exception
         if "trust_remote_code" not in str(error):
             raise ValueError(f"the tokenizer {source} cannot be read: {error}") from error
         raise ValueError(
-            f"the tokenizer {source} asks for code of its own (auto_map in tokenizer_config.json), which is never run; "
+            f"the tokenizer {source} asks for its own code (auto_map in tokenizer_config.json), which is never run; "
             "give one that Transformers knows, for example its tokenizer.json alone"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Hydra launchers for `python train.py -m …`: every job in processes of its own. And the configs of plug-ins.
+"""Hydra launchers for `python train.py -m …`, with separate processes for every job, and the configs of plug-ins.
 
     hydra/launcher=fabric   (the default) on this machine
     hydra/launcher=slurm    as SLURM jobs
@@ -102,8 +102,8 @@ class FabricLauncher(Launcher):
         if os.environ.get("LT_CLI_USED") == "1":
             # Every rank would launch the whole sweep.
             raise CompactHydraException(
-                "-m under `fabric run` is not possible; start `python train.py -m …`, which starts a `fabric run` per "
-                "job"
+                "-m under `fabric run` is not possible; start `python train.py -m …`, "
+                "which starts a `fabric run` per job"
             )
         from forgetting_transformer.sweep import SweepError, machines, runner
         from forgetting_transformer.sweep.jobs import State

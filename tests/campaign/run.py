@@ -142,7 +142,7 @@ class Campaign:
     def suffer(self, seed: int) -> str | None:
         """One run with its faults; what was lost, if anything was."""
         generator = random.Random(seed)
-        # A data worker costs seconds: it is forked from a server of its own, which imports PyTorch.
+        # A data worker costs seconds: it is forked from a separate server, which imports PyTorch.
         (strategy, ranks), workers = weighted(generator, self.args.strategies), weighted(generator, {0: 5, 1: 1})
         history: list[str] = []
         ended = 0

@@ -8,7 +8,7 @@ from forgetting_transformer.evaluation.workers import Workers
 
 
 def test_what_the_first_process_refuses_every_process_refuses(monkeypatch):
-    """Another that waited for it would end with an error of its own, of the network."""
+    """Another that waited for it would end with another error, of the network."""
     sent = []
 
     def broadcast(workers, value):

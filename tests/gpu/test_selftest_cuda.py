@@ -112,5 +112,5 @@ def test_a_wrong_gluon_kernel_is_found_and_triton_runs(monkeypatch):
 
     monkeypatch.setattr(hopper, "forward", wrong)
     found = choose(FOX)["attention"]
-    # The gradients are taken from the wrong output too, on a thread of their own: either may be the first to be found.
+    # The gradients are taken from the wrong output too, on another thread: either may be the first to be found.
     assert found.name == TRITON and "self-test found the " in next(iter(backends.faults().values()))

@@ -1,6 +1,6 @@
 """Runs snippets with Triton's interpreter, in which a kernel is Python: the same code that runs on a GPU, on this CPU.
 
-The interpreter is chosen when Triton is imported, so snippets run in processes of their own. These are forked from one
+The interpreter is chosen when Triton is imported, so snippets run in separate processes. These are forked from one
 that has imported everything: the seconds of importing are spent once and not for every test.
 """
 

@@ -35,7 +35,7 @@ def test_compiled_graphs_see_a_constant_where_the_kernel_is_looked_for(monkeypat
 
 @pytest.mark.parametrize("head_dim", [16, pytest.param(24, marks=pytest.mark.quick), 64, 80, 256])
 def test_outputs_and_gradients_are_the_references_at_ragged_lengths(head_dim):
-    """Head dimensions that are no powers of two, too. Log-normalisers have gradients of their own.
+    """Head dimensions that are no powers of two, too. Log-normalisers have gradients, too.
 
     A stretch is 128 positions, tiles are 32 to 128 wide; how they follow each other does not depend on the head
     dimension.

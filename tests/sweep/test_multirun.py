@@ -102,7 +102,7 @@ def test_the_same_command_again_starts_only_what_is_not_finished(faults, train_m
     assert train_main(*command) is None
     assert [len(starts(tmp_path / f"out/seed={s}")) for s in (0, 1)] == [1, 2]
     assert "finished before" in capsys.readouterr().out
-    # Other settings, or an order to start anew: train.py must see them, and refuse or obey.
+    # Other settings, or an order to start over: train.py must see them, and refuse or obey.
     assert train_main(*command, "optimizer.weight_decay=0.2") is None
     assert train_main(*command, "resume=false") is None
     assert [len(starts(tmp_path / f"out/seed={s}")) for s in (0, 1)] == [3, 4]

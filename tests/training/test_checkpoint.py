@@ -275,7 +275,7 @@ def test_the_command_line_lists_verifies_compares_and_prunes(tiny, tmp_path, cap
     assert "damaged: state/" in capsys.readouterr().out
     assert checkpoints.main(["prune", run, "--keep", "1", "--permanent"]) == 0
     left = sorted(int(path.name[5:]) // STEP for path in Path(run).glob("checkpoints/step-*"))
-    assert left == [16, 20], "the newest whole one stays, and the damaged one for whoever can mend it"
+    assert left == [16, 20], "the newest whole one stays, and the damaged one, which somebody may repair"
     train(tiny)
 
 

@@ -322,7 +322,7 @@ def command_line(tiny: dict, output_dir: Path) -> list[str]:
 
 
 def test_the_command_line_trains_resumes_and_explains_itself(tiny, tmp_path):
-    """What users type; as processes of their own in test_stopping.py."""
+    """What users type; test_stopping.py runs it as separate processes."""
     overrides = command_line(tiny, tmp_path / "cli")
     done = run_command("train.py", *overrides, f"train.max_tokens={6 * STEP}")
     assert done.returncode == 0, done.stderr

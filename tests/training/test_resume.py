@@ -297,7 +297,7 @@ def test_a_fork_continues_another_run_with_other_settings(tiny, finished):
     assert ours[9 * STEP] == source[9 * STEP], "the first loss comes from the source's weights"
     assert ours[10 * STEP] != source[10 * STEP], "then its own learning rate acts"
     assert lines(fork["output_dir"], "model_info") and lines(fork["output_dir"], "train_data_info")
-    train(fork)  # started again, it continues itself and does not fork anew
+    train(fork)  # started again, it continues itself and does not fork again
     assert "fork_dir, fork_step:" in refused(changed(fork, fork_step=16 * STEP))
 
 

@@ -222,7 +222,7 @@ trainer.Trainer.step = step
 """
     job = Job(changed(tiny, datamodule__train_num_workers=1), patch=patch)
     assert job.wait() == [0], job.errors()
-    assert "Readers are started anew" in rank_log(tiny, 0)
+    assert "Readers are restarted" in rank_log(tiny, 0)
     assert_same_run(finished(tiny), tiny["output_dir"])
 
 
@@ -245,7 +245,7 @@ trainer.Trainer.step = step
     job = Job(changed(tiny, datamodule__train_num_workers=1), patch=patch)
     assert job.wait() == [0], job.errors()
     assert status(tiny)["status"] == "preempted"
-    assert "Readers are started anew" not in rank_log(tiny, 0)
+    assert "Readers are restarted" not in rank_log(tiny, 0)
 
 
 def test_a_clock_that_is_set_back_changes_nothing(tiny, finished, interrupted):

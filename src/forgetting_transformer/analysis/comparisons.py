@@ -129,8 +129,7 @@ def model(name: str, runs: Sequence[Run]) -> Model:
         if seed in seeds:
             raise AnalysisError(
                 f"{name}: {seeds[seed]} and {run.output_dir} both have seed {seed} and would count as two samples; "
-                f"leave one "
-                "out, or put them into models of their own with --model NAME RUN"
+                "leave one out, or make them separate models with --model NAME RUN"
             )
         seeds[seed] = run.output_dir
     return Model(name, tuple(runs))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from forgetting_transformer.analysis import AnalysisError
 
-#: A table stands on lines of its own between <!-- NAME --> and <!-- end of NAME -->, a number in a sentence between
+#: A table stands on separate lines between <!-- NAME --> and <!-- end of NAME -->, a number in a sentence between
 #: <!-- NAME --> and <!-- end -->.
 _MARKED = re.compile(r"<!-- (\w+) -->(?:\n.*?<!-- end of \1 -->|[^\n]*?<!-- end -->)", re.DOTALL)
 _MARK = re.compile(r"<!-- (?:end|end of \w+|\w+) -->")

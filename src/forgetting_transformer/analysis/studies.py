@@ -148,8 +148,7 @@ def _describe(paths: Sequence[Path], decisive: Decisive) -> dict[str, Any]:
         if keys := differing_settings(runs[0], other, decisive):
             raise AnalysisError(
                 f"{runs[0].output_dir} and {other.output_dir} differ in {', '.join(keys)}, and seeds of one model are "
-                f"averaged: "
-                "train them with the same settings, or move one of them away"
+                "averaged: train them with the same settings, or move one of them away"
             )
     info = runs[0].info("model")
     config = runs[0].config

@@ -135,7 +135,7 @@ class RemoteArrayFiles(ArrayFiles):
         self.checksums = None if text is None else parse_list(text, array, join(remote.url, name))
 
     def has_array(self) -> bool:
-        # Metadata may change while chunks do not (an array that grows), so it is fetched anew by every start.
+        # Metadata may change while chunks do not (an array that grows), so every start fetches it again.
         found = [self.cache.fetch(name, LARGEST_METADATA, fresh=True) for name in ("zarr.json", ".zarray")]
         return any(found)
 

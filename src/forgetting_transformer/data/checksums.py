@@ -112,8 +112,7 @@ def parse_list(text: bytes, array: str, place: str) -> Checksums:
             if number < len(lines):
                 raise DataError(
                     f"{place}, line {number}, is not of the form '<sha256>  {array}/<file>'. Bring back a copy of the "
-                    f"list; or "
-                    "delete it, and scripts/verify_data.py makes one of the files as they are"
+                    "list; or delete it, and scripts/verify_data.py makes one of the files as they are"
                 )
         elif match[2].startswith(f"{array}/"):
             sums[match[2].removeprefix(f"{array}/")] = match[1]

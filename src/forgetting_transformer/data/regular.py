@@ -22,8 +22,8 @@ def check_regular(path: str | os.PathLike[str], at_most: int) -> bool:
         raise DataError(f"{path} is not a regular file, but {_kind(status.st_mode)}; put the file there, or delete it")
     if status.st_size > at_most:
         raise DataError(
-            f"{path} has {status.st_size:,} bytes, and it can have no more than {at_most:,}: it is not the file it "
-            f"should be"
+            f"{path} has {status.st_size:,} bytes, and it can have no more than {at_most:,}: "
+            "it is not the file it should be"
         )
     return True
 

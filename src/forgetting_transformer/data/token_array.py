@@ -49,7 +49,7 @@ class TokenArray:
         path: the array's folder, such as `data/longcrawl64/train.zarr`, or a URL such as s3://bucket/train.zarr.
         vocab_size: ids must lie in [0, vocab_size). Or what gives it for the length of the documents.
         missing_chunks: "error", or "skip": documents of which a chunk is missing do not count, and the others are
-            numbered anew, in order.
+            renumbered in order.
         cache: where the files of a URL are kept, and how many; None is the default of CacheSettings.
 
     Attributes:
@@ -143,9 +143,8 @@ class TokenArray:
             except MissingChunkError as error:
                 raise MissingChunkError(
                     f"{error}: it holds documents {window[0].start:,} and on, which this run needs. The copy of the "
-                    f"corpus "
-                    "is partial: fetch the chunk again, choose a complete array, or train on the documents that are "
-                    "there with datamodule.missing_chunks=skip"
+                    "corpus is partial: fetch the chunk again, choose a complete array, or train on the documents "
+                    "that are there with datamodule.missing_chunks=skip"
                 ) from error
             except DataError:
                 raise
@@ -159,8 +158,8 @@ class TokenArray:
                             f"corpus: delete {listed}, and scripts/verify_data.py makes a new one"
                         ) from error
                     raise DataError(
-                        f"{self.files.place(name)} cannot be decoded ({error}); it is damaged: delete it and fetch or "
-                        "make it again"
+                        f"{self.files.place(name)} cannot be decoded ({error}); it is damaged: "
+                        "delete it and fetch or make it again"
                     ) from error
                 again = True
 

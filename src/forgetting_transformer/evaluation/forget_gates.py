@@ -71,8 +71,7 @@ def attention_layers(model: Any) -> dict[int, ForgettingAttentionLayer]:
     if not found:
         raise EvaluationError(
             f"{type(model).__name__} has no forgetting-attention layer; this evaluation is for FoX, and for "
-            f"Transformer "
-            "(Pro), whose gates are all 1"
+            "Transformer (Pro), whose gates are all 1"
         )
     return found
 

@@ -306,8 +306,8 @@ def load_task(task: str, manager: TaskManager) -> dict[str, Any]:
         if entry_of_lm_eval is None and "Unable to find" in str(error):
             reason = str(error).strip().splitlines()[0]
             raise EvaluationError(
-                f"the data of task {task} cannot be loaded ({reason}). Paths in a task file are relative to the "
-                "current folder"
+                f"the data of task {task} cannot be loaded ({reason}). Paths in a task file are "
+                "relative to the current folder"
             ) from error
         # `hf download` would not do: without a network, datasets reads what it has itself prepared, and nothing else.
         load = f"from lm_eval.tasks import TaskManager; TaskManager().load(['{task}'])"

@@ -107,9 +107,8 @@ class Judge:
         if response.status_code in (401, 403, 404):
             # Asking again would not help, and neither would asking for the other answers.
             raise _Refused(
-                f"{url} answers {response.status_code} for the model {self.model!r}: check --judge_url, --judge_model "
-                f"and "
-                "the key"
+                f"{url} answers {response.status_code} for the model {self.model!r}: check "
+                "--judge_url, --judge_model and the key"
             )
         response.raise_for_status()
         return json.loads(response.text)["choices"][0]["message"]["content"] or ""

@@ -39,7 +39,7 @@ class LmEvalConfig:
     limit: int | None = within(COUNT, None)
     #: Longest sequence; null: as in training.
     max_length: int | None = within(COUNT, None)
-    #: Folder of task files of one's own. Such files can run Python: use your own only.
+    #: Folder of your own task files. Task files can run Python: use no others.
     include_path: str | None = None
     #: Folder or hub id; null: the corpus's.
     tokenizer: str | None = None

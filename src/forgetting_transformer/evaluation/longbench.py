@@ -14,7 +14,7 @@ LongBench-E has further examples for thirteen of the sets, as many of each lengt
 lengths.
 
 The paper's code differs in three points (`as_in_paper`): a cut prompt is made text and encoded again, SAMSum has no
-rule of its own, and the first line of every answer alone counts, of summaries too.
+special rule, and the first line of every answer alone counts, of summaries too.
 """
 
 import difflib
@@ -142,9 +142,8 @@ _PASSAGES = (
 _STORY = "asconcisely as you can, using a single phrase if possible. Do not provide any explanation.\n\n"
 _ARTICLE = (
     "as concisely as you can, using a single phrase or sentence if possible. If the question cannot be answered based "
-    "on the "
-    'information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", "no", or '
-    '"unanswerable". Do not provide any explanation.\n\n'
+    'on the information in the article, write "unanswerable". If the question is a yes/no question, answer "yes", '
+    '"no", or "unanswerable". Do not provide any explanation.\n\n'
 )
 
 #: The sets, in the order of the paper's Table 2, and the two that are not in it; titles are in analysis/published.py.
@@ -427,7 +426,7 @@ def answer(
 ) -> list[dict[str, Any]]:
     """The answers to all examples of a set, in their order; what any process has answered before is left as it is.
 
-    Every process appends to a file of its own, `folder/<set>.<process>.jsonl`.
+    Every process appends to its own file, `folder/<set>.<process>.jsonl`.
 
     Returns:
         For each example `pred`, and of the example `answers`, `all_classes` and `length`.

@@ -94,8 +94,7 @@ class EvaluatedModel:
         if self.tokenizer is None:
             raise EvaluationError(
                 f"{self.source} comes without a tokenizer and this evaluation reads text ({self.no_tokenizer}): name "
-                f"one "
-                "with --tokenizer FOLDER_OR_HUB_ID, or export the run with `save_model.py --tokenizer …`"
+                "one with --tokenizer FOLDER_OR_HUB_ID, or export the run with `save_model.py --tokenizer …`"
             )
         return self.tokenizer
 
@@ -136,7 +135,7 @@ def load_model(
         source: the folder or hub id.
         name: what to call it; default the last part of `source`.
         step: training tokens of a run's checkpoint; default the newest valid one.
-        tokenizer: folder or hub id, where the model has none of its own.
+        tokenizer: folder or hub id, for a model that comes without one.
         train_length: overrides what the model says.
         precision: what the evaluation will run in, for which the kernels are tested here.
 
@@ -155,8 +154,7 @@ def load_model(
         if exported and step is None:
             raise EvaluationError(
                 f"{source} holds both a training run (checkpoints/) and a model in Hugging Face format (config.json): "
-                f"choose "
-                "the run with --step=…, or move the model's files to a folder of their own and name that"
+                "choose the run with --step=…, or move the model's files to another folder and name that"
             )
         model, found, length, tokens, problem = _load_run(folder, step, tokenizer)
     else:
@@ -435,14 +433,12 @@ def _check_weights(source: str, model: nn.Module, loading: dict[str, Any]) -> No
         left = f"; {len(unexpected)} belong to another model, among them {unexpected[0]}" if unexpected else ""
         raise EvaluationError(
             f"the weights of {source} are incomplete: {missing[0]} is missing ({len(missing)} in all{left}), and a "
-            f"result would "
-            "be that of random weights; save the model again, or download all of its files"
+            "result would be that of random weights; save the model again, or download all of its files"
         )
     if unexpected and isinstance(model, DecoderForCausalLM):
         raise EvaluationError(
             f"the weights of {source} do not fit its config.json: the model has no {unexpected[0]} ({len(unexpected)} "
-            f"such in "
-            "all); save the model again, with the configuration it was trained with"
+            "such in all); save the model again, with the configuration it was trained with"
         )
     if unexpected:
         log.warning("%s: %s is not used (%d such in all)", source, unexpected[0], len(unexpected))

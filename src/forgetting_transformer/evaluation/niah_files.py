@@ -140,8 +140,8 @@ def load_prompt_tokenizer(source: str) -> Any:
         return load_tokenizer(source)
     except (OSError, ValueError, KeyError) as error:
         raise EvaluationError(
-            f"the tokenizer {source} cannot be loaded ({str(error).strip().splitlines()[0]}); give a folder with "
-            "--tokenizer"
+            f"the tokenizer {source} cannot be loaded ({str(error).strip().splitlines()[0]}); "
+            "give a folder with --tokenizer"
         ) from error
 
 

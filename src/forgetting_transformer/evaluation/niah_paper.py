@@ -70,8 +70,8 @@ def find_text(chosen: Path | None, expected: Path) -> str:
         return read_essays(chosen or expected)
     print(
         f"warning: there is no folder {expected}, so the haystack is Python's documentation and scores are not the "
-        f"paper's. github.com/zhixuan-lin/forgetting-transformer has the essays in eval/niah/{ESSAYS}: copy that "
-        f"folder here",
+        "paper's. github.com/zhixuan-lin/forgetting-transformer has the essays in "
+        f"eval/niah/{ESSAYS}: copy that folder here",
         file=sys.stderr,
     )
     return free_text()
@@ -87,8 +87,8 @@ def free_text() -> str:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise EvaluationError(
-            "this Python comes without its documentation (the module pydoc_data): give a folder of texts with "
-            "--haystack_dir"
+            "this Python comes without its documentation (the module pydoc_data): give a "
+            "folder of texts with --haystack_dir"
         ) from error
     return "".join(topics[name] for name in sorted(topics))
 
@@ -129,8 +129,7 @@ class Essays:
         if room < 1:
             raise EvaluationError(
                 f"a prompt of {length} tokens has no room for text: the needle has {len(needle_ids)}, and {_BUFFER} "
-                f"are "
-                "set aside for the question; choose longer --min_length"
+                "are set aside for the question; choose longer --min_length"
             )
         tokens = tokens[:room]
         if depth >= 100:

@@ -84,8 +84,7 @@ def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
             return folder
     raise DataError(
         f"no heldout.zarr in {data_path} and none in {data_path / dataset}: set --data_path to a corpus's folder (or "
-        f"to the "
-        "folder that holds it, with --dataset its name). docs/prepare_data.md says how to make one"
+        "to the folder that holds it, with --dataset its name). docs/prepare_data.md says how to make one"
     )
 
 
@@ -367,15 +366,13 @@ def _read_state(file: Path, identity: dict[str, Any]) -> Sums | None:
         if key != "eval_tokens" and stored.get(key) != value:
             raise EvaluationError(
                 f"{file} belongs to an evaluation with {key}={stored.get(key)!r}, this one has {value!r}: choose "
-                f"another "
-                "--save_dir or --model name, or start again with --no-resume"
+                "another --save_dir or --model name, or start again with --no-resume"
             )
     if sums.sequences * identity["eval_len"] > identity["eval_tokens"]:
         raise EvaluationError(
             f"{file} already covers {sums.sequences * identity['eval_len']:,} tokens, more than "
             f"--eval_tokens={identity['eval_tokens']:,}; ask for at least as many (--eval_tokens all), or start again "
-            f"with "
-            "--no-resume"
+            "with --no-resume"
         )
     return sums
 

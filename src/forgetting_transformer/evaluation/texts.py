@@ -82,6 +82,6 @@ def check_ids(model: EvaluatedModel, ids: np.ndarray) -> None:
     vocab_size = model.model.config.get_text_config().vocab_size
     if ids.size and int(ids.max()) >= vocab_size:
         raise EvaluationError(
-            f"token {int(ids.max())} is not among the {vocab_size:,} of {model.source}: the text was tokenised for "
-            "another model"
+            f"token {int(ids.max())} is not among the {vocab_size:,} of {model.source}: the text "
+            "was tokenised for another model"
         )

@@ -273,7 +273,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
             module.init_own_weights()
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # For classes from outside its package transformers skips modules without parameters of their own, as a guard
+        # For classes from outside its package transformers skips modules that hold no parameters directly, as a guard
         # against initialisers that overwrite loaded weights. Ours do not, and a mixer's own initialisation must run.
         super()._initialize_weights(module, is_custom_code=False)
 
@@ -674,8 +674,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         if labels.device.type != "meta" and _are_inputs(labels, input_ids):
             warnings.warn(
                 "labels are input_ids, and are not shifted (config.loss is 'per_token', where labels[t] is the token "
-                "after input_ids[t]): the model learns to copy. For Hugging Face's convention set model.config.loss = "
-                "'causal_lm'",
+                "after input_ids[t]): the model learns to copy. For Hugging Face's convention set "
+                "model.config.loss = 'causal_lm'",
                 stacklevel=2,
             )
 
@@ -709,7 +709,7 @@ def _ignore_after_padding(labels_BT: Tensor, attention_mask_BN: Tensor) -> Tenso
 
 
 def _are_inputs(labels_BT: Tensor, input_ids_BT: Tensor) -> bool:
-    """Whether the labels that count are the tokens of their own positions, and not those of the next."""
+    """Whether the labels that count are the tokens at the same positions, and not the next ones."""
     if labels_BT.shape != input_ids_BT.shape:
         return False
     counts_BT = labels_BT != -100

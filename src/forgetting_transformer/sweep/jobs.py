@@ -1,4 +1,4 @@
-"""A job of a sweep: one run of train.py, and the command that starts it in processes of its own.
+"""A job of a sweep: one run of train.py, and the command that starts it in separate processes.
 
 Jobs share no process. Hydra's own launcher would call the training function of every job in one process, where they
 would share a process group, CUDA's context and the random state, and where a job on several devices starts its other
@@ -68,9 +68,8 @@ class Job:
             count = 0
         if count < 1:
             raise SweepError(
-                f"fabric.devices={devices}: jobs of a sweep need a number of devices, or auto for all; which GPUs "
-                f"they get "
-                "is the sweep's business (CUDA_VISIBLE_DEVICES limits it)"
+                f"fabric.devices={devices}: jobs of a sweep need a number of devices, or auto for all; which GPUs they "
+                "get is the sweep's business (CUDA_VISIBLE_DEVICES limits it)"
             )
         return count
 

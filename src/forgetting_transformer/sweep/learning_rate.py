@@ -90,9 +90,8 @@ class GridSearch:
         first, last = self._as_good_as_the_best() if self.losses else (self.start, self.start)
         if max(abs(first - self.start), abs(last - self.start)) >= FARTHEST:
             raise SweepError(
-                f"{self._why_there_is_no_best(first, last)}; the guess was {grid_text(self.start)}: check the runs, "
-                f"or start "
-                "elsewhere with --guess"
+                f"{self._why_there_is_no_best(first, last)}; the guess was {grid_text(self.start)}: check the runs, or "
+                "start elsewhere with --guess"
             )
         inside = range(first - 1, last + 2)
         for seeds in (self.seeds[:1], self.seeds):
@@ -157,7 +156,7 @@ class LearningRateSweep:
         own_keys = ["optimizer.lr", "seed", *(["model.config.num_heads"] if head_dims else [])]
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise SweepError(f"--seeds {','.join(map(str, self.seeds))}: each seed once, and at least one")
-        # Another first seed would search anew beside the runs of this one.
+        # With another first seed the search would start over, beside the runs of this one.
         self._state = SweepState(self.folder, "learning rate", self.base, own_keys, {"first seed": str(self.seeds[0])})
         if hopeless is not None and hopeless <= 0:
             raise SweepError(f"--hopeless {hopeless} must be positive: nats above the best run at the same tokens")

@@ -71,7 +71,7 @@ class Process:
 
     @staticmethod
     def _open(command: Sequence[str], environment: dict[str, str], output: IO[bytes]) -> subprocess.Popen:
-        # A session of its own: Ctrl-C must reach a job once, through the sweep, and not a second time from the
+        # In a new session: Ctrl-C must reach a job once, through the sweep, and not a second time from the
         # terminal. In exchange the kernel is asked to end the job if the sweep is killed.
         libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 

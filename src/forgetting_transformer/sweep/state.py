@@ -63,8 +63,7 @@ class SweepState:
         if stored["kind"] != self._head["kind"]:
             raise SweepError(
                 f"{self.folder} holds a sweep of another kind ({stored['kind']}, not {self._head['kind']}); choose "
-                f"another "
-                "output_dir"
+                "another output_dir"
             )
         own = {*stored["own_keys"], *self._head["own_keys"]}
         before, now = (

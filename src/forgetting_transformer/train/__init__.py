@@ -5,7 +5,7 @@
         output_dir=… data_dir=… wandb.log_dir=…
     python train.py -m +experiment/demo=fox_pro seed=0,1 optimizer.lr=1e-3,2e-3 output_dir=output/sweep data_dir=data
     python -m forgetting_transformer.train …    the same from any folder, without a copy of the repository
-    … --config-dir=mine +experiment=my_model    with groups of one's own, in mine/experiment/my_model.yaml
+    … --config-dir=mine +experiment=my_model    with your own groups, in mine/experiment/my_model.yaml
 
 The same command again continues an interrupted run; -m makes a run of every combination (docs/sweep.md). The exit code
 is 0 when the run is done, 75 when a signal (Ctrl-C, SIGTERM, SIGUSR1) stopped it, 1 after an error;

@@ -1,4 +1,4 @@
-"""Several optimizers, each with parameters of its own, as one."""
+"""Several optimizers, each for some of the parameters, as one."""
 
 from collections.abc import Callable
 from typing import Any

@@ -56,7 +56,7 @@ def write_descriptions(
     info: dict[str, float],
     start: dict[str, Any],
 ) -> None:
-    """Writes config.yaml, model.txt and the lists of parameters anew, and appends `start` to starts.jsonl."""
+    """Writes config.yaml, model.txt and the lists of parameters, and appends `start` to starts.jsonl."""
     root = directory.root
     write_atomically(directory.config, yaml.safe_dump(recorded(config), sort_keys=False))
     write_atomically(root / "model.txt", f"{model}\n{json.dumps(info, indent=1)}\n")

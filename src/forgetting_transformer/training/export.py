@@ -65,8 +65,7 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     if said := belongs_to(save_folder):
         raise ExportError(
             f"--hf_save_dir={save_folder} {said}, which is no place for an exported model: what reads that folder "
-            f"later would "
-            "take one for the other; choose another --hf_save_dir"
+            "later would take one for the other; choose another --hf_save_dir"
         )
     directory = RunDirectory(run_folder)
     found: tuple[Checkpoint, dict[str, Any], PreTrainedModel] | None
@@ -198,8 +197,7 @@ def _check_ours(folder: Path, names: set[str]) -> dict[str, str | None]:
         if own[name] is not None and (folder / name).is_file() and sha256_of(folder / name) != own[name]:
             raise ExportError(
                 f"{folder}/{name} has changed since it was exported, and an export would overwrite it; move it away, "
-                f"or choose "
-                "another --hf_save_dir"
+                "or choose another --hf_save_dir"
             )
     return own
 

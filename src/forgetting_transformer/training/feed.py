@@ -1,6 +1,6 @@
 """Batches for the loop, also when a process that reads them is killed.
 
-The position in the data is arithmetic (data/order.py), so readers can be started anew at the next batch.
+The position in the data is arithmetic (data/order.py), so readers can be restarted at the next batch.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: How often readers are started anew in the life of a process.
+#: How often a process restarts its readers.
 RESTARTS = 3
 _WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited unexpectedly)")
 
@@ -48,4 +48,4 @@ def feed(start: Callable[[int], Iterable[T]]) -> Iterator[T]:
                     f"{str(error).splitlines()[0]} This was the {RESTARTS + 1}th time. Memory is the usual reason: see "
                     "`dmesg`, lower datamodule.train_num_workers, then start the same command again"
                 ) from error
-            log.warning("%s Readers are started anew", str(error).splitlines()[0])
+            log.warning("%s Readers are restarted", str(error).splitlines()[0])

@@ -2,7 +2,7 @@
 
 MFU is model FLOPs per second divided by what the GPUs could do at most. A wrong peak gives a wrong MFU that looks
 right, so GPUs are matched by the exact name PyTorch reports and an unknown one has no peak: vendors sell chips of the
-same family at half the rate, and a slice of a GPU (MIG) has a name of its own.
+same family at half the rate, and a slice of a GPU (MIG) has another name.
 
 All rates are dense. Datasheets often print the rate with 2:4 structured sparsity, which is twice as high and which
 training does not use.

@@ -57,7 +57,7 @@ def preflight(config: Config) -> dict[str, float]:
             bos_token_id=recorded.bos_token_id if data.bos_token_id is None else data.bos_token_id,
         )
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        # Under a launcher every rank has a folder of its own; only rank 0 writes into its one.
+        # Under a launcher every rank has another folder; only rank 0 writes into its folder.
         trial = dataclasses.replace(
             config,
             output_dir=folder,

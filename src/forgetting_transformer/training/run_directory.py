@@ -140,23 +140,22 @@ class RunDirectory:
         if official := next(self.checkpoints.glob("step-*.pt"), None):
             raise RunDirectoryError(
                 f"output_dir={self.root} is a run of the authors' code (it holds checkpoints/{official.name}): make a "
-                f"run of it "
-                "in another folder with scripts/import_checkpoint.py and continue that, or choose another output_dir"
+                "run of it in another folder with scripts/import_checkpoint.py and continue "
+                "that, or choose another output_dir"
             )
         holds_run = self.holds_run
         if not (holds_run and resume) and (sign := self.sign_of_a_corpus()):
             what = "a run would write among its files" if resume else "resume=false would move its tokenizer aside"
             raise RunDirectoryError(
-                f"output_dir={self.root} is a folder of token arrays (it holds {sign}): {what}; choose another "
-                f"output_dir"
+                f"output_dir={self.root} is a folder of token arrays (it holds {sign}): "
+                f"{what}; choose another output_dir"
             )
         if holds_run:
             return
         if weights := self._weights_of_a_model():
             raise RunDirectoryError(
                 f"output_dir={self.root} holds a model (config.json, {weights}), which evaluations of the run would "
-                f"take for the "
-                "run's; choose another output_dir"
+                "take for the run's; choose another output_dir"
             )
         begun = self._begun
         names = [
@@ -230,8 +229,8 @@ class RunDirectory:
             folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise RunDirectoryError(
-                f"{folder} is a file, or lies under one, where a run keeps a folder: move it away, or choose another "
-                f"output_dir"
+                f"{folder} is a file, or lies under one, where a run keeps a folder: move it "
+                "away, or choose another output_dir"
             ) from error
         except OSError as error:
             raise RunDirectoryError(
@@ -312,8 +311,7 @@ class RunDirectory:
                 moved = f"; what came before it is in {target}" if target.exists() else ""
                 raise RunDirectoryError(
                     f"resume=false cannot move {entry} aside: {error.strerror or error}{moved}. Mend this (a mount "
-                    f"must be "
-                    "unmounted) and start the same command again, or choose another output_dir"
+                    "must be unmounted) and start the same command again, or choose another output_dir"
                 ) from error
         return target
 
@@ -359,7 +357,7 @@ def _move(entry: Path, folder: Path) -> None:
     (folder / entry.name).symlink_to(place)
     entry.unlink()
     log.warning(
-        "%s was a link to %s. The link is now in %s, and the new run writes into %s itself; stop it and make a new "
-        "link if it "
+        "%s was a link to %s. The link is now in %s, and the new run writes into %s itself; "
+        "stop it and make a new link if it "
         "should write elsewhere", entry, place, folder, entry,
     )  # fmt: skip

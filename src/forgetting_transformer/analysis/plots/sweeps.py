@@ -43,7 +43,7 @@ def loss_against_learning_rate(
         curves: name -> learning rate -> the loss of each seed in nats per token, infinite where there is none. The
             name "" is not shown.
         path: where to write; the suffix chooses the format.
-        ring_each: the best of every curve is ringed and not only the best of all, since each is a search of its own.
+        ring_each: rings the best of every curve and not only the best of all, for curves of separate searches.
         conditions: for the foot of the figure.
     """
     means = {

@@ -80,7 +80,7 @@ def _prepare(settings: CorpusSettings, out: Path, workers: int, force: bool, say
         finished = _finished_manifest(settings, out)
         if finished is not None:
             shutil.rmtree(work, ignore_errors=True)  # a kill may have come between the manifest and this
-            say(f"{out} already holds this corpus; its inputs were not read again (--force builds it anew).")
+            say(f"{out} already holds this corpus; its inputs were not read again (--force builds it again).")
             return finished
         _begin_or_continue(settings, out, work, say)
         if not (work / "manifest.json").exists():
@@ -288,7 +288,7 @@ def _make_stream(
     sampled = json.loads((work / "tokenizer.json").read_text())["input_hash"]
     if sampled not in (None, tokens.fingerprint):
         raise CorpusError(
-            "the input changed after the tokenizer was trained on it. Run the same command with --force to begin anew."
+            "the input changed after the tokenizer was trained on it. Run the same command with --force to start over."
         )
     np.savez(work / "texts.npz", tokens=texts.tokens, shared=texts.shared)
     counted = {

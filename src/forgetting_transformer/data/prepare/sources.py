@@ -245,8 +245,8 @@ def _json_rows(file: Path, text_field: str) -> Iterator[str | None]:
         raise CorpusError(f"{file}, line {number}: not valid JSON Lines in UTF-8 ({error}).") from error
     except (EOFError, zlib.error) as error:
         raise CorpusError(
-            f"{file} is damaged behind line {number} ({error}): fetch or compress it again, or leave it out with "
-            f"--exclude."
+            f"{file} is damaged behind line {number} ({error}): fetch or compress it again, "
+            "or leave it out with --exclude."
         ) from error
 
 

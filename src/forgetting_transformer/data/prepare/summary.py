@@ -26,8 +26,8 @@ def summary_lines(manifest: dict[str, Any]) -> list[str]:
         lines.append(f"stopped at --max_bytes {manifest['settings']['max_bytes']:,}; the rest was not read")
     if roundtrip["lossy"]:
         lines.append(
-            f"WARNING: the tokenizer is lossy: {roundtrip['lossy']:,} of {roundtrip['checked']:,} samples decode to "
-            "another text"
+            f"WARNING: the tokenizer is lossy: {roundtrip['lossy']:,} of {roundtrip['checked']:,} "
+            "samples decode to another text"
         )
     if manifest["split"]["a_text_is_on_both_sides"]:
         lines.append(

@@ -204,8 +204,7 @@ class _Download:
             raise DataError(
                 f"{self.remote.url} has {documents:,} documents of {self.name} with all {len(columns)} chunks asked "
                 f"for, fewer than {'one row of chunks' if wanted is None else f'the {wanted:,} asked for'}; ask for "
-                f"fewer "
-                "documents, or for fewer tokens of each, or name another source"
+                "fewer documents, or for fewer tokens of each, or name another source"
             )
         whole = listed is not None or wanted is None
         chosen = {(row, column): files[row, column] for row in rows for column in columns}
@@ -295,8 +294,7 @@ class _Download:
         if needed + SPACE_MARGIN > free:
             raise DataError(
                 f"{needed / 1e9:,.2f} GB are to be fetched and {self.out} has {free / 1e9:,.2f} GB free; make room, "
-                f"ask for "
-                "fewer documents or fewer tokens of each, or choose another --out"
+                "ask for fewer documents or fewer tokens of each, or choose another --out"
             )
 
     # Fetching ---------------------------------------------------------------------------------------------------
@@ -370,7 +368,7 @@ class _Download:
         self._note(key, data)
 
     def _adopt(self, plan: Plan, file: File) -> None:
-        """A file that is in place already, from a run that was killed or from elsewhere: verified, or fetched anew."""
+        """A file that is already in place, from a killed run or from elsewhere: verified, or fetched again."""
         key = plan.key(file)
         data = (self.target / key).read_bytes()
         part = self.work / key

@@ -57,7 +57,7 @@ class Progress(Callback):
         self.close()
 
     def show(self, tokens: int, total: int, loss: float, lr: float, tokens_per_second: float | None) -> None:
-        """Called where losses are logged anyway, so that the bar costs no synchronisation of its own."""
+        """Called where losses are logged, so that the bar adds no synchronisation."""
         if self.live:
             self._bar.set_postfix(loss=f"{loss:.4f}", lr=f"{lr:.2e}")
         if self._enabled:

@@ -121,7 +121,7 @@ def _wandb_run_id(directory: RunDirectory) -> str:
         known, recorded = False, {}
     if not file.is_file() or not known:
         if file.is_file():
-            log.info("this folder is a copy: wandb gets a run of its own for it, with all that its metrics hold")
+            log.info("this folder is a copy: it becomes a separate run in wandb, with all of its metrics")
         write_atomically(file, secrets.token_hex(4))
     if recorded != here:
         write_atomically(home, json.dumps(here))

@@ -14,7 +14,7 @@ one was finished, for the case that the folder is gone. The format is the same f
 processes.
 
 Writing may happen in a thread while training goes on: the loop then waits only until a copy in the host's memory is
-made (host_copy.py). The thread has a gloo group of its own, because collectives of two threads in one group would mix.
+made (host_copy.py). The thread has its own gloo group, because collectives of two threads in one group would mix.
 A thread, and not torch.distributed.checkpoint.async_save, because checksums, manifest and pruning belong behind the
 same writing, and because a strategy that holds the whole model on every rank would copy all of it on every rank.
 """
@@ -125,7 +125,7 @@ class Checkpointer:
     Args:
         folder: `output_dir/checkpoints`.
         keep_last: rolling checkpoints to keep; two, so that a damaged newest one costs one interval and not the run.
-        rank, world_size: of this process. Collective calls go over a gloo group of their own, which needs no GPU.
+        rank, world_size: of this process. Collective calls go over a separate gloo group, which needs no GPU.
         timeout: how long a rank waits for the others in one. Where `watch` ends a wait for a writer that writes
             nothing, a very long one: a rank with a slow disk is not gone.
         background: write in a thread, from a copy in the host's memory. False needs no memory for the copy.
@@ -791,10 +791,9 @@ def _check_digests(checkpoint: Checkpoint, wrong: list[list[str]]) -> None:
     back = f"the last good checkpoint before it is at {older[-1]:,} tokens" if older else "there is no older checkpoint"
     raise CheckpointError(
         f"{checkpoint.path}: {names[0]}{more}{where} is not what training held after {checkpoint.step:,} tokens, "
-        f"though the "
-        "files are as they were written: memory or a GPU failed, at the save or now. Start again on another machine; "
-        "if "
-        f"it stays so, move this checkpoint away and the same command goes on from the one before ({back})"
+        "though the files are as they were written: memory or a GPU failed, at the save or now. Start again on "
+        "another machine; if it stays so, move this checkpoint away and the same command goes "
+        f"on from the one before ({back})"
     )
 
 
