@@ -18,8 +18,8 @@ def name(text: str) -> str:
     """A path, a URL or a name that must say something.
 
     Raises:
-        argparse.ArgumentTypeError: it is empty, as a variable of the shell that is not set leaves it. argparse adds the
-            flag.
+        argparse.ArgumentTypeError: it is empty, as a variable of the shell that is not set leaves
+            it. argparse adds the flag.
     """
     if not text.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is empty (a variable that is not set?); give a path or a name")

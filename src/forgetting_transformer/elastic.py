@@ -6,8 +6,8 @@ the launcher how the run ended, so that it prints no traceback.
 
 Two ways lead into the launcher. scripts/launch.py is one, and calls `conclude`. Into `fabric run` and torchrun comes
 `quieten`, through an entry point that PyTorch loads in every elastic launcher (pyproject.toml). It does nothing for any
-script but this project's train.py and evaluations, and where it is not installed only the launcher's traceback comes
-back.
+script but this project's train.py and evaluations, and where it is not installed only the
+launcher's traceback comes back.
 
 Imports only the standard library at first: ranks load this before PyTorch.
 """

@@ -38,8 +38,8 @@ def json_unescape(text: str) -> str:
     one:
 
     * an escape cut off by the end of the text (``\``, ``\u00``, or the first half of a surrogate pair) is dropped, so
-      that unescaping a prefix gives a prefix: ``json_unescape(json_escape(text)[:k])`` is always the beginning of
-      ``text``;
+      that unescaping a prefix gives a prefix: ``json_unescape(json_escape(text)[:k])`` is always
+      the beginning of ``text``;
     * half a surrogate pair anywhere else becomes U+FFFD, because a string that holds one cannot be written to a file;
     * what JSON does not allow (``\x41``, ``\'``, a bare quote or newline) stays as it is.
     """
@@ -87,8 +87,8 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
       escaped text.
     * ``backend_tokenizer`` and a saved ``tokenizer.json`` hold plain GPT-2 BPE without the escaping.
       ``save_pretrained`` therefore puts a copy of this file beside them: ``AutoTokenizer`` then uses this class, or,
-      where this package is not imported, asks for ``trust_remote_code=True`` instead of silently encoding unescaped
-      text.
+      where this package is not imported, asks for ``trust_remote_code=True`` instead of silently
+      encoding unescaped text.
 
     Source: the LongCrawl64 article, https://manifestai.com/articles/longcrawl64.
     """

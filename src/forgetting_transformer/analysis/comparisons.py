@@ -52,8 +52,8 @@ class Comparison:
 
     Attributes:
         what: what is equal, "training tokens" or "training FLOPs", and `amount` how many.
-        heldout: whether the losses are held-out ones; otherwise training losses over the last TRAIN_WINDOW of the
-            tokens.
+        heldout: whether the losses are held-out ones; otherwise training losses over the last
+            TRAIN_WINDOW of the tokens.
         tokens: model name -> training tokens at the point.
         losses: model name -> loss of each seed there, nats per token.
         passes: model name -> which pass over the documents its last batch there is from, from 1; None if unknown.

@@ -73,13 +73,13 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
 
     Args:
         run_dirs: output_dirs of runs.
-        results: folders with results of evaluations, at any depth: per_token_loss, niah, forget_gates, lm_eval_harness,
-            longbench.
+        results: folders with results of evaluations, at any depth: per_token_loss, niah, forget_gates,
+            lm_eval_harness, longbench.
         out: the HTML file.
 
     Raises:
-        AnalysisError: nothing to report, a folder that is not a run's, a damaged file, or a page that cannot be
-            written.
+        AnalysisError: nothing to report, a folder that is not a run's, a damaged file, or a
+            page that cannot be written.
     """
     for folder in run_dirs:
         if not (folder / "config.yaml").is_file():

@@ -1,7 +1,7 @@
 """Data: the arrays on disk, the order in which training reads them, and the loaders that prefetch it.
 
-`prepare/` turns text into such arrays, `tools/` fetches and verifies them. Nothing here imports a model or the training
-loop.
+`prepare/` turns text into such arrays, `tools/` fetches and verifies them. Nothing here imports a
+model or the training loop.
 """
 
 from forgetting_transformer.data.corpus import DataInfo

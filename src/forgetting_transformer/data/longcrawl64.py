@@ -49,8 +49,8 @@ class LongCrawl64DataModule:
         eval_local_batch_size: sequences in one evaluation batch of one rank.
         eval_num_workers: as train_num_workers, for evaluation.
         vocab_size, bos_token_id: of the tokenizer that made the corpus; None reads them from the corpus's
-            manifest.json. Only LongCrawl64, with documents of 65,536 tokens, needs neither: it is GPT-2's 50,257 and
-            50,256.
+            manifest.json. Only LongCrawl64, with documents of 65,536 tokens, needs neither: it is
+            GPT-2's 50,257 and 50,256.
         repeat: read the data again, in the same order, when it has been read once.
         packed: texts in a row are documents that the model keeps apart (`cu_seqlens`). They begin at BOS tokens.
         missing_chunks: "error", or "skip" to use a partial copy on purpose: the documents of which every chunk is

@@ -45,8 +45,8 @@ def vocabulary_of(
 ) -> Vocabulary:
     """The vocabulary of the corpus at `place`.
 
-    It is what is stated, else what its manifest says, else GPT-2's for LongCrawl64, else what a run recorded when it
-    began.
+    It is what is stated, else what its manifest says, else GPT-2's for LongCrawl64, else what a
+    run recorded when it began.
 
     LongCrawl64 is a folder of that name with documents of 65,536 tokens, or of as many as
     scripts/download_longcrawl64.py cut them to, which its note says.

@@ -38,8 +38,8 @@ class AttentionInputs:
 
     Attributes:
         layer: index of the block.
-        q_HTD, k_HTD: after normalisation and rotation, float32. Keys that a group of heads shares are repeated for
-            each.
+        q_HTD, k_HTD: after normalisation and rotation, float32. Keys that a group of heads
+            shares are repeated for each.
         log_fgate_HT: float64, so that sums over a long text are exact enough to be compared.
         score_bound_H: U with |s·q_i·k_j| ≤ U for all pairs, by the weights of QK-norm, which hold for every text. None
             without QK-norm.
@@ -155,8 +155,8 @@ def memory_lengths(log_fgate_HT: Tensor) -> tuple[Tensor, Tensor]:
 
 def pruned_share(inputs: AttentionInputs, tolerance: float) -> Tensor:
     """Share of causal tiles (128 × 128 positions) that pruning at ln ε = `tolerance` skips, `(H,)` float64, by the
-    model's rule: with QK-norm one threshold for a head, ln ε - (2U + ln T), without it the norms of the vectors of each
-        tile."""
+    model's rule: with QK-norm one threshold for a head, ln ε - (2U + ln T), without it the norms of
+    the vectors of each tile."""
     log_fgate_BHT, length = inputs.log_fgate_HT[None], inputs.log_fgate_HT.shape[-1]
     threshold_BH = torch.full_like(log_fgate_BHT[..., 0], tolerance)
     if inputs.score_bound_H is not None:

@@ -225,8 +225,8 @@ def evaluate(
         Task -> lm_eval's results for it.
 
     Raises:
-        EvaluationError: a task's data is not there and cannot be downloaded, or the folder holds results of other
-            settings.
+        EvaluationError: a task's data is not there and cannot be downloaded, or the folder holds
+            results of other settings.
     """
     import lm_eval
 

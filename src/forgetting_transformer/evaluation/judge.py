@@ -29,8 +29,7 @@ The model's answer: {answer}
 
 Compare the model's answer with the reference answer only. Give a whole number from 1 to 10: 10 if it says all that \
 the reference says, 1 if it says nothing of it, numbers between for parts of it. Write one sentence of explanation, \
-then \
-the rating in double square brackets, such as [[4]]."""
+then the rating in double square brackets, such as [[4]]."""
 
 
 @dataclass(frozen=True)

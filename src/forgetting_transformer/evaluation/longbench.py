@@ -10,8 +10,8 @@ Prompts, lengths of answers and scoring rules are the benchmark's, github.com/TH
   of the first line that is code (code), share of the right number among the numbers (synthetic sets); the best over the
   reference answers, times 100.
 
-LongBench-E has further examples for thirteen of the sets, as many of each length, and a score for each range of
-lengths.
+LongBench-E has further examples for thirteen of the sets, as many of each length, and a score
+for each range of lengths.
 
 The paper's code differs in three points (`as_in_paper`): a cut prompt is made text and encoded again, SAMSum has no
 special rule, and the first line of every answer alone counts, of summaries too.
@@ -272,8 +272,8 @@ def read_examples(name: str, data: Path | None, even: bool = False) -> list[dict
 
     Args:
         even: those of LongBench-E.
-        data: the benchmark's data.zip, a folder with it, or a folder with `<set>.jsonl`; None fetches data.zip from the
-            hub.
+        data: the benchmark's data.zip, a folder with it, or a folder with `<set>.jsonl`; None
+            fetches data.zip from the hub.
 
     Raises:
         EvaluationError: the set is not there, and how to get it.

@@ -152,8 +152,8 @@ def write_prompts(config: PromptConfig, exp: str, tokenizer: Any, folder: Path |
         folder: of essays; None takes the config's if it is there, else Python's documentation, and says so on stderr.
 
     Raises:
-        EvaluationError: there is no text, a length has no room for the needle, or the folder has prompts of another
-            kind.
+        EvaluationError: there is no text, a length has no room for the needle, or the folder has
+            prompts of another kind.
     """
     target = Path(config.save_dir) / one_folder("--exp", exp)
     text = niah_paper.find_text(folder, config.haystack_dir)

@@ -103,8 +103,8 @@ def open_heldout(
         folder: of the corpus.
         length: tokens in a sequence, a divisor of the documents' length; default whole documents.
         tokens: tokens to evaluate on, rounded down to whole sequences; default all.
-        vocab_size, bos_token_id: of the tokenizer that made the corpus; default what its manifest says, or
-            LongCrawl64's.
+        vocab_size, bos_token_id: of the tokenizer that made the corpus; default what its
+            manifest says, or LongCrawl64's.
         recorded: of a model that is known to read this corpus, where the corpus does not say.
         at_most: where `tokens` is None, not all tokens but this many, if there are more.
 

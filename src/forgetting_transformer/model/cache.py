@@ -306,8 +306,8 @@ class ForgettingAttentionCache(GrowingCache):
         keeps_key_norm: also keep the largest norm of each head's keys, for pruning bounds.
 
     Attributes (None before the first update):
-        keys, values: `(B, H, N, D)`, after normalisation and rotation, ready for attention. Views of buffers
-            (`GrowingTensor`).
+        keys, values: `(B, H, N, D)`, after normalisation and rotation, ready for attention. Views of
+            buffers (`GrowingTensor`).
         cum_log_fgate: running sums of log f `(B, H, N)`, float64: see `cumulative_log_fgate`.
         max_key_norm: `(B, H)`, float32, no less than the norm of any key. None unless wanted.
         shift_states: name → `(B, up to SHIFT_HISTORY, E)`, what a `ShiftLinear` computed before mixing at the last

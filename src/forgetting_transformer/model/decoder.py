@@ -3,16 +3,22 @@
 An architecture is a mixer and a configuration. The configuration builds the mixers (`build_mixer`) and the MLPs
 (`build_mlp`), names the submodules as its published checkpoints do, and counts FLOPs. A mixer is an `nn.Module` with
 
-    forward(hidden_BTE, seq_start_B=None, cache=None, *mixer_inputs) -> (out_BTE, …). The block reads the first result.
-        `mixer_inputs` are what the model's method of this name returns for the block, by default nothing
-    new_cache() -> CacheLayerMixin, an empty layer cache
-    init_own_weights(), optional: called after the default initialisation of its submodules, to change it. It must write
-        through `transformers.initialization`, whose functions leave weights from a checkpoint as they are
-    op_use() -> OpUse, optional: how it calls its op, so that the op's kernels are tested before the first step on a GPU
-    use_rope, optional: True if it has rotary positions; its forward then takes the keyword `position_BT`
-    gives_attentions, optional: True if its forward takes the keyword `output_attentions` and then returns (out_BTE,
-        AttentionMaps, …)
-    packs_documents, optional: True if its forward takes the keyword `cu_seqlens` and keeps packed documents apart
+    forward(hidden_BTE, seq_start_B=None, cache=None, *mixer_inputs) -> (out_BTE, …)
+        The block reads the first result. `mixer_inputs` are what the model's method of this name returns for the block,
+        by default nothing.
+    new_cache() -> CacheLayerMixin
+        An empty layer cache.
+    init_own_weights()
+        Optional. Called after the default initialisation of its submodules, to change it. It must write through
+        `transformers.initialization`, whose functions leave weights from a checkpoint as they are.
+    op_use() -> OpUse
+        Optional. How it calls its op, so that the op's kernels are tested before the first step on a GPU.
+    use_rope
+        Optional. True if it has rotary positions; its forward then takes the keyword `position_BT`.
+    gives_attentions
+        Optional. True if its forward takes the keyword `output_attentions` and then returns (out_BTE, AttentionMaps, …).
+    packs_documents
+        Optional. True if its forward takes the keyword `cu_seqlens` and keeps packed documents apart.
 
 and registers itself with `model.registry`.
 
@@ -525,8 +531,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
 
         Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights separately.
         Activation checkpointing stays outside the compiled part: inside, a mixer that breaks the graph (FLA's kernels
-        do) would make PyTorch give up on the whole block without a warning. Each new length or batch size compiles
-        again.
+        do) would make PyTorch give up on the whole block without a warning. Each new length or
+        batch size compiles again.
         """
         for module in self.modules():
             if isinstance(module, DecoderBlock):

@@ -164,8 +164,8 @@ class DeltaNetConfig(DeltaRuleConfig):
     """Configuration of DeltaNet. Further fields: see `DeltaNetAttention`.
 
     Accepted so that published config.json files load, without effect: use_output_norm (the output is always
-    normalised), for training with its default only; and attn_mode, fuse_cross_entropy, which choose among the authors'
-    kernels.
+    normalised), for training with its default only; and attn_mode, fuse_cross_entropy, which choose
+    among the authors' kernels.
     """
 
     model_type = "delta_net-project_fox"

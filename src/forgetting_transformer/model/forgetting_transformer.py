@@ -188,8 +188,8 @@ class ForgettingAttentionLayer(nn.Module):
             position_BT: rotary positions `(B, T)` or `(1, T)`. Default: the number of tokens before each.
             output_attentions: also return `AttentionMaps`.
             attention_mask, past_key_values: the same as seq_start_B and cache, as the authors' layer takes them: a mask
-                `(B, N)` with 0 for left padding; a layer's cache, or a model's, in which this layer has the number
-                `layer_idx`.
+                `(B, N)` with 0 for left padding; a layer's cache, or a model's, in which this layer
+                has the number `layer_idx`.
             use_cache: with no cache given, start one.
             cu_seqlens: of packed documents, as `DecoderModel.forward` passes it; for B = 1 and without a cache.
 

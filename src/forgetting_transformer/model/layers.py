@@ -153,8 +153,8 @@ def swiglu_width(hidden_size: int, hidden_ratio: float) -> int:
 class ShortConvolution(nn.Conv1d):
     """Causal convolution of every channel by itself over the last few tokens; no activation.
 
-    Weight `(C, 1, W)`. Weight and bias start as PyTorch starts them, U(±1/√W), whatever the architecture's
-    initializer_range.
+    Weight `(C, 1, W)`. Weight and bias start as PyTorch starts them, U(±1/√W), whatever the
+    architecture's initializer_range.
     """
 
     def __init__(self, channels: int, width: int, *, bias: bool) -> None:

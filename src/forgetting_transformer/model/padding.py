@@ -40,8 +40,8 @@ def find_seq_start(
         new_BTE: the new positions; only their number is read.
         num_past: number of cached positions.
         known_seq_start_B: what was found for the cached tokens.
-        allow_right: take padding on the right as well. A causal model need not know of it, as long as no further tokens
-            follow.
+        allow_right: take padding on the right as well. A causal model need not know of it, as long as
+            no further tokens follow.
 
     Raises:
         ValueError: the shape is wrong, or there is padding where none may be.

@@ -2,8 +2,8 @@
 
 Sources: Vaswani et al., "Attention is all you need", NeurIPS 2017; Touvron et al., "LLaMA", 2023; grouped key and value
 heads: Ainslie et al., "GQA", EMNLP 2023; sliding window: Beltagy et al., "Longformer", 2020. Parameter names, config
-keys and `model_type` are those of the released checkpoints. The sliding-window Transformer is this class with
-`window_size`.
+keys and `model_type` are those of the released checkpoints. The sliding-window Transformer is this
+class with `window_size`.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """

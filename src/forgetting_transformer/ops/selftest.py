@@ -2,8 +2,8 @@
 
 A kernel that is right on the GPU and compiler it was written on may be wrong, or not compile, on others. So before the
 first step each kernel that a run will use computes a small problem of the run's own head dimensions and dtype, forward
-and backward, and is compared with the reference in float64. One that fails is ruled out, and the next backend is
-tested.
+and backward, and is compared with the reference in float64. One that fails is ruled out, and
+the next backend is tested.
 
 The problems have the run's number of heads, and lengths that Triton specialises in the same way, so that what is
 compiled here is what the run needs and is not compiled again. They cover several tiles, and what the run has of
@@ -78,8 +78,8 @@ def choose_backends(
         uses: how the model calls ops.
         dtype: of queries, keys and values.
         device: where the model is. Nothing is tested on devices other than GPUs, which run everything in PyTorch.
-        lengths: tokens of the sequences that will come; None if any may, with left padding and decoding too, as in
-            evaluation.
+        lengths: tokens of the sequences that will come; None if any may, with left padding and
+            decoding too, as in evaluation.
 
     Returns:
         op: what runs it. Nothing is warned of: `backends.faults` has the warnings.

@@ -94,8 +94,8 @@ class State(StrEnum):
 def training_command(job: Job, devices: int, extra: Sequence[str] = (), alone: bool = False) -> list[str]:
     """`fabric run train.py …` for this job; `extra` are more options of `fabric run`.
 
-    `alone`: one process, started without `fabric run`, which would import PyTorch once more before it starts that
-        process.
+    `alone`: one process, started without `fabric run`, which would import PyTorch once more
+        before it starts that process.
     """
     config = job.config
     if alone:

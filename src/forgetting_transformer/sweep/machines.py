@@ -98,8 +98,8 @@ class LocalMachine:
     Args:
         gpus: the GPUs to share, as CUDA_VISIBLE_DEVICES names them; None: those this process sees.
         jobs_at_once: most jobs that run at a time; None: on GPUs as many as fit, on a CPU one.
-        jobs_per_gpu: jobs that share a GPU. More than one where a job leaves its GPU idle, as small models and starts
-            do.
+        jobs_per_gpu: jobs that share a GPU. More than one where a job leaves its GPU idle, as
+            small models and starts do.
     """
 
     def __init__(

@@ -76,8 +76,8 @@ def run_jobs(
     """Runs every job and returns their results in the order of `jobs`, and of those that came of them.
 
     A job that is finished already, by its own files, is not started. Ctrl-C or SIGTERM asks the running ones to end,
-    waits for them and returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A second Ctrl-C kills
-    them.
+    waits for them and returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A
+    second Ctrl-C kills them.
 
     Args:
         log_dir: gets what each job prints, `<name>.log`.

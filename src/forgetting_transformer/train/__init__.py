@@ -1,7 +1,7 @@
 """Train a model: compose the configuration, check it, run it.
 
     python train.py +experiment/demo=fox_pro output_dir=output/demo data_dir=data
-    fabric run train.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b \
+    fabric run train.py --devices 4 +experiment/longcrawl64/forgetting_transformer=pro_760m_48b \\
         output_dir=… data_dir=… wandb.log_dir=…
     python train.py -m +experiment/demo=fox_pro seed=0,1 optimizer.lr=1e-3,2e-3 output_dir=output/sweep data_dir=data
     python -m forgetting_transformer.train …    the same from any folder, without a copy of the repository
@@ -11,8 +11,8 @@ The same command again continues an interrupted run; -m makes a run of every com
 is 0 when the run is done, 75 when a signal (Ctrl-C, SIGTERM, SIGUSR1) stopped it, 1 after an error;
 output_dir/status.json says the same. Ranks of `fabric run` and torchrun, which take 75 for a failure, end with 0 after
 a signal; scripts/launch.py ends with 75. `python train.py --help` lists the choices of every config group, `--cfg job`
-prints the composed config without training, `preflight=true` checks whether everything fits and says what the run will
-cost.
+prints the composed config without training, `preflight=true` checks whether everything fits and
+says what the run will cost.
 """
 
 import logging

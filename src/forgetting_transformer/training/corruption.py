@@ -17,8 +17,8 @@ What they are used for:
 - A checkpoint keeps the digests of what was to be saved, and loading compares them with what has been loaded, also on
   another number of ranks or with another strategy. That covers sharded runs (fsdp), whose ranks hold different tensors.
 
-What every rank computes alike and wrong is not found: a wrong gradient of one rank, once averaged, is in the weights of
-all.
+What every rank computes alike and wrong is not found: a wrong gradient of one rank, once averaged,
+is in the weights of all.
 """
 
 import collections
@@ -47,8 +47,8 @@ class Difference:
 
     Attributes:
         batch: steps that had been made then; `agreed`: at the last comparison that found nothing, None if none did.
-        ranks: those that differ from the majority; all that differ from rank 0, it included, where there is no
-            majority.
+        ranks: those that differ from the majority; all that differ from rank 0, it included,
+            where there is no majority.
         tensors: names of the tensors in which they differ.
     """
 

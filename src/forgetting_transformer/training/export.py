@@ -172,8 +172,8 @@ def _read_mark(folder: Path) -> dict[str, Any]:
 def _check_ours(folder: Path, names: set[str]) -> dict[str, str | None]:
     """What earlier exports may have written there: names, each with its SHA-256 or None where that was not recorded.
 
-    transformers deletes what looks like a part of an earlier model, and what it leaves would be loaded with the new
-    one.
+    transformers deletes what looks like a part of an earlier model, and what it leaves would be
+    loaded with the new one.
 
     Args:
         names: files that the next export writes.

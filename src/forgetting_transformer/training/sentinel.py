@@ -51,8 +51,8 @@ class Sentinel:
     """A context manager around training, on the main thread of a rank.
 
     Args:
-        timeout: seconds without a `beat` after which the process ends itself, with the stacks of its threads in the
-            log.
+        timeout: seconds without a `beat` after which the process ends itself, with the stacks
+            of its threads in the log.
     """
 
     def __init__(self, timeout: float) -> None:

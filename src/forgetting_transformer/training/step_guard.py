@@ -117,8 +117,8 @@ class StepGuard:
         """Steps left out that the host has not been told of yet.
 
         Args:
-            wait: for the device, so that the answer includes the last step. Otherwise only what it is known to have
-                done.
+            wait: for the device, so that the answer includes the last step. Otherwise only what
+                it is known to have done.
         """
         found = []
         while self._pending:

@@ -91,8 +91,8 @@ def simple_gla(
 
     Raises:
         TypeError: an argument is not a tensor, or of an unsupported dtype.
-        ValueError: shapes, dtypes or devices do not fit together, or scale is not positive. The message names the
-            argument.
+        ValueError: shapes, dtypes or devices do not fit together, or scale is not positive. The
+            message names the argument.
     """
     return _linear_recurrence("simple_gla", q_BTHK, k_BTHK, v_BTHV, Gates(log_decay=log_decay_BTH), **options)
 

@@ -126,8 +126,8 @@ def _gla_segment(
     The decay d_ij depends on the key channel, so pairs are taken in groups whose d_ij factors safely.
 
     Take two neighbouring blocks of tokens. For i in the right and j in the left one, `d_ij = p_i s_j` with p counted
-    from the start of the right block and s to the end of the left one. Blocks of 1, 2, 4, ... c/2 tokens cover every
-    pair.
+    from the start of the right block and s to the end of the left one. Blocks of 1, 2, 4, ... c/2
+    tokens cover every pair.
     """
     q, k, v, log_decay = _into_chunks(state_BHKV.dtype, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK)
     # Sums of log decays within blocks of `size` tokens: from the start of the block to i, and from after j to its end.

@@ -3,8 +3,8 @@
 **Configurations.** FLA lets Triton time up to 48 configurations of each kernel in every new process without a warm
 cache: 372 kernels to compile for the four ops here, minutes before the first step. And what is fastest is settled by a
 race, so that two starts of one run may sum in different orders and differ in the last bits. The configurations below
-won on an H200 at the published head dimensions (docs/performance.md). With one configuration left, Triton times
-nothing.
+won on an H200 at the published head dimensions (docs/performance.md). With one configuration
+left, Triton times nothing.
 
 **Gated backward.** With Triton 3.4.0 to 3.7.0, FLA refuses the backward pass of chunk_simple_gla and
 chunk_gated_delta_rule on Hopper, because Triton miscompiled one of its kernels (FLA's issue 640). Not every version and

@@ -1,8 +1,8 @@
 """Mamba's selective scan on any device: elementwise, as every state has its own decay (Gu and Dao 2023, section 3.3).
 
 The sequence is walked in segments. Within one, all chunks of 16 tokens take their 16 steps side by side from zero
-states, and then the true state before each chunk is added, decayed. Every decay is an exponential ≤ 1, so nothing
-overflows.
+states, and then the true state before each chunk is added, decayed. Every decay is an exponential ≤
+1, so nothing overflows.
 
 The backward pass is written out, because recording every step would take several numbers per state and token. With h
 the states, `y_t = h_t C_t` and `h_t = a_t ⊙ h_{t-1} + u_t`, where `a_t = exp(dt_t A)` and `u_t = (dt_t x_t) B_tᵀ`, the

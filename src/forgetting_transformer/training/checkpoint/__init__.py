@@ -10,8 +10,8 @@ A save writes everything into a folder with a temporary name, the manifest last,
 folder. A deletion renames first too. So a folder `step-*` was whole once: without a valid manifest, or with files that
 do not match it, it is damaged. Loading passes over it, says why, and takes the next older one; nothing deletes it, and
 where no valid one is left the run is refused. `last_checkpoint.json`, beside the folder of all checkpoints, says that
-one was finished, for the case that the folder is gone. The format is the same for every strategy and number of
-processes.
+one was finished, for the case that the folder is gone. The format is the same for every strategy
+and number of processes.
 
 Writing may happen in a thread while training goes on: the loop then waits only until a copy in the host's memory is
 made (host_copy.py). The thread has its own gloo group, because collectives of two threads in one group would mix.
@@ -724,8 +724,8 @@ def _model_tensors(model: nn.Module) -> dict[str, Any]:
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Everything to save, by name: `model.<parameter>`, `optimizer.state.<parameter>.<moment>`. Names do not depend on
-    how parameters are grouped or sharded. And the optimizer's state as torch flattens it, with the settings, which are
-    not
+    how parameters are grouped or sharded. And the optimizer's state as torch flattens it, with
+    the settings, which are not
     saved: they come from the config."""
     # The model first: FSDP2 has gathered weights after an evaluation, and this puts the shards back in their place.
     tensors = _model_tensors(model)

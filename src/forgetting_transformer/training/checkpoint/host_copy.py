@@ -76,8 +76,9 @@ class HostCopy:
                 self._copies[name] = copy
 
     def _locked_like(self, local: Tensor) -> Tensor:
-        # Not `pin_memory=True`, whose allocator rounds every tensor up to a power of two. Separate pages, because a page
-        # can be locked once; and shared with forked data workers, because locked pages must not move when one writes.
+        # Not `pin_memory=True`, whose allocator rounds every tensor up to a power of two. Separate pages, because a
+        # page can be locked once; and shared with forked data workers, because locked pages must not move when one
+        # of them writes.
         pages = own_pages(local)
         if int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0)) == 0:
             self._locked.append(pages)
