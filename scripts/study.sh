@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # A study on a corpus of the Python sources on this machine: its models, each with a learning-rate search and a run, their loss at
-# every position, and their variants. Which models, budgets and seeds, a YAML says: studies/seven_models/study.yaml is that of
+# every position, and their variants. A YAML file lists the models, budgets and seeds: studies/seven_models/study.yaml for
 # studies/seven_models/README.md.
 #
-#   bash scripts/study.sh FOLDER               everything; run again, it goes on where it stopped
+#   bash scripts/study.sh FOLDER               everything; the same command continues where it stopped
 #   bash scripts/study.sh FOLDER corpus|train|evaluate|collect …    only these stages
 #
 # Uses all GPUs in CUDA_VISIBLE_DEVICES, or all there are, and `python` (PYTHON=… names another), with this project
-# installed. FOLDER/report gets what is worth keeping. A stage does what it can with what is there and says what it skips;
+# installed. Results are in FOLDER/report. A stage does what it can with what is there and says what it skips;
 # the exit code is not 0 if something failed. Settings, as environment variables:
 #
-#   SECONDS_TO_TRAIN   after so many seconds `train` saves what is running and ends, which is no failure; the same command
-#                      goes on (default: never)
-#   STUDY              the YAML of the study. What follows replaces what it says:
+#   SECONDS_TO_TRAIN   `train` saves its runs after so many seconds and ends, which is not a failure; the same command
+#                      continues them (default: never)
+#   STUDY              the YAML of the study. The variables below override it:
 #   TOKENS             budget of the runs
 #   SEARCH_TOKENS      budget of the runs of the learning-rate searches
 #   ABLATION_TOKENS    budget of the variants, 0 for none

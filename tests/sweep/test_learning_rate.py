@@ -42,7 +42,7 @@ def test_the_grid_is_one_two_five_of_every_power_of_ten():
     for rate, nearest in [(1e-3, 1e-3), (3e-3, 2e-3), (3.3e-3, 5e-3), (7.5e-4, 1e-3), (6.9e-4, 5e-4), (9.9e-10, 1e-9)]:
         assert grid_value(nearest_grid_index(rate)) == nearest
     for rate in (0.0, -1e-3, math.nan, math.inf):
-        with pytest.raises(SweepError, match="is no place to start from"):
+        with pytest.raises(SweepError, match="cannot be the start of a search"):
             nearest_grid_index(rate)
 
 

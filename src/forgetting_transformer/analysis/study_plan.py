@@ -8,10 +8,10 @@
     seeds: [0, 1, 2]                  # of runs and variants; searches have the first. Default: the experiments' own
     start_rate: 2.0e-3                # where each search of the grid {1, 2, 5} × 10^i starts; default: the experiment's
     overrides:                        # of train.py, for
-      runs: {train.max_tokens: 100663296}      # all; those of searches and variants come on top
+      runs: {train.max_tokens: 100663296}      # all; searches and variants add theirs
       search: {train.max_tokens: 6291456}
       variants: {train.max_tokens: 16777216}
-    variants:                         # model: experiments that are run at its rate, itself among them if named
+    variants:                         # model: experiments that are run at its rate
       fox_pro: [fox_pro, fox_pro_rope]
     baseline: fox_pro                 # the variant that the others are compared with; default the first
 

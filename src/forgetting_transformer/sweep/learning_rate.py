@@ -42,7 +42,7 @@ def nearest_grid_index(rate: float) -> int:
         SweepError: the rate is not a positive number.
     """
     if not (math.isfinite(rate) and rate > 0):
-        raise SweepError(f"a learning rate of {rate} is no place to start from; give a positive one with --guess")
+        raise SweepError(f"a learning rate of {rate} cannot be the start of a search; give a positive one with --guess")
     around = 3 * math.floor(math.log10(rate))
     return min(range(around - 1, around + 5), key=lambda index: abs(math.log(grid_value(index) / rate)))
 

@@ -64,7 +64,7 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     """
     if said := belongs_to(save_folder):
         raise ExportError(
-            f"--hf_save_dir={save_folder} {said}, which is no place for an exported model: what reads that folder "
+            f"--hf_save_dir={save_folder} {said}, so an exported model must not go there: what reads that folder "
             "later would take one for the other; choose another --hf_save_dir"
         )
     directory = RunDirectory(run_folder)
