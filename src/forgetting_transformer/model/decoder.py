@@ -16,7 +16,7 @@ An architecture is a mixer and a configuration. The configuration builds the mix
     use_rope
         Optional. True if it has rotary positions; its forward then takes the keyword `position_BT`.
     gives_attentions
-        Optional. True if its forward takes the keyword `output_attentions` and then returns (out_BTE, AttentionMaps, …).
+        Optional. True if its forward takes the keyword `output_attentions` and returns (out_BTE, AttentionMaps, …).
     packs_documents
         Optional. True if its forward takes the keyword `cu_seqlens` and keeps packed documents apart.
 

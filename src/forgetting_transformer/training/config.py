@@ -1,10 +1,10 @@
 """The configuration of a training run: every key that all runs have, with its type, meaning and unit.
 
 YAML files under `configs/` fill these dataclasses. The keys of a component (an optimizer, a corpus, a callback) are
-those of the dataclass that it registers (plugins.py). parsing.py puts the dataclasses of a run's components together and
-fills them; continuing.py says which keys may differ when a run is continued. A section's own `check` refuses values that
-do not fit together; the function `check` refuses what so many processes cannot do. All intervals, budgets and schedule
-lengths are in training tokens of the whole job.
+those of the dataclass that it registers (plugins.py). parsing.py puts the dataclasses of a run's components together
+and fills them; continuing.py says which keys may differ when a run is continued. A section's own `check` refuses values
+that do not fit together; the function `check` refuses what so many processes cannot do. All intervals, budgets and
+schedule lengths are in training tokens of the whole job.
 """
 
 import math

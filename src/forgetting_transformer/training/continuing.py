@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 #: Keys that may differ between the runs that one output_dir has seen: where things are, how the work is split, what is
-#: reported. So may those that a component says are free. Everything else decides what the weights become, so a change of
-#: it is refused on resume.
+#: reported. So may those that a component says are free. Everything else decides what the weights become, so a change
+#: of it is refused on resume.
 FREE_KEYS = (
-    "output_dir", "data_dir", "plugins", "resume", "fork_dir", "fork_step", "exp", "tag", "model.label", "wandb", "fabric.devices",
-    "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens", "train.grad_acc_tokens",
-    "train.gradient_checkpointing", "train.compile",
-    "train.max_bad_steps", "checkpoint_background", "preflight", "log_interval", "train_eval_interval", "eval_interval", "skip_eval", "final_eval",
-    "checkpoint_interval", "checkpoint_keep_interval", "checkpoint_keep_last", "eval", "datamodule.train_num_workers",
-    "datamodule.eval_tokens", "datamodule.eval_batch_len", "datamodule.eval_local_batch_size",
-    "datamodule.eval_num_workers", "datamodule.dataset", "datamodule.repeat", "datamodule.missing_chunks",
-    "datamodule.cache_dir", "datamodule.cache_gb",
+    "output_dir", "data_dir", "plugins", "resume", "fork_dir", "fork_step", "exp", "tag", "model.label", "wandb",
+    "fabric.devices", "fabric.accelerator", "fabric.peak_flops", "strategy", "scale", "train.max_tokens",
+    "train.grad_acc_tokens", "train.gradient_checkpointing", "train.compile", "train.max_bad_steps",
+    "checkpoint_background", "preflight", "log_interval", "train_eval_interval", "eval_interval", "skip_eval",
+    "final_eval", "checkpoint_interval", "checkpoint_keep_interval", "checkpoint_keep_last", "eval",
+    "datamodule.train_num_workers", "datamodule.eval_tokens", "datamodule.eval_batch_len",
+    "datamodule.eval_local_batch_size", "datamodule.eval_num_workers", "datamodule.dataset", "datamodule.repeat",
+    "datamodule.missing_chunks", "datamodule.cache_dir", "datamodule.cache_gb",
     # Without effect on the model: other tools read it as the training length.
     "model.config.max_position_embeddings",
 )  # fmt: skip
@@ -45,7 +45,7 @@ def free_keys(flat: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def decisive(config: dict[str, Any]) -> dict[str, Any]:
-    """What decides the weights of a resolved config: its flat keys without the free ones, with defaults for younger keys."""
+    """The part of a resolved config that decides the weights: flat, without free keys, with defaults for newer keys."""
     flat = flatten(config)
     values = flatten(dataclasses.asdict(defaults_of(config_class(flat)))) | flat
     free = free_keys(flat)

@@ -1,7 +1,8 @@
 """A composed config becomes a typed `Config`: `parse` holds every key to the dataclass that declares it.
 
-`config_class` puts together the dataclasses of a run's components (plugins.py) and those of config.py. `parse` merges the
-composed config into them and refuses unknown components and keys, missing values, wrong types and numbers out of range.
+`config_class` puts together the dataclasses of a run's components (plugins.py) and those of config.py. `parse` merges
+the composed config into them and refuses unknown components and keys, missing values, wrong types and numbers out of
+range.
 """
 
 import copy
@@ -293,7 +294,7 @@ def known_keys() -> list[str]:
 
 
 def _with_whole_numbers(composed: Any, kind: type[Config]) -> Any:
-    """With integers for whole floats where those are wanted: 1e9 tokens is how people write it. A copy if there are any."""
+    """Whole floats become integers where those are wanted, as in 1e9 tokens. Returns a copy if there are any."""
     values, whole = flatten(_raw(composed)), {}
     for key, item in keys_of(kind).items():
         value = values.get(key)
