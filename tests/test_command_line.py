@@ -154,6 +154,16 @@ def test_ctrl_c_ends_each_command_in_that_way(script, moment, monkeypatch, capsy
     assert end.value.code == 130 and said.startswith("interrupted") and said.count("\n") == 1
 
 
+def test_a_folder_below_a_file_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+
+    def main():
+        (tmp_path / "file/out").mkdir()
+
+    assert command_line.run(main) == 1
+    assert capsys.readouterr().err == f"error: {tmp_path}/file/out: Not a directory; give another path\n"
+
+
 @pytest.mark.parametrize("words", [1, 10_000])
 def test_a_reader_that_has_left_is_no_error(monkeypatch, capsys, words):
     reading, writing = os.pipe()

@@ -224,6 +224,7 @@ def test_plug_ins_of_installed_packages_need_no_name(elsewhere, monkeypatch):
     )
     monkeypatch.syspath_prepend(elsewhere)
     assert plugins.missing(["lab"]) is None and "of_lab" in OPTIMIZERS
+    assert "add that to the command as plugins=[lab,other]," in plugins.missing(["lab", "other"])
     (elsewhere / "lab2.py").write_text("1 / 0")
     (metadata / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nlab = lab2\n")
     with pytest.raises(

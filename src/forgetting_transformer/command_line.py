@@ -78,6 +78,12 @@ def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> int
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return _INTERRUPTED
+    except (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError) as error:
+        if error.filename is None:
+            raise
+        # Of a path that the command line gave, such as --out below a file.
+        print(f"error: {error.filename}: {error.strerror}; give another path", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)

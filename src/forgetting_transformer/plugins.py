@@ -285,7 +285,9 @@ def missing(names: Any, whose: str = "this run") -> str | None:
             return str(error)
     if set(needed) <= _loaded.keys():
         return None
+    together = [*_loaded, *(name for name in needed if name not in _loaded)]
+    beside = f" as plugins=[{','.join(together)}]" if _loaded else ""
     return (
-        f"{whose} needs plugins=[{','.join(needed)}]; add that to the command, in scripts and evaluations as "
-        f"--plugins {' '.join(needed)}"
+        f"{whose} needs plugins=[{','.join(needed)}]; add that to the command{beside}, in scripts and evaluations as "
+        f"--plugins {' '.join(together)}"
     )

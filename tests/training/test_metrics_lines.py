@@ -126,7 +126,7 @@ def test_wandb_gets_the_descriptions_of_an_older_run_under_names_of_their_own(ti
 def test_a_kind_that_no_resume_would_cut_is_not_written(tmp_path):
     directory = RunDirectory(tmp_path / "run")
     metrics = MetricsLog(directory, 0)
-    with pytest.raises(ValueError, match="'my_probe' is not in KINDS"):
+    with pytest.raises(ValueError, match="a callback reports 'my_probe', which is not among its `kinds`"):
         metrics.report("my_probe", 128, {})
     with pytest.raises(ValueError, match="'train' is not in ARRAY_KINDS"):
         metrics.report_arrays("train", 128, {})

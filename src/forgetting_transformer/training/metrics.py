@@ -67,7 +67,7 @@ class MetricsLog:
         """
         if kind not in self.kinds:
             raise ValueError(
-                f"{kind!r} is not in KINDS of training/run_directory.py; add it there, or to the `kinds` of a callback"
+                f"a callback reports {kind!r}, which is not among its `kinds`; add it there, so that a resume cuts its lines"
             )
         line = json.dumps({"step": step, **values}) + "\n"
         with _file(self.directory, kind).open("a", encoding="utf-8") as file:
