@@ -67,7 +67,8 @@ class MetricsLog:
         """
         if kind not in self.kinds:
             raise ValueError(
-                f"a callback reports {kind!r}, which is not among its `kinds`; add it there, so that a resume cuts its lines"
+                f"a callback reports {kind!r}, which is not among its `kinds`; add it there, so that a resume cuts its "
+                "lines"
             )
         line = json.dumps({"step": step, **values}) + "\n"
         with _file(self.directory, kind).open("a", encoding="utf-8") as file:
