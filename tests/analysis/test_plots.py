@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
 from forgetting_transformer.analysis.plots import losses as plots
 from forgetting_transformer.analysis.plots import sweeps, training
-from forgetting_transformer.analysis.plots.style import format_tokens, looks, picture
+from forgetting_transformer.analysis.plots.style import curve_styles, format_tokens, picture
 from forgetting_transformer.analysis.runs import (
     PositionLoss,
     Run,
@@ -419,13 +419,13 @@ def test_a_figure_says_how_much_was_trained_and_evaluated_and_on_what(make_run: 
 
 def test_an_architecture_looks_the_same_in_every_figure_and_no_two_models_do_in_one() -> None:
     names = ["FoX (Pro)", "Mamba-2", "demo_transformer_llama", "gated_delta_net", "delta_net", "my own", "another"]
-    found = looks(names)
+    found = curve_styles(names)
     assert len(set(found)) == len(names)
-    for name, look in zip(names[:5], found, strict=False):
-        assert looks([name])[0] == look == looks(["something else", name])[1]
-    seeds = looks(["fox_pro_seed0", "fox_pro_seed1", "mamba2"])
+    for name, style in zip(names[:5], found, strict=False):
+        assert curve_styles([name])[0] == style == curve_styles(["something else", name])[1]
+    seeds = curve_styles(["fox_pro_seed0", "fox_pro_seed1", "mamba2"])
     assert len(set(seeds)) == 3 and seeds[0] == found[0] and seeds[2] == found[1]
-    assert len(looks([f"run {n}" for n in range(40)])) == 40
+    assert len(curve_styles([f"run {n}" for n in range(40)])) == 40
 
 
 @pytest.mark.parametrize("notes", [0, 1, 40])
@@ -434,9 +434,9 @@ def test_nothing_in_a_figure_lies_over_anything_else(
     drawn: list[Figure], tmp_path: Path, notes: int, width: float
 ) -> None:
     with picture(tmp_path / "x.png", "A long title of several words. " * 5, (width, 3.0), columns=2) as sheet:
-        for number, (axes, look) in enumerate(zip(sheet.axes[0], looks(["a", "b"]), strict=True)):
+        for number, (axes, style) in enumerate(zip(sheet.axes[0], curve_styles(["a", "b"]), strict=True)):
             axes.set(xlabel="training tokens", ylabel="loss (nats per token)", title=f"panel {number}")
-            sheet.handles += [plots.line_handle(look, f"a model with a long name, number {k}") for k in range(4)]
+            sheet.handles += [plots.line_handle(style, f"a model with a long name, number {k}") for k in range(4)]
         sheet.notes += ["a condition of several words"] * notes
     figure = drawn[0]
     boxes = [text.get_window_extent() for text in figure.texts] + [figure.legends[0].get_window_extent()]

@@ -13,10 +13,10 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from forgetting_transformer.analysis.plots.style import (
     GREY,
     Curve,
-    Look,
+    CurveStyle,
+    curve_styles,
     line_handle,
     log_axis,
-    looks,
     marker_handle,
     picture,
     reference_line,
@@ -120,17 +120,17 @@ def loss_against_tokens(
     with picture(path, title, (6.4, 3.8)) as drawn:
         axes = drawn.axes[0, 0]
         curves = []
-        for number, (run, look) in enumerate(zip(runs, run_looks(runs), strict=True)):
+        for number, (run, style) in enumerate(zip(runs, run_styles(runs), strict=True)):
             if run.train_loss.size > 1:
-                as_logged = {"color": look.colour, "alpha": 0.25, "linewidth": 0.8, "zorder": 1}
+                as_logged = {"color": style.colour, "alpha": 0.25, "linewidth": 0.8, "zorder": 1}
                 axes.plot(run.train_tokens, run.train_loss, **as_logged)
             smoothed = smooth_training(run.train_loss)
             point = ONCE if run.train_loss.size == 1 else None
             axes.plot(
-                run.train_tokens, smoothed, color=look.colour, linestyle=look.line, marker=point, zorder=2 + number
+                run.train_tokens, smoothed, color=style.colour, linestyle=style.line, marker=point, zorder=2 + number
             )
-            _markers(axes, look, run.heldout_tokens, run.heldout_loss, 20 + number)
-            curves.append((run.name, look, run.train_tokens, smoothed))
+            _markers(axes, style, run.heldout_tokens, run.heldout_loss, 20 + number)
+            curves.append((run.name, style, run.train_tokens, smoothed))
         drawn.handles += _token_legend(runs)
         low, high = loss_limits(runs, entropy)
         if entropy is not None:
@@ -158,9 +158,9 @@ def _mark_entropy(axes: Axes, entropy: float, low: float, high: float) -> Line2D
     return Line2D([], [], linestyle="none", label=label.format(where))
 
 
-def run_looks(runs: Sequence[Run]) -> list[Look]:
-    """A look for each run, that of its model where no run before it has it."""
-    return looks([run.config.get("model", {}).get("label") or run.name for run in runs])
+def run_styles(runs: Sequence[Run]) -> list[CurveStyle]:
+    """A style for each run, that of its model where no run before it has it."""
+    return curve_styles([run.config.get("model", {}).get("label") or run.name for run in runs])
 
 
 def mark_passes(axes: Axes, runs: Sequence[Run]) -> list[Line2D]:
@@ -222,23 +222,23 @@ def loss_against_position(
     with picture(path, title, (7.6, 3.4), columns=2) as drawn:
         left, right = drawn.axes[0]
         means: dict[Axes, list[Curve]] = {left: [], right: []}
-        for (name, losses), look in zip(curves.items(), looks(names), strict=True):
+        for (name, losses), style in zip(curves.items(), curve_styles(names), strict=True):
             several = losses.ndim == 2
             losses = np.atleast_2d(losses)
             # Evenly spaced on the logarithmic axis: a point for each of 65,536 positions would fill the gaps of dashes.
             position = np.unique(np.geomspace(first, losses.shape[1], 400).round().astype(np.int64))
             for axes, curve in ((left, _smooth_position), (right, prefix_perplexity)):
                 values = np.stack([curve(loss)[position - 1] for loss in losses])
-                axes.plot(position, values.mean(axis=0), color=look.colour, linestyle=look.line)
+                axes.plot(position, values.mean(axis=0), color=style.colour, linestyle=style.line)
                 if len(values) > 1:
                     axes.fill_between(
-                        position, values.min(axis=0), values.max(axis=0), color=look.colour, alpha=0.2, lw=0
+                        position, values.min(axis=0), values.max(axis=0), color=style.colour, alpha=0.2, lw=0
                     )
-                means[axes].append((name, look, position, values.mean(axis=0)))
+                means[axes].append((name, style, position, values.mean(axis=0)))
             if several:
-                drawn.handles.append(line_handle(look, f"{name} ({len(losses)} seeds: mean and range)"))
+                drawn.handles.append(line_handle(style, f"{name} ({len(losses)} seeds: mean and range)"))
             elif len(names) > 1:  # a single one is named in the title
-                drawn.handles.append(line_handle(look, name))
+                drawn.handles.append(line_handle(style, name))
         left.set(xlabel="token position $i$", ylabel="loss at position $i$ (nats per token)")
         right.set(xlabel="context length (tokens)", ylabel="perplexity over the context")
         right.set_yscale("log")
@@ -325,11 +325,13 @@ def loss_by_octave(
     with picture(path, f"Loss by position of {len(losses)} models", (8.2, 3.4), columns=2) as drawn:
         left, right = drawn.axes[0]
         curves: list[Curve] = []
-        for (name, octaves), look in zip(losses.items(), looks(list(losses)), strict=True):
+        for (name, octaves), style in zip(losses.items(), curve_styles(list(losses)), strict=True):
             x, y = np.array(list(octaves)) * math.sqrt(2), np.array(list(octaves.values()))
-            left.plot(x, y, color=look.colour, linestyle=look.line, marker=look.marker, markersize=4.5, linewidth=1.2)
-            curves.append((name, look, x, y))
-            drawn.handles.append(line_handle(look, name, with_marker=True))
+            left.plot(
+                x, y, color=style.colour, linestyle=style.line, marker=style.marker, markersize=4.5, linewidth=1.2
+            )
+            curves.append((name, style, x, y))
+            drawn.handles.append(line_handle(style, name, with_marker=True))
         begins = [begin for octaves in losses.values() for begin in octaves]
         _set_position_axis(left, min(begins), 2 * max(begins))
         left.set(xlabel="token position, by octaves", ylabel="mean loss of the octave\n(nats per token)")
@@ -353,17 +355,17 @@ def _draw_differences(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> list[Lin
     first, *names = _models(rows)
     handles: list[Line2D] = []
     curves: list[Curve] = []
-    for number, (name, look) in enumerate(zip(names, looks([first, *names])[1:], strict=True)):
+    for number, (name, style) in enumerate(zip(names, curve_styles([first, *names])[1:], strict=True)):
         own = [row for row in rows if row["model"] == name]
         # Beside each other: error bars of equal differences would hide each other.
         shift = 2 ** (0.3 * ((number + 1) / (len(names) + 1) - 0.5))
         x = np.array([math.sqrt(row["begin"] * row["end"]) * shift for row in own])
         y = np.array([row["loss"] for row in own])
         error = [row["loss_error"] or 0.0 for row in own]
-        style = {"color": look.colour, "linestyle": look.line, "marker": look.marker, "markersize": 4.5}
-        axes.errorbar(x, y, error, linewidth=1.0, elinewidth=1.2, capsize=2.5, **style)
-        handles.append(line_handle(look, name, with_marker=True))
-        curves.append((name, look, x, y))
+        line = {"color": style.colour, "linestyle": style.line, "marker": style.marker, "markersize": 4.5}
+        axes.errorbar(x, y, error, linewidth=1.0, elinewidth=1.2, capsize=2.5, **line)
+        handles.append(line_handle(style, name, with_marker=True))
+        curves.append((name, style, x, y))
     handles.append(reference_line(axes, 0.0, first, line="-"))
     _set_position_axis(axes, min(row["begin"] for row in rows), max(row["end"] for row in rows))
     axes.set(xlabel="token position, by octaves", ylabel="difference in loss\n(nats per token)")
@@ -384,9 +386,9 @@ def _mark_training(
     ]
 
 
-def _markers(axes: Axes, look: Look, x: np.ndarray, y: np.ndarray, zorder: int) -> None:
+def _markers(axes: Axes, style: CurveStyle, x: np.ndarray, y: np.ndarray, zorder: int) -> None:
     edge: dict[str, Any] = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
-    axes.plot(x, y, color=look.colour, linestyle="none", marker=look.marker, zorder=zorder, **edge)
+    axes.plot(x, y, color=style.colour, linestyle="none", marker=style.marker, zorder=zorder, **edge)
 
 
 def loss_limits(runs: Sequence[Run], entropy: float | None = None) -> tuple[float, float]:
@@ -426,7 +428,7 @@ def _set_position_axis(axes: Axes, first: int, longest: int) -> None:
 def _token_legend(runs: Sequence[Run]) -> list[Line2D]:
     """One run's legend explains its three kinds of marks; several runs each get a line, then what the marks mean."""
     has_heldout = any(run.heldout_loss.size for run in runs)
-    found = run_looks(runs)
+    found = run_styles(runs)
     if len(runs) == 1:
         colour, marker = found[0].colour, found[0].marker
         handles = [
@@ -438,7 +440,7 @@ def _token_legend(runs: Sequence[Run]) -> list[Line2D]:
     else:
         colour, marker = GREY, "o"
         handles = [
-            line_handle(look, run.name, run.heldout_loss.size > 0) for look, run in zip(found, runs, strict=True)
+            line_handle(style, run.name, run.heldout_loss.size > 0) for style, run in zip(found, runs, strict=True)
         ]
         handles.append(Line2D([], [], color=colour, label="line: training loss, smoothed (light: as logged)"))
         if any(run.train_loss.size == 1 for run in runs):

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from forgetting_transformer.analysis.plots.style import GREY, looks, marker_handle, picture, plain_text
+from forgetting_transformer.analysis.plots.style import GREY, curve_styles, marker_handle, picture, plain_text
 
 _TASK_CHARACTERS = 32
 
@@ -53,14 +53,14 @@ def scores_by_task(
     heights = [0.75 + max(len(panel.values) for panel in line) * (0.18 + 0.07 * len(models)) for line in lines]
     size = (5.0 if columns == 1 else 8.4, sum(heights))
     with picture(path, title, size, len(lines), columns, height_ratios=heights) as drawn:
-        found = looks(models)
+        found = curve_styles(models)
         for axes_row, line in zip(drawn.axes, lines, strict=True):
             most = max(len(panel.values) for panel in line)
             for axes in axes_row[len(line) :]:
                 axes.set_axis_off()
             for axes, panel in zip(axes_row, line, strict=False):
                 tasks = list(panel.values)
-                for number, look in enumerate(found):
+                for number, style in enumerate(found):
                     # One below the other, as equal values would hide each other.
                     shift = 0.6 * ((number + 0.5) / len(models) - 0.5)
                     for row, task in enumerate(tasks):
@@ -71,8 +71,8 @@ def scores_by_task(
                                 value,
                                 row + shift,
                                 xerr=error,
-                                fmt=look.marker,
-                                color=look.colour,
+                                fmt=style.marker,
+                                color=style.colour,
                                 ms=6,
                                 capsize=2,
                                 **edge,
@@ -97,8 +97,8 @@ def scores_by_task(
                     axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
                 axes.set_xlabel(panel.unit + (f", {panel.better} is better" if panel.better else ""))
         drawn.handles += [
-            marker_handle(look.marker, name, look.colour, markersize=6)
-            for look, name in zip(found, models, strict=True)
+            marker_handle(style.marker, name, style.colour, markersize=6)
+            for style, name in zip(found, models, strict=True)
         ]
         if any(panel.chance for panel in panels):
             drawn.handles.append(Line2D([], [], color=GREY, linestyle=":", linewidth=1.2, label="chance"))

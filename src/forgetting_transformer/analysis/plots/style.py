@@ -53,7 +53,7 @@ _ARROW = r"$\uparrow$"
 
 
 @dataclass(frozen=True)
-class Look:
+class CurveStyle:
     """How a model is drawn."""
 
     colour: str
@@ -61,19 +61,19 @@ class Look:
     marker: str
 
 
-_LOOKS = (
-    Look("#0072B2", "-", "o"),
-    Look("#D55E00", "--", "s"),
-    Look("#009E73", "-.", "^"),
-    Look("#CC79A7", ":", "D"),
-    Look("#E69F00", "-", "v"),
-    Look("#56B4E9", "--", "P"),
-    Look("#000000", "-.", "X"),
-    Look("#882255", ":", "<"),
-    Look("#999933", "-", ">"),
-    Look("#777777", "--", "h"),
+_STYLES = (
+    CurveStyle("#0072B2", "-", "o"),
+    CurveStyle("#D55E00", "--", "s"),
+    CurveStyle("#009E73", "-.", "^"),
+    CurveStyle("#CC79A7", ":", "D"),
+    CurveStyle("#E69F00", "-", "v"),
+    CurveStyle("#56B4E9", "--", "P"),
+    CurveStyle("#000000", "-.", "X"),
+    CurveStyle("#882255", ":", "<"),
+    CurveStyle("#999933", "-", ">"),
+    CurveStyle("#777777", "--", "h"),
 )
-#: Architectures whose look is always the same, by what their names contain; longer names come first.
+#: Architectures whose style is always the same, by what their names contain; longer names come first.
 _ARCHITECTURES = {
     "gateddeltanet": 7,
     "transformerllama": 3,
@@ -88,25 +88,25 @@ _ARCHITECTURES = {
 }
 
 
-def looks(names: Sequence[str]) -> list[Look]:
-    """A look for each name, no two alike while there are enough.
+def curve_styles(names: Sequence[str]) -> list[CurveStyle]:
+    """A style for each name, no two alike while there are enough.
 
     A name with an architecture in it ("fox_pro", "FoX (Pro)", "demo_fox_pro_seed1") gets that architecture's colour in
     every figure, any other name one that depends on the name alone. Where two want the same, the first has it.
     """
     wanted = [_preferred(name) for name in names]
     found: list[int] = []
-    for number, look in enumerate(wanted):
-        # The looks that no other name wants come before those that one further down is waiting for.
-        order = [look, *(i for i in range(len(_LOOKS)) if i not in wanted), *range(len(_LOOKS))]
-        found.append(next((i for i in order if i not in found), number % len(_LOOKS)))
-    return [_LOOKS[i] for i in found]
+    for number, style in enumerate(wanted):
+        # The styles that no other name wants come before those that one further down is waiting for.
+        order = [style, *(i for i in range(len(_STYLES)) if i not in wanted), *range(len(_STYLES))]
+        found.append(next((i for i in order if i not in found), number % len(_STYLES)))
+    return [_STYLES[i] for i in found]
 
 
 def _preferred(name: str) -> int:
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    known = (look for architecture, look in _ARCHITECTURES.items() if architecture in plain)
-    return next(known, zlib.crc32(plain.encode()) % len(_LOOKS))
+    known = (style for architecture, style in _ARCHITECTURES.items() if architecture in plain)
+    return next(known, zlib.crc32(plain.encode()) % len(_STYLES))
 
 
 @dataclass
@@ -216,10 +216,10 @@ def plain_text(name: str, characters: int) -> str:
     return f" {text}" if text.startswith("_") else text  # a leading underscore keeps a label out of a legend
 
 
-def line_handle(look: Look, label: str, with_marker: bool = False) -> Line2D:
-    handle = Line2D([], [], color=look.colour, linestyle=look.line, label=label)
+def line_handle(style: CurveStyle, label: str, with_marker: bool = False) -> Line2D:
+    handle = Line2D([], [], color=style.colour, linestyle=style.line, label=label)
     if with_marker:
-        handle.set(marker=look.marker, markersize=5.5, markeredgecolor="white", markeredgewidth=0.7)
+        handle.set(marker=style.marker, markersize=5.5, markeredgecolor="white", markeredgewidth=0.7)
     return handle
 
 
@@ -234,8 +234,8 @@ def reference_line(axes: Axes, value: float, label: str, vertical: bool = False,
     return Line2D([], [], label=label, **style)
 
 
-#: Name, look, x and y.
-Curve = tuple[str, Look, np.ndarray, np.ndarray]
+#: Name, style, x and y.
+Curve = tuple[str, CurveStyle, np.ndarray, np.ndarray]
 
 
 def set_limits(axes: Axes, low: float, high: float, curves: Sequence[Curve]) -> None:
@@ -245,13 +245,13 @@ def set_limits(axes: Axes, low: float, high: float, curves: Sequence[Curve]) -> 
     """
     axes.set_ylim(low, high)
     above = 0
-    for name, look, x, y in curves:
+    for name, style, x, y in curves:
         seen = np.flatnonzero(~np.isnan(y))
         if not seen.size or y[seen[-1]] <= high:
             continue
         leaves = _crossing(axes, x, y, seen, high)
         edge = axes.transAxes
-        axes.plot([leaves], [1], marker=_ARROW, markersize=9, color=look.colour, transform=edge, clip_on=False)
+        axes.plot([leaves], [1], marker=_ARROW, markersize=9, color=style.colour, transform=edge, clip_on=False)
         on_the_left = leaves < 0.5
         # In lines that end before the axes do.
         room = (1 - leaves if on_the_left else leaves) * axes.bbox.width / axes.figure.dpi * 72
@@ -265,7 +265,7 @@ def set_limits(axes: Axes, low: float, high: float, curves: Sequence[Curve]) -> 
             ha="left" if on_the_left else "right",
             va="top",
             fontsize=7.5,
-            color=look.colour,
+            color=style.colour,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.6},
         ).set_in_layout(False)
         above += text.count("\n") + 1

@@ -16,9 +16,9 @@ from forgetting_transformer.analysis.plots.style import (
     ACCENT,
     GREY,
     MAIN,
+    curve_styles,
     format_tokens,
     line_handle,
-    looks,
     marker_handle,
     picture,
     reference_line,
@@ -49,32 +49,32 @@ def loss_against_learning_rate(
     means = {
         name: {rate: float(np.mean(losses)) for rate, losses in sorted(curve.items())} for name, curve in curves.items()
     }
-    found = looks(list(means) if any(means) else [title])  # which names the model
+    found = curve_styles(list(means) if any(means) else [title])  # which names the model
     every = [losses for curve in curves.values() for losses in curve.values()]
     finite = [loss for losses in every for loss in losses if np.isfinite(loss)]
     best = [
-        (*min((loss, rate) for rate, loss in curve.items()), look.colour if ring_each else "#000000")
-        for look, curve in zip(found, means.values(), strict=True)
+        (*min((loss, rate) for rate, loss in curve.items()), style.colour if ring_each else "#000000")
+        for style, curve in zip(found, means.values(), strict=True)
     ]
     best = [point for point in (best if ring_each else [min(best)]) if np.isfinite(point[0])]
     with picture(path, title, (5.6, 3.6)) as drawn:
         axes = drawn.axes[0, 0]
-        for look, (name, curve) in zip(found, means.items(), strict=True):
+        for style, (name, curve) in zip(found, means.items(), strict=True):
             inside = {rate: loss for rate, loss in curve.items() if np.isfinite(loss)}
             axes.plot(
-                list(inside), list(inside.values()), look.line, color=look.colour, marker=look.marker, ms=6, zorder=3
+                list(inside), list(inside.values()), style.line, color=style.colour, marker=style.marker, ms=6, zorder=3
             )
             for rate, losses in curves[name].items():
                 seen = [loss for loss in losses if np.isfinite(loss)]
                 if len(losses) > 1:
-                    axes.plot([rate] * len(seen), seen, ".", color=look.colour, alpha=0.5, markersize=5, zorder=2)
+                    axes.plot([rate] * len(seen), seen, ".", color=style.colour, alpha=0.5, markersize=5, zorder=2)
                 if len(losses) > 1 and rate in inside:
                     error = np.std(losses, ddof=1) / math.sqrt(len(losses))
-                    axes.errorbar([rate], [inside[rate]], [error], color=look.colour, capsize=3, linewidth=1.2)
+                    axes.errorbar([rate], [inside[rate]], [error], color=style.colour, capsize=3, linewidth=1.2)
                 if len(seen) < len(losses):
-                    axes.plot([rate], [0.97], "x", color=look.colour, transform=axes.get_xaxis_transform(), zorder=3)
+                    axes.plot([rate], [0.97], "x", color=style.colour, transform=axes.get_xaxis_transform(), zorder=3)
             if name:
-                drawn.handles.append(line_handle(look, name, with_marker=True))
+                drawn.handles.append(line_handle(style, name, with_marker=True))
         for loss, rate, colour in best:
             axes.plot([rate], [loss], "o", mfc="none", mec=colour, markersize=12, zorder=4)
         rates = sorted({rate for curve in means.values() for rate in curve})
@@ -176,14 +176,14 @@ def loss_against_tokens_and_flops(
         conditions: what the runs have in common, for the foot of the figure.
     """
     with_flops = all(np.isfinite(model.flops_per_token) for model in models)
-    found = looks([model.name for model in models])
+    found = curve_styles([model.name for model in models])
     title = f"Loss of {models[0].name if len(models) == 1 else f'{len(models)} models'} over training"
     size = (8.4, 3.7) if with_flops else (5.6, 3.7)
     with picture(path, title, size, columns=2 if with_flops else 1, sharey=True) as drawn:
         panels = drawn.axes[0]
         curves, low, high = [], [], []
         has_heldout = False
-        for look, model in zip(found, models, strict=True):
+        for style, model in zip(found, models, strict=True):
             steps, losses = _smoothed(model)
             mean = losses.mean(0)
             late = losses[:, steps >= 0.25 * steps[-1]]
@@ -191,15 +191,15 @@ def loss_against_tokens_and_flops(
             has_heldout = has_heldout or heldout.size > 0
             low += [np.nanmin(losses), *heldout]
             high.append(min(np.nanmax(late), losses[:, 0].max()))
-            curves.append((model.name, look, steps, mean))
+            curves.append((model.name, style, steps, mean))
             for axes, scale in zip(panels, (1.0, model.flops_per_token), strict=False):
-                axes.plot(steps * scale, mean, color=look.colour, linestyle=look.line, zorder=3)
+                axes.plot(steps * scale, mean, color=style.colour, linestyle=style.line, zorder=3)
                 if len(model.runs) > 1:
-                    shade = {"color": look.colour, "alpha": 0.2, "linewidth": 0, "zorder": 2}
+                    shade = {"color": style.colour, "alpha": 0.2, "linewidth": 0, "zorder": 2}
                     axes.fill_between(steps * scale, losses.min(0), losses.max(0), **shade)
                 edge = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
-                axes.plot(heldout_steps * scale, heldout, look.marker, color=look.colour, zorder=20, **edge)
-            drawn.handles.append(line_handle(look, _with_seeds(model), heldout.size > 0))
+                axes.plot(heldout_steps * scale, heldout, style.marker, color=style.colour, zorder=20, **edge)
+            drawn.handles.append(line_handle(style, _with_seeds(model), heldout.size > 0))
         several = any(len(model.runs) > 1 for model in models)
         mean_of = ", mean of seeds" if several else ""
         drawn.handles.append(Line2D([], [], color=GREY, label=f"line: training loss, smoothed{mean_of}"))

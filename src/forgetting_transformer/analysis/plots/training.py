@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from forgetting_transformer.analysis.plots.losses import ONCE, loss_limits, run_looks, smooth_training, smoothing
+from forgetting_transformer.analysis.plots.losses import ONCE, loss_limits, run_styles, smooth_training, smoothing
 from forgetting_transformer.analysis.plots.style import (
     GREY,
-    Look,
+    CurveStyle,
     line_handle,
     log_axis,
     marker_handle,
@@ -75,8 +75,8 @@ def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] 
     title = f"Training of {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}"
     with picture(path, title, (max(5.2, 3.1 * columns), 2.3 * rows), rows, columns) as drawn:
         free = iter(drawn.axes.flatten())
-        found = run_looks(runs)
-        drawn.handles += [line_handle(look, run.name) for look, run in zip(found, runs, strict=True)]
+        found = run_styles(runs)
+        drawn.handles += [line_handle(style, run.name) for style, run in zip(found, runs, strict=True)]
         if timed:
             _loss_against_hours(next(free), runs, found)
             drawn.notes += [*conditions, *smoothing(runs)]
@@ -86,9 +86,9 @@ def training_metrics(runs: Sequence[Run], path: Path, conditions: Sequence[str] 
                 drawn.handles.append(marker_handle("o", "held-out loss", GREY, markersize=5))
         for label, series, logarithmic in curves:
             axes = next(free)
-            for (tokens, values), look in zip(series, found, strict=True):
+            for (tokens, values), style in zip(series, found, strict=True):
                 point = "." if tokens.size == 1 else None
-                axes.plot(tokens, values, color=look.colour, linestyle=look.line, marker=point, linewidth=1.2)
+                axes.plot(tokens, values, color=style.colour, linestyle=style.line, marker=point, linewidth=1.2)
             values = np.concatenate([one.values for one in series])
             values = values[np.isfinite(values)]
             # A learning rate may begin and end at zero.
@@ -124,21 +124,21 @@ def _scaled(series: Series, factor: float) -> Series:
     return series._replace(values=factor * series.values)
 
 
-def _loss_against_hours(axes: Axes, runs: Sequence[Run], found: Sequence[Look]) -> None:
+def _loss_against_hours(axes: Axes, runs: Sequence[Run], found: Sequence[CurveStyle]) -> None:
     """The unit of time is what suits the longest run."""
     longest = max(run.total_hours.values[-1] for run in runs if run.total_hours.tokens.size)
     unit, scale = ("hours", 1) if longest >= 2 else ("minutes", 60) if longest >= 1 / 30 else ("seconds", 3600)
     curves = []
-    for run, look in zip(runs, found, strict=True):
+    for run, style in zip(runs, found, strict=True):
         if not run.total_hours.tokens.size:
             continue
         if run.heldout_hours.tokens.size:
             time = scale * np.interp(run.heldout_tokens, *run.heldout_hours)
-            axes.plot(time, run.heldout_loss, look.marker, color=look.colour, markersize=4)
+            axes.plot(time, run.heldout_loss, style.marker, color=style.colour, markersize=4)
         time, smoothed = scale * np.interp(run.train_tokens, *run.total_hours), smooth_training(run.train_loss)
         point = ONCE if smoothed.size == 1 else None
-        axes.plot(time, smoothed, color=look.colour, linestyle=look.line, linewidth=1.2, marker=point, markersize=5)
-        curves.append((run.name, look, time, smoothed))
+        axes.plot(time, smoothed, color=style.colour, linestyle=style.line, linewidth=1.2, marker=point, markersize=5)
+        curves.append((run.name, style, time, smoothed))
     axes.set_xlim(left=0)
     set_limits(axes, *loss_limits(runs), curves)
     axes.set(xlabel=f"wall time of training ({unit})", ylabel="loss (nats per token)")
@@ -185,9 +185,9 @@ def norms(run: Run, path: Path, conditions: Sequence[str] = ()) -> None:
     with picture(path, f"Norms of {run.name}, block by block", (7.6, 2.9), columns=2) as drawn:
         layers = [part for part in weights if part.startswith("layer ")]
         colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(layers)))
-        style = {part: Look(colour, "-", "") for part, colour in zip(layers, colours, strict=True)}
-        style |= {
-            part: Look("#D55E00", _DASHES[i % 3], "")
+        styles = {part: CurveStyle(colour, "-", "") for part, colour in zip(layers, colours, strict=True)}
+        styles |= {
+            part: CurveStyle("#D55E00", _DASHES[i % 3], "")
             for i, part in enumerate(part for part in weights if part not in layers)
         }
         for axes, by_layer, label in (
@@ -195,15 +195,15 @@ def norms(run: Run, path: Path, conditions: Sequence[str] = ()) -> None:
             (drawn.axes[0, 1], gradients, "L2 norm of gradients, after clipping"),
         ):
             for part, (tokens, values) in by_layer.items():
-                look = style[part]
+                style = styles[part]
                 point = "." if tokens.size == 1 else None
-                axes.plot(tokens, values, color=look.colour, linestyle=look.line, marker=point, linewidth=1.1)
+                axes.plot(tokens, values, color=style.colour, linestyle=style.line, marker=point, linewidth=1.1)
             log_axis(axes)
             axes.set_ylabel(label)
             axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
             token_axis(axes)
         shown = layers if len(layers) <= 8 else [layers[i] for i in np.linspace(0, len(layers) - 1, 6).astype(int)]
         drawn.handles += [
-            line_handle(look, part) for part, look in style.items() if part in shown or part not in layers
+            line_handle(style, part) for part, style in styles.items() if part in shown or part not in layers
         ]
         drawn.notes += [*conditions, "of each block: all its parameters together"]
