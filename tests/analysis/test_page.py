@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
-from forgetting_transformer.analysis import AnalysisError, position_loss, published
+from forgetting_transformer.analysis import AnalysisError, position_loss
+from forgetting_transformer.analysis.longbench_sets import LONGBENCH
 from forgetting_transformer.analysis.page import differing, write_report
 from tests.evaluation.scripts import run_script
 
@@ -86,7 +87,7 @@ def results(folder):
     (folder / "lm/fox").mkdir(parents=True)
     (folder / "lm/fox/results.json").write_text(json.dumps({"piqa": {"acc,none": 0.625}}))
     (folder / "lb/fox").mkdir(parents=True)
-    (folder / "lb/fox/results.json").write_text(json.dumps(dict.fromkeys(published.LONGBENCH, 12.5)))
+    (folder / "lb/fox/results.json").write_text(json.dumps(dict.fromkeys(LONGBENCH, 12.5)))
     (folder / "gates").mkdir()
     head = {"layer": 0, "head": 1, "memory": 17.0, "memory_is_bound": True, "pruned": 0.4}
     (folder / "gates/heads.json").write_text(

@@ -37,7 +37,8 @@ from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.analysis import AnalysisError, published
+from forgetting_transformer.analysis import AnalysisError
+from forgetting_transformer.analysis.longbench_sets import LONGBENCH
 from forgetting_transformer.analysis.statistics import Estimate, mean_and_error
 from forgetting_transformer.analysis.tables import Table
 from forgetting_transformer.files import write_atomically, write_json
@@ -125,7 +126,7 @@ def read_evaluation(folder: Path) -> Evaluation | None:
         return _of_folder(from_position_loss(read_json(file) if file.is_file() else {}), folder)
     if (file := folder / "results.json").is_file() or (file := folder / "result.json").is_file():
         content = read_json(file)
-        if isinstance(content, dict) and content and content.keys() <= published.LONGBENCH.keys():
+        if isinstance(content, dict) and content and content.keys() <= LONGBENCH.keys():
             return _of_folder(from_longbench(content, texts=_first_answers(folder)), folder)
         if isinstance(content, dict) and content and all(isinstance(metrics, dict) for metrics in content.values()):
             return _of_folder(from_lm_eval(content), folder)
@@ -305,7 +306,7 @@ def from_position_loss(summary: Mapping[str, Any]) -> Evaluation:
 def answer_text(name: str, record: Mapping[str, Any]) -> dict[str, Any]:
     """An answer of LongBench as one of the `texts`."""
     wanted = " / ".join(map(str, record.get("answers") or ()))
-    return {"task": published.LONGBENCH[name][0], "text": record["pred"], "wanted": wanted, "score": None}
+    return {"task": LONGBENCH[name][0], "text": record["pred"], "wanted": wanted, "score": None}
 
 
 def _first_answers(folder: Path) -> list[dict[str, Any]]:
@@ -313,7 +314,7 @@ def _first_answers(folder: Path) -> list[dict[str, Any]]:
     found = []
     for file in sorted((folder / "pred").glob("*.0.jsonl")):
         name, lines = file.name.split(".")[0], file.read_text(encoding="utf-8", errors="replace").splitlines()
-        if name in published.LONGBENCH and lines:
+        if name in LONGBENCH and lines:
             try:
                 found.append(answer_text(name, json.loads(lines[0])))
             except (ValueError, LookupError, TypeError, AttributeError):

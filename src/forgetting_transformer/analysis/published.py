@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from forgetting_transformer.analysis import statistics
+from forgetting_transformer.analysis.longbench_sets import LONGBENCH, LONGBENCH_CHANCE, LONGBENCH_OF_PAPER, PERCENT
 from forgetting_transformer.analysis.tables import Column, Value, number
 
 if TYPE_CHECKING:
@@ -33,12 +34,9 @@ class Task:
     columns: Mapping[str, Column]
 
 
-_PERCENT = "accuracy (%)"
-
-
 def _accuracy(name: str, title: str, dataset: str, choices: int, normalised: bool = False) -> Task:
     metric = "acc_norm" if normalised else "acc"
-    column = Column(name, f"{title} {'acc-n' if normalised else 'acc'}", "higher", unit=_PERCENT, chance=100 / choices)
+    column = Column(name, f"{title} {'acc-n' if normalised else 'acc'}", "higher", unit=PERCENT, chance=100 / choices)
     return Task(name, dataset, {metric: column})
 
 
@@ -54,7 +52,7 @@ TASKS = (
         "EleutherAI/lambada_openai",
         {
             "perplexity": Column("lambada_openai_ppl", "LMB. ppl", "lower", unit="perplexity of the last word"),
-            "acc": Column("lambada_openai", "LMB. acc", "higher", unit=_PERCENT),
+            "acc": Column("lambada_openai", "LMB. acc", "higher", unit=PERCENT),
         },
     ),
     _accuracy("piqa", "PIQA", "baber/piqa", 2),
@@ -67,7 +65,7 @@ TASKS = (
     _accuracy("sciq", "SciQ", "allenai/sciq", 4),
     _accuracy("boolq", "BoolQ", "aps/super_glue", 2),
 )
-AVERAGE = Column("average", "Avg", "higher", unit=_PERCENT)
+AVERAGE = Column("average", "Avg", "higher", unit=PERCENT)
 # Which values are good, by what the names of lm_eval's metrics contain.
 _BETTER: dict[str, Literal["higher", "lower"]] = {
     "perplexity": "lower",
@@ -76,32 +74,6 @@ _BETTER: dict[str, Literal["higher", "lower"]] = {
     "exact_match": "higher",
     "f1": "higher",
 }
-
-_SYNTHETIC = "Synthetic"
-_F1, _ROUGE, _SIMILARITY, _RIGHT = "F1 of words (%)", "ROUGE-L (%)", "similarity of code (%)", "right numbers (%)"
-#: LongBench's English sets, in the order of the paper's Table 2, and the two that are not in it: title, group and unit.
-LONGBENCH = {
-    "narrativeqa": ("NarrativeQA", "Single-Document QA", _F1),
-    "qasper": ("Qasper", "Single-Document QA", _F1),
-    "multifieldqa_en": ("MFQA", "Single-Document QA", _F1),
-    "hotpotqa": ("HotpotQA", "Multi-Document QA", _F1),
-    "2wikimqa": ("2WikiMQA", "Multi-Document QA", _F1),
-    "musique": ("Musique", "Multi-Document QA", _F1),
-    "gov_report": ("GovReport", "Summarization", _ROUGE),
-    "qmsum": ("QMSum", "Summarization", _ROUGE),
-    "multi_news": ("MultiNews", "Summarization", _ROUGE),
-    "trec": ("TREC", "Few-shot Learning", _PERCENT),
-    "triviaqa": ("TriviaQA", "Few-shot Learning", _F1),
-    "samsum": ("SamSum", "Few-shot Learning", _ROUGE),
-    "lcc": ("LCC", "Code", _SIMILARITY),
-    "repobench-p": ("RepoBench-P", "Code", _SIMILARITY),
-    "passage_count": ("PassageCount", _SYNTHETIC, _RIGHT),
-    "passage_retrieval_en": ("PassageRetrieval", _SYNTHETIC, _RIGHT),
-}
-# What guessing gives, where there is a list to choose from: 50 classes of questions, 30 paragraphs.
-_CHANCE = {"trec": 100 / 50, "passage_retrieval_en": 100 / 30}
-#: The fourteen of the paper.
-LONGBENCH_OF_PAPER = tuple(name for name, (_, group, _) in LONGBENCH.items() if group != _SYNTHETIC)
 
 #: Models by name, each with its evaluations: one, or one per seed.
 Models = Mapping[str, Sequence["Evaluation"]]
@@ -128,7 +100,7 @@ def lm_eval_row(evaluation: "Evaluation") -> dict[str, Value]:
     for task in TASKS:
         for metric, column in task.columns.items():
             if (found := evaluation.find(task.name, metric)) is not None:
-                row[column.key] = _percent(found.estimate) if column.unit == _PERCENT else found.estimate
+                row[column.key] = _percent(found.estimate) if column.unit == PERCENT else found.estimate
     accuracies = [number(row.get(c.key)) for task in TASKS for c in task.columns.values() if c.better == "higher"]
     known_accuracies = [value for value in accuracies if value is not None]
     if len(known_accuracies) == len(accuracies):
@@ -158,7 +130,7 @@ def longbench_by_length(evaluation: "Evaluation") -> tuple[dict[str, dict[str, V
 def longbench_columns(sets: Collection[str]) -> list[Column]:
     """The columns of these sets."""
     return [
-        Column(name, title, "higher", group=group, unit=unit, chance=_CHANCE.get(name))
+        Column(name, title, "higher", group=group, unit=unit, chance=LONGBENCH_CHANCE.get(name))
         for name, (title, group, unit) in LONGBENCH.items()
         if name in sets
     ]

@@ -19,7 +19,7 @@ from forgetting_transformer.training.config import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 
 @dataclass
@@ -37,7 +37,7 @@ class GateStatistics(Callback):
     def __init__(self, config: GateStatisticsConfig) -> None:
         self.interval = config.interval
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainerInterface) -> None:
         """
         Raises:
             ConfigError: the model has no forget gates. DataError: there are no held-out documents.
@@ -51,7 +51,7 @@ class GateStatistics(Callback):
             raise ConfigError(f"callbacks=[gate_statistics]: {error}") from error
         trainer.data.eval_info()
 
-    def on_interval(self, trainer: Trainer, kind: Interval) -> None:
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "eval":
             return
         import torch
@@ -67,7 +67,7 @@ class GateStatistics(Callback):
         least, median, most = memory_LH.min().item(), memory_LH.median().item(), memory_LH.max().item()
         trainer.report("gates", {"gates/shortest": least, "gates/median": median, "gates/longest": most, **heads})
 
-    def _memory(self, trainer: Trainer, batch: dict[str, Tensor]) -> Tensor:
+    def _memory(self, trainer: TrainerInterface, batch: dict[str, Tensor]) -> Tensor:
         """Memory length of every head, `(L, H)` float64, mean over the sequences of this rank's batch."""
         import torch
 

@@ -22,7 +22,7 @@ from forgetting_transformer.training.config import ConfigError
 
 if TYPE_CHECKING:
     from forgetting_transformer.evaluation.harness import HarnessModel
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class LmEval(Callback):
     def __init__(self, config: LmEvalConfig) -> None:
         self.config, self.interval = config, config.interval
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainerInterface) -> None:
         """Looks whether package, tokenizer, tasks and their data are there: not after hours.
 
         Raises:
@@ -101,7 +101,7 @@ class LmEval(Callback):
         except EvaluationError as error:
             raise ConfigError(str(error)) from error
 
-    def on_interval(self, trainer: Trainer, kind: Interval) -> None:
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "eval":
             return
         import lm_eval
@@ -126,7 +126,7 @@ class LmEval(Callback):
         trainer.report("lm_eval", values or {})
 
     @staticmethod
-    def _share(trainer: Trainer) -> Any:
+    def _share(trainer: TrainerInterface) -> Any:
         from lightning.fabric.strategies import ModelParallelStrategy
 
         from forgetting_transformer.evaluation.workers import Workers
@@ -136,7 +136,7 @@ class LmEval(Callback):
             return Workers(0, 1, fabric.device)
         return Workers(fabric.global_rank, fabric.world_size, fabric.device)
 
-    def _adapter(self, trainer: Trainer) -> HarnessModel:
+    def _adapter(self, trainer: TrainerInterface) -> HarnessModel:
         from forgetting_transformer.evaluation.harness import HarnessModel
         from forgetting_transformer.evaluation.models import EvaluatedModel
 

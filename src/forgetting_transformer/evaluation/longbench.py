@@ -34,7 +34,8 @@ from tqdm import tqdm
 
 from forgetting_transformer.analysis import tables
 from forgetting_transformer.analysis.evaluations import Evaluation, answer_text, from_longbench, write_evaluation
-from forgetting_transformer.analysis.published import LONGBENCH_OF_PAPER, longbench_by_length, longbench_table
+from forgetting_transformer.analysis.longbench_sets import LONGBENCH_OF_PAPER
+from forgetting_transformer.analysis.published import longbench_by_length, longbench_table
 from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import (

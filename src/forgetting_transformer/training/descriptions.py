@@ -16,7 +16,7 @@ from forgetting_transformer.training.metrics import MetricsLog
 from forgetting_transformer.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 
 def model_info(model: Any, flops_per_token: float) -> dict[str, float]:
@@ -69,7 +69,7 @@ def write_descriptions(
         file.write(json.dumps(start) + "\n")
 
 
-def open_metrics(trainer: "Trainer") -> MetricsLog:
+def open_metrics(trainer: "TrainerInterface") -> MetricsLog:
     """Writes the descriptions of a run, and begins or continues its metrics; rank 0."""
     config, step = trainer.config, trainer.counters.token_count
     data, world_size = config.datamodule, trainer.fabric.world_size

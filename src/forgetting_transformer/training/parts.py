@@ -1,7 +1,6 @@
 """The parts of a run and the order in which they are made. trainer.py trains with them."""
 
 import contextlib
-import dataclasses
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,6 +19,7 @@ from forgetting_transformer.training.compilation import Compilation
 from forgetting_transformer.training.config import Config, ConfigError, check
 from forgetting_transformer.training.continuing import recorded
 from forgetting_transformer.training.corruption import Comparison
+from forgetting_transformer.training.counters import Counters
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.peers import Peers
@@ -37,20 +37,6 @@ log = logging.getLogger(__name__)
 #: How long the writer of a checkpoint on one rank waits for those on others. It is not what ends the wait for a writer
 #: that hangs: the sentinel does, and knows a slow one from it.
 _LET_WRITERS_WAIT = timedelta(days=7)
-
-
-@dataclasses.dataclass
-class Counters:
-    """What a run has done so far, over all ranks and restarts. Times in seconds."""
-
-    token_count: int = 0
-    batch_count: int = 0
-    flop_count: int = 0
-    total_time: float = 0.0
-    update_time: float = 0.0
-
-    def as_floats(self) -> dict[str, float]:
-        return {name: float(value) for name, value in vars(self).items()}
 
 
 class Parts:

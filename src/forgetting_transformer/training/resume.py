@@ -15,7 +15,7 @@ from forgetting_transformer.training.official_checkpoint import is_official
 from forgetting_transformer.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.parts import Parts
+    from forgetting_transformer.training.interface import PartsInterface
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def find_checkpoint(config: Config, checkpointer: Checkpointer, fabric: Fabric) 
     return checkpoint, True
 
 
-def load_checkpoint(parts: "Parts", checkpoint: Checkpoint, forked: bool) -> dict[str, torch.Tensor]:
+def load_checkpoint(parts: "PartsInterface", checkpoint: Checkpoint, forked: bool) -> dict[str, torch.Tensor]:
     """Fills model, optimizer, counters and guard; returns the state of the callbacks.
 
     Raises:

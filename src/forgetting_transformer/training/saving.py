@@ -12,7 +12,7 @@ from forgetting_transformer.training.checkpoint import Checkpointer, Saved
 from forgetting_transformer.training.errors import TrainingError
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Saver:
         step = self.checkpointer.last_good or self.saved_step
         return f"the last good checkpoint is at {step:,} tokens" if step else "nothing was saved"
 
-    def save(self, trainer: "Trainer", permanent: bool, must_succeed: bool) -> None:
+    def save(self, trainer: "TrainerInterface", permanent: bool, must_succeed: bool) -> None:
         """Begins to save, unless this step is saved; with `must_succeed`, or without a background, until it is done."""
         trainer.guard.poll(wait=True)
         self.collect(trainer, wait=True)
@@ -44,7 +44,7 @@ class Saver:
         if must_succeed or not trainer.config.checkpoint_background:
             self.collect(trainer, wait=True, must_succeed=must_succeed)
 
-    def _begin(self, trainer: "Trainer", permanent: bool) -> None:
+    def _begin(self, trainer: "TrainerInterface", permanent: bool) -> None:
         model: Any = trainer.model.module
         optimizer, tokens = trainer.optimizer.optimizer, trainer.counters.token_count
         if trainer.comparison is not None:
@@ -78,7 +78,7 @@ class Saver:
             before_manifest=trainer.metrics.flush if trainer.metrics is not None else lambda: None,
         )
 
-    def collect(self, trainer: "Trainer", wait: bool = False, must_succeed: bool = False) -> None:
+    def collect(self, trainer: "TrainerInterface", wait: bool = False, must_succeed: bool = False) -> None:
         """What became of the save in flight, if it has ended. A failed one costs a checkpoint and not the run."""
         saved = self._finished(wait)
         if saved is None:

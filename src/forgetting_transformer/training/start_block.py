@@ -11,10 +11,10 @@ import torch
 from forgetting_transformer.training.step_guard import decides_on_device
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 
-def start_block(trainer: Trainer) -> str:
+def start_block(trainer: TrainerInterface) -> str:
     """The block for rank 0 of a trainer that is about to take its first step."""
     config, fabric, data = trainer.config, trainer.fabric, trainer.config.datamodule
     info = trainer.data_info
@@ -59,7 +59,7 @@ def human_count(number: int) -> str:
     return str(number)
 
 
-def _devices(trainer: Trainer) -> str:
+def _devices(trainer: TrainerInterface) -> str:
     fabric = trainer.fabric
     nodes = int(os.environ.get("LT_NUM_NODES") or os.environ.get("GROUP_WORLD_SIZE") or 1)
     where = f" on {nodes} nodes" if nodes > 1 else ""
@@ -71,7 +71,7 @@ def _devices(trainer: Trainer) -> str:
     return f"{fabric.world_size} x {device}; {fabric.world_size} process{'es' * (fabric.world_size != 1)}{where}"
 
 
-def _strategy(trainer: Trainer) -> str:
+def _strategy(trainer: TrainerInterface) -> str:
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy  # seconds, which an export need not wait
 
     for kind, name in ((ModelParallelStrategy, "fsdp"), (DDPStrategy, "ddp")):
@@ -80,7 +80,7 @@ def _strategy(trainer: Trainer) -> str:
     return "none (one process: nothing to shard)" if trainer.config.strategy.name == "fsdp" else "none"
 
 
-def _corruption(trainer: Trainer) -> str:
+def _corruption(trainer: TrainerInterface) -> str:
     """What finds weights and moments that memory or a GPU has changed (corruption.py)."""
     if trainer.comparison is not None:
         ranks = f"ranks compared every {trainer.config.strategy.compare_steps:,} steps and before checkpoints"
@@ -93,7 +93,7 @@ def _corruption(trainer: Trainer) -> str:
     return f"{ranks}; checkpoints compared with what is loaded"
 
 
-def _optimizer(trainer: Trainer) -> str:
+def _optimizer(trainer: TrainerInterface) -> str:
     """Its name and its keys as the config has them."""
     keys = dict(vars(trainer.config.optimizer))
     parts = [keys.pop("name"), *(f"{key.replace('_', ' ')} {_written(keys[key])}" for key in keys)]
@@ -108,7 +108,7 @@ def _written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
-def _schedule(trainer: Trainer) -> str:
+def _schedule(trainer: TrainerInterface) -> str:
     schedule = trainer.config.schedule
     parts = [schedule.name, f"warm-up {schedule.warmup_tokens:,} tokens"]
     if schedule.decay_tokens is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -17,17 +17,17 @@ class BadSteps(Callback):
     name = "bad_steps"
     all_ranks = True
 
-    def on_step(self, trainer: "Trainer", step: Step) -> None:
+    def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
         self._report(trainer)
 
-    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         if kind == "save":  # their lines must be there before the checkpoint is
             self._report(trainer)
 
-    def on_end(self, trainer: "Trainer") -> None:
+    def on_end(self, trainer: "TrainerInterface") -> None:
         self._report(trainer)
 
-    def _report(self, trainer: "Trainer") -> None:
+    def _report(self, trainer: "TrainerInterface") -> None:
         for bad in trainer.guard.take_reports():
             where = trainer.data.locate(bad.batch)
             log.warning("the update of batch %d was left out: %s; %s", bad.batch, bad, where)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from forgetting_transformer.training.checkpoint import Saved
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 #: What it is time for: each name stands for the key of the config that ends in `_interval`.
 #: "save": a checkpoint is about to be made; "checkpoint_interval" is only one reason for that.
@@ -54,8 +54,8 @@ class Callback:
     Attributes:
         name: what configs, the start block and checkpoints call it.
         all_ranks: whether the hooks run on every rank, which a hook with collective operations (a reduction, a forward
-            pass of a sharded model, `Trainer.beat`) needs; otherwise on rank 0 only.
-        kinds: kinds of lines that it gives to `Trainer.report`. A resume cuts them at its checkpoint.
+            pass of a sharded model, `trainer.beat`) needs; otherwise on rank 0 only.
+        kinds: kinds of lines that it gives to `trainer.report`. A resume cuts them at its checkpoint.
         evaluates: whether it is to be called for "eval".
         interval: training tokens between these calls; None: as the config's eval_interval and skip_eval say.
         summary: a line for the start block; "": none.
@@ -68,13 +68,13 @@ class Callback:
     interval: int | None = None
     summary: str = ""
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainerInterface) -> None:
         """Before the first step of this start: model, optimizer and data are there, a checkpoint is loaded."""
 
-    def on_step(self, trainer: Trainer, step: Step) -> None:
+    def on_step(self, trainer: TrainerInterface, step: Step) -> None:
         """After every step. The device is still busy: do not wait for it (`.item()`, `.cpu()`) here."""
 
-    def on_interval(self, trainer: Trainer, kind: Interval) -> None:
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         """It is time for `kind`, by the interval of that name or after the last step.
 
         "log", "train_eval" and "save" are quick work; "eval", with `evaluates`, may be long. Long work runs on all
@@ -82,13 +82,13 @@ class Callback:
         leaves without a report, and the next start does it again: the line of its first kind is missing.
         """
 
-    def on_evaluate(self, trainer: Trainer, kind: str, values: dict[str, Any]) -> None:
+    def on_evaluate(self, trainer: TrainerInterface, kind: str, values: dict[str, Any]) -> None:
         """An evaluation has reported `values` as a line of `kind`; rank 0 only."""
 
-    def on_save(self, trainer: Trainer, saved: Saved) -> None:
+    def on_save(self, trainer: TrainerInterface, saved: Saved) -> None:
         """A checkpoint is whole on the disk; training has gone on meanwhile."""
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: TrainerInterface) -> None:
         """After the last step and the last checkpoint of this start; not after an error."""
 
     def state(self) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ class Callbacks:
         chosen: those that the config names; called after them.
     """
 
-    def __init__(self, trainer: Trainer, built_in: Sequence[Callback], chosen: Sequence[Callback]) -> None:
+    def __init__(self, trainer: TrainerInterface, built_in: Sequence[Callback], chosen: Sequence[Callback]) -> None:
         self._trainer = trainer
         here = [c for c in (*built_in, *chosen) if c.all_ranks or trainer.fabric.is_global_zero]
         self._callbacks = here

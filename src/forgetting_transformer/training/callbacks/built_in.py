@@ -17,10 +17,10 @@ from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.hardware import peak_flops
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 
-def built_in(trainer: "Trainer") -> list[Callback]:
+def built_in(trainer: "TrainerInterface") -> list[Callback]:
     """The callbacks of every run, in their order, of a trainer whose checkpoint is loaded."""
     config, data, counters = trainer.config, trainer.config.datamodule, trainer.counters
     peak = config.fabric.peak_flops or peak_flops(trainer.fabric.device, config.fabric.precision)
@@ -58,7 +58,7 @@ def chosen(config: Config) -> list[Callback]:
     return found
 
 
-def callbacks_of(trainer: "Trainer") -> Callbacks:
+def callbacks_of(trainer: "TrainerInterface") -> Callbacks:
     """All of them, with what the checkpoint holds of them."""
     callbacks = Callbacks(trainer, built_in(trainer), chosen(trainer.config))
     callbacks.load(trainer.callback_state)

@@ -6,7 +6,7 @@ from forgetting_transformer.training.callbacks.base import Callback
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.checkpoint import Saved
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 
 class CheckpointTimes(Callback):
@@ -14,6 +14,6 @@ class CheckpointTimes(Callback):
 
     name = "checkpoint_times"
 
-    def on_save(self, trainer: "Trainer", saved: "Saved") -> None:
+    def on_save(self, trainer: "TrainerInterface", saved: "Saved") -> None:
         values = {"checkpoint/checkpoint_time": saved.copy_seconds, "checkpoint/write_time": saved.write_seconds}
         trainer.report("checkpoint", values, step=saved.step)

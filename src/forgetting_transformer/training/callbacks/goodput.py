@@ -16,7 +16,7 @@ from forgetting_transformer.training.clock import CATEGORIES, Clock
 from forgetting_transformer.training.metrics import duration
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ class Goodput(Callback):
         self._start: dict[str, Any] = {}
         self._earlier: list[dict[str, Any]] = []
 
-    def on_start(self, trainer: "Trainer") -> None:
+    def on_start(self, trainer: "TrainerInterface") -> None:
         self.begin(trainer.counters.token_count)
 
-    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         step = trainer.counters.token_count
         if kind == "save":
             self.mark(step)
@@ -50,7 +50,7 @@ class Goodput(Callback):
             self._start["stages"] = {stage: round(seconds, 3) for stage, seconds in trainer.startup.seconds.items()}
             trainer.report("goodput", {f"goodput/{name}": value for name, value in self.write(step).items()})
 
-    def on_end(self, trainer: "Trainer") -> None:
+    def on_end(self, trainer: "TrainerInterface") -> None:
         log.info("%s", describe(self.write(trainer.counters.token_count)))
 
     def begin(self, step: int) -> None:

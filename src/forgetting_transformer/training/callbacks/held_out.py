@@ -18,7 +18,7 @@ from forgetting_transformer.training.feed import feed
 from forgetting_transformer.training.loss_by_position import PositionSums, by_length, mean_loss
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class HeldOut(Callback):
     kinds = ("val",)
 
     @torch.no_grad()
-    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         if kind != "eval":
             return
         started = time.perf_counter()

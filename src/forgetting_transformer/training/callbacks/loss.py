@@ -9,7 +9,7 @@ from forgetting_transformer.training.callbacks.base import Callback, Interval, S
 from forgetting_transformer.training.loss_by_position import PositionSums, by_length
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 
 class Loss(Callback):
@@ -17,7 +17,7 @@ class Loss(Callback):
 
     name = "loss"
 
-    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         step = trainer.latest
         if kind == "log" and step is not None:
             values = {f"train/{name}": count for name, count in vars(trainer.counters).items()}
@@ -40,11 +40,11 @@ class LossByPosition(Callback):
         self._shortest = shortest
         self._sums = PositionSums.zeros(length, device)
 
-    def on_step(self, trainer: "Trainer", step: Step) -> None:
+    def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
         self._sums.loss_T += torch.where(step.left_out.bool(), 0.0, step.loss_T)
         self._sums.sequences_T += (1 - step.left_out) * step.sequences_T
 
-    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         if kind != "train_eval":
             return
         mean_T, counts_T = self._sums.mean_T(), self._sums.counts_T()

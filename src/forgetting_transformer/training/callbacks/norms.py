@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 
 class Norms(Callback):
@@ -19,7 +19,7 @@ class Norms(Callback):
     name = "norms"
     all_ranks = True
 
-    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         if kind == "log":
             trainer.report("norm", parameter_norms(trainer.model.module))
 

@@ -10,7 +10,7 @@ from forgetting_transformer.training.logs import ON_THE_BAR
 from forgetting_transformer.training.metrics import duration
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +36,16 @@ class Progress(Callback):
         """Whether there is a terminal to draw bars on."""
         return not self._bar.disable
 
-    def on_step(self, trainer: "Trainer", step: Step) -> None:
+    def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
         self._bar.update(trainer.tokens_per_step)
 
-    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         if kind == "log" and trainer.latest is not None:
             rate = self._throughput.tokens_per_second if self._throughput is not None else None
             latest = trainer.latest
             self.show(trainer.counters.token_count, self._total, latest.loss.item(), latest.lr, rate)
 
-    def on_evaluate(self, trainer: "Trainer", kind: str, values: dict[str, Any]) -> None:
+    def on_evaluate(self, trainer: "TrainerInterface", kind: str, values: dict[str, Any]) -> None:
         if kind != "val":
             return
         unigram = trainer.data_info.unigram_entropy_nats
@@ -53,7 +53,7 @@ class Progress(Callback):
         tokens = f"{trainer.counters.token_count:,}"
         log.info("held-out loss %.4f nats per token%s after %s tokens", values["val/loss"], known, tokens)
 
-    def on_end(self, trainer: "Trainer") -> None:
+    def on_end(self, trainer: "TrainerInterface") -> None:
         self.close()
 
     def show(self, tokens: int, total: int, loss: float, lr: float, tokens_per_second: float | None) -> None:

@@ -9,7 +9,7 @@ import torch
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 
 class Throughput(Callback):
@@ -44,10 +44,10 @@ class Throughput(Callback):
         #: Over the last `window` steps, as reported last; None after the first step.
         self.tokens_per_second: float | None = None
 
-    def on_step(self, trainer: "Trainer", step: Step) -> None:
+    def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
         self.step(trainer.counters.as_floats())
 
-    def on_interval(self, trainer: "Trainer", kind: Interval) -> None:
+    def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
         if kind == "log" and (rates := self.metrics(trainer.counters.as_floats())):
             self.tokens_per_second = rates["throughput/token_count_per_second_total_recent"]
             rates["throughput/peak_memory_bytes"] = peak_memory_bytes(trainer.fabric.device)

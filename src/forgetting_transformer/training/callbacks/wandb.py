@@ -17,7 +17,7 @@ from forgetting_transformer.training.metrics import MetricsLog, prefixed, read_l
 from forgetting_transformer.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from forgetting_transformer.training.trainer import Trainer
+    from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Wandb(Callback):
 
     name = "wandb"
 
-    def on_start(self, trainer: "Trainer") -> None:
+    def on_start(self, trainer: "TrainerInterface") -> None:
         if trainer.metrics is not None:
             self.open(trainer.metrics, trainer.config, trainer.resolved)
 
