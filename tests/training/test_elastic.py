@@ -64,6 +64,7 @@ def test_moments_pass_from_one_number_of_processes_to_another_bit_for_bit(tiny, 
     patch = """
 from forgetting_transformer.training import trainer
 def run(self):
+    self.callbacks.call_all("on_start")
     self.counters.token_count += 1  # under another name
     self.save(permanent=False, must_succeed=True)
 trainer.Trainer.run = run

@@ -216,12 +216,13 @@ def test_stray_fabric_variables_are_refused(tiny):
 
 @pytest.mark.quick
 def test_an_optimizer_of_other_parameters_is_refused():
+    from forgetting_transformer.training.config import ConfigError
     from forgetting_transformer.training.setup import check_optimizer_owns
 
     model, stale = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    check_optimizer_owns(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(RuntimeError, match="holds 0 of the model's 2"):
-        check_optimizer_owns(model, torch.optim.AdamW(stale.parameters()))
+    check_optimizer_owns(model, torch.optim.AdamW(model.parameters()), "adamw")
+    with pytest.raises(ConfigError, match=r"optimizer\.name='adamw' leaves out 2 of the model.s 2 parameter tensors"):
+        check_optimizer_owns(model, torch.optim.AdamW(stale.parameters()), "adamw")
 
 
 def test_a_half_written_last_line_of_metrics_is_dropped(tiny, finished, interrupted):

@@ -30,9 +30,7 @@ def done(tiny) -> dict:
     [
         ({"datamodule__dataset": "absent"}, "DataError: no token array at"),
         ({"model__config": {"hidden_sizes": 3}}, "ConfigError: model.config: "),
-        ({"fabric__precision": "8-bit"}, "ConfigError: fabric.precision='8-bit' is not supported"),
         ({"optimizer__lr": 1.0}, "was trained with other settings"),
-        ({"schedule__name": "sawtooth"}, "ConfigError: schedule.name='sawtooth' is unknown"),
     ],
 )
 def test_what_fails_before_the_first_step_replaces_the_end_of_the_start_before(done, change, reason):
