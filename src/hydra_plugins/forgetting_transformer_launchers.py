@@ -72,9 +72,8 @@ ConfigStore.instance().store("slurm", SlurmLauncherConfig, group="hydra/launcher
 class FabricLauncher(Launcher):
     """Runs the jobs of a sweep on this machine.
 
-    A job's output_dir is `output_dir/<what is swept>`, such as `output/sweep/optimizer.lr=0.001,seed=0`, unless
-    output_dir itself is swept, or is another one for every job by what `${…}` in it stands for:
-    then it is taken as it is.
+    A job's output_dir is `output_dir/<what is swept>`, such as `output/sweep/optimizer.lr=0.001,seed=0`. An output_dir
+    that differs for every job, because it is swept or because of a `${…}` in it, is taken as it is.
     """
 
     machine = "LocalMachine"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from forgetting_transformer.analysis import AnalysisError, evaluations
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, precision_context
 from forgetting_transformer.files import write_atomically
 
@@ -99,11 +100,9 @@ def read_json(file: Path) -> Any:
         EvaluationError: the file is not there, or damaged.
     """
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise EvaluationError(f"there is no {file}: run the evaluation that writes it first, to its end") from error
-    except (OSError, ValueError) as error:
-        raise EvaluationError(f"{file} cannot be read ({error}); delete it and start the evaluation again") from error
+        return evaluations.read_json(file)
+    except AnalysisError as error:
+        raise EvaluationError(str(error)) from error
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
