@@ -54,6 +54,28 @@ def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tiny, finished, co
     assert_same_run(straight, tiny["output_dir"])
 
 
+def test_garbage_collected_during_a_step_leaves_ddp_its_reference_to_itself(tiny):
+    """Collected by another thread between forward and backward pass, it has made a run fail.
+
+    What the autograd graph holds must therefore not be the only reference. The failure itself is a race that no test
+    can rely on.
+    """
+    patch = """
+import gc, weakref
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.run
+def run(self):
+    ddp = next(found for found in gc.get_objects() if type(found).__name__ == "DistributedDataParallel")
+    # Python makes one such object for all that ask for it, the graph of a step included.
+    owners = gc.get_referrers(weakref.ref(ddp))
+    assert any(owner is self.fabric.strategy or owner is vars(self.fabric.strategy) for owner in owners), owners
+    return original(self)
+trainer.Trainer.run = run
+"""
+    job = Job(changed(tiny, strategy__name="ddp"), 2, patch=patch)
+    assert job.wait() == [0, 0], job.errors()
+
+
 def test_a_disk_too_small_for_a_checkpoint_is_noticed_before_writing(tiny):
     patch = "import shutil, collections; shutil.disk_usage = lambda p: collections.namedtuple('U', 'free')(1000)"
     job = Job(tiny, patch=patch)

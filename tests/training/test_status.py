@@ -9,6 +9,7 @@ import pytest
 
 from forgetting_transformer.training import status
 from forgetting_transformer.training.run_directory import RunDirectory
+from tests.processes import run_command
 from tests.training.conftest import STEP, Job, changed, refused, train
 
 
@@ -35,6 +36,20 @@ def done(tiny) -> dict:
 )
 def test_what_fails_before_the_first_step_replaces_the_end_of_the_start_before(done, change, reason):
     refused(changed(done, **change))
+    found = read(done["output_dir"])
+    assert (found["status"], found["step"]) == ("failed", 4 * STEP) and reason in found["reason"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("fabric.precision=8-bit", "ConfigError: fabric.precision='8-bit' is unknown; use 'bf16-mixed' or '32-true'"),
+        ("schedule.name=sawtooth", "ConfigError: schedule.name='sawtooth' is unknown"),
+    ],
+)
+def test_what_the_command_refuses_replaces_it_too(done, change, reason):
+    folders = (f"output_dir={done['output_dir']}", f"data_dir={done['data_dir']}")
+    assert run_command("train.py", "+experiment/demo=fox_pro", *folders, change).returncode == 1
     found = read(done["output_dir"])
     assert (found["status"], found["step"]) == ("failed", 4 * STEP) and reason in found["reason"]
 

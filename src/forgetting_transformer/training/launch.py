@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from forgetting_transformer import console, gpus
 from forgetting_transformer.model.decoder import DecoderBlock
@@ -125,7 +127,7 @@ def _strategy(config: Config, world_size: int) -> Strategy | str:
         # repeats. Looking for unused parameters keeps the first grouping (and allows such parameters); gradients that
         # are no views into buckets keep their alignment.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        return DDPStrategy(timeout=timeout, find_unused_parameters=True, gradient_as_bucket_view=False)
+        return _DDP(timeout=timeout, find_unused_parameters=True, gradient_as_bucket_view=False)
     return "auto"
 
 
@@ -137,6 +139,23 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             fully_shard(module, mesh=mesh["data_parallel"])
     fully_shard(model, mesh=mesh["data_parallel"])
     return model
+
+
+class _DDP(DDPStrategy):
+    """DDP whose weak reference to itself is never garbage.
+
+    When DDP looks for unused parameters, its backward pass reaches the module through a weak reference. Python has one
+    such object per module, and only the autograd graph of the step owns it. While an operator runs without the
+    interpreter's lock, another thread (a reader's, a checkpoint's) may collect garbage. The collector can then take
+    this graph for garbage, because the graph changes while it is counted, and Python 3.11 clears weak references
+    before it counts again. The backward pass then fails with "'NoneType' object has no attribute 'reducer'". A second
+    owner prevents that.
+    """
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        wrapped = super().setup_module(module)
+        self._reference = weakref.ref(wrapped)
+        return wrapped
 
 
 class _Bf16Autocast(MixedPrecision):
