@@ -76,6 +76,47 @@ trainer.Trainer.run = run
     assert job.wait() == [0, 0], job.errors()
 
 
+OUT_OF_MEMORY = """
+import torch
+from forgetting_transformer.training import trainer
+from forgetting_transformer.training.callbacks.held_out import HeldOut
+def fail(*arguments):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of …")
+step = trainer.Trainer.step
+{what}
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "world_size", "said"),
+    [
+        (
+            "trainer.Trainer.step = lambda self, batch: fail() if self.counters.batch_count > 4 else step(self, batch)",
+            1,
+            "out of memory in training for 2.50 GiB more. Start the same command again with "
+            "train.grad_acc_tokens=32 (now 64) or train.gradient_checkpointing=true or strategy=fsdp on several GPUs; "
+            "the last good checkpoint is at 512 tokens",
+        ),
+        (
+            "trainer.Trainer.step = lambda self, batch: fail() if self.fabric.global_rank else step(self, batch)",
+            2,
+            "train.grad_acc_tokens=32 (now 64) or train.gradient_checkpointing=true or strategy=fsdp",
+        ),
+        (
+            "HeldOut.on_interval = lambda self, trainer, kind: kind == 'eval' and fail()",
+            1,
+            "out of memory in evaluation for 2.50 GiB more. Start the same command again with "
+            "datamodule.eval_local_batch_size=",
+        ),
+    ],
+)
+def test_out_of_memory_is_one_line_with_the_keys_that_help(tiny, what, world_size, said):
+    job = Job(tiny, world_size, patch=OUT_OF_MEMORY.format(what=what))
+    assert all(job.wait())
+    status = json.loads((Path(tiny["output_dir"]) / "status.json").read_text())
+    assert said in status["reason"], status["reason"]
+
+
 def test_a_disk_too_small_for_a_checkpoint_is_noticed_before_writing(tiny):
     patch = "import shutil, collections; shutil.disk_usage = lambda p: collections.namedtuple('U', 'free')(1000)"
     job = Job(tiny, patch=patch)

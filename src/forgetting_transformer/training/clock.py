@@ -27,6 +27,11 @@ class Clock:
         self._since = time.perf_counter()
         self._seconds["start"] = seconds_since_process_start()
 
+    @property
+    def category(self) -> str:
+        """What time runs in now."""
+        return self._category
+
     def switch(self, category: str) -> str:
         """Time runs in `category` from now on; returns the one before."""
         now = time.perf_counter()
@@ -36,11 +41,10 @@ class Clock:
 
     @contextmanager
     def during(self, category: str) -> Iterator[None]:
+        """After an error time still runs in `category`, so that a message can say during what it came."""
         before = self.switch(category)
-        try:
-            yield
-        finally:
-            self.switch(before)
+        yield
+        self.switch(before)
 
     def seconds(self) -> dict[str, float]:
         """Seconds by category, up to now."""

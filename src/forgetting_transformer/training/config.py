@@ -25,6 +25,8 @@ class ConfigError(ValueError):
 LEARNING_RATE = Range(0, 1000)
 _WORKERS = Range(0, 1024)
 _DEVICES = Range(1, 1024)
+#: Steps of a trace: one of a large model has tens of thousands of events.
+_TRACED_STEPS = 100
 
 
 @dataclass
@@ -88,6 +90,17 @@ class TrainConfig:
     bias_weight_decay: bool = False
     normalization_weight_decay: bool = False
     conv_weight_decay: bool = True
+    #: [a, b]: write a trace of steps a to b of this start, on every rank, into `traces/`. Step 1 is the first of the
+    #: start and compiles. null: none.
+    profile_steps: list[int] | None = None
+
+    def check(self) -> None:
+        steps = self.profile_steps
+        if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] < steps[0] + _TRACED_STEPS):
+            raise ConfigError(
+                f"train.profile_steps={steps} must be [first, last] with 1 <= first <= last, at most {_TRACED_STEPS} "
+                "steps, as in train.profile_steps=[10,12]"
+            )
 
 
 @dataclass

@@ -1,5 +1,10 @@
 """One run from its config to its end, in which whatever goes wrong ends in one line that says what to do."""
 
+import re
+
+import torch
+
+from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training import status
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.errors import TrainingError
@@ -29,6 +34,8 @@ def train(config: Config) -> str:
                 problem = TrainingError(f"cannot start: {where}. Mend this and start the same command again")
             elif (blame := peers.explain(error)) is not None:
                 problem = TrainingError(f"cannot start: {blame}. Start the same command again")
+            elif isinstance(error, torch.OutOfMemoryError):
+                problem = TrainingError(f"cannot start: {out_of_memory(error, config)}")
             reason = f"{type(problem).__name__}: {problem}"
             peers.failed(reason)
             status.end(directory, reason)
@@ -47,6 +54,13 @@ def train(config: Config) -> str:
             problem = TrainingError(f"{reason}; {last_good}. Mend this and start the same command again")
             trainer.failed(problem)
             raise problem from error
+        except torch.OutOfMemoryError as error:
+            trainer.saver.wait_for_save()
+            during = "evaluation" if trainer.clock.category == "evaluation" else "training"
+            reason = out_of_memory(error, config, during, trainer.fabric.world_size)
+            problem = TrainingError(f"{reason}; {trainer.saver.last_good_checkpoint}")
+            trainer.failed(problem)
+            raise problem from error
         except Exception as error:
             if (blame := peers.explain(error)) is not None:
                 last_good = trainer.saver.last_good_checkpoint
@@ -57,3 +71,38 @@ def train(config: Config) -> str:
             raise
         finally:
             trainer.close()
+
+
+def out_of_memory(error: torch.OutOfMemoryError, config: Config, during: str = "the start", world_size: int = 1) -> str:
+    """One line: how much memory was in use, and the keys that lower it, with the values to try.
+
+    Args:
+        during: "evaluation", or what else the run was doing.
+        world_size: processes of the run.
+    """
+    data, train = config.datamodule, config.train
+    ways = []
+    if during == "evaluation":
+        if data.eval_local_batch_size > 1:
+            ways.append(f"datamodule.eval_local_batch_size={data.eval_local_batch_size // 2}")
+        ways.append(f"a smaller datamodule.eval_batch_len than {data.eval_batch_len:,}")
+    else:
+        local = data.train_batch_size // world_size * data.train_batch_len
+        now = min(train.grad_acc_tokens, local)
+        smaller = [n * data.train_batch_len for n in divisors(now // data.train_batch_len)][:-1]
+        if smaller:
+            ways.append(f"train.grad_acc_tokens={smaller[-1]} (now {now})")
+        if not train.gradient_checkpointing:
+            ways.append("train.gradient_checkpointing=true")
+    if config.strategy.name != "fsdp":
+        ways.append("strategy=fsdp" if world_size > 1 else "strategy=fsdp on several GPUs")
+    else:
+        ways.append("more GPUs")
+    used = ""
+    if torch.cuda.is_available():
+        device = torch.cuda.current_device()
+        total = torch.cuda.get_device_properties(device).total_memory
+        used = f", of {total / 1e9:.1f} GB tensors took up to {torch.cuda.max_memory_allocated(device) / 1e9:.1f}"
+    asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    needed = f" for {asked[1]} more" if asked else ""
+    return f"out of memory in {during}{needed}{used}. Start the same command again with {' or '.join(ways)}"

@@ -65,6 +65,7 @@ def preflight(config: Config) -> dict[str, float]:
             fork_dir=None,
             fork_step=None,
             datamodule=data,
+            train=dataclasses.replace(config.train, profile_steps=None),
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
         )
         with Sentinel(config.strategy.timeout_seconds) as sentinel:

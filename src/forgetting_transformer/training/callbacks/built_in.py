@@ -10,6 +10,7 @@ from forgetting_transformer.training.callbacks.goodput import Goodput
 from forgetting_transformer.training.callbacks.held_out import HeldOut
 from forgetting_transformer.training.callbacks.loss import Loss, LossByPosition
 from forgetting_transformer.training.callbacks.norms import Norms
+from forgetting_transformer.training.callbacks.profile import Profile
 from forgetting_transformer.training.callbacks.progress import Progress
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.callbacks.wandb import Wandb
@@ -35,6 +36,7 @@ def built_in(trainer: "TrainerInterface") -> list[Callback]:
         throughput,
         HeldOut(),
         CheckpointTimes(),
+        *([Profile(*config.train.profile_steps)] if config.train.profile_steps else []),
         # Last: it shows what the others have found.
         Progress(config.train.max_tokens, counters.token_count, trainer.fabric.is_global_zero, throughput),
     ]

@@ -1,0 +1,42 @@
+"""`train.profile_steps`: a trace of a few steps on every rank, without effect on the weights."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.training.conftest import STEP, changed, refused, train
+from tests.training.test_resume import assert_same_run
+
+
+def steps_in(trace: Path) -> list[str]:
+    with gzip.open(trace, "rt") as stream:
+        events = json.load(stream)["traceEvents"]
+    return sorted({event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_rank_traces_the_steps_and_the_weights_stay_the_same(tiny, finished, world_size):
+    straight = finished(tiny, world_size)
+    train(changed(tiny, train__profile_steps=[2, 3]), world_size)
+    assert_same_run(straight, tiny["output_dir"])
+    traces = sorted(Path(tiny["output_dir"]).glob("traces/*"))
+    assert [trace.name for trace in traces] == [f"start-{0:015d}-rank-{k}.json.gz" for k in range(world_size)]
+    assert all(steps_in(trace) == ["ProfilerStep#1", "ProfilerStep#2"] for trace in traces)
+
+
+@pytest.mark.slow
+def test_a_start_that_ends_in_the_middle_writes_what_it_has_and_a_continued_one_counts_again(tiny):
+    train(changed(tiny, train__max_tokens=3 * STEP, train__profile_steps=[1, 5]))
+    train(changed(tiny, train__max_tokens=6 * STEP, train__profile_steps=[1, 2]))
+    first, second = sorted(Path(tiny["output_dir"]).glob("traces/*"))
+    assert second.name == f"start-{3 * STEP:015d}-rank-0.json.gz"
+    assert {f"ProfilerStep#{k}" for k in range(3)} <= set(steps_in(first))
+    assert steps_in(second) == ["ProfilerStep#0", "ProfilerStep#1"]
+
+
+@pytest.mark.parametrize("steps", [[3], [0, 2], [5, 4], [1, 101], [1, 2, 3]])
+def test_steps_that_are_no_range_are_refused(tiny, steps):
+    assert f"train.profile_steps={steps} must be [first, last]" in refused(changed(tiny, train__profile_steps=steps))
