@@ -58,11 +58,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     # Only now, so that --help is quick.
-    from forgetting_transformer.analysis import AnalysisError, comparisons
+    from forgetting_transformer.analysis import AnalysisError, comparisons, outputs
     from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
     from forgetting_transformer.training.continuing import decisive
 
+    command, files = "scripts/compare.py", ("compare.md", "compare.png")
     try:
         models = [comparisons.named_model(name, [Path(run) for run in runs]) for name, *runs in args.model]
         models += comparisons.group(comparisons.find_runs(args.runs), decisive)
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         points = [comparisons.at_equal_tokens(models, args.tokens, heldout)]
         if (equal_flops := comparisons.at_equal_flops(models, args.flops, heldout)) is not None:
             points.append(equal_flops)
+        outputs.check(args.out, command, files, is_old_comparison)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -88,13 +90,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     text = "\n\n".join(parts)
     print(text)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "compare.md").write_text(f"{text}\n", encoding="utf-8")
     flops = equal_flops.amount if equal_flops is not None else None
     made_with = conditions([run for model in models for run in model.runs])
-    loss_against_tokens_and_flops(models, args.out / "compare.png", points[0].amount, flops, made_with)
+    try:
+        with outputs.writing(args.out, command, is_old_comparison) as new:
+            (new / "compare.md").write_text(f"{text}\n", encoding="utf-8")
+            loss_against_tokens_and_flops(models, new / "compare.png", points[0].amount, flops, made_with)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     print(f"\n{args.out / 'compare.md'}\n{args.out / 'compare.png'}")
     return 0
+
+
+def is_old_comparison(path: Path) -> bool:
+    """Whether the file lies beside a comparison of an earlier version, which ended with a list of runs."""
+    page = path.with_name("compare.md")
+    return page.is_file() and "\nRuns:\n\n- " in page.read_text(encoding="utf-8", errors="replace")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from forgetting_transformer import command_line
+from forgetting_transformer.analysis import outputs
 from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
@@ -29,6 +30,9 @@ from forgetting_transformer.analysis.runs import (
 )
 
 T = TypeVar("T")
+FILES = ("loss_tokens.png", "training.png", "norms.png", "loss_position.png")
+#: Of the figures of earlier versions: 200 dots per inch.
+DOTS_PER_METRE = 7874
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -71,25 +75,30 @@ def plot(args: argparse.Namespace) -> list[Path]:
     positions = read_all(args.run_dirs, names, read_position_loss)
     out = args.out or args.run_dirs[0] / "plots"
     made_with = conditions(runs)
-    written = []
-    if runs:
-        written.append(out / "loss_tokens.png")
-        recorded = {run.unigram_entropy for run in runs}
-        entropy = recorded.pop() if args.entropy is None and len(recorded) == 1 else args.entropy
-        loss_against_tokens(runs, written[-1], entropy, made_with)
-    if any(map(has_metrics, runs)):
-        written.append(out / "training.png")
-        training_metrics(runs, written[-1], made_with)
-    if len(runs) == 1 and runs[0].weight_norms:
-        written.append(out / "norms.png")
-        norms(runs[0], written[-1], made_with)
-    if positions:
-        written.append(out / "loss_position.png")
-        curves = {position_label(curve): curve.loss for curve in positions}
-        loss_against_position(curves, written[-1], conditions=made_with, of="runs")
-    if not written:
-        raise ValueError("nothing to plot yet.")
+    with outputs.writing(out, "scripts/plot_run.py", is_old_plot) as new:
+        if runs:
+            recorded = {run.unigram_entropy for run in runs}
+            entropy = recorded.pop() if args.entropy is None and len(recorded) == 1 else args.entropy
+            loss_against_tokens(runs, new / "loss_tokens.png", entropy, made_with)
+        if any(map(has_metrics, runs)):
+            training_metrics(runs, new / "training.png", made_with)
+        if len(runs) == 1 and runs[0].weight_norms:
+            norms(runs[0], new / "norms.png", made_with)
+        if positions:
+            curves = {position_label(curve): curve.loss for curve in positions}
+            loss_against_position(curves, new / "loss_position.png", conditions=made_with, of="runs")
+        written = [out / name for name in FILES if (new / name).exists()]
+        if not written:
+            raise ValueError("nothing to plot yet.")
     return written
+
+
+def is_old_plot(path: Path) -> bool:
+    """Whether an earlier version drew the file: where it drew by default, or in its resolution."""
+    if path.parent.name == "plots" and (path.parents[1] / "config.yaml").is_file():
+        return True
+    head = path.read_bytes()[:300]
+    return b"Software\0Matplotlib" in head and DOTS_PER_METRE.to_bytes(4) * 2 in head
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -26,6 +26,9 @@ from forgetting_transformer import command_line
 
 #: Position from which models are compared document by document.
 COMPARED_FROM = 256
+#: What collect writes, besides study.yaml.
+COMMAND = "scripts/study_report.py"
+FILES = ("study.json", "positions.npz", "search.png", "octaves.png", "compare.png", "per_token_loss.png", "memory.png")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -62,20 +65,28 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    from forgetting_transformer.analysis import AnalysisError, study_tables
+    from forgetting_transformer.analysis import AnalysisError, outputs, study_tables
+    from forgetting_transformer.analysis.evaluations import read_json
     from forgetting_transformer.analysis.marked_pages import fill_in
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
+    from forgetting_transformer.files import write_atomically
 
     try:
         if args.command == "collect":
             collect(args)
         elif args.command == "figures":
-            for path in draw_figures(json.loads((args.report / "study.json").read_text(encoding="utf-8")), args.report):
-                print(path)
+            study = read_json(args.report / "study.json")
+            with outputs.writing(args.report, COMMAND, is_old_report) as new:
+                drawn = draw_figures(study, new)
+            for path in drawn:
+                print(args.report / path.name)
         else:
-            page = args.page.read_text(encoding="utf-8")
-            args.page.write_text(fill_in(page, study_tables.sections(args.report, args.page)), encoding="utf-8")
+            try:
+                page = fill_in(args.page.read_text(encoding="utf-8"), study_tables.sections(args.report, args.page))
+                write_atomically(args.page, page, durable=False)
+            except (OSError, UnicodeDecodeError) as error:
+                raise AnalysisError(f"{args.page} cannot be filled in: {error}; name a page with marks") from error
     except (AnalysisError, EvaluationError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -83,53 +94,56 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def collect(args: argparse.Namespace) -> None:
-    from forgetting_transformer.analysis import comparisons, position_loss, studies, study_tables
+    from forgetting_transformer.analysis import comparisons, outputs, position_loss, studies, study_tables
     from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.losses import loss_against_position
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
     from forgetting_transformer.analysis.study_plan import read_plan
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
+    from forgetting_transformer.files import write_json
     from forgetting_transformer.training.continuing import decisive
 
-    args.out.mkdir(parents=True, exist_ok=True)
+    outputs.check(args.out, COMMAND, FILES, is_old_report)
     file = args.plan or args.study / "study.yaml"
     plan = read_plan(file) if args.plan or file.is_file() else None
     study = studies.collect(args.study, args.position_loss, args.speed, decisive, plan)
     runs = studies.runs_in(args.study, "runs", study["names"])
     positions = studies.read_positions(study, args.position_loss)
     study["comparison"] = position_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
-    write(study, args.out)
-    studies.save_positions(positions, args.out / "positions.npz")
-    if plan is not None and file != args.out / "study.yaml":
-        shutil.copyfile(file, args.out / "study.yaml")
 
     def name(model: str) -> str:
         return studies.display_name(study, model)
 
     models = [comparisons.named_model(name(model), paths) for model, paths in runs.items()]
     made_with = conditions([run for model in models for run in model.runs])
-    draw_figures(study, args.out)
-    if models:
-        loss_against_tokens_and_flops(models, args.out / "compare.png", conditions=made_with)
-    if results := list(positions.values()):
-        curves = position_loss.group_seeds(results)
-        lengths = {result.name: result.summary.get("train_length") for result in results}
-        loss_against_position(curves, args.out / "per_token_loss.png", lengths, conditions=made_with)
+    with outputs.writing(args.out, COMMAND, is_old_report) as new:
+        write_json(new / "study.json", study)
+        studies.save_positions(positions, new / "positions.npz")
+        if plan is not None and file != args.out / "study.yaml":
+            shutil.copyfile(file, new / "study.yaml")
+        draw_figures(study, new)
+        if models:
+            loss_against_tokens_and_flops(models, new / "compare.png", conditions=made_with)
+        if results := list(positions.values()):
+            curves = position_loss.group_seeds(results)
+            lengths = {result.name: result.summary.get("train_length") for result in results}
+            loss_against_position(curves, new / "per_token_loss.png", lengths, conditions=made_with)
     # Last, because it runs models, which takes long: everything else is there by then.
     try:
-        study["pruned"] = pruned_shares(
-            {model: paths[0] for model, paths in runs.items()},
-            args.data_path,
-            args.documents,
-            args.out / "memory.png",
-            study["names"],
-        )
-        write(study, args.out)
+        with outputs.writing(args.out, COMMAND, is_old_report) as new:
+            study["pruned"] = pruned_shares(
+                {model: paths[0] for model, paths in runs.items()},
+                args.data_path,
+                args.documents,
+                new / "memory.png",
+                study["names"],
+            )
+            write_json(new / "study.json", study)
     except (EvaluationError, DataError) as error:
         skip(f"the share of tiles that is pruned: {error}")
-    for table in study_tables.TABLES.values():
-        print(f"{table(study)}\n")
+    for title, table in study_tables.TABLES.items():
+        print(f"{title}:\n\n{table(study)}\n")
     for missing in study_tables.missing(study):
         skip(missing)
 
@@ -179,8 +193,13 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
     return figures
 
 
-def write(study: dict[str, Any], folder: Path) -> None:
-    (folder / "study.json").write_text(json.dumps(study, indent=1) + "\n", encoding="utf-8")
+def is_old_report(path: Path) -> bool:
+    """Whether the file lies beside the numbers of a study that an earlier version collected."""
+    try:
+        study = json.loads(path.with_name("study.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(study, dict) and {"models", "search", "variants"} <= study.keys()
 
 
 def skip(what: str) -> None:

@@ -15,7 +15,6 @@ training.png    with --over_training and a run's output_dir: both at each of its
 """
 
 import argparse
-import json
 import logging
 import sys
 from pathlib import Path
@@ -82,13 +81,14 @@ def main() -> None:
 
     import transformers
 
+    from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
 
     transformers.utils.logging.disable_progress_bar()
     try:
         run(args)
-    except (EvaluationError, DataError) as error:
+    except (AnalysisError, EvaluationError, DataError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -102,7 +102,11 @@ def run(args: argparse.Namespace) -> None:
     from forgetting_transformer.evaluation import forget_gates
     from forgetting_transformer.evaluation.models import EvaluationError, load_model, pick_device, precision_context
     from forgetting_transformer.evaluation.texts import read_tokens
+    from forgetting_transformer.files import write_json
 
+    more = ["gates.png", "attention.png", "memory.png", "heads.json"]
+    more += ["training.png", "training.json"] if args.over_training else []
+    evaluations.check_folder(args.out, "forget_gates", *more)
     device = pick_device(args.device)
     model = load_model(
         args.model_path, step=args.step, tokenizer=args.tokenizer, device=device, precision=args.precision
@@ -146,30 +150,7 @@ def run(args: argparse.Namespace) -> None:
     text = str(args.text) if args.text else f"held-out document {args.document} of {Path(args.data_path).name}"
     conditions = [*trained, f"on one text of {len(ids):,} tokens, {text}"]
     pixels = [f"a pixel is the largest of its entries, {args.pixels} of them a side"] * (len(ids) > args.pixels)
-    label = "decay $F_{ij}$"
-    heatmaps.head_matrices(
-        gates,
-        args.out / "gates.png",
-        len(ids),
-        label,
-        titles,
-        title=f"Forget gates of {name}",
-        conditions=conditions + pixels,
-    )
-    label = f"attention weight $A_{{ij}}$ (below {args.threshold:g}: white)"
-    heatmaps.head_matrices(
-        maps,
-        args.out / "attention.png",
-        len(ids),
-        label,
-        titles,
-        args.threshold,
-        f"Attention of {name}",
-        conditions + pixels,
-    )
     columns = ([r.layer for r in reports], [r.memory for r in reports], [r.memory_is_bound for r in reports])
-    title = f"Memory length of every head of {name}"
-    heatmaps.heads_by_layer(*columns, args.out / "memory.png", title, conditions)
     pruned = sum(report.pruned for report in reports) / len(reports)
     summary = {
         "model": model.source,
@@ -178,10 +159,21 @@ def run(args: argparse.Namespace) -> None:
         "pruned": pruned,
         "heads": [vars(report) for report in reports],
     }
-    (args.out / "heads.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+    def draw_memory(path: Path) -> None:
+        heatmaps.heads_by_layer(*columns, path, f"Memory length of every head of {name}", conditions)
+
+    def write_more(new: Path) -> None:
+        draw_memory(new / "memory.png")
+        write_json(new / "heads.json", summary)
+        made_with = conditions + pixels
+        title, label = f"Forget gates of {name}", "decay $F_{ij}$"
+        heatmaps.head_matrices(gates, new / "gates.png", len(ids), label, titles, title=title, conditions=made_with)
+        title, label = f"Attention of {name}", f"attention weight $A_{{ij}}$ (below {args.threshold:g}: white)"
+        heatmaps.head_matrices(maps, new / "attention.png", len(ids), label, titles, args.threshold, title, made_with)
+
     evaluation = evaluations.from_gates(summary)
-    table = evaluations.number_table(evaluation)
-    evaluations.write_evaluation(evaluation, args.out, table, lambda path: heatmaps.heads_by_layer(*columns, path))
+    evaluations.write_evaluation(evaluation, args.out, evaluations.number_table(evaluation), draw_memory, write_more)
     print(
         f"{len(ids):,} tokens, {len(reports)} heads: pruning skips {100 * pruned:.1f} % of "
         f"the tiles. Figures in {args.out}"
@@ -189,7 +181,6 @@ def run(args: argparse.Namespace) -> None:
 
     if args.over_training:
         history = forget_gates.heads_over_training(args.model_path, ids, args.log_pruning_tolerance, args.precision)
-        (args.out / "training.json").write_text(json.dumps(history, indent=1) + "\n", encoding="utf-8")
         memory, is_bound = {}, {}
         for report in (report for entry in history for report in entry["heads"]):
             memory.setdefault((report["layer"], report["head"]), []).append(report["memory"])
@@ -197,9 +188,11 @@ def run(args: argparse.Namespace) -> None:
         tokens = [entry["train_tokens"] for entry in history]
         shares = [np.mean([report["pruned"] for report in entry["heads"]]) for entry in history]
         title = f"Memory length of every head of {name}, over training"
-        heatmaps.heads_over_training(
-            tokens, memory, is_bound, shares, args.out / "training.png", title, conditions[len(trained) :]
-        )
+        with evaluations.writing(args.out, evaluation.kind) as new:
+            write_json(new / "training.json", history)
+            heatmaps.heads_over_training(
+                tokens, memory, is_bound, shares, new / "training.png", title, conditions[len(trained) :]
+            )
 
 
 if __name__ == "__main__":

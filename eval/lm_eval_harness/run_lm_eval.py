@@ -53,6 +53,7 @@ def main() -> None:
 
     import transformers
 
+    from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.analysis.evaluations import from_lm_eval
     from forgetting_transformer.analysis.published import TASKS, lm_eval_table
     from forgetting_transformer.analysis.tables import markdown
@@ -86,7 +87,7 @@ def main() -> None:
             table = markdown(*lm_eval_table({model.name: [from_lm_eval(results)]}))
             print(f"{folder}/results.json\n\n{table}", end="")
         workers.close()
-    except EvaluationError as error:
+    except (AnalysisError, EvaluationError) as error:
         elastic.end_with(f"error: {error}")
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Prints the paper's Table 1 for any number of models: best bold, second best underlined.
 
-    python eval/lm_eval_harness/table_lm_eval.py output/lm_eval/fox output/lm_eval/llama --out tables
+    python eval/lm_eval_harness/table_lm_eval.py output/lm_eval/fox output/lm_eval/llama --out tables/lm_eval
     python eval/lm_eval_harness/table_lm_eval.py "FoX (Pro)=output/lm_eval/fox" …
     python eval/lm_eval_harness/table_lm_eval.py --result_dir output/lm_eval        # all models in it
 

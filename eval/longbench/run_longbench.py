@@ -35,6 +35,7 @@ def main() -> None:
 
     import transformers
 
+    from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.evaluation import longbench
     from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
@@ -60,7 +61,7 @@ def main() -> None:
             table = (folder / "table.md").read_text(encoding="utf-8")
             print(f"{folder}/results.json\n\n{table}", end="")
         workers.close()
-    except EvaluationError as error:
+    except (AnalysisError, EvaluationError) as error:
         elastic.end_with(f"error: {error}")
 
 

@@ -89,13 +89,14 @@ def main() -> None:
 
     import transformers
 
+    from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
 
     transformers.utils.logging.disable_progress_bar()
     try:
         run(args)
-    except (EvaluationError, DataError) as error:
+    except (AnalysisError, EvaluationError, DataError) as error:
         elastic.end_with(f"error: {error}")
 
 

@@ -8,6 +8,7 @@
 
 RESULT is [NAME=]FOLDER. Results with the same NAME are seeds of one model: their mean is drawn and their range shaded.
 Without a NAME they are different models, and folders that are called the same are shown with the folders above them.
+Results of weights that are there already, on the same texts, are left out and named.
 OUT/per_token_loss.png (and .pdf) shows the smoothed L(i) on the left and perplexity by context length on the right,
 with the training length marked. OUT/slopes.md gives the change of the loss with every doubling of the context.
 OUT/comparison.md and OUT/differences.png (and .pdf) compare every model with the first on the same documents, which is
@@ -20,9 +21,10 @@ main_loss_64k_line.png (and .pdf), whatever the length.
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from forgetting_transformer import command_line
-from forgetting_transformer.analysis import position_loss
+from forgetting_transformer.analysis import outputs, position_loss
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_differences
 from forgetting_transformer.evaluation import official
 from forgetting_transformer.evaluation.models import EvaluationError
@@ -46,7 +48,11 @@ def main() -> None:
     stem = "per_token_loss" if args.out else "main_loss_64k_line"
     try:
         found = official.results_in(args.result_dir, "results.npz") if args.result_dir else []
-        results = position_loss.told_apart([position_loss.read_named(text) for text in [*args.results, *found]])
+        read = [position_loss.read_named(text) for text in [*args.results, *found]]
+        results, repeats = position_loss.without_repeats(read)
+        for reason in repeats:
+            print(f"left out: {reason}", file=sys.stderr)
+        results = position_loss.told_apart(results)
         named = position_loss.name_documents(results)
         if [one.name for one in named] != [one.name for one in results]:
             print(
@@ -59,23 +65,28 @@ def main() -> None:
         lengths = args.train_len or {result.name: result.summary.get("train_length") for result in results}
         compared = position_loss.compare(results)
         conditions = documents(results)
-        for suffix in ("png", "pdf"):
-            path = out / f"{stem}.{suffix}"
-            loss_against_position(curves, path, lengths, args.first, conditions)
-            print(path)
-            if compared:
-                path = out / f"differences.{suffix}"
-                loss_differences(compared, path, conditions, lengths)
-                print(path)
-        table = position_loss.slope_table(position_loss.unique_names(results)).markdown()
-        comparison = position_loss.comparison_table(compared)
+        tables = {"slopes.md": position_loss.slope_table(position_loss.unique_names(results))}
+        if compared:
+            tables["comparison.md"] = position_loss.comparison_table(compared)
+        with outputs.writing(out, "plot_per_token_loss.py", is_old_figure) as new:
+            for suffix in ("png", "pdf"):
+                loss_against_position(curves, new / f"{stem}.{suffix}", lengths, args.first, conditions)
+                if compared:
+                    loss_differences(compared, new / f"differences.{suffix}", conditions, lengths)
+            for name, table in tables.items():
+                (new / name).write_text(f"{table.markdown()}\n", encoding="utf-8")
+            pictures = sorted(path.name for path in new.iterdir() if path.suffix != ".md")
     except (EvaluationError, ValueError) as error:
         sys.exit(f"error: {error}")
-    (out / "slopes.md").write_text(f"{table}\n", encoding="utf-8")
-    print(f"{out / 'slopes.md'}\n\n{table}")
-    if comparison.rows:
-        (out / "comparison.md").write_text(f"{comparison.markdown()}\n", encoding="utf-8")
-        print(f"\n{out / 'comparison.md'}\n\n{comparison.markdown()}")
+    print("\n".join(str(out / name) for name in pictures))
+    for name, table in tables.items():
+        print(f"{out / name}\n\n{table.markdown()}\n")
+
+
+def is_old_figure(path: Path) -> bool:
+    """Whether the file lies beside a table of slopes of an earlier version."""
+    slopes = path.with_name("slopes.md")
+    return slopes.is_file() and slopes.read_bytes().startswith(b"| Model | at position i |")
 
 
 def documents(results: Sequence[position_loss.Result]) -> list[str]:

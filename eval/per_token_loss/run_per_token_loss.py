@@ -92,7 +92,7 @@ def main() -> None:
 
     import transformers
 
-    from forgetting_transformer.analysis import position_loss
+    from forgetting_transformer.analysis import AnalysisError, evaluations, position_loss
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation import per_token_loss
     from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
@@ -127,13 +127,14 @@ def main() -> None:
             table = position_loss.slope_table({model.name: results})
             if args.preset == "extrapolation":
                 table = position_loss.extrapolation_table({model.name: results})
-                (folder / "extrapolation.md").write_text(f"{table.markdown()}\n", encoding="utf-8")
+                with evaluations.writing(folder, "per_token_loss") as new:
+                    (new / "extrapolation.md").write_text(f"{table.markdown()}\n", encoding="utf-8")
             loss = (
                 f"{results[f'val/loss_avg_len_{data.length}']:.4f} nats per token ({results['eval_tokens']:,} tokens)"
             )
             print(f"loss over {results['eval_len']:,} positions: {loss}; {folder}/results.json\n\n{table.markdown()}")
         workers.close()
-    except (EvaluationError, DataError) as error:
+    except (AnalysisError, EvaluationError, DataError) as error:
         elastic.end_with(f"error: {error}")
 
 

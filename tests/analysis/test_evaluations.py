@@ -111,7 +111,7 @@ def test_ratings_that_came_later_are_read_too(old):
         ('{"format": 99}', "is of a later version"),
         ('{"format": 1, "numbers": [{"task": "x"}], "kind": "niah", "model": "m"}', "is damaged"),
         ('{"format": 1}', "is damaged"),
-        ("[]", "is damaged"),
+        ('{"format": []}', "is damaged"),
         ('{"form', "cannot be read"),
     ],
 )

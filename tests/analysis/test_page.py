@@ -220,3 +220,15 @@ def test_results_that_are_called_the_same_by_chance_are_no_seeds(tmp_path):
     assert {name: loss.shape for name, loss in position_loss.group_seeds(seeds).items()} == {"FoX": (2, 8)}
     once = position_loss.told_apart([position_loss.read_named(path) for path in [paths[0], paths[0]]])
     assert {result.name for result in once} == {"fox"}
+
+
+def test_the_same_weights_twice_are_one_result(tmp_path):
+    for folder, weights in (("a", "708e"), ("b", "708e"), ("c", "bc2d")):
+        (tmp_path / folder / "fox").mkdir(parents=True)
+        np.savez(tmp_path / folder / "fox/results.npz", **{"val/loss_per_token": np.full(8, 3.0)})
+        summary = {"model": "fox", "weights": weights, "eval_len": 8, "eval_tokens": 16}
+        (tmp_path / folder / "fox/results.json").write_text(json.dumps(summary))
+    left_out = write_report([], [tmp_path / folder for folder in "abc"], tmp_path / "page.html")
+    assert left_out == [f"{tmp_path}/b/fox has the results of {tmp_path}/a/fox again: same weights, same texts"]
+    seeds = [position_loss.read_named(f"FoX={tmp_path / folder}/fox") for folder in "abc"]
+    assert position_loss.group_seeds(position_loss.without_repeats(seeds)[0])["FoX"].shape == (2, 8)

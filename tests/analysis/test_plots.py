@@ -605,7 +605,7 @@ class TestScript:
     ) -> None:
         run_dir = make_run("young", validations=0)
         assert plot_run.main([str(run_dir)]) == 0
-        assert {path.name for path in (run_dir / "plots").iterdir()} == {"loss_tokens.png", "training.png"}
+        assert {path.name for path in (run_dir / "plots").glob("*.png")} == {"loss_tokens.png", "training.png"}
         assert "after the run's first validation" in capsys.readouterr().err
 
     def test_nothing_to_plot_and_broken_files(
@@ -644,6 +644,10 @@ def test_seeds_of_one_model_are_drawn_as_their_mean_and_a_shaded_range(tmp_path,
     bounds = shade.get_paths()[0].vertices[:, 1]
     assert (bounds.min(), bounds.max()) == (3.0, 5.0)
     assert np.allclose(left.lines[0].get_ydata(), 4.0) and np.allclose(left.lines[1].get_ydata(), 6.0)
+    plots.loss_against_position({"fox": seeds}, tmp_path / "alone.png")
+    for axes, inside in zip(drawn[1].axes, (seeds[:, 0], np.exp(seeds[:, 0])), strict=True):
+        low, high = axes.get_ylim()
+        assert low < inside.min() and inside.max() < high, "the whole range is seen, and where it ends"
     assert {text.get_text() for legend in drawn[0].legends for text in legend.get_texts()} == {
         "fox (2 seeds: mean and range)",
         "llama",

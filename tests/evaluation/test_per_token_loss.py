@@ -255,14 +255,15 @@ def test_the_extrapolation_preset_says_what_a_longer_context_is_worth(quickstart
 
 
 def test_plots_any_number_of_models_and_seeds(quickstart, model, tmp_path):
-    for name, seed in (("a", 0), ("b", 0), ("b", 1)):
-        folder = tmp_path / f"{name}{seed}"
-        per_token_loss.evaluate(model, heldout(quickstart), folder, ALONE, batch_size=8)
+    other = load_model(str(quickstart.run), step=4 * 4 * TRAIN_LENGTH)
+    for name, evaluated in (("a0", model), ("b0", model), ("b1", other), ("again", other)):
+        per_token_loss.evaluate(evaluated, heldout(quickstart), tmp_path / name, ALONE, batch_size=8)
     done = run_script(
         "eval/per_token_loss/plot_per_token_loss.py",
         f"A={tmp_path / 'a0'}",
         f"B={tmp_path / 'b0'}",
         f"B={tmp_path / 'b1'}",
+        f"B={tmp_path / 'again'}",
         "--out",
         tmp_path / "out",
     )
@@ -270,7 +271,8 @@ def test_plots_any_number_of_models_and_seeds(quickstart, model, tmp_path):
     assert (tmp_path / "out/per_token_loss.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "out/per_token_loss.pdf").is_file()
     table = (tmp_path / "out/slopes.md").read_text()
-    assert "| A | 128 |" in table and "| B (2) | 128 |" in table
+    assert "| A | 128 |" in table and "| B (2 of 2 seeds) | 128 |" in table
+    assert f"left out: {tmp_path}/again has the results of {tmp_path}/b1 again: same weights" in done.stderr
     done = run_script("eval/per_token_loss/plot_per_token_loss.py", tmp_path, "--out", tmp_path / "out")
     assert done.returncode == 1 and "expected one results.npz" in done.stderr
 

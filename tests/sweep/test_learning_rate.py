@@ -237,4 +237,7 @@ def test_the_figure_shows_every_rate_every_seed_and_what_diverged(monkeypatch, t
     # One search over head dimensions has one best; searches of several models have one each.
     assert rings(drawn[0]) == [(2e-3, 3.025)]
     plots.loss_against_learning_rate(curves, "held-out loss", tmp_path / "x.png", ring_each=True)
-    assert rings(drawn[1]) == [(2e-3, 3.025), (1e-3, 3.3)]
+    assert rings(drawn[1]) == [(2e-3, 3.025)], "the other search has not tried a rate below its lowest loss"
+    assert "dotted ring: lowest so far, at an end of the rates tried" in drawn[1].texts[-1].get_text().replace(
+        "\n", " "
+    )

@@ -6,7 +6,8 @@ Every evaluation writes to its folder
     table.md           the same for people
     figure.png         the same as a picture
 
-beside the files that it has always written (arrays, and the formats of the paper's repository). evaluation.json:
+beside the files that it has always written (arrays, and the formats of the paper's repository). A file of somebody else
+is not replaced (outputs.py). evaluation.json:
 
     {
       "format": 1,
@@ -28,6 +29,7 @@ scores.json (judge.json), heads.json.
 Training writes the other half of the schema, JSON lines of numbers by training tokens (runs.py).
 """
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,15 +39,21 @@ from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.analysis import AnalysisError
+from forgetting_transformer.analysis import AnalysisError, outputs
 from forgetting_transformer.analysis.longbench_sets import LONGBENCH
 from forgetting_transformer.analysis.statistics import Estimate, mean_and_error
 from forgetting_transformer.analysis.tables import Table
-from forgetting_transformer.files import write_atomically, write_json
+from forgetting_transformer.files import write_json
 
 FORMAT = 1
+#: What every evaluation writes.
+FILES = ("evaluation.json", "table.md", "figure.png")
 #: Texts that are kept of an evaluation, for a look.
 _TEXTS = 20
+
+
+class NoResultsError(AnalysisError):
+    """A file is called as results are, and is something else."""
 
 
 @dataclass(frozen=True)
@@ -83,28 +91,75 @@ class Evaluation:
         return next(found, None)
 
 
-def write_evaluation(evaluation: Evaluation, folder: Path, table: Table, draw: Callable[[Path], object]) -> None:
+def check_folder(folder: Path, kind: str, *more: str) -> None:
+    """Refuses a folder where `write_evaluation` would meet files of others. To be called before the evaluation.
+
+    Args:
+        kind: of the evaluation.
+        more: names of further files that it writes.
+
+    Raises:
+        AnalysisError: that, or the folder cannot be made.
+    """
+    outputs.check(folder, kind, [*FILES, *more], _is_of(kind))
+
+
+def write_evaluation(
+    evaluation: Evaluation,
+    folder: Path,
+    table: Table,
+    draw: Callable[[Path], object],
+    write_more: Callable[[Path], object] = lambda _: None,
+) -> None:
     """Writes evaluation.json, table.md and figure.png; each is whole or not there.
 
     Args:
         draw: draws the picture into the file it is given.
+        write_more: writes further files into the folder it is given.
+
+    Raises:
+        AnalysisError: the folder holds a file of one of these names that this kind of evaluation did not write.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     content = {"format": FORMAT, **asdict(evaluation), "texts": list(evaluation.texts)[:_TEXTS]}
     del content["folder"]
-    write_json(folder / "evaluation.json", content, durable=False)
-    write_atomically(folder / "table.md", f"{table.markdown(padded=True)}\n", durable=False)
-    draw(folder / "figure.png")
+    with writing(folder, evaluation.kind) as new:
+        write_json(new / "evaluation.json", content, durable=False)
+        (new / "table.md").write_text(f"{table.markdown(padded=True)}\n", encoding="utf-8")
+        draw(new / "figure.png")
+        write_more(new)
+
+
+def writing(folder: Path, kind: str) -> contextlib.AbstractContextManager[Path]:
+    """`outputs.writing` for an evaluation of this kind."""
+    return outputs.writing(folder, kind, _is_of(kind))
+
+
+def _is_of(kind: str) -> Callable[[Path], bool]:
+    """Whether a file is of an evaluation of this kind whose version kept no list of its files."""
+
+    def is_old(path: Path) -> bool:
+        try:
+            found = read_evaluation(path.parent)
+        except (AnalysisError, LookupError, TypeError, AttributeError):
+            return False
+        # The first versions had none of the files that all evaluations have now.
+        has_all = path.name not in FILES or (path.parent / "evaluation.json").is_file()
+        return found is not None and found.kind == kind and bool(found.numbers) and has_all
+
+    return is_old
 
 
 def read_evaluation(folder: Path) -> Evaluation | None:
     """What one folder holds, in the form of this version or of an earlier one; None if that is no evaluation.
 
     Raises:
+        NoResultsError: a file is called as results are, and is something else.
         AnalysisError: a file is damaged, or of a later version.
     """
     if (file := folder / "evaluation.json").is_file():
         content = read_json(file)
+        if not isinstance(content, dict) or "format" not in content:
+            raise NoResultsError(f"{file} is no file of this project's evaluations; move it out of the folder")
         try:
             version = content.pop("format")
             if version > FORMAT:
@@ -130,7 +185,7 @@ def read_evaluation(folder: Path) -> Evaluation | None:
             return _of_folder(from_longbench(content, texts=_first_answers(folder)), folder)
         if isinstance(content, dict) and content and all(isinstance(metrics, dict) for metrics in content.values()):
             return _of_folder(from_lm_eval(content), folder)
-        raise AnalysisError(f"{file} holds no results of lm_eval_harness or longbench")
+        raise NoResultsError(f"{file} holds no results of lm_eval_harness or longbench")
     return None
 
 
@@ -146,9 +201,7 @@ def read_evaluations(folders: Iterable[Path]) -> tuple[list[Evaluation], list[st
     for folder in sorted(files):
         try:
             evaluation = read_evaluation(folder)
-        except AnalysisError as error:
-            if "holds no results" not in str(error):
-                raise
+        except NoResultsError as error:
             left_out.append(str(error))
             continue
         if evaluation is not None:

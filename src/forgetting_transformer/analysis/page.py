@@ -37,16 +37,16 @@ _GATE_PICTURES = {
     "gates.png": "forget-gate matrices",
     "attention.png": "attention maps",
 }
-# A table wider than the page would scroll or be cut. So words break, and on a narrow screen every row is a block whose
-# cells say what they are.
+# A table wider than the page would scroll or be cut. So long words break, and on a narrow screen every row is a block
+# whose cells say what they are.
 _STYLE = """
 * { box-sizing: border-box; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
 h1, h2, p, summary { overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #ccc; }
 table { border-collapse: collapse; font-size: 0.9rem; max-width: 100%; margin: 0.8rem 0; }
-th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid #e4e4e4; text-align: left; vertical-align: top;
-  overflow-wrap: anywhere; }
+th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid #e4e4e4; text-align: left; vertical-align: top; }
+.long { overflow-wrap: anywhere; min-width: 8rem; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
 td.text { white-space: pre-wrap; font-family: ui-monospace, monospace; font-size: 0.85em; }
 tr.differs td { background: #fff3cd; }
@@ -66,6 +66,10 @@ _COLUMNS = 7
 _PICTURE_SCALE = 0.6
 #: Answers shown of one model and evaluation.
 _ANSWERS = 6
+#: Characters of a word that is not broken within; longer ones may be anywhere.
+_UNBROKEN = 16
+#: Perplexities above are shown by their power of ten.
+_HUGE = 1e6
 
 
 def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -> list[str]:
@@ -103,6 +107,8 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
         ]
     except (ValueError, OSError, yaml.YAMLError) as error:
         raise AnalysisError(str(error)) from error
+    if not any(content for _, content in sections):
+        raise AnalysisError("nothing to report: " + "; ".join(left_out))
     body = "\n".join(f"<h2>{html.escape(title)}</h2>\n{content}" for title, content in sections if content)
     title = "Report: " + (", ".join(names) or ", ".join(map(str, results)))
     page = (
@@ -142,6 +148,7 @@ def _overview(runs: Mapping[str, Path]) -> str:
         run = read_run(folder)
         config, starts, info = run.config, run.starts, run.info("model")
         train, heldout, speed = (run.last(kind) for kind in ("train", "val", "throughput"))
+        goodput = run.last("goodput")
         loss = heldout.get("val/loss")
         rows.append(
             [
@@ -152,15 +159,27 @@ def _overview(runs: Mapping[str, Path]) -> str:
                 _count(train.get("step")),
                 _number(train.get("train/loss")),
                 _number(loss),
-                _number(None if loss is None else math.exp(min(loss, 700.0)), 2),
+                _perplexity(loss),
                 _number(speed.get("throughput/token_count_per_second_total_cum"), 0),
                 _percent(speed.get("throughput/mfu_total_cum")),
+                _gigabytes(speed.get("throughput/peak_memory_bytes")),
+                _hours(goodput.get("goodput/hours")),
+                _percent(goodput.get("goodput/steps")),
                 (starts[-1].get("git", {}).get("commit") or "–")[:10] if starts else "–",
                 run.device or "–",
             ]
         )
-    head = ["Run", "Model", "Parameters", "without input embedding", "Tokens", "Training loss, last", "Held-out loss"]
-    head += ["Held-out perplexity", "Tokens/s", "MFU", "Commit", "Device"]
+    head = [
+        "Run",
+        "Model",
+        "Parameters",
+        "without input embedding",
+        "Tokens",
+        "Training loss, last logged",
+        "Held-out loss",
+    ]
+    head += ["Held-out perplexity", "Tokens/s", "MFU", "Peak memory", "Wall time", "of it in steps", "Commit"]
+    head.append("Device")
     return _table(head, rows)
 
 
@@ -213,13 +232,17 @@ def _evaluations(folders: Sequence[Path], left_out: list[str], names: Mapping[st
     """A section per kind of evaluation in the folders; `names` are the page's for models called otherwise."""
     found, unknown = read_evaluations(folders)
     left_out += unknown
+    for folder in folders:
+        inside = [one.folder for one in found if one.folder.is_relative_to(folder)]
+        if not inside and not any(str(folder) in reason for reason in unknown):
+            left_out.append(f"{folder} holds no results of evaluations")
     of_kind: dict[str, list[Evaluation]] = {}
     for one in found:
         named = dataclasses.replace(one, model=names.get(one.model, one.model))
         kind = f"{one.kind}, by length" if any("words" in number.at for number in one.numbers) else one.kind
         of_kind.setdefault(kind, []).append(named)
     sections = {
-        "Loss at every position, evaluated": _position_losses(of_kind.get("per_token_loss", []), names),
+        "Loss at every position, evaluated": _position_losses(of_kind.get("per_token_loss", []), names, left_out),
         "Needle in a haystack": "".join(map(_needle, of_kind.get("niah", []))),
         "Forget gates": "".join(map(_gates, of_kind.get("forget_gates", []))),
         "lm-evaluation-harness": _scores(of_kind.get("lm_eval_harness", []), lm_eval_table, "lm-evaluation-harness"),
@@ -229,11 +252,13 @@ def _evaluations(folders: Sequence[Path], left_out: list[str], names: Mapping[st
     return list(sections.items())
 
 
-def _position_losses(evaluations: Sequence[Evaluation], names: Mapping[str, str]) -> str:
+def _position_losses(evaluations: Sequence[Evaluation], names: Mapping[str, str], left_out: list[str]) -> str:
     if not evaluations:
         return ""
     losses = [position_loss.read_result(one.folder / "results.npz") for one in evaluations]
     losses = [dataclasses.replace(one, name=names.get(one.name, one.name)) for one in losses]
+    losses, repeats = position_loss.without_repeats(losses)
+    left_out += repeats
     losses = position_loss.told_apart(_one_length_a_name(losses))
     curves = position_loss.group_seeds(losses)
     lengths = {loss.name: loss.summary.get("train_length") for loss in losses}
@@ -391,12 +416,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], mark: bool = Fals
     """
     if len(head) > max(_COLUMNS, len(rows) + 1):
         head, *rows = zip(head, *rows, strict=True)
-    lines = ['<table><tr class="head">', *(f"<th>{_cell(text)}</th>" for text in head), "</tr>\n"]
+    kinds = ["text" if i in texts else _kind([row[i] for row in rows]) for i in range(len(head))]
+    lines = ['<table><tr class="head">', *(f"<th{_classes(text)}>{_cell(text)}</th>" for text in head), "</tr>\n"]
     for row in rows:
         lines.append('<tr class="differs">' if mark else "<tr>")
-        for number, (name, text) in enumerate(zip(head, row, strict=True)):
-            kind = ' class="text"' if number in texts else _kind(text)
-            lines.append(f'<td{kind} data-head="{html.escape(name)}">{_cell(text)}</td>')
+        for kind, name, text in zip(kinds, head, row, strict=True):
+            shown = html.escape(text) if kind == "text" else _cell(text)
+            lines.append(f'<td{_classes(text, kind)} data-head="{html.escape(name)}">{shown}</td>')
         lines.append("</tr>\n")
     return "".join([*lines, "</table>\n"])
 
@@ -407,16 +433,32 @@ def _html(table: tables.Table) -> str:
 
 def _cell(text: str) -> str:
     if text.startswith("**") and text.endswith("**"):
-        return f"<b>{html.escape(text[2:-2])}</b>"
+        return f"<b>{_breakable(text[2:-2])}</b>"
     if text.startswith("<u>") and text.endswith("</u>"):
-        return f"<u>{html.escape(text[3:-4])}</u>"
-    return html.escape(text)
+        return f"<u>{_breakable(text[3:-4])}</u>"
+    return _breakable(text)
 
 
-def _kind(text: str) -> str:
-    return (
-        ' class="number"' if re.fullmatch(r"(\*\*|<u>)?[-+−]?[\d,.]+ ?[%BKMT]?( ± [\d.]+)?(\*\*|</u>)?", text) else ""
-    )
+def _words(text: str) -> list[str]:
+    """The pieces between which a line may end: a name of a key or a path has no spaces."""
+    return re.findall(r".+?(?:[/_.,=:-](?=[^\d])|\Z)", text, re.DOTALL)
+
+
+def _breakable(text: str) -> str:
+    return "<wbr>".join(map(html.escape, _words(text)))
+
+
+def _classes(text: str, kind: str = "") -> str:
+    is_long = any(len(part) > _UNBROKEN for word in _words(text) for part in word.split())
+    found = [name for name in (kind, "long" if is_long else "") if name]
+    return f' class="{" ".join(found)}"' if found else ""
+
+
+def _kind(column: Sequence[str]) -> str:
+    """ "number" for a column of nothing else."""
+    pattern = r"(\*\*|<u>)?[-+−]?[\d,.]+(e[+-]\d+)?( ?[%BKMT]| GB| h)?( ± [\d.]+)?(\*\*|</u>)?"
+    given = [text for text in column if text not in ("", "–")]
+    return "number" if given and all(re.fullmatch(pattern, text) for text in given) else ""
 
 
 def _free_name(name: str, taken: Mapping[str, Any]) -> str:
@@ -433,6 +475,19 @@ def _count(value: float | None) -> str:
 
 def _number(value: float | None, digits: int = 4) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _perplexity(loss: float | None) -> str:
+    value = None if loss is None else math.exp(min(loss, 700.0))
+    return _number(value, 2) if value is None or value < _HUGE else f"{value:.1e}"
+
+
+def _gigabytes(size: float | None) -> str:
+    return "–" if size is None else f"{size / 1e9:.3g} GB"
+
+
+def _hours(hours: float | None) -> str:
+    return "–" if hours is None else f"{hours:,.3g} h" if hours >= 0.1 else f"{60 * hours:.2g} min"
 
 
 def _percent(value: float | None) -> str:

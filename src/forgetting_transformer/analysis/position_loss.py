@@ -7,6 +7,7 @@ Axes: N sequences, T positions, O octaves of positions.
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,23 @@ def told_apart(results: Sequence[Result]) -> list[Result]:
     return found
 
 
+def without_repeats(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
+    """The results without those of the same weights on the same texts as an earlier one, and a line about each of them.
+
+    They are no further seed: a mean over them would seem more certain than it is. Results that somebody gave different
+    names all stay.
+    """
+    kept: dict[tuple, Result] = {}
+    repeats = []
+    for number, result in enumerate(results):
+        same = tuple(result.summary.get(key) for key in ("weights", "data", "eval_tokens", "eval_len", "precision"))
+        shown = result.name if result.is_named else None
+        first = kept.setdefault((*same, shown) if same[0] else (number,), result)
+        if first is not result:
+            repeats.append(f"{result.folder} has the results of {first.folder} again: same weights, same texts")
+    return list(kept.values()), repeats
+
+
 def group_seeds(results: Sequence[Result]) -> dict[str, np.ndarray]:
     """Curves for a figure: `(T,)` for a name that occurs once, `(seeds, T)` for one that occurs again.
 
@@ -163,13 +181,14 @@ def name_documents(results: Sequence[Result]) -> list[Result]:
 
 
 def unique_names(results: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    """Summaries by name, numbered where a name occurs again."""
+    """Summaries by name, where results of one name say which seed of how many they are."""
+    several = Counter(result.name for result in results)
+    seen: Counter[str] = Counter()
     named: dict[str, dict[str, Any]] = {}
     for result in results:
-        number = 1
-        while (name := result.name if number == 1 else f"{result.name} ({number})") in named:
-            number += 1
-        named[name] = result.summary
+        seen[result.name] += 1
+        count = several[result.name]
+        named[f"{result.name} ({seen[result.name]} of {count} seeds)" if count > 1 else result.name] = result.summary
     return named
 
 

@@ -47,11 +47,11 @@ def models_table(study: Mapping[str, Any]) -> str:
 
 
 def search_table(study: Mapping[str, Any]) -> str:
-    """Loss of every model at every learning rate tried."""
+    """Loss of every model at every learning rate tried, the best bold; none of a search that is not finished is."""
     rates = sorted({rate for losses in study["search"].values() for rate in losses}, key=float)
     rows = []
     for name, losses in study["search"].items():
-        best = min((loss for loss in losses.values() if loss is not None), default=None)
+        best = None if is_unfinished(losses) else min(loss for loss in losses.values() if loss is not None)
         cells = [("diverged" if losses[r] is None else f"{losses[r]:.4f}") if r in losses else "" for r in rates]
         rows.append(
             [
@@ -140,6 +140,18 @@ def _settings(model: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def is_unfinished(losses: Mapping[str, float | None]) -> bool:
+    """Whether a search has not tried rates on both sides of its lowest loss yet, which may then not be the lowest.
+
+    Args:
+        losses: learning rate, as text -> loss, None for a run that diverged.
+    """
+    rates = sorted(losses, key=float)
+    tried = [math.inf if losses[rate] is None else losses[rate] for rate in rates]
+    lowest = min(tried, default=math.inf)
+    return not math.isfinite(lowest) or lowest in (tried[0], tried[-1])
+
+
 def _heldout(model: Mapping[str, Any]) -> list[str]:
     """Cells of the held-out loss and its perplexity."""
     mean = _mean(model)
@@ -175,7 +187,11 @@ def comparison_table(study: Mapping[str, Any]) -> str:
 
 def missing(study: Mapping[str, Any]) -> list[str]:
     """What a study does not have yet, a line each."""
-    lines = []
+    lines = [
+        f"search/{name}: not finished, as its lowest loss is at an end of the rates tried ({', '.join(losses)})"
+        for name, losses in study["search"].items()
+        if is_unfinished(losses)
+    ]
     for kind, models in (("", study["models"]), ("variant ", study["variants"])):
         seeds = {seed: None for model in models.values() for seed in model["seeds"]}
         for name, model in models.items():

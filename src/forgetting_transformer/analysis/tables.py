@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from forgetting_transformer.analysis import AnalysisError
+from forgetting_transformer.analysis import AnalysisError, outputs
 from forgetting_transformer.analysis.statistics import Estimate
 
 _LATEX_SPECIAL = {
@@ -201,17 +201,24 @@ def write_tables(rows: Rows, columns: Sequence[Column], folder: Path | None, tit
         title: of the figure.
 
     Raises:
-        AnalysisError: there is no number at all.
+        AnalysisError: there is no number at all, or the folder holds a file of one of these names that is not such a
+            table or was changed since.
     """
     if not has_numbers(rows, columns):
         raise AnalysisError(f"nothing to table: the results of {', '.join(rows)} hold no number")
     in_markdown, in_latex = markdown(rows, columns), latex(rows, columns)
     print(f"{in_markdown}\n{in_latex}", end="")
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "table.md").write_text(in_markdown, encoding="utf-8")
-        (folder / "table.tex").write_text(in_latex, encoding="utf-8")
-        draw_scores(rows, columns, folder / "scores.png", title)
+        with outputs.writing(folder, f"the table of {title}", _has_latex_table) as new:
+            (new / "table.md").write_text(in_markdown, encoding="utf-8")
+            (new / "table.tex").write_text(in_latex, encoding="utf-8")
+            draw_scores(rows, columns, new / "scores.png", title)
+
+
+def _has_latex_table(path: Path) -> bool:
+    """Whether the file lies beside a table of an earlier version."""
+    latex_file = path.with_name("table.tex")
+    return latex_file.is_file() and latex_file.read_bytes().startswith(rb"\begin{tabular}{l")
 
 
 def draw_scores(rows: Rows, columns: Sequence[Column], path: Path, title: str = "Scores") -> None:

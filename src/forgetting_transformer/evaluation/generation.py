@@ -69,6 +69,8 @@ def check_settings(
     """
     file = folder / "settings.json"
     settings = json.loads(json.dumps(settings))
+    if not file.exists() and (folder / "results.json").exists():
+        raise EvaluationError(f"{folder}/results.json is of something else, as no settings.json lies beside it: {cure}")
     # What a start left that failed before its first result stands in nobody's way.
     if file.is_file() and any(path.is_file() and path != file for path in folder.rglob("*")):
         stored = read_json(file)

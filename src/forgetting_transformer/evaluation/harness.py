@@ -239,6 +239,7 @@ def evaluate(
     file = folder / "results.json"
 
     def known_results() -> dict[str, Any]:
+        evaluations.check_folder(folder, "lm_eval_harness")
         check_settings(folder, settings)
         return read_json(file) if file.is_file() else {}
 

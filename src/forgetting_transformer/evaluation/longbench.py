@@ -33,7 +33,13 @@ import numpy as np
 from tqdm import tqdm
 
 from forgetting_transformer.analysis import tables
-from forgetting_transformer.analysis.evaluations import Evaluation, answer_text, from_longbench, write_evaluation
+from forgetting_transformer.analysis.evaluations import (
+    Evaluation,
+    answer_text,
+    check_folder,
+    from_longbench,
+    write_evaluation,
+)
 from forgetting_transformer.analysis.longbench_sets import LONGBENCH_OF_PAPER
 from forgetting_transformer.analysis.published import longbench_by_length, longbench_table
 from forgetting_transformer.analysis.statistics import mean_and_error
@@ -393,7 +399,12 @@ def evaluate(
     trained = model.train_length or 0  # not needed where max_length is given
     settings = {"max_length": max_length, "precision": resolve(precision, workers.device), "limit": limit}
     settings = {"weights": fingerprint(model.model), **settings, **({"even": True} if even else {})}
-    workers.on_first(lambda: check_settings(folder, settings))
+
+    def check() -> None:
+        check_folder(folder, "longbench")
+        check_settings(folder, settings)
+
+    workers.on_first(check)
     scores: dict[str, Any] = {}
     errors: dict[tuple[str, str | None], tuple[float | None, int]] = {}
     written = []

@@ -33,6 +33,8 @@ from forgetting_transformer.evaluation.per_token_loss import check_vocabulary, f
 from forgetting_transformer.evaluation.workers import Workers
 
 MODES = ("standard", "easy")
+#: Heat-maps that `write_results` draws, each called as its score.
+PICTURES = ("words.png", "exact.png")
 # How far back the needle may move from its depth to the end of a sentence, as a part of the text.
 _SENTENCE_REACH = 0.05
 
@@ -227,7 +229,12 @@ def evaluate(
         "precision": resolve(precision, workers.device),
         "haystack": haystack.digest,
     }
-    workers.on_first(lambda: check_settings(folder, settings))
+
+    def check() -> None:
+        evaluations.check_folder(folder, "niah", *PICTURES, "scores.json")
+        check_settings(folder, settings)
+
+    workers.on_first(check)
     mine = [cell for n, cell in enumerate(cells) if n // batch_size % workers.world_size == workers.rank]
     todo = [cell for cell in mine if not (folder / "predictions" / cell.file_name).is_file()]
     bar = tqdm(total=len(todo), desc=f"{model.name}, {mode}", unit="prompt", disable=not workers.shows_progress)
@@ -282,9 +289,17 @@ def write_results(folder: Path, scores: dict[str, Any]) -> tuple[float, float]:
     Returns:
         The mean share of the answer's words, and of answers word for word, 0 to 1.
     """
-    write_json(folder / "scores.json", scores)
     evaluation = evaluations.from_needle(scores)
-    words, exact = (needles.draw(evaluation, score, folder / f"{score}.png") for score in ("words", "exact"))
     table = evaluations.number_table(evaluation)
-    evaluations.write_evaluation(evaluation, folder, table, lambda path: needles.draw(evaluation, "words", path))
+    means: list[float] = []
+
+    def write_more(new: Path) -> None:
+        write_json(new / "scores.json", scores)
+        means.extend(needles.draw(evaluation, Path(name).stem, new / name) for name in PICTURES)
+
+    def draw(path: Path) -> None:
+        needles.draw(evaluation, "words", path)
+
+    evaluations.write_evaluation(evaluation, folder, table, draw, write_more)
+    words, exact = means
     return words, exact

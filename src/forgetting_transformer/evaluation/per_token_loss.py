@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from forgetting_transformer.analysis.evaluations import from_position_loss, write_evaluation
+from forgetting_transformer.analysis.evaluations import check_folder, from_position_loss, write_evaluation
 from forgetting_transformer.analysis.plots.losses import loss_against_position
 from forgetting_transformer.analysis.position_loss import octave_edges, slope_table, slopes
 from forgetting_transformer.data.corpus import shifted
@@ -198,8 +198,10 @@ def evaluate(
     Raises:
         EvaluationError: the folder holds the state of another evaluation, the corpus was made with another tokenizer,
             or a loss is not finite.
+        AnalysisError: the folder holds files of others that this evaluation would replace.
     """
     check_vocabulary(model, data)
+    workers.on_first(lambda: check_folder(folder, "per_token_loss", "results.json", "results.npz"))
     identity = {
         "weights": fingerprint(model.model),
         "data": data.array.fingerprint,
@@ -383,11 +385,13 @@ def _write_state(file: Path, sums: Sums, identity: dict[str, Any]) -> None:
 
 
 def _write_results(folder: Path, results: dict[str, Any], sums: Sums) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
     arrays = {"val/loss_per_token": sums.loss_T / sums.sequences, "val/loss_per_octave": sums.octaves_NO}
-    _savez(folder / "results.npz", **numbers, **arrays)
-    write_json(folder / "results.json", results)
+
+    def write_more(new: Path) -> None:
+        _savez(new / "results.npz", **numbers, **arrays)
+        write_json(new / "results.json", results)
+
     table = slope_table({results["model"]: results})
     curve = {results["model"]: arrays["val/loss_per_token"]}
     write_evaluation(
@@ -395,6 +399,7 @@ def _write_results(folder: Path, results: dict[str, Any], sums: Sums) -> None:
         folder,
         table,
         lambda path: loss_against_position(curve, path, results["train_length"]),
+        write_more,
     )
 
 

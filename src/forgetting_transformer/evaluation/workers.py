@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.evaluation.models import EvaluationError, pick_device
 
 T = TypeVar("T")
@@ -60,13 +61,14 @@ class Workers:
         """What the first process finds, on every process.
 
         Raises:
-            EvaluationError: the first process did, and now every process does: none is left to wait for it.
+            EvaluationError: the first process did, or raised an AnalysisError. Then every process does, so that none
+                waits for it.
         """
         outcome: tuple[Any, str | None] = (None, None)
         if self.is_first:
             try:
                 outcome = (work(), None)
-            except EvaluationError as error:
+            except (EvaluationError, AnalysisError) as error:
                 outcome = (None, str(error))
         found, refusal = self.broadcast(outcome)
         if refusal is not None:

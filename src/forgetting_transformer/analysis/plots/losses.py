@@ -222,6 +222,7 @@ def loss_against_position(
     with picture(path, title, (7.6, 3.4), columns=2) as drawn:
         left, right = drawn.axes[0]
         means: dict[Axes, list[Curve]] = {left: [], right: []}
+        spans: dict[Axes, list[np.ndarray]] = {left: [], right: []}  # what the loss axes show: curves and their shades
         for (name, losses), style in zip(curves.items(), curve_styles(names), strict=True):
             several = losses.ndim == 2
             losses = np.atleast_2d(losses)
@@ -235,6 +236,7 @@ def loss_against_position(
                         position, values.min(axis=0), values.max(axis=0), color=style.colour, alpha=0.2, lw=0
                     )
                 means[axes].append((name, style, position, values.mean(axis=0)))
+                spans[axes] += [values.min(axis=0), values.max(axis=0)] if len(values) > 1 else [values[0]]
             if several:
                 drawn.handles.append(line_handle(style, f"{name} ({len(losses)} seeds: mean and range)"))
             elif len(names) > 1:  # a single one is named in the title
@@ -246,8 +248,8 @@ def loss_against_position(
             _set_position_axis(axes, first, longest)
             marks = _mark_training(axes, train_length, names)
         drawn.handles += marks
-        set_limits(left, *_position_limits([y for *_, y in means[left]]), means[left])
-        low, high = _position_limits([np.log(y) for *_, y in means[right]])
+        set_limits(left, *_position_limits(spans[left]), means[left])
+        low, high = _position_limits([np.log(y) for y in spans[right]])
         set_limits(right, math.exp(low), math.exp(high), means[right])
         log_axis(right)
         drawn.notes += [*conditions, f"loss: mean over $i$ ± {_POSITION_SMOOTHING:.0%}".replace("$", "")]

@@ -39,6 +39,8 @@ def loss_against_learning_rate(
     """Draws a search: the mean loss at each learning rate as a line with its standard error over seeds, each seed as a
     dot, the best ringed, and runs without a loss (diverged or ended early) as crosses on the upper edge.
 
+    The ring is dashed where the lowest loss is at an end of the rates tried, beyond which it may fall further.
+
     Args:
         curves: name -> learning rate -> the loss of each seed in nats per token, infinite where there is none. The
             name "" is not shown.
@@ -53,7 +55,7 @@ def loss_against_learning_rate(
     every = [losses for curve in curves.values() for losses in curve.values()]
     finite = [loss for losses in every for loss in losses if np.isfinite(loss)]
     best = [
-        (*min((loss, rate) for rate, loss in curve.items()), style.colour if ring_each else "#000000")
+        (*min((loss, rate) for rate, loss in curve.items()), style.colour if ring_each else "#000000", [*curve])
         for style, curve in zip(found, means.values(), strict=True)
     ]
     best = [point for point in (best if ring_each else [min(best)]) if np.isfinite(point[0])]
@@ -75,8 +77,12 @@ def loss_against_learning_rate(
                     axes.plot([rate], [0.97], "x", color=style.colour, transform=axes.get_xaxis_transform(), zorder=3)
             if name:
                 drawn.handles.append(line_handle(style, name, with_marker=True))
-        for loss, rate, colour in best:
-            axes.plot([rate], [loss], "o", mfc="none", mec=colour, markersize=12, zorder=4)
+        at_end = [rate in (tried[0], tried[-1]) for _, rate, _, tried in best]
+        for (loss, rate, colour, _), is_open in zip(best, at_end, strict=True):
+            if is_open:
+                axes.scatter([rate], [loss], s=144, facecolors="none", edgecolors=colour, linestyles=":", zorder=4)
+            else:
+                axes.plot([rate], [loss], "o", mfc="none", mec=colour, markersize=12, zorder=4)
         rates = sorted({rate for curve in means.values() for rate in curve})
         axes.set_xscale("log")
         axes.set_xlim(rates[0] / 1.4, rates[-1] * 1.4)
@@ -88,8 +94,10 @@ def loss_against_learning_rate(
             axes.set_ylim(min(finite) - margin, max(finite) + 2 * margin)
         axes.set(xlabel="peak learning rate", ylabel=f"{loss_name}\n(nats per token)")
         seeds = max(map(len, every))
-        if best:
+        if not all(at_end):
             drawn.handles.append(marker_handle("o", "best of each" if ring_each else "best", mfc="none", markersize=10))
+        if any(at_end):
+            drawn.notes.append("dotted ring: lowest so far, at an end of the rates tried; the search is not finished")
         if seeds > 1:
             drawn.handles.append(marker_handle(".", "one seed", alpha=0.6))
         if any(not np.isfinite(losses).all() for losses in every):

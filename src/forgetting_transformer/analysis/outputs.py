@@ -1,0 +1,100 @@
+"""Files that commands write into a folder which may hold files of others.
+
+A command replaces what it wrote before and nothing else. `.written.json` in the folder says which command wrote which
+file, with a hash of it. A file that is not in that list, or was changed since, is somebody's work: it is left as it is,
+and the command ends with one line.
+"""
+
+import contextlib
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from forgetting_transformer.analysis import AnalysisError
+from forgetting_transformer.files import write_atomically, write_json
+
+LIST = ".written.json"
+
+
+def check(folder: Path, command: str, names: Iterable[str], is_old: Callable[[Path], bool] = lambda _: False) -> None:
+    """Makes the folder; refuses it if one of the files that the command will write there is not the command's.
+
+    To be called before long work, whose results would have no place.
+
+    Args:
+        command: who writes, in a word or two; the same at every start.
+        names: of the files.
+        is_old: whether a file that is not in the list was written by a version that kept no list.
+
+    Raises:
+        AnalysisError: that, or the folder cannot be made.
+    """
+    with _one_line(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        written = _read_list(folder)
+        for path in (folder / name for name in names):
+            if path.exists() and not _is_own(path, command, written, is_old):
+                raise AnalysisError(
+                    f"{path} is not as {command} has written it: move it away, or choose another folder for the results"
+                )
+
+
+@contextlib.contextmanager
+def writing(folder: Path, command: str, is_old: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
+    """A folder to write into; at the end of the block its files replace those in `folder`, all of them or none.
+
+    Args:
+        command, is_old: as for `check`.
+
+    Raises:
+        AnalysisError: a file that would be replaced is not the command's, or the folder cannot be written to.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(temporary)
+        new = {path.name: path.read_bytes() for path in sorted(Path(temporary).iterdir())}
+    check(folder, command, new, is_old)
+    with _one_line(folder):
+        written = _read_list(folder)
+        for name, content in new.items():
+            # In the list before it is there: a process that is killed in between still knows what it has left.
+            now = [_digest(folder / name)] if (folder / name).exists() else []
+            written[name] = {"command": command, "sha256": list(dict.fromkeys([*now, _hash(content)]))}
+        write_json(folder / LIST, written, durable=False)
+        for name, content in new.items():
+            write_atomically(folder / name, content, durable=False)
+
+
+@contextlib.contextmanager
+def _one_line(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise AnalysisError(f"cannot write to {folder} ({error.strerror or error}); name another folder") from error
+
+
+def _is_own(path: Path, command: str, written: dict, is_old: Callable[[Path], bool]) -> bool:
+    entry = written.get(path.name)
+    if entry is None:
+        return path.is_file() and is_old(path)
+    return entry["command"] == command and path.is_file() and _digest(path) in entry["sha256"]
+
+
+def _read_list(folder: Path) -> dict[str, dict]:
+    """File name -> the command that wrote it, and hashes: of what it wrote last, and of what that replaced."""
+    try:
+        content = json.loads((folder / LIST).read_text(encoding="utf-8"))
+        return {str(name): {"command": one["command"], "sha256": list(one["sha256"])} for name, one in content.items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise AnalysisError(f"{folder / LIST} is damaged; delete it, and move away the files to be kept") from error
+
+
+def _digest(path: Path) -> str:
+    return _hash(path.read_bytes())
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
