@@ -139,6 +139,7 @@ def test_the_page_needs_nothing_from_outside_and_texts_stay_texts(runs, tmp_path
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "results").mkdir()
+    (tmp_path / "results/results.json").write_text('{"piqa": {"acc,none": 0.625}}')
     (tmp_path / "file").touch()
     for out in (tmp_path, tmp_path / "file/page.html", Path("/proc/no_such_folder/page.html")):
         with pytest.raises(AnalysisError, match=f"cannot write --out={out} .*; name another file") as caught:
@@ -150,8 +151,16 @@ def test_a_file_of_another_program_is_left_out_and_named(tmp_path):
     for name, content in (("list", "[1, 2]"), ("other", '{"accuracy": 0.5}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(content)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/evaluation.json").write_text('{"my": 1}')
+    (tmp_path / "empty").mkdir()
     done = run_script(SCRIPT, "--results", tmp_path, "--out", tmp_path / "page.html")
+    assert done.returncode == 1 and "error: nothing to report: " in done.stderr
+    results(tmp_path / "ours")
+    done = run_script(SCRIPT, "--results", tmp_path, tmp_path / "empty", "--out", tmp_path / "page.html")
     assert done.returncode == 0 and done.stderr.count("holds no results of lm_eval_harness or longbench") == 2
+    assert f"{tmp_path}/mine/evaluation.json is no file of this project's evaluations" in done.stderr
+    assert f"{tmp_path}/empty holds no results of evaluations" in done.stderr
 
 
 def test_differences_between_configurations_are_marked(runs, tmp_path):

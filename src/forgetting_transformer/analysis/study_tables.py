@@ -147,7 +147,7 @@ def is_unfinished(losses: Mapping[str, float | None]) -> bool:
         losses: learning rate, as text -> loss, None for a run that diverged.
     """
     rates = sorted(losses, key=float)
-    tried = [math.inf if losses[rate] is None else losses[rate] for rate in rates]
+    tried = [math.inf if (loss := losses[rate]) is None else loss for rate in rates]
     lowest = min(tried, default=math.inf)
     return not math.isfinite(lowest) or lowest in (tried[0], tried[-1])
 
