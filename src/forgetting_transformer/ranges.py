@@ -103,7 +103,9 @@ def expected(hint: Any, allowed: Range | None) -> str:
         return allowed.describe(whole) if allowed else f"a {'whole ' * whole}number"
     if bool in kinds:
         return "true or false"
-    return "a list, such as [0.9, 0.95]" if typing.get_origin(hint) is list else "text"
+    if typing.get_origin(hint) is list:
+        return f"a list, such as {'[a, b]' if typing.get_args(hint) == (str,) else '[0.9, 0.95]'}"
+    return "text"
 
 
 def _kinds(hint: Any) -> set[type]:

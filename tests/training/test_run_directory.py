@@ -26,7 +26,8 @@ def place(root: Path, *names: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["output_dir", "data_dir", "fork_dir", "wandb.log_dir", "datamodule.cache_dir", "datamodule.dataset"]
+    "key",
+    ["output_dir", "data_dir", "fork_dir", "init_from", "wandb.log_dir", "datamodule.cache_dir", "datamodule.dataset"],
 )
 @pytest.mark.parametrize("value", ["", " "])
 def test_an_empty_path_is_refused_by_name(tiny, key, value):

@@ -238,6 +238,13 @@ class Config:
     #: Start a new run from the checkpoint of another run's output_dir at fork_step tokens.
     fork_dir: str | None = None
     fork_step: int | None = within(TOKENS, None)
+    #: Begin a new run, at step 0, with the weights of an exported model (folder or hub id), or of the run in this
+    #: output_dir: of its newest checkpoint, or of that at init_step tokens. A run that continues does not read it.
+    init_from: str | None = None
+    init_step: int | None = within(TOKENS, None)
+    #: Tensors that need not match init_from: names, or patterns as in ["*.fgate_proj.*"]. Those of the model keep their
+    #: fresh initial weights, others are left out.
+    init_allow: list[str] = field(default_factory=list)
     #: Tokens between lines of training loss, throughput and norms.
     log_interval: int = within(TOKENS)
     #: Tokens between reports of the training loss at every position, averaged over the tokens in between.
@@ -286,3 +293,11 @@ def check(config: Config, world_size: int) -> None:
         )
     if config.fork_dir and not config.resume:
         raise ConfigError("fork_dir starts from a checkpoint, resume=false starts from nothing: choose one")
+    if config.fork_dir and config.init_from:
+        raise ConfigError(
+            f"fork_dir={config.fork_dir} and init_from={config.init_from} both say what to begin with: choose fork_dir "
+            "to take moments, counters and position in the data along, or init_from for the weights alone"
+        )
+    for key in ("init_step", "init_allow"):
+        if getattr(config, key) and not config.init_from:
+            raise ConfigError(f"{key}={getattr(config, key)} has no effect without init_from; give both or neither")

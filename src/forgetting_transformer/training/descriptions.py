@@ -74,7 +74,7 @@ def open_metrics(trainer: "TrainerInterface") -> MetricsLog:
     config, step = trainer.config, trainer.counters.token_count
     data, world_size = config.datamodule, trainer.fabric.world_size
     info = model_info(trainer.model.module, trainer.flops_per_token)
-    start = {"step": step, "world_size": world_size, **trainer.environment}
+    start = {"step": step, "origin": trainer.origin, "world_size": world_size, **trainer.environment}
     write_descriptions(trainer.directory, config, trainer.model.module, trainer.undecayed, info, start)
     setup.copy_tokenizer(trainer.data.folder, trainer.directory)
     metrics = MetricsLog(trainer.directory, step, trainer.kinds)

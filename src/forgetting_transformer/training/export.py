@@ -62,11 +62,7 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
             of somebody else, or cannot be written, or the tokenizer cannot be used. Also where the run has no tokenizer
             and none is named; then the model is written all the same.
     """
-    if said := belongs_to(save_folder):
-        raise ExportError(
-            f"--hf_save_dir={save_folder} {said}, so an exported model must not go there: what reads that folder "
-            "later would take one for the other; choose another --hf_save_dir"
-        )
+    check_place(save_folder)
     directory = RunDirectory(run_folder)
     found: tuple[Checkpoint, dict[str, Any], PreTrainedModel] | None
     if official_checkpoint.is_official(directory):
@@ -78,7 +74,37 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
         raise CheckpointError(
             f"{wanted} in {directory.checkpoints}; it holds {steps_in(directory.checkpoints) or 'nothing'}"
         )
-    checkpoint, state, model = found
+    return write(directory, *found, save_folder, tokenizer, f"checkpoint {found[0].path.name} of {run_folder}")
+
+
+def check_place(save_folder: Path) -> None:
+    """
+    Raises:
+        ExportError: the folder is a run's or a corpus's.
+    """
+    if said := belongs_to(save_folder):
+        raise ExportError(
+            f"--hf_save_dir={save_folder} {said}, so an exported model must not go there: what reads that folder "
+            "later would take one for the other; choose another --hf_save_dir"
+        )
+
+
+def write(
+    directory: RunDirectory,
+    checkpoint: Checkpoint,
+    state: dict[str, Any],
+    model: PreTrainedModel,
+    save_folder: Path,
+    tokenizer: str | None,
+    what: str,
+    about: dict[str, Any] | None = None,
+) -> str:
+    """Writes `save_folder` for `export`, which has the errors, and returns its line.
+
+    Args:
+        state: trainer.json of the checkpoint. model: on the CPU.
+        what: the model, for people. about: what the folder records of it, besides the checkpoint.
+    """
     model.generation_config = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
         eos_token_id=model.config.eos_token_id,  # without it generation runs to its length limit
@@ -88,7 +114,9 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
         # No effect on the model; lm_eval and others read it as the context length of training.
         model.config.max_position_embeddings = state["config"]["datamodule"]["train_batch_len"]
     found_tokenizer, why_none = _find_tokenizer(directory, state, tokenizer)
-    origin = {"checkpoint": checkpoint.step, "tag": state["config"].get("tag")}
+    origin: dict[str, Any] = {"checkpoint": checkpoint.step, "tag": state["config"].get("tag"), **(about or {})}
+    if state.get("weights_from"):
+        origin["weights_from"] = state["weights_from"]
     if needed := plugins.MODELS.plugin_of(state["config"]["model"]["name"]):
         origin["plugins"] = [needed]
     try:
@@ -122,7 +150,7 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
     if before and any(before.get(key) != value for key, value in origin.items()):
         replaced = f", in place of the one at {before.get('checkpoint'):,} tokens of {before.get('tag')}"
     needs = f"; loading it needs `import {needed}`, or --plugins {needed}" if needed else ""
-    return f"checkpoint {checkpoint.path.name} of {run_folder} is now {save_folder}{replaced}{needs}"
+    return f"{what} is now {save_folder}{replaced}{needs}"
 
 
 def load_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
@@ -229,12 +257,17 @@ def _holds_our_model(folder: Path) -> bool:
 
 def build_from_checkpoint(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:
     """The model of a checkpoint on the CPU, in fp32 and evaluation mode."""
+    model = build_model(checkpoint, state)
+    load_weights(checkpoint, model)
+    return model.eval()
+
+
+def build_model(checkpoint: Checkpoint, state: dict[str, Any]) -> PreTrainedModel:
+    """The model of a checkpoint without its weights."""
     if said := plugins.missing(state["config"].get("plugins"), f"{checkpoint.path}: this run"):
         raise CheckpointError(said)
     architecture = registry.get(state["config"]["model"]["name"])
-    model = architecture.lm_class(architecture.config_class.from_dict(state["model_config"]))
-    load_weights(checkpoint, model)
-    return model.eval()
+    return architecture.lm_class(architecture.config_class.from_dict(state["model_config"]))
 
 
 def tokenizer_of_run(directory: RunDirectory, state: dict[str, Any], source: str | None = None) -> Any:

@@ -62,6 +62,7 @@ class PartsInterface(Protocol):
     undecayed: set[str]
     environment: dict[str, Any]
     origin: str
+    weights_from: dict[str, Any] | None
 
     @property
     def compiled(self) -> bool:

@@ -266,7 +266,11 @@ def _unresolved(configuration: dict[str, Any], key: str, error: Exception) -> st
 
 
 #: Keys that name a folder.
-PATHS = ("output_dir", "data_dir", "fork_dir", "wandb.log_dir", "datamodule.cache_dir", "datamodule.dataset")
+PATHS = (
+    "output_dir", "data_dir", "fork_dir", "init_from", "wandb.log_dir", "datamodule.cache_dir", "datamodule.dataset",
+)  # fmt: skip
+#: Those of them that need none.
+_OPTIONAL_PATHS = ("fork_dir", "init_from", "wandb.log_dir", "datamodule.cache_dir")
 
 
 def check_paths(config: Config) -> None:
@@ -277,7 +281,7 @@ def check_paths(config: Config) -> None:
     """
     for key, value in flatten(dataclasses.asdict(config)).items():
         if key in PATHS and value is not None and not str(value).strip():
-            fix = "null for the default" if key in ("fork_dir", "wandb.log_dir", "datamodule.cache_dir") else "a folder"
+            fix = "null for the default" if key in _OPTIONAL_PATHS else "a folder"
             fix = "the name of the corpus's folder, or . for data_dir itself" if key == "datamodule.dataset" else fix
             raise ConfigError(f"{key}={value!r} is empty (a variable that is not set?); give {fix}")
 

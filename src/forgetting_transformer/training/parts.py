@@ -1,6 +1,7 @@
 """The parts of a run and the order in which they are made. trainer.py trains with them."""
 
 import contextlib
+import dataclasses
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,6 +21,7 @@ from forgetting_transformer.training.config import Config, ConfigError, check
 from forgetting_transformer.training.continuing import recorded
 from forgetting_transformer.training.corruption import Comparison
 from forgetting_transformer.training.counters import Counters
+from forgetting_transformer.training.initial_weights import InitialWeights, initial_weights
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.peers import Peers
@@ -105,11 +107,15 @@ class Parts:
             outline = setup.outline(config, self.data_info)
             if self.data.packed:
                 setup.check_packs(outline, config)
-            building = thread.submit(setup.build_model, config, self.data_info, initialise=checkpoint is None)
+            weights = self._initial_weights(outline) if config.init_from and checkpoint is None else None
+            draws = checkpoint is None and (weights is None or bool(weights.fresh))
+            building = thread.submit(setup.build_model, config, self.data_info, initialise=draws)
             #: op: what runs it, tested here and now.
             self.backends = self._choose_backends(outline)
             self.started("self-test")
             model: Any = building.result()
+        if weights is not None:
+            weights.fill(model)
         lengths = self.data.train_lengths().items()
         self.flops_per_token = sum(share * model.config.flops_per_token(length) for length, share in lengths)
         self.started("model")
@@ -126,7 +132,11 @@ class Parts:
             setup.start_logging(self.directory, self.fabric.global_rank)
 
         #: Where the weights come from, for people.
-        self.origin = "a new run"
+        self.origin = "a new run" if weights is None else str(weights)
+        #: The same for files: what `init_from` was when the run began; None if nothing.
+        self.weights_from: dict[str, Any] | None = None if weights is None else weights.record
+        for note in weights.notes if weights is not None else ():
+            log.warning("%s", note)
         #: The code and machine that this process runs, asked once: the code on disk may change while it runs.
         self.environment = describe(self.fabric.device)
         self.resolved: dict[str, Any] = recorded(config)
@@ -168,6 +178,14 @@ class Parts:
     def _comparison(self) -> Comparison | None:
         same = self.fabric.world_size > 1 and isinstance(self.fabric.strategy, DDPStrategy)
         return Comparison(self.fabric.world_size) if same and self.config.strategy.compare_steps else None
+
+    def _initial_weights(self, model: nn.Module) -> InitialWeights:
+        """What `init_from` has for the model; its tensors are on rank 0 only, which alone needs the folder."""
+        found = setup.on_rank_zero(
+            self.fabric, lambda: initial_weights(self.config, model, self.data_info, self.data.folder)
+        )
+        shared: Any = self.fabric.broadcast(None if found is None else dataclasses.replace(found, tensors={}, notes=[]))
+        return found if found is not None else shared
 
     def _choose_backends(self, model: nn.Module) -> dict[str, Backend]:
         config = self.config

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from forgetting_transformer.training import setup
+from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.metrics import duration
 from forgetting_transformer.training.run_directory import RunDirectory
@@ -56,6 +57,8 @@ def preflight(config: Config) -> dict[str, float]:
             vocab_size=recorded.size if data.vocab_size is None else data.vocab_size,
             bos_token_id=recorded.bos_token_id if data.bos_token_id is None else data.bos_token_id,
         )
+    # A run that continues does not read what it began with, which may be gone.
+    continues = config.resume and bool(steps_in(directory.checkpoints))
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         # Under a launcher every rank has another folder; only rank 0 writes into its folder.
         trial = dataclasses.replace(
@@ -64,6 +67,9 @@ def preflight(config: Config) -> dict[str, float]:
             resume=True,
             fork_dir=None,
             fork_step=None,
+            init_from=None if continues else config.init_from,
+            init_step=None if continues else config.init_step,
+            init_allow=[] if continues else config.init_allow,
             datamodule=data,
             train=dataclasses.replace(config.train, profile_steps=None),
             wandb=dataclasses.replace(config.wandb, mode="disabled"),

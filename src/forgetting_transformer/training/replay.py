@@ -21,6 +21,7 @@ from forgetting_transformer.data.corpus import Place, model_inputs
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, load_weights, read_newest, steps_in
 from forgetting_transformer.training.config import ConfigError
+from forgetting_transformer.training.initial_weights import initial_weights
 from forgetting_transformer.training.parsing import parse
 from forgetting_transformer.training.run_directory import RunDirectory
 
@@ -80,6 +81,8 @@ def replay(
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = setup.build_model(config, data.train_info())
     checkpoint = _load_before(directory.checkpoints, step - tokens, model)
+    if checkpoint is None and config.init_from:
+        initial_weights(config, model, data.train_info(), data.folder).fill(model)
     model = model.to(chosen).train()
     batch = step // tokens - 1
     where = data.locate(batch)

@@ -63,6 +63,7 @@ def load_checkpoint(parts: "PartsInterface", checkpoint: Checkpoint, forked: boo
     how = "forked from" if forked else "continuing from"
     log.info("%s %s", how, checkpoint.path)
     parts.origin = f"{how} {checkpoint.path} ({checkpoint.step:,} tokens)"
+    parts.weights_from = state.get("weights_from")
     parts.checkpointer.load(checkpoint, parts.model.module, parts.optimizer.optimizer)
     for field in dataclasses.fields(parts.counters):
         setattr(parts.counters, field.name, state[field.name])

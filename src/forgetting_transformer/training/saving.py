@@ -67,6 +67,7 @@ class Saver:
             "environment": trainer.environment,
             "execution": trainer.execution.as_json(),
             "kinds": sorted(trainer.kinds),
+            "weights_from": trainer.weights_from,
         }
         self.checkpointer.save(
             tokens,

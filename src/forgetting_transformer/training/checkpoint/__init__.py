@@ -29,7 +29,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -642,6 +642,21 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     _check_digests(checkpoint, [differing(_digests(checkpoint), tensors)])
 
 
+def read_weights(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Weights of a checkpoint on the CPU, on one process, by the model's names; all of them without `names`.
+
+    Raises:
+        CheckpointError: they are not there, cannot be read, or are not what was saved.
+    """
+    part, stored = "model.", _stored(checkpoint)
+    wanted = [name for name in stored if name.startswith(part)] if names is None else [f"{part}{n}" for n in names]
+    if lacking := sorted({*wanted} - stored):
+        raise CheckpointError(f"{checkpoint.path} belongs to another model: it has no {lacking[0].removeprefix(part)}")
+    tensors = load_tensors(checkpoint, wanted)
+    _check_digests(checkpoint, [differing(_digests(checkpoint), tensors)])
+    return _part(part, tensors)
+
+
 def load_tensors(checkpoint: Checkpoint, names: list[str] | None = None) -> dict[str, Tensor]:
     """Tensors of a checkpoint on the CPU, on one process; all of them without `names`.
 
@@ -753,10 +768,7 @@ def _check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> set[str]
     Raises:
         CheckpointError: those of the model are not the names of this one.
     """
-    try:
-        stored = TensorReader(checkpoint.path / "state").tensors()
-    except (UnsafeCheckpointError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{checkpoint.path} was not loaded: {error}") from error
+    stored = _stored(checkpoint)
     wanted = {name for name in tensors if name.startswith("model.")}
     present = {name for name in stored if name.startswith("model.")}
     if wanted != present:
@@ -764,7 +776,19 @@ def _check_names(checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> set[str]
             f"{checkpoint.path} belongs to another model: missing {sorted(wanted - present)[:3]}, "
             f"unexpected {sorted(present - wanted)[:3]}"
         )
-    return set(stored)
+    return stored
+
+
+def _stored(checkpoint: Checkpoint) -> set[str]:
+    """The names of all tensors in the checkpoint.
+
+    Raises:
+        CheckpointError: its list of them cannot be read.
+    """
+    try:
+        return set(TensorReader(checkpoint.path / "state").tensors())
+    except (UnsafeCheckpointError, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{checkpoint.path} was not loaded: {error}") from error
 
 
 def _digests(checkpoint: Checkpoint) -> dict[str, str]:

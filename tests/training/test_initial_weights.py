@@ -1,0 +1,305 @@
+"""init_from: a new run begins with the weights of an export, of a model of the hub, or of another run."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import forgetting_transformer.model  # noqa: F401  (registers the classes)
+from forgetting_transformer import training
+from forgetting_transformer.training.export import MARK, export
+from forgetting_transformer.training.trainer import Trainer
+from tests.tiny import VOCAB
+from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
+from tests.training.test_export import word_tokenizer
+from tests.training.test_resume import assert_same_run, lines, losses
+from tests.training.test_start_block import blocks
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def exported(tiny, tmp_path, finished) -> Path:
+    """What save_model.py makes of a finished run."""
+    folder = tmp_path / "hf"
+    export(Path(finished(tiny)), folder, tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
+    return folder
+
+
+def begun(config: dict) -> Trainer:
+    """A trainer before its first step, in this process."""
+    trainer = Trainer(training.parse(OmegaConf.create(config)))
+    trainer.close()
+    return trainer
+
+
+def one_line(config: dict, world_size: int = 1) -> str:
+    """The last line of what a start is refused with, which is all that train.py shows."""
+    said = refused(config, world_size).strip().splitlines()[-1]
+    assert "ConfigError: " in said
+    return said.partition("ConfigError: ")[2]
+
+
+def rewrite(folder: Path, change) -> None:
+    """Puts what `change` makes of the tensors in the place of an export's."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_logits_before_the_first_step_are_those_of_the_export_also_at_another_length(tiny, exported):
+    new = changed(tiny, init_from=str(exported), seed=3, datamodule__train_batch_len=16, train__grad_acc_tokens=16)
+    trainer = begun(new)
+    theirs = AutoModelForCausalLM.from_pretrained(exported)
+    input_ids = torch.arange(60).reshape(2, 30) % VOCAB
+    with torch.no_grad():
+        ours = trainer.model.module.eval()(input_ids=input_ids).logits
+        assert torch.equal(ours, theirs(input_ids=input_ids).logits)
+    assert trainer.counters.token_count == 0 and not trainer.optimizer.state
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_an_export_a_run_and_its_earlier_checkpoint_give_their_weights(tiny, tmp_path, finished, tie):
+    tied = changed(tiny, model__config__tie_word_embeddings=tie)
+    run = Path(finished(tied))
+    export(run, tmp_path / "hf", step=8 * STEP, tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
+    for source, step in ((run, None), (run, 8 * STEP), (tmp_path / "hf", None)):
+        at = 20 * STEP if source == run and step is None else 8 * STEP
+        weights = checkpoint_tensors(str(run), at)
+        model = begun(changed(tied, init_from=str(source), init_step=step)).model.module
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, weights[f"model.{name}"]), (source, step, name)
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == tie
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_every_strategy_begins_with_the_same_weights_which_rank_0_alone_reads(tiny, tmp_path, exported, strategy):
+    one = changed(tiny, init_from=str(exported), optimizer__lr=0.0, train__max_tokens=STEP, optimizer__weight_decay=0.0)
+    train(one)
+    two = changed(one, output_dir=str(tmp_path / "two"), strategy__name=strategy)
+    job = Job(two, 2, patch=ONLY_ON_RANK_0)
+    assert job.wait() == [0, 0], job.errors()
+    ours, theirs = (checkpoint_tensors(config["output_dir"], STEP) for config in (one, two))
+    stored = load_file(exported / "model.safetensors")
+    assert len(stored) > 20
+    for name, tensor in stored.items():
+        assert torch.equal(tensor, ours[f"model.{name}"]) and torch.equal(tensor, theirs[f"model.{name}"]), name
+
+
+ONLY_ON_RANK_0 = """
+import os
+from forgetting_transformer.training import initial_weights
+original = initial_weights.find
+def find(*arguments):
+    assert os.environ["RANK"] == "0"
+    return original(*arguments)
+initial_weights.find = find
+"""
+
+
+def test_the_run_is_a_new_one_and_says_where_its_weights_come_from(tiny, tmp_path, finished, exported):
+    new = changed(tiny, init_from=str(exported), train__max_tokens=8 * STEP)
+    train(new)
+    assert sorted(losses(new["output_dir"])) == [n * STEP for n in range(1, 9)], "counters begin at 0"
+    assert losses(new["output_dir"])[STEP] < losses(finished(tiny))[STEP] - 0.5, "it has learned before"
+    origin = f"a new run, weights from {exported} ({20 * STEP:,} tokens, of debug)"
+    assert blocks(new["output_dir"])[0]["start"] == origin
+    (start,) = map(json.loads, (Path(new["output_dir"]) / "starts.jsonl").read_text().splitlines())
+    assert start["origin"] == origin and start["step"] == 0
+    assert lines(new["output_dir"], "train")[0]["train/lr"] == 0, "the schedule begins too"
+    # The source may be gone: the checkpoint wins.
+    shutil.rmtree(exported)
+    train(changed(new, train__max_tokens=10 * STEP))
+    export(Path(new["output_dir"]), tmp_path / "further", tokenizer=str(tmp_path / "tokenizer"))
+    mark = json.loads((tmp_path / "further" / MARK).read_text())
+    assert mark["weights_from"] == {"source": str(exported), "step": 20 * STEP, "tag": "debug"}
+    assert f"init_from: {exported} -> /elsewhere" in refused(changed(new, init_from="/elsewhere"))
+    assert f"init_from: {exported} -> None" in refused(changed(new, init_from=None))
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("fsdp", 2)])
+def test_a_stopped_run_ends_bitwise_as_one_that_was_not(tiny, tmp_path, exported, strategy, world_size):
+    straight = changed(tiny, init_from=str(exported), strategy__name=strategy, output_dir=str(tmp_path / "straight"))
+    train(straight, world_size)
+    stopped = changed(straight, output_dir=tiny["output_dir"])
+    shutil.copytree(straight["output_dir"], stopped["output_dir"])
+    for step in (16, 20):  # as if it had been killed soon after its checkpoint at step 8
+        shutil.rmtree(Path(stopped["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
+    shutil.rmtree(exported)
+    train(stopped, world_size)
+    assert_same_run(straight["output_dir"], stopped["output_dir"])
+
+
+def test_tensors_that_do_not_match_are_named_and_refused_and_nothing_is_moved(tiny, interrupted, exported):
+    interrupted(tiny, 4)
+    before = sorted(Path(tiny["output_dir"]).rglob("*"))
+
+    def spoil(tensors: dict) -> None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :16].contiguous()
+        tensors["model.layers.0.extra.weight"] = torch.ones(3)
+        del tensors["model.norm.weight"]
+
+    rewrite(exported, spoil)
+    new = changed(tiny, init_from=str(exported), resume=False, train__max_tokens=STEP)
+    said = one_line(new)
+    assert said == (
+        f"init_from={exported} does not fit: missing: model.norm.weight; of shape (64, 16) instead of (64, 32): "
+        "lm_head.weight; unexpected: model.layers.0.extra.weight. Train the model that it was trained as, or let these "
+        "begin with fresh weights, and leave unexpected ones out, with "
+        "init_allow=[lm_head.weight,model.layers.0.extra.weight,model.norm.weight]"
+    )
+    assert sorted(Path(tiny["output_dir"]).rglob("*")) == before, "the old run stays where it was"
+    # Those that are left are named, and so is a pattern that names nothing.
+    assert "does not fit: missing: model.norm.weight. " in one_line(
+        changed(new, init_allow=["lm_head.*", "*.extra.weight"])
+    )
+    said = one_line(changed(new, init_allow=["lm_heed.weight"]))
+    assert said.startswith("init_allow=lm_heed.weight names no tensor") and "did you mean lm_head.weight?" in said
+    assert said.endswith("?")
+    allowed = changed(new, init_allow=["lm_head.weight", "*.extra.weight", "model.norm.weight"])
+    train(changed(allowed, optimizer__lr=0.0, optimizer__weight_decay=0.0))
+    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+    assert "WARNING init_from: fresh initial weights for lm_head.weight, model.norm.weight" in log
+    assert "WARNING init_from: not used: model.layers.0.extra.weight" in log
+    weights, stored = checkpoint_tensors(tiny["output_dir"], STEP), load_file(exported / "model.safetensors")
+    drawn = begun(changed(tiny, output_dir=tiny["output_dir"] + "-drawn")).model.module.state_dict()
+    for name, tensor in drawn.items():
+        expected = tensor if name in ("lm_head.weight", "model.norm.weight") else stored[name]
+        assert torch.equal(weights[f"model.{name}"], expected), name
+    assert blocks(tiny["output_dir"])[-1]["start"].endswith("; fresh: lm_head.weight, model.norm.weight")
+
+
+def test_another_architecture_takes_what_it_shares_and_other_fields_are_told(tiny, tmp_path, finished):
+    """A Transformer that becomes a FoX, at another epsilon."""
+    plain = changed(tiny, model__config__fgate_type="none", train__max_tokens=4 * STEP)
+    new = changed(tiny, init_from=finished(plain), output_dir=str(tmp_path / "new"), train__max_tokens=STEP)
+    new = changed(new, model__config__norm_eps=1e-5)
+    said = one_line(new)
+    assert "missing: " in said and "fgate_proj.weight" in said and "lm_head" not in said
+    train(changed(new, init_allow=["*.fgate_proj.*"]))
+    log = (tmp_path / "new/logs/rank-0.log").read_text()
+    assert "other settings than that of the weights: fgate_type: none -> full, norm_eps: 1e-06 -> 1e-05" in log
+
+
+def test_another_vocabulary_is_refused_unless_embeddings_may_be_fresh(tiny, tmp_path, exported):
+    wider = changed(tiny, init_from=str(exported), datamodule__vocab_size=VOCAB + 6, train__max_tokens=STEP)
+    said = one_line(wider)
+    assert f"it has another vocabulary than the corpus ({VOCAB} ids, and the corpus {VOCAB + 6})" in said
+    assert said.endswith("init_allow=[lm_head.weight,model.embeddings.weight]")
+    # As many ids, and other tokens.
+    shutil.copytree(tiny["data_dir"], tmp_path / "data")
+    word_tokenizer(tmp_path / "data/tiny/tokenizer")
+    same = changed(tiny, init_from=str(exported), data_dir=str(tmp_path / "data"), train__max_tokens=STEP)
+    file = tmp_path / "data/tiny/tokenizer/tokenizer.json"
+    text = file.read_text()
+    swapped = text.replace('"w5"', '"w?"').replace('"w7"', '"w5"').replace('"w?"', '"w7"')
+    assert swapped != text
+    file.write_text(swapped)
+    said = one_line(same)
+    assert (
+        "another vocabulary than the corpus (2 of 64 ids stand for other tokens, such as 5 for 'w7'); of other" in said
+    )
+    assert "Train a corpus of its tokenizer" in said
+    allowed = changed(same, init_allow=["lm_head.weight", "*.embeddings.weight"])
+    fresh = begun(changed(allowed, output_dir=str(tmp_path / "allowed"))).model.module.state_dict()
+    drawn = begun(changed(tiny, output_dir=str(tmp_path / "drawn"))).model.module.state_dict()
+    for name in ("lm_head.weight", "model.embeddings.weight"):
+        assert torch.equal(fresh[name], drawn[name])
+    file.write_text(text)
+    train(same)
+    # The token that begins a text.
+    shutil.rmtree(tmp_path / "data/tiny/tokenizer")
+    said = one_line(changed(same, datamodule__bos_token_id=3, resume=False))
+    assert "its BOS token is 0, and the corpus's 3" in said
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "message"),
+    [
+        ("nothing/here/at-all", {}, "there is no such folder; give a run's output_dir, what save_model.py wrote"),
+        ("nobody/no-such-model", {}, "there is no such folder, and the hub's model of this name cannot be had"),
+        ("nobody/no-such-model", {"init_step": 5}, "init_step=5 chooses a checkpoint of a run, and there is no folder"),
+        ("RUN", {"init_step": 5}, f"it holds no valid checkpoint at init_step=5, only [{8 * STEP}, {16 * STEP}"),
+        ("RUN/checkpoints", {}, "it is neither a run (no checkpoints) nor an exported model (no config.json)"),
+        ("HF", {"init_step": 5}, "init_step=5 chooses a checkpoint of a run, and this is an exported model"),
+        ("HF", {"fork_dir": "RUN", "fork_step": 8 * STEP}, "both say what to begin with"),
+        (None, {"init_allow": ["lm_head.weight"]}, "init_allow=['lm_head.weight'] has no effect without init_from"),
+        (" ", {}, "init_from=' ' is empty"),
+    ],
+)
+def test_what_cannot_be_begun_with_is_one_line(tiny, finished, exported, source, changes, message):
+    places = {"RUN": finished(tiny), "HF": str(exported)}
+
+    def place(text):
+        for name, folder in places.items():
+            text = text.replace(name, folder) if isinstance(text, str) else text
+        return text
+
+    said = one_line(changed(tiny, init_from=place(source), **{key: place(value) for key, value in changes.items()}))
+    assert message in said, said
+    assert "init_from=" in said or "init_from" in message
+
+
+def test_without_a_network_the_hub_is_refused_on_every_rank_and_the_cache_serves(tiny, tmp_path, exported):
+    new = changed(tiny, init_from="some-lab/fox", train__max_tokens=STEP)
+    assert (
+        refused(new, 2).count("run `hf download some-lab/fox --local-dir FOLDER` elsewhere and give that folder") == 2
+    )
+    cache = tmp_path / "cache/models--some-lab--fox"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs/main").write_text("0123abc")
+    shutil.copytree(exported, cache / "snapshots/0123abc")
+    (cache / "snapshots/0123abc" / MARK).unlink()
+    job = Job(new, patch=f"import huggingface_hub.constants as c; c.HF_HUB_CACHE = {str(tmp_path / 'cache')!r}")
+    assert job.wait() == [0], job.errors()
+    state = next(Path(tiny["output_dir"]).glob("checkpoints/*/trainer.json")).read_text()
+    assert json.loads(state)["weights_from"] == {"source": "some-lab/fox", "revision": "0123abc"}
+
+
+def test_nothing_is_unpickled_and_what_is_damaged_is_one_line(tiny, tmp_path, exported):
+    new, weights = changed(tiny, init_from=str(exported)), exported / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:500])
+    assert f"init_from={exported}: model.safetensors is damaged" in one_line(new)
+    weights.unlink()
+    (exported / "pytorch_model.bin").write_bytes(b"a pickle")
+    assert "pytorch_model.bin is a pickle, which is never read: save the model as safetensors" in one_line(new)
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "../outside.safetensors"}}
+    (exported / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "names '../outside.safetensors', which is no safetensors file of this folder" in one_line(new)
+    (exported / "config.json").write_text("[]")
+    assert "config.json is damaged (it holds a list)" in one_line(new)
+    os.unlink(exported / "config.json")
+    os.mkfifo(exported / "config.json")
+    assert f"init_from={exported}: it is neither a run" in one_line(new)
+
+
+def test_weights_in_several_files_are_put_together(tiny, tmp_path, exported):
+    AutoModelForCausalLM.from_pretrained(exported).save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
+    model = begun(changed(tiny, init_from=str(tmp_path / "shards"))).model.module
+    for name, tensor in load_file(exported / "model.safetensors").items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_a_preflight_of_a_run_that_continues_does_not_need_the_source(tiny, tmp_path, exported):
+    new = changed(tiny, init_from=str(exported), train__max_tokens=4 * STEP)
+    train(new)
+    shutil.rmtree(exported)
+    train(changed(new, preflight=True))
+    assert "there is no such folder" in one_line(changed(new, preflight=True, output_dir=str(tmp_path / "another")))
+
+
+def test_a_replay_of_the_first_step_has_the_weights_it_began_with(tiny, exported):
+    from forgetting_transformer.training.replay import replay
+
+    new = changed(tiny, init_from=str(exported), train__max_tokens=4 * STEP)
+    train(new)
+    found, _ = replay(Path(new["output_dir"]), STEP, device="cpu")
+    assert found.loss_BT.mean() == pytest.approx(losses(new["output_dir"])[STEP], abs=1e-6)
