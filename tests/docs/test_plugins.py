@@ -112,3 +112,19 @@ def test_a_page_followed_from_another_folder_trains_is_killed_continues_and_is_e
         bare = [word for word in words if word not in ("--plugins", "my_lab")]
         assert "this model needs plugins=[my_lab]" in refused(bare, elsewhere)
         run([*words, "--max_new_tokens", "4"], elsewhere)
+
+
+def test_the_mixer_of_a_plug_in_in_a_hybrid_is_exported_with_the_name_of_the_plug_in(elsewhere):
+    page = (ROOT / "docs/add_an_architecture.md").read_text(encoding="utf-8")
+    write_files(page, elsewhere)
+    hybrid = re.findall(r"^```yaml\n(name: hybrid\n.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    (elsewhere / "my_lab/configs/model/retention_fox.yaml").write_text(hybrid)
+    # The demo's MLP and one layer; the corpus is that of the other commands.
+    train = next(words for words in shell_commands(page) if "my_lab" in " ".join(words))
+    corpus = next(word for word in train if word.startswith("data_dir="))
+    command = ["python", "train.py", "+experiment/demo=fox_pro", "plugins=[my_lab]", "model=retention_fox", corpus]
+    run([*command, *SMALL, "scale.num_hidden_layers=4", "output_dir=hybrid", "train.max_tokens=1280"], elsewhere)
+    save = ["python", "save_model.py", "--hf_load_dir", "hybrid", "--hf_save_dir", "hybrid_hf"]
+    assert "this run needs plugins=[my_lab]" in refused(save, elsewhere)
+    assert "--plugins my_lab" in run([*save, "--plugins", "my_lab"], elsewhere)
+    assert json.loads((elsewhere / "hybrid_hf/exported_from.json").read_text())["plugins"] == ["my_lab"]

@@ -23,6 +23,15 @@ SMALL_FIELDS = {
     "forgetting_transformer": {"num_heads": 2, "initializer_range": 0.4},
     "gated_delta_net": {"num_heads": 2, "initializer_range": 0.4},
     "hgrn2": {"expand_ratio": 16, "initializer_range": 0.4},
+    "hybrid": {
+        "num_hidden_layers": 3,
+        "initializer_range": 0.4,
+        "pattern": ["gated_delta_net", "forgetting_attention"],
+        "mixers": {
+            "gated_delta_net": {"architecture": "gated_delta_net", "num_heads": 2},
+            "forgetting_attention": {"architecture": "forgetting_transformer", "num_heads": 2, "qk_norm": True},
+        },
+    },
     "mamba2": {
         "num_heads": 4,
         "head_dim": 16,

@@ -142,6 +142,10 @@ class HGRN2Config(SwiGLUDecoderConfig):
     def head_dim(self) -> int:
         return self.expand_ratio or self.hidden_size // self.heads
 
+    @property
+    def shared_parameters_key(self) -> str | None:
+        return "apply_lower_bounds" if self.apply_lower_bounds else None
+
     def build_mixer(self, layer_idx: int) -> HGRN2Attention:
         return HGRN2Attention(self.hidden_size, self.heads, self.norm_eps)
 

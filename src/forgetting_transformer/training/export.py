@@ -117,8 +117,9 @@ def write(
     origin: dict[str, Any] = {"checkpoint": checkpoint.step, "tag": state["config"].get("tag"), **(about or {})}
     if state.get("weights_from"):
         origin["weights_from"] = state["weights_from"]
-    if needed := plugins.MODELS.plugin_of(state["config"]["model"]["name"]):
-        origin["plugins"] = [needed]
+    names = [state["config"]["model"]["name"], *model.config.mixer_architectures]
+    if needed := sorted({plugins.MODELS.plugin_of(name) for name in names} - {""}):
+        origin["plugins"] = needed
     try:
         with _only_export(save_folder):
             with tempfile.TemporaryDirectory() as prepared:
@@ -149,7 +150,7 @@ def write(
     replaced = ""
     if before and any(before.get(key) != value for key, value in origin.items()):
         replaced = f", in place of the one at {before.get('checkpoint'):,} tokens of {before.get('tag')}"
-    needs = f"; loading it needs `import {needed}`, or --plugins {needed}" if needed else ""
+    needs = f"; loading it needs `import {', '.join(needed)}`, or --plugins {' '.join(needed)}" if needed else ""
     return f"{what} is now {save_folder}{replaced}{needs}"
 
 

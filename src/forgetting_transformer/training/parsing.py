@@ -229,13 +229,16 @@ def _without_sizes(composed: Any) -> Any:
     composed = OmegaConf.create(copy.deepcopy(composed))
     OmegaConf.set_readonly(composed, False)
     OmegaConf.set_struct(composed, False)
-    fields = {
-        key: value if value == MISSING else composed.model.config[key]
-        for key, value in _raw(composed)["model"]["config"].items()
-    }
-    composed.model.config = fields
+    composed.model.config = _values(composed.model.config)
     del composed.model["sizes"]
     return composed
+
+
+def _values(node: Any) -> Any:
+    """What a node holds, with the values that ${…} stands for; what is missing stays so."""
+    if not isinstance(node, DictConfig):
+        return node
+    return {key: MISSING if OmegaConf.is_missing(node, key) else _values(node[key]) for key in node}
 
 
 def _resolved(composed: Any) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""A hybrid: blocks with mixers of several architectures in a repeating pattern, each followed by the same SwiGLU MLP.
+
+Most layers recurrent and a few with attention keep the quality of attention at a fraction of its cache: Lieber et al.,
+"Jamba: A Hybrid Transformer-Mamba Language Model", 2024; Waleffe et al., "An Empirical Study of Mamba-based Language
+Models", 2024.
+
+Axes: `forgetting_transformer/ops/__init__.py`.
+"""
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.model.decoder import (
+    DecoderConfig,
+    DecoderForCausalLM,
+    DecoderModel,
+    SwiGLUDecoderConfig,
+)
+
+#: Fields that the blocks of a hybrid have in common. A mixer's own configuration takes these from the hybrid's.
+_SHARED = ("hidden_size", "num_hidden_layers", "initializer_range", "vocab_size", "pad_token_id")
+
+
+def _architectures() -> list[str]:
+    return [name for name in registry.model_names() if name != "hybrid"]
+
+
+class HybridConfig(SwiGLUDecoderConfig):
+    """Configuration of a hybrid. Fields of the MLP: see `SwiGLUDecoderConfig`.
+
+    Fields:
+        pattern: names of the mixers of blocks 0, 1, 2, …; it is repeated, and may end in the middle at the last block.
+        mixers: name in the pattern -> `architecture`, a registered one, whose mixer the block gets, and that
+            architecture's own fields. Its sizes of the whole model are the hybrid's; its MLP is not used. A name that
+            is not here is an architecture with its defaults.
+    """
+
+    model_type = "hybrid-project_fox"
+    mixer_norm_name: ClassVar[str] = "mixer_norm"
+    mixer_name: ClassVar[str] = "mixer"
+
+    pattern: list[str] | tuple[str, ...] = (*3 * ("gated_delta_net",), "forgetting_transformer")
+    mixers: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        pattern, mixers = self.pattern, {} if self.mixers is None else self.mixers
+        if not isinstance(pattern, list | tuple) or not pattern or not all(isinstance(name, str) for name in pattern):
+            raise ValueError(
+                f"pattern is {pattern!r}; it must list the mixers of blocks 0, 1, 2, …, as in "
+                "[gated_delta_net,gated_delta_net,gated_delta_net,forgetting_transformer]"
+            )
+        if not isinstance(mixers, dict) or not all(isinstance(fields, dict) for fields in mixers.values()):
+            raise ValueError(f"mixers is {mixers!r}; for each name it must have architecture and that one's fields")
+        if unknown := next((name for name in pattern if name not in {*mixers, *_architectures()}), None):
+            known = ", ".join(mixers) or "no entries"
+            raise ValueError(
+                f"pattern has {unknown!r}, which is neither in mixers ({known}) nor an architecture "
+                f"({', '.join(_architectures())})"
+            )
+        # Those that no block has may stand in a YAML file for other patterns to choose from.
+        self.mixers = {name: dict(mixers.get(name, {"architecture": name})) for name in dict.fromkeys(pattern)}
+        self.pattern = list(pattern)
+        super().__post_init__(**kwargs)
+        for name in self.mixers:
+            self._mixer_config(name)
+
+    @property
+    def mixer_architectures(self) -> list[str]:
+        return sorted({fields["architecture"] for fields in (self.mixers or {}).values()})
+
+    def _mixer_config(self, name: str) -> DecoderConfig:
+        """The configuration that builds the mixers called `name`.
+
+        Raises:
+            ValueError: naming the mixer, the field, its value and the fix.
+        """
+        assert self.mixers is not None  # made at the start
+        fields = dict(self.mixers[name])
+        architecture = fields.pop("architecture", None)
+        if architecture not in _architectures():
+            raise ValueError(
+                f"mixers.{name}.architecture is {architecture!r}; it must be one of {', '.join(_architectures())}"
+            )
+        if own := [key for key in _SHARED if key in fields]:
+            raise ValueError(f"mixers.{name} has {own[0]!r}, which all blocks share; set it for the whole model")
+        shared = {key: getattr(self, key) for key in _SHARED}
+        try:
+            config = registry.build_config(architecture, **shared, **fields)
+        except ValueError as error:
+            raise ValueError(f"mixers.{name}: {error}") from error
+        if key := config.shared_parameters_key:
+            raise ValueError(
+                f"mixers.{name}.{key} is {getattr(config, key)!r}: its blocks would share parameters, which a hybrid "
+                "does not have; leave it out"
+            )
+        return config
+
+    def _config_of_block(self, layer_idx: int) -> DecoderConfig:
+        return self._mixer_config(self.pattern[layer_idx % len(self.pattern)])
+
+    def build_mixer(self, layer_idx: int) -> nn.Module:
+        return self._config_of_block(layer_idx).build_mixer(layer_idx)
+
+    def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
+        return self._config_of_block(layer_idx).mixer_flops_per_token(layer_idx, seq_len)
+
+
+class HybridModel(DecoderModel):
+    """A hybrid without its output layer."""
+
+    config_class = HybridConfig
+
+
+class HybridForCausalLM(DecoderForCausalLM):
+    """A hybrid as a language model."""
+
+    model_class: ClassVar = HybridModel

@@ -1,0 +1,95 @@
+"""Blocks with mixers of several architectures."""
+
+import pytest
+import torch
+
+from forgetting_transformer.model import HybridConfig, registry
+from tests.model.small_models import small
+
+FOX = {"architecture": "forgetting_transformer", "num_heads": 2, "qk_norm": True, "use_k_shift": True}
+ATTENTION = {"architecture": "transformer", "num_heads": 2}
+MAMBA2 = {"architecture": "mamba2", "num_heads": 4, "head_dim": 16, "state_size": 8}
+
+
+def hybrid(pattern, mixers, **fields):
+    return small("hybrid", pattern=pattern, mixers=mixers, **fields)
+
+
+def test_the_pattern_is_repeated_and_may_end_in_the_middle():
+    model = hybrid(["mamba2", "mamba2", "fox"], {"mamba2": MAMBA2, "fox": FOX}, num_hidden_layers=5)
+    kinds = [type(block.sequence_mixer).__name__ for block in model.model.layers]
+    assert kinds == ["Mamba2Mixer", "Mamba2Mixer", "ForgettingAttentionLayer", "Mamba2Mixer", "Mamba2Mixer"]
+    assert all(block.has_mlp for block in model.model.layers)
+
+
+def test_of_one_architecture_it_is_that_architecture():
+    """The same weights under the names of the other give the same loss, logits and FLOPs."""
+    torch.manual_seed(1)
+    fields = {key: value for key, value in FOX.items() if key != "architecture"}
+    plain, mixed = small("forgetting_transformer", **fields), hybrid(["fox"], {"fox": FOX}, num_hidden_layers=2)
+    names = {
+        name.replace(".attn_norm.", ".mixer_norm.").replace(".attn.", ".mixer."): name for name in plain.state_dict()
+    }
+    mixed.load_state_dict({ours: plain.state_dict()[theirs] for ours, theirs in names.items()})
+    ids = torch.randint(0, 61, (2, 19))
+    assert torch.equal(mixed(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert torch.equal(mixed(input_ids=ids, labels=ids).loss, plain(input_ids=ids, labels=ids).loss)
+    assert mixed.config.flops_per_token(128) == plain.config.flops_per_token(128)
+
+
+def test_its_flops_are_those_of_its_mixers_and_of_an_mlp_in_every_block():
+    model = hybrid(["mamba2", "attention"], {"mamba2": MAMBA2, "attention": ATTENTION}, num_hidden_layers=4)
+    blocks = [
+        small(name, num_hidden_layers=1, **fields)
+        for name, fields in [
+            ("mamba2", {key: value for key, value in MAMBA2.items() if key != "architecture"}),
+            ("transformer", {"num_heads": 2}),
+        ]
+    ]
+    mixers = [block.config.mixer_flops_per_token(0, 256) for block in blocks]
+    mlp, head = 2 * 3 * 32 * model.config.mlp_width, 2 * 32 * 61
+    assert model.config.flops_per_token(256, training=False) == 2 * sum(mixers) + 4 * mlp + head
+
+
+def test_packed_documents_need_attention_in_every_block():
+    both = hybrid(["fox", "attention"], {"fox": FOX, "attention": ATTENTION})
+    ids = torch.randint(0, 61, (1, 12))
+    apart = both(input_ids=ids, cu_seqlens=torch.tensor([0, 5, 12])).logits
+    assert torch.allclose(apart[:, 5:], both(input_ids=ids[:, 5:]).logits, atol=1e-5)
+    mixed = hybrid(["mamba2", "fox"], {"mamba2": MAMBA2, "fox": FOX})
+    with pytest.raises(ValueError, match=r"hybrid carries a state .*Mamba2Mixer"):
+        mixed(input_ids=ids, cu_seqlens=torch.tensor([0, 5, 12]))
+
+
+def test_entries_that_no_block_has_are_left_out_of_the_export(tmp_path):
+    model = hybrid(["fox"], {"fox": FOX, "unused": {"architecture": "mamba2", "num_heads": None}})
+    model.save_pretrained(tmp_path)
+    assert HybridConfig.from_pretrained(tmp_path).mixers == {"fox": FOX}
+
+
+def test_a_name_without_an_entry_is_an_architecture_with_its_defaults():
+    config = HybridConfig(hidden_size=1536, pattern=["gated_delta_net", "transformer"])
+    assert type(config.build_mixer(1)).__name__ == "AttentionLayer"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pattern": []}, r"pattern is \[\]; it must list the mixers"),
+        ({"pattern": "fox"}, "pattern is 'fox'; it must list the mixers"),
+        ({"pattern": ["fax"]}, r"pattern has .fax., which is neither in mixers \(fox\) nor an architecture"),
+        ({"mixers": {"fox": {"num_heads": 2}}}, "mixers.fox.architecture is None; it must be one of"),
+        ({"mixers": {"fox": 3}}, "it must have architecture and that one's fields"),
+        ({"mixers": {"fox": {**FOX, "num_headz": 2}}}, "mixers.fox: .* no field 'num_headz'; did you mean 'num_heads'"),
+        ({"mixers": {"fox": {**FOX, "num_heads": 5}}}, "mixers.fox: hidden_size is 32; it must be a multiple"),
+        ({"mixers": {"fox": {**FOX, "hidden_size": 64}}}, "mixers.fox has 'hidden_size', which all blocks share"),
+        ({"mixers": {"fox": {"architecture": "hybrid"}}}, "mixers.fox.architecture is 'hybrid'; it must be one of"),
+        (
+            {"mixers": {"fox": {"architecture": "hgrn2", "expand_ratio": 16, "apply_lower_bounds": True}}},
+            "mixers.fox.apply_lower_bounds is True: its blocks would share parameters",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_the_mixer_and_the_key(fields, message):
+    with pytest.raises(ValueError, match=message):
+        registry.build_config("hybrid", **{"hidden_size": 32, "pattern": ["fox"], "mixers": {"fox": FOX}, **fields})
