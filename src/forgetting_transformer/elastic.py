@@ -40,6 +40,8 @@ _ROUTINE = (
     "failed (exitcode",
     "no error file defined for parent",
 )
+#: After a signal, for which the ranks of other nodes may still need the first launcher.
+_SECONDS_TO_LEAVE = 5.0
 _CHATTY = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
@@ -99,6 +101,26 @@ def listen() -> None:
         os.environ[OUTCOME_VARIABLE] = str(Path(folder) / "outcome")
     for name in _CHATTY:
         logging.getLogger(name).addFilter(lambda record: not str(record.msg).startswith(_ROUTINE))
+    _wait_for_no_launcher_that_a_signal_ended()
+
+
+def _wait_for_no_launcher_that_a_signal_ended() -> None:
+    """On several nodes launchers wait five minutes for each other at the end, and one that got a signal does not come.
+
+    After a signal all ranks have stopped together, and only need a moment to leave: the first launcher has their store.
+    """
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+
+    wait: Any = SimpleElasticAgent._exit_barrier
+
+    def wait_briefly(self: Any) -> None:
+        if outcome() != "preempted":
+            wait(self)
+        elif self._worker_group.group_world_size > 1:
+            time.sleep(_SECONDS_TO_LEAVE)
+
+    if wait.__name__ != wait_briefly.__name__:
+        SimpleElasticAgent._exit_barrier = wait_briefly  # type: ignore[method-assign]
 
 
 def outcome() -> str | None:

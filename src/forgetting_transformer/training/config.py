@@ -120,13 +120,16 @@ class WandbConfig:
 
 @dataclass
 class StrategyConfig:
-    #: "auto" (one process: none; several: ddp), "ddp" or "fsdp" (weights, gradients and moments sharded by block).
-    name: str = one_of("auto", "ddp", "fsdp")
+    #: "auto" (one process: none; several: ddp), "ddp", "fsdp" (weights, gradients and moments sharded by block over all
+    #: processes) or "hsdp" (sharded within a node, replicated between nodes).
+    name: str = one_of("auto", "ddp", "fsdp", "hsdp")
+    #: hsdp: processes that share one copy of the model. null: those of a node.
+    shard_size: int | None = within(Range(1, _DEVICES.high * 1024), None)
     #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck
     #: and ends itself; so long it waits for the others in a collective operation. The start has half an hour more.
     timeout_seconds: int = within(Range(1, 10**8), 1800)
-    #: ddp: steps between comparisons of all ranks' weights and moments, which hold the same unless memory or a GPU
-    #: failed; they are compared before every checkpoint too. null: never.
+    #: ddp and hsdp: steps between comparisons of weights and moments over the ranks that hold the same unless memory or
+    #: a GPU failed; they are compared before every checkpoint too. null: never.
     compare_steps: int | None = within(Range(1, 10**8), 100)
 
 

@@ -12,8 +12,9 @@ probability of about 2^-64.
 
 What they are used for:
 
-- With data parallelism (ddp) all ranks hold the same weights and moments. Every `strategy.compare_steps` steps, and
-  before every checkpoint, each rank's digests are gathered on all ranks. Nobody waits for that but a checkpoint.
+- With data parallelism (ddp) all ranks hold the same weights and moments, and with hsdp one rank of every copy of the
+  model holds the same shards. Every `strategy.compare_steps` steps, and before every checkpoint, each rank's digests
+  are gathered on all ranks. Nobody waits for that but a checkpoint.
 - A checkpoint keeps the digests of what was to be saved, and loading compares them with what has been loaded, also on
   another number of ranks or with another strategy. That covers sharded runs (fsdp), whose ranks hold different tensors.
 
@@ -22,16 +23,17 @@ is in the weights of all.
 """
 
 import collections
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.shards import first_element, is_counted, local
 
 #: Elements that are added up at a time, by device: what fits into the caches of a core, or keeps a GPU busy.
 _PIECES = {"cpu": 1 << 16}
@@ -69,13 +71,16 @@ class Difference:
 
 
 class Comparison:
-    """Compares weights and moments of all ranks of a run in which each holds all of them.
+    """Compares weights and moments over the ranks that hold the same of them.
 
     The gathered digests are copied to the host behind the steps that follow, as StepGuard's verdicts are.
+
+    Args:
+        shards: ranks of one copy of the model, neighbours of which each holds another shard; 1: each holds all of it.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+    def __init__(self, world_size: int, shards: int = 1) -> None:
+        self._world_size, self._shards = world_size, shards
         self._agreed: int | None = None
         self._pending: collections.deque[tuple[int, list[str], Tensor, torch.cuda.Event | None]] = collections.deque()
         self._found: Difference | None = None
@@ -83,7 +88,7 @@ class Comparison:
     @torch.no_grad()
     def begin(self, batch: int, tensors: Mapping[str, Tensor]) -> None:
         """Gathers the digests of `tensors` on all ranks; called by all of them after the same step, `batch`."""
-        mine = digests([(tensor, 0) for tensor in tensors.values()])
+        mine = digests([(local(tensor), 0) for tensor in tensors.values()])
         gathered = mine.new_empty(self._world_size, len(mine))
         dist.all_gather(list(gathered.unbind()), mine)
         table, event = gathered, None
@@ -107,7 +112,7 @@ class Comparison:
                     break
                 event.synchronize()
             self._pending.popleft()
-            self._found = judge(batch, names, table, self._agreed)
+            self._found = judge(batch, names, table, self._agreed, self._shards)
             self._agreed = batch
         return self._found
 
@@ -125,22 +130,29 @@ class Comparison:
             )
 
 
-def judge(batch: int, names: Sequence[str], table: Tensor, agreed: int | None = None) -> Difference | None:
-    """What a table of digests, (ranks, tensors), says: None if all rows are equal."""
-    rows = [tuple(row) for row in table.tolist()]
-    kinds = collections.Counter(rows).most_common()
-    if len(kinds) == 1:
-        return None
-    majority = kinds[0][1] > len(rows) / 2
-    usual = kinds[0][0] if majority else rows[0]
-    different = [rank for rank, row in enumerate(rows) if row != usual]
-    ranks = different if majority else [0, *different]
-    wrong = [name for k, name in enumerate(names) if any(rows[rank][k] != usual[k] for rank in different)]
-    return Difference(batch, agreed, ranks, majority, wrong)
+def judge(
+    batch: int, names: Sequence[str], table: Tensor, agreed: int | None = None, shards: int = 1
+) -> Difference | None:
+    """What a table of digests, (ranks, tensors), says: None if rows that are `shards` apart are equal."""
+    for first in range(shards):
+        rows = {rank: tuple(row) for rank, row in enumerate(table.tolist()) if rank % shards == first}
+        kinds = collections.Counter(rows.values()).most_common()
+        if len(kinds) == 1:
+            continue
+        majority = kinds[0][1] > len(rows) / 2
+        usual = kinds[0][0] if majority else rows[first]
+        different = [rank for rank, row in rows.items() if row != usual]
+        ranks = different if majority else [first, *different]
+        wrong = [name for k, name in enumerate(names) if any(rows[rank][k] != usual[k] for rank in different)]
+        return Difference(batch, agreed, ranks, majority, wrong)
+    return None
 
 
 def weights_and_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights and moments by the names that a checkpoint gives them, as this rank holds them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after an evaluation some weights are still gathered
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors = {f"model.{name}": parameter for parameter, name in names.items()}
     for parameter, state in optimizer.state.items():
@@ -158,12 +170,10 @@ def digests_of_whole(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """
     if not tensors:
         return {}
-    parts = [(_local(tensor), _first(tensor)) for tensor in tensors.values()]
+    parts = [(local(tensor), first_element(tensor)) for tensor in tensors.values()]
     found = digests(parts)
-    sharded = [isinstance(tensor, DTensor) for tensor in tensors.values()]
-    if any(sharded):
-        if dist.get_rank() > 0:  # what every rank holds whole counts once
-            found *= torch.tensor(sharded, device=found.device)
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        found *= torch.tensor([is_counted(tensor) for tensor in tensors.values()], device=found.device)
         dist.all_reduce(found)
     return {name: f"{value % 2**64:016x}" for name, value in zip(tensors, found.tolist(), strict=True)}
 
@@ -238,18 +248,3 @@ def _buckets(numbers: list[int], lengths: list[int], room: int) -> list[list[int
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _first(tensor: Tensor) -> int:
-    """Position in the whole tensor of the first element that this rank holds."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    if tuple(tensor.placements) != (Shard(0),):
-        raise NotImplementedError(f"digests of tensors that are sharded as {tensor.placements}")
-    # FSDP2 gives every rank ceil(rows / ranks) rows, the last ones what is left.
-    rows = math.ceil(tensor.shape[0] / tensor.device_mesh.size())
-    return min(rows * tensor.device_mesh.get_local_rank(), tensor.shape[0]) * math.prod(tensor.shape[1:])

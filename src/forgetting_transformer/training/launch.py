@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forgetting_transformer import console, gpus
 from forgetting_transformer.model.decoder import DecoderBlock
+from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training.config import Config, ConfigError
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def launch(config: Config) -> Fabric:
             raise ConfigError(f"environment variables {', '.join(stray)} would override the config; unset them")
     _check_gpus(config)
     processes = _expected_world_size(config, under_cli)
+    shard_size = _shard_size(config, processes)
     # Lightning's banner is said here in the run's log, and its warnings would come twice, by its handler and that
     # log's.
     for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
@@ -54,7 +56,7 @@ def launch(config: Config) -> Fabric:
             accelerator=config.fabric.accelerator,
             devices=config.fabric.devices,
             num_nodes=int(os.environ.get("LT_NUM_NODES", 1)),
-            strategy=_strategy(config, processes),
+            strategy=_strategy(config, processes, shard_size),
             plugins=[_precision(config)],
         )
     except (MisconfigurationException, TypeError, ValueError) as error:
@@ -110,16 +112,46 @@ def _expected_world_size(config: Config, under_cli: bool) -> int:
     return len(devices) if isinstance(devices, list) else int(devices)
 
 
-def _strategy(config: Config, world_size: int) -> Strategy | str:
+def _shard_size(config: Config, world_size: int) -> int:
+    """Over how many processes one copy of the model is sharded: 1 without sharding.
+
+    Raises:
+        ConfigError: hsdp, and copies of this size cannot be made of so many processes.
+    """
+    if config.strategy.name == "fsdp":
+        return world_size
+    if config.strategy.name != "hsdp":
+        return 1
+    size = config.strategy.shard_size
+    if size is None:
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        if size * int(os.environ.get("GROUP_WORLD_SIZE", world_size // size)) != world_size:
+            raise ConfigError(
+                f"strategy=hsdp: this node has {size} of {world_size} processes, and the nodes do not have equally "
+                "many; set strategy.shard_size, or start the same number on each"
+            )
+    if world_size % size:
+        raise ConfigError(
+            f"strategy.shard_size={size} does not divide {world_size} processes into equal groups; choose one of "
+            f"{divisors(world_size)}"
+        )
+    return size
+
+
+def _strategy(config: Config, world_size: int, shard_size: int) -> Strategy | str:
     timeout = timedelta(seconds=config.strategy.timeout_seconds + _AFTER_THE_SENTINEL_SECONDS)
-    if config.strategy.name == "fsdp" and world_size == 1:
+    if config.strategy.name in ("fsdp", "hsdp") and world_size == 1:
         # One process has nothing to shard. FSDP2 would still copy every weight and gradient, and keep the host so busy
         # that an H200 waits for it: a 125M model trains at 250,000 tokens/s instead of 400,000.
         return "auto"
-    if config.strategy.name == "fsdp":
-        # Fabric's defaults would make a tensor-parallel mesh; this one only shards over data-parallel ranks.
+    if shard_size > 1:
+        # Fabric has a mesh of data-parallel by tensor-parallel ranks. Nothing here is tensor-parallel: the first
+        # dimension counts the copies of the model, and the second, whose ranks are neighbours, the shards of a copy.
         return ModelParallelStrategy(
-            parallelize_fn=shard, data_parallel_size=world_size, tensor_parallel_size=1, timeout=timeout
+            parallelize_fn=shard,
+            data_parallel_size=world_size // shard_size,
+            tensor_parallel_size=shard_size,
+            timeout=timeout,
         )
     if config.strategy.name == "ddp" or world_size > 1:
         # DDP would regroup its buckets after the first step, and with them the order in which gradients are added and
@@ -133,11 +165,17 @@ def _strategy(config: Config, world_size: int) -> Strategy | str:
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """FSDP2: one unit per decoder block, so that gathering one block overlaps with computing another, and one unit
-    for embeddings, final norm and head. Weights, gradients and their reduction stay in fp32."""
+    for embeddings, final norm and head. Weights, gradients and their reduction stay in fp32.
+
+    Args:
+        mesh: (copies of the model, shards of each); with one copy FSDP, with several HSDP.
+    """
+    copies, _ = mesh.shape
+    used = mesh if copies > 1 else mesh["tensor_parallel"]
     for module in model.modules():
         if isinstance(module, DecoderBlock):
-            fully_shard(module, mesh=mesh["data_parallel"])
-    fully_shard(model, mesh=mesh["data_parallel"])
+            fully_shard(module, mesh=used)
+    fully_shard(model, mesh=used)
     return model
 
 

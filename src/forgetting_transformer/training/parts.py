@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
-from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 
 from forgetting_transformer.ops.selftest import Backend
@@ -176,8 +176,11 @@ class Parts:
         return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     def _comparison(self) -> Comparison | None:
-        same = self.fabric.world_size > 1 and isinstance(self.fabric.strategy, DDPStrategy)
-        return Comparison(self.fabric.world_size) if same and self.config.strategy.compare_steps else None
+        strategy, shards = self.fabric.strategy, 1
+        if isinstance(strategy, ModelParallelStrategy):
+            shards = strategy.device_mesh.shape[1]
+        same = self.fabric.world_size > shards
+        return Comparison(self.fabric.world_size, shards) if same and self.config.strategy.compare_steps else None
 
     def _initial_weights(self, model: nn.Module) -> InitialWeights:
         """What `init_from` has for the model; its tensors are on rank 0 only, which alone needs the folder."""

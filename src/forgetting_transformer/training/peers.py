@@ -21,6 +21,8 @@ _CLOSED = re.compile(
     r"(connection|socket) (was )?(closed|reset)|(closed|reset) by peer|remote process exited", re.IGNORECASE
 )
 _PERHAPS = re.compile(r"connection|timed? ?out|socket|broken pipe|NCCL|gloo", re.IGNORECASE)
+#: What a rank says that was not the first to fail.
+_ANOTHER = "another rank is gone, and its log says why"
 #: A connection ends a moment before the process behind it is seen to have ended.
 _SECONDS_TO_DIE = 3.0
 #: All ranks have just found each other when they say who they are. One that takes longer is not looked after.
@@ -75,7 +77,8 @@ class Peers:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         while self._store is not None:
             for rank in others:
-                if reason := self._published(f"{rank} failed"):
+                reason = self._published(f"{rank} failed")
+                if reason and _ANOTHER not in reason:
                     return f"rank {rank} has failed: {reason}"
             for rank in others:
                 process, _, place = (self._published(f"{rank}") or "").partition(" ")
@@ -97,7 +100,7 @@ class Peers:
         if blame is None and not _CLOSED.search(text):
             return None
         first = text.strip().splitlines()[0][:300]
-        return f"{blame or 'another rank is gone, and its log says why'} (seen here as: {first})"
+        return f"{blame or _ANOTHER} (seen here as: {first})"
 
     def _publish(self, key: str, value: str) -> None:
         with contextlib.suppress(Exception):  # the store may be what is gone

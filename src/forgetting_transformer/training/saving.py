@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from forgetting_transformer.training.checkpoint import Checkpointer, Saved
 from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.shards import local
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
@@ -108,8 +108,8 @@ class Saver:
 def _all_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Whether every weight and every moment is finite, on all ranks. Called by all ranks; waits for the device once."""
     tensors = [*model.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if torch.is_tensor(t)]
-    finite = torch.isfinite(torch.stack(torch._foreach_norm([t for t in local if t.numel()]))).all().float()
+    parts = [local(t) for t in tensors if torch.is_tensor(t)]
+    finite = torch.isfinite(torch.stack(torch._foreach_norm([t for t in parts if t.numel()]))).all().float()
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(finite, dist.ReduceOp.MIN)
     return bool(finite.item())

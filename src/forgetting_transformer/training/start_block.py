@@ -74,10 +74,15 @@ def _devices(trainer: TrainerInterface) -> str:
 def _strategy(trainer: TrainerInterface) -> str:
     from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy  # seconds, which an export need not wait
 
-    for kind, name in ((ModelParallelStrategy, "fsdp"), (DDPStrategy, "ddp")):
-        if isinstance(trainer.fabric.strategy, kind):
-            return name
-    return "none (one process: nothing to shard)" if trainer.config.strategy.name == "fsdp" else "none"
+    strategy, wanted = trainer.fabric.strategy, trainer.config.strategy.name
+    if isinstance(strategy, ModelParallelStrategy):
+        copies, shards = strategy.device_mesh.shape
+        if copies > 1:
+            return f"hsdp ({copies} copies of the model, each sharded over {shards} processes)"
+        return "fsdp (one copy of the model: nothing to replicate)" if wanted == "hsdp" else "fsdp"
+    if isinstance(strategy, DDPStrategy):
+        return "ddp (one process for each copy of the model: nothing to shard)" if wanted == "hsdp" else "ddp"
+    return "none (one process: nothing to shard)" if wanted in ("fsdp", "hsdp") else "none"
 
 
 def _corruption(trainer: TrainerInterface) -> str:
@@ -86,7 +91,7 @@ def _corruption(trainer: TrainerInterface) -> str:
         ranks = f"ranks compared every {trainer.config.strategy.compare_steps:,} steps and before checkpoints"
     elif trainer.fabric.world_size == 1:
         ranks = "comparison of ranks off (there is one)"
-    elif _strategy(trainer) == "fsdp":
+    elif _strategy(trainer).startswith("fsdp"):
         ranks = "comparison of ranks off (each holds other shards)"
     else:
         ranks = "comparison of ranks off (strategy.compare_steps=null)"

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from forgetting_transformer.training.callbacks.base import Callback, Interval
+from forgetting_transformer.training.shards import is_counted, local
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
@@ -35,8 +36,8 @@ def parameter_norms(model: nn.Module) -> dict[str, float]:
     sharded = any(isinstance(p, DTensor) for _, p in named)
     tensors: dict[str, torch.Tensor] = {f"pnorm/{name}": p for name, p in named}
     tensors |= {f"gnorm/{name}": p.grad for name, p in named if p.grad is not None}
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-    squares = torch.stack([torch.linalg.vector_norm(t) for t in local]).double() ** 2
+    squares = torch.stack([torch.linalg.vector_norm(local(t)) for t in tensors.values()]).double() ** 2
     if sharded:
+        squares *= torch.tensor([is_counted(t) for t in tensors.values()], device=squares.device)
         dist.all_reduce(squares)
     return dict(zip(tensors, squares.sqrt().tolist(), strict=True))

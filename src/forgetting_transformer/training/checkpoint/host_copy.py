@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forgetting_transformer.training.shards import local
+
 log = logging.getLogger(__name__)
 
 
@@ -48,9 +50,9 @@ class HostCopy:
         self._reserve(tensors)
         on_gpu = False
         for name, tensor in tensors.items():
-            source = _local(tensor)
+            source = local(tensor)
             on_gpu |= source.is_cuda
-            _local(self._copies[name]).copy_(source, non_blocking=True)
+            local(self._copies[name]).copy_(source, non_blocking=True)
         event = None
         if on_gpu:
             event = torch.cuda.Event()
@@ -63,7 +65,7 @@ class HostCopy:
 
     @property
     def bytes(self) -> int:
-        return sum(_local(copy).nbytes for copy in self._copies.values())
+        return sum(local(copy).nbytes for copy in self._copies.values())
 
     @torch.no_grad()
     def _reserve(self, tensors: dict[str, Tensor]) -> None:
@@ -71,15 +73,15 @@ class HostCopy:
             if name not in self._copies:
                 # Of a sharded tensor: this rank's shard, still marked as a shard of the whole.
                 copy = torch.empty_like(tensor, device="cpu")
-                if _local(tensor).is_cuda and _local(copy).nbytes:
-                    _local(copy).data = self._locked_like(_local(copy))
+                if local(tensor).is_cuda and local(copy).nbytes:
+                    local(copy).data = self._locked_like(local(copy))
                 self._copies[name] = copy
 
-    def _locked_like(self, local: Tensor) -> Tensor:
+    def _locked_like(self, like: Tensor) -> Tensor:
         # Not `pin_memory=True`, whose allocator rounds every tensor up to a power of two. Separate pages, because a
         # page can be locked once; and shared with forked data workers, because locked pages must not move when one
         # of them writes.
-        pages = own_pages(local)
+        pages = own_pages(like)
         if int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0)) == 0:
             self._locked.append(pages)
             return pages
@@ -118,7 +120,3 @@ def own_pages(like: Tensor) -> Tensor:
     """An empty tensor of the same shape and type, in memory pages that it shares with no other."""
     memory = mmap.mmap(-1, like.nbytes)
     return torch.frombuffer(memory, dtype=like.dtype, count=like.numel()).view(like.shape)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
