@@ -7,6 +7,7 @@ here.
 
 import argparse
 import functools
+import itertools
 import re
 import runpy
 import shlex
@@ -177,6 +178,7 @@ def check_command(words: Sequence[str], partial: bool = False) -> None:
             if "/" in word:
                 _existing(word)
     elif program == "sbatch":
+        rest = list(itertools.dropwhile(lambda word: re.match(r"--(nodes|gpus-per-node)=\d", word), rest))
         _existing(rest[0])
         check_train([f"output_dir={rest[1]}", *rest[2:]], 1, partial)
     elif program.startswith(("scripts/", "eval/", "benchmarks/")):
