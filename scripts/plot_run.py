@@ -7,6 +7,7 @@
 loss_tokens.png     training loss (as logged and smoothed) and held-out loss against training tokens
 training.png        loss against wall time, learning rate, gradient norm, throughput, memory, shares of wall time
 norms.png           norms of weights and gradients, block by block; of a single run
+evaluations.png     scores of the callbacks lm_eval, needle and gate_statistics against training tokens
 loss_position.png   left: loss at each position in the context; right: perplexity over a context of each length.
                     From the newest validation; before the first one, from training batches.
 
@@ -22,6 +23,7 @@ from typing import TypeVar
 from forgetting_transformer import command_line
 from forgetting_transformer.analysis import outputs
 from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
+from forgetting_transformer.analysis.plots.evaluations import has_scores, scores_over_training
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
 from forgetting_transformer.analysis.runs import (
@@ -30,7 +32,7 @@ from forgetting_transformer.analysis.runs import (
 )
 
 T = TypeVar("T")
-FILES = ("loss_tokens.png", "training.png", "norms.png", "loss_position.png")
+FILES = ("loss_tokens.png", "training.png", "norms.png", "evaluations.png", "loss_position.png")
 #: Of the figures of earlier versions: 200 dots per inch.
 DOTS_PER_METRE = 7874
 
@@ -84,6 +86,8 @@ def plot(args: argparse.Namespace) -> list[Path]:
             training_metrics(runs, new / "training.png", made_with)
         if len(runs) == 1 and runs[0].weight_norms:
             norms(runs[0], new / "norms.png", made_with)
+        if scored := [run for run in runs if has_scores(run)]:
+            scores_over_training(scored, new / "evaluations.png", conditions(scored))
         if positions:
             curves = {position_label(curve): curve.loss for curve in positions}
             loss_against_position(curves, new / "loss_position.png", conditions=made_with, of="runs")

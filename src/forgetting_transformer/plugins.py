@@ -167,6 +167,9 @@ CALLBACKS: Registry[Callable[..., Any]] = Registry(
     {
         "gate_statistics": "forgetting_transformer.evaluation.gate_statistics",
         "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
+        "needle": "forgetting_transformer.evaluation.needle_callback",
+        "samples": "forgetting_transformer.evaluation.samples",
+        "tensorboard": "forgetting_transformer.training.callbacks.tensorboard",
     },
 )
 SCHEDULES: Registry[Callable[..., Callable[[int], float]]] = Registry(

@@ -1,4 +1,4 @@
-"""The callbacks lm_eval and gate_statistics give the numbers of the evaluations, and change no weight."""
+"""The callbacks lm_eval, needle, samples and gate_statistics give the numbers of evaluations, and change no weight."""
 
 import json
 import os
@@ -70,6 +70,8 @@ def test_lm_eval_gives_the_scores_of_the_finished_run_and_changes_no_weight(
     options = {"tasks": ["words"], "max_length": 32, "include_path": task}
     scores = harness.evaluate(model, task / "results", alone, **options)
     assert found[-1]["lm_eval/words/acc"] == scores["words"]["acc,none"]
+    assert found[-1]["lm_eval/words/acc_stderr"] == scores["words"]["acc_stderr,none"] > 0
+    assert found[-1]["lm_eval/words/chance"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -108,7 +110,8 @@ def test_what_lm_eval_needs_is_missed_before_the_first_step(tiny, task):
     assert "pip install" in status(tiny)["reason"]
     pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
     for keys, message in (
-        ({"tasks": ["wordz"]}, "callbacks.lm_eval.tasks=wordz: lm_eval does not know them"),
+        ({"tasks": ["wordz"]}, "tasks=wordz: lm_eval does not know them; for wordz did you mean 'words'? `lm_eval ls"),
+        ({"tasks": ["arc_eazy"]}, "for arc_eazy did you mean 'arc_easy'?"),
         ({"tokenizer": None}, "callbacks.lm_eval.tokenizer=None: "),
         ({"tasks": []}, r"callbacks.lm_eval.tasks=[] is empty"),
         ({"limit": 0}, "callbacks.lm_eval.limit=0 must be"),
@@ -151,3 +154,133 @@ def test_gate_statistics_of_a_model_without_gates_are_refused(tiny):
     model = {"name": "hgrn2", "config": {"hidden_size": 32, "num_hidden_layers": 2, "expand_ratio": 16}}
     said = refused(changed(tiny, model=model, callbacks__gate_statistics={"interval": 5 * STEP}))
     assert "callbacks=[gate_statistics]: HGRN2ForCausalLM has no forgetting-attention layer" in said
+
+
+ANSWER = "w7 w9 w11"
+
+
+def with_needle(config: dict, task: Path, **keys) -> dict:
+    keys = {"interval": 10 * STEP, "lengths": [96, 128], "depths": [0, 1], "samples": 1, "batch_size": 2} | keys
+    return changed(config, callbacks__needle={"tokenizer": str(task / "tokenizer"), "answer": ANSWER} | keys)
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("auto", 1), ("ddp", 2), ("fsdp", 2)])
+def test_the_needle_test_gives_the_losses_of_the_finished_model_and_changes_no_weight(
+    tiny, finished, task, strategy, world_size
+):
+    from forgetting_transformer.data import LongCrawl64DataModule
+    from forgetting_transformer.evaluation.models import load_model
+    from forgetting_transformer.training import parse
+
+    tiny = changed(tiny, strategy__name=strategy)
+    straight = finished(tiny, world_size)
+    job = Job(with_needle(tiny, task), world_size)
+    assert job.wait() == [0] * world_size, job.errors()
+    assert_same_run(straight, tiny["output_dir"])
+    found = lines(tiny["output_dir"], "needle")
+    assert [entry["step"] for entry in found] == [10 * STEP, 20 * STEP]
+    last = found[-1]
+
+    model = load_model(tiny["output_dir"], tokenizer=str(task / "tokenizer"))
+    shape = vars(parse(tiny).datamodule)
+    data = LongCrawl64DataModule(tiny["data_dir"], **{key: value for key, value in shape.items() if key != "name"})
+    batches = [batch["labels"][batch["weight"] > 0].flatten() for batch in data.eval_loader(0, 1)]
+    text, encode = torch.cat(batches).tolist(), lambda text: model.tokenizer.encode(text, add_special_tokens=False)
+    asked = "What is the best thing to do in San Francisco? Answer: The best thing to do in San Francisco is"
+    needle, answer = encode(f"{asked} {ANSWER}."), encode(ANSWER)
+    for length in (96, 128):
+        room = length - 1 - len(needle) - len(encode(f"Answer the following question: {asked}")) - len(answer)
+        losses = {}
+        for depth, inside in (
+            ("depth_0/loss", needle + text[:room]),
+            ("depth_100/loss", text[:room] + needle),
+            ("loss_without", text[: room + len(needle)]),
+        ):
+            prompt = [0, *inside, *encode(f"Answer the following question: {asked}")]
+            assert len(prompt) + len(answer) == length
+            with torch.no_grad():
+                logits = model.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+            losses[depth] = torch.nn.functional.cross_entropy(logits, torch.tensor(answer)).item()
+            assert last[f"needle/length_{length}/{depth}"] == pytest.approx(losses[depth], rel=1e-4), depth
+        of_both = torch.tensor([losses["depth_0/loss"], losses["depth_100/loss"]])
+        assert last[f"needle/length_{length}/loss"] == pytest.approx(of_both.mean().item(), rel=1e-4)
+        error = of_both.std().item() / 2**0.5
+        assert last[f"needle/length_{length}/loss_stderr"] == pytest.approx(error, rel=1e-2, abs=1e-5)
+        assert 0 <= last[f"needle/length_{length}/accuracy"] <= last[f"needle/length_{length}/tokens_right"] <= 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(tiny, finished, task, world_size):
+    patch = """
+import os, signal, time
+from forgetting_transformer.evaluation import needle_callback
+original = needle_callback.NeedleTest._batches
+def batches(self):
+    if self._workers.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+    return original(self)
+needle_callback.NeedleTest._batches = batches
+"""
+    straight, config = finished(tiny, world_size), with_needle(tiny, task, batch_size=1)
+    job = Job(config, world_size, patch=patch)
+    assert job.wait() == [0] * world_size, job.errors()
+    assert status(tiny)["status"] == "preempted" and status(tiny)["step"] == 10 * STEP
+    assert "the needle test after 1,280 tokens was broken off" in rank_log(tiny, 0)
+    job = Job(config, world_size)
+    assert job.wait() == [0] * world_size, job.errors()
+    assert [entry["step"] for entry in lines(tiny["output_dir"], "needle")] == [10 * STEP, 20 * STEP]
+    assert_same_run(straight, tiny["output_dir"])
+
+
+def test_what_the_needle_test_cannot_do_is_refused_before_the_first_step(tiny, task):
+    for keys, message in (
+        ({"lengths": [40, 128]}, "callbacks.needle.lengths=[40, 128]: needle, question and answer alone have "),
+        ({"lengths": None}, "callbacks.needle.lengths=[32]: needle, question and answer alone have "),
+        ({"lengths": []}, "callbacks.needle.lengths=[] must be numbers of tokens"),
+        ({"depths": [0, 50]}, "callbacks.needle.depths=[0.0, 50.0] must be from 0 to 1"),
+        ({"mode": "eazy"}, "callbacks.needle.mode='eazy' is unknown; use 'easy' or 'standard'"),
+        ({"answer": " "}, "callbacks.needle.answer is empty"),
+        ({"interval": 0}, "callbacks.needle.interval=0 must be"),
+        ({"tokenizer": None}, "callbacks.needle.tokenizer=None: "),
+        ({"haystack": str(task / "nowhere")}, f"callbacks.needle.haystack={task / 'nowhere'}: there is no folder"),
+    ):
+        assert message in refused(with_needle(tiny, task, **keys)), keys
+    assert not (Path(tiny["output_dir"]) / "metrics/jsonlines/train.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "temperature"), [("auto", 1, 0.0), ("ddp", 2, 0.8), ("fsdp", 2, 0.0)]
+)
+def test_samples_are_what_the_finished_model_writes_and_change_no_weight(
+    tiny, finished, task, strategy, world_size, temperature
+):
+    import numpy as np
+
+    from forgetting_transformer.evaluation.generation import continue_greedily
+    from forgetting_transformer.evaluation.models import load_model
+
+    tiny = changed(tiny, strategy__name=strategy)
+    straight, tokenizer = finished(tiny, world_size), str(task / "tokenizer")
+    keys = {"interval": 10 * STEP, "max_new_tokens": 6, "tokenizer": tokenizer, "temperature": temperature}
+    samples = changed(tiny, callbacks__samples=keys | {"prompts": ["w3 w4", "w5"]})
+    job = Job(samples, world_size)
+    assert job.wait() == [0] * world_size, job.errors()
+    assert_same_run(straight, tiny["output_dir"])
+    first, last = lines(tiny["output_dir"], "samples")
+    assert (first["step"], last["step"]) == (10 * STEP, 20 * STEP) and last["samples/0/prompt"] == "w3 w4"
+    if not temperature:
+        model = load_model(tiny["output_dir"], tokenizer=tokenizer)
+        for number, ids in enumerate(([0, 3, 4], [0, 5])):
+            (text,) = continue_greedily(model, np.array([ids]), 6, "fp32")
+            assert last[f"samples/{number}/text"] == text and text
+    again = changed(tiny, output_dir=f"{tiny['output_dir']}-again", callbacks__samples=keys | {"prompts": None})
+    again = changed(again, train__max_tokens=10 * STEP)
+    job = Job(again, world_size)
+    assert job.wait() == [0] * world_size, job.errors()
+    (line,) = lines(again["output_dir"], "samples")
+    assert {f"samples/{n}/{name}" for n in range(3) for name in ("prompt", "text", "document")} == line.keys() - {
+        "step"
+    }
+    assert len(line["samples/0/prompt"].split()) == 16 and len(line["samples/0/document"].split()) == 6
+    assert "callbacks.samples.prompts=[] is empty" in refused(changed(again, callbacks__samples=keys | {"prompts": []}))

@@ -167,3 +167,21 @@ def test_a_copy_of_a_run_leaves_the_originals_wandb_run_alone(tmp_path, tiny, mo
     assert start("link") == first
     (tmp_path / "copy/metrics/wandb/folder.json").write_text("[")
     assert start("copy") != copy
+
+
+def test_wandb_gets_texts_as_tables_and_figures_as_images(tiny, tmp_path, monkeypatch):
+    rows: list[tuple[int, dict]] = []
+    run = SimpleNamespace(step=0, log=lambda values, step: rows.append((step, values)), finish=lambda: None)
+    table, image = (lambda columns, data: (columns, data)), (lambda file: f"image of {Path(file).name}")
+    wandb = SimpleNamespace(init=lambda **_: run, Settings=dict, Table=table, Image=image)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    metrics = MetricsLog(RunDirectory(tmp_path / "run"), 0, ("samples",))
+    sink = Wandb()
+    sink.open(metrics, parse(OmegaConf.create(tiny | {"wandb": {"mode": "offline"}})), {})
+    texts = {"samples/0/prompt": "a", "samples/0/text": "b", "samples/1/prompt": "c", "samples/1/text": "d"}
+    metrics.report("samples", 128, {"samples/temperature": 0.5, **texts})
+    sink.image(128, "figures/evaluations", tmp_path / "evaluations.png")
+    assert rows == [
+        (128, {"samples/temperature": 0.5, "samples": (["prompt", "text"], [["a", "b"], ["c", "d"]])}),
+        (128, {"figures/evaluations": "image of evaluations.png"}),
+    ]

@@ -22,11 +22,13 @@ import yaml
 from forgetting_transformer.analysis import AnalysisError, needles, position_loss, tables
 from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
 from forgetting_transformer.analysis.evaluations import Evaluation, read_evaluations
+from forgetting_transformer.analysis.plots.evaluations import has_scores, scores_over_training
 from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens, loss_differences
 from forgetting_transformer.analysis.plots.style import format_tokens
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_by_length, longbench_table
 from forgetting_transformer.analysis.runs import Run, read_logged_run, read_position_loss, read_run
+from forgetting_transformer.analysis.scores_in_training import read_samples, read_scores
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.nested import flatten
 
@@ -64,6 +66,8 @@ img { max-width: 100%; height: auto; } code { font-size: 0.95em; } .note { color
 _COLUMNS = 7
 #: Pixels of the page for each pixel of a picture.
 _PICTURE_SCALE = 0.6
+#: Evaluations of a run whose samples are shown, the newest.
+_SAMPLED = 4
 #: Answers shown of one model and evaluation.
 _ANSWERS = 6
 #: Characters of a word that is not broken within; longer ones may be anywhere.
@@ -201,7 +205,44 @@ def _training(runs: Mapping[str, Path], left_out: list[str]) -> list[tuple[str, 
         pictures = {run.name: _picture(_norms_of(run), f"norms of {run.name}, block by block") for run in blocks}
         folded = [f"<details><summary>{html.escape(name)}</summary>{one}</details>\n" for name, one in pictures.items()]
         sections.append(("Norms of weights and gradients", "".join(folded if len(blocks) > 1 else pictures.values())))
+    if scored := [run for run in logged if has_scores(run)]:
+        picture = _picture(
+            lambda path: scores_over_training(scored, path, conditions(scored)), "scores of evaluations over training"
+        )
+        sections.append(("Evaluations during training", picture + _newest_scores(scored)))
+    sections.append(("Samples", "".join(map(_samples, logged))))
     return sections
+
+
+def _newest_scores(runs: Sequence[Run]) -> str:
+    """The last value of every score, with its standard error."""
+    rows = []
+    for run in runs:
+        for score in read_scores(run):
+            tokens, value, error = score.series.tokens[-1], score.series.values[-1], score.errors[-1]
+            digits = 1 if score.unit.endswith("(%)") else 3
+            shown = _number(value, digits) + (f" ± {error:.{digits}f}" if math.isfinite(error) else "")
+            baseline = _number(score.baseline.values[-1], digits) if score.baseline.values.size else "–"
+            unit = score.unit.replace("\n", " ")
+            rows.append([run.name, score.task, unit, shown, baseline, _count(tokens)])
+    head = ["Run", "Task", "Score", "Newest ± standard error", "Without the skill", "After tokens"]
+    return _table(head, rows)
+
+
+def _samples(run: Run) -> str:
+    """What a run wrote at its newest samples, and before, folded away."""
+    found = read_samples(run)
+    parts = []
+    for number, (tokens, rows) in enumerate(reversed(found)):
+        columns = {"prompt": "Prompt", "text": "Continuation", "document": "The document itself"}
+        columns = {key: head for key, head in columns.items() if any(key in row for row in rows)}
+        cells = [[row.get(key, "") for key in columns] for row in rows]
+        table = _table(list(columns.values()), cells, texts=set(range(len(columns))))
+        said = f"{html.escape(run.name)}, after {_count(tokens)} tokens"
+        parts.append(f"<details{' open' if number == 0 else ''}><summary>{said}</summary>{table}</details>\n")
+        if number + 1 == _SAMPLED:
+            break
+    return "".join(parts)
 
 
 def _norms_of(run: Run) -> Callable[[Path], None]:

@@ -6,6 +6,7 @@ sequence begins with the beginning-of-sequence token, as in training. Needs `pip
 Axes: `forgetting_transformer/ops/__init__.py`. t are the last positions.
 """
 
+import difflib
 import functools
 import inspect
 import sys
@@ -275,7 +276,12 @@ def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None
         EvaluationError: lm_eval does not know a task that `option` named.
     """
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
-        raise EvaluationError(f"{option}={','.join(unknown)}: lm_eval does not know them; `lm_eval ls tasks` lists all")
+        close = {task: difflib.get_close_matches(task, manager.all_tasks, 1) for task in unknown}
+        meant = [f"for {task} did you mean {names[0]!r}?" for task, names in close.items() if names]
+        hint = f"{' '.join(meant)} " * bool(meant)
+        raise EvaluationError(
+            f"{option}={','.join(unknown)}: lm_eval does not know them; {hint}`lm_eval ls tasks` lists all"
+        )
 
 
 def _write_evaluation(folder: Path, model: EvaluatedModel, results: dict[str, Any], settings: dict[str, Any]) -> None:

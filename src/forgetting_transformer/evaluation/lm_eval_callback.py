@@ -2,15 +2,23 @@
 
     python train.py … callbacks=[lm_eval] callbacks.lm_eval.tasks=[arc_easy,piqa] callbacks.lm_eval.interval=1000000000
 
-Writes lm_eval.jsonl, a line `lm_eval/<task>/<metric>` for every metric of every task. It is reached by its name in
-plugins.py, since training imports no evaluation.
+Writes lm_eval.jsonl: `lm_eval/<task>/<metric>` for every metric of every task, `…/<metric>_stderr` where lm_eval knows
+the standard error, and `lm_eval/<task>/chance`, the accuracy of a guess, for tasks that offer answers to choose from.
+It is reached by its name in plugins.py, since training imports no evaluation.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
+import io
+import itertools
 import logging
+import os
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +27,7 @@ from forgetting_transformer import plugins
 from forgetting_transformer.ranges import COUNT, TOKENS, within
 from forgetting_transformer.training.callbacks import Callback, Interval
 from forgetting_transformer.training.config import ConfigError
+from forgetting_transformer.training.metrics import duration
 
 if TYPE_CHECKING:
     from forgetting_transformer.evaluation.harness import HarnessModel
@@ -49,8 +58,10 @@ class LmEvalConfig:
             raise ValueError("callbacks.lm_eval.tasks=[] is empty; name a task, as in [arc_easy]")
 
 
-class _BrokenOff(Exception):
-    """All ranks stop here."""
+#: Resamples for the standard error of a metric that has no formula for it, such as a perplexity.
+_BOOTSTRAP = 100
+#: Examples of a task whose offered answers are counted.
+_COUNTED = 1000
 
 
 @plugins.CALLBACKS.register("lm_eval", config=LmEvalConfig, free=[plugins.ALL])
@@ -73,25 +84,22 @@ class LmEval(Callback):
         if importlib.util.find_spec("lm_eval") is None:
             raise ConfigError("callbacks=[lm_eval] needs lm-evaluation-harness: pip install 'lm_eval>=0.4.13,<0.5'")
         from forgetting_transformer.evaluation import harness
+        from forgetting_transformer.evaluation.in_training import evaluated_model, share
         from forgetting_transformer.evaluation.models import EvaluationError
-        from forgetting_transformer.training.export import tokenizer_of_run
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # else a page at every evaluation
-        trainer.fabric.barrier()  # rank 0 has copied the corpus's tokenizer then
-        model: Any = trainer.model.module
-        fields = model.config.to_dict()
-        try:
-            state = {"config": trainer.resolved, "model_config": fields}
-            self._tokenizer = tokenizer_of_run(trainer.directory, state, self.config.tokenizer)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"callbacks.lm_eval.tokenizer={self.config.tokenizer}: {error}") from error
+        self._evaluated = evaluated_model(trainer, "lm_eval", self.config.tokenizer)
         include_path = self.config.include_path
         self._manager = harness.task_manager(Path(include_path) if include_path else None)
-        self._workers = self._share(trainer)
+        self._workers = share(trainer)
+        #: `lm_eval/<task>/chance` -> the accuracy of a guess.
+        self._chance: dict[str, float] = {}
         try:
             harness.check_names(self.config.tasks, self._manager, "callbacks.lm_eval.tasks")
             for name in self.config.tasks:
-                for task in harness.load_task(name, self._manager).values():
+                for key, task in harness.load_task(name, self._manager).items():
+                    if (chance := _chance(task)) is not None:
+                        self._chance[f"lm_eval/{key}/chance"] = chance
                     examples = min(len(task.eval_docs), self.config.limit or sys.maxsize)
                     if examples < self._workers.world_size:
                         raise EvaluationError(
@@ -106,51 +114,60 @@ class LmEval(Callback):
             return
         import lm_eval
 
+        from forgetting_transformer.evaluation.in_training import BrokenOff
+
         trainer.model.eval()
-        log.info("lm_eval after %s tokens: %s", f"{trainer.counters.token_count:,}", ", ".join(self.config.tasks))
+        started, tokens = time.perf_counter(), f"{trainer.counters.token_count:,}"
+        log.info("lm_eval after %s tokens: %s", tokens, ", ".join(self.config.tasks))
         try:
-            with trainer.uncompiled():  # requests have many lengths
+            with trainer.uncompiled(), _one_process():  # requests have many lengths
                 found = lm_eval.simple_evaluate(
                     self._adapter(trainer),
                     tasks=self.config.tasks,
                     task_manager=self._manager,
                     limit=self.config.limit,
-                    bootstrap_iters=0,  # no standard errors: resampling forks the process
+                    bootstrap_iters=_BOOTSTRAP,
                     log_samples=False,
                 )
-        except _BrokenOff:
-            log.info("lm_eval after %s tokens was broken off", f"{trainer.counters.token_count:,}")
+        except BrokenOff:
+            log.info("lm_eval after %s tokens was broken off", tokens)
             return
         # lm_eval gives results to its first process.
-        values = trainer.fabric.broadcast(_numbers(found["results"]) if found else None)
-        trainer.report("lm_eval", values or {})
-
-    @staticmethod
-    def _share(trainer: TrainerInterface) -> Any:
-        from lightning.fabric.strategies import ModelParallelStrategy
-
-        from forgetting_transformer.evaluation.workers import Workers
-
-        fabric = trainer.fabric
-        if isinstance(fabric.strategy, ModelParallelStrategy):
-            return Workers(0, 1, fabric.device)
-        return Workers(fabric.global_rank, fabric.world_size, fabric.device)
+        values = trainer.fabric.broadcast(_numbers(found["results"]) if found else None) or {}
+        trainer.report("lm_eval", values | self._chance)
+        log.info("lm_eval after %s tokens took %s", tokens, duration(time.perf_counter() - started))
 
     def _adapter(self, trainer: TrainerInterface) -> HarnessModel:
         from forgetting_transformer.evaluation.harness import HarnessModel
-        from forgetting_transformer.evaluation.models import EvaluatedModel
+        from forgetting_transformer.evaluation.in_training import beat, precision
 
-        def beat() -> None:
-            if trainer.beat():
-                raise _BrokenOff
+        max_length = self.config.max_length or trainer.config.datamodule.train_batch_len
+        batch_size, workers = self.config.batch_size, self._workers
+        on_batch = functools.partial(beat, trainer)
+        return HarnessModel(self._evaluated, max_length, batch_size, precision(trainer), workers, on_batch)
 
-        config, tokens = trainer.config, trainer.counters.token_count
-        length = config.datamodule.train_batch_len
-        source = str(trainer.directory.root)
-        evaluated = EvaluatedModel(trainer.model.module, self._tokenizer, config.tag, source, length, tokens)
-        precision = "bf16" if config.fabric.precision == "bf16-mixed" else "fp32"
-        max_length = self.config.max_length or length
-        return HarnessModel(evaluated, max_length, self.config.batch_size, precision, self._workers, beat)
+
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """lm_eval resamples in this process: its pool would fork one that holds a GPU and threads. It prints nothing."""
+    before = os.environ.get("DISABLE_MULTIPROC")
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        if before is None:
+            del os.environ["DISABLE_MULTIPROC"]
+        else:
+            os.environ["DISABLE_MULTIPROC"] = before
+
+
+def _chance(task: Any) -> float | None:
+    """The accuracy of a guess among the answers that a task offers; None where it offers none."""
+    if task.OUTPUT_TYPE != "multiple_choice" or not hasattr(task, "doc_to_choice"):
+        return None
+    offered = [len(task.doc_to_choice(doc)) for doc in itertools.islice(task.eval_docs, _COUNTED)]
+    return sum(1 / number for number in offered) / len(offered) if all(offered) and offered else None
 
 
 def _numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:

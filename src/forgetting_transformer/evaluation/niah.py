@@ -9,7 +9,7 @@ asked with (Qin et al., 2024; Lin et al., "Forgetting Transformer", ICLR 2025, s
 Everything is counted in tokens of the model under test, and a prompt has exactly the length it is named after: the
 beginning-of-sequence token, text, needle and query together. niah_paper.py has the paper's own prompts.
 
-Axes: T tokens of a prompt.
+Axes: B prompts, T tokens of a prompt, K tokens of an answer, S = T + K - 1.
 """
 
 import hashlib
@@ -22,13 +22,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 from tqdm import tqdm
 
 from forgetting_transformer.analysis import evaluations, needles
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
 from forgetting_transformer.evaluation.judge import Judge
-from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
+from forgetting_transformer.evaluation.models import (
+    EvaluatedModel,
+    EvaluationError,
+    fingerprint,
+    precision_context,
+    resolve,
+)
 from forgetting_transformer.evaluation.per_token_loss import check_vocabulary, find_heldout, open_heldout
 from forgetting_transformer.evaluation.workers import Workers
 
@@ -108,7 +117,7 @@ class Haystack:
     @classmethod
     def from_text(cls, model: EvaluatedModel, text: str) -> "Haystack":
         """One text."""
-        return cls._with_ends(model, np.array(texts.encode(model, text)))
+        return cls.from_tokens(model, np.array(texts.encode(model, text)))
 
     @classmethod
     def from_heldout(cls, model: EvaluatedModel, data_path: str, dataset: str, needed: int) -> "Haystack":
@@ -118,7 +127,7 @@ class Haystack:
         documents = min(data.sequences, -(-needed // data.length))
         ids = np.concatenate([data.read(n)[0] for n in range(documents)]).astype(np.int64)
         texts.check_ids(model, ids)
-        return cls._with_ends(model, ids)
+        return cls.from_tokens(model, ids)
 
     @cached_property
     def digest(self) -> str:
@@ -130,7 +139,12 @@ class Haystack:
         return build_prompt(model, self, needle, mode, cell)
 
     @classmethod
-    def _with_ends(cls, model: EvaluatedModel, ids: np.ndarray) -> "Haystack":
+    def from_tokens(cls, model: EvaluatedModel, ids: np.ndarray) -> "Haystack":
+        """A text that is token ids `(N,)` already.
+
+        Raises:
+            EvaluationError: there are none.
+        """
         if len(ids) == 0:
             raise EvaluationError("the haystack is empty: its files hold no text that the tokenizer can encode")
         kinds, where = np.unique(ids, return_inverse=True)
@@ -144,8 +158,8 @@ class Haystack:
         return self.tokens[where], self.is_end[where]
 
 
-def build_prompt(model: EvaluatedModel, haystack: Haystack, needle: Needle, mode: str, cell: Cell) -> np.ndarray:
-    """The prompt of a cell, `(cell.length,)` int64.
+def build_prompt(model: EvaluatedModel, haystack: Haystack, needle: Needle, mode: str | None, cell: Cell) -> np.ndarray:
+    """The prompt of a cell, `(cell.length,)` int64; with `mode` None nothing is hidden in the text.
 
     The needle goes after the last end of a sentence before its depth, if there is one near.
 
@@ -153,7 +167,8 @@ def build_prompt(model: EvaluatedModel, haystack: Haystack, needle: Needle, mode
         EvaluationError: the length has no room for needle, query and some text.
     """
     first = texts.begin(model)
-    needle_ids, query_ids = (np.array(texts.encode(model, text)) for text in (needle.text(mode), needle.query))
+    hidden = "" if mode is None else needle.text(mode)
+    needle_ids, query_ids = (np.array(texts.encode(model, text)) for text in (hidden, needle.query))
     room = cell.length - len(first) - len(needle_ids) - len(query_ids)
     if room < 1:
         raise EvaluationError(
@@ -167,6 +182,29 @@ def build_prompt(model: EvaluatedModel, haystack: Haystack, needle: Needle, mode
         ends = np.flatnonzero(is_end[reach:place])
         place = reach + int(ends[-1]) + 1 if ends.size else place
     return np.concatenate([first, text[:place], needle_ids, text[place:], query_ids]).astype(np.int64)
+
+
+def answer_losses(
+    model: EvaluatedModel, prompts_BT: np.ndarray, answer_K: np.ndarray, precision: str
+) -> tuple[Tensor, Tensor]:
+    """How surprised a model is by the answer after each prompt, in one forward pass.
+
+    Args:
+        answer_K: token ids `(K,)` that should follow every prompt.
+
+    Returns:
+        `(B, K)`: the loss of every token of the answer in nats, float64, and whether it is the likeliest one. Greedy
+        decoding gives the answer where all are.
+    """
+    answers_BK = np.broadcast_to(answer_K, (len(prompts_BT), len(answer_K)))
+    inputs_BS = np.concatenate([prompts_BT, answers_BK[:, :-1]], axis=1)
+    target_BK = torch.from_numpy(answers_BK.copy()).to(model.device)
+    with precision_context(precision, model.device):
+        logits = model.model(
+            input_ids=torch.from_numpy(inputs_BS).to(model.device), use_cache=False, logits_to_keep=len(answer_K)
+        ).logits[:, -len(answer_K) :]
+    losses_BK = F.cross_entropy(logits.double().transpose(1, 2), target_BK, reduction="none")
+    return losses_BK, logits.argmax(-1) == target_BK
 
 
 def exact_match(prediction: str, answer: str) -> float:

@@ -26,7 +26,11 @@ log = logging.getLogger(__name__)
 class Sink(Protocol):
     """Where reports go besides the files. Its methods raise nothing."""
 
-    def log(self, step: int, values: dict[str, Any]) -> None: ...
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        """Takes one line; `with_tables` says which of its values are shown together."""
+
+    def image(self, step: int, name: str, file: Path) -> None:
+        """Takes a picture, a PNG file that may be gone afterwards."""
 
     def close(self) -> None: ...
 
@@ -76,6 +80,17 @@ class MetricsLog:
         for sink in self.sinks:
             sink.log(step, values)
 
+    def rows(self, first: int = 0) -> list[tuple[int, dict[str, Any]]]:
+        """What all lines from step `first` on say, step by step, under names that no two kinds share."""
+        rows: dict[int, dict[str, Any]] = {}
+        for file in self.files():
+            for entry in read_lines(file):
+                if entry["step"] >= first:
+                    # Descriptions of earlier versions have names without a prefix.
+                    row = prefixed(file.stem, {k: v for k, v in entry.items() if k != "step"})
+                    rows.setdefault(entry["step"], {}).update(row)
+        return sorted(rows.items())
+
     def has(self, kind: str, step: int) -> bool:
         """Whether `jsonlines/<kind>.jsonl` has a line of `step`."""
         file = _file(self.directory, kind)
@@ -118,6 +133,24 @@ def _file(directory: RunDirectory, kind: str) -> Path:
 def prefixed(kind: str, values: dict[str, Any]) -> dict[str, Any]:
     """Values under names that no other kind has: wandb keeps one row per step for all kinds."""
     return {name if "/" in name else f"{kind}/{name}": value for name, value in values.items()}
+
+
+def with_tables(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, list[dict[str, str]]]]:
+    """Values as people are to see them: texts that belong together become rows of a table.
+
+    Returns:
+        All other values; and the tables by name, so that `samples/0/prompt` and `samples/0/text` are the first row of
+        the table `samples`.
+    """
+    others: dict[str, Any] = {}
+    tables: dict[str, dict[int, dict[str, str]]] = {}
+    for name, value in values.items():
+        found = re.fullmatch(r"(.+)/(\d+)/([^/]+)", name)
+        if found and isinstance(value, str):
+            tables.setdefault(found[1], {}).setdefault(int(found[2]), {})[found[3]] = value
+        else:
+            others[name] = value
+    return others, {name: [row for _, row in sorted(rows.items())] for name, rows in tables.items()}
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -16,12 +16,14 @@ log = logging.getLogger(__name__)
 PREVIOUS = "previous"
 #: Files that every start replaces.
 _REPLACED = ("config.yaml", "model.txt", "decay_params.txt", "no_decay_params.txt", "status.json")
-#: All that a run, its plots and wandb write there, besides `run.lock` and `previous/`. The rest is somebody else's.
+#: All that a run, its plots, wandb and TensorBoard write there, besides `run.lock` and `previous/`. The rest is
+#: somebody else's.
 #: In the order in which they are moved aside: first what may be a mount and cannot be moved, last what a run is
 #: recognised by. `last_checkpoint.json` refuses a start that would not find the checkpoints, so it is late too.
 OWN_NAMES = (
-    "checkpoints", "logs", "metrics", "tokenizer", "plots", "traces", "wandb", "goodput.json", "model.txt",
-    "decay_params.txt", "no_decay_params.txt", "status.json", "config.yaml", "last_checkpoint.json", "starts.jsonl",
+    "checkpoints", "logs", "metrics", "tokenizer", "plots", "traces", "wandb", "tensorboard", "goodput.json",
+    "model.txt", "decay_params.txt", "no_decay_params.txt", "status.json", "config.yaml", "last_checkpoint.json",
+    "starts.jsonl",
 )  # fmt: skip
 #: All kinds of lines that a run writes. Only files of these names are the run's to cut and to read back.
 KINDS = (
@@ -33,7 +35,8 @@ ARRAY_KINDS = ("train_eval", "val")
 #: What else a start changes or takes for its own: patterns under `output_dir`.
 _CHANGED = (
     "goodput.json", "last_checkpoint.json", "tokenizer", "logs/rank-[0-9]*.log", "metrics/wandb/wandb_run_id.txt",
-    "metrics/wandb/folder.json", f"traces/start-{15 * '[0-9]'}-rank-[0-9]*.json.gz",
+    "metrics/wandb/folder.json", "tensorboard/events.out.tfevents.*",
+    f"traces/start-{15 * '[0-9]'}-rank-[0-9]*.json.gz",
     *(f"metrics/jsonlines/{kind}.jsonl" for kind in KINDS),
     *(f"metrics/npz/{kind}/step-{15 * '[0-9]'}.npz" for kind in ARRAY_KINDS),
 )  # fmt: skip
@@ -105,6 +108,7 @@ class RunDirectory:
         self.jsonlines = self.root / "metrics" / "jsonlines"
         self.npz = self.root / "metrics" / "npz"
         self.wandb_run_id = self.root / "metrics" / "wandb" / "wandb_run_id.txt"
+        self.tensorboard = self.root / "tensorboard"
         self.tokenizer = self.root / "tokenizer"
         self.goodput = self.root / "goodput.json"
         self.traces = self.root / "traces"

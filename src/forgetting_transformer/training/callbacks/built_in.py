@@ -6,6 +6,7 @@ from forgetting_transformer.plugins import CALLBACKS
 from forgetting_transformer.training.callbacks.bad_steps import BadSteps
 from forgetting_transformer.training.callbacks.base import Callback, Callbacks
 from forgetting_transformer.training.callbacks.checkpoint_times import CheckpointTimes
+from forgetting_transformer.training.callbacks.figures import Figures
 from forgetting_transformer.training.callbacks.goodput import Goodput
 from forgetting_transformer.training.callbacks.held_out import HeldOut
 from forgetting_transformer.training.callbacks.loss import Loss, LossByPosition
@@ -37,6 +38,7 @@ def built_in(trainer: "TrainerInterface") -> list[Callback]:
         HeldOut(),
         CheckpointTimes(),
         *([Profile(*config.train.profile_steps)] if config.train.profile_steps else []),
+        Figures(),
         # Last: it shows what the others have found.
         Progress(config.train.max_tokens, counters.token_count, trainer.fabric.is_global_zero, throughput),
     ]

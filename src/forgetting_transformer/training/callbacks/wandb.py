@@ -13,7 +13,7 @@ from forgetting_transformer.files import write_atomically
 from forgetting_transformer.redaction import redact_tree
 from forgetting_transformer.training.callbacks.base import Callback
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.metrics import MetricsLog, prefixed, read_lines
+from forgetting_transformer.training.metrics import MetricsLog, with_tables
 from forgetting_transformer.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -80,23 +80,27 @@ class Wandb(Callback):
             return
         address = getattr(self._run, "url", None) if config.wandb.mode == "online" else None
         self.summary = f"{config.wandb.mode}, {address or log_dir / 'wandb'}"
-        rows: dict[int, dict[str, Any]] = {}
-        for file in metrics.files():
-            for entry in read_lines(file):
-                # Descriptions of earlier versions have names without a prefix.
-                row = prefixed(file.stem, {k: v for k, v in entry.items() if k != "step"})
-                rows.setdefault(entry["step"], {}).update(row)
-        for step in sorted(rows):
-            self.log(step, rows[step])
+        for step, row in metrics.rows():
+            self.log(step, row)
         metrics.sinks.append(self)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         try:
             if self._run is not None and step >= self._run.step:
-                self._run.log(values, step=step)
+                others, tables = with_tables(values)
+                self._run.log(others | {name: _table(rows) for name, rows in tables.items()}, step=step)
         except Exception as error:
             log.warning("wandb stopped taking metrics (%s); they are in the JSON-lines files", error)
             self._run = None
+
+    def image(self, step: int, name: str, file: Path) -> None:
+        try:
+            if self._run is not None and step >= self._run.step:
+                import wandb
+
+                self._run.log({name: wandb.Image(str(file))}, step=step)
+        except Exception as error:
+            log.warning("wandb did not take the figure %s (%s)", name, error)
 
     def close(self) -> None:
         try:
@@ -104,6 +108,13 @@ class Wandb(Callback):
                 self._run.finish()
         except Exception as error:
             log.warning("wandb did not finish (%s); all metrics are in the JSON-lines files", error)
+
+
+def _table(rows: list[dict[str, str]]) -> Any:
+    import wandb
+
+    columns: list[str | int] = list(dict.fromkeys(name for row in rows for name in row))
+    return wandb.Table(columns=columns, data=[[row.get(str(name), "") for name in columns] for row in rows])
 
 
 def _wandb_run_id(directory: RunDirectory) -> str:

@@ -1,0 +1,27 @@
+"""Which figures show what an evaluation has just found: for wandb and TensorBoard, while a run is trained."""
+
+from pathlib import Path
+
+from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
+from forgetting_transformer.analysis.plots.evaluations import has_scores, scores_over_training
+from forgetting_transformer.analysis.plots.losses import loss_against_position
+from forgetting_transformer.analysis.runs import read_position_loss, read_run
+
+
+def of_evaluation(output_dir: Path, kind: str, folder: Path) -> dict[str, Path]:
+    """Draws them into `folder`, as `scripts/plot_run.py` would now, and returns the files by name.
+
+    Args:
+        kind: of the lines that the evaluation wrote, such as "val" or "lm_eval".
+    """
+    (name,) = shown_names([output_dir])
+    run = read_run(output_dir, name)
+    if kind == "val":
+        curve = read_position_loss(output_dir, name)
+        file = folder / "loss_position.png"
+        loss_against_position({position_label(curve): curve.loss}, file, conditions=conditions([run]), of="runs")
+        return {"loss_position": file}
+    if kind in ("lm_eval", "needle", "gates") and has_scores(run):
+        scores_over_training([run], folder / "evaluations.png", conditions([run]))
+        return {"evaluations": folder / "evaluations.png"}
+    return {}
