@@ -1,7 +1,11 @@
 #!/usr/bin/env python
-"""Exports a run's checkpoint as a Hugging Face folder: weights (safetensors), config, generation config, tokenizer.
+"""Exports a run's checkpoint as a Hugging Face folder: weights (safetensors), configs, tokenizer and a model card.
 
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo
+    python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo --push_to_hub my-account/demo --private
+
+README.md is the model card: corpus, tokens, losses with a figure, configuration, versions, how to load the model. It
+names no licence: you choose one. A card that you wrote or edited is kept.
 
 exported_from.json names the checkpoint and the files that the export wrote. A later export replaces these files. A
 folder with other files, or with files that were edited since, is refused. So is the folder of a run or of a corpus.
@@ -33,21 +37,37 @@ def main() -> None:
         help="folder or hub id of the tokenizer, if the run has none. Runs on LongCrawl64 use its "
         "JSON-escaping tokenizer over this GPT-2 vocabulary, 'gpt2' from the hub unless told",
     )
+    parser.add_argument(
+        "--push_to_hub",
+        type=command_line.name,
+        metavar="REPO_ID",
+        help="upload the export to this repository of the Hugging Face hub (ACCOUNT/NAME), which is made if needed; "
+        "log in with `hf auth login` or set HF_TOKEN before",
+    )
+    parser.add_argument("--private", action="store_true", help="make the repository of --push_to_hub a private one")
+    parser.add_argument("--revision", type=command_line.name, help="branch for --push_to_hub; made if needed")
     command_line.add_plugins(parser)
     arguments = parser.parse_args()
+    if arguments.push_to_hub is None and (arguments.private or arguments.revision):
+        parser.error(f"{'--private' if arguments.private else '--revision'} has no effect without --push_to_hub")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
 
     import transformers
 
+    from forgetting_transformer.training import hub
     from forgetting_transformer.training.checkpoint import CheckpointError
     from forgetting_transformer.training.export import ExportError, export
 
     transformers.utils.logging.disable_progress_bar()
+    repo_id, folder = arguments.push_to_hub, arguments.hf_save_dir
     try:
-        summary = export(arguments.hf_load_dir, arguments.hf_save_dir, arguments.hf_load_step, arguments.tokenizer)
+        if repo_id is not None:
+            hub.check_repo_id(repo_id)
+        print(export(arguments.hf_load_dir, folder, arguments.hf_load_step, arguments.tokenizer, repo_id), flush=True)
+        if repo_id is not None:
+            print(hub.push(folder, repo_id, arguments.private or None, arguments.revision))
     except (CheckpointError, ExportError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    print(summary)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import ast
 import errno
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, Pre
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import model_tokenizer
+from forgetting_transformer.analysis.model_card import CARD, FIGURE
 from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
 from forgetting_transformer.training.export import (
     MARK,
@@ -385,7 +387,8 @@ def test_an_export_is_replaced_by_the_next_one_and_other_files_stay(tiny, tmp_pa
     export(run, folder, step=8 * STEP, tokenizer=tokenizer)
     before = (folder / "model.safetensors").read_bytes()
     (folder / "README.md").write_text("mine")
-    (folder / MARK).unlink()  # as an export of an earlier version
+    for name in (MARK, FIGURE):
+        (folder / name).unlink()  # as an export of an earlier version
     export(run, folder, tokenizer=tokenizer)
     assert (folder / "model.safetensors").read_bytes() != before and (folder / "README.md").read_text() == "mine"
     mark = json.loads((folder / MARK).read_text())
@@ -409,6 +412,8 @@ def test_an_export_of_an_earlier_version_is_replaced(tiny, tmp_path, finished, f
     run, tokenizer, folder = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer")), tmp_path / "hf"
     export(run, folder, tokenizer=tokenizer)
     whole = json.loads((folder / MARK).read_text())["files"]
+    for name in (CARD, FIGURE):
+        (folder / name).unlink()
     if files is None:
         (folder / MARK).unlink()
     else:
@@ -465,6 +470,59 @@ def test_what_was_trained_further_in_an_export_is_not_overwritten(tiny, tmp_path
     assert (folder / name).read_bytes() == changed_file
     (folder / name).rename(tmp_path / name)  # as the message says
     assert str(folder) in export(run, folder, tokenizer=tokenizer)
+
+
+def python_of(card: str) -> str:
+    return card.split("```python\n")[1].split("```")[0]
+
+
+def test_the_card_of_an_export_loads_it_and_names_no_place(tiny, tmp_path, finished):
+    run, folder = Path(finished(tiny)), tmp_path / "hf"
+    export(run, folder, tokenizer=str(word_tokenizer(tmp_path / "tokenizer")))
+    card = (folder / CARD).read_text(encoding="utf-8")
+    done = run_command("-c", python_of(card), folder=folder)
+    assert done.returncode == 0 and done.stdout.startswith("w1 w1"), done.stderr
+    assert f"]({FIGURE})" in card and (folder / FIGURE).read_bytes().startswith(b"\x89PNG")
+    val = json.loads((run / "metrics/jsonlines/val.jsonl").read_text().splitlines()[-1])
+    assert f"| held-out | {val['val/loss']:.4f} |" in card
+    host = json.loads((run / "starts.jsonl").read_text().splitlines()[0])["machine"]["host"]
+    for file in folder.iterdir():
+        content = file.read_bytes()
+        for place in (run, tmp_path, tiny["data_dir"], ROOT):
+            assert str(place).encode() not in content, file.name
+    assert not re.search(rf"\b{re.escape(host)}\b", card)
+
+
+def test_a_card_that_no_export_wrote_or_that_was_edited_is_kept(tiny, tmp_path, finished):
+    run, tokenizer, folder = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer")), tmp_path / "hf"
+    folder.mkdir()
+    (folder / CARD).write_text("mine")
+    assert f"{CARD} there is not as an export wrote it and is kept" in export(run, folder, tokenizer=tokenizer)
+    assert (folder / CARD).read_text() == "mine" and not (folder / FIGURE).exists()
+    (folder / CARD).unlink()
+    assert "kept" not in export(run, folder, step=8 * STEP, tokenizer=tokenizer)
+    first, figure = (folder / CARD).read_text(), (folder / FIGURE).read_bytes()
+    assert f"trained on {8 * STEP:,} tokens" in first
+    export(run, folder, tokenizer=tokenizer)
+    second = (folder / CARD).read_text()
+    assert f"trained on {20 * STEP:,} tokens" in second and (folder / FIGURE).read_bytes() != figure
+    (folder / CARD).write_text(f"{second}\nlicense: mit")
+    figure = (folder / FIGURE).read_bytes()
+    for _ in range(2):
+        assert "is kept" in export(run, folder, step=8 * STEP, tokenizer=tokenizer)
+        assert (folder / CARD).read_text().endswith("license: mit") and (folder / FIGURE).read_bytes() == figure
+    (folder / CARD).write_text(second)
+    assert "is kept" not in export(run, folder, step=8 * STEP, tokenizer=tokenizer)
+    assert (folder / CARD).read_text() == first
+
+
+def test_metrics_that_cannot_be_read_cost_the_card_and_not_the_export(tiny, tmp_path, finished, caplog):
+    shutil.copytree(finished(tiny), tmp_path / "run")
+    (tmp_path / "run/metrics/jsonlines/val.jsonl").write_text("no JSON\n{}\n")
+    tokenizer = str(word_tokenizer(tmp_path / "tokenizer"))
+    assert str(tmp_path / "hf") in export(tmp_path / "run", tmp_path / "hf", tokenizer=tokenizer)
+    assert "no model card was written" in caplog.text and not (tmp_path / "hf" / CARD).exists()
+    assert (tmp_path / "hf/model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("wrong", ["no/such/folder", "damaged"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import GenerationConfig, PreTrainedModel
 
 from forgetting_transformer import plugins
+from forgetting_transformer.analysis import model_card
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.checksums import sha256_of
 from forgetting_transformer.files import LocksUnsupportedError, locked, write_atomically
@@ -29,9 +31,12 @@ from forgetting_transformer.training.checkpoint import (
 )
 from forgetting_transformer.training.run_directory import RunDirectory, belongs_to, describe_os_error
 
+log = logging.getLogger(__name__)
+
 #: Written into every export: which checkpoint it was made from, and which files of a model an export may replace.
 MARK = "exported_from.json"
 _STANDARD = {"config.json", "generation_config.json", "model.safetensors"}
+_OF_THE_CARD = {model_card.CARD, model_card.FIGURE}
 #: What earlier versions may have written of a tokenizer, which their marks do not name.
 _OF_TOKENIZERS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -48,13 +53,22 @@ class ExportError(RuntimeError):
     """The export could not be completed; the message says what is missing and how to give it."""
 
 
-def export(run_folder: Path, save_folder: Path, step: int | None = None, tokenizer: str | None = None) -> str:
+def export(
+    run_folder: Path,
+    save_folder: Path,
+    step: int | None = None,
+    tokenizer: str | None = None,
+    model_id: str | None = None,
+) -> str:
     """Writes `save_folder` and returns a line that says what was written.
+
+    A model card (README.md) is written too, unless there is one that no export wrote, or that was edited since.
 
     Args:
         run_folder: output_dir of a training run, of this project or of the authors' code; it may still be training.
         step: training tokens of the checkpoint; None for the newest valid one.
         tokenizer: folder or hub id; None for the run's own.
+        model_id: what the card's example loads, such as the id on a hub; None for the folder.
 
     Raises:
         CheckpointError: no valid checkpoint (at that step).
@@ -74,7 +88,8 @@ def export(run_folder: Path, save_folder: Path, step: int | None = None, tokeniz
         raise CheckpointError(
             f"{wanted} in {directory.checkpoints}; it holds {steps_in(directory.checkpoints) or 'nothing'}"
         )
-    return write(directory, *found, save_folder, tokenizer, f"checkpoint {found[0].path.name} of {run_folder}")
+    what = f"checkpoint {found[0].path.name} of {run_folder}"
+    return write(directory, *found, save_folder, tokenizer, what, model_id=model_id)
 
 
 def check_place(save_folder: Path) -> None:
@@ -98,6 +113,7 @@ def write(
     tokenizer: str | None,
     what: str,
     about: dict[str, Any] | None = None,
+    model_id: str | None = None,
 ) -> str:
     """Writes `save_folder` for `export`, which has the errors, and returns its line.
 
@@ -120,6 +136,16 @@ def write(
     names = [state["config"]["model"]["name"], *model.config.mixer_architectures]
     if needed := sorted({plugins.MODELS.plugin_of(name) for name in names} - {""}):
         origin["plugins"] = needed
+    exported = model_card.Exported(
+        checkpoint.step,
+        state["config"],
+        model.config.model_type,
+        model.num_parameters(),
+        found_tokenizer is not None,
+        tuple(needed),
+        model_id or ".",
+        origin,
+    )
     try:
         with _only_export(save_folder):
             with tempfile.TemporaryDirectory() as prepared:
@@ -129,13 +155,17 @@ def write(
                     _save_tokenizer(found_tokenizer, Path(prepared))
                 beside = {str(file.relative_to(prepared)) for file in Path(prepared).rglob("*") if file.is_file()}
                 own, before = _check_ours(save_folder, _STANDARD | beside), _read_mark(save_folder)
-                # First: an export that was killed may be made again.
-                _mark(save_folder, origin | {"files": sorted(_STANDARD | beside | own.keys())})
+                card = _free_for_the_card(save_folder, own)
+                # First: an export that was killed may be made again. What is not ours keeps its digest or no mention.
+                files = dict.fromkeys(sorted(_STANDARD | beside | own.keys() | card))
+                files |= {name: own[name] for name in (own.keys() & _OF_THE_CARD) - card}
+                _mark(save_folder, origin | {"files": files})
                 model.save_pretrained(save_folder)
                 for name in beside:
                     (save_folder / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(Path(prepared) / name, save_folder / name)
             written = _model_files(save_folder) | {"generation_config.json"} | beside
+            written |= _write_card(save_folder, directory.root, exported, card)
             kept = {name: digest for name, digest in own.items() if os.path.lexists(save_folder / name)}
             _mark(save_folder, origin | {"files": kept | {name: sha256_of(save_folder / name) for name in written}})
     except (FileExistsError, NotADirectoryError) as error:
@@ -150,14 +180,43 @@ def write(
     replaced = ""
     if before and any(before.get(key) != value for key, value in origin.items()):
         replaced = f", in place of the one at {before.get('checkpoint'):,} tokens of {before.get('tag')}"
+    kept_card = "" if model_card.CARD in card else f"; {model_card.CARD} there is not as an export wrote it and is kept"
     needs = f"; loading it needs `import {', '.join(needed)}`, or --plugins {' '.join(needed)}" if needed else ""
-    return f"{what} is now {save_folder}{replaced}{needs}"
+    return f"{what} is now {save_folder}{replaced}{kept_card}{needs}"
 
 
 def load_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
     """A checkpoint, its trainer.json and its model; for `read_newest`."""
     state = checkpoint.trainer_state()
     return checkpoint, state, build_from_checkpoint(checkpoint, state)
+
+
+def _free_for_the_card(folder: Path, own: dict[str, str | None]) -> set[str]:
+    """Which files of a card an export may write: none that is somebody else's, or was edited since it was written.
+
+    An edited card keeps its figure, since its text speaks of that.
+    """
+
+    def free(name: str) -> bool:
+        file = folder / name
+        return not os.path.lexists(file) or (name in own and file.is_file() and own[name] in (None, sha256_of(file)))
+
+    return {name for name in _OF_THE_CARD if free(name)} if free(model_card.CARD) else set()
+
+
+def _write_card(folder: Path, run_folder: Path, about: model_card.Exported, names: set[str]) -> set[str]:
+    """Writes those files of the card that are in `names`; returns which. Without it the export is still whole."""
+    if not names:
+        return set()
+    written = set()
+    try:
+        if model_card.FIGURE in names and model_card.draw_figure(run_folder, about, folder / model_card.FIGURE):
+            written.add(model_card.FIGURE)
+        write_atomically(folder / model_card.CARD, model_card.card(run_folder, about, bool(written)))
+    except ValueError as error:
+        log.warning("no model card was written: %s", one_line(error))
+        return written
+    return written | {model_card.CARD}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,113 @@
+"""Uploads an export to the Hugging Face hub. HF_ENDPOINT names another hub, as everywhere in huggingface_hub."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, errors, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
+
+from forgetting_transformer.analysis.model_card import CARD, FIGURE, public_origin
+from forgetting_transformer.command_line import one_line
+from forgetting_transformer.data.checksums import sha256_of
+from forgetting_transformer.training.export import MARK, ExportError
+
+_OF_MODELS = (".safetensors", ".bin")
+#: Without an answer: an error of the HTTP library that huggingface_hub uses, httpx or httpx2, is no OSError.
+_NO_ANSWER: tuple[type[Exception], ...] = (errors.HTTPError, OSError)
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Refuses what is no id of a repository with its account, which the card's example needs.
+
+    Raises:
+        ExportError: naming what is wrong.
+    """
+    try:
+        validate_repo_id(repo_id)
+        problem = "" if "/" in repo_id else "it names no account"
+    except HFValidationError as error:
+        problem = one_line(error)
+    if problem:
+        raise ExportError(f"--push_to_hub={repo_id} is no repository of a hub ({problem}); give ACCOUNT/NAME")
+
+
+def push(folder: Path, repo_id: str, private: bool | None = None, revision: str | None = None) -> str:
+    """Uploads what an export wrote, and the card, as one commit; makes the repository and the branch if needed.
+
+    A card that was edited on the hub is left as it is there. Files of an earlier export that this one lacks are removed
+    in the same commit; nothing else is.
+
+    Args:
+        private: of a repository that is made now; None: what the account's settings say.
+        revision: a branch; None for the main one.
+
+    Returns:
+        a line that says where the model is.
+
+    Raises:
+        ExportError: offline, without a token or a right, or the repository holds a model that is not from an export.
+            The local folder is unchanged.
+    """
+    here = f"the export is whole in {folder}, but not on the hub"
+    again = "then run the same command again"
+    try:
+        api = HfApi()
+        if get_token() is None:
+            raise ExportError(f"{here}: there is no token; run `hf auth login` or set HF_TOKEN, {again}")
+        url = api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(url.repo_id, branch=revision, exist_ok=True)
+        note, outdated, kept = _look(api, url.repo_id, revision, here)
+        mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        names = {name for name in {*mark["files"], CARD, FIGURE} if (folder / name).is_file()} - kept
+        contents: dict[str, Path | bytes] = {name: folder / name for name in sorted(names)}
+        # The mark says where weights came from, which may be a folder of this machine.
+        contents[MARK] = json.dumps(public_origin(mark), indent=1, sort_keys=True).encode()
+        api.create_commit(
+            url.repo_id,
+            [
+                *(CommitOperationAdd(name, content) for name, content in contents.items()),
+                *(CommitOperationDelete(name) for name in sorted(outdated - contents.keys())),
+            ],
+            commit_message=f"Checkpoint at {mark['checkpoint']:,} training tokens",
+            revision=revision,
+        )
+    except OfflineModeIsEnabled as error:
+        raise ExportError(f"{here}: HF_HUB_OFFLINE is set; unset it, {again}") from error
+    except HfHubHTTPError as error:
+        refused = error.response.status_code in (401, 403, 404)
+        cure = "check the token (`hf auth login`), its rights and the name" if refused else "wait"
+        raise ExportError(f"{here}: {one_line(error)}; {cure}, {again}") from error
+    except _NO_ANSWER as error:
+        raise ExportError(f"{here}: {one_line(error)}; check the network, {again}") from error
+    return f"pushed to {url}{'' if revision is None else f', branch {revision}'}{note}"
+
+
+def _look(api: HfApi, repo_id: str, revision: str | None, here: str) -> tuple[str, set[str], set[str]]:
+    """What the repository holds: a note for the user, files of the export before, files that stay as they are there.
+
+    Raises:
+        ExportError: a model that no export wrote.
+    """
+    present = set(api.list_repo_files(repo_id, revision=revision))
+    files: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as cache:
+
+        def fetched(name: str) -> Path:
+            return Path(api.hf_hub_download(repo_id, name, revision=revision, cache_dir=cache))
+
+        if MARK in present:
+            recorded = json.loads(fetched(MARK).read_text(encoding="utf-8"))["files"]
+            files = dict(recorded) if isinstance(recorded, dict) else dict.fromkeys(recorded)
+        elif strangers := sorted(name for name in present if name == "config.json" or name.endswith(_OF_MODELS)):
+            raise ExportError(
+                f"{here}: {repo_id} holds {strangers[0]}, which is not from an export, and two models would be mixed "
+                "there; choose another repository, or a --revision of its own"
+            )
+        earlier = files.keys() & present
+        if CARD not in present or files.get(CARD) == sha256_of(fetched(CARD)):
+            return "", earlier, set()
+    return f"; {CARD} was edited there and is kept", earlier - {CARD, FIGURE}, {CARD, FIGURE}

@@ -1,0 +1,183 @@
+"""The card of an exported model says what its run recorded, and nothing of the machine or the account that made it."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from forgetting_transformer.analysis.model_card import REDACTED, Exported, card, draw_figure, public, snippet
+
+HOST = "trainbox-17"
+SECRETS = {
+    "data_dir": "/home/agnes/private/corpora",
+    "output_dir": "/home/agnes/runs/best",
+    "wandb": {"project": "secret-project", "log_dir": "/scratch/agnes", "mode": "online"},
+    "fork_dir": "/home/agnes/runs/before",
+    "callbacks": {
+        "alarm": {"url": "https://hooks.example/services/T0/B0/xyzzy", "interval": 4096, "to": ["agnes@lab"]}
+    },
+    "plugins": ["my_lab"],
+    "exp": f"on {HOST}, key hf_abcdefghijklmnop",
+    "api_key": "correct horse",
+}
+
+
+def make_run(folder: Path) -> Path:
+    lines = folder / "metrics" / "jsonlines"
+    lines.mkdir(parents=True)
+    train = [{"step": step, "train/loss": 5 - step / 1000} for step in range(100, 2100, 100)]
+    val = [{"step": step, "val/loss": 5.5 - step / 1000, "val/val_token_count": 640} for step in (1000, 2000)]
+    data = {
+        "step": 0,
+        "train_data_info/path": "/home/agnes/private/corpora/c/train.zarr",
+        "train_data_info/documents": 12,
+    }
+    data |= {"train_data_info/total_tokens": 500, "train_data_info/fingerprint": "f00d"}
+    for kind, records in {"train": train, "val": val, "train_data_info": [data]}.items():
+        (lines / f"{kind}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    machine = {"host": HOST, "platform": "Linux-6-x86_64", "device": "NVIDIA H200"}
+    versions = {"python": "3.12.1", "torch": "2.13.0", "wandb": "0.31"}
+    git = {"commit": "0123456789abcdef" * 2 + "01234567", "patch": "secret patch", "untracked": ["diary.txt"]}
+    first = {"step": 0, "world_size": 4, "versions": versions, "git": git, "machine": machine}
+    later = first | {"step": 1500, "world_size": 8, "machine": machine | {"device": "NVIDIA B300"}}
+    (folder / "starts.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(later)}\n")
+    return folder
+
+
+def settings(**changes) -> dict:
+    return {
+        "model": {"name": "forgetting_transformer", "label": "fox_pro", "config": {"hidden_size": 8}},
+        "optimizer": {"name": "adamw", "lr": 0.002},
+        "schedule": {"name": "warmup_cosine", "warmup_tokens": 1024},
+        "datamodule": {
+            "dataset": "books",
+            "train_batch_len": 32,
+            "train_batch_size": 4,
+            "cache_dir": "/home/agnes/cache",
+        },
+        "fabric": {"precision": "bf16-mixed"},
+        "tag": "small_fox",
+        "seed": 7,
+        **SECRETS,
+        **changes,
+    }
+
+
+def exported(step: int = 1000, tokenizer: bool = True, **changes) -> Exported:
+    return Exported(step, settings(**changes), "forgetting_transformer-project_fox", 12345, tokenizer)
+
+
+def header(text: str) -> dict:
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def test_it_says_what_the_run_recorded_up_to_the_checkpoint(tmp_path):
+    text = card(make_run(tmp_path), exported(), with_figure=True)
+    assert "12,345 parameters" in text and "trained on 1,000 tokens of books" in text
+    assert "| held-out | 4.5000 | 90.02 | mean over 640 held-out tokens, after 1,000 training tokens |" in text
+    assert "| training | 4.0000 |" in text, "what was logged after the checkpoint does not count"
+    assert "4 × NVIDIA H200" in text and "B300" not in text, "nor a start after it"
+    for row in (
+        "| precision | bf16-mixed |", "| peak learning rate | 0.002 |", "| seed | 7 |",
+        "| code | commit 0123456789ab, ",
+        "| training tokens | 1,000, 2.0 times the corpus |", "| fingerprint of the corpus | f00d |",
+        "| batch | 4 sequences of 32 tokens |", "python 3.12.1, torch 2.13.0",
+    ):  # fmt: skip
+        assert row in text, row
+    assert "](training_loss.png)" in text and "](training_loss.png)" not in card(tmp_path, exported(), False)
+    everything = card(tmp_path, exported(step=2000), True)
+    assert "| held-out | 3.5000 |" in everything and "4 × NVIDIA H200; 8 × NVIDIA B300" in everything
+
+
+def test_a_licence_is_never_made_up(tmp_path):
+    text = card(make_run(tmp_path), exported(), True)
+    assert "license" not in header(text) and "No licence has been chosen" in text
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_nothing_of_the_machine_or_the_account_is_in_it(tmp_path, tokenizer):
+    text = card(make_run(tmp_path), exported(tokenizer=tokenizer), True)
+    for secret in (
+        "/home", "agnes", "scratch", HOST, "secret", "hf_abcdef", "horse", "hooks.example", "xyzzy", "diary", "0.31",
+        str(tmp_path), "wandb",
+    ):  # fmt: skip
+        assert secret not in text, secret
+    assert "interval: 4096" in text and "my_lab" in text, "what decides nothing about privacy stays"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("/home/agnes/My Texts/books/", "books"),
+        ("C:\\Users\\agnes\\books", "books"),
+        ("~/books", "books"),
+        ("s3://agnes:pw@bucket/deep/books?token=abc#x", "books"),
+        ("gpt2", "gpt2"),
+        (f"books on {HOST}", f"books on {REDACTED}"),
+        (f"{HOST}x", f"{HOST}x"),
+        ("f" * 40, REDACTED),
+        ({"hub_token": "abc", "eos_token_id": 3}, {"hub_token": REDACTED, "eos_token_id": 3}),
+        ([{"path": "/a/b"}], [{"path": "b"}]),
+        (0.5, 0.5),
+    ],
+)  # fmt: skip
+def test_settings_as_strangers_may_see_them(value, shown):
+    assert public(value, HOST) == shown
+
+
+EVIL = "x\n---\nlicense: mit\n# Own heading\n| cell | <script>alert(1) [a](b) `c` *d* ![e](f) ````"
+
+
+def test_names_are_text_and_never_markup(tmp_path):
+    changes = {"tag": EVIL, "exp": EVIL, "model": {"name": "x", "label": EVIL}, "datamodule": {"dataset": EVIL}}
+    text = card(make_run(tmp_path), exported(**changes), True)
+    assert header(text).keys() == {"library_name", "pipeline_tag", "tags"}
+    outside = re.sub(r"^(`{3,})yaml\n.*?^\1$", "", text, flags=re.M | re.S)
+    assert "Places of files" in outside, "a name does not end the block of the configuration"
+    headings = [line for line in outside.splitlines() if re.match(r" {0,3}#+ ", line)]
+    assert len(headings) == 6 and "# Own heading" not in outside.splitlines()
+    assert "<script>" not in outside and not re.search(r"(?<!\\)\[a", outside) and not re.search(r"(?<!\\)`c", outside)
+    rows = [line for line in outside.splitlines() if line.startswith("| architecture")]
+    assert len(rows) == 1 and len(re.findall(r"(?<!\\)\|", rows[0])) == 3
+    block = re.search(r"^(`{3,})yaml\n(.*?)^\1$", text, flags=re.M | re.S)
+    assert block and len(block[1]) == 5 and yaml.safe_load(block[2])["seed"] == 7
+
+
+def test_the_example_is_python_for_every_model():
+    compile(snippet(exported()), "card", "exec")
+    compile(snippet(exported(tokenizer=False)), "card", "exec")
+    longcrawl64 = Exported(1, {"datamodule": {"dataset": "longcrawl64"}}, "x", 1, True, ["my_lab.models"], "me/fox")
+    assert "import forgetting_transformer.tokenizer" in snippet(longcrawl64) and "import my_lab.models" in snippet(
+        longcrawl64
+    )
+    assert 'model_id = "me/fox"\n' in snippet(longcrawl64)
+    assert "os.system" not in snippet(Exported(1, {}, "x", 1, True, ["os; os.system('x')"]))
+
+
+def test_a_run_that_recorded_nothing_has_a_card_all_the_same(tmp_path):
+    """Such as one of the authors' code."""
+    settings = {"model": {"name": "transformer"}, "exp": "/home/agnes/first", "data_dir": "/home/agnes"}
+    bare = Exported(64, settings, "transformer-project_fox", 5, False)
+    text = card(tmp_path, bare, draw_figure(tmp_path, bare, tmp_path / "figure.png"))
+    assert "The run left no record of its losses." in text and "None" not in text and "agnes" not in text
+    assert not (tmp_path / "figure.png").exists() and "token ids" in text
+
+
+@pytest.mark.parametrize(
+    ("weights", "shown"),
+    [
+        ({"source": "/home/agnes/fox", "step": 5}, "| started from | the weights of fox |"),
+        ({"source": "lab/fox", "revision": "a" * 40}, f"| started from | the weights of lab/fox, {'a' * 40} |"),
+    ],
+)
+def test_where_a_run_began_is_said_without_a_path(tmp_path, weights, shown):
+    assert shown in card(make_run(tmp_path), replace(exported(), origin={"weights_from": weights}), True)
+    assert "| started from | before at 64 tokens |" in card(tmp_path, exported(fork_step=64), True)
+
+
+def test_the_figure_shows_the_losses_up_to_the_checkpoint(tmp_path):
+    assert draw_figure(make_run(tmp_path / "run"), exported(tag=EVIL), tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,169 @@
+"""An export goes to a hub only when that is asked for, and whatever goes wrong there, the folder here is whole."""
+
+import functools
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi, constants
+
+from forgetting_transformer.analysis.model_card import CARD, FIGURE
+from forgetting_transformer.training import hub
+from forgetting_transformer.training.export import MARK, ExportError, export
+from tests.processes import ROOT, shell_environment
+from tests.tiny import STEP
+from tests.training.hub_stand_in import TOKEN, Hub, stand_in
+from tests.training.test_export import word_tokenizer
+
+pytestmark = pytest.mark.slow
+REPO = "somebody/fox"
+
+
+@pytest.fixture
+def there() -> Iterator[Hub]:
+    with stand_in() as running:
+        yield running
+
+
+@pytest.fixture
+def logged_in(there, monkeypatch):
+    """In this process, which has read the environment already."""
+    monkeypatch.setattr(hub, "HfApi", functools.partial(HfApi, endpoint=there.url))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+
+
+@pytest.fixture
+def exported(tiny, tmp_path, finished) -> Callable[..., Path]:
+    """Exports a run at some step and returns the folder."""
+    tokenizer = str(word_tokenizer(tmp_path / "tokenizer"))
+
+    def make(step: int = 20 * STEP) -> Path:
+        export(Path(finished(tiny)), tmp_path / "hf", step=step, tokenizer=tokenizer, model_id=REPO)
+        return tmp_path / "hf"
+
+    return make
+
+
+def pushed(folder: Path) -> dict[str, bytes]:
+    """What of a folder goes to a hub: its mark has no line end there."""
+    return {name: content.rstrip(b"\n") if name == MARK else content for name, content in contents(folder).items()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_what_the_export_wrote_is_uploaded_and_nothing_else(there, logged_in, exported):
+    folder = exported()
+    (folder / "diary.txt").write_text("not for the hub")
+    said = hub.push(folder, REPO, private=True)
+    assert said == f"pushed to {there.url}/{REPO}"
+    expected = pushed(folder)
+    del expected["diary.txt"]
+    assert there.repos[REPO]["main"] == expected and {CARD, FIGURE, MARK, "model.safetensors"} <= expected.keys()
+    assert [made["visibility"] for made in there.created] == ["private"]
+    assert f'model_id = "{REPO}"' in expected[CARD].decode()
+
+
+def test_where_weights_came_from_is_pushed_without_the_path(there, logged_in, exported):
+    folder = exported()
+    mark = json.loads((folder / MARK).read_text())
+    (folder / MARK).write_text(json.dumps(mark | {"weights_from": {"source": "/home/agnes/first", "step": 5}}))
+    hub.push(folder, REPO)
+    assert json.loads(there.repos[REPO]["main"][MARK])["weights_from"] == {"source": "first", "step": 5}
+    assert json.loads(there.repos[REPO]["main"][MARK])["files"] == mark["files"]
+
+
+def test_a_branch_is_made_and_the_main_one_stays_as_it_is(there, logged_in, exported):
+    hub.push(exported(8 * STEP), REPO)
+    before = dict(there.repos[REPO]["main"])
+    assert hub.push(exported(), REPO, revision="final").endswith(", branch final")
+    assert there.repos[REPO]["main"] == before
+    assert there.repos[REPO]["final"] == pushed(exported())
+
+
+def test_a_card_edited_on_the_hub_is_kept_and_outdated_files_of_exports_go(there, logged_in, exported):
+    hub.push(exported(8 * STEP), REPO)
+    files = there.repos[REPO]["main"]
+    files[CARD] += b"license: mit"
+    files["notes.txt"] = b"mine"
+    files["old.safetensors"] = b"of an export that had more files"
+    mark = json.loads(files[MARK])
+    files[MARK] = json.dumps(mark | {"files": mark["files"] | {"old.safetensors": "digest"}}).encode()
+    card, figure = files[CARD], files[FIGURE]
+    for _ in range(2):
+        assert hub.push(exported(), REPO).endswith(f"{CARD} was edited there and is kept")
+        assert files[CARD] == card and files[FIGURE] == figure and files["notes.txt"] == b"mine"
+        assert "old.safetensors" not in files
+        assert files["model.safetensors"] == contents(exported())["model.safetensors"]
+
+
+def test_a_repository_with_another_model_is_refused(there, logged_in, exported):
+    there.repos[REPO] = {"main": {"pytorch_model.bin": b"another"}}
+    with pytest.raises(ExportError, match=r"holds pytorch_model\.bin, which is not from an export"):
+        hub.push(exported(), REPO)
+    assert there.repos[REPO]["main"] == {"pytorch_model.bin": b"another"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("no token", "there is no token; run `hf auth login` or set HF_TOKEN, then run the same command again"),
+        ("wrong token", "401.*check the token"),
+        ("offline", "HF_HUB_OFFLINE is set; unset it"),
+        ("no network", "check the network"),
+    ],
+)
+def test_what_went_wrong_is_one_line_and_the_export_is_whole(there, logged_in, exported, monkeypatch, change, said):
+    folder = exported()
+    before = contents(folder)
+    if change == "no token":
+        monkeypatch.delenv("HF_TOKEN")
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no such file"))
+    elif change == "wrong token":
+        monkeypatch.setenv("HF_TOKEN", "hf_of_another")
+    elif change == "offline":
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    else:
+        monkeypatch.setattr(hub, "HfApi", functools.partial(HfApi, endpoint="http://127.0.0.1:9"))
+    with pytest.raises(ExportError, match=f"the export is whole in {folder}, but not on the hub: .*{said}") as caught:
+        hub.push(folder, REPO)
+    assert "\n" not in str(caught.value) and "hf_of_another" not in str(caught.value)
+    assert contents(folder) == before and not there.repos
+
+
+@pytest.mark.parametrize("name", ["fox", "a/b/c", "somebody/fox!", "-/x", "../x"])
+def test_what_is_no_repository_is_refused_before_anything_is_written(name):
+    with pytest.raises(ExportError, match=r"^--push_to_hub=.* is no repository of a hub .*; give ACCOUNT/NAME$"):
+        hub.check_repo_id(name)
+
+
+def test_the_command_pushes_to_the_hub_that_the_environment_names(there, tiny, tmp_path, finished):
+    """In a new process, which reads the environment as a user's does."""
+    flags = ["--hf_load_dir", finished(tiny), "--hf_save_dir", str(tmp_path / "hf")]
+    flags += ["--tokenizer", str(word_tokenizer(tmp_path / "tokenizer")), "--push_to_hub", REPO]
+    environment = shell_environment() | {
+        "HF_ENDPOINT": there.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": os.pathsep.join(sys.path),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "save_model.py"), *flags], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"pushed to {there.url}/{REPO}"
+    assert there.repos[REPO]["main"] == pushed(tmp_path / "hf")
+
+
+def test_flags_without_a_push_are_refused(monkeypatch, capsys):
+    for flag in (["--private"], ["--revision", "x"]):
+        monkeypatch.setattr(sys, "argv", ["save_model.py", "--hf_load_dir", "a", "--hf_save_dir", "b", *flag])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / "save_model.py"), run_name="__main__")
+        assert f"{flag[0]} has no effect without --push_to_hub" in capsys.readouterr().err
