@@ -91,7 +91,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default="train:32768",
         metavar="NAME",
         help="hub id or local folder; bytes; or train:N, byte-level BPE of N ids trained on the input "
-        "(default: train:32768; at most 65,536 ids)",
+        "(default: train:32768); more than 65,536 ids are stored as uint32, else as uint16",
     )
     add("--doc_len", type=int, default=65536, metavar="TOKENS", help="tokens per row (default: 65536)")
     add(

@@ -19,7 +19,7 @@ examples:
   scripts/verify_data.py data/longcrawl64/train.zarr --missing_chunks skip
 
 what is checked:
-  metadata        a Zarr array (documents, doc_len) of uint16, with codecs that are safe to run
+  metadata        a Zarr array (documents, doc_len) of uint16 or uint32, with codecs that are safe to run
   presence        a file for every chunk; which row-chunks have them all
   decodable       every file (or --share of them, evenly spread) decodes to a chunk of the right shape
   token range     ids are below the vocabulary's size

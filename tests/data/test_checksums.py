@@ -88,7 +88,7 @@ def test_one_flipped_bit_is_refused_although_it_decodes(tmp_path, verify):
 def test_also_where_decoded_chunks_are_kept(corpus, context):
     folder, _ = corpus
     array = TokenArray(folder / "train.zarr", VOCAB)
-    kept = DecodedChunks(array.chunk_shape, 8, context)
+    kept = DecodedChunks(array.chunk_shape, 8, context, array.dtype)
     other_tokens(folder / "train.zarr")
     with pytest.raises(DataError, match="is not the file that train"):
         array.read(8, 16, 24, 48, kept)

@@ -13,6 +13,7 @@ from forgetting_transformer.data.prepare import CorpusError, CorpusSettings, sou
 from forgetting_transformer.data.prepare.tokenizers import (
     Encoder,
     Sample,
+    TokenizerInfo,
     byte_tokenizer,
     describe,
     save_built,
@@ -44,7 +45,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("kind", ["bytes", "trained", "loaded"])
 def test_any_text_survives_encoding_and_never_holds_the_end_id(folders: dict[str, Path], kind: str) -> None:
-    encoder, tokenizer = Encoder(folders[kind], kind), AutoTokenizer.from_pretrained(folders[kind])
+    info = TokenizerInfo(kind, 300, 256, 256)
+    encoder, tokenizer = Encoder(folders[kind], info), AutoTokenizer.from_pretrained(folders[kind])
     for text in HARD_TEXTS:
         ids = encoder.encode(text)
         assert ids.dtype == np.uint16
@@ -101,7 +103,7 @@ def test_sample_is_bounded_and_independent_of_order() -> None:
 
 def test_a_long_text_gets_the_ids_of_the_uncut_text(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(f"def f{i}():\n    return {i}\n\n\n" + "x = 1\n" * (i % 4) for i in range(300))
-    encoder = Encoder(folders["trained"], "trained")
+    encoder = Encoder(folders["trained"], TokenizerInfo("trained", 300, 299, 299))
     monkeypatch.setattr(sources, "PIECE_CHARS", 200)
     pieces = list(sources._cut([text]))
     assert len(pieces) > 20
@@ -118,12 +120,6 @@ def word_tokenizer(folder: Path, n_words: int, **special: str) -> Path:
     tokenizer.normalizer = normalizers.Lowercase()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special).save_pretrained(folder)
     return folder
-
-
-def test_a_vocabulary_beyond_uint16_is_refused_before_anything_is_encoded(tmp_path: Path) -> None:
-    folder = word_tokenizer(tmp_path / "large", 65_537, eos_token="</s>")
-    with pytest.raises(CorpusError, match=r"has 65,537 ids, more than the 65,536.*uint16.*for example gpt2"):
-        prepare(tmp_path / "out", package_tree(tmp_path / "in"), tokenizer=str(folder))
 
 
 def test_a_tokenizer_without_end_of_text_is_refused(tmp_path: Path) -> None:

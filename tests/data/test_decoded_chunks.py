@@ -40,7 +40,7 @@ def take(kept: DecodedChunks, number: int, decode=None) -> int:
 
 
 def test_a_chunk_is_decoded_once_and_the_one_unused_for_longest_makes_room():
-    kept = DecodedChunks((4, 3), slots=2, context=None)
+    kept = DecodedChunks((4, 3), slots=2, context=None, dtype=np.uint16)
     assert [take(kept, n) for n in (1, 2, 1, 1)] == [1, 2, 1, 1] and kept.decoded == 2
     take(kept, 3)  # pushes out 2, which was used before 1
     assert kept.lacking([(1, 0), (2, 0), (3, 0)]) == [(2, 0)]
@@ -49,7 +49,7 @@ def test_a_chunk_is_decoded_once_and_the_one_unused_for_longest_makes_room():
 
 
 def test_a_failed_decoding_is_raised_and_tried_again_by_the_next():
-    kept = DecodedChunks((4, 3), slots=1, context=None)
+    kept = DecodedChunks((4, 3), slots=1, context=None, dtype=np.uint16)
 
     def fail():
         raise OSError("no such file")
@@ -60,7 +60,7 @@ def test_a_failed_decoding_is_raised_and_tried_again_by_the_next():
 
 
 def test_ragged_chunks_and_parts_of_chunks():
-    kept = DecodedChunks((4, 3), slots=1, context=None)
+    kept = DecodedChunks((4, 3), slots=1, context=None, dtype=np.uint16)
     small = np.arange(4, dtype=np.uint16).reshape(2, 2)
     for _ in range(2):
         out = np.zeros((1, 2), dtype=np.uint16)
@@ -69,7 +69,7 @@ def test_ragged_chunks_and_parts_of_chunks():
 
 
 def test_who_needs_a_chunk_that_another_decodes_waits_for_it():
-    kept = DecodedChunks((4, 3), slots=3, context=None)
+    kept = DecodedChunks((4, 3), slots=3, context=None, dtype=np.uint16)
     begun, go_on, calls = threading.Event(), threading.Event(), []
 
     def slow():
@@ -98,7 +98,7 @@ def _reader(kept, numbers, results):
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_processes_share_chunks_and_never_read_a_half_written_one(method):
     context = multiprocessing.get_context(method)
-    kept, results = DecodedChunks((4, 3), slots=3, context=context), context.Queue()
+    kept, results = DecodedChunks((4, 3), slots=3, context=context, dtype=np.uint16), context.Queue()
     pick = np.random.default_rng(0)
     readers = [
         context.Process(target=_reader, args=(kept, pick.integers(0, 6, 400).tolist(), results)) for _ in range(2)
@@ -113,7 +113,7 @@ def test_processes_share_chunks_and_never_read_a_half_written_one(method):
 
 def test_shared_memory_has_no_name_that_could_outlive_a_kill():
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    kept = DecodedChunks((64, 64), slots=4, context=multiprocessing.get_context())
+    kept = DecodedChunks((64, 64), slots=4, context=multiprocessing.get_context(), dtype=np.uint16)
     after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     assert kept.nbytes == 4 * 64 * 64 * 2
     assert not {name for name in after - before if not name.startswith("sem.")}
@@ -251,7 +251,7 @@ def _claim_and_die(kept):
 
 def test_a_chunk_that_a_killed_process_was_decoding_is_decoded_by_the_next():
     context = multiprocessing.get_context("fork")
-    kept = DecodedChunks((4, 3), slots=1, context=context)
+    kept = DecodedChunks((4, 3), slots=1, context=context, dtype=np.uint16)
     victim = context.Process(target=_claim_and_die, args=(kept,))
     victim.start()
     victim.join(HANG)
@@ -260,7 +260,7 @@ def test_a_chunk_that_a_killed_process_was_decoding_is_decoded_by_the_next():
 
 def test_a_lock_that_a_killed_process_held_is_an_error_not_a_wait_for_ever(monkeypatch):
     monkeypatch.setattr("forgetting_transformer.data.decoded_chunks.LONGEST_HOLD", 0.2)
-    kept = DecodedChunks((4, 3), slots=1, context=None)
+    kept = DecodedChunks((4, 3), slots=1, context=None, dtype=np.uint16)
     kept._lock.acquire()
     with pytest.raises(RuntimeError, match="another worker was killed while it held the lock"):
         take(kept, 1)

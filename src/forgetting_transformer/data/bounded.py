@@ -1,8 +1,9 @@
 """Decoders that stop at the size which an array's metadata declares, whatever a chunk says about itself.
 
 A zstd frame of 65 kB may decode to gigabytes, and its header may ask for any amount of memory before the first byte is
-decoded. How many bytes a chunk of tokens decodes to is known before: documents times tokens times two. So each decoder
-gets a buffer of exactly that size, or is asked for at most one byte more, and everything that differs is an error.
+decoded. How many bytes a chunk of tokens decodes to is known before: documents times tokens times the bytes of an id.
+So each decoder gets a buffer of exactly that size, or is asked for at most one byte more, and everything that differs
+is an error.
 
 That holds for one compressor per chunk. What a second one around it would decode to is not known, and no corpus needs
 one, so such arrays are refused.

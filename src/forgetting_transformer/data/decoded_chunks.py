@@ -39,24 +39,32 @@ class DecodedChunks:
 
     Args:
         chunk_shape: documents and tokens of a chunk.
-        slots: chunks kept; the memory is `slots` × documents × tokens × 2 bytes, taken when the object is made.
+        slots: chunks kept; the memory is `slots` × documents × tokens × bytes of a token, taken when the object is
+            made.
         context: multiprocessing context of the worker processes, started later, that are to see the same chunks;
             None: only threads of this process do.
+        dtype: of the tokens.
 
     The memory belongs to no name that could outlive its processes: it is gone when the last of them is, however it
     ends. A worker may be killed at any moment; no other waits for it for ever.
     """
 
-    def __init__(self, chunk_shape: tuple[int, int], slots: int, context: Any | None) -> None:
-        self.chunk_shape, self.slots = chunk_shape, slots
+    def __init__(
+        self,
+        chunk_shape: tuple[int, int],
+        slots: int,
+        context: Any | None,
+        dtype: np.dtype | type[np.generic],
+    ) -> None:
+        self.chunk_shape, self.slots, self.dtype = chunk_shape, slots, np.dtype(dtype)
         n_tokens = slots * chunk_shape[0] * chunk_shape[1]
         if context is not None:
-            self._raw_tokens: Any = context.RawArray(ctypes.c_uint16, n_tokens)
+            self._raw_tokens: Any = context.RawArray(np.ctypeslib.as_ctypes_type(self.dtype), n_tokens)
             self._raw_table: Any = context.RawArray(ctypes.c_int64, N_COLUMNS * slots)
             self._raw_counts: Any = context.RawArray(ctypes.c_int64, 2)
             self._lock: Any = context.Lock()
         else:
-            self._raw_tokens = np.empty(n_tokens, dtype=np.uint16)
+            self._raw_tokens = np.empty(n_tokens, dtype=self.dtype)
             self._raw_table = np.zeros(N_COLUMNS * slots, dtype=np.int64)
             self._raw_counts = np.zeros(2, dtype=np.int64)
             self._lock = threading.Lock()
@@ -65,7 +73,7 @@ class DecodedChunks:
     def _view(self) -> None:
         """Arrays over the memory: made in each process, because a pickled array would be a copy."""
         rows, columns = self.chunk_shape
-        self._tokens = np.frombuffer(self._raw_tokens, dtype=np.uint16).reshape(self.slots, rows, columns)
+        self._tokens = np.frombuffer(self._raw_tokens, dtype=self.dtype).reshape(self.slots, rows, columns)
         self._table = np.frombuffer(self._raw_table, dtype=np.int64).reshape(self.slots, N_COLUMNS)
         self._counts = np.frombuffer(self._raw_counts, dtype=np.int64)
 

@@ -240,7 +240,7 @@ class LongCrawl64DataModule:
         """
         batches = num_workers * PREFETCHED_BATCHES + 1
         slots = slots_for(array.chunk_shape, batches * global_batch_size, seq_len, array.doc_len, documents)
-        needed = slots * math.prod(array.chunk_shape) * np.dtype(np.uint16).itemsize
+        needed = slots * math.prod(array.chunk_shape) * array.dtype.itemsize
         if is_url(array.path) and self.cache.limit_bytes < needed:
             raise DataError(
                 f"datamodule.cache_gb={self.cache.limit_bytes / 1e9:g} is less than the {needed / 1e9:.3g} GB that "
@@ -279,7 +279,7 @@ class LongCrawl64DataModule:
 
 
 def room(array: TokenArray, slots: int, num_workers: int) -> DecodedChunks:
-    return DecodedChunks(array.chunk_shape, slots, multiprocessing.get_context() if num_workers else None)
+    return DecodedChunks(array.chunk_shape, slots, multiprocessing.get_context() if num_workers else None, array.dtype)
 
 
 def check_length(key: str, seq_len: int, array: TokenArray) -> None:
@@ -361,8 +361,8 @@ class _Indices:
 class Loader(DataLoader):
     """Prefetches whole batches in worker processes, keeps their order, and makes inputs and labels of them.
 
-    Workers hand over tokens as they are stored, 2 bytes each. Widened to inputs and labels they would be eight times as
-    much to pass between processes, which costs more than all the rest. They are tensors, whose bytes do not go
+    Workers hand over tokens as they are stored, 2 or 4 bytes each. Widened to inputs and labels they would be 16 bytes
+    to pass between processes, which costs more than all the rest. They are tensors, whose bytes do not go
     through the pipe: a worker in the middle of a long write would outlive a rank that is killed.
     """
 

@@ -286,7 +286,8 @@ class _MixedBatches(Dataset):
 
     def __getitem__(self, batch: int) -> dict[str, torch.Tensor]:
         mixture = self.mixture
-        labels_BT = np.empty((mixture.batch_size // self.world_size, mixture.batch_len), dtype=np.uint16)
+        dtype = np.result_type(*(part.array("train").dtype for part in mixture.parts))
+        labels_BT = np.empty((mixture.batch_size // self.world_size, mixture.batch_len), dtype=dtype)
         for number, rows, place in mixture.places(batch, self.rank, self.world_size):
             array: TokenArray = mixture.parts[number].array("train")
             labels_BT[rows] = array.read(

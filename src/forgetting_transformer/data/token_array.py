@@ -1,4 +1,4 @@
-"""One Zarr array of token ids, (documents, doc_len) uint16, read without ever inventing data.
+"""One Zarr array of token ids, (documents, doc_len) uint16 or uint32, read without ever inventing data.
 
 Zarr answers a chunk that is not on disk with its fill value, zero, and says nothing. A partial copy of a corpus would
 then train on documents of zeros. Here a chunk is read from its file, or the file is named in an error. An array may
@@ -30,6 +30,7 @@ from forgetting_transformer.data.manifest import manifest_problem
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote import is_url, open_remote
 from forgetting_transformer.data.remote_cache import CacheSettings
+from forgetting_transformer.data.vocabulary import TOKEN_DTYPES
 from forgetting_transformer.redaction import redact
 
 __all__ = ["DataError", "MissingChunkError", "TokenArray", "read_manifest"]
@@ -43,7 +44,7 @@ _MOST_LISTED = 8
 
 
 class TokenArray:
-    """A Zarr v2 or v3 array (chunked or sharded) of uint16 token ids, one document per row.
+    """A Zarr v2 or v3 array (chunked or sharded) of uint16 or uint32 token ids, one document per row.
 
     Args:
         path: the array's folder, such as `data/longcrawl64/train.zarr`, or a URL such as s3://bucket/train.zarr.
@@ -54,6 +55,7 @@ class TokenArray:
 
     Attributes:
         documents, doc_len: the shape of what can be read.
+        dtype: of the ids, one of TOKEN_DTYPES, whatever the vocabulary needs.
         chunk_shape: documents and tokens that are decoded together.
         file_shape: documents and tokens in one file: a shard where the array is sharded, else a chunk.
 
@@ -82,12 +84,12 @@ class TokenArray:
             raise DataError(_nothing_at(self.path))
         array = open_array(self.files)
         self.files.read_checksums()
-        if array.ndim != 2 or array.dtype != np.uint16:
+        if array.ndim != 2 or array.dtype not in TOKEN_DTYPES:
             raise DataError(
                 f"{self.path} has shape {array.shape} and dtype {array.dtype}; expected (documents, doc_len) of "
-                "uint16. scripts/prepare_data.py writes arrays in this format"
+                "uint16 or uint32. scripts/prepare_data.py writes arrays in this format"
             )
-        self._array = array
+        self._array, self.dtype = array, np.dtype(array.dtype)
         self.stored_documents, self.doc_len = (int(size) for size in array.shape)
         self.vocab_size = vocab_size(self.doc_len) if callable(vocab_size) else vocab_size
         self.chunk_shape = (int(array.chunks[0]), int(array.chunks[1]))
@@ -101,11 +103,11 @@ class TokenArray:
     def read(
         self, first: int, last: int, begin: int, end: int, kept: DecodedChunks | None = None, turn: int = 0
     ) -> np.ndarray:
-        """Tokens [begin, end) of documents [first, last), shape (last - first, end - begin), dtype uint16.
+        """Tokens [begin, end) of documents [first, last), shape (last - first, end - begin), dtype `self.dtype`.
 
         Args:
-            kept: decoded chunks to take from and to add to, made for this array's chunk_shape. Without it every
-                chunk that the slice touches is decoded for this call.
+            kept: decoded chunks to take from and to add to, made for this array's chunk_shape and dtype. Without it
+                every chunk that the slice touches is decoded for this call.
             turn: number of the batch that the slice belongs to, in the order of the data; `kept` makes room by it.
 
         Raises:
@@ -114,7 +116,7 @@ class TokenArray:
         pieces = list(self._pieces(first, last, begin, end))
         chunks = [chunk for chunk, _, _ in pieces]
         self.files.fetch_all(self._file_names(chunks if kept is None else kept.lacking(chunks)))
-        tokens = np.empty((last - first, end - begin), dtype=np.uint16)
+        tokens = np.empty((last - first, end - begin), dtype=self.dtype)
         for chunk, source, target in pieces:
             if kept is None:
                 tokens[target] = self.decode(chunk)[source]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.redaction import redact
 
@@ -16,6 +18,13 @@ from forgetting_transformer.redaction import redact
 GPT2_VOCAB_SIZE = 50257
 GPT2_BOS_TOKEN_ID = 50256
 LONGCRAWL64_DOC_LEN = 65536
+#: What arrays of token ids may hold: two bytes where they suffice, as in LongCrawl64, else four.
+TOKEN_DTYPES = (np.dtype(np.uint16), np.dtype(np.uint32))
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest of TOKEN_DTYPES that holds ids in [0, vocab_size)."""
+    return TOKEN_DTYPES[0] if vocab_size <= 1 << 16 else TOKEN_DTYPES[1]
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,7 @@ class _Batches(Dataset):
         # Documents that follow each other share chunks, and all their columns are read. One process reads.
         array, longest = data.array, max(map(len, batches), default=1)
         slots = slots_for(array.chunk_shape, max(1, longest), array.doc_len, array.doc_len, array.stored_documents)
-        self.kept = DecodedChunks(array.chunk_shape, slots, None)
+        self.kept = DecodedChunks(array.chunk_shape, slots, None, array.dtype)
 
     def __len__(self) -> int:
         return len(self.batches)

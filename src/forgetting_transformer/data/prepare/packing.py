@@ -54,9 +54,9 @@ class Layout:
         return int((self.stops - self.starts).sum()) - self.n_documents * self.doc_len
 
     def gather(self, tokens: np.ndarray, first: int, last: int) -> np.ndarray:
-        """Stored rows [first, last) out of the stream `tokens`: uint16, (last - first, doc_len)."""
+        """Stored rows [first, last) out of the stream `tokens`: (last - first, doc_len), of its dtype."""
         ends = np.cumsum(self.stops - self.starts)  # of the spans, in the array's own stream
-        rows = np.empty((last - first, self.doc_len), dtype=np.uint16)
+        rows = np.empty((last - first, self.doc_len), dtype=tokens.dtype)
         for row, source in zip(rows, self.order[first:last].tolist(), strict=True):
             position = source * self.doc_len
             span = int(np.searchsorted(ends, position, side="right"))

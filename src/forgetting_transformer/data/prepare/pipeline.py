@@ -279,7 +279,7 @@ def _make_stream(
     if complete.exists():
         return json.loads(complete.read_text())
     tally = sources.Tally()
-    tokens = stream.TokenStream(work / "stream")
+    tokens = stream.TokenStream(work / "stream", info.dtype)
     with Progress("tokenising", sources.input_bytes(settings, out), "B") as progress:
         pieces = sources.read_pieces(settings, out, tally)
         texts = stream.write_stream(pieces, tokens, work / "tokenizer", info, pool, workers, progress)
@@ -332,7 +332,7 @@ def _make_arrays(
 ) -> tuple[dict[str, Any], float]:
     """Write and read back both arrays; return their part of the manifest, and train's unigram entropy."""
     layouts = {name: getattr(split, name) for name in ARRAYS}
-    forms = {name: _array_format(settings, layout) for name, layout in layouts.items()}
+    forms = {name: _array_format(settings, layout, info.dtype) for name, layout in layouts.items()}
     n_rows = sum(layout.n_documents for layout in layouts.values())
     with Progress("writing arrays", n_rows, "documents") as progress:
         for name, form in forms.items():
@@ -354,10 +354,10 @@ def _make_arrays(
     return arrays, _entropy_nats(facts["train"].counts)
 
 
-def _array_format(settings: CorpusSettings, layout: packing.Layout) -> writing.ArrayFormat:
+def _array_format(settings: CorpusSettings, layout: packing.Layout, dtype: np.dtype) -> writing.ArrayFormat:
     chunk_docs = settings.chunk_docs or writing.choose_chunk_docs(layout.n_documents)
     chunk_tokens = settings.chunk_tokens or min(writing.PAPER_CHUNK_TOKENS, settings.doc_len)
-    return writing.ArrayFormat(settings.zarr_format, min(chunk_docs, layout.n_documents), chunk_tokens)
+    return writing.ArrayFormat(settings.zarr_format, min(chunk_docs, layout.n_documents), chunk_tokens, dtype)
 
 
 def _entropy_nats(counts: np.ndarray) -> float:

@@ -11,7 +11,7 @@ from forgetting_transformer.data.prepare.errors import CorpusError
 
 DEFAULT_HELDOUT_FRACTION = 0.01
 MIN_TRAINED_VOCAB = 257  # the 256 bytes and <|endoftext|>
-MAX_VOCAB = 1 << 16  # ids are stored as uint16
+MAX_TRAINED_VOCAB = 1 << 20  # the trainer takes memory for all of it before the first merge
 # Settings that only the arrays depend on: an interrupted run keeps its tokens when one of these is changed.
 LAYOUT_SETTINGS = ("doc_len", "heldout_docs", "heldout_fraction", "seed", "zarr_format", "chunk_docs", "chunk_tokens")
 
@@ -91,10 +91,10 @@ class CorpusSettings:
     def trained_vocab_size(self) -> int:
         """N of `train:N`."""
         number = self.tokenizer.removeprefix("train:").replace("_", "")
-        if not number.isdigit() or not MIN_TRAINED_VOCAB <= int(number) <= MAX_VOCAB:
+        if not number.isdigit() or not MIN_TRAINED_VOCAB <= int(number) <= MAX_TRAINED_VOCAB:
             raise CorpusError(
                 f"--tokenizer {self.tokenizer}: N in train:N must be a number from {MIN_TRAINED_VOCAB} (256 bytes and "
-                f"<|endoftext|>) to {MAX_VOCAB:,} (ids are stored as uint16), for example train:32768."
+                f"<|endoftext|>) to {MAX_TRAINED_VOCAB:,}, for example train:32768."
             )
         return int(number)
 

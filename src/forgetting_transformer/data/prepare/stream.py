@@ -47,7 +47,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class EncodedShard:
-    tokens: np.ndarray  # uint16, (tokens,): all pieces, end-of-text ids included
+    tokens: np.ndarray  # TokenizerInfo.dtype, (tokens,): all pieces, end-of-text ids included
     lengths: np.ndarray  # uint32, (pieces,): tokens of each piece
     reversible: bool  # decoding gave the first piece back
 
@@ -69,14 +69,14 @@ class TextTable:
 
 
 @lru_cache(maxsize=1)
-def _encoder(folder: Path, kind: str) -> Encoder:
-    return Encoder(folder, kind)
+def _encoder(folder: Path, info: TokenizerInfo) -> Encoder:
+    return Encoder(folder, info)
 
 
 def encode_shard(texts: list[str], ends: list[bool], folder: Path, info: TokenizerInfo) -> EncodedShard:
     """Encode the pieces of one shard; runs in a worker process."""
-    encoder = _encoder(folder, info.kind)
-    end_of_text = np.array([info.eos_token_id], dtype=np.uint16)
+    encoder = _encoder(folder, info)
+    end_of_text = np.array([info.eos_token_id], dtype=info.dtype)
     parts: list[np.ndarray] = []
     lengths = np.zeros(len(texts), dtype=np.uint32)
     for i, (text, ends_text) in enumerate(zip(texts, ends, strict=True)):
@@ -124,10 +124,11 @@ def combined_digest(digests: Iterable[str]) -> str:
 
 
 class TokenStream:
-    """The stream's files in `folder`: `tokens.bin` (uint16), `lengths.bin` (uint32 per piece), `shards.jsonl`."""
+    """The stream's files in `folder`: `tokens.bin` (of `dtype`), `lengths.bin` (uint32 per piece), `shards.jsonl`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: np.dtype) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.dtype = dtype.newbyteorder("<")
         self.tokens_path = folder / "tokens.bin"
         self.lengths_path = folder / "lengths.bin"
         self.log_path = folder / "shards.jsonl"
@@ -138,7 +139,8 @@ class TokenStream:
 
     def _read_log(self) -> list[dict]:
         """The shards that are whole: their line is, and the files are as long as it says."""
-        n_tokens, n_pieces = self.tokens_path.stat().st_size // 2, self.lengths_path.stat().st_size // 4
+        n_tokens = self.tokens_path.stat().st_size // self.dtype.itemsize
+        n_pieces = self.lengths_path.stat().st_size // 4
         shards = []
         for line in self.log_path.read_text().splitlines(keepends=True):
             if not line.endswith("\n"):  # the kill fell into the middle of this line
@@ -172,13 +174,13 @@ class TokenStream:
         self.shards = self.shards[:n_shards]
         tokens, pieces = self._ends(n_shards)
         write_atomically(self.log_path, "".join(json.dumps(shard) + "\n" for shard in self.shards))
-        os.truncate(self.tokens_path, tokens * 2)
+        os.truncate(self.tokens_path, tokens * self.dtype.itemsize)
         os.truncate(self.lengths_path, pieces * 4)
 
     def append(self, digest: str, encoded: EncodedShard) -> None:
         """Commit one shard: the data is on the disk before the line that says so."""
         tokens, pieces = self._ends(len(self.shards))
-        _append(self.tokens_path, encoded.tokens.astype("<u2").tobytes())
+        _append(self.tokens_path, encoded.tokens.astype(self.dtype).tobytes())
         _append(self.lengths_path, encoded.lengths.astype("<u4").tobytes())
         shard = {
             "digest": digest,

@@ -15,7 +15,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from forgetting_transformer.data.prepare.errors import CorpusError
-from forgetting_transformer.data.prepare.settings import MAX_VOCAB, CorpusSettings
+from forgetting_transformer.data.prepare.settings import CorpusSettings
+from forgetting_transformer.data.vocabulary import token_dtype
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 32 << 20
@@ -30,6 +31,11 @@ class TokenizerInfo:
     vocab_size: int
     bos_token_id: int
     eos_token_id: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the ids, in memory and in the arrays."""
+        return token_dtype(self.vocab_size)
 
 
 # Building -----------------------------------------------------------------------------------------------------
@@ -146,7 +152,7 @@ def save_loaded(name: str, folder: Path) -> None:
 
 
 def describe(folder: Path, settings: CorpusSettings) -> TokenizerInfo:
-    """Read back the saved tokenizer and check that its ids fit the arrays."""
+    """Read back the saved tokenizer."""
     from forgetting_transformer.tokenizer import load_tokenizer
 
     try:
@@ -154,11 +160,6 @@ def describe(folder: Path, settings: CorpusSettings) -> TokenizerInfo:
     except (OSError, ValueError) as error:
         raise CorpusError(f"cannot load the tokenizer in {folder}: {error}") from error
     vocab_size = max(tokenizer.get_vocab().values()) + 1
-    if vocab_size > MAX_VOCAB:
-        raise CorpusError(
-            f"--tokenizer {settings.tokenizer} has {vocab_size:,} ids, more than the {MAX_VOCAB:,} that the arrays "
-            "(uint16) can hold. Choose a tokenizer with fewer, for example gpt2 or train:32768."
-        )
     kinds = {"bytes": "bytes", "train": "trained"}
     kind = kinds.get(settings.tokenizer.split(":")[0], "loaded")
     return TokenizerInfo(kind, vocab_size, tokenizer.bos_token_id, tokenizer.eos_token_id)
@@ -174,20 +175,20 @@ class Encoder:
     end-of-text id in an array always is the end of a text.
     """
 
-    def __init__(self, folder: Path, kind: str) -> None:
-        self.is_bytes = kind == "bytes"
+    def __init__(self, folder: Path, info: TokenizerInfo) -> None:
+        self.is_bytes, self.dtype = info.kind == "bytes", info.dtype
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.tokenizer.encode_special_tokens = True
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
 
     def encode(self, text: str) -> np.ndarray:
-        """uint16 ids of shape (tokens,)."""
+        """Ids of shape (tokens,)."""
         if self.is_bytes:  # the same ids as the tokenizer's, a hundred times faster
-            return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+            return np.frombuffer(text.encode(), np.uint8).astype(self.dtype)
         # The batch call for one text: it leaves out the character offsets, which cost a third of the time.
         [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=np.uint16)
+        return np.array(encoding.ids, dtype=self.dtype)
 
     def is_reversible_on(self, text: str) -> bool:
         """Whether decoding gives the beginning of `text` back exactly."""

@@ -35,6 +35,7 @@ class ArrayFormat:
     zarr_format: Literal[2, 3]
     chunk_docs: int
     chunk_tokens: int
+    dtype: np.dtype
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,18 @@ def choose_chunk_docs(n_documents: int) -> int:
 
 
 def create_array(path: Path, layout: Layout, form: ArrayFormat) -> None:
-    """Create the empty array, with LongCrawl64's data type, order and compression."""
+    """Create the empty array, with LongCrawl64's order and compression, and its data type if that suffices."""
     if form.zarr_format == 2:
         compressor = numcodecs.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.Blosc.SHUFFLE)
         keys: Any = {"name": "v2", "separator": "."}
     else:
-        compressor = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=2)
+        compressor = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=form.dtype.itemsize)
         keys = {"name": "default", "separator": "/"}
     zarr.create_array(
         path,
         shape=(layout.n_documents, layout.doc_len),
         chunks=(min(form.chunk_docs, layout.n_documents), form.chunk_tokens),
-        dtype="<u2",
+        dtype=form.dtype.newbyteorder("<"),
         fill_value=0,
         compressors=compressor,
         chunk_key_encoding=keys,
@@ -90,7 +91,7 @@ def write_block(path: Path, layout_path: Path, tokens_path: Path, first: int, la
     # open_array would be the place to say so, but Zarr ignores it when it opens an existing array (3.1.6).
     with zarr.config.set({"array.write_empty_chunks": True}):
         array = zarr.open_array(path, mode="r+")
-    tokens = np.memmap(tokens_path, dtype="<u2", mode="r")
+    tokens = np.memmap(tokens_path, dtype=array.dtype, mode="r")
     array[first:last] = _load_layout(layout_path).gather(tokens, first, last)
 
 
@@ -145,7 +146,7 @@ def read_back(path: Path, vocab_size: int, chunk_docs: int, progress: Progress) 
     hasher = hashlib.blake2b(digest_size=16)
     counts = np.zeros(vocab_size, dtype=np.int64)
     for rows in _blocks(path, chunk_docs):
-        hasher.update(np.ascontiguousarray(rows, dtype="<u2").data)
+        hasher.update(np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<")).data)
         counts += np.bincount(rows.reshape(-1), minlength=vocab_size)
         progress.advance(len(rows))
     return ArrayFacts(f"blake2b:{hasher.hexdigest()}", counts)

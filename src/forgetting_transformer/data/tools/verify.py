@@ -14,6 +14,7 @@ from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.prepare.writing import read_back
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.token_array import MISSING_CHUNKS, read_manifest
+from forgetting_transformer.data.vocabulary import TOKEN_DTYPES
 from forgetting_transformer.progress import Progress
 
 #: Problems of one kind that are spelled out; the rest is counted.
@@ -76,8 +77,10 @@ def verify(
         if not files.has_array():
             raise DataError(f"no array at {path}")
         array = open_array(files)
-        if array.ndim != 2 or array.dtype != np.uint16:
-            raise DataError(f"shape {array.shape} and dtype {array.dtype}; expected (documents, doc_len) of uint16")
+        if array.ndim != 2 or array.dtype not in TOKEN_DTYPES:
+            raise DataError(
+                f"shape {array.shape} and dtype {array.dtype}; expected (documents, doc_len) of uint16 or uint32"
+            )
     except DataError as error:
         report.blame("metadata", [str(error)])
         return report
@@ -86,7 +89,7 @@ def verify(
     unit = "shards" if array.shards else "chunks"
     report.add(
         "metadata",
-        f"Zarr v{array.metadata.zarr_format}, {documents:,} documents x {doc_len:,} tokens, "
+        f"Zarr v{array.metadata.zarr_format}, {documents:,} documents x {doc_len:,} tokens, {array.dtype}, "
         f"{unit} of {height:,} x {width:,}",
     )
 
