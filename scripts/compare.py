@@ -12,14 +12,20 @@ difference to the first model with Welch's interval. The figure shows losses ove
 "Equal" tokens or FLOPs are those that the shortest run has reached. A model that is cut off before its learning rate
 has decayed is at a disadvantage; the table says how much of its schedule was left. FLOPs follow the architecture's
 formula (docs/performance.md).
+
+Where all runs have losses on other held-out sets (eval_sets), there are tables and a figure for each of these too.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forgetting_transformer import command_line
+
+if TYPE_CHECKING:
+    from forgetting_transformer.analysis import comparisons
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -63,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
     from forgetting_transformer.training.continuing import decisive
 
-    command, files = "scripts/compare.py", ("compare.md", "compare.png")
+    command = "scripts/compare.py"
     try:
         models = [comparisons.named_model(name, [Path(run) for run in runs]) for name, *runs in args.model]
         models += comparisons.group(comparisons.find_runs(args.runs), decisive)
@@ -72,35 +78,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(set(names)) < len(names) or baseline not in names:
             raise AnalysisError(f"models {names}: names must differ, and --baseline {baseline!r} be one of them")
         heldout = None if args.loss is None else args.loss == "heldout"
-        points = [comparisons.at_equal_tokens(models, args.tokens, heldout)]
-        if (equal_flops := comparisons.at_equal_flops(models, args.flops, heldout)) is not None:
-            points.append(equal_flops)
-        outputs.check(args.out, command, files, is_old_comparison)
+        compared = [(models, points_of(models, args, heldout))]
+        for eval_set in comparisons.common_sets(models) if heldout is not False else ():
+            on_set = [model.on(eval_set) for model in models]
+            try:
+                compared.append((on_set, points_of(on_set, args, True)))
+            except AnalysisError as error:
+                print(f"not compared on {eval_set}: {error}", file=sys.stderr)
+        figures = [f"compare{'_' * bool(of[0].eval_set)}{of[0].eval_set}.png" for of, _ in compared]
+        outputs.check(args.out, command, ("compare.md", *figures), is_old_comparison)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     parts = []
-    for comparison in points:
-        notes = comparisons.warnings(comparison, models, baseline)
-        parts.append(
-            "\n".join([comparisons.table(comparison, models, baseline), "", *(f"- {note}" for note in notes)]).rstrip()
-        )
+    for members, points in compared:
+        for comparison in points:
+            notes = comparisons.warnings(comparison, members, baseline)
+            table = comparisons.table(comparison, members, baseline)
+            parts.append("\n".join([table, "", *(f"- {note}" for note in notes)]).rstrip())
     parts.append(
         "\n".join(["Runs:", "", *(f"- {m.name}: {', '.join(str(r.output_dir) for r in m.runs)}" for m in models)])
     )
     text = "\n\n".join(parts)
     print(text)
-    flops = equal_flops.amount if equal_flops is not None else None
-    made_with = conditions([run for model in models for run in model.runs])
     try:
         with outputs.writing(args.out, command, is_old_comparison) as new:
             (new / "compare.md").write_text(f"{text}\n", encoding="utf-8")
-            loss_against_tokens_and_flops(models, new / "compare.png", points[0].amount, flops, made_with)
+            for file, (members, (tokens, *flops)) in zip(figures, compared, strict=True):
+                made_with = conditions([run for model in members for run in model.runs])
+                at_flops = flops[0].amount if flops else None
+                loss_against_tokens_and_flops(members, new / file, tokens.amount, at_flops, made_with)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"\n{args.out / 'compare.md'}\n{args.out / 'compare.png'}")
+    print("", *(args.out / file for file in ("compare.md", *figures)), sep="\n")
     return 0
+
+
+def points_of(
+    models: Sequence["comparisons.Model"], args: argparse.Namespace, heldout: bool | None
+) -> list["comparisons.Comparison"]:
+    """The models at equal tokens and, where all have recorded theirs, at equal FLOPs."""
+    from forgetting_transformer.analysis import comparisons
+
+    at_flops = comparisons.at_equal_flops(models, args.flops, heldout)
+    return [comparisons.at_equal_tokens(models, args.tokens, heldout), *([at_flops] if at_flops else [])]
 
 
 def is_old_comparison(path: Path) -> bool:

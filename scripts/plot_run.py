@@ -8,6 +8,7 @@ loss_tokens.png     training loss (as logged and smoothed) and held-out loss aga
 training.png        loss against wall time, learning rate, gradient norm, throughput, memory, shares of wall time
 norms.png           norms of weights and gradients, block by block; of a single run
 evaluations.png     scores of the callbacks lm_eval, needle and gate_statistics against training tokens
+loss_sets.png       held-out loss on each of eval_sets, if there are any; then also loss_position_NAME.png of each
 loss_position.png   left: loss at each position in the context; right: perplexity over a context of each length.
                     From the newest validation; before the first one, from training batches.
 
@@ -17,6 +18,7 @@ Works while a run is still training. RUN_DIR is the output_dir of the run.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +26,7 @@ from forgetting_transformer import command_line
 from forgetting_transformer.analysis import outputs
 from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
 from forgetting_transformer.analysis.plots.evaluations import has_scores, scores_over_training
-from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens
+from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens, loss_on_sets
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
 from forgetting_transformer.analysis.runs import (
     read_logged_run,
@@ -91,7 +93,19 @@ def plot(args: argparse.Namespace) -> list[Path]:
         if positions:
             curves = {position_label(curve): curve.loss for curve in positions}
             loss_against_position(curves, new / "loss_position.png", conditions=made_with, of="runs")
-        written = [out / name for name in FILES if (new / name).exists()]
+        sets = list(dict.fromkeys(name for run in runs for name in run.eval_sets))
+        if sets:
+            loss_on_sets(runs, new / "loss_sets.png", made_with)
+        for eval_set in sets:
+            having = [run for run in runs if eval_set in run.eval_sets]
+            folders, names = zip(*((run.output_dir, run.name) for run in having), strict=True)
+            if found := read_all(folders, names, partial(read_position_loss, eval_set=eval_set)):
+                curves = {position_label(curve): curve.loss for curve in found}
+                of_set = conditions([run.on(eval_set) for run in having])
+                path = new / f"loss_position_{eval_set}.png"
+                loss_against_position(curves, path, conditions=of_set, of="runs")
+        files = (*FILES, "loss_sets.png", *(f"loss_position_{eval_set}.png" for eval_set in sets))
+        written = [out / name for name in files if (new / name).exists()]
         if not written:
             raise ValueError("nothing to plot yet.")
     return written

@@ -25,6 +25,8 @@ OTHER_NAMES = {
     "d_model": "hidden_size",
     "num_workers": "train_num_workers",
 }
+#: What the key eval_sets must be.
+SETS_OF_TEXTS = "names with a folder each, as in 'eval_sets={code: python}'; {} for none"
 #: Names of the authors' code that are understood, by section.
 _OFFICIAL = {"model.config": MODEL_FIELDS, "schedule": SCHEDULE}
 
@@ -52,12 +54,14 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
         below = "" if closest(option, error.options) else _in_groups_below(config_dirs, group, option, only_close=True)
         return f"there is no {group}={option}{below or _closest_choice(option, error.options)}"
     if isinstance(error, OverrideParseException):
-        key, equals, value = error.override.partition("=")
+        key, equals, value = error.override.removeprefix("++").partition("=")
         if equals and re.fullmatch(r"[\w@/.+~:-]+", key):
             how = f"in two pairs of quotes: '{key}=\"…\"'"
             return f"{key}={value} cannot be read; give text that holds = , : \" ' or brackets {how}"
         reason = next((line for line in error.message.splitlines() if not line.startswith("Error parsing")), "")
         return f"{error.override!r} is not of the form key=value ({reason.strip()})"
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key == "eval_sets":
+        return f"eval_sets must be {SETS_OF_TEXTS}"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key and "not in struct" in str(cause):
         key = str(cause.full_key)
         parent: Any = cause.parent_node

@@ -60,7 +60,8 @@ GONE = {
 
 
 def admit(arguments: Sequence[str]) -> list[str]:
-    """Arguments of a command line for Hydra, in which keys with official names may be given though no YAML lists them.
+    """Arguments of a command line for Hydra, in which keys may be given though no YAML lists them: those with official
+    names, and those that users name (`eval_sets`).
 
     Raises:
         CompactHydraException: a key and its official name are both given.
@@ -71,7 +72,7 @@ def admit(arguments: Sequence[str]) -> list[str]:
             raise CompactHydraException(
                 f"ConfigError: schedule.{name} is the official name of {own}, and both are given; leave one out"
             )
-    return [f"++{argument}" if _is_official(argument.partition("=")[0]) else argument for argument in arguments]
+    return [f"++{argument}" if _is_admitted(argument.partition("=")[0]) else argument for argument in arguments]
 
 
 def _without_old_sizes(composed: Any) -> Any:
@@ -97,6 +98,10 @@ def _without_old_sizes(composed: Any) -> Any:
 
 def _keys(arguments: Sequence[str]) -> set[str]:
     return {argument.partition("=")[0].lstrip("+") for argument in arguments if "=" in argument}
+
+
+def _is_admitted(key: str) -> bool:
+    return _is_official(key) or key == "eval_sets" or key.startswith("eval_sets.")
 
 
 def _is_official(key: str) -> bool:

@@ -47,7 +47,7 @@ def test_a_whole_array_is_sound(verify, array):
     code, said = verify(array.parent)
     assert code == 0 and said.splitlines()[-1] == "sound"
     for line in (
-        "metadata         Zarr v2, 44 documents x 96 tokens, chunks of 8 x 24",
+        "metadata         Zarr v2, 44 documents x 96 tokens, uint16, chunks of 8 x 24",
         "presence         24 of 24 files; 6 of 6 row-chunks whole",
         "whole documents  44 of 44 (4,224 tokens)",
         "decodable        yes, 24 files",

@@ -36,6 +36,15 @@ class Model:
         return min(run.tokens for run in self.runs)
 
     @property
+    def eval_set(self) -> str:
+        """That its held-out losses are of; "" for the corpus's own."""
+        return self.runs[0].eval_set
+
+    def on(self, eval_set: str) -> "Model":
+        """The same model, with its losses on another held-out set as the held-out ones."""
+        return Model(self.name, tuple(run.on(eval_set) for run in self.runs))
+
+    @property
     def flops_per_token(self) -> float:
         return float(self.runs[0].flops_per_token or math.nan)
 
@@ -186,6 +195,8 @@ def table(comparison: Comparison, models: Sequence[Model], baseline: str) -> str
     """
     amount = f"{comparison.amount:,.0f}" if comparison.what == "training tokens" else f"{comparison.amount:.3e}"
     loss_name = "held-out loss" if comparison.heldout else f"training loss over the last {TRAIN_WINDOW:.0%} of tokens"
+    if comparison.heldout and models[0].eval_set:
+        loss_name = f"held-out loss on {models[0].eval_set}"
     lowest = min(comparison.losses, key=lambda name: statistics.mean(comparison.losses[name]).value)
     open_order = any(comparison.depends_on_evaluations(lowest, name) for name in comparison.losses if name != lowest)
     best = None if open_order else lowest
@@ -231,6 +242,8 @@ def warnings(comparison: Comparison, models: Sequence[Model], baseline: str) -> 
             )
         if one.name != baseline and comparison.depends_on_evaluations(one.name, baseline):
             found.append(f"{one.name} and {baseline} may differ by this interpolation alone")
+    if comparison.heldout and len({_texts(run) for one in models for run in one.runs} - {None}) > 1:
+        found.append(f"the runs called different texts {models[0].eval_set}: their losses on it cannot be compared")
     if not comparison.heldout:
         found += _pass_warnings(comparison, models)
     if any(len(losses) < 2 for losses in comparison.losses.values()):
@@ -240,6 +253,19 @@ def warnings(comparison: Comparison, models: Sequence[Model], baseline: str) -> 
         if one.name != baseline and math.isfinite(apart.half_width) and not apart.excludes_zero:
             found.append(f"{one.name} and {baseline} are within seed noise of each other")
     return found
+
+
+def common_sets(models: Sequence[Model]) -> list[str]:
+    """The held-out sets besides the corpus's own that every run has losses of."""
+    first, *others = (run.eval_sets for one in models for run in one.runs)
+    return [name for name in first if all(name in sets for sets in others)]
+
+
+def _texts(run: Run) -> tuple[Any, ...] | None:
+    """What identifies the documents of its evaluation set; None for the corpus's own."""
+    kind = run.heldout_kind
+    last = run.last(kind)
+    return (last.get(f"{kind}/fingerprint"), last.get(f"{kind}/val_token_count")) if run.eval_set else None
 
 
 def _pass_warnings(comparison: Comparison, models: Sequence[Model]) -> list[str]:

@@ -18,7 +18,8 @@ def conditions(runs: Sequence[Run]) -> list[str]:
         ("", "corpora", [_at(run, "datamodule", "dataset") for run in runs]),
         ("{} parameters", "model sizes", [_rounded(run.info("model").get("total_params")) for run in runs]),
         ("{} tokens of training", "budgets", [_rounded(run.tokens or None) for run in runs]),
-        ("{} held-out tokens", "held-out sets", [_rounded(run.last("val").get("val/val_token_count")) for run in runs]),
+        ("{} held-out tokens", "held-out sets", [_heldout_tokens(run) for run in runs]),
+        ("of the held-out set {}", "held-out sets", [run.eval_set or None for run in runs]),
         ("sequences of {} tokens", "sequence lengths", [_at(run, "datamodule", "train_batch_len") for run in runs]),
         ("{} tokens a step", "batch sizes", [_tokens_per_step(run) for run in runs]),
         ("learning rate {}", "learning rates", [_at(run, "optimizer", "lr") for run in runs]),
@@ -50,7 +51,12 @@ def shown_names(run_dirs: Sequence[Path]) -> list[str]:
 def position_label(curve: PositionLoss) -> str:
     """Names a run's loss at every position: "run3 (fox_pro), held-out, after 5.12K tokens"."""
     texts = "held-out" if curve.source == "val" else "training batches"
+    texts += f" ({curve.eval_set})" if curve.eval_set else ""
     return f"{curve.name}, {texts}, after {_rounded(curve.train_tokens)} tokens"
+
+
+def _heldout_tokens(run: Run) -> str | None:
+    return _rounded(run.last(run.heldout_kind).get(f"{run.heldout_kind}/val_token_count"))
 
 
 def _rounded(number: int | None) -> str | None:

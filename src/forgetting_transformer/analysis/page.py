@@ -23,7 +23,12 @@ from forgetting_transformer.analysis import AnalysisError, needles, position_los
 from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
 from forgetting_transformer.analysis.evaluations import Evaluation, read_evaluations
 from forgetting_transformer.analysis.plots.evaluations import has_scores, scores_over_training
-from forgetting_transformer.analysis.plots.losses import loss_against_position, loss_against_tokens, loss_differences
+from forgetting_transformer.analysis.plots.losses import (
+    loss_against_position,
+    loss_against_tokens,
+    loss_differences,
+    loss_on_sets,
+)
 from forgetting_transformer.analysis.plots.style import format_tokens
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_by_length, longbench_table
@@ -105,6 +110,7 @@ def write_report(run_dirs: Sequence[Path], results: Sequence[Path], out: Path) -
             ("Runs", _overview(runs)),
             *_training(runs, left_out),
             ("Loss at every position, in training", _position_curves(runs, left_out)),
+            *_position_curves_of_sets(runs, left_out),
             # The same names as above, which have the same colours.
             *_evaluations(results, left_out, {folder.resolve().name: name for name, folder in runs.items()}),
             ("Configurations", _configurations(runs)),
@@ -148,8 +154,9 @@ def _overview(runs: Mapping[str, Path]) -> str:
     if not runs:
         return ""
     rows = []
-    for name, folder in runs.items():
-        run = read_run(folder)
+    read = {name: read_run(folder) for name, folder in runs.items()}
+    sets = list(dict.fromkeys(eval_set for run in read.values() for eval_set in run.eval_sets))
+    for name, run in read.items():
         config, starts, info = run.config, run.starts, run.info("model")
         train, heldout, speed = (run.last(kind) for kind in ("train", "val", "throughput"))
         goodput = run.last("goodput")
@@ -164,6 +171,7 @@ def _overview(runs: Mapping[str, Path]) -> str:
                 _number(train.get("train/loss")),
                 _number(loss),
                 _perplexity(loss),
+                *(_number(run.last(f"val_{one}").get(f"val_{one}/loss")) for one in sets),
                 _number(speed.get("throughput/token_count_per_second_total_cum"), 0),
                 _percent(speed.get("throughput/mfu_total_cum")),
                 _gigabytes(speed.get("throughput/peak_memory_bytes")),
@@ -182,8 +190,8 @@ def _overview(runs: Mapping[str, Path]) -> str:
         "Training loss, last logged",
         "Held-out loss",
     ]
-    head += ["Held-out perplexity", "Tokens/s", "MFU", "Peak memory", "Wall time", "of it in steps", "Commit"]
-    head.append("Device")
+    head += ["Held-out perplexity", *(f"Held-out loss, {one}" for one in sets), "Tokens/s", "MFU", "Peak memory"]
+    head += ["Wall time", "of it in steps", "Commit", "Device"]
     return _table(head, rows)
 
 
@@ -197,6 +205,9 @@ def _training(runs: Mapping[str, Path], left_out: list[str]) -> list[tuple[str, 
     if any(map(_has_loss, logged)):
         picture = _picture(lambda path: loss_against_tokens(logged, path, entropy, made_with), "loss against tokens")
         sections.append(("Loss against training tokens", picture))
+    if any(run.eval_sets for run in logged):
+        picture = _picture(lambda path: loss_on_sets(logged, path, made_with), "loss on each held-out set")
+        sections.append(("Loss on every held-out set", picture))
     if any(map(has_metrics, logged)):
         picture = _picture(lambda path: training_metrics(logged, path, made_with), "learning rate, norms, speed, time")
         sections.append(("Learning rate, gradient norm, throughput and wall time", picture))
@@ -253,8 +264,19 @@ def _has_loss(history: Run) -> bool:
     return bool(np.isfinite(history.train_loss).any() or np.isfinite(history.heldout_loss).any())
 
 
-def _position_curves(runs: Mapping[str, Path], left_out: list[str]) -> str:
-    found = _collect(runs, read_position_loss, left_out)
+def _position_curves_of_sets(runs: Mapping[str, Path], left_out: list[str]) -> list[tuple[str, str]]:
+    having: dict[str, dict[str, Path]] = {}
+    for name, folder in runs.items():
+        for eval_set in read_run(folder).eval_sets:
+            having.setdefault(eval_set, {})[name] = folder
+    return [
+        (f"Loss at every position, in training, on {eval_set}", _position_curves(members, left_out, eval_set))
+        for eval_set, members in having.items()
+    ]
+
+
+def _position_curves(runs: Mapping[str, Path], left_out: list[str], eval_set: str = "") -> str:
+    found = _collect(runs, partial(read_position_loss, eval_set=eval_set), left_out)
     if not found:
         return ""
     curves, lengths = {}, {}
@@ -262,7 +284,8 @@ def _position_curves(runs: Mapping[str, Path], left_out: list[str]) -> str:
         name = position_label(curve)
         config = read_run(runs[curve.name]).config
         curves[name], lengths[name] = curve.loss, config.get("datamodule", {}).get("train_batch_len")
-    made_with = conditions([read_run(folder) for folder in runs.values()])
+    read = [read_run(folder) for folder in runs.values()]
+    made_with = conditions([run.on(eval_set) for run in read] if eval_set else read)
     return _picture(
         lambda path: loss_against_position(curves, path, lengths, conditions=made_with, of="runs"),
         "loss at every position",

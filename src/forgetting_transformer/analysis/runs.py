@@ -9,6 +9,7 @@ Kinds and names are listed in docs/run_directory.md. A kind that a run does not 
 of earlier versions lack some, and a run that has just begun lacks most.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -28,6 +29,8 @@ TRAIN_WINDOW = 0.05
 # Evaluations are at whole steps, and a point of equal FLOPs need not be: so near, as a part of the tokens, is there.
 _SAME_PLACE = 1e-3
 
+#: What the names of files begin with that hold losses on one of the config's `eval_sets`; one is of the corpus itself.
+_OF_SET, _NO_SET = "val_", "val_data_info"
 _NOT_FINITE = re.compile(r"infinite or NaN|not finite")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -48,6 +51,7 @@ class Run:
         train_tokens, train_loss: (n,), training tokens and loss of the batch in nats per token, as logged.
         heldout_tokens, heldout_loss: (m,), the same for held-out documents.
         output_dir: the run's folder. All other numbers are read from it when they are asked for.
+        eval_set: of which the held-out losses are; "" for the corpus's own (`on`).
     """
 
     name: str
@@ -56,6 +60,24 @@ class Run:
     heldout_tokens: np.ndarray
     heldout_loss: np.ndarray
     output_dir: Path = Path()
+    eval_set: str = ""
+
+    @property
+    def heldout_kind(self) -> str:
+        """The kind of the lines with its held-out losses."""
+        return f"{_OF_SET}{self.eval_set}" if self.eval_set else "val"
+
+    @property
+    def eval_sets(self) -> list[str]:
+        """Names of the other held-out sets that it has losses of."""
+        files = _jsonlines(self.output_dir).glob(f"{_OF_SET}*.jsonl")
+        return sorted(file.stem.removeprefix(_OF_SET) for file in files if file.stem != _NO_SET)
+
+    def on(self, eval_set: str) -> "Run":
+        """The same run, with its losses on another held-out set as the held-out ones; none if it has none."""
+        kind = f"{_OF_SET}{eval_set}"
+        tokens, loss = self.series(kind, f"{kind}/loss")
+        return dataclasses.replace(self, heldout_tokens=tokens, heldout_loss=loss, eval_set=eval_set)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -173,7 +195,7 @@ class Run:
     @property
     def heldout_hours(self) -> Series:
         """The same at each held-out evaluation."""
-        seconds = self.series("val", "val/train_total_time")
+        seconds = self.series(self.heldout_kind, f"{self.heldout_kind}/train_total_time")
         return Series(seconds.tokens, seconds.values / 3600)
 
     @property
@@ -287,6 +309,7 @@ class PositionLoss:
     loss: np.ndarray  # (seq_len,), nats per token
     train_tokens: int  # how long the run had been trained
     source: Literal["val", "train_eval"]  # held-out documents, or the latest training batches
+    eval_set: str = ""  # the set that the documents are of; "": the corpus's own
 
 
 def read_run(output_dir: Path, name: str | None = None) -> Run:
@@ -320,8 +343,11 @@ def read_logged_run(output_dir: Path, name: str) -> Run:
     return run
 
 
-def read_position_loss(output_dir: Path, name: str) -> PositionLoss:
+def read_position_loss(output_dir: Path, name: str, eval_set: str = "") -> PositionLoss:
     """Reads a run's newest loss at every position: on held-out documents, else on its training batches.
+
+    Args:
+        eval_set: the held-out set, and no other will do; "": the corpus's own.
 
     Raises:
         FileNotFoundError: the folder is not a run's, or no such file has been written yet.
@@ -329,20 +355,24 @@ def read_position_loss(output_dir: Path, name: str) -> PositionLoss:
     """
     _check_is_run(output_dir)
     npz = output_dir / "metrics" / "npz"
-    for source in ("val", "train_eval"):
-        files = sorted((npz / source).glob("step-*.npz"))
+    sources: list[tuple[str, Literal["val", "train_eval"]]] = [("val", "val"), ("train_eval", "train_eval")]
+    if eval_set:
+        sources = [(f"{_OF_SET}{eval_set}", "val")]
+    for kind, source in sources:
+        files = sorted((npz / kind).glob("step-*.npz"))
         if files:
             try:
                 with np.load(files[-1]) as arrays:
-                    loss = np.asarray(arrays[f"{source}/loss_per_token"], dtype=np.float64)
+                    loss = np.asarray(arrays[f"{kind}/loss_per_token"], dtype=np.float64)
             except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
                 raise ValueError(
-                    f"{files[-1]}: cannot read the array '{source}/loss_per_token' ({error}). If the run is writing "
+                    f"{files[-1]}: cannot read the array '{kind}/loss_per_token' ({error}). If the run is writing "
                     "the file, try again; if it was killed while it did, delete the file."
                 ) from error
-            return PositionLoss(name, loss, int(files[-1].stem.removeprefix("step-")), source)
+            return PositionLoss(name, loss, int(files[-1].stem.removeprefix("step-")), source, eval_set)
     raise FileNotFoundError(
-        f"{npz}: no val/step-*.npz and no train_eval/step-*.npz yet. They appear after the run's first validation."
+        f"{npz}: no {' and no '.join(f'{kind}/step-*.npz' for kind, _ in sources)} yet. They appear after the run's "
+        "first validation."
     )
 
 

@@ -43,6 +43,10 @@ MISSING_CHUNKS = ("error", "skip")
 _MOST_LISTED = 8
 
 
+class NoArrayError(DataError):
+    """There is no array of that name."""
+
+
 class TokenArray:
     """A Zarr v2 or v3 array (chunked or sharded) of uint16 or uint32 token ids, one document per row.
 
@@ -81,7 +85,7 @@ class TokenArray:
         else:
             self.files = ArrayFiles(self.path)
         if not self.files.has_array():
-            raise DataError(_nothing_at(self.path))
+            raise NoArrayError(_nothing_at(self.path))
         array = open_array(self.files)
         self.files.read_checksums()
         if array.ndim != 2 or array.dtype not in TOKEN_DTYPES:

@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from forgetting_transformer.ranges import COUNT, SIZE, TOKENS, Range, divisors, expected, one_of, within
+from forgetting_transformer.training.run_directory import KINDS, VAL_SET
 
 
 class ConfigError(ValueError):
@@ -24,6 +25,8 @@ class ConfigError(ValueError):
 #: Learning rates. Zero is allowed: it trains nothing, which is a way to measure speed and to look at the data.
 LEARNING_RATE = Range(0, 1000)
 _WORKERS = Range(0, 1024)
+#: Of one of `eval_sets`.
+_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}")
 _DEVICES = Range(1, 1024)
 #: Steps of a trace: one of a large model has tens of thousands of events.
 _TRACED_STEPS = 100
@@ -256,6 +259,9 @@ class Config:
     eval_interval: int = within(TOKENS)
     skip_eval: bool = True
     final_eval: bool = True
+    #: More held-out sets: name -> the folder of a corpus, in `data_dir`, absolute or a URL, whose held-out documents
+    #: are evaluated with the corpus's own. At most datamodule.eval_tokens are read of each.
+    eval_sets: dict[str, str] = field(default_factory=dict)
     #: Tokens between checkpoints; the newest `checkpoint_keep_last` stay, and one every checkpoint_keep_interval for
     #: good.
     checkpoint_interval: int = within(TOKENS)
@@ -266,6 +272,20 @@ class Config:
     checkpoint_background: bool = True
     #: true: check data, disk, memory and links, time a few steps, say what the run will cost, and train nothing.
     preflight: bool = False
+
+    def check(self) -> None:
+        for name, path in self.eval_sets.items():
+            if not _SET_NAME.fullmatch(name):
+                raise ConfigError(
+                    f"eval_sets: the name {name!r} must be of letters, digits, _ and -, at most 40, and begin with a "
+                    "letter or a digit: files are called by it"
+                )
+            if f"{VAL_SET}{name}" in KINDS:
+                raise ConfigError(f"eval_sets: the name {name!r} is that of a file of every run; choose another name")
+            if not path.strip():
+                raise ConfigError(
+                    f"eval_sets.{name}={path!r} is empty (a variable that is not set?); give the folder of a corpus"
+                )
 
 
 def check(config: Config, world_size: int) -> None:

@@ -35,6 +35,7 @@ class PartsInterface(Protocol):
         fabric: rank, world size and device.
         model, optimizer: with Fabric's wrappers; `model.module` is the model itself.
         data, data_info: the corpus.
+        eval_sets: what else is evaluated, by name.
         counters: tokens, batches, FLOPs and seconds so far.
     """
 
@@ -46,6 +47,7 @@ class PartsInterface(Protocol):
     optimizer: Any
     data: Corpus
     data_info: DataInfo
+    eval_sets: dict[str, Corpus]
     data_checksums: str | None
     counters: Counters
     flops_per_token: float

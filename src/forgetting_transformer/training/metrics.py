@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from forgetting_transformer.files import replacing, write_atomically
-from forgetting_transformer.training.run_directory import ARRAY_KINDS, KINDS, RunDirectory
+from forgetting_transformer.training.run_directory import ARRAY_KINDS, KINDS, VAL_SET, RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +47,15 @@ class MetricsLog:
     def __init__(self, directory: RunDirectory, resume_step: int, kinds: Iterable[str] = ()) -> None:
         self.directory = directory
         self.kinds = {*KINDS, *kinds}
+        #: Kinds of arrays; those of evaluation sets come and go with the sets.
+        self.array_kinds = {*ARRAY_KINDS, *(kind for kind in kinds if kind.startswith(VAL_SET))}
         #: Who gets every report too.
         self.sinks: list[Sink] = []
         directory.make(directory.jsonlines)
         for file in self.files():
             # An earlier continuation from this very checkpoint has left its line too.
             truncate(file, resume_step - 1 if file.stem == "resume" else resume_step)
-        for kind in ARRAY_KINDS:
+        for kind in self.array_kinds:
             for file in (directory.npz / kind).glob("step-*.npz"):
                 name = re.fullmatch(r"step-(\d{15})\.npz", file.name)
                 if name and int(name[1]) > resume_step:
@@ -103,17 +105,18 @@ class MetricsLog:
             self.report(kind, step, prefixed(kind, values))
 
     def report_arrays(self, kind: str, step: int, arrays: dict[str, Any]) -> None:
-        """Writes `npz/<kind>/step-<step>.npz`, of arrays and numbers; the step is in the file too.
+        """Writes `npz/<kind>/step-<step>.npz`, of arrays and numbers, without texts; the step is in the file too.
 
         Raises:
-            ValueError: `kind` is not in ARRAY_KINDS.
+            ValueError: `kind` is neither in ARRAY_KINDS nor that of an evaluation set.
         """
-        if kind not in ARRAY_KINDS:
+        if kind not in self.array_kinds:
             raise ValueError(f"{kind!r} is not in ARRAY_KINDS of training/run_directory.py; add it there")
         folder = self.directory.npz / kind
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / f"step-{step:015d}.npz", durable=False) as stream:
-            np.savez_compressed(stream, step=step, **arrays)
+            numbers = {name: value for name, value in arrays.items() if not isinstance(value, str)}
+            np.savez_compressed(stream, step=step, **numbers)
 
     def flush(self) -> None:
         """Forces the lines to disk: called with each checkpoint, so that a resume finds every step before it."""

@@ -23,7 +23,7 @@ from omegaconf.errors import (
 )
 
 from forgetting_transformer import official_names, plugins
-from forgetting_transformer.hydra_errors import closest_key
+from forgetting_transformer.hydra_errors import SETS_OF_TEXTS, closest_key
 from forgetting_transformer.nested import flatten
 from forgetting_transformer.plugins import (
     CALLBACKS,
@@ -201,6 +201,10 @@ def _check_sections(written: Mapping[str, Any]) -> None:
         value = written.get(section.name, {})
         if section.name == "callbacks" and not isinstance(value, dict | list):
             raise ConfigError(f"callbacks={redact(str(value))} must be a list of names, as in callbacks=[a,b]")
+        if section.name == "eval_sets" and not (
+            isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
+        ):
+            raise ConfigError(f"eval_sets={redact(str(value))} must be {SETS_OF_TEXTS}")
         if dataclasses.is_dataclass(section.type) and not isinstance(value, dict | list):
             keys = ", ".join(f"{section.name}.{item.name}" for item in dataclasses.fields(section.type))
             raise ConfigError(f"{section.name}={redact(str(value))} is a group of keys: set {keys}")
@@ -352,6 +356,6 @@ def _check_values(config: Config) -> None:
             raise ConfigError(f"{key}={value} must be {expected(item.type, allowed)}")
         if choices is not None and not any(type(value) is type(choice) and value == choice for choice in choices):
             raise ConfigError(f"{key}={value!r} is unknown; use {described(choices)}{item.metadata['because']}")
-    for section in [*vars(config).values(), *vars(config.callbacks).values()]:
+    for section in [config, *vars(config).values(), *vars(config.callbacks).values()]:
         if hasattr(section, "check"):
             section.check()

@@ -21,6 +21,7 @@ from forgetting_transformer.training.config import Config, ConfigError, check
 from forgetting_transformer.training.continuing import recorded
 from forgetting_transformer.training.corruption import Comparison
 from forgetting_transformer.training.counters import Counters
+from forgetting_transformer.training.eval_sets import check_tokenizers, open_eval_sets
 from forgetting_transformer.training.initial_weights import InitialWeights, initial_weights
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
@@ -77,6 +78,9 @@ class Parts:
         self.data = setup.build_data(config.data_dir, config.datamodule, vocabulary)
         self.data_info = self.data.train_info()
         self._check_budget()
+        self.eval_sets = open_eval_sets(config, self.data, self.data_info, self.fabric.world_size)
+        if self.eval_sets:  # on one rank: what lies at a URL is fetched
+            setup.on_rank_zero(self.fabric, lambda: check_tokenizers(self.eval_sets, self.data, config))
         self.started("data")
         setup.warn_without_gpu(config, self.data_info, self.fabric.device)
         self.compilation = Compilation(

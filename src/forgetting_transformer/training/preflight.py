@@ -109,8 +109,8 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     # The last batch of the run, which lies elsewhere in the corpus.
     last = total_steps - 1
     next(iter(trainer.data.train_loader(last, last + 1, fabric.global_rank, fabric.world_size)))
-    if not config.skip_eval:
-        next(iter(trainer.data.eval_loader(fabric.global_rank, fabric.world_size)))
+    for corpus in () if config.skip_eval else (trainer.data, *trainer.eval_sets.values()):
+        next(iter(corpus.eval_loader(fabric.global_rank, fabric.world_size)))
     if bad := trainer.guard.bad_steps(wait=True):
         problems.append(f"the loss or gradient of batch {bad[0].batch} is not finite at the initial weights")
 

@@ -32,13 +32,15 @@ KINDS = (
 )  # fmt: skip
 #: The same for arrays.
 ARRAY_KINDS = ("train_eval", "val")
+#: What kinds of both begin with that hold the losses of one of `eval_sets`.
+VAL_SET = "val_"
 #: What else a start changes or takes for its own: patterns under `output_dir`.
 _CHANGED = (
     "goodput.json", "last_checkpoint.json", "tokenizer", "logs/rank-[0-9]*.log", "metrics/wandb/wandb_run_id.txt",
     "metrics/wandb/folder.json", "tensorboard/events.out.tfevents.*",
     f"traces/start-{15 * '[0-9]'}-rank-[0-9]*.json.gz",
-    *(f"metrics/jsonlines/{kind}.jsonl" for kind in KINDS),
-    *(f"metrics/npz/{kind}/step-{15 * '[0-9]'}.npz" for kind in ARRAY_KINDS),
+    *(f"metrics/jsonlines/{kind}.jsonl" for kind in (*KINDS, f"{VAL_SET}*")),
+    *(f"metrics/npz/{kind}/step-{15 * '[0-9]'}.npz" for kind in (*ARRAY_KINDS, f"{VAL_SET}*")),
 )  # fmt: skip
 #: What makes a folder a token array or a corpus of them; besides, the manifest of a corpus.
 _ARRAYS = ("*.zarr", "zarr.json", ".zarray")

@@ -19,6 +19,7 @@ from forgetting_transformer.analysis.plots.style import (
     log_axis,
     marker_handle,
     picture,
+    plain_text,
     reference_line,
     set_limits,
     token_axis,
@@ -142,6 +143,44 @@ def loss_against_tokens(
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
         token_axis(axes)
         drawn.notes += [*conditions, *smoothing(runs), *([READING_ORDER] if len(runs) > 1 else [])]
+
+
+def loss_on_sets(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()) -> None:
+    """Draws held-out loss against training tokens, in a panel for the corpus's own documents and each other set.
+
+    Args:
+        path: where to write; the suffix chooses the format.
+        conditions: what the runs have in common, for the foot of the figure.
+
+    Raises:
+        ValueError: no run has a loss on another set.
+    """
+    names = list(dict.fromkeys(name for run in runs for name in run.eval_sets))
+    if not names:
+        raise ValueError("Nothing to plot: no run has losses on more held-out sets than the corpus's own.")
+    panels = [("held-out documents of the corpus", list(runs))] if any(run.heldout_loss.size for run in runs) else []
+    panels += [(name, [run.on(name) for run in runs]) for name in names]
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    title = f"Held-out loss of {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}, set by set"
+    with picture(path, title, (max(5.2, 3.1 * columns), 2.5 * rows), rows, columns) as drawn:
+        found = run_styles(runs)
+        if len(runs) > 1:
+            drawn.handles += [line_handle(style, run.name, True) for style, run in zip(found, runs, strict=True)]
+        free = iter(drawn.axes.flatten())
+        for name, members in panels:
+            axes = next(free)
+            for run, style in zip(members, found, strict=True):
+                axes.plot(run.heldout_tokens, run.heldout_loss, color=style.colour, linestyle=style.line, linewidth=1.2)
+                _markers(axes, style, run.heldout_tokens, run.heldout_loss, 20)
+            axes.set_title(plain_text(name, 34), loc="left")
+            axes.set_xlim(left=0)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
+            axes.set_ylabel("loss (nats per token)")
+            token_axis(axes)
+        for axes in free:
+            axes.set_axis_off()
+        drawn.notes += conditions
 
 
 def smoothing(runs: Sequence[Run]) -> list[str]:

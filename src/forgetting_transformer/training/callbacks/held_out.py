@@ -5,7 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,22 +14,43 @@ from tqdm import tqdm
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval
+from forgetting_transformer.training.eval_sets import kind_of
 from forgetting_transformer.training.feed import feed
 from forgetting_transformer.training.loss_by_position import PositionSums, by_length, mean_loss
+from forgetting_transformer.training.metrics import prefixed
 
 if TYPE_CHECKING:
+    from forgetting_transformer.data.corpus import Corpus
     from forgetting_transformer.training.interface import TrainerInterface
 
 log = logging.getLogger(__name__)
 
 
 class HeldOut(Callback):
-    """val.jsonl: mean loss at every position over the held-out documents, with the weights as they are."""
+    """Mean loss at every position over held-out documents, with the weights as they are.
+
+    val.jsonl has that of the corpus's own, val_<name>.jsonl that of each of `eval_sets`. Each is an evaluation of its
+    own, so that after a signal those are done that have no line yet.
+
+    Args:
+        data: whose held-out documents.
+        eval_set: name of the set; "" for the corpus.
+    """
 
     name = "held_out"
     all_ranks = True
     evaluates = True
     kinds = ("val",)
+
+    def __init__(self, data: "Corpus", eval_set: str = "") -> None:
+        self._data, self._title = data, "held-out"
+        self._described: dict[str, Any] = {}
+        if eval_set:
+            info = data.eval_info()
+            self.name, self.kinds, self._title = f"eval_sets.{eval_set}", (kind_of(eval_set),), f"held-out, {eval_set}"
+            # With every line, because a later start may give the name to another set.
+            self._described = {"path": info.path, "fingerprint": info.fingerprint}
+            self.summary = f"{info.path}, {info.total_tokens:,} tokens"
 
     @torch.no_grad()
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
@@ -41,12 +62,13 @@ class HeldOut(Callback):
         trainer.model.eval()
 
         def read(done: int) -> Iterator[dict[str, Tensor]]:
-            return itertools.islice(trainer.data.eval_loader(fabric.global_rank, fabric.world_size), done, None)
+            return itertools.islice(self._data.eval_loader(fabric.global_rank, fabric.world_size), done, None)
 
         shown = fabric.is_global_zero and sys.stderr.isatty()
-        for batch in tqdm(feed(read), desc="held-out", unit="batch", leave=False, disable=not shown):
+        for batch in tqdm(feed(read), desc=self._title, unit="batch", leave=False, disable=not shown):
             if trainer.beat():
-                log.info("the evaluation after %s tokens was broken off", f"{trainer.counters.token_count:,}")
+                done = f"{trainer.counters.token_count:,}"
+                log.info("the evaluation after %s tokens was broken off (%s)", done, self._title)
                 return
             batch = fabric.to_device(batch)
             inputs = model_inputs(batch)
@@ -56,13 +78,18 @@ class HeldOut(Callback):
         mean_T, counts_T = sums.mean_T(), sums.counts_T()
         sequences, tokens = int(sums.sequences_T[0].item()), int(sums.sequences_T.sum().item())
         seconds = time.perf_counter() - started
+        name = self.kinds[0]
         values = {
-            "val/loss": mean_loss(mean_T, counts_T),
-            "val/val_token_count": tokens,
-            "val/val_seq_count": sequences,
-            "val/val_time": seconds,
-            "val/val_tokens_per_second": tokens / seconds,
-            **by_length("val", mean_T, trainer.config.eval.min_val_length, counts_T),
-            **{f"val/train_{name}": value for name, value in vars(trainer.counters).items()},
+            "loss": mean_loss(mean_T, counts_T),
+            "val_token_count": tokens,
+            "val_seq_count": sequences,
+            "val_time": seconds,
+            "val_tokens_per_second": tokens / seconds,
+            **self._described,
         }
-        trainer.report("val", values, {"val/loss_per_token": mean_T})
+        values = {
+            **prefixed(name, values),
+            **by_length(name, mean_T, trainer.config.eval.min_val_length, counts_T),
+            **{f"{name}/train_{counter}": value for counter, value in vars(trainer.counters).items()},
+        }
+        trainer.report(name, values, {f"{name}/loss_per_token": mean_T})

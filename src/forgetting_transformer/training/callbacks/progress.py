@@ -8,6 +8,7 @@ from forgetting_transformer.training.callbacks.base import Callback, Interval, S
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.logs import ON_THE_BAR
 from forgetting_transformer.training.metrics import duration
+from forgetting_transformer.training.run_directory import VAL_SET
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
@@ -46,11 +47,14 @@ class Progress(Callback):
             self.show(trainer.counters.token_count, self._total, latest.loss.item(), latest.lr, rate)
 
     def on_evaluate(self, trainer: "TrainerInterface", kind: str, values: dict[str, Any]) -> None:
+        tokens = f"{trainer.counters.token_count:,}"
+        if kind.startswith(VAL_SET) and kind.removeprefix(VAL_SET) in trainer.eval_sets:
+            name = kind.removeprefix(VAL_SET)
+            log.info("held-out loss of %s %.4f nats per token after %s tokens", name, values[f"{kind}/loss"], tokens)
         if kind != "val":
             return
         unigram = trainer.data_info.unigram_entropy_nats
         known = f" (knowing only how frequent each token is: {unigram:.4f})" if unigram else ""
-        tokens = f"{trainer.counters.token_count:,}"
         log.info("held-out loss %.4f nats per token%s after %s tokens", values["val/loss"], known, tokens)
 
     def on_end(self, trainer: "TrainerInterface") -> None:

@@ -1,0 +1,140 @@
+"""Held-out sets besides the corpus's own (`eval_sets`): opened and checked before the first step.
+
+A set is the held-out array of a corpus's folder, whatever corpus the run trains on. Nothing else of that folder need
+be there. Losses of two sets can be compared only if both were made with the tokenizer of the training corpus, which is
+checked as far as the folders say which that was.
+"""
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from forgetting_transformer.data import DataError, DataInfo, LongCrawl64DataModule
+from forgetting_transformer.data.corpus import Corpus
+from forgetting_transformer.data.regular import check_regular
+from forgetting_transformer.data.remote import is_url, join
+from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
+from forgetting_transformer.data.token_array import NoArrayError
+from forgetting_transformer.data.vocabulary import Vocabulary
+from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.run_directory import VAL_SET
+
+#: Keys of datamodule that hold for every set; those of remote corpora only where the corpus has them.
+_SHARED = (
+    "train_batch_len", "train_batch_size", "eval_tokens", "eval_batch_len", "eval_local_batch_size",
+    "eval_num_workers", "missing_chunks", "cache_dir", "cache_gb",
+)  # fmt: skip
+#: Folders that a message lists.
+_MOST_LISTED = 8
+
+
+def kind_of(name: str) -> str:
+    """The kind of the lines and arrays that a set's losses are written as."""
+    return f"{VAL_SET}{name}"
+
+
+def open_eval_sets(config: Config, corpus: Corpus, info: DataInfo, world_size: int) -> dict[str, Corpus]:
+    """The sets of `eval_sets` by name, of which nothing but the held-out array is read; none with `skip_eval`.
+
+    Args:
+        corpus, info: what the run trains on.
+
+    Raises:
+        DataError: a set cannot be evaluated on; in one line that begins with its key and value.
+    """
+    found: dict[str, Corpus] = {}
+    for name, path in config.eval_sets.items() if not config.skip_eval else ():
+        try:
+            found[name] = _open(config, path, corpus, info, world_size)
+        except DataError as error:
+            raise DataError(f"eval_sets.{name}={path}: {error}") from error
+    return found
+
+
+def check_tokenizers(sets: dict[str, Corpus], corpus: Corpus, config: Config) -> None:
+    """Compares the tokens of the tokenizers that lie beside the arrays: two may have as many, and others.
+
+    Raises:
+        DataError: naming the key of the first set that was made with another tokenizer than the corpus.
+    """
+    own = _tokens(corpus.folder) if sets else None
+    for name, one in sets.items():
+        other = _tokens(one.folder) if own is not None else None
+        if other is not None and own is not None and other != own:
+            different = next(id for id in range(max(*own, *other) + 1) if own.get(id) != other.get(id))
+            raise DataError(
+                f"eval_sets.{name}={config.eval_sets[name]} was made with another tokenizer than the corpus: id "
+                f"{different} is {other.get(different)!r} there and {own.get(different)!r} in {corpus.folder}/tokenizer"
+                ". Prepare it again with this tokenizer (scripts/prepare_data.py --tokenizer FOLDER)"
+            )
+
+
+def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size: int) -> Corpus:
+    data, place = config.datamodule, _place(config.data_dir, path)
+    stated = None
+    if data.vocab_size is not None and data.bos_token_id is not None:
+        stated = Vocabulary(data.vocab_size, data.bos_token_id)
+    options: dict[str, Any] = {key: getattr(data, key) for key in _SHARED if hasattr(data, key)}
+    # What the set's manifest says goes first, and is compared below; the config's keys are those of the corpus.
+    found = LongCrawl64DataModule(str(place), dataset=".", packed=corpus.packed, recorded=stated, **options)
+    try:
+        array = found.array("heldout")
+    except NoArrayError:
+        raise DataError(_nothing_at(place)) from None
+    if data.eval_tokens is not None:
+        found.eval_tokens = min(data.eval_tokens, array.documents * array.doc_len)
+    described = found.eval_info()
+    for what, own, other in (
+        ("ids", info.vocab_size, described.vocab_size),
+        ("as its BOS token", info.bos_token_id, described.bos_token_id),
+    ):
+        if own != other:
+            raise DataError(
+                f"{described.path} has {other:,} {what}, and the corpus {info.path} has {own:,}: it was made with "
+                "another tokenizer; prepare it again with that of the corpus (scripts/prepare_data.py --tokenizer "
+                "FOLDER)"
+            )
+    found.held_out_slots(world_size)  # refuses a cache that is too small
+    return found
+
+
+def _place(data_dir: str, path: str) -> str | Path:
+    """A URL, an absolute path, or a path in `data_dir`, which may be a URL itself."""
+    if is_url(path):
+        return path
+    local = Path(path).expanduser()
+    return join(data_dir, path) if is_url(data_dir) and not local.is_absolute() else Path(data_dir) / local
+
+
+def _nothing_at(place: str | Path) -> str:
+    """That there is no held-out array, and what is near it."""
+    if isinstance(place, str):
+        return f"no held-out array at {join(place, 'heldout.zarr')}; give the URL of a corpus's folder"
+    if place.suffix == ".zarr":
+        return f"{place} is named as an array; give the folder of the corpus that holds heldout.zarr"
+    near = sorted(file.parent.name for file in place.parent.glob("*/heldout.zarr"))
+    listed = ", ".join(near[:_MOST_LISTED]) + (", …" if len(near) > _MOST_LISTED else "")
+    closest = difflib.get_close_matches(place.name, near, n=1)
+    hint = f"; did you mean {closest[0]!r}?" if closest else f"; {place.parent} holds {listed}" if near else ""
+    return f"no held-out array at {place / 'heldout.zarr'}{hint or '; give the folder of a corpus, or its URL'}"
+
+
+def _tokens(folder: Path) -> dict[int, str] | None:
+    """Id -> token of the tokenizer in `folder/tokenizer`; None where there is none in the form of prepare_data.py."""
+    file = folder / "tokenizer" / "tokenizer.json"
+    if not check_regular(file, LARGEST_TOKENIZER_FILE):
+        return None
+    try:
+        content = json.loads(file.read_bytes())
+        vocabulary = content["model"]["vocab"]
+        # Of a Unigram model it is a list of tokens with their scores.
+        named = (
+            {token: id for token, id in vocabulary.items()}
+            if isinstance(vocabulary, dict)
+            else {token: id for id, (token, _) in enumerate(vocabulary)}
+        )
+        named |= {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
+        return {int(id): token for token, id in named.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{file} is not a tokenizer ({error}); bring back a copy of it, or delete it") from error
