@@ -19,6 +19,9 @@ An architecture is a mixer and a configuration. The configuration builds the mix
         Optional. True if its forward takes the keyword `output_attentions` and returns (out_BTE, AttentionMaps, …).
     packs_documents
         Optional. True if its forward takes the keyword `cu_seqlens` and keeps packed documents apart.
+    context_heads
+        Optional. A mixer that has it works where processes share a sequence (`ops/context.py`). They must divide this
+        number, of heads that it splits among them; 0 if it splits none.
 
 and registers itself with `model.registry`.
 
@@ -46,8 +49,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from forgetting_transformer.model.cache import DecoderCache
 from forgetting_transformer.model.layers import AttentionMaps, RMSNorm, SwiGLU, swiglu_width
-from forgetting_transformer.model.padding import document_positions, find_seq_start
-from forgetting_transformer.ops import compiling
+from forgetting_transformer.model.padding import find_seq_start, positions_in_documents
+from forgetting_transformer.ops import compiling, context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
 
@@ -395,13 +398,18 @@ class DecoderModel(DecoderPreTrainedModel):
         if position_ids is not None:
             self._check_position_ids(position_ids, hidden_BTE, seq_start_B, num_past)
         chosen_layers = self._layers_to_show(output_attentions)
-        shape = hidden_BTE.shape
+        shape, shared = hidden_BTE.shape, context.active()
+        others = (attention_mask, past_key_values, position_ids, chosen_layers or None)
+        if shared is not None:
+            self._check_sharing(shared.size, others)
+            first = shared.rank * shape[1]
+            position_ids = torch.arange(first, first + shape[1], device=hidden_BTE.device)[None]
         if cu_seqlens is not None:
-            others = (attention_mask, past_key_values, position_ids, chosen_layers or None)
-            self._check_packing(cu_seqlens, shape[:2], others)
-            # All rows as one, which is how packed documents are kept apart.
-            hidden_BTE = hidden_BTE.flatten(0, 1)[None]
-            position_ids = document_positions(cu_seqlens, hidden_BTE.shape[1])
+            self._check_packing(cu_seqlens, (shape[0], shape[1] * (1 if shared is None else shared.size)), others)
+            if shared is None:
+                # All rows as one, which is how packed documents are kept apart.
+                hidden_BTE = hidden_BTE.flatten(0, 1)[None]
+            position_ids = positions_in_documents(cu_seqlens, hidden_BTE)
 
         all_hidden: list[Tensor] = []
         maps: dict[int, AttentionMaps] = {}
@@ -436,6 +444,26 @@ class DecoderModel(DecoderPreTrainedModel):
         """Classes of mixers that cannot keep packed documents apart."""
         mixers = [block.sequence_mixer for block in self.layers]
         return sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "packs_documents", False)})
+
+    def whole_sequence_mixers(self, size: int) -> list[str]:
+        """Mixers for which `size` processes cannot share sequences (`ops/context.py`), with the reason."""
+        found = set()
+        for mixer in (block.sequence_mixer for block in self.layers):
+            heads = getattr(mixer, "context_heads", None)
+            if heads is None:
+                found.add(f"{type(mixer).__name__} takes whole sequences only")
+            elif heads % size:
+                found.add(f"{type(mixer).__name__} has {heads} heads")
+        return sorted(found)
+
+    def _check_sharing(self, size: int, others: tuple[Any, ...]) -> None:
+        if reasons := self.whole_sequence_mixers(size):
+            raise ValueError(f"{size} processes cannot share sequences: {', '.join(reasons)}")
+        if any(x is not None for x in others):
+            raise ValueError(
+                "attention_mask, past_key_values, position_ids or output_attentions is given, which a model does not "
+                "take where processes share sequences; leave them out, or give it whole sequences"
+            )
 
     def _check_packing(self, cu_seqlens: Tensor, shape: tuple[int, ...], others: tuple[Any, ...]) -> None:
         if stateful := self.stateful_mixers():
@@ -566,6 +594,10 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def stateful_mixers(self) -> list[str]:
         """Classes of mixers that cannot keep packed documents apart; none where the model takes `cu_seqlens`."""
         return self.decoder.stateful_mixers()
+
+    def whole_sequence_mixers(self, size: int) -> list[str]:
+        """Mixers for which `size` processes cannot share sequences, with the reason."""
+        return self.decoder.whole_sequence_mixers(size)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embeddings

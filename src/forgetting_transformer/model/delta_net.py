@@ -18,6 +18,7 @@ from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderMode
 from forgetting_transformer.model.field_ranges import KERNEL_MODES
 from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, init_xavier
 from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
+from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.norm import l2_norm
 from forgetting_transformer.ops.recurrence import delta_rule, delta_rule_flops_per_token
@@ -90,6 +91,10 @@ class DeltaNetAttention(RecurrentMixer):
     def init_own_weights(self) -> None:
         init_xavier(self.q_proj, self.k_proj, self.v_proj, self.b_proj, self.g_proj, self.o_proj)
 
+    @property
+    def context_heads(self) -> int:
+        return self.num_heads
+
     def op_use(self) -> OpUse:
         return OpUse("delta_rule", self.num_heads, self.key_dim, self.v_proj.out_features // self.num_heads)
 
@@ -108,15 +113,12 @@ class DeltaNetAttention(RecurrentMixer):
         v_BTHV = self.split_heads(F.silu(v_BTC))
 
         out_BTHV, new_states["recurrent"] = delta_rule(
-            q_BTHK,
-            k_BTHK,
-            v_BTHV,
-            self._beta(hidden_BTE),
+            *map(context.to_heads, (q_BTHK, k_BTHK, v_BTHV, self._beta(hidden_BTE))),
             scale=self.key_dim**-0.5,
             initial_state_BHKV=states.get("recurrent"),
             output_final_state=True,
         )
-        out_BTHV = self.o_norm(out_BTHV)
+        out_BTHV = self.o_norm(context.to_sequence(out_BTHV, len(hidden_BTE)))
         if self.g_proj is not None:
             out_BTHV = out_BTHV * F.silu(self.split_heads(self.g_proj(hidden_BTE)))
         return self.o_proj(out_BTHV.flatten(-2)), new_states

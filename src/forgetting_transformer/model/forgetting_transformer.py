@@ -26,8 +26,9 @@ from forgetting_transformer.model.layers import (
     attention_maps,
     exempt_from_decay,
 )
-from forgetting_transformer.model.padding import document_positions, find_seq_start, padding_mask
+from forgetting_transformer.model.padding import find_seq_start, padding_mask, positions_in_documents
 from forgetting_transformer.model.transformer import AttentionConfig, check_attention_options
+from forgetting_transformer.ops import context
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention, forgetting_attention_decode
@@ -156,6 +157,10 @@ class ForgettingAttentionLayer(nn.Module):
         assert self.decay_time_min is not None and self.decay_time_max is not None  # `_check_options`
         return decay_time_bias(self.num_heads, self.decay_time_min, self.decay_time_max)
 
+    @property
+    def context_heads(self) -> int:
+        return self.num_heads
+
     def op_use(self) -> OpUse:
         is_gated = self.fgate_type != "none"
         pruning = None
@@ -191,7 +196,8 @@ class ForgettingAttentionLayer(nn.Module):
                 `(B, N)` with 0 for left padding; a layer's cache, or a model's, in which this layer
                 has the number `layer_idx`.
             use_cache: with no cache given, start one.
-            cu_seqlens: of packed documents, as `DecoderModel.forward` passes it; for B = 1 and without a cache.
+            cu_seqlens: of packed documents, as `DecoderModel.forward` passes it; for B = 1 and without a cache. Where
+                processes share sequences (`ops/context.py`), of whole ones, and for any B.
 
         Raises:
             ValueError: something is given in both ways, or the mask does not fit.
@@ -207,7 +213,7 @@ class ForgettingAttentionLayer(nn.Module):
             seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, num_padding_B, allow_right=cache is None)
         padding_BT = padding_mask(hidden_BTE, seq_start_B, num_past)
 
-        begins_BT = None if cu_seqlens is None else document_positions(cu_seqlens, hidden_BTE.shape[1]) == 0
+        begins_BT = None if cu_seqlens is None else positions_in_documents(cu_seqlens, hidden_BTE) == 0
         q_BTE = self.q_proj(hidden_BTE)
         k_BTE = self._project(self.k_proj, "key", hidden_BTE, padding_BT, cache, begins_BT)
         v_BTE = self._project(self.v_proj, "value", hidden_BTE, padding_BT, cache, begins_BT)
@@ -215,9 +221,11 @@ class ForgettingAttentionLayer(nn.Module):
         if self.use_rope:
             position = num_past if position_BT is None else position_BT
             q_BTHD, k_BTHD = rotate(q_BTHD, position, self.rope_base), rotate(k_BTHD, position, self.rope_base)
-        q_BHTD, k_BHND = q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2)
-        v_BHND = self._split_heads(v_BTE).transpose(1, 2)
-        log_fgate_BHN = self.log_forget_gate(hidden_BTE).transpose(1, 2)
+        packed = cu_seqlens is not None
+        q_BHTD, k_BHND, v_BHND, log_fgate_BHN = (
+            context.to_heads(x, packed).transpose(1, 2)
+            for x in (q_BTHD, k_BTHD, self._split_heads(v_BTE), self.log_forget_gate(hidden_BTE))
+        )
         if cache is not None:
             if padding_BT is not None:
                 # Whatever padding holds must not enter the running sum and the largest norm.
@@ -231,7 +239,7 @@ class ForgettingAttentionLayer(nn.Module):
         else:
             out_BHTD = self._attend(q_BHTD, k_BHND, v_BHND, log_fgate_BHN, seq_start_B, cache, cu_seqlens)
             out_BTHD = out_BHTD.transpose(1, 2)
-        out_BTE = out_BTHD.flatten(-2)
+        out_BTE = context.to_sequence(out_BTHD, len(hidden_BTE)).flatten(-2)
         if self.output_norm is not None:
             out_BTE = self.output_norm(out_BTE)
         if self.ogate_proj is not None:
@@ -334,7 +342,8 @@ class ForgettingAttentionLayer(nn.Module):
             return {}
         if self.q_norm is None:
             return {"adaptive_threshold": "auto", "log_tolerance": self.log_pruning_tolerance}
-        return {"adaptive_threshold": self.log_pruning_tolerance - (2 * self.score_bound() + math.log(num_keys))}
+        bound_H = context.own_heads(self.score_bound())
+        return {"adaptive_threshold": self.log_pruning_tolerance - (2 * bound_H + math.log(num_keys))}
 
     @torch.no_grad()
     def score_bound(self) -> Tensor:

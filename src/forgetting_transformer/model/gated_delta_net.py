@@ -16,6 +16,7 @@ from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderMode
 from forgetting_transformer.model.delta_net import DeltaRuleConfig
 from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, exempt_from_decay, initial_dt_bias
 from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
+from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.norm import l2_norm
 from forgetting_transformer.ops.recurrence import delta_rule_flops_per_token, gated_delta_rule
@@ -77,6 +78,10 @@ class GatedDeltaNetAttention(RecurrentMixer):
     def _initial_dt_bias(self) -> Tensor:
         return initial_dt_bias(self.num_heads, dt_min=1e-3, dt_max=0.1, dt_floor=1e-4)
 
+    @property
+    def context_heads(self) -> int:
+        return self.num_heads
+
     def op_use(self) -> OpUse:
         return OpUse("gated_delta_rule", self.num_heads, self.key_dim, self.v_proj.out_features // self.num_heads)
 
@@ -89,16 +94,20 @@ class GatedDeltaNetAttention(RecurrentMixer):
         v_BTC, v_conv_BCW = self.v_conv1d(self.v_proj(hidden_BTE), states.get("v_conv"))
         step_BTH = F.softplus(self.a_proj(hidden_BTE).float() + self.dt_bias.float())
 
-        out_BTHV, state_BHKV = gated_delta_rule(
+        inputs = (
             l2_norm(self.split_heads(F.silu(q_BTC))),
             l2_norm(self.split_heads(F.silu(k_BTC))),
             self.split_heads(F.silu(v_BTC)),
             self.b_proj(hidden_BTE).float().sigmoid(),
             -self.A_log.float().exp() * step_BTH,
+        )
+        out_BTHV, state_BHKV = gated_delta_rule(
+            *map(context.to_heads, inputs),
             scale=self.key_dim**-0.5,
             initial_state_BHKV=states.get("recurrent"),
             output_final_state=True,
         )
+        out_BTHV = context.to_sequence(out_BTHV, len(hidden_BTE))
         gate_BTHV = F.silu(self.split_heads(self.g_proj(hidden_BTE)))
         new_states = {"recurrent": state_BHKV, "q_conv": q_conv_BCW, "k_conv": k_conv_BCW, "v_conv": v_conv_BCW}
         return self.o_proj((self.o_norm(out_BTHV) * gate_BTHV).flatten(-2)), new_states

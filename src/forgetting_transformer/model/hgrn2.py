@@ -19,7 +19,7 @@ from transformers import initialization as init
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.field_ranges import KERNEL_MODES
 from forgetting_transformer.model.layers import RMSNorm, exempt_from_decay, init_xavier
-from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
+from forgetting_transformer.model.recurrent import RecurrentMixer, state_before, zero_padding
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import gla, gla_flops_per_token
 
@@ -49,6 +49,8 @@ class HGRN2Attention(RecurrentMixer):
     def init_own_weights(self) -> None:
         init_xavier(self.q_proj, self.f_proj, self.i_proj, self.o_proj)
 
+    context_heads = 0  # processes pass states on
+
     def op_use(self) -> OpUse:
         return OpUse("gla", self.num_heads, self.head_dim, self.head_dim)
 
@@ -73,15 +75,16 @@ class HGRN2Attention(RecurrentMixer):
             k_BTE = (1 - lower_bound_E) * k_BTE
             log_fgate_BTE = torch.logaddexp(lower_bound_E.log(), torch.log1p(-lower_bound_E) + log_fgate_BTE)
         v_BTE = self.i_proj(hidden_BTE)
-        out_BTHV, state_BHKV = gla(
+        inputs = (
             self.split_heads(F.silu(self.q_proj(hidden_BTE))),
             self.split_heads(k_BTE.to(v_BTE.dtype)),
             self.split_heads(v_BTE),
             self.split_heads(log_fgate_BTE),
-            scale=self.head_dim**-0.5,
-            initial_state_BHKV=states.get("recurrent"),
-            output_final_state=True,
         )
+        scale, before_BHKV = self.head_dim**-0.5, states.get("recurrent")
+        if before_BHKV is None:
+            before_BHKV = state_before(gla, inputs, inputs[-1].sum(1)[..., None], scale=scale)
+        out_BTHV, state_BHKV = gla(*inputs, scale=scale, initial_state_BHKV=before_BHKV, output_final_state=True)
         return self.o_proj(self.g_norm(out_BTHV.flatten(-2))), {"recurrent": state_BHKV}
 
 

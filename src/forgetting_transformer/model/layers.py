@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from forgetting_transformer.ops import context
 from forgetting_transformer.ops.forgetting_attention.dispatch import first_visible_key
 from forgetting_transformer.ops.forgetting_attention.reference import attention_weights
 from forgetting_transformer.ops.norm import rms_norm
@@ -120,13 +121,16 @@ class ShiftLinear(nn.Module):
 
         Args:
             x_BTE: `(B, T, in_features)`.
-            previous_BE: y of the token before x, `(B, out_features)`. Default 0.
+            previous_BE: y of the token before x, `(B, out_features)`. Default 0, or what another process has of the
+                sequence.
             padding_BT: True where y is to be taken as 0.
             begins_BT: True for the first token of each packed document, which mixes with 0.
         """
         y_BTE = self.linear(x_BTE)
         if padding_BT is not None:
             y_BTE = y_BTE.masked_fill(padding_BT[..., None], 0)
+        if previous_BE is None and (before_B1E := context.before(y_BTE, 1)) is not None:
+            previous_BE = before_B1E[:, 0]
         alpha_BTH = self.shift_proj(x_BTE).float().sigmoid()
         heads = (self.num_heads, -1)
         previous_BHD = None if previous_BE is None else previous_BE.unflatten(-1, heads)
@@ -173,8 +177,11 @@ class ShortConvolution(nn.Conv1d):
 
         Args:
             x_BTC: the sequence.
-            previous_BCW: what a former call returned for the tokens before it. Default 0.
+            previous_BCW: what a former call returned for the tokens before it. Default 0, or what another process has
+                of the sequence.
         """
+        if previous_BCW is None and (before_BWC := context.before(x_BTC, self.weight.shape[-1] - 1)) is not None:
+            previous_BCW = before_BWC.transpose(1, 2)
         return short_convolution(x_BTC, self.weight, self.bias, previous_BCW=previous_BCW)
 
 

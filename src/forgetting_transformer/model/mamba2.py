@@ -22,6 +22,7 @@ from forgetting_transformer.model.layers import (
     init_uniform,
     initial_dt_bias,
 )
+from forgetting_transformer.model.recurrent import state_before
 from forgetting_transformer.model.state_space import (
     StateSpaceConfig,
     StateSpaceForCausalLM,
@@ -108,6 +109,8 @@ class Mamba2Mixer(StateSpaceMixer):
     def _initial_A_log(self) -> Tensor:
         return torch.arange(1, self.num_heads + 1, dtype=torch.float32).log()
 
+    context_heads = 0  # processes pass states on
+
     def op_use(self) -> OpUse:
         return OpUse("simple_gla", self.num_heads, self.state_size, self.head_dim)
 
@@ -120,15 +123,17 @@ class Mamba2Mixer(StateSpaceMixer):
         x_BTHV = x_BTI.unflatten(-1, (self.num_heads, self.head_dim))
         dt_BTH = F.softplus(dt_BTH.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
 
-        y_BTHV, state_BHKV = simple_gla(
+        log_decay_BTH = -self.A_log.float().exp() * dt_BTH
+        inputs = (
             self._expand_groups(C_BTC),
             self._expand_groups(B_BTC),
             (x_BTHV * dt_BTH[..., None]).to(x_BTHV.dtype),
-            -self.A_log.float().exp() * dt_BTH,
-            scale=1.0,
-            initial_state_BHKV=states.get("ssm"),
-            output_final_state=True,
+            log_decay_BTH,
         )
+        before_BHKV = states.get("ssm")
+        if before_BHKV is None:
+            before_BHKV = state_before(simple_gla, inputs, log_decay_BTH.sum(1)[..., None, None], scale=1.0)
+        y_BTHV, state_BHKV = simple_gla(*inputs, scale=1.0, initial_state_BHKV=before_BHKV, output_final_state=True)
         y_BTHV = (y_BTHV + self.D[:, None] * x_BTHV).to(x_BTHV.dtype)
         return self.out_proj(self.norm(y_BTHV.flatten(-2) * F.silu(z_BTI))), {"conv": conv_BCW, "ssm": state_BHKV}
 

@@ -6,6 +6,8 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 import torch
 from torch import Tensor
 
+from forgetting_transformer.ops import context
+
 
 def document_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return the number of tokens before each in its own document, `(1, num_tokens)`.
@@ -15,6 +17,21 @@ def document_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """
     token_N = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return (token_N - cu_seqlens[torch.searchsorted(cu_seqlens, token_N, right=True) - 1])[None]
+
+
+def positions_in_documents(cu_seqlens: Tensor, hidden_BTE: Tensor) -> Tensor:
+    """Return the position of each token `(B, T)` in its document.
+
+    Args:
+        cu_seqlens: as above, of all rows, one after another.
+        hidden_BTE: the tokens; only their number is read. Where processes share sequences, this one's.
+    """
+    batch, length = hidden_BTE.shape[:2]
+    shared = context.active()
+    if shared is None:
+        return document_positions(cu_seqlens, batch * length).view(batch, length)
+    length *= shared.size
+    return document_positions(cu_seqlens, batch * length).view(batch, length)[:, shared.part(length)]
 
 
 def packed_positions(inputs: dict[str, Tensor]) -> Tensor | None:

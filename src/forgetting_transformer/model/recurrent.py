@@ -3,12 +3,14 @@
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.padding import padding_mask
+from forgetting_transformer.ops import context
 
 
 class RecurrentMixer(nn.Module):
@@ -57,6 +59,24 @@ class RecurrentMixer(nn.Module):
     def split_heads(self, x_BTC: Tensor) -> Tensor:
         """`(B, T, C)` to `(B, T, H, C / H)`."""
         return x_BTC.unflatten(-1, (self.num_heads, -1))
+
+
+def state_before(
+    op: Callable[..., tuple[Tensor, Tensor | None]], inputs: tuple[Tensor, ...], log_decay: Tensor, **options: Any
+) -> Tensor | None:
+    """The state before these tokens, where other processes hold what comes before; None where sequences are whole.
+
+    Walks the tokens once more than the output needs, from a state of 0.
+
+    Args:
+        op: a recurrence whose state decays and is added to, of `ops.recurrence`; with its inputs and options.
+        log_decay: logarithm of what these tokens leave of the state before them; broadcast to a state.
+    """
+    if context.active() is None:
+        return None
+    _, own = op(*inputs, output_final_state=True, **options)
+    assert own is not None
+    return context.state_before(own, log_decay)
 
 
 def zero_padding(x_BTC: Tensor, padding_BT: Tensor | None) -> Tensor:

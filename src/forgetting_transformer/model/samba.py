@@ -25,6 +25,7 @@ from forgetting_transformer.model.layers import (
     initial_dt_bias,
     swiglu_width,
 )
+from forgetting_transformer.model.recurrent import state_before
 from forgetting_transformer.model.state_space import (
     StateSpaceConfig,
     StateSpaceForCausalLM,
@@ -109,6 +110,8 @@ class MambaMixer(StateSpaceMixer):
     def _initial_A_log(self) -> Tensor:
         return torch.arange(1, self.state_size + 1, dtype=torch.float32).log().repeat(self.inner_size, 1)
 
+    context_heads = 0  # processes pass states on
+
     def op_use(self) -> OpUse:
         return OpUse("selective_scan", 1, self.state_size, self.inner_size)
 
@@ -120,15 +123,11 @@ class MambaMixer(StateSpaceMixer):
         dt_BTR, B_BTK, C_BTK = self.x_proj(x_BTI).split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
         dt_BTI = F.softplus(self.dt_proj(dt_BTR))
 
-        y_BTI, state_BIK = selective_scan(
-            x_BTI,
-            dt_BTI,
-            -self.A_log.float().exp(),
-            B_BTK,
-            C_BTK,
-            initial_state_BIK=states.get("ssm"),
-            output_final_state=True,
-        )
+        A_IK, before_BIK = -self.A_log.float().exp(), states.get("ssm")
+        inputs = (x_BTI, dt_BTI, A_IK, B_BTK, C_BTK)
+        if before_BIK is None:
+            before_BIK = state_before(selective_scan, inputs, dt_BTI.float().sum(1)[..., None] * A_IK)
+        y_BTI, state_BIK = selective_scan(*inputs, initial_state_BIK=before_BIK, output_final_state=True)
         y_BTI = (y_BTI + self.D * x_BTI).to(x_BTI.dtype)
         return self.out_proj(y_BTI * F.silu(z_BTI)), {"conv": conv_BIW, "ssm": state_BIK}
 

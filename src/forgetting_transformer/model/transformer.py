@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from forgetting_transformer.model.cache import AttentionCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.layers import AttentionMaps, attention_maps
+from forgetting_transformer.ops import context
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.rotary import rotate
@@ -61,6 +62,10 @@ class AttentionLayer(nn.Module):
         self.v_proj = nn.Linear(hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
 
+    @property
+    def context_heads(self) -> int:
+        return self.num_heads
+
     def op_use(self) -> OpUse:
         return OpUse(
             "attention",
@@ -92,7 +97,8 @@ class AttentionLayer(nn.Module):
             cache: what `new_cache` returned, holding the tokens before these. Extended in place.
             position_BT: rotary positions `(B, T)` or `(1, T)`. Default: the number of tokens before each.
             output_attentions: also return `AttentionMaps`.
-            cu_seqlens: of packed documents, as `DecoderModel.forward` passes it; for B = 1 and without a cache.
+            cu_seqlens: of packed documents, as `DecoderModel.forward` passes it; for B = 1 and without a cache. Where
+                processes share sequences (`ops/context.py`), of whole ones, and for any B.
         """
         num_past = 0 if cache is None else cache.get_seq_length()
         q_BTHD = self.q_proj(hidden_BTE).unflatten(-1, (self.num_heads, self.head_dim))
@@ -102,6 +108,9 @@ class AttentionLayer(nn.Module):
             position = num_past if position_BT is None else position_BT
             q_BTHD, k_BTGD = rotate(q_BTHD, position, self.rope_base), rotate(k_BTGD, position, self.rope_base)
 
+        packed = cu_seqlens is not None
+        q_BTHD = context.to_heads(q_BTHD, packed)
+        k_BTGD, v_BTGD = context.to_key_heads(k_BTGD, packed), context.to_key_heads(v_BTGD, packed)
         k_BNGD, v_BNGD = k_BTGD, v_BTGD
         if cache is not None:
             k_BGND, v_BGND = cache.update(k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2))
@@ -117,7 +126,7 @@ class AttentionLayer(nn.Module):
             maps = attention_maps(
                 q_BTHD.transpose(1, 2), k_BNGD.transpose(1, 2), None, seq_start_B, window=self.window_size
             )
-        return self.o_proj(out_BTHD.flatten(-2)), maps, cache
+        return self.o_proj(context.to_sequence(out_BTHD, len(hidden_BTE)).flatten(-2)), maps, cache
 
     @staticmethod
     def flops_per_token(

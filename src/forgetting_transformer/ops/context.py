@@ -1,0 +1,194 @@
+"""One sequence on several processes: what layers call where a token needs what another process holds.
+
+Of N processes, the r-th holds the r-th of N equal parts of every sequence. Inside `sharing` the functions below move
+tensors between them, with gradients; outside they return what they are given, or None, and cost nothing. Attention and
+delta rules take all positions of some heads (`to_heads`, `to_sequence`; Jacobs et al. 2023, "DeepSpeed-Ulysses").
+Token shift and convolutions need the tokens before a part (`before`), recurrences with a decay the state before it
+(`state_before`).
+
+All of it is one operation, `exchange`, which only moves numbers: results do not depend on the order of arrival. It is
+opaque to torch.compile. All processes must call these functions in the same order, and so must their backward passes:
+run both inside `sharing`, because activation checkpointing computes the forward pass again.
+
+Axes: `forgetting_transformer/ops/__init__.py`. Lower case t is this process's part of T, h its part of H. S is N, the
+processes that share a sequence.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Context:
+    """The processes that share a sequence, as one of them sees them.
+
+    Attributes:
+        rank: which part of every sequence this process holds, from 0.
+        size: how many processes share it.
+    """
+
+    rank: int
+    size: int
+
+    def part(self, length: int) -> slice:
+        """Which of `length` positions this process holds.
+
+        Raises:
+            ValueError: they have no equal parts.
+        """
+        if length % self.size:
+            raise ValueError(f"sequences of {length} tokens have no equal parts for {self.size} processes")
+        own = length // self.size
+        return slice(self.rank * own, (self.rank + 1) * own)
+
+
+_active: Context | None = None
+# The process group of `_active`: a compiled graph must not see it.
+_groups: list[Any] = []
+
+
+@contextlib.contextmanager
+def sharing(context: Context | None, group: Any = None) -> Iterator[None]:
+    """In it, sequences are parts of longer ones.
+
+    Args:
+        context: None for whole sequences.
+        group: the process group (`torch.distributed`) of the processes that share them.
+    """
+    global _active
+    outer, _active = _active, context
+    _groups.append(group)
+    try:
+        yield
+    finally:
+        _active = outer
+        _groups.pop()
+
+
+def active() -> Context | None:
+    """Who shares sequences here and now; None where they are whole."""
+    return _active
+
+
+def to_heads(x_BtHX: Tensor, as_one_row: bool = False) -> Tensor:
+    """From some positions of all heads, `(B, t, H, …)`, to all positions of some heads, `(B, T, h, …)`.
+
+    Args:
+        as_one_row: one row after another, `(1, B·T, h, …)`, as packed documents are kept apart.
+
+    Raises:
+        ValueError: the heads cannot be shared equally.
+    """
+    shared = _active
+    if shared is None:
+        return x_BtHX
+    if x_BtHX.shape[2] % shared.size:
+        raise ValueError(f"{x_BtHX.shape[2]} heads cannot be shared equally by {shared.size} processes")
+    x_SBthX = x_BtHX.unflatten(2, (shared.size, -1)).movedim(2, 0)
+    x_BThX = _exchange(x_SBthX.contiguous()).movedim(0, 1).flatten(1, 2)
+    return x_BThX.flatten(0, 1)[None] if as_one_row else x_BThX
+
+
+def to_key_heads(x_BtGX: Tensor, as_one_row: bool = False) -> Tensor:
+    """`to_heads` for keys and values of grouped queries: with as many copies of each head as an equal share needs.
+
+    The process that has query head h gets the key head that it reads. Queries must be shared equally.
+    """
+    shared = _active
+    if shared is None:
+        return x_BtGX
+    copies = shared.size // math.gcd(shared.size, x_BtGX.shape[2])
+    return to_heads(x_BtGX if copies == 1 else x_BtGX.repeat_interleave(copies, dim=2), as_one_row)
+
+
+def to_sequence(x_BThX: Tensor, batch: int) -> Tensor:
+    """Back: from all positions of some heads, `(B, T, h, …)`, to some positions of all heads, `(B, t, H, …)`.
+
+    Args:
+        batch: B; x may have all its rows as one.
+    """
+    shared = _active
+    if shared is None:
+        return x_BThX
+    x_SBthX = x_BThX.reshape(batch, shared.size, -1, *x_BThX.shape[2:]).movedim(1, 0)
+    return _exchange(x_SBthX.contiguous()).movedim(0, 2).flatten(2, 3)
+
+
+def own_heads(x_H: Tensor) -> Tensor:
+    """Of one entry per head, those of the heads that `to_heads` brings here."""
+    return x_H if _active is None else x_H[_active.part(len(x_H))]
+
+
+def before(x_Bt: Tensor, count: int) -> Tensor | None:
+    """The last `count` positions before x[:, 0] that another process holds, `(B, count, …)`; 0 before a sequence.
+
+    None where sequences are whole, or nothing is asked for.
+
+    Raises:
+        ValueError: parts are shorter than that.
+    """
+    shared = _active
+    if shared is None or count == 0:
+        return None
+    if x_Bt.shape[1] < count:
+        raise ValueError(
+            f"each process has {x_Bt.shape[1]} tokens of a sequence and needs {count} of the process before it; let "
+            "fewer processes share a sequence (strategy.context), or take longer ones"
+        )
+    last = _gather(x_Bt[:, x_Bt.shape[1] - count :])[shared.rank - 1]
+    # Not left out on the first process, whose backward pass has to take part too.
+    is_first = torch.full((), shared.rank == 0, device=x_Bt.device)
+    return last.masked_fill(is_first, 0)
+
+
+def state_before(own: Tensor, log_decay: Tensor) -> Tensor:
+    """The state of a recurrence before this process's first token: `Σ_j own_j · Π decays of the parts in between`.
+
+    Args:
+        own: the state after this process's last token, had the one before its first been 0.
+        log_decay: logarithm of what its tokens leave of the state before them; broadcast to `own`.
+    """
+    shared = _active
+    assert shared is not None
+    own_S, log_decay_S = _gather(own), _gather(log_decay)
+    part_S = torch.arange(shared.size, device=own.device)
+    later_S = (part_S >= shared.rank).view(-1, *[1] * own.ndim)
+    # After part j and before this one.
+    log_decay_S = log_decay_S.masked_fill(later_S, 0)
+    from_here_S = log_decay_S.flip(0).cumsum(0).flip(0)
+    log_between_S = torch.cat((from_here_S[1:], torch.zeros_like(from_here_S[:1])))
+    return (own_S * log_between_S.exp().masked_fill(later_S, 0)).sum(0)
+
+
+def _gather(x: Tensor) -> Tensor:
+    """x of every process, `(S, …)`."""
+    assert _active is not None
+    return _exchange(x.expand(_active.size, *x.shape).contiguous())
+
+
+@torch.library.custom_op("forgetting_transformer::exchange", mutates_args=())
+def _exchange(x: Tensor) -> Tensor:
+    """The r-th of the S slices of x along axis 0 goes to process r; slice r of the result came from there."""
+    import torch.distributed as dist
+
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=_groups[-1])
+    return received
+
+
+@_exchange.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def _exchange_back(_: Any, gradient: Tensor) -> Tensor:
+    return _exchange(gradient.contiguous())
+
+
+_exchange.register_autograd(_exchange_back)

@@ -1,0 +1,50 @@
+"""What of a batch a rank trains on: some rows, and with `strategy.context` a part of each.
+
+With `strategy.context=N`, each N consecutive ranks share their sequences, the r-th of them the r-th of N equal parts.
+Such groups are to each other what single ranks are otherwise: they take different rows. Gradients are averaged over all
+ranks, which all have as many tokens.
+"""
+
+import contextlib
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from forgetting_transformer.ops import context
+
+
+class Ranks:
+    """Where this rank stands.
+
+    Args:
+        rank, world_size: of this process.
+        sharing: N, a divisor of world_size. All ranks make theirs at the same time.
+        timeout: of the operations among N ranks.
+
+    Attributes:
+        data_rank, data_size: which share of the rows it has, of how many.
+        sharing: N.
+    """
+
+    def __init__(self, rank: int, world_size: int, sharing: int, timeout: timedelta) -> None:
+        self.data_rank, self.data_size, self.sharing = rank // sharing, world_size // sharing, sharing
+        self._context, self._group = None, None
+        if sharing > 1:
+            self._context = context.Context(rank % sharing, sharing)
+            self._group, _ = dist.new_subgroups(group_size=sharing, timeout=timeout)
+
+    def share(self) -> contextlib.AbstractContextManager[None]:
+        """In it a model takes this rank's part of sequences; for forward and backward passes."""
+        return context.sharing(self._context, self._group)
+
+    def part(self, length: int) -> slice:
+        """This rank's positions of a sequence of so many tokens."""
+        return slice(length) if self._context is None else self._context.part(length)
+
+    def part_of(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of a model's arguments for whole sequences, those for this rank's part. `cu_seqlens` stays whole."""
+        if self._context is None:
+            return inputs
+        part = self.part(inputs["input_ids"].shape[1])
+        return {name: x if name == "cu_seqlens" else x[:, part] for name, x in inputs.items()}
