@@ -234,8 +234,8 @@ class ForgettingAttentionLayer(nn.Module):
             k_BHND, v_BHND = cache.update(k_BHND, v_BHND, log_fgate_BHN)
 
         if self.fgate_type == "none":
-            k_BNHD, v_BNHD = k_BHND.transpose(1, 2), v_BHND.transpose(1, 2)
-            out_BTHD = causal_attention(q_BTHD, k_BNHD, v_BNHD, seq_start=seq_start_B, cu_seqlens=cu_seqlens)
+            length_first = (x.transpose(1, 2) for x in (q_BHTD, k_BHND, v_BHND))
+            out_BTHD = causal_attention(*length_first, seq_start=seq_start_B, cu_seqlens=cu_seqlens)
         else:
             out_BHTD = self._attend(q_BHTD, k_BHND, v_BHND, log_fgate_BHN, seq_start_B, cache, cu_seqlens)
             out_BTHD = out_BHTD.transpose(1, 2)

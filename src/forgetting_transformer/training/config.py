@@ -72,7 +72,8 @@ class FabricConfig:
 class TrainConfig:
     #: Tokens to train on.
     max_tokens: int = within(TOKENS)
-    #: Tokens that one rank puts through the model at a time; a rank's share of the batch is split into such pieces.
+    #: Tokens that one rank puts through the model at a time; a rank's share of the batch is split into such pieces. Of
+    #: whole sequences: with strategy.context, what the ranks that share them put through it together.
     grad_acc_tokens: int = within(TOKENS)
     #: Gradients are scaled down to this global L2 norm. inf: never.
     max_grad_norm: float = within(Range(0, math.inf, above=True), 1.0)
@@ -128,6 +129,8 @@ class StrategyConfig:
     name: str = one_of("auto", "ddp", "fsdp", "hsdp")
     #: hsdp: processes that share one copy of the model. null: those of a node.
     shard_size: int | None = within(Range(1, _DEVICES.high * 1024), None)
+    #: So many ranks share each sequence, every one a part of it; the rest of the world is data parallel.
+    context: int = within(Range(1, _DEVICES.high), 1)
     #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck
     #: and ends itself; so long it waits for the others in a collective operation. The start has half an hour more.
     timeout_seconds: int = within(Range(1, 10**8), 1800)
@@ -294,20 +297,23 @@ def check(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: naming the key, the value and the fix.
     """
-    data, train = config.datamodule, config.train
-    if data.train_batch_size % world_size:
+    data, train, sharing = config.datamodule, config.train, config.strategy.context
+    _check_context(config, world_size)
+    groups, called = world_size // sharing, "processes" if sharing == 1 else f"groups of {sharing} processes"
+    if data.train_batch_size % groups:
         near = divisors(data.train_batch_size)
         raise ConfigError(
-            f"datamodule.train_batch_size={data.train_batch_size} sequences cannot be shared equally by {world_size} "
-            f"processes; use a multiple of {world_size}, or a number of processes among {near}"
+            f"datamodule.train_batch_size={data.train_batch_size} sequences cannot be shared equally by {groups} "
+            f"{called}; use a multiple of {groups}, or a number of {called} among {near}"
         )
-    local_tokens = data.train_batch_size // world_size * data.train_batch_len
+    local_tokens = data.train_batch_size // groups * data.train_batch_len
     micro_tokens = min(train.grad_acc_tokens, local_tokens)
     if micro_tokens % data.train_batch_len or local_tokens % micro_tokens:
+        whose = "a rank's" if sharing == 1 else f"{sharing} ranks'"
         fits = [n * data.train_batch_len for n in divisors(local_tokens // data.train_batch_len)]
         raise ConfigError(
-            f"train.grad_acc_tokens={train.grad_acc_tokens:,} does not split a rank's {local_tokens:,} tokens "
-            f"({data.train_batch_size // world_size} sequences of {data.train_batch_len:,}) into equal pieces of whole "
+            f"train.grad_acc_tokens={train.grad_acc_tokens:,} does not split {whose} {local_tokens:,} tokens "
+            f"({data.train_batch_size // groups} sequences of {data.train_batch_len:,}) into equal pieces of whole "
             f"sequences; choose one of {fits}"
         )
     if (config.fork_dir is None) != (config.fork_step is None):
@@ -324,3 +330,24 @@ def check(config: Config, world_size: int) -> None:
     for key in ("init_step", "init_allow"):
         if getattr(config, key) and not config.init_from:
             raise ConfigError(f"{key}={getattr(config, key)} has no effect without init_from; give both or neither")
+
+
+def _check_context(config: Config, world_size: int) -> None:
+    """
+    Raises:
+        ConfigError: the ranks cannot share sequences as `strategy.context` says.
+    """
+    if (sharing := config.strategy.context) == 1:
+        return
+    if world_size % sharing:
+        raise ConfigError(
+            f"strategy.context={sharing} ranks share a sequence, and {world_size} processes are not a multiple of "
+            f"{sharing}; use one of {divisors(world_size)}, or another number of processes"
+        )
+    keys = ("train_batch_len", *(() if config.skip_eval else ("eval_batch_len",)))
+    for key in keys:
+        if (length := getattr(config.datamodule, key)) % sharing:
+            raise ConfigError(
+                f"datamodule.{key}={length:,} tokens have no equal parts for strategy.context={sharing} ranks; use a "
+                f"multiple of {sharing}"
+            )

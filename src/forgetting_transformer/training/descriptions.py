@@ -32,19 +32,20 @@ def model_info(model: Any, flops_per_token: float) -> dict[str, float]:
     }
 
 
-def data_description(info: DataInfo, local_batch_size: int, world_size: int) -> dict[str, Any]:
+def data_description(info: DataInfo, local_batch_size: int, data_size: int) -> dict[str, Any]:
     """What a split offers, with the sizes of batches under their official names.
 
     Args:
         local_batch_size: sequences of one rank's batch.
+        data_size: how many ranks, or groups of ranks that share sequences, take different ones.
     """
     return {
         **vars(info),
         "batch_len": info.seq_len,
         "local_batch_size": local_batch_size,
-        "global_batch_size": local_batch_size * world_size,
+        "global_batch_size": local_batch_size * data_size,
         "local_tokens_per_batch": local_batch_size * info.seq_len,
-        "global_tokens_per_batch": local_batch_size * world_size * info.seq_len,
+        "global_tokens_per_batch": local_batch_size * data_size * info.seq_len,
     }
 
 
@@ -72,17 +73,17 @@ def write_descriptions(
 def open_metrics(trainer: "TrainerInterface") -> MetricsLog:
     """Writes the descriptions of a run, and begins or continues its metrics; rank 0."""
     config, step = trainer.config, trainer.counters.token_count
-    data, world_size = config.datamodule, trainer.fabric.world_size
+    data, world_size, shares = config.datamodule, trainer.fabric.world_size, trainer.ranks.data_size
     info = model_info(trainer.model.module, trainer.flops_per_token)
     start = {"step": step, "origin": trainer.origin, "world_size": world_size, **trainer.environment}
     write_descriptions(trainer.directory, config, trainer.model.module, trainer.undecayed, info, start)
     setup.copy_tokenizer(trainer.data.folder, trainer.directory)
     metrics = MetricsLog(trainer.directory, step, trainer.kinds)
     metrics.report("resume", step, {"resume/resume_step": step})
-    local = data.train_batch_size // world_size
-    metrics.report_once("train_data_info", step, data_description(trainer.data_info, local, world_size))
+    local = data.train_batch_size // shares
+    metrics.report_once("train_data_info", step, data_description(trainer.data_info, local, shares))
     if not config.skip_eval:
-        described = data_description(trainer.data.eval_info(), data.eval_local_batch_size, world_size)
+        described = data_description(trainer.data.eval_info(), data.eval_local_batch_size, shares)
         metrics.report_once("val_data_info", step, described)
     metrics.report_once("model_info", step, info)
     return metrics

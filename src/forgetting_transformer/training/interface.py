@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.counters import Counters
     from forgetting_transformer.training.execution import Execution
     from forgetting_transformer.training.metrics import MetricsLog
+    from forgetting_transformer.training.ranks import Ranks
     from forgetting_transformer.training.run_directory import RunDirectory
     from forgetting_transformer.training.startup import Startup
     from forgetting_transformer.training.step_guard import StepGuard
@@ -33,6 +34,7 @@ class PartsInterface(Protocol):
     Attributes:
         config, resolved: the configuration, typed, and as it is written to files.
         fabric: rank, world size and device.
+        ranks: which rows and positions of a batch are this rank's.
         model, optimizer: with Fabric's wrappers; `model.module` is the model itself.
         data, data_info: the corpus.
         eval_sets: what else is evaluated, by name.
@@ -42,6 +44,7 @@ class PartsInterface(Protocol):
     config: Config
     resolved: dict[str, Any]
     fabric: Fabric
+    ranks: Ranks
     directory: RunDirectory
     model: Any
     optimizer: Any

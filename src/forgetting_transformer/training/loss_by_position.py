@@ -25,26 +25,33 @@ class PositionSums:
     def zeros(cls, length: int, device: torch.device) -> "PositionSums":
         return cls(torch.zeros(2 * length, dtype=torch.float64, device=device))
 
-    def add(self, loss_BT: Tensor, weight_B: Tensor | None = None, position_BT: Tensor | None = None) -> None:
+    def add(
+        self,
+        loss_BT: Tensor,
+        weight_B: Tensor | None = None,
+        position_BT: Tensor | None = None,
+        part: slice = slice(None),
+    ) -> None:
         """Adds sequences.
 
         Args:
             weight_B: 0 for those that only fill up a batch, 1 for the others. Default 1.
-            position_BT: of packed documents, the position of each token in its own.
+            position_BT: of packed documents, the position of each token in its own; of whole rows.
+            part: which positions of the rows the losses are of.
         """
         if position_BT is not None:
-            position_N = position_BT.flatten().long()
+            position_N = position_BT[:, part].flatten().long()
             weight_BT = torch.ones_like(loss_BT, dtype=torch.float64)
             if weight_B is not None:
                 weight_BT *= weight_B[:, None]
             _add_at(self.loss_T, position_N, (weight_BT * loss_BT).flatten())
             _add_at(self.sequences_T, position_N, weight_BT.flatten())
         elif weight_B is not None:
-            self.loss_T += weight_B @ loss_BT.double()
-            self.sequences_T += weight_B.sum()
+            self.loss_T[part] += weight_B @ loss_BT.double()
+            self.sequences_T[part] += weight_B.sum()
         else:
-            self.loss_T += loss_BT.sum(0, dtype=torch.float64)
-            self.sequences_T += len(loss_BT)
+            self.loss_T[part] += loss_BT.sum(0, dtype=torch.float64)
+            self.sequences_T[part] += len(loss_BT)
 
     def mean_T(self) -> np.ndarray:
         """NaN at a position that no document has. Waits for the device."""

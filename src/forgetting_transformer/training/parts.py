@@ -27,6 +27,7 @@ from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
 from forgetting_transformer.training.peers import Peers
 from forgetting_transformer.training.provenance import describe
+from forgetting_transformer.training.ranks import Ranks
 from forgetting_transformer.training.resume import find_checkpoint, load_checkpoint
 from forgetting_transformer.training.run_directory import RunDirectory
 from forgetting_transformer.training.saving import Saver
@@ -67,6 +68,9 @@ class Parts:
         self.peers.join(self.fabric.global_rank, self.fabric.world_size)
         self.sentinel.gone = self.peers.gone
         check(config, self.fabric.world_size)
+        timeout = timedelta(seconds=config.strategy.timeout_seconds)
+        #: What of a batch this rank trains on.
+        self.ranks = Ranks(self.fabric.global_rank, self.fabric.world_size, config.strategy.context, timeout)
         self.started("processes")
         self.schedule = build_schedule(config.schedule, config.optimizer.lr)
         setup.on_rank_zero(self.fabric, lambda: status.claim(self.directory, config.resume))
@@ -102,7 +106,7 @@ class Parts:
         )
         self.checkpointer.watch = self.sentinel.waiting_for
         self.checkpointer.forked = config.fork_dir is not None
-        self.vote = Vote(self.fabric.world_size, timedelta(seconds=config.strategy.timeout_seconds))
+        self.vote = Vote(self.fabric.world_size, timeout)
         checkpoint, forked = find_checkpoint(config, self.checkpointer, self.fabric)
         self.started("checkpoint")
         log.info("building the model: %s", config.model.name)
@@ -111,6 +115,7 @@ class Parts:
             outline = setup.outline(config, self.data_info)
             if self.data.packed:
                 setup.check_packs(outline, config)
+            setup.check_shares(outline, config)
             weights = self._initial_weights(outline) if config.init_from and checkpoint is None else None
             draws = checkpoint is None and (weights is None or bool(weights.fresh))
             building = thread.submit(setup.build_model, config, self.data_info, initialise=draws)
@@ -212,7 +217,7 @@ class Parts:
             )
         if not config.skip_eval:
             self.data.eval_info()
-        self.data.check_cache(self.fabric.world_size, evaluates=not config.skip_eval)
+        self.data.check_cache(self.ranks.data_size, evaluates=not config.skip_eval)
 
     def _move_aside(self) -> None:
         status.restore(self.directory)

@@ -83,7 +83,7 @@ def preflight(config: Config) -> dict[str, float]:
 
 
 def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
-    config, fabric, data = trainer.config, trainer.fabric, trainer.config.datamodule
+    config, fabric, data, ranks = trainer.config, trainer.fabric, trainer.config.datamodule, trainer.ranks
     tokens = data.train_batch_size * data.train_batch_len
     total_steps = math.ceil(config.train.max_tokens / tokens)
     problems, seconds = [], []
@@ -91,7 +91,7 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     if trainer.compiled:
         trainer.compilation.announce()
     try:
-        loader = trainer.data.train_loader(0, min(1 + STEPS, total_steps), fabric.global_rank, fabric.world_size)
+        loader = trainer.data.train_loader(0, min(1 + STEPS, total_steps), ranks.data_rank, ranks.data_size)
         for batch in loader:
             _synchronize(fabric.device)
             began = time.perf_counter()
@@ -108,9 +108,9 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
         ) from None
     # The last batch of the run, which lies elsewhere in the corpus.
     last = total_steps - 1
-    next(iter(trainer.data.train_loader(last, last + 1, fabric.global_rank, fabric.world_size)))
+    next(iter(trainer.data.train_loader(last, last + 1, ranks.data_rank, ranks.data_size)))
     for corpus in () if config.skip_eval else (trainer.data, *trainer.eval_sets.values()):
-        next(iter(corpus.eval_loader(fabric.global_rank, fabric.world_size)))
+        next(iter(corpus.eval_loader(ranks.data_rank, ranks.data_size)))
     if bad := trainer.guard.bad_steps(wait=True):
         problems.append(f"the loss or gradient of batch {bad[0].batch} is not finite at the initial weights")
 

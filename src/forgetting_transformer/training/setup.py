@@ -220,6 +220,22 @@ def check_packs(model: Any, config: Config) -> None:
         )
 
 
+def check_shares(model: Any, config: Config) -> None:
+    """
+    Raises:
+        ConfigError: ranks are to share sequences, and the model is not made for so many.
+    """
+    if (sharing := config.strategy.context) == 1:
+        return
+    takes_whole = [f"{type(model).__name__} takes whole sequences only"]
+    reasons = model.whole_sequence_mixers(sharing) if hasattr(model, "whole_sequence_mixers") else takes_whole
+    if reasons:
+        raise ConfigError(
+            f"strategy.context={sharing}: that many ranks cannot share a sequence of model.name={config.model.name} "
+            f"({', '.join(reasons)}); use a number that divides the heads, or strategy.context=1"
+        )
+
+
 def warn_without_gpu(config: Config, data: DataInfo, device: torch.device) -> None:
     """A model of this size on a CPU is seldom meant, and would start without a complaint."""
     chosen = os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 def start_block(trainer: TrainerInterface) -> str:
     """The block for rank 0 of a trainer that is about to take its first step."""
-    config, fabric, data = trainer.config, trainer.fabric, trainer.config.datamodule
+    config, data = trainer.config, trainer.config.datamodule
     info = trainer.data_info
     tokens = data.train_batch_size * data.train_batch_len
-    local = data.train_batch_size // fabric.world_size
+    local, sharing = data.train_batch_size // trainer.ranks.data_size, trainer.ranks.sharing
     at_once = min(local, max(1, config.train.grad_acc_tokens // data.train_batch_len))
     parameters = sum(p.numel() for p in trainer.model.module.parameters())
     steps = math.ceil(config.train.max_tokens / tokens)
@@ -28,8 +28,9 @@ def start_block(trainer: TrainerInterface) -> str:
         ("corpus", f"{info.path}, {info.total_tokens:,} tokens in {info.documents:,} documents"),
         (
             "batch",
-            f"{data.train_batch_size:,} x {data.train_batch_len:,} = {tokens:,} tokens; each process {local:,} "
-            f"sequences, {at_once:,} at a time",
+            f"{data.train_batch_size:,} x {data.train_batch_len:,} = {tokens:,} tokens; each "
+            f"{'process' if sharing == 1 else f'group of {sharing} processes'} {local:,} sequences, {at_once:,} at a "
+            f"time{'' if sharing == 1 else ', each process a part of every sequence'}",
         ),
         (
             "steps",

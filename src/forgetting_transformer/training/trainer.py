@@ -128,14 +128,15 @@ class Trainer(Parts):
     def step(self, batch: dict[str, Tensor]) -> Step:
         """One update from one global batch.
 
-        The batch is this rank's share, (B, T). Gradients are those of the mean loss per token of the global batch: each
-        micro-batch has the same number of tokens, and the strategy averages over ranks.
+        The batch is this rank's rows, (B, T); it takes its part of each (ranks.py). Gradients are those of the mean
+        loss per token of the global batch: each micro-batch has the same number of tokens, and the strategy averages
+        over all ranks.
         """
         config = self.config
         lr = self.schedule(self.counters.token_count)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        setup.seed_step(config.seed, self.counters.batch_count, self.fabric.global_rank)
+        setup.seed_step(config.seed, self.counters.batch_count, self.ranks.data_rank)
         self.optimizer.zero_grad()
 
         sequences = max(1, config.train.grad_acc_tokens // config.datamodule.train_batch_len)
@@ -148,13 +149,13 @@ class Trainer(Parts):
         sums, loss_B = PositionSums(losses[: 2 * length]), losses[2 * length :]
         for start in starts:
             # FSDP2 needs *every* backward pass inside this context, the synchronised last one too.
-            with self.fabric.no_backward_sync(self.model, enabled=start != starts[-1]):
+            with self.fabric.no_backward_sync(self.model, enabled=start != starts[-1]), self.ranks.share():
                 inputs = model_inputs(batch, slice(start, start + sequences))
-                loss_bT = self.model(**inputs).loss
+                loss_bT = self.model(**self.ranks.part_of(inputs)).loss
                 self.fabric.backward(loss_bT.mean() / len(starts))
-            sums.add(loss_bT.detach(), position_BT=packed_positions(inputs))
-            row = self.fabric.global_rank * local + start
-            loss_B[row : row + len(loss_bT)] = loss_bT.detach().mean(1, dtype=torch.float64)
+            sums.add(loss_bT.detach(), position_BT=packed_positions(inputs), part=self.ranks.part(length))
+            row = self.ranks.data_rank * local + start
+            loss_B[row : row + len(loss_bT)] = loss_bT.detach().mean(1, dtype=torch.float64) / self.ranks.sharing
         # A non-finite norm must not raise on one rank while others go on: all judge it alike below.
         grad_norm: Any = self.fabric.clip_gradients(
             self.model, self.optimizer, max_norm=config.train.max_grad_norm, error_if_nonfinite=False
@@ -271,8 +272,8 @@ class Trainer(Parts):
     def _batches(self, count: int) -> Iterator[dict[str, Tensor]]:
         """This rank's shares of the next `count` global batches."""
         first = self.counters.batch_count
-        rank, world_size = self.fabric.global_rank, self.fabric.world_size
-        return feed(lambda done: self.data.train_loader(first + done, first + count, rank, world_size))
+        rank, size = self.ranks.data_rank, self.ranks.data_size
+        return feed(lambda done: self.data.train_loader(first + done, first + count, rank, size))
 
     def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()

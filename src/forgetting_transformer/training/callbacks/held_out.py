@@ -57,12 +57,12 @@ class HeldOut(Callback):
         if kind != "eval":
             return
         started = time.perf_counter()
-        fabric, length = trainer.fabric, trainer.config.datamodule.eval_batch_len
+        fabric, ranks, length = trainer.fabric, trainer.ranks, trainer.config.datamodule.eval_batch_len
         sums = PositionSums.zeros(length, fabric.device)
         trainer.model.eval()
 
         def read(done: int) -> Iterator[dict[str, Tensor]]:
-            return itertools.islice(self._data.eval_loader(fabric.global_rank, fabric.world_size), done, None)
+            return itertools.islice(self._data.eval_loader(ranks.data_rank, ranks.data_size), done, None)
 
         shown = fabric.is_global_zero and sys.stderr.isatty()
         for batch in tqdm(feed(read), desc=self._title, unit="batch", leave=False, disable=not shown):
@@ -72,8 +72,9 @@ class HeldOut(Callback):
                 return
             batch = fabric.to_device(batch)
             inputs = model_inputs(batch)
-            loss_BT = trainer.model(**inputs).loss
-            sums.add(loss_BT, batch["weight"], packed_positions(inputs))
+            with ranks.share():
+                loss_BT = trainer.model(**ranks.part_of(inputs)).loss
+            sums.add(loss_BT, batch["weight"], packed_positions(inputs), ranks.part(length))
         trainer.sum_over_ranks(sums.flat)
         mean_T, counts_T = sums.mean_T(), sums.counts_T()
         sequences, tokens = int(sums.sequences_T[0].item()), int(sums.sequences_T.sum().item())

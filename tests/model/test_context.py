@@ -1,0 +1,145 @@
+"""Processes that share sequences compute what one process computes on whole ones.
+
+Gradients of all processes add up to those of one, for every architecture, with and without activation checkpointing.
+"""
+
+import contextlib
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.ops import context
+from tests.model.small_models import PRO, SMALL_FIELDS, small
+from tests.processes import server
+from tests.waiting import HANG
+
+BATCH, LENGTH, VOCAB = 2, 32, 61
+#: name: architecture and fields of the model. Four heads, so that four processes can share them.
+MODELS = {
+    "fox_llama": ("forgetting_transformer", {}),
+    "fox_pro": ("forgetting_transformer", PRO),
+    "fox_pro_shared_norms": ("forgetting_transformer", {**PRO, "qk_norm_share_param_across_head": True}),
+    "fox_rope": ("forgetting_transformer", {"use_rope": True, "fgate_type": "bias_only"}),
+    "fox_pruned": ("forgetting_transformer", {"log_pruning_tolerance": -10.0}),
+    "fox_pro_pruned": ("forgetting_transformer", {**PRO, "log_pruning_tolerance": -10.0}),
+    "transformer_pro": ("forgetting_transformer", {**PRO, "fgate_type": "none", "use_rope": True}),
+    "transformer_llama": ("transformer", {}),
+    "transformer_swa": ("transformer", {"window_size": 11}),
+    "transformer_one_key_head": ("transformer", {"num_kv_heads": 1}),
+    "transformer_two_key_heads": ("transformer", {"num_kv_heads": 2}),
+    "delta_net": ("delta_net", {"use_gate": True}),
+    "gated_delta_net": ("gated_delta_net", {}),
+    "hgrn2": ("hgrn2", {}),
+    "hgrn2_bounded": ("hgrn2", {"apply_lower_bounds": True}),
+    "mamba2": ("mamba2", {}),
+    "mamba2_groups": ("mamba2", {"n_groups": 2}),
+    "samba": ("samba", {"attn": {"num_heads": 4, "num_kv_heads": 2, "window_size": 11, "layers": None}}),
+}
+PACKED = ("fox_pro", "fox_rope", "transformer_llama", "transformer_swa")
+
+
+def test_every_architecture_is_among_them():
+    assert {name for name, _ in MODELS.values()} == {*registry.model_names()}
+
+
+def model_of(name: str, checkpointing: bool) -> torch.nn.Module:
+    architecture, fields = MODELS[name]
+    heads = {"num_heads": 4} if SMALL_FIELDS[architecture].get("num_heads") else {}
+    model = small(architecture, **{**heads, **fields}).double().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def inputs_of(packed: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=generator)
+    inputs = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    if packed:  # one document begins with a process's part, others cross from part to part
+        inputs["cu_seqlens"] = torch.tensor([0, 3, 8, 21, LENGTH, LENGTH + 16, LENGTH + 19, 2 * LENGTH])
+    return inputs
+
+
+def measure(name: str, packed: bool, checkpointing: bool, shared: context.Context | None) -> dict[str, torch.Tensor]:
+    """Loss of every token here, and the gradients of their sum over all processes."""
+    model, inputs = model_of(name, checkpointing), inputs_of(packed)
+    part = slice(None) if shared is None else shared.part(LENGTH)
+    inputs = {key: x if key == "cu_seqlens" else x[:, part] for key, x in inputs.items()}
+    with context.sharing(shared, None):
+        loss = model(**inputs).loss
+        loss.sum().backward()
+    gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    if shared is not None:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+    return {"loss": loss.detach(), **gradients}
+
+
+CASES = [
+    *((name, False, checkpointing) for name in MODELS for checkpointing in (False, True)),
+    *((name, True, True) for name in PACKED),
+]
+
+
+def _share(folder: Path, rank: int, size: int) -> None:
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(str(folder / "rendezvous"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=HANG))
+        shared = context.Context(rank, size)
+        found = {case: measure(*case, shared) for case in CASES}
+        torch.save(found, folder / f"{rank}.pt")
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+        raise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_that_share_sequences_compute_what_one_does(tmp_path, size):
+    processes = [server.Process(target=_share, args=(tmp_path, rank, size)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(HANG)
+    errors = "\n".join(file.read_text() for file in sorted(tmp_path.glob("*.error")))
+    assert [process.exitcode for process in processes] == [0] * size, errors
+    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(size)]
+    for case in CASES:
+        whole = measure(*case, None)
+        loss = torch.cat([part[case]["loss"] for part in parts], dim=1)
+        torch.testing.assert_close(loss, whole.pop("loss"), rtol=0, atol=1e-6, msg=lambda m, c=case: f"{c}: {m}")
+        assert whole.keys() == parts[0][case].keys() - {"loss"}
+        for key, gradient in whole.items():
+            error = (parts[0][case][key] - gradient).norm() / gradient.norm().clamp(min=1e-12)
+            assert error < 1e-5, (case, key, error)
+
+
+def test_whole_sequences_are_left_alone():
+    x = torch.randn(2, 6, 4, 3)
+    assert context.to_heads(x) is x and context.to_key_heads(x) is x and context.to_sequence(x, 2) is x
+    assert context.own_heads(x) is x and context.before(x, 1) is None
+
+
+@contextlib.contextmanager
+def pretended(size: int = 3):
+    """As if this process shared sequences; what needs the others would fail."""
+    with context.sharing(context.Context(1, size), None):
+        yield
+
+
+def test_what_cannot_be_shared_is_refused_by_name():
+    model, ids = small("transformer"), torch.zeros(1, 8, dtype=torch.long)
+    with pretended(), pytest.raises(ValueError, match="3 processes cannot share sequences: AttentionLayer has 2 heads"):
+        model(input_ids=ids, labels=ids)
+    with pretended(2), pytest.raises(ValueError, match="attention_mask, past_key_values, position_ids"):
+        model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))
+    with pretended(), pytest.raises(ValueError, match="each process has 2 tokens of a sequence and needs 3"):
+        context.before(torch.zeros(1, 2, 4), 3)
+    with pytest.raises(ValueError, match="sequences of 8 tokens have no equal parts for 3 processes"):
+        context.Context(0, 3).part(8)
