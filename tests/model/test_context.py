@@ -38,6 +38,16 @@ MODELS = {
     "hgrn2_bounded": ("hgrn2", {"apply_lower_bounds": True}),
     "mamba2": ("mamba2", {}),
     "mamba2_groups": ("mamba2", {"n_groups": 2}),
+    "hybrid": (
+        "hybrid",
+        {
+            "pattern": ["hgrn2", "attention"],
+            "mixers": {
+                "hgrn2": {"architecture": "hgrn2", "expand_ratio": 16},
+                "attention": {"architecture": "forgetting_transformer", "num_heads": 4},
+            },
+        },
+    ),
     "samba": ("samba", {"attn": {"num_heads": 4, "num_kv_heads": 2, "window_size": 11, "layers": None}}),
 }
 PACKED = ("fox_pro", "fox_rope", "transformer_llama", "transformer_swa")

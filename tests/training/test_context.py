@@ -1,0 +1,124 @@
+"""strategy.context: ranks that share sequences train the run that one process trains."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.training.conftest import STEP, changed, refused, train
+from tests.training.test_compile import run
+from tests.training.test_resume import assert_same_run, lines, losses
+from tests.training.test_stopping import rank_log
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def shared(tiny) -> dict:
+    return changed(tiny, model__config__num_heads=4)
+
+
+def assert_same_losses(a: str, b: str) -> None:
+    """To 1e-6: training, held-out, and at every position; the same counts and counters."""
+    ours, theirs = losses(a), losses(b)
+    assert ours.keys() == theirs.keys() and len(ours) == 20
+    assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-6
+    for kind in ("train_eval", "val"):
+        for x, y in zip(lines(a, kind), lines(b, kind), strict=True):
+            same = [key for key in x if not any(word in key for word in ("time", "second"))]
+            assert {key: x[key] for key in same} == pytest.approx({key: y[key] for key in same}, abs=1e-5, rel=1e-5)
+    sizes = [lines(run, "train_data_info")[0]["train_data_info/global_batch_size"] for run in (a, b)]
+    assert sizes == [4, 4]
+    files = sorted(p.relative_to(a) for p in Path(a).glob("metrics/npz/*/*.npz"))
+    assert len(files) >= 5
+    for file in files:
+        x, y = np.load(Path(a) / file), np.load(Path(b) / file)
+        (key,) = [key for key in x.files if key.endswith("loss_per_token")]
+        assert x[key].size == 32
+        np.testing.assert_allclose(x[key], y[key], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "context"), [("ddp", 2, 2), ("ddp", 4, 2), ("fsdp", 4, 2), ("fsdp", 4, 4)]
+)
+def test_the_run_is_that_of_one_process(shared, finished, strategy, world_size, context):
+    together = finished(changed(shared, strategy__name=strategy, strategy__context=context), world_size)
+    assert_same_losses(finished(shared), together)
+    (block,) = [part for part in rank_log({"output_dir": together}, 0).split("about to train")[1:]]
+    assert f"each group of {context} processes {4 // (world_size // context)} sequences" in block
+
+
+def test_on_a_corpus_of_packed_documents_too(shared, finished):
+    packed = changed(shared, datamodule__name="packed", train__grad_acc_tokens=128)
+    assert_same_losses(finished(packed), finished(changed(packed, strategy__context=2), 2))
+
+
+def test_continued_by_other_numbers_of_ranks_that_share_it_is_the_same_run(shared, finished):
+    for steps, strategy, world_size, context in [(5, "ddp", 2, 2), (9, "auto", 1, 1), (13, "fsdp", 4, 4)]:
+        strategy = {"strategy__name": strategy, "strategy__context": context}
+        train(changed(shared, **strategy, train__max_tokens=steps * STEP), world_size)
+    train(changed(shared, strategy__name="ddp", strategy__context=2), 4)
+    ours, theirs = losses(shared["output_dir"]), losses(finished(shared))
+    assert ours.keys() == theirs.keys() and len(ours) == 20
+    assert max(abs(ours[s] - theirs[s]) for s in ours) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "changes"),
+    [
+        ("ddp", 2, {}),
+        ("fsdp", 4, {"train__gradient_checkpointing": True, "fabric__precision": "bf16-mixed"}),
+    ],
+)
+def test_continued_by_as_many_it_is_bitwise_the_straight_run(shared, finished, strategy, world_size, changes):
+    shared = changed(shared, strategy__name=strategy, strategy__context=2, **changes)
+    straight = finished(shared, world_size)
+    shutil.copytree(straight, shared["output_dir"])
+    for step in (16, 20):
+        shutil.rmtree(Path(shared["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
+    train(shared, world_size)
+    assert_same_run(straight, shared["output_dir"])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_graphs_go_through_the_exchange(shared, finished, tmp_path, monkeypatch, checkpointing):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    shared = changed(shared, train__max_tokens=4 * STEP, skip_eval=True)
+    compiled = {"train__compile": True, "train__gradient_checkpointing": checkpointing}
+    log = run(changed(shared, strategy__name="ddp", strategy__context=2, **compiled), 2)
+    assert "the first step is done" in log and "runs uncompiled" not in log
+    ours, theirs = losses(shared["output_dir"]), losses(finished(shared))
+    assert max(abs(ours[s] - theirs[s]) for s in theirs) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "message"),
+    [
+        ({"strategy__context": 2}, 1, "strategy.context=2 ranks share a sequence, and 1 processes are not a multiple"),
+        ({"strategy__context": 3}, 2, "strategy.context=3 ranks share a sequence, and 2 processes are not a multiple"),
+        (
+            {"strategy__context": 2, "datamodule__train_batch_len": 31, "train__grad_acc_tokens": 31},
+            2,
+            "datamodule.train_batch_len=31 tokens have no equal parts for strategy.context=2 ranks",
+        ),
+        (
+            {"strategy__context": 2, "datamodule__eval_batch_len": 31},
+            2,
+            "datamodule.eval_batch_len=31 tokens have no equal parts for strategy.context=2 ranks",
+        ),
+        (
+            {"strategy__context": 2, "model__config__num_heads": 1},
+            2,
+            "model.name=forgetting_transformer (ForgettingAttentionLayer has 1 heads)",
+        ),
+        (
+            {"strategy__context": 2, "datamodule__train_batch_size": 3},
+            4,
+            "cannot be shared equally by 2 groups of 2 processes",
+        ),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_by_name(tiny, changes, world_size, message):
+    assert message in refused(changed(tiny, **changes), world_size)
