@@ -91,7 +91,7 @@ def to_heads(x_BtHX: Tensor, as_one_row: bool = False) -> Tensor:
     if x_BtHX.shape[2] % shared.size:
         raise ValueError(f"{x_BtHX.shape[2]} heads cannot be shared equally by {shared.size} processes")
     x_SBthX = x_BtHX.unflatten(2, (shared.size, -1)).movedim(2, 0)
-    x_BThX = _exchange(x_SBthX.contiguous()).movedim(0, 1).flatten(1, 2)
+    x_BThX = _exchange(x_SBthX).movedim(0, 1).flatten(1, 2)
     return x_BThX.flatten(0, 1)[None] if as_one_row else x_BThX
 
 
@@ -117,7 +117,7 @@ def to_sequence(x_BThX: Tensor, batch: int) -> Tensor:
     if shared is None:
         return x_BThX
     x_SBthX = x_BThX.reshape(batch, shared.size, -1, *x_BThX.shape[2:]).movedim(1, 0)
-    return _exchange(x_SBthX.contiguous()).movedim(0, 2).flatten(2, 3)
+    return _exchange(x_SBthX).movedim(0, 2).flatten(2, 3)
 
 
 def own_heads(x_H: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def state_before(own: Tensor, log_decay: Tensor) -> Tensor:
 def _gather(x: Tensor) -> Tensor:
     """x of every process, `(S, …)`."""
     assert _active is not None
-    return _exchange(x.expand(_active.size, *x.shape).contiguous())
+    return _exchange(x.expand(_active.size, *x.shape))
 
 
 @torch.library.custom_op("forgetting_transformer::exchange", mutates_args=())
@@ -177,18 +177,18 @@ def _exchange(x: Tensor) -> Tensor:
     """The r-th of the S slices of x along axis 0 goes to process r; slice r of the result came from there."""
     import torch.distributed as dist
 
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=_groups[-1])
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=_groups[-1])
     return received
 
 
 @_exchange.register_fake
 def _(x):
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _exchange_back(_: Any, gradient: Tensor) -> Tensor:
-    return _exchange(gradient.contiguous())
+    return _exchange(gradient)
 
 
 _exchange.register_autograd(_exchange_back)
