@@ -40,10 +40,12 @@ def assert_same_losses(a: str, b: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world_size", "context"), [("ddp", 2, 2), ("ddp", 4, 2), ("fsdp", 4, 2), ("fsdp", 4, 4)]
+    ("strategy", "world_size", "context"),
+    [("ddp", 2, 2), ("ddp", 4, 2), ("fsdp", 4, 2), ("fsdp", 4, 4), ("hsdp", 4, 2)],
 )
 def test_the_run_is_that_of_one_process(shared, finished, strategy, world_size, context):
-    together = finished(changed(shared, strategy__name=strategy, strategy__context=context), world_size)
+    strategy = {"name": strategy, "context": context, **({"shard_size": 2} if strategy == "hsdp" else {})}
+    together = finished(changed(shared, strategy=strategy), world_size)
     assert_same_losses(finished(shared), together)
     (block,) = [part for part in rank_log({"output_dir": together}, 0).split("about to train")[1:]]
     assert f"each group of {context} processes {4 // (world_size // context)} sequences" in block

@@ -109,6 +109,7 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
     )
     trainer = types.SimpleNamespace(
         config=config,
+        ranks=types.SimpleNamespace(data_size=8, sharing=1),
         fabric=types.SimpleNamespace(world_size=8, device=torch.device("cuda", 0), strategy=None),
         data_info=types.SimpleNamespace(path="/data/longcrawl64/train.zarr", total_tokens=48 * 10**9, documents=10**6),
         model=types.SimpleNamespace(module=torch.nn.Linear(10, 20)),

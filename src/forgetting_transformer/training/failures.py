@@ -87,13 +87,16 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, during: str = "
             ways.append(f"datamodule.eval_local_batch_size={data.eval_local_batch_size // 2}")
         ways.append(f"a smaller datamodule.eval_batch_len than {data.eval_batch_len:,}")
     else:
-        local = data.train_batch_size // world_size * data.train_batch_len
+        groups = max(1, world_size // config.strategy.context)
+        local = data.train_batch_size // groups * data.train_batch_len
         now = min(train.grad_acc_tokens, local)
         smaller = [n * data.train_batch_len for n in divisors(now // data.train_batch_len)][:-1]
         if smaller:
             ways.append(f"train.grad_acc_tokens={smaller[-1]} (now {now})")
         if not train.gradient_checkpointing:
             ways.append("train.gradient_checkpointing=true")
+        if not smaller and world_size % (twice := 2 * config.strategy.context) == 0:
+            ways.append(f"strategy.context={twice}")
     if config.strategy.name != "fsdp":
         ways.append("strategy=fsdp" if world_size > 1 else "strategy=fsdp on several GPUs")
     else:

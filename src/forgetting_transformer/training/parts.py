@@ -82,7 +82,7 @@ class Parts:
         self.data = setup.build_data(config.data_dir, config.datamodule, vocabulary)
         self.data_info = self.data.train_info()
         self._check_budget()
-        self.eval_sets = open_eval_sets(config, self.data, self.data_info, self.fabric.world_size)
+        self.eval_sets = open_eval_sets(config, self.data, self.data_info, self.ranks.data_size)
         if self.eval_sets:  # on one rank: what lies at a URL is fetched
             setup.on_rank_zero(self.fabric, lambda: check_tokenizers(self.eval_sets, self.data, config))
         self.started("data")
