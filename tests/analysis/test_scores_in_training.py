@@ -77,14 +77,15 @@ def test_one_run_has_a_panel_for_each_unit_and_several_have_one_for_each_task(
     scores_over_training([read_run(runs[0])], tmp_path / "one.png", ["65 M parameters"])
     (figure,) = drawn
     panels = {axes.get_ylabel(): axes for axes in figure.axes if axes.get_ylabel()}
-    units = {"accuracy (%)", "perplexity", "exact match (%)", "loss of the answer\n(nats per token)"}
+    units = {"accuracy (%)", "perplexity", "exact match (%)", "needle: loss of the answer\n(nats per token)"}
+    units |= {"needle: answered\nword for word (%)"}
     assert panels.keys() == units | {"memory length (tokens)"}
     assert panels["perplexity"].get_yscale() == "linear" and is_picture(tmp_path / "one.png")
     dotted = [line.get_ydata() for line in panels["accuracy (%)"].lines if line.get_linestyle() == ":"]
     assert [sorted({*level}) for level in dotted] == [[25.0]]
     bars = panels["accuracy (%)"].containers[0].lines[2][0].get_segments()
     assert bars[0][:, 1].tolist() == pytest.approx([25 - 1.96 * 2, 25 + 1.96 * 2])
-    assert {"arc_easy", "needle, 512 tokens", "chance", "the answer's loss with no needle in the text"} <= {
+    assert {"arc_easy", "needle, 512 tokens", "chance, or the answer's loss with no needle in the text"} <= {
         *texts(figure)
     }
     said = " ".join(text.get_text() for text in figure.texts)

@@ -73,6 +73,8 @@ Loss.on_interval = on_interval
     values = [event.value for event in events.Scalars("train/loss")]
     assert values == pytest.approx([line["train/loss"] for line in lines(tiny["output_dir"], "train")])
     assert len({*steps(events, "resume/resume_step")}) == len(steps(events, "resume/resume_step"))
+    train(with_tensorboard(tiny))  # nothing is left to train
+    assert [event.step for event in read(tiny["output_dir"]).Images("figures/loss_position")][-1] == 20 * STEP
 
 
 def test_without_the_package_it_is_one_line_before_the_first_step(tiny):

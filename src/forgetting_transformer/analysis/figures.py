@@ -7,6 +7,9 @@ from forgetting_transformer.analysis.plots.evaluations import has_scores, scores
 from forgetting_transformer.analysis.plots.losses import loss_against_position
 from forgetting_transformer.analysis.runs import read_position_loss, read_run
 
+#: Kinds of lines that `scores_over_training` draws.
+_SCORES = ("lm_eval", "needle", "gates")
+
 
 def of_evaluation(output_dir: Path, kind: str, folder: Path) -> dict[str, Path]:
     """Draws them into `folder`, as `scripts/plot_run.py` would now, and returns the files by name.
@@ -14,6 +17,8 @@ def of_evaluation(output_dir: Path, kind: str, folder: Path) -> dict[str, Path]:
     Args:
         kind: of the lines that the evaluation wrote, such as "val" or "lm_eval".
     """
+    if kind not in ("val", *_SCORES):
+        return {}
     (name,) = shown_names([output_dir])
     run = read_run(output_dir, name)
     if kind == "val":
@@ -21,7 +26,7 @@ def of_evaluation(output_dir: Path, kind: str, folder: Path) -> dict[str, Path]:
         file = folder / "loss_position.png"
         loss_against_position({position_label(curve): curve.loss}, file, conditions=conditions([run]), of="runs")
         return {"loss_position": file}
-    if kind in ("lm_eval", "needle", "gates") and has_scores(run):
+    if has_scores(run):
         scores_over_training([run], folder / "evaluations.png", conditions([run]))
         return {"evaluations": folder / "evaluations.png"}
     return {}

@@ -3,7 +3,7 @@
 Lines say `<kind>/<task>/<metric>`, with `<metric>_stderr` beside it where a standard error is known.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from forgetting_transformer.analysis.runs import Run, Series
 #: What a guess reaches, and what the needle test gives without a needle: lines below or above which nothing is learnt.
 CHANCE, NO_NEEDLE = "chance", "the answer's loss with no needle in the text"
 ACCURACY = "accuracy (%)"
+#: Of needles: apart from the accuracies of tasks, which it would hide.
+_FOUND = "needle: answered\nword for word (%)"
 #: Parts of the names of metrics -> what the vertical axis says, and the factor to its unit. The first that fits.
 _UNITS = (
     ("acc", ACCURACY, 100.0),
@@ -21,7 +23,7 @@ _UNITS = (
     ("f1", "F1 (%)", 100.0),
     ("perplexity", "perplexity", 1.0),
     ("bits_per_byte", "bits per byte", 1.0),
-    ("loss", "loss of the answer\n(nats per token)", 1.0),
+    ("loss", "needle: loss of the answer\n(nats per token)", 1.0),
 )
 
 
@@ -100,7 +102,8 @@ def _needle(run: Run) -> list[Score]:
         task, at = f"needle, {int(length.removeprefix('length_')):,} tokens", f"needle/{length}"
         without = _series(records, f"{at}/loss_without")
         found.append(_score(records, task, "loss", f"{at}/loss", f"{at}/loss_stderr", without, NO_NEEDLE))
-        found.append(_score(records, task, "accuracy", f"{at}/accuracy", f"{at}/accuracy_stderr"))
+        accuracy = _score(records, task, "accuracy", f"{at}/accuracy", f"{at}/accuracy_stderr")
+        found.append(replace(accuracy, unit=_FOUND))
     return found
 
 

@@ -53,8 +53,11 @@ def scores_over_training(runs: Sequence[Run], path: Path, conditions: Sequence[s
     if len(runs) == 1:
         scores = read_scores(runs[0])
         tasks = list(dict.fromkeys(score.task for score in scores))
-        # Markers tell them apart; lines are for the baselines.
-        styles = {task: replace(style, line="-") for task, style in zip(tasks, curve_styles(tasks), strict=True)}
+        # Dots are for the baselines. Where colours come again, lines are dashed.
+        seen: list[CurveStyle] = []
+        for style in curve_styles(tasks):
+            seen.append(replace(style, line="-" if replace(style, line="-") not in seen else "--"))
+        styles = dict(zip(tasks, seen, strict=True))
         for score in scores:
             panels.setdefault((score.unit,), []).append((score, score.task, styles[score.task]))
     else:
@@ -64,7 +67,7 @@ def scores_over_training(runs: Sequence[Run], path: Path, conditions: Sequence[s
     if not panels:
         names = ", ".join(run.name for run in runs) or "no run"
         raise ValueError(f"Nothing to plot: {names} has logged no scores of evaluations yet.")
-    columns = min(3, len(panels))
+    columns = 2 if len(panels) == 4 else min(3, len(panels))
     rows = -(-len(panels) // columns)
     title = f"Evaluations during training of {runs[0].name if len(runs) == 1 else f'{len(runs)} runs'}"
     with picture(path, title, (max(5.2, 3.3 * columns), 2.5 * rows), rows, columns) as drawn:
@@ -82,7 +85,10 @@ def scores_over_training(runs: Sequence[Run], path: Path, conditions: Sequence[s
             for label, style in {label: style for _, label, style in shown}.items()
         ]
         baselines = dict.fromkeys(score.baseline_name for score, _, _ in shown if score.baseline.tokens.size)
-        drawn.handles += [Line2D([], [], color=GREY, linestyle=":", linewidth=1.2, label=name) for name in baselines]
+        if baselines:
+            drawn.handles.append(
+                Line2D([], [], color=GREY, linestyle=":", linewidth=1.2, label=", or ".join(baselines))
+            )
         bars = any(np.isfinite(score.errors).any() for score, _, _ in shown)
         drawn.notes += [*conditions, *(["bars: 95 % intervals over examples"] if bars else [])]
 

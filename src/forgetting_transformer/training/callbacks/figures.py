@@ -2,10 +2,12 @@
 
 import logging
 import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer.training.callbacks.base import Callback
+from forgetting_transformer.training.metrics import Sink
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
@@ -14,20 +16,35 @@ log = logging.getLogger(__name__)
 
 
 class Figures(Callback):
-    """Draws them after an evaluation, where anything but files takes them; a run never stops for their sake."""
+    """Draws them after an evaluation, where anything but files takes them."""
 
     name = "figures"
 
     def on_evaluate(self, trainer: "TrainerInterface", kind: str, values: dict[str, Any]) -> None:
-        metrics = trainer.metrics
-        if metrics is None or not metrics.sinks:
-            return
-        try:
-            from forgetting_transformer.analysis import figures
+        if trainer.metrics is not None:
+            send_figures(trainer, trainer.metrics.sinks, [kind])
 
-            with tempfile.TemporaryDirectory() as folder:
-                for name, file in figures.of_evaluation(trainer.directory.root, kind, Path(folder)).items():
-                    for sink in metrics.sinks:
-                        sink.image(trainer.counters.token_count, f"figures/{name}", file)
-        except Exception as error:
-            log.warning("the figure of %s was not drawn (%s)", kind, error)
+
+def send_figures(trainer: "TrainerInterface", sinks: Sequence[Sink], kinds: Iterable[str]) -> None:
+    """Draws what evaluations of these kinds have found and hands it to the sinks; a run never stops for their sake."""
+    if not sinks:
+        return
+    try:
+        from forgetting_transformer.analysis import figures
+
+        with tempfile.TemporaryDirectory() as folder:
+            found: dict[str, Path] = {}
+            for kind in kinds:
+                found |= figures.of_evaluation(trainer.directory.root, kind, Path(folder))
+            for name, file in found.items():
+                for sink in sinks:
+                    sink.image(trainer.counters.token_count, f"figures/{name}", file)
+    except Exception as error:
+        log.warning("the figures of %s were not drawn (%s)", ", ".join(kinds), error)
+
+
+def send_newest_figures(trainer: "TrainerInterface", sink: Sink) -> None:
+    """Those of the checkpoint that a start goes on from, which a sink that begins afresh does not have."""
+    metrics, step = trainer.metrics, trainer.counters.token_count
+    if metrics is not None and step:
+        send_figures(trainer, [sink], [kind for kind in sorted(metrics.kinds) if metrics.has(kind, step)])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer import plugins
 from forgetting_transformer.training.callbacks.base import Callback, Interval
+from forgetting_transformer.training.callbacks.figures import send_newest_figures
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.metrics import with_tables
 
@@ -33,8 +34,8 @@ class TensorBoard(Callback):
     """A sink of the run's metrics; once training has begun it never stops for its sake.
 
     Events are on the disk before every checkpoint. So a start that goes on from a checkpoint of this callback hides
-    what came at its step or later (`purge_step`), and writes the lines of that step again: every step is there once.
-    Any other start hides all and writes all lines again.
+    what came at its step or later (`purge_step`), and writes the lines and figures of that step again: every step is
+    there once. Any other start hides all and writes all lines again, and the newest figures.
 
     Raises:
         ConfigError: the package is missing.
@@ -61,6 +62,7 @@ class TensorBoard(Callback):
             return
         for step, row in trainer.metrics.rows(first):
             self.log(step, row)
+        send_newest_figures(trainer, self)
         trainer.metrics.sinks.append(self)
         self.summary = str(folder)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.redaction import redact_tree
 from forgetting_transformer.training.callbacks.base import Callback
+from forgetting_transformer.training.callbacks.figures import send_newest_figures
 from forgetting_transformer.training.config import Config
 from forgetting_transformer.training.metrics import MetricsLog, with_tables
 from forgetting_transformer.training.run_directory import RunDirectory
@@ -35,6 +36,8 @@ class Wandb(Callback):
     def on_start(self, trainer: "TrainerInterface") -> None:
         if trainer.metrics is not None:
             self.open(trainer.metrics, trainer.config, trainer.resolved)
+            if self in trainer.metrics.sinks:
+                send_newest_figures(trainer, self)
 
     def open(self, metrics: MetricsLog, config: Config, resolved: dict[str, Any]) -> None:
         """Begins or continues the run in wandb, and has the rows from `metrics` from then on.
