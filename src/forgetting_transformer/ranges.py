@@ -103,8 +103,9 @@ def expected(hint: Any, allowed: Range | None) -> str:
         return allowed.describe(whole) if allowed else f"a {'whole ' * whole}number"
     if bool in kinds:
         return "true or false"
-    if typing.get_origin(hint) is list:
-        return f"a list, such as {'[a, b]' if typing.get_args(hint) == (str,) else '[0.9, 0.95]'}"
+    if members := [kind for kind in kinds if typing.get_origin(kind) is list]:
+        shown = {str: "[a, b]", int: "[512, 1024]"}.get(typing.get_args(members[0])[0], "[0.9, 0.95]")
+        return f"a list, such as {shown}{' or null' * (type(None) in kinds)}"
     return "text"
 
 

@@ -12,6 +12,7 @@ from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.model import registry
 from forgetting_transformer.model.field_ranges import RANGES
 from forgetting_transformer.nested import flatten
+from forgetting_transformer.ranges import expected
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.parsing import config_class, parse
@@ -209,3 +210,8 @@ def test_whole_numbers_may_be_written_as_floats(base):
     assert type(config.train.max_tokens) is int and config.train.max_tokens == config.eval_interval == 10**9
     with pytest.raises(ConfigError, match=r"train\.max_tokens=0\.5 must be a whole number"):
         parse(set_key(base, "train.max_tokens", 0.5))
+
+
+def test_a_list_that_may_be_left_out_is_said_to_be_one():
+    assert expected(list[int] | None, None) == "a list, such as [512, 1024] or null"
+    assert expected(list[str], None) == "a list, such as [a, b]"

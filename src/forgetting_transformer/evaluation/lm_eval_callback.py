@@ -89,6 +89,7 @@ class LmEval(Callback):
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # else a page at every evaluation
         self._evaluated = evaluated_model(trainer, "lm_eval", self.config.tokenizer)
+        log.info("lm_eval: looking for %s and their data", ", ".join(self.config.tasks))
         include_path = self.config.include_path
         self._manager = harness.task_manager(Path(include_path) if include_path else None)
         self._workers = share(trainer)
