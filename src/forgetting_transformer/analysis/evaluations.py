@@ -334,25 +334,23 @@ def from_gates(content: Mapping[str, Any]) -> Evaluation:
 def from_position_loss(summary: Mapping[str, Any]) -> Evaluation:
     """The content of results.json of per_token_loss."""
     samples = summary["eval_tokens"] // summary["eval_len"] if "eval_len" in summary else None
-    numbers = [
-        Number(
-            "loss",
-            key.removeprefix("val/").partition("_len_")[0],
-            value,
-            None,
-            samples,
-            {"context": int(key.rpartition("_")[2])},
-        )
-        for key, value in summary.items()
-        if "_len_" in key
-    ]
+    numbers = []
+    for key, value in summary.items():
+        metric, found, length = key.removeprefix("val/").partition("_len_")
+        if found:
+            error = summary.get("loss_standard_error", {}).get(length)
+            if error is not None and metric == "perplexity":
+                error *= value  # exp, to first order
+            numbers.append(Number("loss", metric, value, error, samples, {"context": int(length)}))
     for entry in summary.get("slope", ()):
         at = {"position": entry["position"]}
         numbers.append(
             Number("slope", "change_per_doubling", entry["per_doubling"], entry["standard_error"], samples, at)
         )
-    about = {key: summary[key] for key in ("source", "train_length", "train_tokens", "weights") if key in summary}
-    settings = {key: summary[key] for key in ("eval_tokens", "eval_len", "data", "precision") if key in summary}
+    about_keys = ("source", "train_length", "train_tokens", "seed", "weights")
+    about = {key: summary[key] for key in about_keys if key in summary}
+    settings_keys = ("corpus", "eval_tokens", "eval_len", "data", "precision")
+    settings = {key: summary[key] for key in settings_keys if key in summary}
     return Evaluation("per_token_loss", summary.get("model", ""), tuple(numbers), about, settings)
 
 

@@ -326,11 +326,14 @@ def _position_losses(evaluations: Sequence[Evaluation], names: Mapping[str, str]
     losses = position_loss.told_apart(_one_length_a_name(losses))
     curves = position_loss.group_seeds(losses)
     lengths = {loss.name: loss.summary.get("train_length") for loss in losses}
-    content = _picture(lambda path: loss_against_position(curves, path, lengths), "loss at every position")
+    conditions = position_loss.made_with([loss.summary for loss in losses])
+    content = _picture(
+        lambda path: loss_against_position(curves, path, lengths, conditions=conditions), "loss at every position"
+    )
     compared = position_loss.compare(losses)
     if compared:
         content += _picture(
-            lambda path: loss_differences(compared, path, train_length=lengths), "differences in loss by position"
+            lambda path: loss_differences(compared, path, conditions, lengths), "differences in loss by position"
         )
         content += _html(position_loss.comparison_table(compared))
     return content + _html(position_loss.slope_table(position_loss.unique_names(losses)))

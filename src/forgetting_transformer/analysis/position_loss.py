@@ -7,6 +7,7 @@ Axes: N sequences, T positions, O octaves of positions.
 
 import dataclasses
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,54 @@ def slopes(length: int, octaves_NO: np.ndarray) -> list[Slope]:
         change, error = mean_and_error(octaves_NO[:, o + 1] - octaves_NO[:, o])
         distance = (edges[o + 2] - edges[o]) / 2
         found.append(Slope(edges[o + 1], float(mean_O[o]), float(mean_O[o + 1]), change, error, change / distance))
+    return found
+
+
+def standard_errors(length: int, octaves_NO: np.ndarray) -> dict[str, float]:
+    """Of the mean loss over the first L positions, from what sequences differ by; {} for a single sequence.
+
+    Args:
+        octaves_NO: mean loss of each sequence in each octave.
+
+    Returns:
+        L as text, as JSON has it, for every L that octaves end at -> standard error in nats.
+    """
+    edges = octave_edges(length)
+    if len(octaves_NO) < 2:
+        return {}
+    sum_NO = np.cumsum(octaves_NO * np.diff(edges), axis=1)
+    error_O = (sum_NO / edges[1:]).std(axis=0, ddof=1) / math.sqrt(len(octaves_NO))
+    return {str(end): float(error) for end, error in zip(edges[1:], error_O, strict=True)}
+
+
+def made_with(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """On what and how results were made, for a figure's foot; what is not known, or not the same for all, is left out.
+
+    Args:
+        results: the content of each results.json.
+    """
+
+    def shared(key: str) -> Any:
+        values = [result.get(key) for result in results]
+        return values[0] if values and all(value == values[0] for value in values) else None
+
+    found = []
+    if (corpus := shared("corpus")) is not None:
+        found.append(f"held-out texts of {corpus}")
+    tokens, length = shared("eval_tokens"), shared("eval_len")
+    if tokens is not None:
+        texts = "" if not length else f" in {tokens // length:,} texts"
+        found.append(f"{tokens:,} tokens{texts}")
+    if (trained := shared("train_tokens")) is not None:
+        found.append(f"after {trained:,} training tokens")
+    if (seed := shared("seed")) is not None:
+        found.append(f"seed {seed}")
+    if (precision := shared("precision")) is not None:
+        found.append(precision)
+    if len(results) == 1 and length:
+        loss, error = results[0].get(f"val/loss_avg_len_{length}"), results[0].get("loss_standard_error", {})
+        if loss is not None and str(length) in error:
+            found.append(f"mean loss {loss:.4f} ± {error[str(length)]:.4f} (standard error over texts)")
     return found
 
 

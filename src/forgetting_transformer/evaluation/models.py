@@ -58,6 +58,7 @@ class EvaluatedModel:
         train_length: sequence length of its training in tokens, None if unknown.
         train_tokens: tokens it was trained on, None if unknown.
         no_tokenizer: why there is no tokenizer.
+        seed: of its training, None if unknown.
     """
 
     model: Any
@@ -67,11 +68,13 @@ class EvaluatedModel:
     train_length: int | None
     train_tokens: int | None
     no_tokenizer: str = ""
+    seed: int | None = None
 
     @property
     def about(self) -> dict[str, Any]:
         """What an evaluation's results say of it (analysis/evaluations.py)."""
-        return {"source": self.source, "train_length": self.train_length, "train_tokens": self.train_tokens}
+        known = {"source": self.source, "train_length": self.train_length, "train_tokens": self.train_tokens}
+        return known if self.seed is None else known | {"seed": self.seed}
 
     @property
     def device(self) -> torch.device:
@@ -144,6 +147,7 @@ def load_model(
     """
     import forgetting_transformer.model
     import forgetting_transformer.tokenizer
+    from forgetting_transformer.training import export
 
     folder = Path(source).expanduser()
     name = name or (folder.resolve().name if folder.exists() else source.rsplit("/", 1)[-1])
@@ -156,7 +160,7 @@ def load_model(
                 f"{source} holds both a training run (checkpoints/) and a model in Hugging Face format (config.json): "
                 "choose the run with --step=…, or move the model's files to another folder and name that"
             )
-        model, found, length, tokens, problem = _load_run(folder, step, tokenizer)
+        model, found, length, tokens, problem, seed = _load_run(folder, step, tokenizer)
     else:
         if step is not None:
             raise EvaluationError(f"--step={step} chooses a checkpoint of a training run, and {source} is not one")
@@ -171,12 +175,13 @@ def load_model(
             )
         if said := _plugins_missing(folder):
             raise EvaluationError(said)
-        model, found, length, tokens, problem = _load_pretrained(source, tokenizer)
+        model, found, length, problem = _load_pretrained(source, tokenizer)
+        tokens, seed = export.origin_of(folder)
     model = model.to(device).eval()
     if isinstance(model, forgetting_transformer.model.DecoderForCausalLM):
         model.config.loss = "per_token"  # however it was trained: see `token_losses`
     _check_kernels(model, precision, torch.device(device))
-    return EvaluatedModel(model, found, name, source, train_length or length, tokens, problem)
+    return EvaluatedModel(model, found, name, source, train_length or length, tokens, problem, seed)
 
 
 def _plugins_missing(folder: Path) -> str | None:
@@ -314,7 +319,7 @@ def _is_run(folder: Path) -> bool:
 
 def _load_run(
     folder: Path, step: int | None, tokenizer: str | None
-) -> tuple[nn.Module, Any, int | None, int | None, str]:
+) -> tuple[nn.Module, Any, int | None, int | None, str, int | None]:
     from forgetting_transformer.training.checkpoint import CheckpointError, read_newest, steps_in
     from forgetting_transformer.training.export import load_checkpoint, tokenizer_of_run
     from forgetting_transformer.training.official_checkpoint import is_official
@@ -345,10 +350,11 @@ def _load_run(
         if tokenizer is not None:
             raise EvaluationError(f"--tokenizer={tokenizer}: {one_line(error)}") from error
         found, problem = None, one_line(error)
-    return model, found, state["config"]["datamodule"]["train_batch_len"], checkpoint.step, problem
+    config = state["config"]
+    return model, found, config["datamodule"]["train_batch_len"], checkpoint.step, problem, config.get("seed")
 
 
-def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any, int | None, int | None, str]:
+def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any, int | None, str]:
     from transformers import AutoModelForCausalLM
 
     from forgetting_transformer.model_tokenizer import check_vocabulary
@@ -391,7 +397,7 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
     length = getattr(found, "model_max_length", None)
     if length is None or length > _NO_LIMIT:
         length = getattr(config, "max_position_embeddings", None)
-    return model, found, length, None, problem
+    return model, found, length, problem
 
 
 @contextlib.contextmanager

@@ -26,9 +26,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from forgetting_transformer.analysis.evaluations import check_folder, from_position_loss, write_evaluation
+from forgetting_transformer.analysis.evaluations import (
+    check_folder,
+    from_position_loss,
+    number_table,
+    write_evaluation,
+)
 from forgetting_transformer.analysis.plots.losses import loss_against_position
-from forgetting_transformer.analysis.position_loss import octave_edges, slope_table, slopes
+from forgetting_transformer.analysis.position_loss import made_with, octave_edges, slopes, standard_errors
 from forgetting_transformer.data.corpus import shifted
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
@@ -61,6 +66,11 @@ class HeldOut:
     bos_token_id: int
     length: int
     sequences: int
+
+    @property
+    def corpus(self) -> str:
+        """What its folder is called."""
+        return Path(self.array.path).resolve().parent.name
 
     def read(self, sequence: int, kept: DecodedChunks | None = None) -> np.ndarray:
         """Tokens `(1, length)` of one sequence."""
@@ -252,7 +262,7 @@ def evaluate(
             if workers.is_first:
                 _write_state(state_file, sums, identity)
     bar.close()
-    results = summarise(sums, model, identity)
+    results = summarise(sums, model, identity) | {"corpus": data.corpus}
     if workers.is_first:
         _write_results(folder, results, sums)
     return results
@@ -269,11 +279,13 @@ def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> di
         "source": model.source,
         "train_length": model.train_length,
         "train_tokens": model.train_tokens,
+        "seed": model.seed,
         "weights": identity["weights"],
         "data": identity["data"],
         "precision": identity["precision"],
     }
     results |= by_length("val", loss_T, MIN_LENGTH)
+    results["loss_standard_error"] = standard_errors(length, sums.octaves_NO)
     results["slope"] = [vars(entry) for entry in slopes(loss_T.size, sums.octaves_NO)]
     return results
 
@@ -392,15 +404,12 @@ def _write_results(folder: Path, results: dict[str, Any], sums: Sums) -> None:
         _savez(new / "results.npz", **numbers, **arrays)
         write_json(new / "results.json", results)
 
-    table = slope_table({results["model"]: results})
-    curve = {results["model"]: arrays["val/loss_per_token"]}
-    write_evaluation(
-        from_position_loss(results),
-        folder,
-        table,
-        lambda path: loss_against_position(curve, path, results["train_length"]),
-        write_more,
-    )
+    def draw(path: Path) -> None:
+        curve = {results["model"]: arrays["val/loss_per_token"]}
+        loss_against_position(curve, path, results["train_length"], conditions=made_with([results]))
+
+    evaluation = from_position_loss(results)
+    write_evaluation(evaluation, folder, number_table(evaluation), draw, write_more)
 
 
 def _savez(file: Path, **arrays: Any) -> None:

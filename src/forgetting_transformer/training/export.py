@@ -131,6 +131,7 @@ def write(
         model.config.max_position_embeddings = state["config"]["datamodule"]["train_batch_len"]
     found_tokenizer, why_none = _find_tokenizer(directory, state, tokenizer)
     origin: dict[str, Any] = {"checkpoint": checkpoint.step, "tag": state["config"].get("tag"), **(about or {})}
+    origin["seed"] = state["config"].get("seed")
     if state.get("weights_from"):
         origin["weights_from"] = state["weights_from"]
     names = [state["config"]["model"]["name"], *model.config.mixer_architectures]
@@ -178,7 +179,7 @@ def write(
     if found_tokenizer is None:
         raise ExportError(f"the model is in {save_folder}, but without a tokenizer ({why_none}). {_WHERE_FROM}")
     replaced = ""
-    if before and any(before.get(key) != value for key, value in origin.items()):
+    if before and any(before.get(key) != value for key, value in origin.items() if key != "seed"):
         replaced = f", in place of the one at {before.get('checkpoint'):,} tokens of {before.get('tag')}"
     kept_card = "" if model_card.CARD in card else f"; {model_card.CARD} there is not as an export wrote it and is kept"
     needs = f"; loading it needs `import {', '.join(needed)}`, or --plugins {' '.join(needed)}" if needed else ""
@@ -255,6 +256,19 @@ def _read_mark(folder: Path) -> dict[str, Any]:
         return content if isinstance(content.get("checkpoint"), int) else {}
     except (OSError, ValueError, AttributeError):
         return {}
+
+
+def origin_of(folder: Path) -> tuple[int | None, int | None]:
+    """Tokens and seed of the training that an exported model comes from; None for what is not known.
+
+    Weights that have changed since the export, as by fine-tuning, come from elsewhere.
+    """
+    mark = _read_mark(folder)
+    recorded = mark.get("files")
+    weights = [file for file in folder.glob("*.safetensors") if file.is_file()] if folder.is_dir() else []
+    if not isinstance(recorded, dict) or any(recorded.get(file.name) != sha256_of(file) for file in weights):
+        return None, None
+    return mark["checkpoint"], mark.get("seed")
 
 
 def _check_ours(folder: Path, names: set[str]) -> dict[str, str | None]:

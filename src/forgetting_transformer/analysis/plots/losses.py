@@ -457,7 +457,7 @@ def loss_limits(runs: Sequence[Run], entropy: float | None = None) -> tuple[floa
 def _set_position_axis(axes: Axes, first: int, longest: int) -> None:
     """A logarithmic axis labelled at powers of two, every second or third of them if there are many."""
     axes.set_xscale("log", base=2)
-    axes.set_xlim(first, longest)
+    axes.set_xlim(first, 1.02 * longest)  # a line at the end is seen whole
     powers = range(math.ceil(math.log2(first)), math.floor(math.log2(longest)) + 1)
     stride = math.ceil(len(powers) / 6)
     # Counted from the right: the full length is the label that a reader looks for.
