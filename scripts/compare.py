@@ -42,6 +42,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar=("NAME", "RUN"),
         help="a model by name and runs (its seeds); may be repeated",
     )
+    command_line.add_plugins(parser)
     parser.add_argument("--baseline", metavar="NAME", help="model that differences are to; default: the first")
     parser.add_argument("--loss", choices=["heldout", "train"], help="default: held-out loss where every run has one")
     parser.add_argument("--tokens", type=float, metavar="N", help="compare after N tokens, as in 2e9")

@@ -226,7 +226,7 @@ def eval_niah() -> dict[str, str]:
     found = example("niah")
     return {
         "prompts": str(found["prompts"]),
-        "words": f"{100 * found['words']:.1f} %",
+        "words": f"{100 * found['words']:.3g} %",
         "exact": f"{100 * found['exact']:.0f} %",
     }
 

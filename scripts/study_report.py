@@ -35,6 +35,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     collect = commands.add_parser("collect", help="from the folder of a study to a few small files")
+    command_line.add_plugins(collect)
     collect.add_argument("study", type=command_line.path, help="output_dir of scripts/study.py")
     collect.add_argument(
         "--data_path",
@@ -66,8 +67,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     from forgetting_transformer.analysis import AnalysisError, outputs, study_tables
-    from forgetting_transformer.analysis.evaluations import read_json
     from forgetting_transformer.analysis.marked_pages import fill_in
+    from forgetting_transformer.analysis.studies import read_study
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.models import EvaluationError
     from forgetting_transformer.files import write_atomically
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "collect":
             collect(args)
         elif args.command == "figures":
-            study = read_json(args.report / "study.json")
+            study = read_study(args.report)
             with outputs.writing(args.report, COMMAND, is_old_report) as new:
                 drawn = draw_figures(study, new)
             for path in drawn:
@@ -171,7 +172,7 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
             figures[-1],
             ring_each=True,
             title=f"Learning-rate search of {len(curves)} models",
-            conditions=made_on,
+            conditions=list(dict.fromkeys([*study.get("search_made_with", ()), *made_on])),
         )
     octaves = {
         display_name(study, name): {entry["position"]: entry["after"] for entry in model["per_token_loss"]["slope"]}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from forgetting_transformer.training.parsing import known_keys
+from tests.training.keys import known_keys
 
 FILES = sorted((Path(__file__).parent / "gpu").glob("test_*.py"))
 MISSING = object()

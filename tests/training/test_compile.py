@@ -466,7 +466,7 @@ def test_the_first_step_is_foretold_from_starts_like_this_one(tiny, monkeypatch,
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     kept = f"the next start finds the compiled code in {tmp_path}"
     assert foretold(config) == [f"compiling, up to some minutes; {kept}"]
-    assert foretold(config, "cuda") == [f"compiling, about 15 s on an H200; {kept}"]
+    assert foretold(config, "cuda") == [f"compiling, usually 15 to 25 s on an H200; {kept}"]
     assert foretold(config, rank=1) == []
     took(31.4)
     assert foretold(config) == [f"compiling, less than the 31 s of the first time: compiled code is in {tmp_path}"]

@@ -13,11 +13,13 @@ from omegaconf import OmegaConf
 
 from forgetting_transformer.model import DecoderForCausalLM, registry
 from forgetting_transformer.nested import flatten
+from forgetting_transformer.train import _multirun_first
 from forgetting_transformer.training.config import ConfigError, ModelConfig, check
 from forgetting_transformer.training.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
-from forgetting_transformer.training.parsing import known_keys, parse
+from forgetting_transformer.training.parsing import parse
 from forgetting_transformer.training.schedule import build_schedule
+from tests.training.keys import known_keys
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EXPERIMENTS = sorted(str(p.relative_to(CONFIGS).with_suffix("")) for p in CONFIGS.glob("experiment/**/*.yaml"))
@@ -62,6 +64,7 @@ def test_every_group_file_has_only_known_keys(group_file):
     extra += ["datamodule.dataset=x", "datamodule.train_batch_len=64", "datamodule.train_batch_size=8"] * (
         name in ("corpus", "packed", "mixture")
     )
+    extra += ["datamodule.parts={x: 1}"] * (name == "mixture")
     extra += ["optimizer.lr=1", "train.max_tokens=1", "train.grad_acc_tokens=1"] * (name == "custom")
     extra += ["callbacks.lm_eval.tasks=[a]"] * (name == "lm_eval")
     experiment("experiment/longcrawl64/forgetting_transformer/pro_125m_2b", f"{group}={name}", *extra)
@@ -214,6 +217,34 @@ def test_every_architecture_has_a_demo():
 
 def demo(*overrides: str):
     return experiment("experiment/demo/fox_pro", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ("", r"datamodule.parts={} must name the corpora in data_dir and give each a positive weight"),
+        ("{words: -1, tiny: 1}", r"datamodule.parts={words: -1, tiny: 1} must name the corpora"),
+        ("{words: 0}", r"datamodule.parts={words: 0} must name the corpora"),
+        (
+            "[words, tiny]",
+            r"datamodule.parts=\['words', 'tiny'\] must be a mapping, as in datamodule.parts={a: 1, b: 1}",
+        ),
+    ],
+)
+def test_the_parts_of_a_mixture_are_checked_before_anything_is_read(parts, message):
+    given = ["datamodule.train_batch_len=64", "datamodule.train_batch_size=8"]
+    given += [f"datamodule.parts={parts}"] if parts else []
+    with pytest.raises(ConfigError, match=message):
+        experiment("experiment/longcrawl64/forgetting_transformer/pro_125m_2b", "datamodule=mixture", *given)
+
+
+def test_a_sweep_may_be_asked_for_anywhere_on_the_command_line():
+    assert _multirun_first(["+experiment/demo=fox_pro", "-m", "seed=0,1"]) == [
+        "-m",
+        "+experiment/demo=fox_pro",
+        "seed=0,1",
+    ]
+    assert _multirun_first(["seed=0"]) == ["seed=0"]
 
 
 def test_an_unknown_key_is_refused_with_the_closest_known_one():

@@ -13,8 +13,9 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.official_names import GONE, MODEL_FIELDS, SCHEDULE, admit
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.continuing import check_continues
-from forgetting_transformer.training.parsing import known_keys, parse
+from forgetting_transformer.training.parsing import parse
 from forgetting_transformer.training.schedule import build_schedule
+from tests.training.keys import known_keys
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PRO = "+experiment/longcrawl64/forgetting_transformer=pro_760m_48b"

@@ -38,7 +38,8 @@ def test_an_empty_path_is_refused_by_name(tiny, key, value):
 
 def test_every_key_that_is_a_path_is_looked_at():
     """Keys of text whose names or values say that they are paths."""
-    from forgetting_transformer.training.parsing import PATHS, known_keys
+    from forgetting_transformer.training.parsing import PATHS
+    from tests.training.keys import known_keys
 
     assert {k for k in known_keys() if k.endswith(("_dir", "_file", "_path", "_folder"))} <= set(PATHS)
     assert set(PATHS) <= set(known_keys())

@@ -5,6 +5,7 @@ evaluations.py    one evaluation: the schema that all of them write, and the fil
 position_loss.py  loss at every position: curves, slopes, comparisons sequence by sequence
 needles.py        grids of needle in a haystack
 published.py      the columns of the paper's tables
+known_models.py   what models are called, and their colours
 statistics.py     means over seeds with their intervals
 comparisons.py    models against each other at equal tokens and at equal FLOPs
 study_plan.py     a study's YAML; studies.py: what came of it; study_tables.py: its tables

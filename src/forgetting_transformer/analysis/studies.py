@@ -10,6 +10,7 @@ import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.analysis.comparisons import Decisive, differing_settings
+from forgetting_transformer.analysis.conditions import conditions
 from forgetting_transformer.analysis.evaluations import read_json
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.analysis.study_plan import StudyPlan, read_plan
@@ -43,6 +44,8 @@ def read_study(folder: Path) -> dict[str, Any]:
     if (file := folder / "study.yaml").is_file():
         plan = read_plan(file)
         study |= {"names": plan.names, "baseline": plan.baseline}
+        if tokens := plan.overrides.get("search", {}).get("train.max_tokens"):
+            study.setdefault("search_made_with", [f"{tokens:,} training tokens each"])
     return study
 
 
@@ -119,6 +122,7 @@ def collect(
         "baseline": plan.baseline if plan else None,
         "models": {name: _describe(paths, decisive) for name, paths in runs.items()},
         "search": {name: search[name] for name in in_order(list(search), names)},
+        "search_made_with": conditions([read_run(path) for path in searched]),
         "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
         "variants": {name: _describe(paths, decisive) for name, paths in variants.items()},
         "speed": _speeds(speed, {paths[0].name: name for name, paths in runs.items()}),

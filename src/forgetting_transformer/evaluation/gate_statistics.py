@@ -1,5 +1,7 @@
 """The callback `gate_statistics`: how far back each head of a FoX model sees, while it is trained.
 
+Heads of a Transformer (Pro) have no gates: their memory length is the whole context, and the log says so.
+
     python train.py … callbacks=[gate_statistics] callbacks.gate_statistics.interval=1000000000
 
 Writes gates.jsonl: `gates/layer_<l>/head_<h>`, the memory length of a head in tokens (forget_gates.memory_lengths),
@@ -8,6 +10,7 @@ mean over the first held-out batch of every rank; and `gates/shortest`, `gates/m
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forgetting_transformer.training.interface import TrainerInterface
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -40,7 +46,7 @@ class GateStatistics(Callback):
     def on_start(self, trainer: TrainerInterface) -> None:
         """
         Raises:
-            ConfigError: the model has no forget gates. DataError: there are no held-out documents.
+            ConfigError: the model has no layer of forgetting attention. DataError: there are no held-out documents.
         """
         from forgetting_transformer.evaluation.forget_gates import attention_layers
         from forgetting_transformer.evaluation.models import EvaluationError
@@ -49,6 +55,8 @@ class GateStatistics(Callback):
             self._layers = attention_layers(trainer.model.module)
         except EvaluationError as error:
             raise ConfigError(f"callbacks=[gate_statistics]: {error}") from error
+        if all(layer.fgate_type == "none" for layer in self._layers.values()):
+            log.warning("callbacks=[gate_statistics]: no head has a gate, so each memory length is the whole context")
         trainer.data.eval_info()
 
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:

@@ -288,7 +288,7 @@ def as_evaluation(
     for name, entry in ratings.items():
         length, depth = _length_and_depth(name)
         records.append({"length": length, "depth": depth / 10_000, "judge": entry["score"]})
-    model = official.MODELS.get(model, model)
+    model = official.display_name(model)
     return from_needle({"model": model, "mode": exp, "train_length": train_length, "judge": judge, "records": records})
 
 

@@ -7,21 +7,17 @@ results of models by the models' names. docs/coming_from_the_paper.md lists the 
 import sys
 from pathlib import Path
 
+from forgetting_transformer.analysis import known_models
 from forgetting_transformer.evaluation.models import EvaluationError
 
-#: The models that the paper's authors have released, in the order of its tables -> their names there.
-MODELS = {
-    f"{name}-760m-longcrawl64-48b": label
-    for name, label in {
-        "fox-pro": "FoX (Pro)",
-        "transformer-pro": "Transformer (Pro)",
-        "fox-llama": "FoX (LLaMA)",
-        "transformer-llama": "Transformer (LLaMA)",
-        "mamba2": "Mamba-2",
-        "hgrn2": "HGRN2",
-        "delta_net": "DeltaNet",
-    }.items()
-}
+#: How the names of the models end that the paper's authors have released.
+_RELEASED = "-760m-longcrawl64-48b"
+
+
+def display_name(model: str) -> str:
+    """What tables call a released model, as in FoX (Pro) for fox-pro-760m-longcrawl64-48b; others keep their names."""
+    known = known_models.MODELS.get(model.removesuffix(_RELEASED).replace("-", "_"))
+    return known.name if known and model.endswith(_RELEASED) else model
 
 
 def results_in(folder: Path, file: str) -> list[str]:
@@ -33,8 +29,10 @@ def results_in(folder: Path, file: str) -> list[str]:
     found = {path.parent.name: path.parent for path in sorted(folder.glob(f"*/{file}"))}
     if not found:
         raise EvaluationError(f"{folder}: there is no MODEL/{file} in it; run the evaluation that writes it first")
-    released = [f"{MODELS[name]}={found.pop(name)}" for name in MODELS if name in found]
-    return [*released, *map(str, found.values())]
+    shown = [known.name for known in known_models.MODELS.values()]
+    released = {display_name(name): folder for name, folder in found.items() if display_name(name) != name}
+    others = [str(folder) for name, folder in found.items() if display_name(name) == name]
+    return [*(f"{name}={released[name]}" for name in shown if name in released), *others]
 
 
 def device_of(device: str | None, device_id: int | None) -> str | None:

@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -136,7 +136,7 @@ def compose_or_explain() -> DictConfig | None:
             if not folder.is_dir():
                 raise CompactHydraException(f"ConfigError: --config-dir={folder}: there is no such folder")
         load_plugins()
-        sys.argv[1:] = official_names.admit(sys.argv[1:])
+        sys.argv[1:] = _multirun_first(official_names.admit(sys.argv[1:]))
         with console.one_voice():
             compose()
     except (HydraException, OmegaConfBaseException) as error:
@@ -161,6 +161,12 @@ def compose_or_explain() -> DictConfig | None:
         if full_errors is not None:
             os.environ["HYDRA_FULL_ERROR"] = full_errors
     return _composed.pop() if _composed else None
+
+
+def _multirun_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments with -m in front: Hydra's parser takes no option between two overrides."""
+    flags = [argument for argument in arguments if argument in ("-m", "--multirun")]
+    return [*flags[:1], *(argument for argument in arguments if argument not in flags)]
 
 
 def parse(composed: DictConfig) -> "Config":

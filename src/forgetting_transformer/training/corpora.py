@@ -1,5 +1,6 @@
 """The corpora of this package: what `datamodule.name` may be, and the keys of each. Reading this loads no PyTorch."""
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,14 @@ class MixtureConfig(LongCrawl64Config):
 
     def __post_init__(self) -> None:
         self.dataset = "+".join(sorted(self.parts)) or self.dataset
+
+    def check(self) -> None:
+        shown = ", ".join(f"{name}: {weight:g}" for name, weight in self.parts.items())
+        if not self.parts or any(not (math.isfinite(weight) and weight > 0) for weight in self.parts.values()):
+            raise ValueError(
+                f"datamodule.parts={{{shown}}} must name the corpora in data_dir and give each a positive weight, "
+                "as in datamodule.parts={code: 3, prose: 1}"
+            )
 
 
 @CORPORA.register("mixture", config=MixtureConfig)

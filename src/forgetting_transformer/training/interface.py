@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.metrics import MetricsLog
     from forgetting_transformer.training.ranks import Ranks
     from forgetting_transformer.training.run_directory import RunDirectory
+    from forgetting_transformer.training.saving import Saver
     from forgetting_transformer.training.startup import Startup
     from forgetting_transformer.training.step_guard import StepGuard
     from forgetting_transformer.training.stop import Stop
@@ -60,6 +61,7 @@ class PartsInterface(Protocol):
     startup: Startup
     guard: StepGuard
     checkpointer: Checkpointer
+    saver: Saver
     before: Execution | None
     comparison: Comparison | None
     execution: Execution

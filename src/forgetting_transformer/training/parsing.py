@@ -189,6 +189,10 @@ def _explain(error: OmegaConfBaseException, kind: type[Config], composed: Any, w
         if not value.strip():
             return f"{key}={value} is empty (a variable that is not set?); give {better}"
         return f"{key}={redact(value)} must be {better}"
+    for name, item in keys.items() if not key else ():  # OmegaConf does not say where it was to merge a list
+        value = OmegaConf.select(composed, name, throw_on_resolution_failure=False)
+        if typing.get_origin(item.type) is dict and not isinstance(value, DictConfig | dict | None):
+            return f"{name}={redact(str(value))} must be a mapping, as in {name}={{a: 1, b: 1}}"
     return f"config key {key!r}: {str(error).splitlines()[0]}"
 
 
@@ -297,11 +301,6 @@ def _is_missing(config: Any, key: str) -> bool:
     section, _, name = key.rpartition(".")
     node = OmegaConf.select(config, section) if section else config
     return not OmegaConf.is_interpolation(node, name) and OmegaConf.is_missing(node, name)
-
-
-def known_keys() -> list[str]:
-    """Every key of a run that names no component, in dotted form, such as "train.max_tokens"."""
-    return list(keys_of(config_class({})))
 
 
 def _with_whole_numbers(composed: Any, kind: type[Config]) -> Any:

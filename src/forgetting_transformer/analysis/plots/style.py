@@ -4,7 +4,6 @@ Drawn without pyplot, so nothing global is left behind and no display is needed.
 and Ito, which people with colour-vision deficiencies can tell apart; line styles and markers repeat the distinction.
 """
 
-import re
 import textwrap
 import zlib
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,8 @@ from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from forgetting_transformer.analysis import known_models
 
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -73,25 +74,12 @@ _STYLES = (
     CurveStyle("#999933", "-", ">"),
     CurveStyle("#777777", "--", "h"),
 )
-#: Architectures whose style is always the same, by what their names contain; longer names come first.
-_ARCHITECTURES = {
-    "gateddeltanet": 7,
-    "transformerllama": 3,
-    "transformerpro": 2,
-    "transformerswa": 9,
-    "foxllama": 1,
-    "deltanet": 6,
-    "foxpro": 0,
-    "mamba2": 4,
-    "hgrn2": 5,
-    "samba": 8,
-}
 
 
 def curve_styles(names: Sequence[str]) -> list[CurveStyle]:
     """A style for each name, no two alike while there are enough.
 
-    A name with an architecture in it ("fox_pro", "FoX (Pro)", "demo_fox_pro_seed1") gets that architecture's colour in
+    A name with a known model in it ("fox_pro", "FoX (Pro)", "demo_fox_pro_seed1") gets that model's colour in
     every figure, any other name one that depends on the name alone. Where two want the same, the first has it.
     """
     wanted = [_preferred(name) for name in names]
@@ -104,9 +92,8 @@ def curve_styles(names: Sequence[str]) -> list[CurveStyle]:
 
 
 def _preferred(name: str) -> int:
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    known = (style for architecture, style in _ARCHITECTURES.items() if architecture in plain)
-    return next(known, zlib.crc32(plain.encode()) % len(_STYLES))
+    known = known_models.find(name)
+    return (zlib.crc32(known_models.plain(name).encode()) if known is None else known.style) % len(_STYLES)
 
 
 @dataclass

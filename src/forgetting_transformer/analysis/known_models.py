@@ -1,0 +1,49 @@
+"""Models that tables and figures know: what they are called there, and which style their curves have.
+
+A plug-in may add its own when it is imported:
+
+    known_models.MODELS["retention"] = known_models.KnownModel("RetNet", 9)
+
+A model that is not listed is called as its run or folder is, and its name decides on its style.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """How a model is shown.
+
+    Attributes:
+        name: in tables and figures.
+        style: number of its colour, line and marker (plots/style.py).
+    """
+
+    name: str
+    style: int
+
+
+#: By the `label` of configs/model, in the order of the paper's tables.
+MODELS = {
+    "fox_pro": KnownModel("FoX (Pro)", 0),
+    "transformer_pro": KnownModel("Transformer (Pro)", 2),
+    "fox_llama": KnownModel("FoX (LLaMA)", 1),
+    "transformer_llama": KnownModel("Transformer (LLaMA)", 3),
+    "mamba2": KnownModel("Mamba-2", 4),
+    "hgrn2": KnownModel("HGRN2", 5),
+    "delta_net": KnownModel("DeltaNet", 6),
+    "gated_delta_net": KnownModel("Gated DeltaNet", 7),
+    "samba": KnownModel("Samba", 8),
+    "transformer_swa": KnownModel("Transformer (SWA)", 9),
+}
+
+
+def plain(name: str) -> str:
+    """Letters and digits of a name: "FoX (Pro)" and "fox_pro" are the same model."""
+    return "".join(character for character in name.lower() if character.isascii() and character.isalnum())
+
+
+def find(name: str) -> KnownModel | None:
+    """The model whose label is in a name, as in "demo_fox_pro_seed1"; of several labels the longest."""
+    inside = [label for label in MODELS if plain(label) in plain(name)]
+    return MODELS[max(inside, key=len)] if inside else None
