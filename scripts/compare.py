@@ -133,4 +133,4 @@ def is_old_comparison(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main))

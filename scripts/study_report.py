@@ -252,4 +252,4 @@ def pruned_shares(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main))
