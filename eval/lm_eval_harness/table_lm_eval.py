@@ -29,14 +29,15 @@ def main() -> None:
 
     from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.analysis.evaluations import read_named
-    from forgetting_transformer.analysis.published import lm_eval_table
+    from forgetting_transformer.analysis.published import lm_eval_table, sample_counts
     from forgetting_transformer.analysis.tables import write_tables
     from forgetting_transformer.evaluation import official
     from forgetting_transformer.evaluation.models import EvaluationError
 
     try:
         found = official.results_in(args.result_dir, "results.json") if args.result_dir else []
-        write_tables(*lm_eval_table(read_named([*args.results, *found])), args.out, "lm-evaluation-harness")
+        models = read_named([*args.results, *found])
+        write_tables(*lm_eval_table(models), args.out, "lm-evaluation-harness", sample_counts(models))
     except (AnalysisError, EvaluationError) as error:
         sys.exit(f"error: {error}")
 

@@ -31,14 +31,15 @@ def main() -> None:
 
     from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.analysis.evaluations import read_named
-    from forgetting_transformer.analysis.published import longbench_table
+    from forgetting_transformer.analysis.published import longbench_table, sample_counts
     from forgetting_transformer.analysis.tables import write_tables
     from forgetting_transformer.evaluation import official
     from forgetting_transformer.evaluation.models import EvaluationError
 
     try:
         results = args.results or official.results_in(Path("pred"), "result.json")
-        write_tables(*longbench_table(read_named(results)), args.out, "LongBench")
+        models = read_named(results)
+        write_tables(*longbench_table(models), args.out, "LongBench", sample_counts(models))
     except (AnalysisError, EvaluationError) as error:
         sys.exit(f"error: {error}")
 

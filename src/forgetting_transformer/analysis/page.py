@@ -31,7 +31,7 @@ from forgetting_transformer.analysis.plots.losses import (
 )
 from forgetting_transformer.analysis.plots.style import format_tokens
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
-from forgetting_transformer.analysis.published import lm_eval_table, longbench_by_length, longbench_table
+from forgetting_transformer.analysis.published import lm_eval_table, longbench_by_length, longbench_table, sample_counts
 from forgetting_transformer.analysis.runs import Run, read_logged_run, read_position_loss, read_run
 from forgetting_transformer.analysis.scores_in_training import read_samples, read_scores
 from forgetting_transformer.files import write_atomically
@@ -360,14 +360,23 @@ def _scores(evaluations: Sequence[Evaluation], table: Callable, title: str) -> s
     if not models:
         return ""
     rows, columns = table(models)
-    return _table_of_scores(rows, columns, title) + "".join(map(_answers, evaluations))
+    return _table_of_scores(rows, columns, title, made_with=sample_counts(models)) + "".join(map(_answers, evaluations))
 
 
-def _table_of_scores(rows: tables.Rows, columns: Sequence[tables.Column], title: str, first: str = "Model") -> str:
+def _table_of_scores(
+    rows: tables.Rows,
+    columns: Sequence[tables.Column],
+    title: str,
+    first: str = "Model",
+    made_with: Sequence[str] = (),
+) -> str:
     table = _html(tables.score_table(rows, columns, first))
     if not tables.has_numbers(rows, columns):
         return table
-    return _picture(lambda path: tables.draw_scores(rows, columns, path, title), f"{title}, task by task") + table
+    return (
+        _picture(lambda path: tables.draw_scores(rows, columns, path, title, made_with), f"{title}, task by task")
+        + table
+    )
 
 
 def _longbench_e(evaluation: Evaluation) -> str:

@@ -65,6 +65,8 @@ TASKS = (
     _accuracy("sciq", "SciQ", "allenai/sciq", 4),
     _accuracy("boolq", "BoolQ", "aps/super_glue", 2),
 )
+#: Tasks whose numbers of examples a figure names one by one.
+_LISTED_TASKS = 6
 AVERAGE = Column("average", "Avg", "higher", unit=PERCENT)
 # Which values are good, by what the names of lm_eval's metrics contain.
 _BETTER: dict[str, Literal["higher", "lower"]] = {
@@ -134,6 +136,17 @@ def longbench_columns(sets: Collection[str]) -> list[Column]:
         for name, (title, group, unit) in LONGBENCH.items()
         if name in sets
     ]
+
+
+def sample_counts(models: Models) -> list[str]:
+    """How many examples scores are a mean of, for the foot of a figure; [] where that is not known."""
+    numbers = [n for several in models.values() for one in several for n in one.numbers]
+    counts = {n.task: n.samples for n in numbers if n.samples and not n.at}
+    if len(set(counts.values())) <= 1:
+        return [f"{count:,} examples of each task" for count in list(counts.values())[:1]]
+    if len(counts) <= _LISTED_TASKS:
+        return ["examples: " + ", ".join(f"{task} {count:,}" for task, count in counts.items())]
+    return [f"{min(counts.values()):,} to {max(counts.values()):,} examples of a task"]
 
 
 def over_seeds(rows: Sequence[dict[str, Value]]) -> dict[str, Value]:

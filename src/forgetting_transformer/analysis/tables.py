@@ -194,11 +194,14 @@ def has_numbers(rows: Rows, columns: Sequence[Column]) -> bool:
     return any(row.get(column.key) is not None for row in rows.values() for column in columns)
 
 
-def write_tables(rows: Rows, columns: Sequence[Column], folder: Path | None, title: str = "Scores") -> None:
+def write_tables(
+    rows: Rows, columns: Sequence[Column], folder: Path | None, title: str = "Scores", conditions: Sequence[str] = ()
+) -> None:
     """Prints both tables and, if there is a folder, writes `table.md`, `table.tex` and `scores.png` into it.
 
     Args:
         title: of the figure.
+        conditions: for its foot.
 
     Raises:
         AnalysisError: there is no number at all, or the folder holds a file of one of these names that is not such a
@@ -212,7 +215,7 @@ def write_tables(rows: Rows, columns: Sequence[Column], folder: Path | None, tit
         with outputs.writing(folder, f"the table of {title}", _has_latex_table) as new:
             (new / "table.md").write_text(in_markdown, encoding="utf-8")
             (new / "table.tex").write_text(in_latex, encoding="utf-8")
-            draw_scores(rows, columns, new / "scores.png", title)
+            draw_scores(rows, columns, new / "scores.png", title, conditions)
 
 
 def _has_latex_table(path: Path) -> bool:
@@ -221,7 +224,9 @@ def _has_latex_table(path: Path) -> bool:
     return latex_file.is_file() and latex_file.read_bytes().startswith(rb"\begin{tabular}{l")
 
 
-def draw_scores(rows: Rows, columns: Sequence[Column], path: Path, title: str = "Scores") -> None:
+def draw_scores(
+    rows: Rows, columns: Sequence[Column], path: Path, title: str = "Scores", conditions: Sequence[str] = ()
+) -> None:
     """Draws the table: a panel for each unit, and in it a line of dots for each column, one for each model, with its
     interval. Columns that no model has a value in are left out."""
     from forgetting_transformer.analysis.plots.scores import Scores, scores_by_task  # loads matplotlib
@@ -235,6 +240,5 @@ def draw_scores(rows: Rows, columns: Sequence[Column], path: Path, title: str = 
             panel.errors[column.title] = [half_width(value) for value in values]
             if column.chance is not None:
                 panel.chance[column.title] = column.chance
-    scores_by_task(
-        list(rows), list(panels.values()), path, title if len(rows) > 1 else f"{title} of {next(iter(rows))}"
-    )
+    title = title if len(rows) > 1 else f"{title} of {next(iter(rows))}"
+    scores_by_task(list(rows), list(panels.values()), path, title, conditions)

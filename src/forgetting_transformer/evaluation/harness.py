@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from forgetting_transformer.analysis import evaluations, tables
-from forgetting_transformer.analysis.published import TASKS, lm_eval_table
+from forgetting_transformer.analysis.published import TASKS, lm_eval_table, sample_counts
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
 from forgetting_transformer.evaluation.models import (
@@ -286,11 +286,13 @@ def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None
 
 def _write_evaluation(folder: Path, model: EvaluatedModel, results: dict[str, Any], settings: dict[str, Any]) -> None:
     evaluation = evaluations.from_lm_eval(results, model.name, about=model.about, settings=settings)
-    rows, columns = lm_eval_table({model.name: [evaluation]})
-    table = tables.score_table(rows, columns)
-    evaluations.write_evaluation(
-        evaluation, folder, table, lambda path: tables.draw_scores(rows, columns, path, "lm-evaluation-harness")
-    )
+    models = {model.name: [evaluation]}
+    rows, columns = lm_eval_table(models)
+
+    def draw(path: Path) -> None:
+        tables.draw_scores(rows, columns, path, "lm-evaluation-harness", sample_counts(models))
+
+    evaluations.write_evaluation(evaluation, folder, tables.score_table(rows, columns), draw)
 
 
 @functools.cache

@@ -41,7 +41,7 @@ from forgetting_transformer.analysis.evaluations import (
     write_evaluation,
 )
 from forgetting_transformer.analysis.longbench_sets import LONGBENCH_OF_PAPER
-from forgetting_transformer.analysis.published import longbench_by_length, longbench_table
+from forgetting_transformer.analysis.published import longbench_by_length, longbench_table, sample_counts
 from forgetting_transformer.analysis.statistics import mean_and_error
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import (
@@ -420,9 +420,14 @@ def evaluate(
             write_json(folder / "results.json", scores)
     evaluation = from_longbench(scores, model.name, errors, about=model.about, settings=settings, texts=written)
     if workers.is_first:
-        rows, columns = longbench_by_length(evaluation) if even else longbench_table({model.name: [evaluation]})
+        models = {model.name: [evaluation]}
+        rows, columns = longbench_by_length(evaluation) if even else longbench_table(models)
         table = tables.score_table(rows, columns, "Words" if even else "Model")
-        write_evaluation(evaluation, folder, table, lambda path: tables.draw_scores(rows, columns, path, "LongBench"))
+
+        def draw(path: Path) -> None:
+            tables.draw_scores(rows, columns, path, "LongBench", sample_counts(models))
+
+        write_evaluation(evaluation, folder, table, draw)
     return evaluation
 
 

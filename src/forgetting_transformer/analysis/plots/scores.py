@@ -6,11 +6,13 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from forgetting_transformer.analysis.plots.style import GREY, curve_styles, marker_handle, picture, plain_text
 
 _TASK_CHARACTERS = 32
+#: Values above are labelled by their power of ten.
+_LARGE = 1e5
 
 
 @dataclass
@@ -94,7 +96,10 @@ def scores_by_task(
                 if axes.get_xlim()[0] <= 0 <= min(seen):
                     axes.set_xlim(left=-0.02 * axes.get_xlim()[1])
                 if axes.get_xscale() == "linear":
-                    axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
+                    large = max(map(abs, axes.get_xlim())) >= _LARGE
+                    axes.xaxis.set_major_locator(MaxNLocator(nbins=3 if large else 5))
+                    if large:
+                        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
                 axes.set_xlabel(panel.unit + (f", {panel.better} is better" if panel.better else ""))
         drawn.handles += [
             marker_handle(style.marker, name, style.colour, markersize=6)
