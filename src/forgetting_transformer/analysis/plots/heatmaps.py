@@ -92,7 +92,7 @@ def heads_by_layer(
             chosen = [(x, max(y, 0.5)) for x, y, b in zip(beside, memory, is_bound, strict=True) if b == bound]
             if chosen:
                 axes.plot(*zip(*chosen, strict=True), marker, color=MAIN, markersize=4.5, alpha=0.8)
-        axes.set_xlabel("layer (its heads beside each other)")
+        axes.set_xlabel("layer (heads side by side)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(axis="x", visible=False)
         if any(is_bound):
