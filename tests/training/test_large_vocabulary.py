@@ -198,6 +198,13 @@ def test_a_chunk_decodes_to_four_bytes_an_id_and_no_more(wide: Path, tmp_path: P
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(("name", "n_bytes"), [("narrow", 2), ("wide", 4)])
+def test_decoded_chunks_take_the_bytes_of_the_array(wide: Path, name: str, n_bytes: int) -> None:
+    held_out = module(wide, name).held_out(1)
+    assert held_out.read(0, 0).dtype.itemsize == n_bytes
+    assert held_out.kept.nbytes == held_out.kept.slots * np.prod(held_out.kept.chunk_shape) * n_bytes
+
+
 def test_parts_of_a_mixture_may_be_stored_differently(wide: Path) -> None:
     mixture = MixtureDataModule(str(wide), parts={"wide": 1, "narrow": 1}, **SHAPE)
     narrow, large = module(wide, "narrow", train_batch_size=2), module(wide, "wide", train_batch_size=2)
