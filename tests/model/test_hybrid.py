@@ -78,7 +78,9 @@ def test_a_name_without_an_entry_is_an_architecture_with_its_defaults():
         ({"pattern": []}, r"pattern is \[\]; it must list the mixers"),
         ({"pattern": "fox"}, "pattern is 'fox'; it must list the mixers"),
         ({"pattern": ["fax"]}, r"pattern has .fax., which is neither in mixers \(fox\) nor an architecture"),
-        ({"mixers": {"fox": {"num_heads": 2}}}, "mixers.fox.architecture is None; it must be one of"),
+        ({"mixers": {"fox": {"num_heads": 2}}}, "mixers.fox has no architecture; set mixers.fox.archi"),
+        ({"mixers": {"fox": FOX, "fax": {"num_heads": 2}}}, "mixers.fax has no architecture"),
+        ({"pattern": 3 * ["fox"], "num_hidden_layers": 2}, "pattern has 3 mixers and the model 2 blocks"),
         ({"mixers": {"fox": 3}}, "it must have architecture and that one's fields"),
         ({"mixers": {"fox": {**FOX, "num_headz": 2}}}, "mixers.fox: .* no field 'num_headz'; did you mean 'num_heads'"),
         ({"mixers": {"fox": {**FOX, "num_heads": 5}}}, "mixers.fox: hidden_size is 32; it must be a multiple"),
@@ -93,3 +95,11 @@ def test_a_name_without_an_entry_is_an_architecture_with_its_defaults():
 def test_what_does_not_fit_is_refused_with_the_mixer_and_the_key(fields, message):
     with pytest.raises(ValueError, match=message):
         registry.build_config("hybrid", **{"hidden_size": 32, "pattern": ["fox"], "mixers": {"fox": FOX}, **fields})
+
+
+def test_only_entries_that_blocks_have_must_stay_when_a_run_continues():
+    fields = {"pattern": ["fox"], "mixers": {"fox": FOX}}
+    more = {"pattern": ["fox"], "mixers": {"unused": MAMBA2, "fox": FOX}}
+    other = {"pattern": ["fox"], "mixers": {"fox": {**FOX, "num_heads": 4}}}
+    assert HybridConfig.fields_in_use(more) == HybridConfig.fields_in_use(fields)
+    assert HybridConfig.fields_in_use(other) != HybridConfig.fields_in_use(fields)

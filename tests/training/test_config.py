@@ -36,12 +36,23 @@ def experiment(path: str, *overrides: str):
     return parse(composed(f"+{group}={name}", *overrides))
 
 
+#: Keys that only one file of a group has, and what chooses it.
+OF_ONE_CHOICE = {"strategy.shard_size": "strategy=hsdp"}
+
+
+@pytest.mark.parametrize("key", OF_ONE_CHOICE)
+def test_a_key_of_one_choice_is_in_its_file(key):
+    written = composed("+experiment/demo=fox_pro", OF_ONE_CHOICE[key])
+    assert key in flatten(OmegaConf.to_container(written))
+
+
 @pytest.mark.parametrize("path", EXPERIMENTS)
 def test_every_experiment_composes_and_can_run(path):
     written = composed("+{}={}".format(*path.rsplit("/", 1)))
     mentioned = flatten(OmegaConf.to_container(written))
-    # Hydra refuses to override a key that no file mentions: every key of the schema can be set without a plus sign.
-    assert not [key for key in known_keys() if key not in mentioned and key != "model.config"]
+    # Hydra refuses to override a key that no file mentions: every key of the schema can be set without a plus sign,
+    # but for those that only another choice than the default has.
+    assert not [key for key in known_keys() if key not in mentioned and key not in ("model.config", *OF_ONE_CHOICE)]
     config = parse(written)
     for world_size in (1, 4):
         check(config, world_size)

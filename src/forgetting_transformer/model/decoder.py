@@ -123,6 +123,11 @@ class DecoderConfig(PreTrainedConfig):
             raise ValueError(f"loss is {value!r}; it must be one of {', '.join(LOSSES)}")
         super().__setattr__(key, value)
 
+    @classmethod
+    def fields_in_use(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Those of given fields that decide what the model is; a run that continues must have the same."""
+        return fields
+
     @property
     def mixer_architectures(self) -> list[str]:
         """Other registered architectures whose mixers the blocks have."""

@@ -59,12 +59,27 @@ class HybridConfig(SwiGLUDecoderConfig):
                 f"pattern has {unknown!r}, which is neither in mixers ({known}) nor an architecture "
                 f"({', '.join(_architectures())})"
             )
+        if len(pattern) > self.num_hidden_layers:
+            raise ValueError(
+                f"pattern has {len(pattern)} mixers and the model {self.num_hidden_layers} blocks, so some have none; "
+                "shorten it, or raise num_hidden_layers"
+            )
+        if without := next((name for name, fields in mixers.items() if "architecture" not in fields), None):
+            raise ValueError(
+                f"mixers.{without} has no architecture; set mixers.{without}.architecture to one of "
+                f"{', '.join(_architectures())}"
+            )
         # Those that no block has may stand in a YAML file for other patterns to choose from.
         self.mixers = {name: dict(mixers.get(name, {"architecture": name})) for name in dict.fromkeys(pattern)}
         self.pattern = list(pattern)
         super().__post_init__(**kwargs)
         for name in self.mixers:
             self._mixer_config(name)
+
+    @classmethod
+    def fields_in_use(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        pattern, mixers = fields.get("pattern") or (), fields.get("mixers") or {}
+        return fields | {"mixers": {name: mixers[name] for name in sorted({*pattern} & {*mixers})}}
 
     @property
     def mixer_architectures(self) -> list[str]:

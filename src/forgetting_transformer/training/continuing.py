@@ -121,6 +121,8 @@ def _with_defaults(model: dict[str, Any]) -> dict[str, Any]:
     """A section `model` in which every field of the architecture's configuration has its value, listed or not."""
     from forgetting_transformer.model import registry  # loads PyTorch, which a run that continues has done
 
-    fields = dataclasses.fields(registry.MODELS[model["name"]].config_class) if model["name"] in registry.MODELS else ()
-    defaults = {item.name: item.default for item in fields if item.default is not dataclasses.MISSING}
-    return {**model, "config": defaults | model["config"]}
+    if model["name"] not in registry.MODELS:
+        return model
+    kind = registry.MODELS[model["name"]].config_class
+    defaults = {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+    return {**model, "config": kind.fields_in_use(defaults | model["config"])}
