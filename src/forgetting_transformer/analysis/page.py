@@ -236,7 +236,7 @@ def _newest_scores(runs: Sequence[Run]) -> str:
             baseline = _number(score.baseline.values[-1], digits) if score.baseline.values.size else "–"
             unit = score.unit.replace("\n", " ")
             rows.append([run.name, score.task, unit, shown, baseline, _count(tokens)])
-    head = ["Run", "Task", "Score", "Newest ± standard error", "Without the skill", "After tokens"]
+    head = ["Run", "Task", "Score", "Newest ± standard error", "Chance, or with no needle", "After tokens"]
     return _table(head, rows)
 
 

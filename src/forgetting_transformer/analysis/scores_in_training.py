@@ -80,7 +80,7 @@ def _lm_eval(run: Run) -> list[Score]:
                 tasks.setdefault(task, [])
                 tasks[task] += [metric] * (metric not in tasks[task])
     # A group comes with all of its parts, which would be too many curves.
-    section = run.config.get("callbacks", {}).get("lm_eval", {})
+    section = (run.config.get("callbacks") or {}).get("lm_eval") or {}
     wanted = [task for task in section.get("tasks", ()) if task in tasks] or list(tasks)
     published = {task.name: list(task.columns) for task in TASKS}
     found = []
