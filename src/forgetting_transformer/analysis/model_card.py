@@ -15,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from forgetting_transformer.analysis.conditions import conditions
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
 from forgetting_transformer.redaction import REDACTED, redact
 
@@ -71,7 +70,9 @@ def draw_figure(run_folder: Path, exported: Exported, path: Path) -> bool:
     Raises:
         ValueError: the run's metrics cannot be read.
     """
-    from forgetting_transformer.analysis.plots.losses import loss_against_tokens  # loads matplotlib
+    # Both load matplotlib, which reading an export does not need.
+    from forgetting_transformer.analysis.conditions import conditions
+    from forgetting_transformer.analysis.plots.losses import loss_against_tokens
 
     run = _run_until(run_folder, exported)
     if not any(math.isfinite(loss) for loss in (*run.train_loss, *run.heldout_loss)):

@@ -41,7 +41,7 @@ def mean(losses: Sequence[float]) -> Estimate:
     values = np.asarray(losses, dtype=np.float64)
     if values.size < 2 or not np.isfinite(values).all():
         return Estimate(float(values.mean()), math.nan)
-    return Estimate(float(values.mean()), _t(values.size - 1) * math.sqrt(values.var(ddof=1) / values.size))
+    return Estimate(float(values.mean()), quantile(values.size - 1) * math.sqrt(values.var(ddof=1) / values.size))
 
 
 def difference(losses: Sequence[float], baseline: Sequence[float]) -> Estimate:
@@ -55,10 +55,11 @@ def difference(losses: Sequence[float], baseline: Sequence[float]) -> Estimate:
         return Estimate(value, 0.0)
     # Welch and Satterthwaite's degrees of freedom.
     freedom = shares.sum() ** 2 / (shares**2 / np.array([one.size - 1, other.size - 1])).sum()
-    return Estimate(value, _t(freedom) * math.sqrt(shares.sum()))
+    return Estimate(value, quantile(freedom) * math.sqrt(shares.sum()))
 
 
-def _t(degrees_of_freedom: float) -> float:
+def quantile(degrees_of_freedom: float) -> float:
+    """Student's t that a two-sided 95 % interval takes."""
     from scipy import stats  # a second to import, and only needed with several seeds
 
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees_of_freedom))

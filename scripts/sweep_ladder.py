@@ -1,0 +1,95 @@
+#!/usr/bin/env python
+"""Finds learning rates at several sizes, and how the best one moves with the size.
+
+    python scripts/sweep_ladder.py +experiment/demo=fox_pro --scales 125m_2b 360m_7b 760m_16b --shrink 4 \\
+        --shrink_tokens 4096 output_dir=output/ladder data_dir=quickstart/data
+
+Each scale of configs/scale is made smaller: its width, blocks and heads are divided by --shrink, its training tokens by
+--shrink_tokens (default: the cube of --shrink, as the weights of the blocks). At each size, the search of sweep_lr.py
+runs in output_dir/SCALE, the smallest size first; the next search starts from the best rate so far. output_dir gets
+evaluation.json, table.md and figure.png: loss against learning rate, the best rate against parameters, loss against
+compute, with power laws, their 95 % intervals, and the extrapolation to the sizes that are not shrunk.
+
+OVERRIDE is any override of train.py but those that the ladder sets. The same command continues it; you may add scales
+and seeds (docs/sweep.md).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def numbers(text: str) -> list[int]:
+    """ "0,1,2" -> [0, 1, 2]."""
+    return [int(number) for number in text.split(",")]
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="+", metavar="OVERRIDE", help="of train.py")
+    parser.add_argument("--scales", nargs="+", required=True, metavar="NAME", help="of configs/scale, two or more")
+    parser.add_argument(
+        "--shrink", type=int, default=1, metavar="F", help="divides width, blocks and heads (default 1)"
+    )
+    parser.add_argument("--shrink_tokens", type=float, metavar="G", help="divides the training tokens; default F cubed")
+    parser.add_argument("--seeds", type=numbers, metavar="N,…", help="as in sweep_lr.py")
+    parser.add_argument(
+        "--guess", type=float, metavar="RATE", help="where the first search starts; default: the config's"
+    )
+    parser.add_argument("--hopeless", type=float, metavar="NATS", help="as in sweep_lr.py")
+    parser.add_argument("--dry_run", action="store_true", help="show the sizes, and train nothing")
+    args = parser.parse_intermixed_args(argv)
+    if args.shrink < 1:
+        parser.error(f"--shrink {args.shrink} must be at least 1")
+    args.shrink_tokens = float(args.shrink**3) if args.shrink_tokens is None else args.shrink_tokens
+    if not 1 <= args.shrink_tokens < float("inf"):
+        parser.error(f"--shrink_tokens {args.shrink_tokens:g} must be at least 1")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    # Only now, so that --help is quick.
+    from forgetting_transformer.analysis import AnalysisError
+    from forgetting_transformer.sweep import SweepError, ladder
+    from forgetting_transformer.sweep.composition import Composer
+    from forgetting_transformer.training import ConfigError
+
+    try:
+        composer = Composer(ROOT / "configs", args.overrides)
+        ladder.check_common(composer.task_overrides)
+        base = composer.compose(composer.task_overrides)
+        folder = Path(base.output_dir).expanduser().absolute()
+        common = [override for override in composer.task_overrides if not override.startswith("output_dir=")]
+        common.append(f"output_dir={ladder.quote(str(folder))}")
+        rungs = [
+            ladder.rung(composer.compose, ROOT / "configs", name, args.shrink, args.shrink_tokens, common)
+            for name in args.scales
+        ]
+        print(ladder.plan(rungs, args.shrink).markdown(padded=True))
+        for warning in ladder.warnings(rungs):
+            print(f"warning: {warning}", file=sys.stderr)
+        seeds = [base.seed] if args.seeds is None else args.seeds
+        make = ladder.search_of(
+            ROOT / "train.py", composer.compose, composer.machine(), folder, seeds, args.guess, args.hopeless
+        )
+        climbed = ladder.Ladder(rungs, folder, args.shrink, make)
+        if args.dry_run:
+            return 0
+        complete = climbed.run()
+    except (SweepError, ConfigError, AnalysisError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    if (folder / "table.md").is_file():
+        print(f"\n{(folder / 'table.md').read_text(encoding='utf-8')}\n{folder / 'figure.png'}")
+    if not complete:
+        print("the ladder is not complete; the same command goes on with it", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

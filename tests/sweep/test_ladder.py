@@ -1,0 +1,176 @@
+"""Learning rates across sizes: shrunk scales are valid or refused by name, and laws through them know how little they
+know."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from forgetting_transformer.analysis.evaluations import read_evaluation
+from forgetting_transformer.analysis.scaling import Size, fit, optimum, power_law
+from tests.sweep.conftest import DEMO, load_script, starts
+
+sweep_ladder = load_script("sweep_ladder")
+SCALES = ["125m_2b", "360m_7b", "760m_16b"]
+
+
+@pytest.fixture
+def climb(faults, tmp_path, capsys):
+    """Runs scripts/sweep_ladder.py and returns (exit code, stdout, stderr)."""
+
+    def run(*arguments: str, scales=SCALES, shrink="4", overrides=DEMO) -> tuple[int, str, str]:
+        flags = ["--scales", *scales, "--shrink", shrink]
+        code = sweep_ladder.main([*overrides, f"output_dir={tmp_path / 'ladder'}", *flags, *arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+# The arithmetic.
+
+
+def test_the_best_rate_is_the_minimum_of_the_parabola():
+    rates = [5e-4, 1e-3, 2e-3, 5e-3, 1e-2]
+    best = optimum({rate: [3 + 0.1 * math.log(rate / 1.6e-3) ** 2] for rate in rates})
+    assert best.vertex and best.rate == pytest.approx(1.6e-3) and best.loss == pytest.approx(3)
+    assert (best.low, best.high) == (1e-3, 5e-3)
+
+
+@pytest.mark.parametrize(
+    ("losses", "rate"),
+    [
+        ({1e-3: [3.0], 2e-3: [2.0]}, 2e-3),
+        ({1e-3: [3.0], 2e-3: [2.0], 5e-3: [math.inf]}, 2e-3),
+        ({1e-3: [3.0], 2e-3: [2.9], 5e-3: [1.0]}, 5e-3),
+    ],
+)
+def test_without_a_minimum_near_it_the_best_rate_is_the_grids(losses, rate):
+    best = optimum(losses)
+    assert not best.vertex and best.rate == rate and best.loss == losses[rate][0]
+
+
+def test_where_every_run_diverged_there_is_no_best_rate():
+    assert optimum({1e-3: [math.inf]}) is None
+    size = Size("a", 1e6, 1e6, 1e12, {1e-3: [math.inf]})
+    assert fit([size], {"a": 1e8}).rate is None
+
+
+def test_a_power_law_and_its_interval_are_those_of_a_regression():
+    """Against SciPy's, and by the share of new measurements that the interval covers."""
+    from scipy import stats
+
+    generator, x = np.random.default_rng(0), np.array([1e6, 3e6, 1e7, 4e7])
+    covered = 0
+    for _ in range(400):
+        y = 0.5 * x**-0.3 * np.exp(0.2 * generator.standard_normal(4))
+        law, reference = power_law(x, y), stats.linregress(np.log(x), np.log(y))
+        assert law.exponent == pytest.approx(reference.slope)
+        assert law.half_width == pytest.approx(stats.t.ppf(0.975, 2) * reference.stderr)
+        low, high = law.interval(1e9)
+        covered += low <= 0.5 * 1e9**-0.3 * math.exp(0.2 * generator.standard_normal()) <= high
+    assert covered / 400 == pytest.approx(0.95, abs=0.04)
+
+
+def test_two_sizes_have_no_interval_and_three_a_wide_one():
+    two = power_law([1e6, 1e7], [2e-3, 1e-3])
+    assert two.at(1e6) == pytest.approx(2e-3) and math.isnan(two.half_width) and math.isnan(two.interval(1e8)[0])
+    three = power_law([1e6, 1e7, 1e8], [2e-3, 1.1e-3, 5e-4])
+    near, far = three.interval(1e7), three.interval(1e10)
+    assert near[0] < three.at(1e7) < near[1]
+    assert far[1] / far[0] > 10 * near[1] / near[0], "wider the farther away"
+
+
+# The script.
+
+
+@pytest.mark.slow
+def test_the_ladder_finds_how_the_best_rate_moves_and_says_what_is_extrapolated(climb, faults, tmp_path):
+    faults["width_exponent"] = -1.0
+    code, out, _ = climb("--shrink_tokens", "4096")
+    assert code == 0
+    found = read_evaluation(tmp_path / "ladder")
+    assert found.kind == "learning_rate_ladder"
+    for name, width in zip(SCALES, (192, 256, 384), strict=True):
+        assert found.find(name, "best_rate").value == pytest.approx(2e-3 * 192 / width, rel=0.05)
+        assert (tmp_path / "ladder" / name / "sweep.md").is_file()
+        fields = found.settings["scales"][name]["model"]
+        assert fields["hidden_size"] == width and fields["num_heads"] == width // 64
+    whole = found.find("760m_16b", "extrapolated_rate")
+    assert whole.at["parameters"] == found.settings["scales"]["760m_16b"]["parameters_before"] > 5e8
+    low, high = (found.find("760m_16b", metric).value for metric in ("low_95", "high_95"))
+    assert low < whole.value < high
+    table = (tmp_path / "ladder/table.md").read_text()
+    assert table.count("**extrapolated**") == 3 and table.count("shrunk") == 3 and table.rstrip() in out
+    assert (tmp_path / "ladder/figure.png").read_bytes().startswith(b"\x89PNG")
+    steps = {name: found.settings["scales"][name]["tokens"] for name in SCALES}
+    assert steps == {"125m_2b": 655360, "360m_7b": 1835008, "760m_16b": 3932160}
+
+
+@pytest.mark.slow
+def test_started_again_it_makes_only_what_is_missing(climb, faults, tmp_path):
+    faults["fail"] = "360m_7b/lr2e-3"
+    code, _, err = climb(scales=SCALES[:2])
+    assert code == 1 and "the ladder is not complete" in err
+    assert (tmp_path / "ladder/table.md").is_file(), "what is known is shown"
+    del faults["fail"]
+    assert climb(scales=SCALES[:2])[0] == 0
+    code, out, _ = climb()
+    assert code == 0 and "760m_16b" in out
+    made = {f"{p.parent.name}/{p.name}": len(starts(p)) for p in (tmp_path / "ladder").glob("*/lr*")}
+    assert made.pop("360m_7b/lr2e-3_seed0") == 2 and set(made.values()) == {1}
+    code, _, err = climb("--shrink_tokens", "999")
+    assert code == 1 and "holds a sweep with other settings" in err and "train.max_tokens" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"scales": ["125m_2b", "125m"]}, r"--scales 125m: there is no such scale; choose among 125m_2b, 360m_7b"),
+        ({"scales": ["125m_2b"]}, r"--scales 125m_2b: at least two, each once"),
+        ({"scales": ["125m_2b", "125m_2b"]}, r"at least two, each once"),
+        ({"shrink": "5"}, r"--shrink 5 does not divide hidden_size=768 of 125m_2b of fox_pro; 2, 3, 4, 6"),
+        ({"shrink": "8"}, r"--shrink 8 does not divide num_hidden_layers=12 of 125m_2b of fox_pro; 2, 3, 4, 6"),
+        ({"overrides": [*DEMO, "scale.name=x"]}, r"scale\.name=x: the ladder sets scale\.name itself; leave it out"),
+        (
+            {"overrides": [*DEMO, "train.max_tokens=9"]},
+            r"the ladder sets train\.max_tokens itself; use --shrink_tokens",
+        ),
+        ({"overrides": [*DEMO, "model.config.num_heads=4"]}, r"the ladder sets model\.config\.num_heads itself"),
+        ({"overrides": ["+experiment/longcrawl64/hgrn2=125m_2b", "data_dir=d"]}, r"125m_2b shrunk by 4 is no hgrn2: "),
+        (
+            {"overrides": ["+experiment/longcrawl64/delta_net=125m_2b", "data_dir=d"]},
+            r"num_heads=6 of 125m_2b of delta_net",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_nothing_is_written(climb, tmp_path, arguments, said):
+    code, _, err = climb(**arguments)
+    assert code == 1 and re.search(said, err) and err.count("\n") <= 3 and "Traceback" not in err, err
+    assert not (tmp_path / "ladder").exists()
+
+
+@pytest.mark.slow
+def test_a_folder_with_other_files_is_refused(climb, tmp_path):
+    (tmp_path / "ladder").mkdir()
+    (tmp_path / "ladder/notes.txt").write_text("mine")
+    code, _, err = climb()
+    assert code == 1 and "is not empty and holds no ladder" in err
+    assert [p.name for p in (tmp_path / "ladder").iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["delta_net", "gated_delta_net", "hgrn2", "mamba2", "samba", "transformer_llama"])
+def test_every_architecture_can_be_shrunk(climb, model):
+    """Those whose scale has other numbers of blocks and heads, too: it divides those."""
+    code, out, _ = climb("--dry_run", shrink="2", overrides=[f"+experiment/demo={model}", "data_dir=d"])
+    blocks = "num_hidden_layers 12, num_heads 12" if model == "mamba2" else "num_hidden_layers 6"
+    assert code == 0 and f"hidden_size 384, {blocks}" in out
+
+
+def test_without_shrinking_nothing_is_extrapolated():
+    sizes = [Size(n, p, 1, p, {1e-3: [3.1], 2e-3: [3.0], 5e-3: [3.2]}) for n, p in (("a", 1e6), ("b", 2e6))]
+    assert "extrapolated" not in fit(sizes, {}).table().markdown()
+    assert "two points have no interval" in " ".join(fit(sizes, {}).notes())
