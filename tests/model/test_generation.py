@@ -168,6 +168,14 @@ def test_assisted_generation_takes_back_rejected_tokens(croppable_model, ids):
     assert torch.equal(out, want)
 
 
+def test_the_tokenizer_that_generate_hands_on_is_no_input(model, ids):
+    """With stop_strings, and from servers; models that take any argument swallow it."""
+    state = model.prepare_inputs_for_generation(ids[:1, :5], tokenizer="a tokenizer", assistant_tokenizer="another")
+    assert "tokenizer" not in state and "assistant_tokenizer" not in state
+    model(**state)
+    assert model.generate(ids[:1, :5], max_new_tokens=2, tokenizer="a tokenizer").shape[1] <= 7
+
+
 def test_generation_from_embeddings(model, ids):
     embeds = model.get_input_embeddings()(ids)
     out = model.generate(inputs_embeds=embeds, max_new_tokens=6, do_sample=False)

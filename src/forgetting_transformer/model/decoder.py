@@ -747,6 +747,12 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
 
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        # Its type for self is a protocol that no class here names.
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        # generate(stop_strings=…, tokenizer=…) hands the tokenizer on, which other models swallow.
+        return {key: value for key, value in inputs.items() if not key.endswith("tokenizer")}
+
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the cache knows how many tokens came before, and padding needs no correction (`ops/rotary.py`)."""
 
