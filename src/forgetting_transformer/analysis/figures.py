@@ -17,15 +17,18 @@ def of_evaluation(output_dir: Path, kind: str, folder: Path) -> dict[str, Path]:
     Args:
         kind: of the lines that the evaluation wrote, such as "val" or "lm_eval".
     """
-    if kind not in ("val", *_SCORES):
+    run = read_run(output_dir)
+    of_set = next((name for name in run.eval_sets if kind == run.on(name).heldout_kind), "")
+    if kind not in ("val", *_SCORES) and not of_set:
         return {}
     (name,) = shown_names([output_dir])
     run = read_run(output_dir, name)
-    if kind == "val":
-        curve = read_position_loss(output_dir, name)
-        file = folder / "loss_position.png"
-        loss_against_position({position_label(curve): curve.loss}, file, conditions=conditions([run]), of="runs")
-        return {"loss_position": file}
+    if kind == "val" or of_set:
+        curve = read_position_loss(output_dir, name, of_set)
+        title = f"loss_position_{of_set}" if of_set else "loss_position"
+        file, made_with = folder / f"{title}.png", conditions([run.on(of_set) if of_set else run])
+        loss_against_position({position_label(curve): curve.loss}, file, conditions=made_with, of="runs")
+        return {title: file}
     if has_scores(run):
         scores_over_training([run], folder / "evaluations.png", conditions([run]))
         return {"evaluations": folder / "evaluations.png"}
