@@ -93,7 +93,13 @@ def stopped_by_signals() -> Iterator[None]:
 def die_with_launcher() -> None:
     """Asks Linux to end this rank when the process that started it ends, however that ends: a signal that a launcher
     does not handle, such as SIGUSR1, would otherwise leave ranks behind that hold the GPUs and the run's folder."""
-    if not (elastic.started_this_process() or os.environ.get("LOCAL_RANK", "0") != "0") or sys.platform != "linux":
+    if elastic.started_this_process() or os.environ.get("LOCAL_RANK", "0") != "0":
+        die_with_parent()
+
+
+def die_with_parent() -> None:
+    """Asks Linux to end this process, with SIGTERM, when the one that started it ends."""
+    if sys.platform != "linux":
         return
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -104,7 +104,7 @@ def test_a_run_that_took_gpt2s_vocabulary_for_its_corpus_goes_on_with_it(tiny, t
     assert "set datamodule.vocab_size and datamodule.bos_token_id" in refused(
         changed(unstated, output_dir=str(tmp_path / "new"))
     )
-    train(changed(unstated, preflight=True))
+    train(changed(unstated, preflight="check"))
     interrupted_at(unstated, 6)
     interrupted_at(earlier, 8)  # to state what it was is no change
     assert "datamodule.vocab_size: 300 -> 64" in refused(tiny)

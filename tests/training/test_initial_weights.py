@@ -292,8 +292,8 @@ def test_a_preflight_of_a_run_that_continues_does_not_need_the_source(tiny, tmp_
     new = changed(tiny, init_from=str(exported), train__max_tokens=4 * STEP)
     train(new)
     shutil.rmtree(exported)
-    train(changed(new, preflight=True))
-    assert "there is no such folder" in one_line(changed(new, preflight=True, output_dir=str(tmp_path / "another")))
+    train(changed(new, preflight="check"))
+    assert "there is no such folder" in one_line(changed(new, preflight="check", output_dir=str(tmp_path / "another")))
 
 
 def test_a_replay_of_the_first_step_has_the_weights_it_began_with(tiny, exported):

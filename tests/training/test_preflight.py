@@ -8,7 +8,7 @@ from tests.training.conftest import Job, changed, refused
 
 def test_it_measures_and_leaves_the_run_alone(tiny, tmp_path):
     said = tmp_path / "said"
-    job = Job(changed(tiny, preflight=True), 2, patch=f"import sys; sys.stdout = open({str(said)!r}, 'a')")
+    job = Job(changed(tiny, preflight="check"), 2, patch=f"import sys; sys.stdout = open({str(said)!r}, 'a')")
     assert job.wait() == [0, 0], job.errors()
     assert not Path(tiny["output_dir"]).exists()
     said = said.read_text()
@@ -27,13 +27,15 @@ def test_it_measures_and_leaves_the_run_alone(tiny, tmp_path):
 
 def test_a_disk_too_small_for_the_checkpoints_to_come_is_noticed(tiny):
     patch = "import shutil, collections; shutil.disk_usage = lambda p: collections.namedtuple('U', 'free')(300_000)"
-    job = Job(changed(tiny, preflight=True), patch=patch)
+    job = Job(changed(tiny, preflight="check"), patch=patch)
     assert job.wait() == [1]
     assert "the checkpoints to come need" in job.errors() and "checkpoint_keep_interval" in job.errors()
 
 
 def test_it_finds_what_training_would_find_after_hours(tiny):
-    assert "train.max_tokens=1,000,000 is more than" in refused(changed(tiny, preflight=True, train__max_tokens=10**6))
+    assert "train.max_tokens=1,000,000 is more than" in refused(
+        changed(tiny, preflight="check", train__max_tokens=10**6)
+    )
     # The last batch cannot be read.
     patch = """
 from forgetting_transformer.data import TokenArray, DataError
@@ -44,5 +46,5 @@ def read(self, first, *rest):
     return original(self, first, *rest)
 TokenArray.read = read
 """
-    job = Job(changed(tiny, preflight=True, skip_eval=True), patch=patch)
+    job = Job(changed(tiny, preflight="check", skip_eval=True), patch=patch)
     assert job.wait() == [1] and "c/4/0 is missing" in job.errors()

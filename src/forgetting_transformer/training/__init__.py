@@ -30,7 +30,11 @@ def run(config: "Config") -> str:
         from forgetting_transformer.training.failures import train
 
         return train(config)
-    from forgetting_transformer.training.preflight import preflight
+    if config.preflight == "check":
+        from forgetting_transformer.training.preflight import preflight
 
-    preflight(config)
-    return "done"
+        preflight(config)
+        return "done"
+    from forgetting_transformer.training.proposal import propose
+
+    return propose(config)

@@ -273,8 +273,9 @@ class Config:
     #: true: write checkpoints while training goes on, from a copy in the host's memory (12 bytes per parameter over all
     #: ranks of the job). false: training waits, and needs no such memory.
     checkpoint_background: bool = True
-    #: true: check data, disk, memory and links, time a few steps, say what the run will cost, and train nothing.
-    preflight: bool = False
+    #: true: check data, disk, memory and links, time a few steps, say what the run will cost, measure which
+    #: micro-batch, checkpointing, compilation and strategy are fastest, and train nothing. "check": the first part.
+    preflight: Any = one_of(False, True, "check")
 
     def check(self) -> None:
         for name, path in self.eval_sets.items():

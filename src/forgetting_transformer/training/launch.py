@@ -42,7 +42,7 @@ def launch(config: Config) -> Fabric:
             # Fabric would let these override the config and not say so.
             raise ConfigError(f"environment variables {', '.join(stray)} would override the config; unset them")
     _check_gpus(config)
-    processes = _expected_world_size(config, under_cli)
+    processes = expected_world_size(config)
     shard_size = _shard_size(config, processes)
     # Lightning's banner is said here in the run's log, and its warnings would come twice, by its handler and that
     # log's.
@@ -102,8 +102,9 @@ def _check_gpus(config: Config) -> None:
             raise ConfigError(problem)
 
 
-def _expected_world_size(config: Config, under_cli: bool) -> int:
-    if under_cli or "TORCHELASTIC_RUN_ID" in os.environ:
+def expected_world_size(config: Config) -> int:
+    """How many processes will train, as far as can be told before they are connected."""
+    if os.environ.get("LT_CLI_USED") == "1" or "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     devices = config.fabric.devices
     if devices in ("auto", -1, "-1"):

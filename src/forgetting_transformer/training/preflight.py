@@ -1,10 +1,12 @@
 """Before a long run: does everything fit, how long will it take, what will it cost.
 
-    fabric run train.py --devices 4 +experiment/… output_dir=… data_dir=… preflight=true
+    fabric run train.py --devices 4 +experiment/… output_dir=… data_dir=… preflight=check
 
-Takes real steps of the real model on the real data, in a temporary folder; the run's own folder is not touched.
+Takes real steps of the real model on the real data, in a temporary folder; the run's own folder is not touched. What
+would be faster is measured by proposal.py.
 """
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -13,11 +15,13 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies import ModelParallelStrategy
 
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import steps_in
@@ -38,6 +42,10 @@ class PreflightError(RuntimeError):
     """The run would fail later; the message lists every reason."""
 
 
+class StepTooBigError(PreflightError):
+    """A step does not fit into the memory of the device."""
+
+
 def preflight(config: Config) -> dict[str, float]:
     """Checks `config` and prints a table; returns its numbers on rank 0.
 
@@ -49,6 +57,18 @@ def preflight(config: Config) -> dict[str, float]:
     directory = RunDirectory(config.output_dir)
     directory.check_ours(config.resume)
     place = directory.root
+    with trial(config) as trainer:
+        return _measure(trainer, place)
+
+
+@contextlib.contextmanager
+def trial(config: Config) -> Iterator[Trainer]:
+    """A trainer of a run like this one in a temporary folder, on every rank, that takes steps from the initial weights.
+
+    Raises:
+        ConfigError, DataError: as training would.
+    """
+    directory = RunDirectory(config.output_dir)
     data = config.datamodule
     if config.resume and (recorded := setup.recorded_vocabulary(config, directory)) is not None:
         # Of a run that is there already; the trial below does not see it.
@@ -61,7 +81,7 @@ def preflight(config: Config) -> dict[str, float]:
     continues = config.resume and bool(steps_in(directory.checkpoints))
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         # Under a launcher every rank has another folder; only rank 0 writes into its folder.
-        trial = dataclasses.replace(
+        its_config = dataclasses.replace(
             config,
             output_dir=folder,
             resume=True,
@@ -75,9 +95,9 @@ def preflight(config: Config) -> dict[str, float]:
             wandb=dataclasses.replace(config.wandb, mode="disabled"),
         )
         with Sentinel(config.strategy.timeout_seconds) as sentinel:
-            trainer = Trainer(trial, sentinel)
+            trainer = Trainer(its_config, sentinel)
             try:
-                return _measure(trainer, place)
+                yield trainer
             finally:
                 trainer.close()
 
@@ -93,15 +113,15 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     try:
         loader = trainer.data.train_loader(0, min(1 + STEPS, total_steps), ranks.data_rank, ranks.data_size)
         for batch in loader:
-            _synchronize(fabric.device)
+            setup.synchronize(fabric.device)
             began = time.perf_counter()
             trainer.step(fabric.to_device(batch))
-            _synchronize(fabric.device)
+            setup.synchronize(fabric.device)
             seconds.append(time.perf_counter() - began)
             trainer.sentinel.started()
             trainer.counters.batch_count += 1
     except torch.OutOfMemoryError:
-        raise PreflightError(
+        raise StepTooBigError(
             f"a step does not fit into the memory of {torch.cuda.get_device_name(fabric.device)}: lower "
             f"train.grad_acc_tokens={config.train.grad_acc_tokens:,}, set train.gradient_checkpointing=true, or use "
             "strategy=fsdp on more GPUs"
@@ -124,7 +144,7 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
         "train_seconds": train_seconds,
         "gpu_hours": train_seconds / 3600 * fabric.world_size,
         "checkpoint_bytes": _checkpoint_bytes(trainer),
-        "host_copy_bytes": _checkpoint_bytes(trainer) / fabric.world_size if config.checkpoint_background else 0,
+        "host_copy_bytes": _checkpoint_bytes(trainer) / _writers(trainer) if config.checkpoint_background else 0,
     }
     if fabric.device.type == "cuda":
         found["memory_bytes"] = torch.cuda.max_memory_allocated(fabric.device)
@@ -138,8 +158,8 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     found |= _disk(place, config, found["checkpoint_bytes"])
     if found["disk_free_bytes"] < found["disk_needed_bytes"]:
         problems.append(
-            f"{place} has {_size(found['disk_free_bytes'])} free and the checkpoints to come need "
-            f"{_size(found['disk_needed_bytes'])}: make room, raise checkpoint_keep_interval, or lower "
+            f"{place} has {size_in_words(found['disk_free_bytes'])} free and the checkpoints to come need "
+            f"{size_in_words(found['disk_needed_bytes'])}: make room, raise checkpoint_keep_interval, or lower "
             f"checkpoint_keep_last"
         )
     print(table(found, config, fabric.world_size), flush=True)
@@ -161,16 +181,24 @@ def table(found: dict[str, float], config: Config, world_size: int) -> str:
         ("tokens per second", f"{found['tokens_per_second']:,.0f} on {world_size}"),
         ("training takes", f"{duration(found['train_seconds'])} without evaluations: until {end:%Y-%m-%d %H:%M}"),
         (f"{device}-hours", f"{found['gpu_hours']:,.1f}"),
-        ("a checkpoint", _size(found["checkpoint_bytes"])),
-        ("copy of it in host memory, per rank", _size(found["host_copy_bytes"])),
-        ("disk: needed, free", f"{_size(found['disk_needed_bytes'])}, {_size(found['disk_free_bytes'])}"),
-        ("disk: speed of writing", f"{_size(found['disk_bytes_per_second'])}/s"),
+        ("a checkpoint", size_in_words(found["checkpoint_bytes"])),
+        ("copy of it in host memory, per rank", size_in_words(found["host_copy_bytes"])),
+        (
+            "disk: needed, free",
+            f"{size_in_words(found['disk_needed_bytes'])}, {size_in_words(found['disk_free_bytes'])}",
+        ),
+        ("disk: speed of writing", f"{size_in_words(found['disk_bytes_per_second'])}/s"),
     ]
     if "memory_bytes" in found:
-        rows.append(("GPU memory: peak, all", f"{_size(found['memory_bytes'])}, {_size(found['memory_total_bytes'])}"))
-        rows.append(("GPU to host: speed", f"{_size(found['host_link_bytes_per_second'])}/s"))
+        rows.append(
+            (
+                "GPU memory: peak, all",
+                f"{size_in_words(found['memory_bytes'])}, {size_in_words(found['memory_total_bytes'])}",
+            )
+        )
+        rows.append(("GPU to host: speed", f"{size_in_words(found['host_link_bytes_per_second'])}/s"))
     if "all_reduce_bytes_per_second" in found:
-        rows.append(("all-reduce: speed", f"{_size(found['all_reduce_bytes_per_second'])}/s"))
+        rows.append(("all-reduce: speed", f"{size_in_words(found['all_reduce_bytes_per_second'])}/s"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -178,6 +206,12 @@ def table(found: dict[str, float], config: Config, world_size: int) -> str:
 def _checkpoint_bytes(trainer: Trainer) -> int:
     """Weights and AdamW's two moments, over all ranks."""
     return 3 * sum(p.numel() * p.element_size() for p in trainer.model.module.parameters())
+
+
+def _writers(trainer: Trainer) -> int:
+    """Ranks among which the copy of a checkpoint is shared out: all, but with hsdp those of each copy of the model."""
+    strategy = trainer.fabric.strategy
+    return strategy.device_mesh.shape[1] if isinstance(strategy, ModelParallelStrategy) else trainer.fabric.world_size
 
 
 def _disk(place: Path, config: Config, checkpoint_bytes: float) -> dict[str, float]:
@@ -207,10 +241,10 @@ def _host_link(device: torch.device) -> float:
     source = torch.empty(_TEST_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty(_TEST_BYTES, dtype=torch.uint8, pin_memory=True)
     target.copy_(source)
-    _synchronize(device)
+    setup.synchronize(device)
     began = time.perf_counter()
     target.copy_(source, non_blocking=True)
-    _synchronize(device)
+    setup.synchronize(device)
     return _TEST_BYTES / (time.perf_counter() - began)
 
 
@@ -219,19 +253,14 @@ def _all_reduce(device: torch.device) -> float:
     size = _TEST_BYTES if device.type == "cuda" else 1 << 22
     tensor = torch.zeros(size // 4, device=device)
     dist.all_reduce(tensor)
-    _synchronize(device)
+    setup.synchronize(device)
     began = time.perf_counter()
     dist.all_reduce(tensor)
-    _synchronize(device)
+    setup.synchronize(device)
     return size / (time.perf_counter() - began)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _size(count: float) -> str:
+def size_in_words(count: float) -> str:
     """2.5e9 -> "2.50 GB"."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
