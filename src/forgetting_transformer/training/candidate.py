@@ -47,8 +47,8 @@ def measure(config: Config, sequences: list[int], memory_bytes: float | None, pl
     points: list[dict[str, Any]] = []
     with trial(config) as trainer:
         trainer.callbacks.start()  # which may hold memory
-        fabric, length = trainer.fabric, config.datamodule.train_batch_len
-        batch = fabric.to_device(next(iter(trainer.data.train_loader(0, 1, fabric.global_rank, fabric.world_size))))
+        fabric, ranks, length = trainer.fabric, trainer.ranks, config.datamodule.train_batch_len
+        batch = fabric.to_device(next(iter(trainer.data.train_loader(0, 1, ranks.data_rank, ranks.data_size))))
         for count in sequences:
             trainer.config.train.grad_acc_tokens = count * length
             point: dict[str, Any] = {"sequences": count}

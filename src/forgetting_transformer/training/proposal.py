@@ -180,7 +180,8 @@ class _Proposal:
         self.world_size = expected_world_size(config)
         data = config.datamodule
         self.tokens = data.train_batch_size * data.train_batch_len
-        counts = divisors(data.train_batch_size // self.world_size)
+        self.local = data.train_batch_size // (self.world_size // config.strategy.context)
+        counts = divisors(self.local)
         self.sequences = counts if len(counts) <= _MOST_POINTS else [*counts[: _MOST_POINTS - 1], counts[-1]]
         self.deadline = time.monotonic() + LIMIT_SECONDS
         self.compiles = self._compiles()
@@ -218,7 +219,7 @@ class _Proposal:
         if winner is None:
             lines.append("none of them can be used; use more devices, or a smaller model or train_batch_len")
             return "\n".join(lines)
-        micro = min(self.config.train.grad_acc_tokens, self.tokens // self.world_size) // length
+        micro = min(self.config.train.grad_acc_tokens // length, self.local)
         now = [p for p in points if (p.shape, p.sequences) == (self.start, micro) and not p.problem]
         gain = (
             f", {winner.tokens_per_second / now[0].tokens_per_second:.2f} times the speed of this command"
