@@ -3,6 +3,7 @@
 
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo --push_to_hub my-account/demo --private
+    python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo-ema --weights ema
 
 README.md is the model card: corpus, tokens, losses with a figure, configuration, versions, how to load the model. It
 names no licence: you choose one. A card that you wrote or edited is kept.
@@ -46,6 +47,11 @@ def main() -> None:
     )
     parser.add_argument("--private", action="store_true", help="make the repository of --push_to_hub a private one")
     parser.add_argument("--revision", type=command_line.name, help="branch for --push_to_hub; made if needed")
+    parser.add_argument(
+        "--weights",
+        choices=["ema"],
+        help="export the moving average that a run with callbacks=[ema] keeps, instead of the weights themselves",
+    )
     command_line.add_plugins(parser)
     arguments = parser.parse_args()
     if arguments.push_to_hub is None and (arguments.private or arguments.revision):
@@ -63,7 +69,8 @@ def main() -> None:
     try:
         if repo_id is not None:
             hub.check_repo_id(repo_id)
-        print(export(arguments.hf_load_dir, folder, arguments.hf_load_step, arguments.tokenizer, repo_id), flush=True)
+        step, tokenizer = arguments.hf_load_step, arguments.tokenizer
+        print(export(arguments.hf_load_dir, folder, step, tokenizer, repo_id, arguments.weights), flush=True)
         if repo_id is not None:
             print(hub.push(folder, repo_id, arguments.private or None, arguments.revision))
     except (CheckpointError, ExportError) as error:

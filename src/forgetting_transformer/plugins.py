@@ -165,6 +165,7 @@ CORPORA: Registry[Callable[..., Any]] = Registry(
 CALLBACKS: Registry[Callable[..., Any]] = Registry(
     "callbacks",
     {
+        "ema": "forgetting_transformer.training.callbacks.ema",
         "gate_statistics": "forgetting_transformer.evaluation.gate_statistics",
         "lm_eval": "forgetting_transformer.evaluation.lm_eval_callback",
         "needle": "forgetting_transformer.evaluation.needle_callback",

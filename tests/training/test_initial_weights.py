@@ -149,9 +149,9 @@ def test_tensors_that_do_not_match_are_named_and_refused_and_nothing_is_moved(ti
     new = changed(tiny, init_from=str(exported), resume=False, train__max_tokens=STEP)
     said = one_line(new)
     assert said == (
-        f"init_from={exported} does not fit: missing: model.norm.weight; of shape (64, 16) instead of (64, 32): "
-        "lm_head.weight; unexpected: model.layers.0.extra.weight. Train the model that it was trained as, or let these "
-        "begin with fresh weights, and leave unexpected ones out, with "
+        f"init_from={exported} does not fit: missing: model.norm.weight; of another shape: lm_head.weight "
+        "(64, 16) instead of (64, 32); unexpected: model.layers.0.extra.weight. Train the model that it was "
+        "trained as, or let these begin with fresh weights, and leave unexpected ones out, with "
         "init_allow=[lm_head.weight,model.layers.0.extra.weight,model.norm.weight]"
     )
     assert sorted(Path(tiny["output_dir"]).rglob("*")) == before, "the old run stays where it was"

@@ -225,7 +225,8 @@ def _losses(run: Run, exported: Exported) -> list[str]:
         return ["The run left no record of its losses."]
     lines = ["| loss | nats per token | perplexity | |", "|---|---:|---:|---|"]
     lines += [f"| {name} | {loss:.4f} | {_perplexity(loss)} | {what} |" for name, loss, what in rows]
-    return ["\n".join(lines)]
+    average = _averaged(exported)
+    return ["\n".join(lines), *([f"These are losses of the run. The weights here are {average}."] if average else [])]
 
 
 def _perplexity(loss: float) -> str:
@@ -250,6 +251,7 @@ def _training(run: Run, exported: Exported) -> dict[str, str]:
         "training tokens": f"{exported.step:,}" + _passes(exported.step, data.get("total_tokens")),
         "batch": f"{batch:,} sequences of {length:,} tokens" if batch and length else None,
         "started from": _began_with(exported),
+        "weights": _averaged(exported),
         "optimizer": _at(config, "optimizer", "name"),
         "peak learning rate": _at(config, "optimizer", "lr"),
         "schedule": f"{schedule}, warm-up over {warmup:,} tokens" if schedule and isinstance(warmup, int) else schedule,
@@ -270,6 +272,14 @@ def _began_with(exported: Exported) -> str | None:
     if isinstance(weights, Mapping):
         return "the weights of " + ", ".join(str(weights[key]) for key in ("source", "revision") if key in weights)
     return f"{public(fork)} at {step:,} tokens" if fork and step else None
+
+
+def _averaged(exported: Exported) -> str | None:
+    """Which average the weights are; None where they are what training ended with."""
+    if steps := exported.origin.get("average_of"):
+        return f"the mean of the checkpoints at {', '.join(f'{step:,}' for step in steps)} tokens"
+    kind = exported.origin.get("weights")
+    return f"the moving average {kind} of the weights in training" if kind else None
 
 
 def _device(start: Mapping[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import GenerationConfig, PreTrainedModel
@@ -22,11 +23,13 @@ from forgetting_transformer.files import LocksUnsupportedError, locked, write_at
 from forgetting_transformer.model import registry
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, load_tokenizer
 from forgetting_transformer.training import official_checkpoint
+from forgetting_transformer.training.callbacks.base import LARGE
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     CheckpointError,
     load_weights,
     read_newest,
+    read_weights,
     steps_in,
 )
 from forgetting_transformer.training.run_directory import RunDirectory, belongs_to, describe_os_error
@@ -59,6 +62,7 @@ def export(
     step: int | None = None,
     tokenizer: str | None = None,
     model_id: str | None = None,
+    weights: str | None = None,
 ) -> str:
     """Writes `save_folder` and returns a line that says what was written.
 
@@ -69,9 +73,10 @@ def export(
         step: training tokens of the checkpoint; None for the newest valid one.
         tokenizer: folder or hub id; None for the run's own.
         model_id: what the card's example loads, such as the id on a hub; None for the folder.
+        weights: the callback whose average of the weights is exported, such as "ema"; None for the weights themselves.
 
     Raises:
-        CheckpointError: no valid checkpoint (at that step).
+        CheckpointError: no valid checkpoint (at that step), or none of these weights in it.
         ExportError: another export is writing there, the folder is a run's or a corpus's, holds another model or files
             of somebody else, or cannot be written, or the tokenizer cannot be used. Also where the run has no tokenizer
             and none is named; then the model is written all the same.
@@ -79,17 +84,20 @@ def export(
     check_place(save_folder)
     directory = RunDirectory(run_folder)
     found: tuple[Checkpoint, dict[str, Any], PreTrainedModel] | None
-    if official_checkpoint.is_official(directory):
+    if official_checkpoint.is_official(directory) and weights is None:
         found = official_checkpoint.load_model(directory, step)
     else:
-        found = read_newest(directory.checkpoints, load_checkpoint, step)
+        found = read_newest(directory.checkpoints, lambda checkpoint: load_checkpoint(checkpoint, weights), step)
     if found is None:
         wanted = "no valid checkpoint" if step is None else f"no valid checkpoint at step {step}"
         raise CheckpointError(
             f"{wanted} in {directory.checkpoints}; it holds {steps_in(directory.checkpoints) or 'nothing'}"
         )
     what = f"checkpoint {found[0].path.name} of {run_folder}"
-    return write(directory, *found, save_folder, tokenizer, what, model_id=model_id)
+    if weights is None:
+        return write(directory, *found, save_folder, tokenizer, what, model_id=model_id)
+    about = {"weights": weights}
+    return write(directory, *found, save_folder, tokenizer, f"{weights} in {what}", about, model_id)
 
 
 def check_place(save_folder: Path) -> None:
@@ -186,10 +194,28 @@ def write(
     return f"{what} is now {save_folder}{replaced}{kept_card}{needs}"
 
 
-def load_checkpoint(checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
-    """A checkpoint, its trainer.json and its model; for `read_newest`."""
+def load_checkpoint(
+    checkpoint: Checkpoint, weights: str | None = None
+) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
+    """A checkpoint, its trainer.json and its model; for `read_newest`.
+
+    Args:
+        weights: as of `export`.
+    """
     state = checkpoint.trainer_state()
-    return checkpoint, state, build_from_checkpoint(checkpoint, state)
+    model = build_from_checkpoint(checkpoint, state)
+    if weights is not None:
+        parameters = dict(model.named_parameters())
+        part = f"{LARGE}{weights}."
+        if (average := read_weights(checkpoint, part=part)).keys() != parameters.keys():
+            raise CheckpointError(
+                f"--weights={weights}: {checkpoint.path} has no such weights; the run must train with "
+                f"callbacks=[{weights}]"
+            )
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(average[name])
+    return checkpoint, state, model
 
 
 def _free_for_the_card(folder: Path, own: dict[str, str | None]) -> set[str]:

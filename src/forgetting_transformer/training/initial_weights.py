@@ -285,17 +285,17 @@ def _match(
             del shapes[head]
     reasons = {name: "missing" for name in own.keys() - shapes.keys()}
     reasons |= {name: "unexpected" for name in shapes.keys() - own.keys()}
-    reasons |= {
-        name: f"of shape {shapes[name]} instead of {own[name]}"
-        for name in own.keys() & shapes.keys()
-        if own[name] != shapes[name]
-    }
+    reasons |= {name: "of another shape" for name in own.keys() & shapes.keys() if own[name] != shapes[name]}
     vocabulary = _other_vocabulary(source, data, corpus)
     if vocabulary:
         reasons |= {name: reasons.get(name, "of other tokens") for name in {embeddings, head} & own.keys()}
     allowed = _allowed(config.init_allow, {*own, *shapes})
     if refused := sorted(reasons.keys() - allowed):
-        raise ConfigError(_refusal(config, reasons, refused, vocabulary))
+        described = {
+            name: f"{name} {shapes[name]} instead of {own[name]}" if reasons[name] == "of another shape" else name
+            for name in refused
+        }
+        raise ConfigError(_refusal(config, reasons, described, vocabulary))
     fresh, unused = sorted(reasons.keys() & own.keys()), sorted(reasons.keys() - own.keys())
     notes = [f"fresh initial weights for {', '.join(fresh)}"] if fresh else []
     notes += [f"not used: {', '.join(unused)}"] if unused else []
@@ -321,10 +321,14 @@ def _allowed(patterns: list[str], names: set[str]) -> set[str]:
     return allowed
 
 
-def _refusal(config: Config, reasons: dict[str, str], refused: list[str], vocabulary: str | None) -> str:
+def _refusal(config: Config, reasons: dict[str, str], refused: dict[str, str], vocabulary: str | None) -> str:
+    """
+    Args:
+        refused: names of tensors, and how each is listed.
+    """
     by_reason: dict[str, list[str]] = {}
     for name in refused:
-        by_reason.setdefault(reasons[name], []).append(name)
+        by_reason.setdefault(reasons[name], []).append(refused[name])
     listed = "; ".join(f"{reason}: {_some(names)}" for reason, names in sorted(by_reason.items()))
     names = ",".join(refused) if len(refused) <= _SHOWN else "…"
     why = f"it has another vocabulary than the corpus ({vocabulary}); " if vocabulary else ""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forgetting_transformer.data.corpus import Corpus, DataInfo
-    from forgetting_transformer.training.checkpoint import Checkpointer
+    from forgetting_transformer.training.checkpoint import Checkpoint, Checkpointer
     from forgetting_transformer.training.clock import Clock
     from forgetting_transformer.training.config import Config
     from forgetting_transformer.training.corruption import Comparison
@@ -62,6 +62,7 @@ class PartsInterface(Protocol):
     guard: StepGuard
     checkpointer: Checkpointer
     saver: Saver
+    checkpoint: Checkpoint | None
     before: Execution | None
     comparison: Comparison | None
     execution: Execution

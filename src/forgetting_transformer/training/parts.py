@@ -161,6 +161,8 @@ class Parts:
         self.kinds: set[str] = set()
         self.directory.make(self.directory.checkpoints)
         setup.on_rank_zero(self.fabric, self.checkpointer.clean)
+        #: What this start goes on from, of this run or of another.
+        self.checkpoint = checkpoint
         #: What callbacks left in the checkpoint.
         self.callback_state = {} if checkpoint is None else load_checkpoint(self, checkpoint, forked)
         self.saver = Saver(self.checkpointer, None if checkpoint is None or forked else checkpoint.step)

@@ -204,8 +204,9 @@ def table(found: dict[str, float], config: Config, world_size: int) -> str:
 
 
 def _checkpoint_bytes(trainer: Trainer) -> int:
-    """Weights and AdamW's two moments, over all ranks."""
-    return 3 * sum(p.numel() * p.element_size() for p in trainer.model.module.parameters())
+    """Weights and AdamW's two moments, and what callbacks keep beside them, over all ranks."""
+    parameters = 3 * sum(p.numel() * p.element_size() for p in trainer.model.module.parameters())
+    return parameters + sum(t.numel() * t.element_size() for t in trainer.callbacks.large_state().values())
 
 
 def _writers(trainer: Trainer) -> int:

@@ -76,6 +76,7 @@ class Saver:
             state,
             trainer.callbacks.state() | trainer.guard.state(),
             permanent,
+            others=trainer.callbacks.large_state(),
             before_manifest=trainer.metrics.flush if trainer.metrics is not None else lambda: None,
         )
 

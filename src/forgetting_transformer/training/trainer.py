@@ -108,7 +108,7 @@ class Trainer(Parts):
             if self.finished or self.crossed(config.train_eval_interval):
                 self.callbacks.call_all("on_interval", "train_eval")
             if first:
-                self.checkpointer.reserve(self.model.module, self.optimizer.optimizer)
+                self.checkpointer.reserve(self.model.module, self.optimizer.optimizer, self.callbacks.large_state())
             if (every := config.strategy.compare_steps) and counters.batch_count % every == 0:
                 self.compare_ranks()
             self.beat()

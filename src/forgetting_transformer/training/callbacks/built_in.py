@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from forgetting_transformer.plugins import CALLBACKS
 from forgetting_transformer.training.callbacks.bad_steps import BadSteps
-from forgetting_transformer.training.callbacks.base import Callback, Callbacks
+from forgetting_transformer.training.callbacks.base import LARGE, Callback, Callbacks
 from forgetting_transformer.training.callbacks.checkpoint_times import CheckpointTimes
 from forgetting_transformer.training.callbacks.figures import Figures
 from forgetting_transformer.training.callbacks.goodput import Goodput
@@ -67,4 +67,7 @@ def callbacks_of(trainer: "TrainerInterface") -> Callbacks:
     """All of them, with what the checkpoint holds of them."""
     callbacks = Callbacks(trainer, built_in(trainer), chosen(trainer.config))
     callbacks.load(trainer.callback_state)
+    large = callbacks.large_state()
+    if trainer.checkpoint is not None:
+        trainer.checkpointer.load_others(trainer.checkpoint, large, LARGE)
     return callbacks

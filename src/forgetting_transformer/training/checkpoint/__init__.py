@@ -1,7 +1,8 @@
 """Checkpoints that are whole or not there.
 
     checkpoints/step-000000123456/         the number is training tokens
-        state/.metadata, state/*.distcp    weights and AdamW's moments, sharded (torch.distributed.checkpoint)
+        state/.metadata, state/*.distcp    weights, AdamW's moments and large states of callbacks, sharded
+                                           (torch.distributed.checkpoint)
         trainer.json                       counters, resolved config, data fingerprint, versions
         windows.npz                        running sums of metrics that are not yet reported
         manifest.json                      size and CRC-32 of every file above; written last
@@ -157,10 +158,12 @@ class Checkpointer:
         self.last_good: int | None = None
         self._step, self._last_write, self._moved = 0, 0.0, 0
 
-    def reserve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Makes room for the copies of later saves; worth calling after the first optimizer step."""
+    def reserve(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, others: dict[str, Tensor] | None = None
+    ) -> None:
+        """Makes room for the copies of later saves, as of `save`; worth calling after the first optimizer step."""
         if self.background:
-            self._copy.reserve(share(_tensors(model, optimizer)[0], self.rank, self.world_size))
+            self._copy.reserve(share(_tensors(model, optimizer)[0] | (others or {}), self.rank, self.world_size))
 
     @property
     def reserving(self) -> bool:
@@ -176,11 +179,13 @@ class Checkpointer:
         windows: dict[str, Tensor],
         permanent: bool,
         before_manifest: Callable[[], None] = lambda: None,
+        others: dict[str, Tensor] | None = None,
     ) -> None:
         """Saves a checkpoint; called by every rank after the same step. `finished` tells how it ended.
 
         Args:
             trainer_state: as JSON. windows: small tensors, the same on every rank.
+            others: large tensors by name, besides weights and moments: sharded, or the same on every rank.
             before_manifest: what has to be on disk before the checkpoint counts; called on rank 0.
 
         Raises:
@@ -192,7 +197,7 @@ class Checkpointer:
             # Asking FSDP2 for the state of a fresh optimizer makes it take a step.
             raise CheckpointError("there is nothing to save before the first optimizer step")
         started = time.perf_counter()
-        tensors, _ = _tensors(model, optimizer)
+        tensors = _tensors(model, optimizer)[0] | (others or {})
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         trainer_state = {**trainer_state, "digests": digests_of_whole(tensors)}
         mine = share(tensors, self.rank, self.world_size)
@@ -370,16 +375,7 @@ class Checkpointer:
             if self.rank == 0:
                 log.warning("%s was written with another optimizer: moments begin at zero", checkpoint.path)
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        try:
-            dcp.load(
-                tensors,
-                storage_reader=TensorReader(checkpoint.path / "state"),
-                planner=TensorPlanner(),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
-        except (CheckpointException, OSError, ValueError, RuntimeError) as error:
-            raise _unreadable(checkpoint, error) from error
+        self._read(checkpoint, tensors)
         set_model_state_dict(model, _part("model.", tensors))
         if lacking:
             optimizer.state.clear()  # of the step that asking for it made
@@ -394,6 +390,45 @@ class Checkpointer:
             now = _tensors(model, optimizer)[0]
         for group, setting in zip(optimizer.param_groups, settings, strict=True):
             group.update(setting)
+        self._check_loaded(checkpoint, now)
+
+    def load_others(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], prefix: str) -> None:
+        """Fills `tensors` in place with those of their names, if the checkpoint has them.
+
+        Args:
+            prefix: of the names of all that are not weights or moments.
+
+        Raises:
+            CheckpointError: it has some of them only, or they cannot be read or are not what was saved.
+        """
+        stored = {name for name in _stored(checkpoint) if name.startswith(prefix)}
+        owner = {name: prefix + name.removeprefix(prefix).partition(".")[0] for name in {*stored, *tensors}}
+        known = {name: tensor for name, tensor in tensors.items() if owner[name] in {owner[one] for one in stored}}
+        for one in sorted({owner[name] for name in tensors.keys() - known.keys()}) if self.rank == 0 else ():
+            log.info("%s has no state of %s, which begins here", checkpoint.path, one)
+        for one in sorted({owner[name] for name in stored} - {owner[n] for n in tensors}) if self.rank == 0 else ():
+            log.warning("%s has the state of %s, which this start does not choose: it ends here", checkpoint.path, one)
+        if lacking := sorted(known.keys() - stored):
+            raise CheckpointError(f"{checkpoint.path} was written with another model: it has no {lacking[0]}")
+        if known:
+            self._read(checkpoint, known)
+            self._check_loaded(checkpoint, known)
+
+    def _read(self, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
+        """Fills tensors in place, on all ranks."""
+        try:
+            dcp.load(
+                tensors,
+                storage_reader=TensorReader(checkpoint.path / "state"),
+                planner=TensorPlanner(),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except (CheckpointException, OSError, ValueError, RuntimeError) as error:
+            raise _unreadable(checkpoint, error) from error
+
+    def _check_loaded(self, checkpoint: Checkpoint, now: dict[str, Tensor]) -> None:
+        """Compares on all ranks what was loaded with what was to be saved."""
         wrong: list[Any] = [differing(_digests(checkpoint), now)]
         if self._group is not None:
             mine, wrong = wrong[0], [None] * self.world_size
@@ -642,13 +677,16 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     _check_digests(checkpoint, [differing(_digests(checkpoint), tensors)])
 
 
-def read_weights(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+def read_weights(checkpoint: Checkpoint, names: Iterable[str] | None = None, part: str = "model.") -> dict[str, Tensor]:
     """Weights of a checkpoint on the CPU, on one process, by the model's names; all of them without `names`.
+
+    Args:
+        part: prefix of their names in the checkpoint; "callbacks.ema." for what the callback ema keeps of them.
 
     Raises:
         CheckpointError: they are not there, cannot be read, or are not what was saved.
     """
-    part, stored = "model.", _stored(checkpoint)
+    stored = _stored(checkpoint)
     wanted = [name for name in stored if name.startswith(part)] if names is None else [f"{part}{n}" for n in names]
     if lacking := sorted({*wanted} - stored):
         raise CheckpointError(f"{checkpoint.path} belongs to another model: it has no {lacking[0].removeprefix(part)}")

@@ -1,0 +1,130 @@
+"""The mean of the weights of several checkpoints of a run, written as an exported model.
+
+Tensor by tensor, summed in float64 in the order of the steps: the result does not depend on the machine, and needs
+memory for one model and for some tensors of another.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgetting_transformer.progress import Progress
+from forgetting_transformer.training import export, official_checkpoint
+from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, newest_valid, read_weights, steps_in
+from forgetting_transformer.training.continuing import changes_that_alter_the_run
+from forgetting_transformer.training.run_directory import RunDirectory
+
+#: Bytes of float32 weights that are summed at a time.
+_GROUP = 1 << 28
+
+
+def average(
+    run_folder: Path,
+    save_folder: Path,
+    last: int | None = None,
+    steps: list[int] | None = None,
+    tokenizer: str | None = None,
+) -> str:
+    """Writes the mean of some checkpoints to `save_folder`, and returns a line that says so. The run is only read.
+
+    Args:
+        last: how many, the newest valid ones; or steps: the training tokens of each.
+        tokenizer: folder or hub id; None for the run's own.
+
+    Raises:
+        CheckpointError: there are not so many, or they belong to runs of other settings.
+        ExportError: as `export.export`.
+    """
+    export.check_place(save_folder)
+    directory = RunDirectory(run_folder)
+    chosen = find(directory, last, steps)
+    states = [checkpoint.trainer_state() for checkpoint in chosen]
+    _check_same(chosen, states)
+    *_, (newest, state) = zip(chosen, states, strict=True)
+    model = export.build_model(newest, state)
+    _fill_with_mean(model.state_dict(), chosen)
+    numbers = [checkpoint.step for checkpoint in chosen]
+    what = f"the average of {len(chosen)} checkpoints of {run_folder}, {numbers[0]:,} to {numbers[-1]:,} tokens,"
+    return export.write(directory, newest, state, model.eval(), save_folder, tokenizer, what, {"average_of": numbers})
+
+
+def find(directory: RunDirectory, last: int | None, steps: list[int] | None) -> list[Checkpoint]:
+    """The checkpoints to average, the oldest first, each checked against its manifest.
+
+    Raises:
+        CheckpointError: one is missing, or there are fewer valid ones than `last`.
+    """
+    folder = directory.checkpoints
+    if official_checkpoint.is_official(directory):
+        raise CheckpointError(
+            f"{directory.root} is a run of the authors' code; make runs of its checkpoints with "
+            "scripts/import_checkpoint.py first"
+        )
+    held = steps_in(folder)
+    if not held:
+        raise CheckpointError(f"{folder} holds no checkpoints; give the output_dir of a run")
+    wanted = sorted(held if steps is None else {*steps}, reverse=True)
+    found: list[Checkpoint] = []
+    with Progress("checking", min(len(wanted), last or len(wanted)), "checkpoints") as progress:
+        for step in wanted:
+            checkpoint = newest_valid(folder, step)
+            if checkpoint is None and steps is not None:
+                raise CheckpointError(f"no valid checkpoint at step {step} in {folder}; it holds {held}")
+            if checkpoint is not None:
+                found.append(checkpoint)
+                progress.advance(1)
+            if len(found) == last:
+                break
+    if last is not None and len(found) < last:
+        raise CheckpointError(
+            f"--last={last}: {folder} has {len(found)} valid checkpoints ({held}); average fewer, or let a "
+            "run keep more (checkpoint_keep_last, checkpoint_keep_interval)"
+        )
+    return found[::-1]
+
+
+def _check_same(checkpoints: list[Checkpoint], states: list[dict[str, Any]]) -> None:
+    """
+    Raises:
+        CheckpointError: two of them are of different models or runs.
+    """
+    for (one, before), (other, after) in pairwise(zip(checkpoints, states, strict=True)):
+        changes = changes_that_alter_the_run(before["config"], after["config"])
+        if before["model_config"] != after["model_config"]:
+            changes.append("the configuration of the model")
+        if changes:
+            raise CheckpointError(
+                f"{one.path.name} and {other.path.name} in {one.path.parent} belong to runs of other settings "
+                f"({'; '.join(changes[:3])}); average those of one run with --steps"
+            )
+
+
+@torch.no_grad()
+def _fill_with_mean(own: dict[str, Tensor], checkpoints: list[Checkpoint]) -> None:
+    total = len(checkpoints) * sum(tensor.nbytes for tensor in own.values())
+    with Progress("averaging", total, "B") as progress:
+        for names in _groups(own):
+            sums = {name: torch.zeros(own[name].shape, dtype=torch.float64) for name in names}
+            for checkpoint in checkpoints:
+                for name, tensor in read_weights(checkpoint, names).items():
+                    sums[name] += tensor
+                    progress.advance(tensor.nbytes)
+            for name in names:
+                own[name].copy_(sums[name] / len(checkpoints))
+
+
+def _groups(own: dict[str, Tensor]) -> Iterator[list[str]]:
+    """Names of tensors that are read together: opening a checkpoint for every one of them would take long."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in own.items():
+        if names and size + tensor.nbytes > _GROUP:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    yield names

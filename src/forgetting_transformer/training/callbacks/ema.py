@@ -1,0 +1,124 @@
+"""The callback `ema`: an exponential moving average of the weights, kept beside them while they are trained.
+
+    python train.py … callbacks=[ema] callbacks.ema.decay=0.9999
+    python save_model.py --hf_load_dir=… --hf_save_dir=… --weights ema
+
+The n-th update (n = 0, 1, …) makes the average d * average + (1 - d) * weights with d = min(decay, (1 + n) / (10 + n)),
+and the first one takes the weights as they are. So early weights, which are far from the later ones, are soon forgotten
+whatever the decay. The average is in float32, sharded as the weights are, and in every checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forgetting_transformer import plugins
+from forgetting_transformer.ranges import COUNT, TOKENS, Range, within
+from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
+from forgetting_transformer.training.config import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forgetting_transformer.training.callbacks.held_out import HeldOut
+    from forgetting_transformer.training.interface import TrainerInterface
+
+
+@dataclass
+class EmaConfig:
+    #: How much of the average an update leaves; 0.999 averages over about 1000 updates.
+    decay: float = within(Range(0, 0.999999), 0.999)
+    #: Steps between updates.
+    every_steps: int = within(COUNT, 1)
+    #: Training tokens before the first update. Until then the average is the weights.
+    start_tokens: int = within(Range(0, TOKENS.high), 0)
+    #: Also evaluate the average on the held-out documents, when the weights are evaluated: val_ema.jsonl.
+    evaluate: bool = True
+
+
+@plugins.CALLBACKS.register("ema", config=EmaConfig, free=[plugins.ALL])
+class Ema(Callback):
+    all_ranks = True
+    kinds = ("val_ema",)
+
+    def __init__(self, config: EmaConfig) -> None:
+        self.config = config
+        self.evaluates = config.evaluate  # type: ignore[misc]  # of this one
+        self.updates = 0
+        #: The model's parameters and their averages, in one order; under FSDP both are shards.
+        self._weights: dict[str, Tensor] = {}
+        self._average: dict[str, Tensor] = {}
+        self._held_out: HeldOut | None = None
+        start = f" from {config.start_tokens:,} tokens on" if config.start_tokens else ""
+        self.summary = f"decay {config.decay:g}, updated every {config.every_steps:,} steps{start}"
+
+    def on_start(self, trainer: TrainerInterface) -> None:
+        """
+        Raises:
+            ConfigError: the kind of lines that it writes is that of an evaluation set.
+        """
+        if "ema" in trainer.eval_sets:
+            raise ConfigError("eval_sets.ema has the name of the callback ema, which writes val_ema.jsonl; rename it")
+        from forgetting_transformer.training.callbacks.held_out import HeldOut
+
+        if self.evaluates and not (trainer.config.skip_eval and not trainer.config.final_eval):
+            self._held_out = HeldOut(trainer.data, "ema")
+
+    def on_step(self, trainer: TrainerInterface, step: Step) -> None:
+        counters = trainer.counters
+        if counters.token_count < self.config.start_tokens or counters.batch_count % self.config.every_steps:
+            return
+        self._move(min(self.config.decay, (1 + self.updates) / (10 + self.updates)) if self.updates else 0.0)
+        self.updates += 1
+
+    def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
+        if kind == "save" and not self.updates:
+            self._move(0.0)
+        if kind == "eval" and self.updates and self._held_out is not None:
+            self._swap(trainer)
+            try:
+                self._held_out.on_interval(trainer, kind)
+            finally:
+                self._swap(trainer)
+
+    def state(self) -> dict[str, Tensor]:
+        import torch
+
+        return {"updates": torch.tensor(self.updates)}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.updates = int(state["updates"])
+
+    def large_state(self, trainer: TrainerInterface) -> dict[str, Tensor]:
+        if not self._average:
+            # First asked for where nothing has been gathered: under FSDP these are the shards that the optimizer holds.
+            self._weights = dict(trainer.model.module.named_parameters())
+            self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        return self._average
+
+    def _move(self, decay: float) -> None:
+        """Leaves `decay` of the average and adds as much of the weights as is missing to one."""
+        import torch
+
+        torch._foreach_lerp_(_local(self._average), _local(self._weights), 1 - decay)
+
+    def _swap(self, trainer: TrainerInterface) -> None:
+        """Puts the average in the place of the weights and the other way round, bitwise."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in trainer.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what a forward pass has gathered is of the weights before
+        for weight, average in zip(_local(self._weights), _local(self._average), strict=True):
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+
+def _local(tensors: dict[str, Tensor]) -> list[Any]:
+    """What this rank holds of them."""
+    from torch.distributed.tensor import DTensor
+
+    found = (tensor.detach() for tensor in tensors.values())
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]

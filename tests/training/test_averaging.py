@@ -1,0 +1,248 @@
+"""Averages of weights: of several checkpoints, and the moving average that the callback ema keeps."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import forgetting_transformer.model  # noqa: F401  (registers the classes)
+from forgetting_transformer.training.averaging import average
+from forgetting_transformer.training.checkpoint import CheckpointError, load_tensors, newest_valid
+from forgetting_transformer.training.export import MARK, ExportError, export
+from tests.processes import run_command
+from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, refused, train
+from tests.training.test_export import word_tokenizer
+from tests.training.test_resume import STRATEGIES, assert_same_run, lines
+
+pytestmark = pytest.mark.slow
+KEPT = [8, 16, 20]  # steps whose checkpoints a run of the tiny configuration keeps
+
+
+@pytest.fixture
+def tokenizer(tmp_path) -> str:
+    return str(word_tokenizer(tmp_path / "tokenizer"))
+
+
+def snapshot(folder: Path) -> dict:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "steps"), [({"last": 3}, KEPT), ({"last": 2}, KEPT[1:]), ({"steps": [20 * STEP, 8 * STEP]}, [8, 20])]
+)
+@pytest.mark.parametrize("tie", [False, True])
+def test_the_mean_of_checkpoints_is_exported_and_the_run_is_left_alone(
+    tiny, tmp_path, finished, tokenizer, monkeypatch, chosen, steps, tie
+):
+    from forgetting_transformer.training import averaging
+
+    run = Path(finished(changed(tiny, model__config__tie_word_embeddings=tie)))
+    before = snapshot(run)
+    monkeypatch.setattr(averaging, "_GROUP", 10_000)  # several groups
+    said = average(run, tmp_path / "mean", tokenizer=tokenizer, **chosen)
+    assert f"the average of {len(steps)} checkpoints of {run}" in said
+    each = [checkpoint_tensors(str(run), step * STEP) for step in steps]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "mean")
+    for name, tensor in model.state_dict().items():
+        expected = sum(tensors[f"model.{name}"].double() for tensors in each) / len(each)
+        assert torch.equal(tensor, expected.float()), name
+    assert json.loads((tmp_path / "mean" / MARK).read_text())["average_of"] == [step * STEP for step in steps]
+    named = ", ".join(f"{step * STEP:,}" for step in steps)
+    assert (
+        f"The weights here are the mean of the checkpoints at {named} tokens"
+        in (tmp_path / "mean/README.md").read_text()
+    )
+    assert snapshot(run) == before
+    average(run, tmp_path / "mean", tokenizer=tokenizer, **chosen)  # again, in its place
+
+
+def test_what_cannot_be_averaged_is_refused(tiny, tmp_path, finished, interrupted, tokenizer):
+    run = Path(finished(tiny))
+    for chosen, message in (
+        ({"last": 4}, r"--last=4: .* has 3 valid checkpoints .*checkpoint_keep_last"),
+        ({"steps": [8 * STEP, 9]}, rf"no valid checkpoint at step 9 in .*; it holds \[{8 * STEP}, "),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            average(run, tmp_path / "mean", tokenizer=tokenizer, **chosen)
+    with pytest.raises(CheckpointError, match="holds no checkpoints; give the output_dir of a run"):
+        average(tmp_path / "nothing", tmp_path / "mean", last=2)
+    with pytest.raises(ExportError, match="is the folder of a training run"):
+        average(run, run, last=2)
+    mixed = tmp_path / "mixed"
+    shutil.copytree(run, mixed)
+    interrupted(changed(tiny, optimizer__lr=2e-3), 4)
+    name = f"checkpoints/step-{4 * STEP:015d}"
+    shutil.copytree(Path(tiny["output_dir"]) / name, mixed / name)
+    with pytest.raises(CheckpointError, match=r"belong to runs of other settings \(optimizer.lr: 0.002 -> 0.01"):
+        average(mixed, tmp_path / "mean", last=4, tokenizer=tokenizer)
+    assert not (tmp_path / "mean").exists()
+    # A damaged one is passed over.
+    (mixed / name / "manifest.json").write_text("")
+    average(mixed, tmp_path / "mean", last=3, tokenizer=tokenizer)
+
+
+def test_the_command_averages_generates_and_says_what_is_wrong(tiny, tmp_path, finished, tokenizer):
+    shutil.copytree(finished(tiny), tmp_path / "demo")
+    command = ["scripts/average_checkpoints.py", str(tmp_path / "demo")]
+    done = run_command(*command, "--last", "3", "--tokenizer", tokenizer)
+    assert done.returncode == 0 and "averaging: " in done.stderr, done.stderr
+    assert done.stdout.strip().endswith(f"is now {tmp_path / 'demo-average'}")
+    done = run_command("scripts/generate.py", str(tmp_path / "demo-average"), "--prompt", "w3", "--max_new_tokens", "4")
+    assert done.returncode == 0 and "w3" in done.stdout, done.stderr
+    for arguments, message in (
+        (["--last", "1"], "--last=1: an average is of 2 checkpoints at least"),
+        (["--steps", "128", "128"], "--steps=[128, 128] must name 2 different checkpoints"),
+        ([], "one of the arguments --last --steps is required"),
+        (["--last", "9"], "CheckpointError: --last=9: "),
+    ):
+        done = run_command(*command, *arguments)
+        assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def with_ema(config: dict, **keys) -> dict:
+    return changed(config, callbacks={"ema": {"decay": 0.7, **keys}})
+
+
+def ema_of(output_dir: str, step: int) -> dict[str, torch.Tensor]:
+    tensors = checkpoint_tensors(output_dir, step * STEP)
+    return {name: tensor for name, tensor in tensors.items() if name.startswith("callbacks.ema.")}
+
+
+#: Writes down the weights after every step.
+WEIGHTS = """
+import torch
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    found = original(self, batch)
+    weights = {name: p.detach().clone() for name, p in self.model.module.named_parameters()}
+    torch.save(weights, f"{self.directory.root}.weights-{self.counters.batch_count + 1}.pt")
+    return found
+trainer.Trainer.step = step
+"""
+
+
+def test_the_average_is_what_its_formula_says_and_the_weights_are_what_they_are_without(tiny, finished):
+    """Every second step from step 5 on, and at the checkpoint before that the weights themselves."""
+    config = with_ema(tiny, every_steps=2, start_tokens=5 * STEP)
+    job = Job(config, patch=WEIGHTS)
+    assert job.wait() == [0], job.errors()
+    assert_weights_alone(finished(tiny), config["output_dir"])
+    weights = {n: torch.load(f"{config['output_dir']}.weights-{n}.pt") for n in range(1, 21)}
+    average = None
+    for updates, n in enumerate(range(6, 21, 2)):
+        decay = min(0.7, (1 + updates) / (10 + updates))
+        average = {
+            name: w.double() if average is None else decay * average[name] + (1 - decay) * w.double()
+            for name, w in weights[n].items()
+        }
+        if n in KEPT:
+            for name, tensor in ema_of(config["output_dir"], n).items():
+                torch.testing.assert_close(
+                    tensor.double(), average[name.removeprefix("callbacks.ema.")], rtol=1e-5, atol=1e-7
+                )
+
+
+def assert_weights_alone(plain: str, other: str) -> None:
+    """The run with a callback has, besides what it keeps, bitwise what the run without has."""
+    for step in KEPT:
+        ours, theirs = checkpoint_tensors(plain, step * STEP), checkpoint_tensors(other, step * STEP)
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        assert len(theirs) > len(ours)
+    keys = ("train/loss", "train/global_grad_norm")
+    for x, y in zip(lines(plain, "train"), lines(other, "train"), strict=True):
+        assert all(x.get(key) == y.get(key) for key in keys)
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), STRATEGIES)
+def test_every_strategy_keeps_it_and_a_killed_run_ends_bitwise_the_same(
+    tiny, tmp_path, finished, tokenizer, strategy, world_size
+):
+    config = with_ema(changed(tiny, strategy__name=strategy))
+    straight = finished(config, world_size)
+    assert_weights_alone(finished(changed(tiny, strategy__name=strategy), world_size), straight)
+    shutil.copytree(straight, tiny["output_dir"])
+    for step in (16, 20):
+        shutil.rmtree(Path(tiny["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
+    train(config, world_size)
+    assert_same_run(straight, tiny["output_dir"])
+    assert len(ema_of(straight, 20)) > 20
+    assert [e["val_ema/loss"] for e in lines(straight, "val_ema")] == [
+        e["val_ema/loss"] for e in lines(tiny["output_dir"], "val_ema")
+    ]
+    # What an export of it predicts is what the run's own evaluation of it says.
+    export(Path(straight), tmp_path / "ema", tokenizer=tokenizer, weights="ema")
+    stored = load_file(tmp_path / "ema/model.safetensors")
+    for name, tensor in ema_of(straight, 20).items():
+        assert torch.equal(stored[name.removeprefix("callbacks.ema.")], tensor)
+    assert held_out_loss(tmp_path / "ema", tiny) == pytest.approx(
+        lines(straight, "val_ema")[-1]["val_ema/loss"], abs=1e-6
+    )
+    assert lines(straight, "val_ema")[-1]["val_ema/loss"] != lines(straight, "val")[-1]["val/loss"]
+    assert json.loads((tmp_path / "ema" / MARK).read_text())["weights"] == "ema"
+
+
+def held_out_loss(folder: Path, config: dict) -> float:
+    import zarr
+
+    tokens = torch.from_numpy(zarr.open_array(Path(config["data_dir"]) / "tiny/heldout.zarr")[:10].astype("int64"))
+    labels = tokens.reshape(20, 32)
+    inputs = labels.roll(1, 1)
+    inputs[:, 0] = 0
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder)(input_ids=inputs, labels=labels).loss.mean().item()
+
+
+def test_it_goes_on_with_another_strategy_and_number_of_processes(tiny, finished):
+    config = with_ema(tiny)
+    for steps, strategy, world_size in [(6, "fsdp", 2), (13, "auto", 1), (20, "ddp", 2)]:
+        train(changed(config, strategy__name=strategy, train__max_tokens=steps * STEP), world_size)
+    straight = ema_of(finished(config), 20)
+    for name, tensor in ema_of(tiny["output_dir"], 20).items():
+        torch.testing.assert_close(tensor, straight[name], rtol=1e-3, atol=1e-5)
+
+
+def test_it_may_be_added_and_left_out_and_the_log_says_so(tiny, tmp_path, interrupted, tokenizer):
+    interrupted(tiny, 8)
+    with pytest.raises(CheckpointError, match=r"--weights=ema: .* has no such weights; .* callbacks=\[ema\]"):
+        export(Path(tiny["output_dir"]), tmp_path / "ema", tokenizer=tokenizer, weights="ema")
+    train(with_ema(changed(tiny, train__max_tokens=12 * STEP)))
+    assert ema_of(tiny["output_dir"], 12)
+    train(tiny)
+    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+    assert "has no state of callbacks.ema, which begins here" in log
+    assert "has the state of callbacks.ema, which this start does not choose: it ends here" in log
+    assert not ema_of(tiny["output_dir"], 20)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"decay": 1.0}, "callbacks.ema.decay=1.0 must be a number from 0 to 0.999999"),
+        ({"every_steps": 0}, "callbacks.ema.every_steps=0 must be a whole number from 1"),
+        ({"dcay": 0.9}, "unknown config key 'callbacks.ema.dcay'; did you mean 'callbacks.ema.decay'"),
+    ],
+)
+def test_keys_that_cannot_work_are_refused(tiny, keys, message):
+    assert message in refused(with_ema(tiny, **keys))
+
+
+def test_a_damaged_average_is_found(tiny, tmp_path, finished):
+    """A bit of it that changed after the checkpoint's digests were taken."""
+    shutil.copytree(finished(with_ema(tiny)), tiny["output_dir"])
+    checkpoint = newest_valid(Path(tiny["output_dir"]) / "checkpoints")
+    name = next(name for name in load_tensors(checkpoint) if name.startswith("callbacks.ema."))
+    state = json.loads((checkpoint.path / "trainer.json").read_text())
+    state["digests"][name] = "0" * 16
+    manifest = json.loads((checkpoint.path / "manifest.json").read_text())
+    import zlib
+
+    text = json.dumps(state).encode()
+    (checkpoint.path / "trainer.json").write_bytes(text)
+    manifest["files"]["trainer.json"] = {"bytes": len(text), "crc32": zlib.crc32(text)}
+    (checkpoint.path / "manifest.json").write_text(json.dumps(manifest))
+    assert f"{name} is not what training held" in refused(with_ema(tiny))
