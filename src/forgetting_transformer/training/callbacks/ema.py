@@ -10,6 +10,7 @@ whatever the decay. The average is in float32, sharded as the weights are, and i
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
     from forgetting_transformer.training.callbacks.held_out import HeldOut
     from forgetting_transformer.training.interface import TrainerInterface
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -51,7 +54,8 @@ class Ema(Callback):
         self._average: dict[str, Tensor] = {}
         self._held_out: HeldOut | None = None
         start = f" from {config.start_tokens:,} tokens on" if config.start_tokens else ""
-        self.summary = f"decay {config.decay:g}, updated every {config.every_steps:,} steps{start}"
+        every = "step" if config.every_steps == 1 else f"{config.every_steps:,} steps"
+        self.summary = f"decay {config.decay:g}, updated every {every}{start}"
 
     def on_start(self, trainer: TrainerInterface) -> None:
         """
@@ -62,7 +66,7 @@ class Ema(Callback):
             raise ConfigError("eval_sets.ema has the name of the callback ema, which writes val_ema.jsonl; rename it")
         from forgetting_transformer.training.callbacks.held_out import HeldOut
 
-        if self.evaluates and not (trainer.config.skip_eval and not trainer.config.final_eval):
+        if self.evaluates and not trainer.config.skip_eval:
             self._held_out = HeldOut(trainer.data, "ema")
 
     def on_step(self, trainer: TrainerInterface, step: Step) -> None:
@@ -81,6 +85,11 @@ class Ema(Callback):
                 self._held_out.on_interval(trainer, kind)
             finally:
                 self._swap(trainer)
+
+    def on_evaluate(self, trainer: TrainerInterface, kind: str, values: dict[str, Any]) -> None:
+        if kind == "val_ema" and trainer.fabric.is_global_zero:
+            tokens = f"{trainer.counters.token_count:,}"
+            log.info("held-out loss of the average %.4f nats per token after %s tokens", values["val_ema/loss"], tokens)
 
     def state(self) -> dict[str, Tensor]:
         import torch
