@@ -12,9 +12,9 @@ chat template (docs/serving.md).
 """
 
 import argparse
-import contextlib
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -56,12 +56,10 @@ def main() -> int:
         if not getattr(loaded.processor, "chat_template", None):
             print("the tokenizer has no chat template: /v1/completions works, /v1/chat/completions does not")
     print(f"{arguments.model} at http://127.0.0.1:{arguments.port}/v1 on {device}; Ctrl-C ends", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        while server._thread.is_alive():
-            server._thread.join(1)
-    started = server.server.started
-    server.kill_server()
-    return 0 if started else 1
+    # A handler and not KeyboardInterrupt: threads of the server would keep the process, which holds nothing to save.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(0))
+    server._thread.join()
+    return 0 if server.server.started else 1
 
 
 def parse() -> argparse.Namespace:
