@@ -238,5 +238,18 @@ def test_an_id_too_high_is_named_with_its_set(config, sets, tmp_path):
     assert f"token id {VOCAB} in document 0 at position 7 is not below vocab_size={VOCAB}" in text
 
 
-def test_sets_are_not_read_where_nothing_is_evaluated(config):
+def test_sets_are_not_read_where_nothing_is_evaluated_and_the_log_says_so(config):
     train(changed(config, eval_sets={"code": "not there"}, skip_eval=True, train__max_tokens=STEP))
+    log = (Path(config["output_dir"]) / "logs/rank-0.log").read_text()
+    assert "WARNING eval_sets is not evaluated, because of skip_eval=true; set skip_eval=false" in log
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_name_that_gets_other_texts_is_refused(config, sets, world_size):
+    """Their losses would stand in one file, and be one curve and one row of a comparison."""
+    first = changed(config, eval_sets={"web": str(sets / "hard")}, train__max_tokens=4 * STEP)
+    train(first)
+    other = changed(first, eval_sets={"web": str(sets / "easy")})
+    said = f"eval_sets.web was {sets / 'hard/heldout.zarr'} so far in this run, and {sets / 'easy/heldout.zarr'} has"
+    assert said in refused(other, world_size)
+    train(changed(first, eval_sets={"web": str(sets / "hard"), "web_2": str(sets / "easy")}))

@@ -226,7 +226,10 @@ def test_another_vocabulary_is_refused_unless_embeddings_may_be_fresh(tiny, tmp_
         ("nobody/no-such-model", {}, "there is no such folder, and the hub's model of this name cannot be had"),
         ("nobody/no-such-model", {"init_step": 5}, "init_step=5 chooses a checkpoint of a run, and there is no folder"),
         ("RUN", {"init_step": 5}, f"it holds no valid checkpoint at init_step=5, only [{8 * STEP}, {16 * STEP}"),
-        ("RUN/checkpoints", {}, "it is neither a run (no checkpoints) nor an exported model (no config.json)"),
+        ("RUN/logs", {}, "it is neither a run (no checkpoints) nor an exported model (no config.json)"),
+        ("RUN/checkpoints", {}, "it is inside of a run; give the run's output_dir, RUN, and init_step=TOKENS"),
+        (f"RUN/checkpoints/step-{16 * STEP:015d}", {}, "it is inside of a run; give the run's output_dir, RUN, and"),
+        ("HF", {"model__config__num_heads": 4}, "are of a model with num_heads=2, and this one has num_heads=4; set"),
         ("HF", {"init_step": 5}, "init_step=5 chooses a checkpoint of a run, and this is an exported model"),
         ("HF", {"fork_dir": "RUN", "fork_step": 8 * STEP}, "both say what to begin with"),
         (None, {"init_allow": ["lm_head.weight"]}, "init_allow=['lm_head.weight'] has no effect without init_from"),
@@ -242,7 +245,7 @@ def test_what_cannot_be_begun_with_is_one_line(tiny, finished, exported, source,
         return text
 
     said = one_line(changed(tiny, init_from=place(source), **{key: place(value) for key, value in changes.items()}))
-    assert message in said, said
+    assert place(message) in said, said
     assert "init_from=" in said or "init_from" in message
 
 
@@ -301,5 +304,17 @@ def test_a_replay_of_the_first_step_has_the_weights_it_began_with(tiny, exported
 
     new = changed(tiny, init_from=str(exported), train__max_tokens=4 * STEP)
     train(new)
+    found, _ = replay(Path(new["output_dir"]), STEP, device="cpu")
+    assert found.loss_BT.mean() == pytest.approx(losses(new["output_dir"])[STEP], abs=1e-6)
+
+
+def test_a_replay_takes_the_weights_that_a_source_had_which_trains_on(tiny, tmp_path):
+    from forgetting_transformer.training.replay import replay
+
+    source = changed(tiny, output_dir=str(tmp_path / "source"), train__max_tokens=4 * STEP)
+    train(source)
+    new = changed(tiny, init_from=source["output_dir"], train__max_tokens=4 * STEP)
+    train(new)
+    train(changed(source, train__max_tokens=8 * STEP))
     found, _ = replay(Path(new["output_dir"]), STEP, device="cpu")
     assert found.loss_BT.mean() == pytest.approx(losses(new["output_dir"])[STEP], abs=1e-6)

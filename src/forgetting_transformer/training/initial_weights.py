@@ -5,6 +5,7 @@ the others receive them from it. Configurations are read as JSON and weights fro
 checkpoints, so nothing that a source names is run.
 """
 
+import dataclasses
 import difflib
 import fnmatch
 import json
@@ -24,6 +25,7 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.model import registry
+from forgetting_transformer.nested import flatten
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, read_newest, read_weights, steps_in
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.official_checkpoint import is_official
@@ -41,6 +43,8 @@ _WITHOUT_EFFECT = {
     "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache", "loss",
     "initializer_range", "tie_word_embeddings",
 }  # fmt: skip
+#: Fields by which the same tensors are read as other heads or other layers; also those of a hybrid's mixers.
+_STRUCTURE = {"num_heads", "num_kv_heads", "head_dim", "n_groups", "expand_ratio", "pattern", "architecture"}
 _SHOWN = 6
 
 
@@ -115,6 +119,7 @@ def initial_weights(config: Config, model: nn.Module, data: DataInfo, corpus: Pa
     log.info("reading the initial weights: %s", config.init_from)
     try:
         source = find(str(config.init_from), config.init_step)
+        _check_structure(source, config, model)
         matching, fresh, notes = _match(source, config, model, data, corpus)
         tensors = source.read([*matching.values()])
     except ConfigError:
@@ -125,6 +130,13 @@ def initial_weights(config: Config, model: nn.Module, data: DataInfo, corpus: Pa
     record = source.record | ({"fresh": fresh} if fresh else {})
     named = {name: tensors[stored] for name, stored in matching.items()}
     return InitialWeights([*matching], named, fresh, record, [f"init_from: {note}" for note in notes])
+
+
+def as_recorded(config: Config, record: dict[str, Any]) -> Config:
+    """The config that reads what a run did begin with, from the record in its checkpoints."""
+    source = str(record["source"])
+    of_run = bool(steps_in(RunDirectory(source).checkpoints))
+    return dataclasses.replace(config, init_from=source, init_step=record["step"] if of_run else None)
 
 
 def find(name: str, step: int | None = None) -> Source:
@@ -155,6 +167,12 @@ def find(name: str, step: int | None = None) -> Source:
             )
         return _of_run(directory, step)
     if not exported:
+        if folder.name == "checkpoints" or (folder / "trainer.json").is_file():
+            run = folder.parent if folder.name == "checkpoints" else folder.parent.parent
+            raise ValueError(
+                f"it is inside of a run; give the run's output_dir, {run}, and init_step=TOKENS for one "
+                "of its checkpoints"
+            )
         raise ValueError(
             "it is neither a run (no checkpoints) nor an exported model (no config.json); give a run's output_dir, "
             "with init_step for one of its checkpoints, what save_model.py wrote, or a hub id"
@@ -302,6 +320,20 @@ def _match(
     matching = allowed - reasons.keys()
     notes += [f"init_allow covers {_some(sorted(matching))}, which fit and are taken"] if matching else []
     return {name: stored_as[name] for name in own if name not in reasons}, fresh, notes
+
+
+def _check_structure(source: Source, config: Config, model: Any) -> None:
+    """
+    Raises:
+        ConfigError: the model would read the weights as those of other heads; their shapes need not show it.
+    """
+    own, other = flatten(model.config.to_dict()), flatten(source.fields)
+    for key in sorted(own.keys() & other.keys()):
+        if key.rpartition(".")[2] in _STRUCTURE and own[key] != other[key]:
+            raise ConfigError(
+                f"init_from={config.init_from} does not fit: its weights are of a model with {key}={other[key]}, and "
+                f"this one has {key}={own[key]}; set model.config.{key}={other[key]}"
+            )
 
 
 def _allowed(patterns: list[str], names: set[str]) -> set[str]:
