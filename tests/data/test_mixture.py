@@ -1,6 +1,8 @@
 """A mixture: the sequences of every step are a function of its number, each corpus in its order and proportion."""
 
 import itertools
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -138,6 +140,17 @@ def test_packed_mixtures_carry_boundaries(corpora):
 def test_parts_that_cannot_be_mixed_are_refused_in_a_line(corpora, parts, message):
     with pytest.raises(DataError, match=message):
         mixture(corpora, parts).train_info()
+
+
+def test_corpora_of_different_tokenizers_of_one_size_are_refused(corpora):
+    for name, order in (("code", "ab"), ("web", "ba")):
+        (corpora / name / "tokenizer").mkdir()
+        content = {"model": {"vocab": {token: id for id, token in enumerate(order)}}}
+        (corpora / name / "tokenizer/tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"web was made with another tokenizer than code: id 0 is 'b' there and 'a' in"):
+        mixture(corpora, {"code": 1, "web": 1}).check_tokenizers()
+    shutil.copy(corpora / "code/tokenizer/tokenizer.json", corpora / "web/tokenizer/tokenizer.json")
+    mixture(corpora, {"code": 1, "web": 1}).check_tokenizers()
 
 
 def test_corpora_of_different_vocabularies_are_refused(corpora):

@@ -26,6 +26,7 @@ from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import EvalBatches, Loader, LongCrawl64DataModule, room
 from forgetting_transformer.data.order import Location, ReadingOrder
 from forgetting_transformer.data.token_array import TokenArray
+from forgetting_transformer.data.tokens import other_tokens
 from forgetting_transformer.data.vocabulary import Vocabulary
 
 #: Sequences of the longest pattern: weights of three digits.
@@ -159,6 +160,19 @@ class MixtureDataModule:
     @property
     def folder(self) -> Path:
         return self.parts[0].folder
+
+    def check_tokenizers(self) -> None:
+        """Fetches the tokenizers of parts at URLs, so call it on one process.
+
+        Raises:
+            DataError: ids stand for other tokens in one part than in the first.
+        """
+        for name, part in zip(self.names[1:], self.parts[1:], strict=True):
+            if difference := other_tokens(part.folder, self.folder):
+                raise DataError(
+                    f"datamodule.parts: {name} was made with another tokenizer than {self.names[0]}: {difference}; "
+                    "prepare them with one (scripts/prepare_data.py --tokenizer FOLDER)"
+                )
 
     def train_info(self) -> DataInfo:
         orders = [self._order(part) for part in self.parts]

@@ -6,17 +6,15 @@ checked as far as the folders say which that was.
 """
 
 import difflib
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from forgetting_transformer.data import DataError, DataInfo, LongCrawl64DataModule
 from forgetting_transformer.data.corpus import Corpus
-from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote import is_url, join
-from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
 from forgetting_transformer.data.token_array import NoArrayError
+from forgetting_transformer.data.tokens import other_tokens
 from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.run_directory import VAL_SET
@@ -81,15 +79,11 @@ def check_tokenizers(sets: dict[str, Corpus], corpus: Corpus, config: Config) ->
     Raises:
         DataError: naming the key of the first set that was made with another tokenizer than the corpus.
     """
-    own = _tokens(corpus.folder) if sets else None
     for name, one in sets.items():
-        other = _tokens(one.folder) if own is not None else None
-        if other is not None and own is not None and other != own:
-            different = next(id for id in range(max(*own, *other) + 1) if own.get(id) != other.get(id))
+        if difference := other_tokens(one.folder, corpus.folder):
             raise DataError(
-                f"eval_sets.{name}={config.eval_sets[name]} was made with another tokenizer than the corpus: id "
-                f"{different} is {other.get(different)!r} there and {own.get(different)!r} in {corpus.folder}/tokenizer"
-                ". Prepare it again with this tokenizer (scripts/prepare_data.py --tokenizer FOLDER)"
+                f"eval_sets.{name}={config.eval_sets[name]} was made with another tokenizer than the corpus: "
+                f"{difference}. Prepare it again with this tokenizer (scripts/prepare_data.py --tokenizer FOLDER)"
             )
 
 
@@ -141,23 +135,3 @@ def _nothing_at(place: str | Path) -> str:
     closest = difflib.get_close_matches(place.name, near, n=1)
     hint = f"; did you mean {closest[0]!r}?" if closest else f"; {place.parent} holds {listed}" if near else ""
     return f"no held-out array at {place / 'heldout.zarr'}{hint or '; give the folder of a corpus, or its URL'}"
-
-
-def _tokens(folder: Path) -> dict[int, str] | None:
-    """Id -> token of the tokenizer in `folder/tokenizer`; None where there is none in the form of prepare_data.py."""
-    file = folder / "tokenizer" / "tokenizer.json"
-    if not check_regular(file, LARGEST_TOKENIZER_FILE):
-        return None
-    try:
-        content = json.loads(file.read_bytes())
-        vocabulary = content["model"]["vocab"]
-        # Of a Unigram model it is a list of tokens with their scores.
-        named = (
-            {token: id for token, id in vocabulary.items()}
-            if isinstance(vocabulary, dict)
-            else {token: id for id, (token, _) in enumerate(vocabulary)}
-        )
-        named |= {added["content"]: added["id"] for added in content.get("added_tokens") or ()}
-        return {int(id): token for token, id in named.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{file} is not a tokenizer ({error}); bring back a copy of it, or delete it") from error

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 
+from forgetting_transformer.data.mixture import MixtureDataModule
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.training import execution, setup, status
 from forgetting_transformer.training.backends import choose_on_all_ranks
@@ -83,8 +84,7 @@ class Parts:
         self.data_info = self.data.train_info()
         self._check_budget()
         self.eval_sets = open_eval_sets(config, self.data, self.data_info, self.ranks.data_size)
-        if self.eval_sets:  # on one rank: what lies at a URL is fetched
-            setup.on_rank_zero(self.fabric, lambda: check_tokenizers(self.eval_sets, self.data, config))
+        setup.on_rank_zero(self.fabric, self._check_tokenizers)  # on one rank: what lies at a URL is fetched
         self.started("data")
         setup.warn_without_gpu(config, self.data_info, self.fabric.device)
         self.compilation = Compilation(
@@ -208,6 +208,11 @@ class Parts:
         dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
         lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
         return choose_on_all_ranks(model, dtype, self.fabric.device, lengths, self.data.packed)
+
+    def _check_tokenizers(self) -> None:
+        if isinstance(self.data, MixtureDataModule):
+            self.data.check_tokenizers()
+        check_tokenizers(self.eval_sets, self.data, self.config)
 
     def _check_budget(self) -> None:
         """Checks held-out data, the token budget and the cache of a remote corpus now, not after hours of training."""

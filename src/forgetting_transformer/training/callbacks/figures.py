@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,14 +16,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+#: Most of the wall time that drawing may take, but for the figures of the last evaluations.
+_SHARE = 0.01
+
+
 class Figures(Callback):
-    """Draws them after an evaluation, where anything but files takes them."""
+    """Draws them after an evaluation, where anything but files takes them.
+
+    Short runs that evaluate often leave some out: training waits while figures are drawn.
+    """
 
     name = "figures"
 
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
     def on_evaluate(self, trainer: "TrainerInterface", kind: str, values: dict[str, Any]) -> None:
-        if trainer.metrics is not None:
+        rare = self._seconds <= _SHARE * sum(trainer.clock.seconds().values())
+        if trainer.metrics is not None and (rare or trainer.finished):
+            started = time.perf_counter()
             send_figures(trainer, trainer.metrics.sinks, [kind])
+            self._seconds += time.perf_counter() - started
 
 
 def send_figures(trainer: "TrainerInterface", sinks: Sequence[Sink], kinds: Iterable[str]) -> None:
