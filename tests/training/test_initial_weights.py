@@ -234,10 +234,11 @@ def test_another_vocabulary_is_refused_unless_embeddings_may_be_fresh(tiny, tmp_
         ("HF", {"fork_dir": "RUN", "fork_step": 8 * STEP}, "both say what to begin with"),
         (None, {"init_allow": ["lm_head.weight"]}, "init_allow=['lm_head.weight'] has no effect without init_from"),
         (" ", {}, "init_from=' ' is empty"),
+        ("OWN", {"resume": False}, "is the output_dir, whose run resume=false moves aside; choose another output_dir"),
     ],
 )
 def test_what_cannot_be_begun_with_is_one_line(tiny, finished, exported, source, changes, message):
-    places = {"RUN": finished(tiny), "HF": str(exported)}
+    places = {"RUN": finished(tiny), "HF": str(exported), "OWN": tiny["output_dir"]}
 
     def place(text):
         for name, folder in places.items():

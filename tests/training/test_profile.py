@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.conftest import STEP, changed, refused, train
+from tests.training.conftest import STEP, Job, changed, refused, train
 from tests.training.test_resume import assert_same_run
 
 
@@ -35,6 +35,23 @@ def test_a_start_that_ends_in_the_middle_writes_what_it_has_and_a_continued_one_
     assert second.name == f"start-{3 * STEP:015d}-rank-0.json.gz"
     assert {f"ProfilerStep#{k}" for k in range(3)} <= set(steps_in(first))
     assert steps_in(second) == ["ProfilerStep#0", "ProfilerStep#1"]
+
+
+@pytest.mark.slow
+def test_a_trace_that_cannot_be_written_costs_no_run_and_one_that_never_began_is_said(tiny):
+    full = """
+import errno, os
+from forgetting_transformer.training.callbacks import profile
+def write(*arguments, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+profile.write_atomically = write
+"""
+    job = Job(changed(tiny, train__max_tokens=3 * STEP, train__profile_steps=[1, 2]), patch=full)
+    assert job.wait() == [0], job.errors()
+    train(changed(tiny, train__max_tokens=4 * STEP, train__profile_steps=[5, 6]))
+    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+    assert "WARNING train.profile_steps: no trace, because " in log and "cannot be written" in log
+    assert "WARNING train.profile_steps: no trace, because this start took 1 steps only" in log
 
 
 @pytest.mark.parametrize("steps", [[3], [0, 2], [5, 4], [1, 101], [1, 2, 3]])

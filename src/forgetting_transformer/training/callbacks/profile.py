@@ -41,13 +41,17 @@ class Profile(Callback):
             activities.append(profiler.ProfilerActivity.CUDA)
 
         def write(profile: Any) -> None:
-            with tempfile.TemporaryDirectory() as temporary:
-                plain = Path(temporary) / "trace.json"
-                profile.export_chrome_trace(str(plain))
-                packed = gzip.compress(plain.read_bytes())
-            write_atomically(file, packed, durable=False)
-            size = file.stat().st_size / 1e6
-            log.info("train.profile_steps: wrote %s (%.1f MB); https://ui.perfetto.dev shows it", file, size)
+            try:
+                with tempfile.TemporaryDirectory() as temporary:
+                    plain = Path(temporary) / "trace.json"
+                    profile.export_chrome_trace(str(plain))
+                    packed = gzip.compress(plain.read_bytes())
+                write_atomically(file, packed, durable=False)
+            except OSError as error:  # a full disk must not cost the run
+                log.warning("train.profile_steps: no trace, because %s cannot be written (%s)", file, error)
+            else:
+                size = file.stat().st_size / 1e6
+                log.info("train.profile_steps: wrote %s (%.1f MB); https://ui.perfetto.dev shows it", file, size)
 
         # The tracer itself starts one step earlier, so that its own start is not in the trace.
         warmup = min(1, self._first - 1)
