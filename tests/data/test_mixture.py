@@ -143,14 +143,16 @@ def test_parts_that_cannot_be_mixed_are_refused_in_a_line(corpora, parts, messag
 
 
 def test_corpora_of_different_tokenizers_of_one_size_are_refused(corpora):
-    for name, order in (("code", "ab"), ("web", "ba")):
+    for name, order in (("prose", "ab"), ("web", "ba")):  # and none for code
         (corpora / name / "tokenizer").mkdir()
         content = {"model": {"vocab": {token: id for id, token in enumerate(order)}}}
         (corpora / name / "tokenizer/tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"web was made with another tokenizer than code: id 0 is 'b' there and 'a' in"):
-        mixture(corpora, {"code": 1, "web": 1}).check_tokenizers()
-    shutil.copy(corpora / "code/tokenizer/tokenizer.json", corpora / "web/tokenizer/tokenizer.json")
-    mixture(corpora, {"code": 1, "web": 1}).check_tokenizers()
+    with pytest.raises(
+        DataError, match=r"web was made with another tokenizer than prose: id 0 is 'b' there and 'a' in"
+    ):
+        mixture(corpora, {"code": 1, "prose": 1, "web": 1}).check_tokenizers()
+    shutil.copy(corpora / "prose/tokenizer/tokenizer.json", corpora / "web/tokenizer/tokenizer.json")
+    mixture(corpora, {"code": 1, "prose": 1, "web": 1}).check_tokenizers()
 
 
 def test_corpora_of_different_vocabularies_are_refused(corpora):

@@ -103,3 +103,19 @@ def test_only_entries_that_blocks_have_must_stay_when_a_run_continues():
     other = {"pattern": ["fox"], "mixers": {"fox": {**FOX, "num_heads": 4}}}
     assert HybridConfig.fields_in_use(more) == HybridConfig.fields_in_use(fields)
     assert HybridConfig.fields_in_use(other) != HybridConfig.fields_in_use(fields)
+
+
+def test_layers_of_an_architecture_count_among_themselves():
+    """Samba's attention is in every second of its blocks, wherever these are."""
+    samba = {"architecture": "samba", "state_size": 4, "attn": {"num_heads": 2, "window_size": 4}}
+    model = hybrid(["samba", "fox"], {"samba": samba, "fox": FOX}, num_hidden_layers=6)
+    kinds = [type(block.sequence_mixer).__name__ for block in model.model.layers]
+    fox = "ForgettingAttentionLayer"
+    assert kinds == ["MambaMixer", fox, "SambaAttention", fox, "MambaMixer", fox]
+    assert [model.model.layers[i].mixer.layer_idx for i in (1, 3, 5)] == [1, 3, 5]
+
+
+def test_an_architecture_that_shares_parameters_unsaid_is_refused(monkeypatch):
+    monkeypatch.setattr(registry.MODELS["transformer"].model_class, "mixer_inputs", lambda self: [])
+    with pytest.raises(ValueError, match=r"mixers.attention: the blocks of transformer share parameters"):
+        hybrid(["attention"], {"attention": ATTENTION})

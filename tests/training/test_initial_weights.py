@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import training
+from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.export import MARK, export
 from forgetting_transformer.training.trainer import Trainer
 from tests.tiny import VOCAB
@@ -229,7 +230,11 @@ def test_another_vocabulary_is_refused_unless_embeddings_may_be_fresh(tiny, tmp_
         ("RUN/logs", {}, "it is neither a run (no checkpoints) nor an exported model (no config.json)"),
         ("RUN/checkpoints", {}, "it is inside of a run; give the run's output_dir, RUN, and init_step=TOKENS"),
         (f"RUN/checkpoints/step-{16 * STEP:015d}", {}, "it is inside of a run; give the run's output_dir, RUN, and"),
-        ("HF", {"model__config__num_heads": 4}, "are of a model with num_heads=2, and this one has num_heads=4; set"),
+        (
+            "HF",
+            {"model__config__num_heads": 4},
+            "the mixer of its block 0 has num_heads=2, and that of this model num_heads=4",
+        ),
         ("HF", {"init_step": 5}, "init_step=5 chooses a checkpoint of a run, and this is an exported model"),
         ("HF", {"fork_dir": "RUN", "fork_step": 8 * STEP}, "both say what to begin with"),
         (None, {"init_allow": ["lm_head.weight"]}, "init_allow=['lm_head.weight'] has no effect without init_from"),
@@ -319,3 +324,38 @@ def test_a_replay_takes_the_weights_that_a_source_had_which_trains_on(tiny, tmp_
     train(changed(source, train__max_tokens=8 * STEP))
     found, _ = replay(Path(new["output_dir"]), STEP, device="cpu")
     assert found.loss_BT.mean() == pytest.approx(losses(new["output_dir"])[STEP], abs=1e-6)
+
+
+def test_a_replay_refuses_a_source_that_was_exported_again(tiny, tmp_path, finished):
+    from forgetting_transformer.training.replay import replay
+
+    export(Path(finished(tiny)), tmp_path / "hf", tokenizer=str(word_tokenizer(tmp_path / "tokenizer")), step=8 * STEP)
+    new = changed(tiny, init_from=str(tmp_path / "hf"), train__max_tokens=2 * STEP)
+    train(new)
+    export(Path(finished(tiny)), tmp_path / "hf", tokenizer=str(tmp_path / "tokenizer"))
+    with pytest.raises(ConfigError, match=f"holds other weights than those .* instead of {8 * STEP}"):
+        replay(Path(new["output_dir"]), STEP, device="cpu")
+
+
+def test_a_hybrid_takes_the_layers_that_it_keeps(tiny, tmp_path):
+    """One block exchanged: its mixer is fresh, all else is taken; other heads are refused by the block."""
+    fox = {"architecture": "forgetting_transformer", "num_heads": 2}
+    mixers = {"fox": fox, "attention": {"architecture": "transformer", "num_heads": 2}}
+    base = dict(
+        tiny,
+        model={
+            "name": "hybrid",
+            "config": {
+                "hidden_size": tiny["model"]["config"]["hidden_size"],
+                "num_hidden_layers": 2,
+                "pattern": ["fox"],
+                "mixers": mixers,
+            },
+        },
+    )
+    train(changed(base, train__max_tokens=2 * STEP))
+    new = changed(base, init_from=base["output_dir"], output_dir=str(tmp_path / "new"), train__max_tokens=STEP)
+    exchanged = changed(new, model__config__pattern=["fox", "attention"], init_allow=["model.layers.1.mixer.*"])
+    train(exchanged)
+    other = changed(new, model__config__mixers={"fox": fox | {"num_heads": 4}}, output_dir=str(tmp_path / "other"))
+    assert "the mixer of its block 0 has num_heads=2, and that of this model num_heads=4" in one_line(other)

@@ -159,7 +159,9 @@ class MixtureDataModule:
 
     @property
     def folder(self) -> Path:
-        return self.parts[0].folder
+        """That of the first part with a tokenizer, if one has it."""
+        folders = [part.folder for part in self.parts]
+        return next((folder for folder in folders if (folder / "tokenizer").is_dir()), folders[0])
 
     def check_tokenizers(self) -> None:
         """Fetches the tokenizers of parts at URLs, so call it on one process.
@@ -167,10 +169,12 @@ class MixtureDataModule:
         Raises:
             DataError: ids stand for other tokens in one part than in the first.
         """
-        for name, part in zip(self.names[1:], self.parts[1:], strict=True):
-            if difference := other_tokens(part.folder, self.folder):
+        folders = {name: part.folder for name, part in zip(self.names, self.parts, strict=True)}
+        described = [name for name, folder in folders.items() if (folder / "tokenizer").is_dir()]
+        for name in described[1:]:
+            if difference := other_tokens(folders[name], folders[described[0]]):
                 raise DataError(
-                    f"datamodule.parts: {name} was made with another tokenizer than {self.names[0]}: {difference}; "
+                    f"datamodule.parts: {name} was made with another tokenizer than {described[0]}: {difference}; "
                     "prepare them with one (scripts/prepare_data.py --tokenizer FOLDER)"
                 )
 

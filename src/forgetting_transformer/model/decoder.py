@@ -128,6 +128,10 @@ class DecoderConfig(PreTrainedConfig):
         """Those of given fields that decide what the model is; a run that continues must have the same."""
         return fields
 
+    def mixer_config(self, layer_idx: int) -> "DecoderConfig":
+        """The configuration that builds the mixer of block `layer_idx`: this one, or that of another architecture."""
+        return self
+
     @property
     def mixer_architectures(self) -> list[str]:
         """Other registered architectures whose mixers the blocks have."""

@@ -105,6 +105,12 @@ class HybridConfig(SwiGLUDecoderConfig):
             config = registry.build_config(architecture, **shared, **fields)
         except ValueError as error:
             raise ValueError(f"mixers.{name}: {error}") from error
+        silent = type(config).shared_parameters_key is DecoderConfig.shared_parameters_key
+        if silent and registry.get(architecture).model_class.mixer_inputs is not DecoderModel.mixer_inputs:
+            raise ValueError(
+                f"mixers.{name}: the blocks of {architecture} share parameters (mixer_inputs), which a hybrid does not "
+                "have; choose another architecture"
+            )
         if key := config.shared_parameters_key:
             raise ValueError(
                 f"mixers.{name}.{key} is {getattr(config, key)!r}: its blocks would share parameters, which a hybrid "
@@ -112,14 +118,22 @@ class HybridConfig(SwiGLUDecoderConfig):
             )
         return config
 
-    def _config_of_block(self, layer_idx: int) -> DecoderConfig:
+    def mixer_config(self, layer_idx: int) -> DecoderConfig:
         return self._mixer_config(self.pattern[layer_idx % len(self.pattern)])
 
+    def _number(self, layer_idx: int) -> int:
+        """How many blocks below have the same mixer: layers of an architecture may differ by their number."""
+        names = [self.pattern[block % len(self.pattern)] for block in range(layer_idx + 1)]
+        return names.count(names[-1]) - 1
+
     def build_mixer(self, layer_idx: int) -> nn.Module:
-        return self._config_of_block(layer_idx).build_mixer(layer_idx)
+        mixer: Any = self.mixer_config(layer_idx).build_mixer(self._number(layer_idx))
+        if hasattr(mixer, "layer_idx"):  # its place in the cache of the whole model
+            mixer.layer_idx = layer_idx
+        return mixer
 
     def mixer_flops_per_token(self, layer_idx: int, seq_len: int) -> float:
-        return self._config_of_block(layer_idx).mixer_flops_per_token(layer_idx, seq_len)
+        return self.mixer_config(layer_idx).mixer_flops_per_token(self._number(layer_idx), seq_len)
 
 
 class HybridModel(DecoderModel):

@@ -6,7 +6,6 @@ checked as far as the folders say which that was.
 """
 
 import difflib
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from forgetting_transformer.data.token_array import NoArrayError
 from forgetting_transformer.data.tokens import other_tokens
 from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.training.config import Config, ConfigError
+from forgetting_transformer.training.metrics import read_lines
 from forgetting_transformer.training.run_directory import VAL_SET
 
-log = logging.getLogger(__name__)
 #: Keys of datamodule that hold for every set; those of remote corpora only where the corpus has them.
 _SHARED = (
     "train_batch_len", "train_batch_size", "eval_tokens", "eval_batch_len", "eval_local_batch_size",
@@ -44,10 +43,7 @@ def open_eval_sets(config: Config, corpus: Corpus, info: DataInfo, world_size: i
         DataError: a set cannot be evaluated on; in one line that begins with its key and value.
     """
     found: dict[str, Corpus] = {}
-    if config.eval_sets and config.skip_eval:
-        log.warning("eval_sets is not evaluated, because of skip_eval=true; set skip_eval=false")
-        return found
-    for name, path in config.eval_sets.items():
+    for name, path in config.eval_sets.items() if not config.skip_eval else ():
         try:
             found[name] = _open(config, path, corpus, info, world_size)
         except DataError as error:
@@ -55,22 +51,25 @@ def open_eval_sets(config: Config, corpus: Corpus, info: DataInfo, world_size: i
     return found
 
 
-def check_same_texts(name: str, path: str, fingerprint: str | None, lines: list[dict[str, Any]]) -> None:
+def check_same_texts(sets: dict[str, Corpus], jsonlines: Path) -> None:
     """Losses on different texts under one name would be taken for one curve.
 
     Args:
-        path, fingerprint: of the array. lines: what earlier starts of the run have written of the set.
+        jsonlines: folder with what earlier starts of the run have written of the sets.
 
     Raises:
-        ConfigError: they are of other texts.
+        ConfigError: they evaluated other texts.
     """
-    kind = kind_of(name)
-    before = next((line for line in reversed(lines) if f"{kind}/fingerprint" in line), None)
-    if before is not None and before[f"{kind}/fingerprint"] != fingerprint:
-        raise ConfigError(
-            f"eval_sets.{name} was {before.get(f'{kind}/path')} so far in this run, and {path} has other texts; give "
-            f"them another name, as in eval_sets.{name}_2"
-        )
+    for name, one in sets.items():
+        kind, info = kind_of(name), one.eval_info()
+        file = jsonlines / f"{kind}.jsonl"
+        lines = read_lines(file) if file.is_file() else []
+        before = next((line for line in reversed(lines) if f"{kind}/fingerprint" in line), None)
+        if before is not None and before[f"{kind}/fingerprint"] != info.fingerprint:
+            raise ConfigError(
+                f"eval_sets.{name} was {before.get(f'{kind}/path')} so far in this run, and {info.path} has other "
+                f"texts; give them another name, as in eval_sets.{name}_2"
+            )
 
 
 def check_tokenizers(sets: dict[str, Corpus], corpus: Corpus, config: Config) -> None:

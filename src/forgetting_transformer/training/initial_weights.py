@@ -25,7 +25,6 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.model import registry
-from forgetting_transformer.nested import flatten
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, read_newest, read_weights, steps_in
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.official_checkpoint import is_official
@@ -43,8 +42,8 @@ _WITHOUT_EFFECT = {
     "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "use_cache", "loss",
     "initializer_range", "tie_word_embeddings",
 }  # fmt: skip
-#: Fields by which the same tensors are read as other heads or other layers; also those of a hybrid's mixers.
-_STRUCTURE = {"num_heads", "num_kv_heads", "head_dim", "n_groups", "expand_ratio", "pattern", "architecture"}
+#: Fields by which tensors of the same shapes are read as other heads.
+_HEADS = ("num_heads", "num_kv_heads", "head_dim", "n_groups", "expand_ratio")
 _SHOWN = 6
 
 
@@ -119,7 +118,7 @@ def initial_weights(config: Config, model: nn.Module, data: DataInfo, corpus: Pa
     log.info("reading the initial weights: %s", config.init_from)
     try:
         source = find(str(config.init_from), config.init_step)
-        _check_structure(source, config, model)
+        _check_heads(source, config, model)
         matching, fresh, notes = _match(source, config, model, data, corpus)
         tensors = source.read([*matching.values()])
     except ConfigError:
@@ -132,11 +131,25 @@ def initial_weights(config: Config, model: nn.Module, data: DataInfo, corpus: Pa
     return InitialWeights([*matching], named, fresh, record, [f"init_from: {note}" for note in notes])
 
 
-def as_recorded(config: Config, record: dict[str, Any]) -> Config:
-    """The config that reads what a run did begin with, from the record in its checkpoints."""
+def recorded_weights(
+    config: Config, record: dict[str, Any], model: nn.Module, data: DataInfo, corpus: Path
+) -> InitialWeights:
+    """What a run did begin with, by the record in its checkpoints; otherwise as `initial_weights`.
+
+    Raises:
+        ConfigError: the source holds other weights by now.
+    """
     source = str(record["source"])
     of_run = bool(steps_in(RunDirectory(source).checkpoints))
-    return dataclasses.replace(config, init_from=source, init_step=record["step"] if of_run else None)
+    began = dataclasses.replace(config, init_from=source, init_step=record["step"] if of_run else None)
+    found = initial_weights(began, model, data, corpus)
+    for key in ("step", "tag", "revision"):
+        if record.get(key) != found.record.get(key):
+            raise ConfigError(
+                f"init_from={source} holds other weights than those that the run began with ({key} "
+                f"{found.record.get(key)} instead of {record.get(key)}); bring back the former ones"
+            )
+    return found
 
 
 def find(name: str, step: int | None = None) -> Source:
@@ -322,18 +335,24 @@ def _match(
     return {name: stored_as[name] for name in own if name not in reasons}, fresh, notes
 
 
-def _check_structure(source: Source, config: Config, model: Any) -> None:
+def _check_heads(source: Source, config: Config, model: Any) -> None:
     """
     Raises:
-        ConfigError: the model would read the weights as those of other heads; their shapes need not show it.
+        ConfigError: the model would read the weights of a mixer as those of other heads; shapes need not show it.
     """
-    own, other = flatten(model.config.to_dict()), flatten(source.fields)
-    for key in sorted(own.keys() & other.keys()):
-        if key.rpartition(".")[2] in _STRUCTURE and own[key] != other[key]:
-            raise ConfigError(
-                f"init_from={config.init_from} does not fit: its weights are of a model with {key}={other[key]}, and "
-                f"this one has {key}={own[key]}; set model.config.{key}={other[key]}"
-            )
+    own_kind = type(model.config)
+    if source.fields.get("model_type") != own_kind.model_type:
+        return  # what two architectures share has other names than their mixers
+    # Files leave out what has its default.
+    theirs = own_kind(**{key: source.fields[key] for key in registry.fields_of(own_kind) & source.fields.keys()})
+    for block in range(min(theirs.num_hidden_layers, model.config.num_hidden_layers)):
+        before, now = (whole.mixer_config(block) for whole in (theirs, model.config))
+        for key in _HEADS if type(before) is type(now) else ():
+            if (old := getattr(before, key, None)) != (new := getattr(now, key, None)):
+                raise ConfigError(
+                    f"init_from={config.init_from} does not fit: the mixer of its block {block} has {key}={old}, and "
+                    f"that of this model {key}={new}; set {key}={old} there"
+                )
 
 
 def _allowed(patterns: list[str], names: set[str]) -> set[str]:

@@ -22,7 +22,7 @@ from forgetting_transformer.training.config import Config, ConfigError, check
 from forgetting_transformer.training.continuing import recorded
 from forgetting_transformer.training.corruption import Comparison
 from forgetting_transformer.training.counters import Counters
-from forgetting_transformer.training.eval_sets import check_tokenizers, open_eval_sets
+from forgetting_transformer.training.eval_sets import check_same_texts, check_tokenizers, open_eval_sets
 from forgetting_transformer.training.initial_weights import InitialWeights, initial_weights
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
@@ -84,7 +84,7 @@ class Parts:
         self.data_info = self.data.train_info()
         self._check_budget()
         self.eval_sets = open_eval_sets(config, self.data, self.data_info, self.ranks.data_size)
-        setup.on_rank_zero(self.fabric, self._check_tokenizers)  # on one rank: what lies at a URL is fetched
+        setup.on_rank_zero(self.fabric, self._check_texts)  # on one rank: what lies at a URL is fetched
         self.started("data")
         setup.warn_without_gpu(config, self.data_info, self.fabric.device)
         self.compilation = Compilation(
@@ -209,10 +209,14 @@ class Parts:
         lengths = [config.datamodule.train_batch_len, *([] if config.skip_eval else [config.datamodule.eval_batch_len])]
         return choose_on_all_ranks(model, dtype, self.fabric.device, lengths, self.data.packed)
 
-    def _check_tokenizers(self) -> None:
+    def _check_texts(self) -> None:
         if isinstance(self.data, MixtureDataModule):
             self.data.check_tokenizers()
         check_tokenizers(self.eval_sets, self.data, self.config)
+        if self.config.resume:
+            check_same_texts(self.eval_sets, self.directory.jsonlines)
+        if self.config.eval_sets and self.config.skip_eval:
+            log.warning("eval_sets is not evaluated, because of skip_eval=true; set skip_eval=false")
 
     def _check_budget(self) -> None:
         """Checks held-out data, the token budget and the cache of a remote corpus now, not after hours of training."""

@@ -21,7 +21,7 @@ from forgetting_transformer.data.corpus import Place, model_inputs
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, load_weights, read_newest, steps_in
 from forgetting_transformer.training.config import ConfigError
-from forgetting_transformer.training.initial_weights import as_recorded, initial_weights
+from forgetting_transformer.training.initial_weights import recorded_weights
 from forgetting_transformer.training.parsing import parse
 from forgetting_transformer.training.run_directory import RunDirectory
 
@@ -82,9 +82,8 @@ def replay(
     model = setup.build_model(config, data.train_info())
     checkpoint = _load_before(directory.checkpoints, step - tokens, model)
     if checkpoint is None and config.init_from:
-        # A source that trains on has newer weights by now.
-        began = as_recorded(config, state["weights_from"]) if state.get("weights_from") else config
-        initial_weights(began, model, data.train_info(), data.folder).fill(model)
+        # A source that trained on, or was exported again, has other weights by now.
+        recorded_weights(config, state["weights_from"], model, data.train_info(), data.folder).fill(model)
     model = model.to(chosen).train()
     batch = step // tokens - 1
     where = data.locate(batch)

@@ -13,12 +13,11 @@ from tqdm import tqdm
 
 from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.model.padding import packed_positions
-from forgetting_transformer.training import setup
 from forgetting_transformer.training.callbacks.base import Callback, Interval
-from forgetting_transformer.training.eval_sets import check_same_texts, kind_of
+from forgetting_transformer.training.eval_sets import kind_of
 from forgetting_transformer.training.feed import feed
 from forgetting_transformer.training.loss_by_position import PositionSums, by_length, mean_loss
-from forgetting_transformer.training.metrics import prefixed, read_lines
+from forgetting_transformer.training.metrics import prefixed
 
 if TYPE_CHECKING:
     from forgetting_transformer.data.corpus import Corpus
@@ -46,27 +45,12 @@ class HeldOut(Callback):
     def __init__(self, data: "Corpus", eval_set: str = "") -> None:
         self._data, self._title = data, "held-out"
         self._described: dict[str, Any] = {}
-        self._set = eval_set
         if eval_set:
             info = data.eval_info()
             self.name, self.kinds, self._title = f"eval_sets.{eval_set}", (kind_of(eval_set),), f"held-out, {eval_set}"
             # With every line, because a later start may give the name to another set.
             self._described = {"path": info.path, "fingerprint": info.fingerprint}
             self.summary = f"{info.path}, {info.total_tokens:,} tokens"
-
-    def on_start(self, trainer: "TrainerInterface") -> None:
-        """
-        Raises:
-            ConfigError: earlier starts evaluated other texts under the name of the set.
-        """
-        if self._set:
-            file = trainer.directory.jsonlines / f"{self.kinds[0]}.jsonl"
-
-            def check() -> None:
-                lines = read_lines(file) if file.is_file() else []
-                check_same_texts(self._set, self._described["path"], self._described["fingerprint"], lines)
-
-            setup.on_rank_zero(trainer.fabric, check)
 
     @torch.no_grad()
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
