@@ -250,7 +250,7 @@ def test_blocks_of_a_kind_share_one_graph_per_shape(captured, tiny, tmp_path, ca
     with one_process_group(tmp_path):
         model = build(config)
         if strategy == "fsdp":
-            wrapped = shard(model, {"data_parallel": init_device_mesh("cpu", (1,))})
+            wrapped = shard(model, init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel")))
         else:
             wrapped = DistributedDataParallel(AsUnderFabric(model), find_unused_parameters=True)
         watch.compile(model)
