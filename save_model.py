@@ -45,7 +45,11 @@ def main() -> None:
         help="upload the export to this repository of the Hugging Face hub (ACCOUNT/NAME), which is made if needed; "
         "log in with `hf auth login` or set HF_TOKEN before",
     )
-    parser.add_argument("--private", action="store_true", help="make the repository of --push_to_hub a private one")
+    parser.add_argument(
+        "--private",
+        action="store_true",
+        help="make the repository of --push_to_hub a private one, and refuse a public one",
+    )
     parser.add_argument("--revision", type=command_line.name, help="branch for --push_to_hub; made if needed")
     parser.add_argument(
         "--weights",

@@ -16,11 +16,14 @@ TOKEN = "hf_stand_in"
 
 
 class Hub:
-    """`repos`: id -> branch -> name of a file -> its content. `created`: what was asked when a repository was made."""
+    """`repos`: id -> branch -> name of a file -> its content. `created`: what was asked when a repository was made.
+    `private`: ids of private repositories.
+    """
 
     def __init__(self) -> None:
         self.repos: dict[str, dict[str, dict[str, bytes]]] = {}
         self.created: list[dict] = []
+        self.private: set[str] = set()
         self.commits: list[str] = []
         self.large: dict[str, bytes] = {}
         self.url = ""
@@ -39,8 +42,11 @@ class Hub:
             if status == 200:
                 self.repos[name] = {"main": {}}
                 self.created.append(asked)
+                self.private |= {name} if asked.get("visibility") == "private" else set()
             return status, {"url": f"{self.url}/{name}", "name": name}, {}
         if path == "/api/validate-yaml":  # of a card
+            if "license: wrong" in json.loads(body)["content"]:
+                return 400, {"errors": [{"message": '"license" must be one of a list'}], "warnings": []}, {}
             return 200, {"errors": [], "warnings": []}, {}
         parts = [unquote(part) for part in path.strip("/").split("/")]
         if parts[0] == "api":
@@ -75,7 +81,9 @@ class Hub:
         if what == "tree":
             return 200, [{"type": "file", "path": p, "size": len(c), "oid": _oid(c)} for p, c in files.items()], {}
         if what == "revision":
-            return 200, {"id": name, "sha": "0" * 40, "siblings": [{"rfilename": path} for path in files]}, {}
+            siblings = [{"rfilename": path} for path in files]
+            private = name in self.private
+            return 200, {"id": name, "sha": "0" * 40, "private": private, "siblings": siblings}, {}
         if what == "resolve":
             content = files.get("/".join(rest[1:]))
             if content is None:

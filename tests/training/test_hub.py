@@ -112,6 +112,36 @@ def test_a_repository_with_another_model_is_refused(there, logged_in, exported):
     assert there.repos[REPO]["main"] == {"pytorch_model.bin": b"another"}
 
 
+def test_private_is_never_an_upload_to_a_public_repository(there, logged_in, exported):
+    """The hub does not change the visibility of a repository that exists."""
+    there.repos[REPO] = {"main": {".gitattributes": b""}}
+    with pytest.raises(ExportError, match=rf"{REPO} exists and is public; make it private in its settings on the hub"):
+        hub.push(exported(), REPO, private=True, revision="secret")
+    assert there.repos[REPO] == {"main": {".gitattributes": b""}}
+    there.private.add(REPO)
+    hub.push(exported(), REPO, private=True)
+    assert MARK in there.repos[REPO]["main"]
+
+
+@pytest.mark.parametrize("mark", [b"[]", b"{", b'{"a": 1}', b'{"files": 3}', b"\xff"])
+def test_a_repository_whose_mark_no_export_wrote_is_refused(there, logged_in, exported, mark):
+    there.repos[REPO] = {"main": {MARK: mark}}
+    with pytest.raises(ExportError, match=rf"{REPO} holds {MARK}, which is not from an export") as caught:
+        hub.push(exported(), REPO)
+    assert "\n" not in str(caught.value) and there.repos[REPO] == {"main": {MARK: mark}}
+
+
+def test_a_card_that_the_hub_refuses_is_one_line(there, logged_in, exported):
+    folder = exported()
+    text = (folder / CARD).read_text()
+    (folder / CARD).write_text(text.replace("---\n", "---\nlicense: wrong\n", 1))
+    with pytest.raises(
+        ExportError, match=r'"license" must be one of a list; correct the header of README\.md'
+    ) as caught:
+        hub.push(folder, REPO)
+    assert "\n" not in str(caught.value) and there.repos[REPO] == {"main": {}}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -41,15 +41,16 @@ def push(folder: Path, repo_id: str, private: bool | None = None, revision: str 
     in the same commit; nothing else is.
 
     Args:
-        private: of a repository that is made now; None: what the account's settings say.
+        private: makes the repository a private one, and refuses a public one that exists; None: what the account's
+            settings say.
         revision: a branch; None for the main one.
 
     Returns:
         a line that says where the model is.
 
     Raises:
-        ExportError: offline, without a token or a right, or the repository holds a model that is not from an export.
-            The local folder is unchanged.
+        ExportError: offline, without a token or a right, or the repository is public and should be private, or holds
+            a model that is not from an export. The local folder is unchanged.
     """
     here = f"the export is whole in {folder}, but not on the hub"
     again = "then run the same command again"
@@ -58,6 +59,12 @@ def push(folder: Path, repo_id: str, private: bool | None = None, revision: str 
         if get_token() is None:
             raise ExportError(f"{here}: there is no token; run `hf auth login` or set HF_TOKEN, {again}")
         url = api.create_repo(repo_id, private=private, exist_ok=True)
+        # A repository that exists stays as visible as it is.
+        if private and not api.model_info(url.repo_id).private:
+            raise ExportError(
+                f"{here}: {repo_id} exists and is public; make it private in its settings on the hub, choose another "
+                "repository, or leave out --private"
+            )
         if revision is not None:
             api.create_branch(url.repo_id, branch=revision, exist_ok=True)
         note, outdated, kept = _look(api, url.repo_id, revision, here)
@@ -81,6 +88,9 @@ def push(folder: Path, repo_id: str, private: bool | None = None, revision: str 
         refused = error.response.status_code in (401, 403, 404)
         cure = "check the token (`hf auth login`), its rights and the name" if refused else "wait"
         raise ExportError(f"{here}: {one_line(error)}; {cure}, {again}") from error
+    except ValueError as error:  # what the hub says of the card's header, or an answer that is no hub's
+        cure = f"correct the header of {CARD}" if CARD in str(error) else "check HF_ENDPOINT"
+        raise ExportError(f"{here}: {one_line(error)}; {cure}, {again}") from error
     except _NO_ANSWER as error:
         raise ExportError(f"{here}: {one_line(error)}; check the network, {again}") from error
     return f"pushed to {url}{'' if revision is None else f', branch {revision}'}{note}"
@@ -94,15 +104,21 @@ def _look(api: HfApi, repo_id: str, revision: str | None, here: str) -> tuple[st
     """
     present = set(api.list_repo_files(repo_id, revision=revision))
     files: dict[str, Any] = {}
+    strangers: list[str] = []
     with tempfile.TemporaryDirectory() as cache:
 
         def fetched(name: str) -> Path:
             return Path(api.hf_hub_download(repo_id, name, revision=revision, cache_dir=cache))
 
         if MARK in present:
-            recorded = json.loads(fetched(MARK).read_text(encoding="utf-8"))["files"]
-            files = dict(recorded) if isinstance(recorded, dict) else dict.fromkeys(recorded)
-        elif strangers := sorted(name for name in present if name == "config.json" or name.endswith(_OF_MODELS)):
+            try:
+                recorded = json.loads(fetched(MARK).read_text(encoding="utf-8"))["files"]
+                files = dict(recorded) if isinstance(recorded, dict) else dict.fromkeys(recorded)
+            except (ValueError, KeyError, TypeError):
+                strangers = [MARK]
+        else:
+            strangers = sorted(name for name in present if name == "config.json" or name.endswith(_OF_MODELS))
+        if strangers:
             raise ExportError(
                 f"{here}: {repo_id} holds {strangers[0]}, which is not from an export, and two models would be mixed "
                 "there; choose another repository, or a --revision of its own"
