@@ -82,6 +82,72 @@ def test_two_sizes_have_no_interval_and_three_a_wide_one():
     assert far[1] / far[0] > 10 * near[1] / near[0], "wider the farther away"
 
 
+CLIFF = {
+    name: Size(name, parameters, 1e6, 6e6 * parameters, {1e-3: [a], 2e-3: [a - 0.1], 5e-3: [a - 0.2], 1e-2: [math.inf]})
+    for name, parameters, a in [("s", 1e5, 3.2), ("m", 3e5, 3.0), ("l", 1e6, 2.8)]
+}
+
+
+def test_a_grid_point_is_known_to_its_cell_only():
+    """Up to the rate that diverged, and not at all where there is none beside it."""
+    best = optimum(CLIFF["s"].losses)
+    assert not best.vertex and (best.low, best.rate, best.high) == (2e-3, 5e-3, 1e-2)
+    open_end = optimum({1e-3: [3.0], 2e-3: [2.9], 5e-3: [1.0]})
+    assert open_end.low == 2e-3 and math.isnan(open_end.high)
+    level = optimum({1e-3: [3.0], 2e-3: [2.0], 5e-3: [2.0], 1e-2: [2.5]})
+    assert level.vertex or (level.low, level.high) == (1e-3, 1e-2)
+    only = optimum({1e-3: [2.0]})
+    assert math.isnan(only.low) and math.isnan(only.high)
+
+
+def test_laws_through_grid_points_are_as_uncertain_as_the_grid():
+    """Equal grid points at three sizes do not make an exponent of exactly zero."""
+    found = fit(list(CLIFF.values()), {"full": 7e8})
+    law, (low, high) = found.rate, found.rate.interval(7e8)
+    assert law.exponent == pytest.approx(0) and law.at(7e8) == pytest.approx(5e-3)
+    assert law.half_width > math.log(1e-2 / 2e-3) / math.log(1e6 / 1e5) / 4
+    assert low < 2e-3 and high > 1e-2, "at least the cell, which is all that is known of each size"
+    again = fit(list(CLIFF.values()), {"full": 7e8}).rate
+    assert again.interval(7e8) == (low, high) and again.half_width == law.half_width
+    table = found.table().markdown()
+    assert "0.002 to 0.01" in table and "5.0e-03 to 5.0e-03" not in table and "± 0.000" not in " ".join(found.notes())
+
+
+def test_the_interval_covers_a_new_size_when_optima_are_rounded_to_a_grid():
+    generator, x = np.random.default_rng(0), np.array([1e6, 3e6, 1e7, 4e7])
+    grid = np.log([a * 10.0**b for b in range(-6, 0) for a in (1, 2, 5)])
+    covered = 0
+    for _ in range(100):
+        true = generator.uniform(0.05, 0.5) * x ** -generator.uniform(0.1, 0.4)
+        at = np.abs(grid - np.log(true)[:, None]).argmin(axis=1)
+        cells = list(zip(np.exp(grid[at - 1]), np.exp(grid[at + 1]), strict=True))
+        law = power_law(x, np.exp(grid[at]), cells)
+        exact = power_law(x, true)
+        low, high = law.interval(1e9)
+        covered += low <= exact.at(1e9) <= high
+    assert covered >= 95
+
+
+def test_an_end_that_is_unknown_leaves_the_interval_unknown():
+    sizes = [*CLIFF.values(), Size("open", 3e6, 1e6, 1e13, {1e-3: [3.0], 2e-3: [2.0]})]
+    found = fit(sizes, {"full": 7e8})
+    assert math.isnan(found.rate.half_width) and math.isnan(found.rate.interval(7e8)[0])
+    assert "unknown" in found.table().markdown() and "above 0.001" in found.table().markdown()
+
+
+def test_an_unfinished_search_is_shown_and_left_out_of_the_laws():
+    begun = Size("begun", 3e6, 1e6, 1.8e13, {1e-3: [2.8]}, complete=False)
+    waiting = Size("waiting", 1e7, 1e6, math.nan, {}, complete=False)
+    whole, found = fit(list(CLIFF.values()), {"full": 7e8}), fit([*CLIFF.values(), begun, waiting], {"full": 7e8})
+    for law, expected in ((found.rate, whole.rate), (found.loss, whole.loss)):
+        assert (law.exponent, law.half_width) == (expected.exponent, expected.half_width)
+    table = found.table().markdown()
+    rows = [line for line in table.splitlines() if "not finished" in line]
+    assert len(rows) == 2 and "begun, shrunk" in rows[0] and "waiting, shrunk" in rows[1]
+    assert "not finished, left out of the laws: begun, waiting" in found.notes()
+    assert "not finished" not in " ".join([*whole.notes(), whole.table().markdown()])
+
+
 # The script.
 
 
@@ -113,9 +179,14 @@ def test_started_again_it_makes_only_what_is_missing(climb, faults, tmp_path):
     faults["fail"] = "360m_7b/lr2e-3"
     code, _, err = climb(scales=SCALES[:2])
     assert code == 1 and "the ladder is not complete" in err
-    assert (tmp_path / "ladder/table.md").is_file(), "what is known is shown"
+    assert (tmp_path / "ladder/table.md").read_text().count("not finished") == 1, "what is known is shown"
+    found = read_evaluation(tmp_path / "ladder")
+    assert found.settings["unfinished"] == ["360m_7b"]
+    assert not [n for n in found.numbers if n.metric == "exponent"], "no law through one size"
     del faults["fail"]
     assert climb(scales=SCALES[:2])[0] == 0
+    assert "not finished" not in (tmp_path / "ladder/table.md").read_text()
+    assert read_evaluation(tmp_path / "ladder").settings["unfinished"] == []
     code, out, _ = climb()
     assert code == 0 and "760m_16b" in out
     made = {f"{p.parent.name}/{p.name}": len(starts(p)) for p in (tmp_path / "ladder").glob("*/lr*")}

@@ -4,9 +4,14 @@ At each size, the best rate is the vertex of a parabola of the loss in log(rate)
 
     loss(x) = a + b (x - x0)^2,   x = log(rate)
 
+Without a vertex it is a point of the grid, and known only to lie between its neighbours there.
+
 Over the sizes, log(best rate) and log(loss) are straight lines in log(parameters) and log(compute), by least squares.
 The intervals are Student's, at 95 %: they have n - 2 degrees of freedom for n sizes, one for three sizes, where t is
-12.7. They hold if the law holds; far from the sizes that were measured nobody knows that.
+12.7. Where best rates are points of the grid, the lines are fitted to many draws, log-uniform between the neighbours,
+and the intervals are those of the mixture, around the line through the points themselves (multiple imputation: Rubin,
+Multiple Imputation for Nonresponse in Surveys, 1987). They hold if the law holds; far from the sizes that were measured
+nobody knows that.
 """
 
 import math
@@ -15,11 +20,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgetting_transformer.analysis.statistics import quantile
+from forgetting_transformer.analysis.statistics import CONFIDENCE, quantile
 from forgetting_transformer.analysis.tables import Table
 
 #: Points on either side of the grid's best rate that the parabola goes through.
 _NEIGHBOURS = 2
+#: Draws of the best rates that are points of a grid, and their seed.
+_DRAWS, _SEED = 500, 0
+#: What a table says of a size whose search is not complete.
+_UNFINISHED = "**search not finished**, left out of the laws"
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,7 @@ class Size:
         tokens: of training, each run.
         compute: FLOPs of training, each run.
         losses: learning rate -> loss of each seed in nats per token, infinite where a run diverged.
+        complete: whether the search is; otherwise its best rate may be any, and no law goes through it.
     """
 
     name: str
@@ -39,6 +49,7 @@ class Size:
     tokens: float
     compute: float
     losses: Mapping[float, Sequence[float]]
+    complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class Optimum:
 
     Attributes:
         rate, loss: at the vertex of the parabola, or of the best rate of the grid where there is no vertex near it.
-        low, high: its neighbours in the grid, between which it lies.
+        low, high: its neighbours in the grid, diverged or not, between which it lies; NaN where there is none.
         vertex: whether a parabola has a minimum between them.
         curvature: b of the parabola; NaN without one.
     """
@@ -59,13 +70,23 @@ class Optimum:
     vertex: bool
     curvature: float = math.nan
 
+    @property
+    def between(self) -> str:
+        """Its neighbours, for a table."""
+        if math.isnan(self.low) and math.isnan(self.high):
+            return "unknown"
+        if math.isnan(self.low) or math.isnan(self.high):
+            return f"below {self.high:.2g}" if math.isnan(self.low) else f"above {self.low:.2g}"
+        return f"{self.low:.2g} to {self.high:.2g}"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class PowerLaw:
     """y = factor * x ** exponent, fitted in logarithms.
 
     Attributes:
-        exponent, half_width: of the exponent's 95 % interval, NaN with two points, which say nothing of it.
+        exponent, half_width: of the exponent's 95 % interval, NaN where nothing is known of it: with two points, or
+            where one of them has no bound.
     """
 
     factor: float
@@ -73,18 +94,23 @@ class PowerLaw:
     half_width: float
     _centre: float
     _spread: float
-    _residual: float
     _points: int
+    #: Of the lines through the draws, each `(draws,)`: the value at the centre, the slope, the residual.
+    _levels: np.ndarray
+    _slopes: np.ndarray
+    _residuals: np.ndarray
 
     def at(self, x: float) -> float:
         return self.factor * x**self.exponent
 
     def interval(self, x: float) -> tuple[float, float]:
-        """Where a new measurement at x lies with 95 %: wider the farther x is from the points; NaN with two points."""
-        if self._points < 3:
+        """Where a new measurement at x lies with 95 %: wider the farther x is from the points; NaN as `half_width`."""
+        if math.isnan(self.half_width):
             return math.nan, math.nan
-        away = (math.log(x) - self._centre) ** 2 / self._spread
-        half = quantile(self._points - 2) * self._residual * math.sqrt(1 + 1 / self._points + away)
+        away = math.log(x) - self._centre
+        scale = math.sqrt(1 + 1 / self._points + away**2 / self._spread)
+        apart = self._levels + self._slopes * away - math.log(self.at(x))
+        half = _half_width(apart, self._residuals * scale, self._points - 2)
         # Beyond the range of floats an end says no more than that.
         return tuple(math.exp(min(max(math.log(self.at(x)) + s * half, -700), 700)) for s in (-1, 1))  # type: ignore[return-value]
 
@@ -102,30 +128,58 @@ def optimum(losses: Mapping[float, Sequence[float]]) -> Optimum | None:
     best = min(rates, key=lambda rate: means[rate])
     place = rates.index(best)
     near = rates[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1]
-    low, high = rates[max(0, place - 1)], rates[min(len(rates) - 1, place + 1)]
+    low = max((rate for rate in means if rate < best), default=math.nan)
+    # Past rates that are as good.
+    high = min((rate for rate in means if rate > best and means[rate] > means[best]), default=math.nan)
     if len(near) >= 3:
         x = np.log(near) - math.log(best)
         # The closer to the best, the more a point counts: far from it the loss is no parabola.
         weights = 1 / (1 + (x / math.log(2)) ** 2)
         curvature, slope, level = np.polyfit(x, [means[rate] for rate in near], 2, w=weights)
-        if curvature > 0 and math.log(low / best) <= (shift := -slope / (2 * curvature)) <= math.log(high / best):
+        first, last = rates[max(0, place - 1)], rates[min(len(rates) - 1, place + 1)]
+        if curvature > 0 and math.log(first / best) <= (shift := -slope / (2 * curvature)) <= math.log(last / best):
             loss = float(level - slope**2 / (4 * curvature))
             return Optimum(float(best * math.exp(shift)), loss, low, high, True, float(curvature))
     return Optimum(best, means[best], low, high, False)
 
 
-def power_law(x: Sequence[float], y: Sequence[float]) -> PowerLaw:
-    """The power law through points; at least two with different x, all positive."""
-    logs, values = np.log(x), np.log(y)
+def power_law(
+    x: Sequence[float], y: Sequence[float], cells: Sequence[tuple[float, float] | None] | None = None
+) -> PowerLaw:
+    """The power law through points; at least two with different x, all positive.
+
+    Args:
+        cells: for each point, between which values y is known to lie, NaN for no bound; None for y itself.
+    """
+    logs, values, points = np.log(x), np.log(y), len(x)
     centre = float(logs.mean())
     spread = float(((logs - centre) ** 2).sum())
-    exponent = float(((logs - centre) * values).sum() / spread)
-    level = float(values.mean()) - exponent * centre
-    residual = half = math.nan
-    if len(logs) > 2:
-        residual = math.sqrt(float(((values - level - exponent * logs) ** 2).sum()) / (len(logs) - 2))
-        half = quantile(len(logs) - 2) * residual / math.sqrt(spread)
-    return PowerLaw(math.exp(level), exponent, half, centre, spread, residual, len(logs))
+    ends = np.log([cell or (value, value) for cell, value in zip(cells or [None] * points, y, strict=True)])
+    drawn = values[None]
+    if (ends[:, 0] < ends[:, 1]).any():
+        drawn = ends[:, 0] + (ends[:, 1] - ends[:, 0]) * np.random.default_rng(_SEED).uniform(size=(_DRAWS, points))
+    levels, slopes = drawn.mean(axis=1), drawn @ (logs - centre) / spread
+    residuals, half = np.full(len(drawn), math.nan), math.nan
+    exponent = float(values @ (logs - centre) / spread)
+    if points > 2 and np.isfinite(ends).all():
+        lines = levels[:, None] + slopes[:, None] * (logs - centre)
+        residuals = np.sqrt(((drawn - lines) ** 2).sum(axis=1) / (points - 2))
+        half = _half_width(slopes - exponent, residuals / math.sqrt(spread), points - 2)
+    factor = math.exp(float(values.mean()) - exponent * centre)
+    return PowerLaw(factor, exponent, half, centre, spread, points, levels, slopes, residuals)
+
+
+def _half_width(apart: np.ndarray, scales: np.ndarray, freedom: int) -> float:
+    """The h for which [-h, h] holds 95 % of a mixture, in equal parts, of Student's t at `apart` with these scales."""
+    from scipy.special import stdtr  # as in statistics.py
+
+    scales = np.maximum(scales, np.finfo(float).tiny)
+    low, high = 0.0, float(np.abs(apart).max() + quantile(freedom) * scales.max())
+    for _ in range(50):
+        half = (low + high) / 2
+        inside = stdtr(freedom, (half - apart) / scales) - stdtr(freedom, (-half - apart) / scales)
+        low, high = (half, high) if inside.mean() < CONFIDENCE else (low, half)
+    return high
 
 
 @dataclass(frozen=True)
@@ -134,8 +188,10 @@ class Fit:
 
     Attributes:
         sizes, optima: that have a best rate.
-        rate: of the best rate in parameters; loss: of its loss in compute. None with fewer than two sizes.
+        rate: of the best rate in parameters; loss: of its loss in compute. Through sizes whose search is complete;
+            None with fewer than two.
         full: name -> parameters of the sizes that are not shrunk, to which `rate` is extrapolated.
+        unfinished: name -> parameters of the sizes, with a best rate or without, whose search is not complete.
     """
 
     sizes: Sequence[Size]
@@ -143,13 +199,15 @@ class Fit:
     rate: PowerLaw | None
     loss: PowerLaw | None
     full: Mapping[str, float]
+    unfinished: Mapping[str, float]
 
     def numbers(self) -> list[tuple[str, float, dict[str, float]]]:
         """Name, parameters and numbers by metric: of the sizes, the extrapolated ones and the laws."""
-        rows = [
-            (size.name, size.parameters, {"best_rate": best.rate, "loss": best.loss, "compute": size.compute})
-            for size, best in zip(self.sizes, self.optima, strict=True)
-        ]
+        rows = []
+        for size, best in self._finished():
+            bounds = {"best_rate_low": best.low, "best_rate_high": best.high}
+            values = {"best_rate": best.rate, **bounds, "loss": best.loss, "compute": size.compute}
+            rows.append((size.name, size.parameters, values))
         if self.rate is not None:
             for name, parameters in self.full.items():
                 low, high = self.rate.interval(parameters)
@@ -167,7 +225,7 @@ class Fit:
         rows = []
         for size, best in zip(self.sizes, self.optima, strict=True):
             note = "" if best.vertex else "grid point: no parabola has its minimum beside it"
-            between = f"{best.low:.2g} to {best.high:.2g}"
+            note = note if size.complete else _UNFINISHED
             flops = f"{size.compute:.2e}" if math.isfinite(size.compute) else ""
             rows.append(
                 [
@@ -175,11 +233,15 @@ class Fit:
                     f"{size.parameters:,.0f}",
                     flops,
                     f"{best.rate:.2e}",
-                    between,
+                    best.between,
                     f"{best.loss:.4f}",
                     note,
                 ]
             )
+        shown = [size.name for size in self.sizes]
+        for name, parameters in self.unfinished.items():
+            if name not in shown:
+                rows.append([f"{name}, shrunk", f"{parameters:,.0f}", "", "", "", "", _UNFINISHED])
         if self.rate is not None:
             for name, parameters in self.full.items():
                 low, high = self.rate.interval(parameters)
@@ -198,12 +260,18 @@ class Fit:
         if self.loss is not None:
             found.append(f"loss ~ compute^{_with_interval(self.loss)}")
         if found:
-            few = len(self.sizes)
+            few, point = len(self._finished()), any(not best.vertex for _, best in self._finished())
             found.append(
                 f"{few} sizes"
                 + (": two points have no interval" if few < 3 else f", Student's t with {few - 2} degrees of freedom")
+                + (", and the grid's width where the best rate is a grid point" if few > 2 and point else "")
             )
+        if self.unfinished:
+            found.append(f"not finished, left out of the laws: {', '.join(self.unfinished)}")
         return found
+
+    def _finished(self) -> list[tuple[Size, Optimum]]:
+        return [pair for pair in zip(self.sizes, self.optima, strict=True) if pair[0].complete]
 
 
 def fit(sizes: Sequence[Size], full: Mapping[str, float]) -> Fit:
@@ -214,13 +282,16 @@ def fit(sizes: Sequence[Size], full: Mapping[str, float]) -> Fit:
     """
     pairs = [(size, best) for size in sizes if (best := optimum(size.losses)) is not None]
     kept, optima = [size for size, _ in pairs], [best for _, best in pairs]
+    finished = [(size, best) for size, best in pairs if size.complete]
     rate = loss = None
-    if len({size.parameters for size in kept}) > 1:
-        rate = power_law([size.parameters for size in kept], [best.rate for best in optima])
-    compute = [size.compute for size in kept]
+    parameters, compute = [size.parameters for size, _ in finished], [size.compute for size, _ in finished]
+    if len(set(parameters)) > 1:
+        cells = [None if best.vertex else (best.low, best.high) for _, best in finished]
+        rate = power_law(parameters, [best.rate for _, best in finished], cells)
     if len(set(compute)) > 1 and all(map(math.isfinite, compute)):
-        loss = power_law(compute, [best.loss for best in optima])
-    return Fit(kept, optima, rate, loss, full)
+        loss = power_law(compute, [best.loss for _, best in finished])
+    unfinished = {size.name: size.parameters for size in sizes if not size.complete}
+    return Fit(kept, optima, rate, loss, full, unfinished)
 
 
 def _with_interval(law: PowerLaw) -> str:

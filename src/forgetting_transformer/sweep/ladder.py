@@ -171,6 +171,7 @@ class Ladder:
         if (folder / "sweep.json").is_file() or (present and not any((p / "sweep.json").is_file() for p in present)):
             raise SweepError(f"output_dir={folder} is not empty and holds no ladder; choose another folder")
         self.searches: dict[str, LearningRateSweep] = {}
+        self._complete: set[str] = set()
 
     def run(self) -> bool:
         """Returns whether all searches are complete."""
@@ -180,6 +181,7 @@ class Ladder:
             search = self._make(one, guess)
             complete = search.run()
             self.searches[one.name] = search
+            self._complete |= {one.name} if complete else set()
             self.write()
             if not complete:
                 return False
@@ -187,24 +189,24 @@ class Ladder:
         return True
 
     def sizes(self) -> list[scaling.Size]:
-        """What the searches found so far."""
+        """What the searches found so far, those that have not begun included."""
         found = []
         for one in self.rungs:
             search = self.searches.get(one.name)
             grid = next(iter(search.searches.values()), None) if search else None
-            if search is None or grid is None or not grid.losses:
-                continue
-            losses = {grid_value(index): grid.at(index) for index in grid.indices}
-            any_run = next(iter(sorted(search.folder.glob("lr*_seed*"))))
-            flops = read_run(any_run).flops_per_token or math.nan
-            tokens = one.config.train.max_tokens
-            found.append(scaling.Size(one.name, one.parameters, tokens, flops * tokens, losses))
+            losses, flops, tokens = {}, math.nan, one.config.train.max_tokens
+            if search is not None and grid is not None and grid.losses:
+                losses = {grid_value(index): grid.at(index) for index in grid.indices}
+                any_run = next(iter(sorted(search.folder.glob("lr*_seed*"))))
+                flops = read_run(any_run).flops_per_token or math.nan
+            complete = one.name in self._complete
+            found.append(scaling.Size(one.name, one.parameters, tokens, flops * tokens, losses, complete))
         return found
 
     def write(self) -> None:
         """Writes evaluation.json, table.md and figure.png of what is known."""
         sizes = self.sizes()
-        if not sizes:
+        if not any(size.losses for size in sizes):
             return
         first = self.rungs[0].config
         search = next(iter(self.searches.values()))
@@ -230,6 +232,7 @@ class Ladder:
             },
             "loss": search.loss_name,
             "seeds": list(search.seeds),
+            "unfinished": list(result.unfinished),
             "losses": {s.name: {f"{rate:g}": list(map(_json, v)) for rate, v in s.losses.items()} for s in sizes},
         }
         label = first.model.label or first.model.name

@@ -35,11 +35,15 @@ def ladder_figure(result: Fit, loss_name: str, path: Path, title: str, notes: Se
             left.plot(list(inside), list(inside.values()), style.marker, color=style.colour, ms=5)
             left.plot(list(inside), list(inside.values()), style.line, color=style.colour, alpha=0.35, linewidth=1)
             if best.vertex:
-                x = np.linspace(math.log(best.low), math.log(best.high), 50)
+                near = [rate for rate in inside if best.low <= rate <= best.high] or [best.rate]
+                x = np.linspace(math.log(min(near)), math.log(max(near)), 50)
                 y = best.loss + best.curvature * (x - math.log(best.rate)) ** 2
                 left.plot(np.exp(x), y, "-", color=style.colour, linewidth=1.8)
-            left.plot([best.rate], [best.loss], "*", color=style.colour, ms=12, mec="white", mew=0.7, zorder=5)
-            around = [[best.rate - best.low], [best.high - best.rate]]
+            if size.complete:
+                left.plot([best.rate], [best.loss], "*", color=style.colour, ms=12, mec="white", mew=0.7, zorder=5)
+            face = style.colour if size.complete else "none"
+            # No bar to an end that is unknown.
+            around = np.nan_to_num([[best.rate - best.low], [best.high - best.rate]])
             middle.errorbar(
                 [size.parameters],
                 [best.rate],
@@ -48,11 +52,15 @@ def ladder_figure(result: Fit, loss_name: str, path: Path, title: str, notes: Se
                 marker=style.marker,
                 capsize=3,
                 ms=6,
+                mfc=face,
                 zorder=5,
             )
-            right.plot([size.compute], [best.loss], style.marker, color=style.colour, ms=6, zorder=5)
-            drawn.handles.append(line_handle(style, f"{size.name}, shrunk", with_marker=True))
-        drawn.handles.append(marker_handle("*", "best rate of a size: minimum of the parabola", GREY, markersize=10))
+            right.plot([size.compute], [best.loss], style.marker, color=style.colour, mfc=face, ms=6, zorder=5)
+            name = f"{size.name}, shrunk" + ("" if size.complete else ", not finished")
+            drawn.handles.append(line_handle(style, name, with_marker=True))
+        drawn.handles.append(
+            marker_handle("*", "best rate of a size: of the parabola or the grid", GREY, markersize=10)
+        )
         left.set(xscale="log", xlabel="peak learning rate", ylabel=f"{loss_name}\n(nats per token)")
         middle.set(xscale="log", yscale="log", xlabel="parameters without embeddings", ylabel="best learning rate")
         right.set(xscale="log", xlabel="training FLOPs of a run", ylabel="loss at the best rate")
@@ -64,7 +72,8 @@ def ladder_figure(result: Fit, loss_name: str, path: Path, title: str, notes: Se
         for axes in (left, right):
             axes.xaxis.set_minor_locator(NullLocator())
         if result.rate is not None:
-            rates, sizes = [best.rate for best in result.optima], [size.parameters for size in result.sizes]
+            rates = [best.rate for best in result.optima]
+            sizes = [size.parameters for size in result.sizes if size.complete]
             _law(middle, result.rate, sizes, list(result.full.values()))
             for parameters in result.full.values():
                 middle.plot([parameters], [result.rate.at(parameters)], "D", mfc="none", mec=MAIN, ms=5)
@@ -75,10 +84,10 @@ def ladder_figure(result: Fit, loss_name: str, path: Path, title: str, notes: Se
                     [], [], color=MAIN, linestyle=":", marker="D", mfc="none", ms=5, label="extrapolated, not shrunk"
                 )
             )
-            if len(result.sizes) > 2:
+            if math.isfinite(result.rate.half_width):
                 drawn.handles.append(Patch(color=MAIN, alpha=0.15, linewidth=0, label="95 % interval of a new size"))
         if result.loss is not None:
-            _law(right, result.loss, [size.compute for size in result.sizes], [])
+            _law(right, result.loss, [size.compute for size in result.sizes if size.complete], [])
             losses = [best.loss for best in result.optima]
             margin = max(0.5 * (max(losses) - min(losses)), 1e-3)
             right.set_ylim(min(losses) - margin, max(losses) + margin)
