@@ -43,7 +43,8 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         train = [{"step": int(t), "train/loss": float(x)} for t, x in zip(tokens, loss, strict=True)]
         heldout = more.get("heldout", lambda tokens: 5.1 + (final - 5) * tokens / BUDGET)
-        val = [{"step": t, "val/loss": heldout(t)} for t in more.get("evaluated", [])]
+        count = {"val/val_token_count": more["heldout_tokens"]} if "heldout_tokens" in more else {}
+        val = [{"step": t, "val/loss": heldout(t)} | count for t in more.get("evaluated", [])]
         info = [{"step": 0, "flops_per_token": flops}]
         data = [{"step": 0, **more["data"]}] if "data" in more else []
         kinds = {"train": train, "val": val, "model_info": info, "train_data_info": data}
@@ -217,6 +218,20 @@ def test_held_out_losses_are_compared_where_every_run_has_them(make_run):
     ]
     assert not comparisons.at_equal_flops([a, b]).heldout, "b was not evaluated at half its tokens"
     assert not comparisons.at_equal_tokens([a, b], heldout=False).heldout
+
+
+def test_losses_on_other_held_out_texts_are_said_not_to_compare(make_run):
+    """Of two models, and of two seeds of one."""
+    given = [("a", 0, 640), ("b", 1, 1280)]
+    runs = [read_run(make_run(n, 3.0, seed, evaluated=[1000], heldout_tokens=k)) for n, seed, k in given]
+    for models in (
+        [comparisons.model("a", runs)],
+        [comparisons.model(n, [r]) for n, r in zip("ab", runs, strict=True)],
+    ):
+        said = comparisons.warnings(comparisons.at_equal_tokens(models), models, "a")
+        assert any(note.startswith("the runs have different held-out texts: their losses on them") for note in said)
+    same = [comparisons.model("a", runs[:1])]
+    assert "held-out texts" not in str(comparisons.warnings(comparisons.at_equal_tokens(same), same, "a"))
 
 
 def test_the_script_writes_tables_and_a_figure(make_run, tmp_path, capsys):

@@ -242,8 +242,14 @@ def warnings(comparison: Comparison, models: Sequence[Model], baseline: str) -> 
             )
         if one.name != baseline and comparison.depends_on_evaluations(one.name, baseline):
             found.append(f"{one.name} and {baseline} may differ by this interpolation alone")
-    if comparison.heldout and len({_texts(run) for one in models for run in one.runs} - {None}) > 1:
-        found.append(f"the runs called different texts {models[0].eval_set}: their losses on it cannot be compared")
+    if comparison.heldout and len({text for one in models for run in one.runs for text in _texts(run)}) > 1:
+        whose = (
+            f"called different texts {models[0].eval_set}" if models[0].eval_set else "have different held-out texts"
+        )
+        found.append(
+            f"the runs {whose}: their losses on {'it' if models[0].eval_set else 'them'} cannot be compared, nor taken "
+            "together as seeds; use one corpus and one datamodule.eval_tokens"
+        )
     if not comparison.heldout:
         found += _pass_warnings(comparison, models)
     if any(len(losses) < 2 for losses in comparison.losses.values()):
@@ -261,11 +267,12 @@ def common_sets(models: Sequence[Model]) -> list[str]:
     return [name for name in first if all(name in sets for sets in others)]
 
 
-def _texts(run: Run) -> tuple[Any, ...] | None:
-    """What identifies the documents of its evaluation set; None for the corpus's own."""
+def _texts(run: Run) -> set[tuple[Any, Any]]:
+    """What identifies the held-out documents of its evaluations, of every one that says it: fingerprint and tokens."""
     kind = run.heldout_kind
-    last = run.last(kind)
-    return (last.get(f"{kind}/fingerprint"), last.get(f"{kind}/val_token_count")) if run.eval_set else None
+    own = None if run.eval_set else run.info("val_data").get("fingerprint")
+    lines = [line for line in run.records(kind) if line.get(f"{kind}/val_token_count") is not None]
+    return {(line.get(f"{kind}/fingerprint", own), line[f"{kind}/val_token_count"]) for line in lines}
 
 
 def _pass_warnings(comparison: Comparison, models: Sequence[Model]) -> list[str]:
