@@ -99,10 +99,30 @@ def test_a_card_edited_on_the_hub_is_kept_and_outdated_files_of_exports_go(there
     files[MARK] = json.dumps(mark | {"files": mark["files"] | {"old.safetensors": "digest"}}).encode()
     card, figure = files[CARD], files[FIGURE]
     for _ in range(2):
-        assert hub.push(exported(), REPO).endswith(f"{CARD} was edited there and is kept")
+        assert f"{CARD} was edited there and is kept: its numbers are of" in hub.push(exported(), REPO)
         assert files[CARD] == card and files[FIGURE] == figure and files["notes.txt"] == b"mine"
         assert "old.safetensors" not in files
         assert files["model.safetensors"] == contents(exported())["model.safetensors"]
+
+
+def test_a_card_and_a_figure_that_no_export_wrote_stay_here(there, logged_in, exported, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / CARD).write_text("private notes")
+    (tmp_path / "hf" / FIGURE).write_bytes(b"private picture")
+    assert hub.push(exported(), REPO).endswith(f"; {CARD} in {tmp_path / 'hf'} is not from an export and stays there")
+    assert not {CARD, FIGURE} & there.repos[REPO]["main"].keys()
+
+
+def test_an_edited_card_goes_up_and_the_line_names_the_checkpoint_that_it_is_of(there, logged_in, exported):
+    folder = exported(8 * STEP)
+    (folder / CARD).write_text((folder / CARD).read_text().replace("---\n", "---\nlicense: mit\n", 1))
+    assert hub.push(folder, REPO).endswith(f"; {CARD} as you edited it is there")
+    assert b"license: mit" in there.repos[REPO]["main"][CARD]
+    outdated = f": its numbers are of the checkpoint at {8 * STEP:,} tokens, and the weights of {20 * STEP:,}"
+    for _ in range(2):  # the next export does not forget which
+        assert hub.push(exported(), REPO).endswith(outdated)
+    (folder / CARD).unlink()
+    assert hub.push(exported(), REPO).endswith(f"{CARD} was edited there and is kept{outdated}")
 
 
 def test_a_repository_with_another_model_is_refused(there, logged_in, exported):

@@ -39,7 +39,7 @@ def average(
         CheckpointError: there are not so many, or they belong to runs of other settings.
         ExportError: as `export.export`.
     """
-    export.check_place(save_folder)
+    export.check_place(save_folder, "--out")
     directory = RunDirectory(run_folder)
     chosen = find(directory, last, steps)
     states = [checkpoint.trainer_state() for checkpoint in chosen]
@@ -49,7 +49,8 @@ def average(
     _fill_with_mean(model.state_dict(), chosen)
     numbers = [checkpoint.step for checkpoint in chosen]
     what = f"the average of {len(chosen)} checkpoints of {run_folder}, {numbers[0]:,} to {numbers[-1]:,} tokens,"
-    return export.write(directory, newest, state, model.eval(), save_folder, tokenizer, what, {"average_of": numbers})
+    about = {"average_of": numbers}
+    return export.write(directory, newest, state, model.eval(), save_folder, tokenizer, what, about=about, flag="--out")
 
 
 def find(directory: RunDirectory, last: int | None, steps: list[int] | None) -> list[Checkpoint]:

@@ -100,15 +100,18 @@ def export(
     return write(directory, *found, save_folder, tokenizer, f"{weights} in {what}", about, model_id)
 
 
-def check_place(save_folder: Path) -> None:
+def check_place(save_folder: Path, flag: str = "--hf_save_dir") -> None:
     """
+    Args:
+        flag: of the command, for the message.
+
     Raises:
         ExportError: the folder is a run's or a corpus's.
     """
     if said := belongs_to(save_folder):
         raise ExportError(
-            f"--hf_save_dir={save_folder} {said}, so an exported model must not go there: what reads that folder "
-            "later would take one for the other; choose another --hf_save_dir"
+            f"{flag}={save_folder} {said}, so an exported model must not go there: what reads that folder "
+            f"later would take one for the other; choose another {flag}"
         )
 
 
@@ -122,12 +125,14 @@ def write(
     what: str,
     about: dict[str, Any] | None = None,
     model_id: str | None = None,
+    flag: str = "--hf_save_dir",
 ) -> str:
     """Writes `save_folder` for `export`, which has the errors, and returns its line.
 
     Args:
         state: trainer.json of the checkpoint. model: on the CPU.
         what: the model, for people. about: what the folder records of it, besides the checkpoint.
+        flag: of the command that names the folder, for messages.
     """
     model.generation_config = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
@@ -156,19 +161,20 @@ def write(
         origin,
     )
     try:
-        with _only_export(save_folder):
+        with _only_export(save_folder, flag):
             with tempfile.TemporaryDirectory() as prepared:
                 # What a tokenizer consists of is known when it is saved, and is looked at before anything is
                 # overwritten.
                 if found_tokenizer is not None:
                     _save_tokenizer(found_tokenizer, Path(prepared))
                 beside = {str(file.relative_to(prepared)) for file in Path(prepared).rglob("*") if file.is_file()}
-                own, before = _check_ours(save_folder, _STANDARD | beside), _read_mark(save_folder)
+                own, before = _check_ours(save_folder, _STANDARD | beside, flag), _read_mark(save_folder)
                 card = _free_for_the_card(save_folder, own)
                 # First: an export that was killed may be made again. What is not ours keeps its digest or no mention.
                 files = dict.fromkeys(sorted(_STANDARD | beside | own.keys() | card))
                 files |= {name: own[name] for name in (own.keys() & _OF_THE_CARD) - card}
-                _mark(save_folder, origin | {"files": files})
+                card_of = checkpoint.step if model_card.CARD in card else card_step(before)
+                _mark(save_folder, origin | {"card": card_of, "files": files})
                 model.save_pretrained(save_folder)
                 for name in beside:
                     (save_folder / name).parent.mkdir(exist_ok=True)
@@ -176,20 +182,24 @@ def write(
             written = _model_files(save_folder) | {"generation_config.json"} | beside
             written |= _write_card(save_folder, directory.root, exported, card)
             kept = {name: digest for name, digest in own.items() if os.path.lexists(save_folder / name)}
-            _mark(save_folder, origin | {"files": kept | {name: sha256_of(save_folder / name) for name in written}})
+            files = kept | {name: sha256_of(save_folder / name) for name in written}
+            _mark(save_folder, origin | {"card": card_of, "files": files})
     except (FileExistsError, NotADirectoryError) as error:
-        raise ExportError(f"{save_folder} is a file, or lies under one; choose another --hf_save_dir") from error
+        raise ExportError(f"{save_folder} is a file, or lies under one; choose another {flag}") from error
     except (OSError, SafetensorError) as error:
         reason = describe_os_error(error, save_folder) if isinstance(error, OSError) else one_line(error)
         raise ExportError(
-            f"cannot write the export to {save_folder} ({reason}); make room, or choose another --hf_save_dir"
+            f"cannot write the export to {save_folder} ({reason}); make room, or choose another {flag}"
         ) from error
     if found_tokenizer is None:
         raise ExportError(f"the model is in {save_folder}, but without a tokenizer ({why_none}). {_WHERE_FROM}")
     replaced = ""
     if before and any(before.get(key) != value for key, value in origin.items() if key != "seed"):
         replaced = f", in place of the one at {before.get('checkpoint'):,} tokens of {before.get('tag')}"
-    kept_card = "" if model_card.CARD in card else f"; {model_card.CARD} there is not as an export wrote it and is kept"
+    kept_card = ""
+    if model_card.CARD not in card:
+        kept_card = f"; {model_card.CARD} there is not as an export wrote it and is kept"
+        kept_card += outdated_card(card_of, checkpoint.step)
     needs = f"; loading it needs `import {', '.join(needed)}`, or --plugins {' '.join(needed)}" if needed else ""
     return f"{what} is now {save_folder}{replaced}{kept_card}{needs}"
 
@@ -247,7 +257,7 @@ def _write_card(folder: Path, run_folder: Path, about: model_card.Exported, name
 
 
 @contextlib.contextmanager
-def _only_export(folder: Path) -> Iterator[None]:
+def _only_export(folder: Path, flag: str) -> Iterator[None]:
     """Keeps other exports out of the folder by a lock on the folder itself, which leaves no file in it.
 
     Raises:
@@ -259,7 +269,7 @@ def _only_export(folder: Path) -> Iterator[None]:
             stack.enter_context(locked(folder, wait=False))
         except BlockingIOError as error:
             raise ExportError(
-                f"another export is writing to {folder}; wait for it, or choose another --hf_save_dir"
+                f"another export is writing to {folder}; wait for it, or choose another {flag}"
             ) from error
         except LocksUnsupportedError:
             pass  # or none for folders: as without this
@@ -284,6 +294,19 @@ def _read_mark(folder: Path) -> dict[str, Any]:
         return {}
 
 
+def card_step(mark: dict[str, Any]) -> int | None:
+    """The checkpoint that the card of an export is of, from its mark; None where no export wrote the card."""
+    written = model_card.CARD in mark.get("files", ())
+    return mark.get("card", mark.get("checkpoint")) if written else None
+
+
+def outdated_card(card_of: int | None, step: int) -> str:
+    """For the end of a line: whether a card that is kept shows the numbers of another checkpoint than `step`."""
+    if card_of in (None, step):
+        return ""
+    return f": its numbers are of the checkpoint at {card_of:,} tokens, and the weights of {step:,}"
+
+
 def origin_of(folder: Path) -> tuple[int | None, int | None]:
     """Tokens and seed of the training that an exported model comes from; None for what is not known.
 
@@ -297,7 +320,7 @@ def origin_of(folder: Path) -> tuple[int | None, int | None]:
     return mark["checkpoint"], mark.get("seed")
 
 
-def _check_ours(folder: Path, names: set[str]) -> dict[str, str | None]:
+def _check_ours(folder: Path, names: set[str], flag: str) -> dict[str, str | None]:
     """What earlier exports may have written there: names, each with its SHA-256 or None where that was not recorded.
 
     transformers deletes what looks like a part of an earlier model, and what it leaves would be
@@ -319,13 +342,13 @@ def _check_ours(folder: Path, names: set[str]) -> dict[str, str | None]:
             what = f"{folder} holds {strangers[0]}, which is not from an export: two models would be mixed there"
         else:
             what = f"{folder}/{strangers[0]} is not from an export, and an export would overwrite it"
-        raise ExportError(f"{what}; choose another --hf_save_dir")
+        raise ExportError(f"{what}; choose another {flag}")
     assert own is not None  # otherwise MARK is a stranger
     for name in sorted(present):
         if own[name] is not None and (folder / name).is_file() and sha256_of(folder / name) != own[name]:
             raise ExportError(
                 f"{folder}/{name} has changed since it was exported, and an export would overwrite it; move it away, "
-                "or choose another --hf_save_dir"
+                f"or choose another {flag}"
             )
     return own
 

@@ -12,7 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 from forgetting_transformer.analysis.model_card import CARD, FIGURE, public_origin
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.checksums import sha256_of
-from forgetting_transformer.training.export import MARK, ExportError
+from forgetting_transformer.training.export import MARK, ExportError, card_step, outdated_card
 
 _OF_MODELS = (".safetensors", ".bin")
 #: Without an answer: an error of the HTTP library that huggingface_hub uses, httpx or httpx2, is no OSError.
@@ -67,9 +67,20 @@ def push(folder: Path, repo_id: str, private: bool | None = None, revision: str 
             )
         if revision is not None:
             api.create_branch(url.repo_id, branch=revision, exist_ok=True)
-        note, outdated, kept = _look(api, url.repo_id, revision, here)
         mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
-        names = {name for name in {*mark["files"], CARD, FIGURE} if (folder / name).is_file()} - kept
+        outdated, kept, card_of = _look(api, url.repo_id, revision, here)
+        # A card and a figure that are in no mark are somebody else's.
+        names = {name for name in mark["files"] if (folder / name).is_file()} - kept
+        if kept:
+            mark["card"], note = card_of, f"; {CARD} was edited there and is kept"
+        elif CARD not in names and (folder / CARD).is_file():
+            note = f"; {CARD} in {folder} is not from an export and stays there"
+        elif CARD in names and mark["files"][CARD] != sha256_of(folder / CARD):
+            note = f"; {CARD} as you edited it is there"
+        else:
+            note = ""
+        if note and (kept or CARD in names):
+            note += outdated_card(card_step(mark), mark["checkpoint"])
         contents: dict[str, Path | bytes] = {name: folder / name for name in sorted(names)}
         # The mark says where weights came from, which may be a folder of this machine.
         contents[MARK] = json.dumps(public_origin(mark), indent=1, sort_keys=True).encode()
@@ -96,8 +107,8 @@ def push(folder: Path, repo_id: str, private: bool | None = None, revision: str 
     return f"pushed to {url}{'' if revision is None else f', branch {revision}'}{note}"
 
 
-def _look(api: HfApi, repo_id: str, revision: str | None, here: str) -> tuple[str, set[str], set[str]]:
-    """What the repository holds: a note for the user, files of the export before, files that stay as they are there.
+def _look(api: HfApi, repo_id: str, revision: str | None, here: str) -> tuple[set[str], set[str], int | None]:
+    """What the repository holds: files of the export before, files that stay as they are there, the card's checkpoint.
 
     Raises:
         ExportError: a model that no export wrote.
@@ -105,6 +116,7 @@ def _look(api: HfApi, repo_id: str, revision: str | None, here: str) -> tuple[st
     present = set(api.list_repo_files(repo_id, revision=revision))
     files: dict[str, Any] = {}
     strangers: list[str] = []
+    card_of: int | None = None
     with tempfile.TemporaryDirectory() as cache:
 
         def fetched(name: str) -> Path:
@@ -112,7 +124,8 @@ def _look(api: HfApi, repo_id: str, revision: str | None, here: str) -> tuple[st
 
         if MARK in present:
             try:
-                recorded = json.loads(fetched(MARK).read_text(encoding="utf-8"))["files"]
+                mark = json.loads(fetched(MARK).read_text(encoding="utf-8"))
+                recorded, card_of = mark["files"], card_step(mark)
                 files = dict(recorded) if isinstance(recorded, dict) else dict.fromkeys(recorded)
             except (ValueError, KeyError, TypeError):
                 strangers = [MARK]
@@ -125,5 +138,5 @@ def _look(api: HfApi, repo_id: str, revision: str | None, here: str) -> tuple[st
             )
         earlier = files.keys() & present
         if CARD not in present or files.get(CARD) == sha256_of(fetched(CARD)):
-            return "", earlier, set()
-    return f"; {CARD} was edited there and is kept", earlier - {CARD, FIGURE}, {CARD, FIGURE}
+            return earlier, set(), card_of
+    return earlier - {CARD, FIGURE}, {CARD, FIGURE}, card_of
