@@ -70,7 +70,7 @@ def test_what_cannot_be_averaged_is_refused(tiny, tmp_path, finished, interrupte
             average(run, tmp_path / "mean", tokenizer=tokenizer, **chosen)
     with pytest.raises(CheckpointError, match="holds no checkpoints; give the output_dir of a run"):
         average(tmp_path / "nothing", tmp_path / "mean", last=2)
-    with pytest.raises(ExportError, match="^--out=.* is the folder of a training run.*choose another --out$"):
+    with pytest.raises(ExportError, match=r"^--out=.* is the folder of a training run.*choose another --out$"):
         average(run, run, last=2)
     mixed = tmp_path / "mixed"
     shutil.copytree(run, mixed)
