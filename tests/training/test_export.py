@@ -434,10 +434,10 @@ def test_files_of_somebody_else_are_not_overwritten(tmp_path, name):
     with pytest.raises(
         ExportError, match=f"{folder}/{name} is not from an export.*choose another --hf_save_dir"
     ) as caught:
-        _check_ours(folder, names)
+        _check_ours(folder, names, "--hf_save_dir")
     assert "\n" not in str(caught.value)
     (folder / name).unlink()
-    assert _check_ours(folder, names) == {}, "other files are no obstacle"
+    assert _check_ours(folder, names, "--hf_save_dir") == {}, "other files are no obstacle"
 
 
 def test_with_no_tokenizer_to_write_the_one_that_was_exported_stays_an_exports(tiny, tmp_path, finished):
