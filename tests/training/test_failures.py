@@ -259,7 +259,7 @@ def test_errors_come_before_the_first_step_and_name_the_fix(tiny, change, messag
 
 def test_refusals_reach_every_rank(tiny):
     errors = refused(changed(tiny, data_dir="/nonexistent"), world_size=2)
-    assert errors.count("DataError: no token array at") == 2
+    assert errors.count("NoArrayError: no token array at") == 2
 
 
 def test_processes_that_would_train_alone_are_refused(tiny):

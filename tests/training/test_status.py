@@ -29,7 +29,7 @@ def done(tiny) -> dict:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"datamodule__dataset": "absent"}, "DataError: no token array at"),
+        ({"datamodule__dataset": "absent"}, "NoArrayError: no token array at"),
         ({"model__config": {"hidden_sizes": 3}}, "ConfigError: model.config: "),
         ({"optimizer__lr": 1.0}, "was trained with other settings"),
     ],

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-#: Most of the wall time that drawing may take, but for the figures of the last evaluations.
+#: Most of the wall time that drawing may take, but for the first and the last figures of a start.
 _SHARE = 0.01
 
 
@@ -30,13 +30,15 @@ class Figures(Callback):
 
     def __init__(self) -> None:
         self._seconds = 0.0
+        self._drawn: set[str] = set()
 
     def on_evaluate(self, trainer: "TrainerInterface", kind: str, values: dict[str, Any]) -> None:
         rare = self._seconds <= _SHARE * sum(trainer.clock.seconds().values())
-        if trainer.metrics is not None and (rare or trainer.finished):
+        if trainer.metrics is not None and (rare or trainer.finished or kind not in self._drawn):
             started = time.perf_counter()
             send_figures(trainer, trainer.metrics.sinks, [kind])
             self._seconds += time.perf_counter() - started
+            self._drawn.add(kind)
 
 
 def send_figures(trainer: "TrainerInterface", sinks: Sequence[Sink], kinds: Iterable[str]) -> None:
