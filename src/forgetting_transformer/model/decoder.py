@@ -751,7 +751,9 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = self.new_cache()
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    # `generate` reads the signature to find out whether a model takes inputs_embeds.
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         # Its type for self is a protocol that no class here names.
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         # generate(stop_strings=…, tokenizer=…) hands the tokenizer on, which other models swallow.
