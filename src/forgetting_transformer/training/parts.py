@@ -84,7 +84,8 @@ class Parts:
         self.data_info = self.data.train_info()
         self._check_budget()
         self.eval_sets = open_eval_sets(config, self.data, self.data_info, self.ranks.data_size)
-        setup.on_rank_zero(self.fabric, self._check_texts)  # on one rank: what lies at a URL is fetched
+        if config.eval_sets or isinstance(self.data, MixtureDataModule):
+            setup.on_rank_zero(self.fabric, self._check_texts)  # on one rank: what lies at a URL is fetched
         self.started("data")
         setup.warn_without_gpu(config, self.data_info, self.fabric.device)
         self.compilation = Compilation(

@@ -28,7 +28,6 @@ class Profile(Callback):
     def __init__(self, first: int, last: int) -> None:
         self._first, self._last = first, last
         self._profiler: Any = None
-        self._steps = 0
 
     def on_start(self, trainer: "TrainerInterface") -> None:
         from torch import profiler
@@ -63,9 +62,8 @@ class Profile(Callback):
 
     def on_step(self, trainer: "TrainerInterface", step: Step) -> None:
         self._profiler.step()
-        self._steps += 1
 
     def on_end(self, trainer: "TrainerInterface") -> None:
         self._profiler.stop()
-        if self._steps < self._first:
-            log.warning("train.profile_steps: no trace, because this start took %d steps only", self._steps)
+        if (steps := self._profiler.step_num) < self._first:
+            log.warning("train.profile_steps: no trace, because this start took %d steps only", steps)
