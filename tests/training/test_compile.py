@@ -22,7 +22,7 @@ from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.training import Config, ConfigError, compilation, execution, parse, setup
 from forgetting_transformer.training.compilation import Compilation
 from forgetting_transformer.training.execution import Execution
-from forgetting_transformer.training.launch import shard
+from forgetting_transformer.training.sharding import shard, units
 from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
 from tests.training.conftest import STEP, Job, changed, checkpoint_tensors
@@ -250,7 +250,8 @@ def test_blocks_of_a_kind_share_one_graph_per_shape(captured, tiny, tmp_path, ca
     with one_process_group(tmp_path):
         model = build(config)
         if strategy == "fsdp":
-            wrapped = shard(model, init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel")))
+            mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+            wrapped = shard(model, mesh, units(model))
         else:
             wrapped = DistributedDataParallel(AsUnderFabric(model), find_unused_parameters=True)
         watch.compile(model)

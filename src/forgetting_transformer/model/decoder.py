@@ -286,6 +286,18 @@ class DecoderBlock(GradientCheckpointingLayer):
         return (hidden_BTE, others[0]) if mixer_options.get("output_attentions") else hidden_BTE
 
 
+class OutputLayer(nn.Linear):
+    """Hidden states to logits, or with labels to the loss of every token. The loss is computed in `forward`, because
+    FSDP2 gathers the weight when a module is called.
+    """
+
+    def forward(self, hidden_BTE: Tensor, labels_BT: Tensor | None = None, compiled: bool = False) -> Tensor:
+        """Return logits `(B, T, V)`, or the loss `(B, T)` as `linear_cross_entropy` does."""
+        if labels_BT is None:
+            return super().forward(hidden_BTE)
+        return linear_cross_entropy(hidden_BTE, self.weight, labels_BT, compiled=compiled)
+
+
 class DecoderPreTrainedModel(PreTrainedModel):
     """Loading, saving and initialisation."""
 
@@ -567,7 +579,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self._tied_weights_keys = {"lm_head.weight": f"{self.base_model_prefix}.embeddings.weight"}
         self.add_module(self.base_model_prefix, self.model_class(config))
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head: Any = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
         self._is_compiled = False
         self._has_looked_at_labels = False
         self.loss_type = "ForCausalLM"
@@ -702,7 +714,9 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         return result if self.decoder._wants_dict(return_dict) else result.to_tuple()
 
     def _loss_per_token(self, hidden_BTE: Tensor, labels_BT: Tensor) -> Tensor:
-        if isinstance(self.lm_head, nn.Linear):
+        if isinstance(self.lm_head, OutputLayer):
+            return self.lm_head(hidden_BTE, labels_BT, compiled=self._is_compiled)
+        if isinstance(self.lm_head, nn.Linear):  # transformers puts one there when the vocabulary is resized
             return linear_cross_entropy(hidden_BTE, self.lm_head.weight, labels_BT, compiled=self._is_compiled)
         # An adapter stands in its place, whose weight is not all that it computes with.
         logits_BTV = self.lm_head(hidden_BTE).float()

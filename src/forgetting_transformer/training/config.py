@@ -130,6 +130,9 @@ class StrategyConfig:
     name: str = one_of("auto", "ddp", "fsdp", "hsdp")
     #: hsdp: processes that share one copy of the model. null: those of a node.
     shard_size: int | None = within(Range(1, _DEVICES.high * 1024), None)
+    #: fsdp and hsdp: gather weights once a step and keep them until its last backward pass, instead of gathering each
+    #: block before and after its use. "auto": where they take at most a twentieth of a GPU's memory.
+    keep_gathered: Any = one_of("auto", True, False)
     #: So many ranks share each sequence, every one a part of it; the rest of the world is data parallel.
     context: int = within(Range(1, _DEVICES.high), 1)
     #: Seconds without a step, or without a byte written of a checkpoint that is waited for, after which a rank is stuck

@@ -11,17 +11,15 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from lightning.fabric.strategies import DDPStrategy, Strategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from forgetting_transformer import console, gpus
-from forgetting_transformer.model.decoder import DecoderBlock
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training.config import Config, ConfigError
+from forgetting_transformer.training.sharding import Sharded
 
 log = logging.getLogger(__name__)
 #: NCCL ends a process whose operation takes too long, and nothing then says why. The sentinel, which does, comes first.
@@ -146,14 +144,8 @@ def _strategy(config: Config, world_size: int, shard_size: int) -> Strategy | st
         # that an H200 waits for it: a 125M model trains at 250,000 tokens/s instead of 400,000.
         return "auto"
     if shard_size > 1:
-        # Fabric has a mesh of data-parallel by tensor-parallel ranks. Nothing here is tensor-parallel: the first
-        # dimension counts the copies of the model, and the second, whose ranks are neighbours, the shards of a copy.
-        return ModelParallelStrategy(
-            parallelize_fn=shard,
-            data_parallel_size=world_size // shard_size,
-            tensor_parallel_size=shard_size,
-            timeout=timeout,
-        )
+        dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
+        return Sharded(world_size // shard_size, shard_size, dtype, config.strategy.keep_gathered, timeout)
     if config.strategy.name == "ddp" or world_size > 1:
         # DDP would regroup its buckets after the first step, and with them the order in which gradients are added and
         # the alignment of what norms are taken of: the first step after a resume would not be bitwise the step it
@@ -162,22 +154,6 @@ def _strategy(config: Config, world_size: int, shard_size: int) -> Strategy | st
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         return _DDP(timeout=timeout, find_unused_parameters=True, gradient_as_bucket_view=False)
     return "auto"
-
-
-def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2: one unit per decoder block, so that gathering one block overlaps with computing another, and one unit
-    for embeddings, final norm and head. Weights, gradients and their reduction stay in fp32.
-
-    Args:
-        mesh: (copies of the model, shards of each); with one copy FSDP, with several HSDP.
-    """
-    copies, _ = mesh.shape
-    used = mesh if copies > 1 else mesh["tensor_parallel"]
-    for module in model.modules():
-        if isinstance(module, DecoderBlock):
-            fully_shard(module, mesh=used)
-    fully_shard(model, mesh=used)
-    return model
 
 
 class _DDP(DDPStrategy):

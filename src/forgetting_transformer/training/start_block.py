@@ -77,10 +77,12 @@ def _strategy(trainer: TrainerInterface) -> str:
 
     strategy, wanted = trainer.fabric.strategy, trainer.config.strategy.name
     if isinstance(strategy, ModelParallelStrategy):
-        copies, shards = strategy.device_mesh.shape
+        (copies, shards), notes = strategy.device_mesh.shape, list(getattr(strategy, "notes", ()))
         if copies > 1:
-            return f"hsdp ({copies} copies of the model, each sharded over {shards} processes)"
-        return "fsdp (one copy of the model: nothing to replicate)" if wanted == "hsdp" else "fsdp"
+            notes.insert(0, f"{copies} copies of the model, each sharded over {shards} processes")
+        elif wanted == "hsdp":
+            notes.insert(0, "one copy of the model: nothing to replicate")
+        return ("hsdp" if copies > 1 else "fsdp") + (f" ({'; '.join(notes)})" if notes else "")
     if isinstance(strategy, DDPStrategy):
         return "ddp (one process for each copy of the model: nothing to shard)" if wanted == "hsdp" else "ddp"
     return "none (one process: nothing to shard)" if wanted in ("fsdp", "hsdp") else "none"

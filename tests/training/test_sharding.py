@@ -1,0 +1,209 @@
+"""FSDP2: weights gathered in bf16 are those that products round anyway, and when they are gathered changes no bit."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.model.decoder import DecoderBlock
+from forgetting_transformer.training import parse, setup
+from forgetting_transformer.training.sharding import shard, units
+from tests.model.small_models import SMALL_FIELDS
+from tests.tiny import VOCAB
+from tests.training.conftest import STEP, Job, changed, checkpoint_tensors, train
+from tests.training.test_compile import one_process_group
+from tests.training.test_resume import assert_same_run, losses
+from tests.training.test_start_block import blocks
+
+#: For a training process: FSDP2 as it is used without care, one unit for each block, all in fp32.
+PLAIN = """
+from torch.distributed.fsdp import fully_shard
+from forgetting_transformer.model.decoder import DecoderBlock
+from forgetting_transformer.training import sharding
+def shard(model, mesh, found, keeps):
+    used = mesh if mesh.shape[0] > 1 else mesh["tensor_parallel"]
+    for module in model.modules():
+        if isinstance(module, DecoderBlock):
+            fully_shard(module, mesh=used)
+    fully_shard(model, mesh=used)
+    return model
+sharding.shard = shard
+"""
+#: Counts gathers of blocks, by step, into a file.
+COUNT = """
+import json
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
+from forgetting_transformer.training import trainer
+gathers, original, step = [0], _fsdp_param_group.foreach_all_gather, trainer.Trainer.step
+def count(*args, **kwargs):
+    gathers[0] += 1
+    return original(*args, **kwargs)
+_fsdp_param_group.foreach_all_gather = count
+def counted(self, batch):
+    before = gathers[0]
+    result = step(self, batch)
+    with open({file!r} + str(self.fabric.global_rank), "a") as out:
+        print(json.dumps(gathers[0] - before), file=out)
+    return result
+trainer.Trainer.step = counted
+"""
+
+
+def small_model(tiny: dict, name: str, **fields) -> nn.Module:
+    given = {"hidden_size": 32, "num_hidden_layers": 2, **SMALL_FIELDS[name], "initializer_range": 0.02, **fields}
+    if name == "forgetting_transformer":
+        given |= tiny["model"]["config"]
+    config = parse(OmegaConf.create(changed(tiny, model={"name": name, "config": given})))
+    return setup.build_model(config, SimpleNamespace(vocab_size=VOCAB, bos_token_id=0))
+
+
+def sharded(model: nn.Module, dtype: torch.dtype, keeps: bool = False) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    return shard(model, mesh, units(model, dtype), keeps)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    whole = (
+        (name, p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad)
+        for name, p in model.named_parameters()
+    )
+    return dict(whole)
+
+
+def back_to_step_eight(config: dict) -> None:
+    """As if the run had been killed soon after its checkpoint there."""
+    for step in (16, 20):
+        shutil.rmtree(Path(config["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
+
+
+@pytest.mark.parametrize("name", registry.model_names())
+def test_what_is_gathered_in_bf16_is_what_autocast_rounds(tiny, tmp_path, name):
+    """Losses and gradients of two accumulated micro-batches are bitwise those without FSDP2."""
+    batches = torch.randint(1, VOCAB, (2, 3, 40), generator=torch.Generator().manual_seed(0))
+
+    def run(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        found = []
+        for ids in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                found.append(model(input_ids=ids, labels=ids).loss)
+            found[-1].mean().backward()
+        return torch.stack(found), gradients(model)
+
+    want_loss, want = run(small_model(tiny, name).train())
+    with one_process_group(tmp_path):
+        model = sharded(small_model(tiny, name).train(), torch.bfloat16)
+        seen: set[torch.dtype] = set()
+        for block in model.modules():
+            if isinstance(block, DecoderBlock):
+                block.register_forward_pre_hook(
+                    lambda block, _: seen.update(m.weight.dtype for m in block.modules() if type(m) is nn.Linear)
+                )
+        loss, got = run(model)
+        assert seen == {torch.bfloat16}
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert torch.equal(loss, want_loss)
+    assert got.keys() == want.keys()
+    for key, gradient in want.items():
+        assert gradient is got[key] is None or torch.equal(got[key], gradient), key
+
+
+def test_norms_gates_convolutions_and_the_output_layer_are_gathered_in_fp32(tiny):
+    model = small_model(tiny, "samba")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    *of_blocks, head = units(model, torch.bfloat16)
+    rounded = {names[parameter] for unit in of_blocks for parameter in unit.parameters}
+    assert {unit.dtype for unit in of_blocks} == {torch.bfloat16}
+    assert all(name.endswith("proj.weight") and "dt_proj" not in name for name in rounded), rounded
+    assert any("in_proj" in name for name in rounded)
+    assert ({names[parameter] for parameter in head.parameters}, head.dtype) == ({"lm_head.weight"}, torch.float32)
+    assert all(unit.dtype == torch.float32 for unit in units(model)), "32-true rounds nothing"
+
+
+def test_a_block_whose_weights_are_not_in_linear_layers_is_gathered_whole_in_fp32(tiny):
+    """They would stay in memory during the whole step otherwise."""
+    model = small_model(tiny, "forgetting_transformer")
+    first = next(module for module in model.modules() if isinstance(module, DecoderBlock))
+    first.register_parameter("experts", nn.Parameter(torch.zeros(64, 32, 32)))
+    found = units(model, torch.bfloat16)
+    assert found[0].parameters == set(first.parameters()) and found[0].dtype == torch.float32
+    assert found[1].dtype == torch.bfloat16
+
+
+def test_a_tied_output_layer_is_gathered_with_the_embedding(tiny, tmp_path):
+    model = small_model(tiny, "transformer", tie_word_embeddings=True)
+    ids = torch.ones(1, 8, dtype=torch.long)
+    assert all(isinstance(unit.module, DecoderBlock) for unit in units(model))
+    want = model(input_ids=ids, labels=ids).loss
+    with one_process_group(tmp_path):
+        assert torch.equal(sharded(model, torch.float32)(input_ids=ids, labels=ids).loss, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world_size"), [("fsdp", 2), ("hsdp", 4)])
+def test_a_run_is_bitwise_that_of_plain_fsdp2(tiny, tmp_path, name, world_size):
+    """With gathers in bf16, units that are prefetched, and weights that stay gathered over micro-batches."""
+    tiny = changed(tiny, strategy__name=name, fabric__precision="bf16-mixed", train__max_tokens=8 * STEP)
+    tiny = changed(tiny, train__grad_acc_tokens=32, datamodule__train_batch_size=8)
+    found = {}
+    for kind, keep, patch in (("plain", False, PLAIN), ("units", False, None), ("kept", True, None)):
+        config = changed(tiny, strategy__keep_gathered=keep, output_dir=str(tmp_path / kind))
+        job = Job(config, world_size, patch=patch, nodes=world_size // 2)
+        assert job.wait() == [0] * world_size, job.errors()
+        found[kind] = (losses(config["output_dir"]), checkpoint_tensors(config["output_dir"], 8 * STEP))
+    notes = "linear layers of blocks gathered in bf16; weights gathered once a step)"
+    assert blocks(str(tmp_path / "kept"))[0]["precision"].endswith(notes)
+    want_losses, want = found["plain"]
+    assert len(want_losses) >= 4
+    for kind in ("units", "kept"):
+        got_losses, got = found[kind]
+        assert got_losses == want_losses, kind
+        assert got.keys() == want.keys()
+        for key, tensor in want.items():
+            assert torch.equal(got[key], tensor), (kind, key)
+
+
+@pytest.mark.slow
+def test_weights_that_are_kept_are_gathered_once_a_step(tiny, tmp_path):
+    """Two blocks, output layer and the rest: four units, in steps of four micro-batches."""
+    tiny = changed(tiny, strategy__name="fsdp", fabric__precision="bf16-mixed", train__max_tokens=2 * STEP)
+    tiny = changed(tiny, train__grad_acc_tokens=32, datamodule__train_batch_size=8, skip_eval=True)
+    for keep, want in ((True, 4), (False, 4 * (4 + 2))):  # otherwise blocks twice and the others once a micro-batch
+        config = changed(tiny, strategy__keep_gathered=keep, output_dir=str(tmp_path / str(keep)))
+        job = Job(config, 2, patch=COUNT.format(file=str(tmp_path / f"gathers-{keep}-")))
+        assert job.wait() == [0, 0], job.errors()
+        assert set(map(json.loads, (tmp_path / f"gathers-{keep}-0").read_text().splitlines())) == {want}
+
+
+@pytest.mark.slow
+def test_a_run_that_keeps_weights_resumes_bitwise_with_averages_and_evaluations(tiny, tmp_path, finished):
+    """Evaluations leave weights gathered, and the average stands in their place for a while."""
+    tiny = changed(tiny, strategy__name="fsdp", strategy__keep_gathered=True, fabric__precision="bf16-mixed")
+    tiny = changed(tiny, callbacks={"ema": {"decay": 0.9}}, eval_interval=2 * STEP, train__grad_acc_tokens=32)
+    straight = finished(tiny, 2)
+    stopped = changed(tiny, output_dir=str(tmp_path / "stopped"))
+    train(stopped, 2)
+    back_to_step_eight(stopped)
+    train(stopped, 2)
+    assert_same_run(straight, stopped["output_dir"])
+    freed = changed(tiny, strategy__keep_gathered=False, output_dir=str(tmp_path / "freed"))
+    train(freed, 2)
+    assert_same_run(straight, freed["output_dir"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_earlier_versions_is_continued_bitwise(tiny, tmp_path, finished):
+    """They gathered everything in fp32; names and layouts of tensors are the same."""
+    tiny = changed(tiny, strategy__name="fsdp", fabric__precision="bf16-mixed")
+    old = changed(tiny, output_dir=str(tmp_path / "old"))
+    job = Job(old, 2, patch=PLAIN)
+    assert job.wait() == [0, 0], job.errors()
+    back_to_step_eight(old)
+    train(old, 2)
+    assert_same_run(finished(tiny, 2), old["output_dir"])
