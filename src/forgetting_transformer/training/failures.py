@@ -97,6 +97,9 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, during: str = "
             ways.append("train.gradient_checkpointing=true")
         if not smaller and world_size % (twice := 2 * config.strategy.context) == 0:
             ways.append(f"strategy.context={twice}")
+    sharded = config.strategy.name in ("fsdp", "hsdp")
+    if sharded and world_size > 1 and config.strategy.keep_gathered is not False and torch.cuda.is_available():
+        ways.append("strategy.keep_gathered=false")
     if config.strategy.name != "fsdp":
         ways.append("strategy=fsdp" if world_size > 1 else "strategy=fsdp on several GPUs")
     else:
