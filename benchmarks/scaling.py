@@ -1,0 +1,437 @@
+#!/usr/bin/env python
+"""Measures steps of training on several GPUs of this machine under each strategy, beside one GPU alone.
+
+    python benchmarks/scaling.py                                     # FoX (Pro) 125M and 760M on two GPUs
+    python benchmarks/scaling.py --devices 4 --micro_batches 1 8 --out results.json
+    python benchmarks/scaling.py --accelerator cpu --experiments demo/fox_pro --seq_len 256 --steps 2      # to try it
+
+A step is forward and backward of each micro-batch (one sequence of random tokens on every GPU), the reduction of
+gradients, clipping and AdamW, with random weights. Every case sees the same tokens. A row is printed and saved to --out
+(record.py) as soon as it is measured. All cases share one start of the processes.
+
+one           rank 0 alone, the others wait
+ddp           strategy=ddp
+ddp_rebuilt   DDP without find_unused_parameters, which groups gradients anew after its first step
+fsdp_plain    FSDP2 with a unit per block and everything in fp32, as in version 0.2.0
+fsdp          strategy=fsdp strategy.keep_gathered=false
+fsdp_kept     strategy=fsdp strategy.keep_gathered=true
+
+tokens/s      of one GPU: tokens of its micro-batches / median seconds of --steps steps
+efficiency    this divided by that of `one`, at the same tokens per GPU and step
+exposed       milliseconds of a step in which rank 0's GPU communicates and computes nothing
+hidden        milliseconds in which it does both; idle: neither
+weights       a digest of all weights after the steps: equal digests are bitwise equal runs
+resumed       whether a new model with the weights and moments of this one takes bitwise the same steps
+"""
+
+import argparse
+import copy
+import functools
+import gc
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from record import Record, RecordError, add_options, device_name, end_with_parent
+
+from training import compose, experiment_file
+
+CASES = ("one", "fsdp_plain", "fsdp", "fsdp_kept", "ddp", "ddp_rebuilt")
+VOCABULARY = 50257
+#: Steps of a trace, and steps before the first measured one, the one that compiles included.
+TRACED, WARMUP = 2, 3
+HEADER = (
+    "| experiment | case | micro-batches | ms per step | tokens/s | efficiency "
+    "| exposed ms | hidden ms | idle ms | memory GB |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    models = ["forgetting_transformer/pro_125m_2b", "forgetting_transformer/pro_760m_16b"]
+    parser.add_argument("--experiments", nargs="+", default=models, metavar="NAME")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--seq_len", type=int, default=16384)
+    parser.add_argument("--micro_batches", type=int, nargs="+", default=[1, 4], help="of a step (default 1 and 4)")
+    parser.add_argument("--steps", type=int, default=8, help="measured steps (default 8)")
+    parser.add_argument("--checkpointing", action="store_true", help="with activation checkpointing")
+    parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
+    parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--time_limit", type=float, default=900, help="seconds for all (default 900)")
+    add_options(parser)
+    parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    for name in args.experiments:
+        if not experiment_file(name).is_file():
+            parser.error(f"there is no experiment {name!r} in configs/experiment")
+    if min(args.devices, args.steps, *args.micro_batches) < 1:
+        parser.error("--devices, --steps and --micro_batches must be at least 1")
+    return args
+
+
+# The parent: starts the processes and keeps their rows.
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.worker:
+        end_with_parent()
+        work(args, Path(args.worker))
+        return 0
+    try:
+        record = Record("scaling", args, argv, args.accelerator, leave_out=("time_limit", "worker"))
+    except RecordError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.devices} x {device_name(record.environment)}\n{HEADER}", flush=True)
+    wanted = [
+        {"experiment": experiment, "case": case, "micro_batches": count}
+        for experiment in args.experiments
+        for case in args.cases
+        for count in args.micro_batches
+    ]
+    missing = []
+    for case in wanted:
+        if row := record.find(case):
+            print(describe(row, record.rows), flush=True)
+        else:
+            missing.append(case)
+    if missing:
+        for row in run(args, missing, list(sys.argv[1:] if argv is None else argv)):
+            print(describe(record.add(row), record.rows), flush=True)
+    return 0 if all(row["status"] == "ok" for row in record.rows) else 1
+
+
+def run(args: argparse.Namespace, cases: list[dict[str, Any]], argv: list[str]) -> Iterator[dict[str, Any]]:
+    """Rows of the cases as they are measured; those that were not say why."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        job, rows = Path(folder) / "job.json", Path(folder) / "rows.jsonl"
+        job.write_text(json.dumps(cases), encoding="utf-8")
+        rows.touch()
+        shared = {"WORLD_SIZE": args.devices, "LOCAL_WORLD_SIZE": args.devices, "GROUP_WORLD_SIZE": 1, "GROUP_RANK": 0}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "scaling"}
+        shared |= {"LT_CLI_USED": 1, "LT_DEVICES": args.devices, "LT_ACCELERATOR": args.accelerator}
+        command = [sys.executable, __file__, *argv, "--worker", str(job)]
+        processes = [
+            subprocess.Popen(
+                command,
+                env=os.environ | {key: str(value) for key, value in (shared | {"RANK": k, "LOCAL_RANK": k}).items()},
+            )
+            for k in range(args.devices)
+        ]
+        deadline, done, problem = time.monotonic() + args.time_limit, 0, ""
+        try:
+            while not problem:
+                time.sleep(0.2)
+                codes = [process.poll() for process in processes]
+                if any(codes):
+                    problem = f"failed: processes ended with {codes}"
+                elif time.monotonic() > deadline:
+                    problem = f"stopped after {args.time_limit:g} s"
+                elif None not in codes:
+                    problem = "failed: not measured"
+                # A line that is being written has no end yet.
+                whole = [line for line in rows.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
+                yield from map(json.loads, whole[done:])
+                done = len(whole)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+    for case in cases[done:]:
+        yield {**case, "status": problem}
+
+
+# A worker: one rank of all cases.
+
+
+def work(args: argparse.Namespace, job: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    from lightning.fabric.utilities.distributed import _destroy_dist_connection
+
+    from forgetting_transformer.training.compilation import Compilation
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank) if args.accelerator == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    cases = json.loads(job.read_text(encoding="utf-8"))
+    initial: dict[str, dict[str, Any]] = {}
+    for case in cases:
+        name = case["experiment"]
+        config = compose(name, [f"fabric.accelerator={args.accelerator}", *args.overrides])
+        config.train.gradient_checkpointing = args.checkpointing
+        if name not in initial:
+            compilation = Compilation(config, VOCABULARY, device, rank, world)
+            initial = {name: build(config).state_dict()}
+        row = {**case, "status": "ok"}
+        try:
+            if case["case"] != "one" or rank == 0:
+                row |= measure(args, case, config, initial[name], compilation, device)
+        except torch.OutOfMemoryError:
+            row["status"] = "out of memory"
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if rank == 0:
+            with job.with_name("rows.jsonl").open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row) + "\n")
+        if dist.is_initialized():
+            wait_for_all()
+        if row["status"] != "ok":
+            sys.exit(1)  # the others may wait in the middle of a step
+    _destroy_dist_connection()
+
+
+def build(config: Any, initialise: bool = True) -> Any:
+    from forgetting_transformer.training import setup
+
+    return setup.build_model(config, SimpleNamespace(vocab_size=VOCABULARY, bos_token_id=0), initialise)
+
+
+@functools.cache
+def waiting_group() -> Any:
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo")
+
+
+def wait_for_all() -> None:
+    """Without work for a GPU, as NCCL's barrier would be."""
+    import torch.distributed as dist
+
+    dist.barrier(waiting_group())
+
+
+def measure(
+    args: argparse.Namespace, case: dict[str, Any], config: Any, weights: dict[str, Any], compilation: Any, device: Any
+) -> dict[str, Any]:
+    """The values of a row, on rank 0."""
+    import torch
+
+    from forgetting_transformer.training.corruption import digests_of_whole
+
+    step, model, optimizer = prepare(args, case, config, weights, compilation, device)
+    for _ in range(WARMUP):
+        loss = step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = []
+    for _ in range(args.steps):
+        synchronize(device)
+        began = time.perf_counter()
+        loss = step()
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    row = {
+        "step_seconds": seconds,
+        "tokens_per_second": case["micro_batches"] * args.seq_len / statistics.median(seconds),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "loss": loss.item(),
+    }
+    sums = digests_of_whole(dict(model.named_parameters())) if case["case"] != "one" else {}
+    row["weights"] = f"{sum(int(value, 16) for value in sums.values()) % 2**64:016x}" if sums else None
+    if case["case"] != "one" and case["micro_batches"] == args.micro_batches[-1]:
+        row["resumed"] = resumes(args, case, config, weights, compilation, device, (step, model, optimizer))
+    if device.type == "cuda":
+        row |= trace(step)
+    return row
+
+
+def prepare(
+    args: argparse.Namespace, case: dict[str, Any], config: Any, weights: dict[str, Any], compilation: Any, device: Any
+) -> tuple[Callable[[], Any], Any, Any]:
+    """A step, the model and the optimizer as a run would have them under the case's strategy."""
+    import torch
+    from lightning.fabric import Fabric
+
+    from forgetting_transformer.training import launch, setup
+    from forgetting_transformer.training.parameter_groups import undecayed_parameters
+
+    kind, count = case["case"], case["micro_batches"]
+    config.strategy.name = kind.partition("_")[0] if kind != "one" else "auto"
+    config.strategy.keep_gathered = kind == "fsdp_kept"
+    model = build(config, initialise=False)
+    model.load_state_dict(weights)
+    model.train()
+    undecayed = undecayed_parameters(model, config.train)
+    rank = 0 if kind == "one" else int(os.environ["RANK"])
+    draws = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(VOCABULARY, (count, args.seq_len + 1), generator=draws).to(device)
+    micro_batches = [(row[None, :-1].contiguous(), row[None, 1:].contiguous()) for row in tokens]
+    if kind == "one":
+        model.to(device)
+        optimizer = setup.build_optimizer(model, undecayed, config.optimizer)
+        wrapped, fabric = model, None
+        dtype = torch.float32 if config.fabric.precision == "32-true" else torch.bfloat16
+        autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    else:
+        fabric = Fabric(
+            accelerator=args.accelerator,
+            devices=args.devices,
+            strategy=strategy_of(kind, launch, config, args.devices),
+            plugins=[launch._precision(config)],
+        )
+        wrapped = fabric.setup_module(model)
+        optimizer = setup.build_optimizer(wrapped.module, undecayed, config.optimizer)
+        model = wrapped.module
+    if config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda"):
+        compilation.compile(model)
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        total = torch.zeros((), device=device)
+        for k, (inputs, labels) in enumerate(micro_batches):
+            if fabric is None:
+                with autocast:
+                    loss = wrapped(input_ids=inputs, labels=labels).loss.mean() / count
+                loss.backward()
+            else:
+                with fabric.no_backward_sync(wrapped, enabled=k < count - 1):
+                    loss = wrapped(input_ids=inputs, labels=labels).loss.mean() / count
+                    fabric.backward(loss)
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
+        optimizer.step()
+        return total
+
+    return step, model, optimizer
+
+
+def strategy_of(kind: str, launch: Any, config: Any, devices: int) -> Any:
+    """The strategy that train.py would take, or what is compared with it."""
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+    if kind == "ddp_rebuilt":
+        return DDPStrategy(gradient_as_bucket_view=True)
+    if kind == "fsdp_plain":
+        return ModelParallelStrategy(plain, data_parallel_size=1, tensor_parallel_size=devices)
+    return launch._strategy(config, devices, devices if config.strategy.name == "fsdp" else 1)
+
+
+def plain(model: Any, mesh: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    from forgetting_transformer.model.decoder import DecoderBlock
+
+    for module in model.modules():
+        if isinstance(module, DecoderBlock):
+            fully_shard(module, mesh=mesh["tensor_parallel"])
+    return fully_shard(model, mesh=mesh["tensor_parallel"])
+
+
+def resumes(
+    args: argparse.Namespace, case: dict[str, Any], config: Any, weights: Any, compilation: Any, device: Any, now: Any
+) -> bool:
+    """Whether two further steps of a new model, with the weights and moments of this one, are bitwise this one's."""
+    import torch
+
+    from forgetting_transformer.training.corruption import digests_of_whole
+    from forgetting_transformer.training.shards import local
+
+    step, model, optimizer = now
+    kept = [local(parameter.detach()).clone() for parameter in model.parameters()]
+    moments = copy.deepcopy(optimizer.state_dict())
+    for _ in range(2):
+        step()
+    want = digests_of_whole(dict(model.named_parameters()))
+    again, other, its_optimizer = prepare(args, case, config, weights, compilation, device)
+    with torch.no_grad():
+        for parameter, value in zip(other.parameters(), kept, strict=True):
+            local(parameter).copy_(value)
+    its_optimizer.load_state_dict(moments)
+    for _ in range(2):
+        again()
+    return digests_of_whole(dict(other.named_parameters())) == want
+
+
+def synchronize(device: Any) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def trace(step: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of a step in which the GPU computes, communicates, does both, or neither."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(TRACED):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    return {key: value / TRACED for key, value in overlap(events).items()}
+
+
+def overlap(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of a trace's events, in ms: `compute_ms`, `communication_ms`, `hidden_ms`, `exposed_ms` and `idle_ms`."""
+    work: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+            work[event["name"].startswith("nccl")].append(span)
+    compute, communication, either = (_union(spans) for spans in (work[False], work[True], work[False] + work[True]))
+    length = {name: sum(end - start for start, end in spans) / 1000 for name, spans in
+              (("compute", compute), ("communication", communication), ("either", either))}  # fmt: skip
+    whole = (either[-1][1] - either[0][0]) / 1000 if either else 0.0
+    return {
+        "compute_ms": length["compute"],
+        "communication_ms": length["communication"],
+        "hidden_ms": length["compute"] + length["communication"] - length["either"],
+        "exposed_ms": length["either"] - length["compute"],
+        "idle_ms": whole - length["either"],
+    }
+
+
+def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same stretches of time, in order and without overlaps."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def describe(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    name = f"| {row['experiment']} | {row['case']} | {row['micro_batches']} |"
+    if row["status"] != "ok":
+        return f"{name} {row['status'].replace('|', '/')} | | | | | | |"
+    same = ("experiment", "micro_batches")
+    alone = next((r for r in rows if r["case"] == "one" and all(r[k] == row[k] for k in same)), None)
+    efficiency = "–" if alone is None else f"{row['tokens_per_second'] / alone['tokens_per_second']:.1%}"
+    times = [f"{row[key]:.1f}" if key in row else "–" for key in ("exposed_ms", "hidden_ms", "idle_ms")]
+    memory = "–" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.1f}"
+    step = f"{statistics.median(row['step_seconds']) * 1000:,.1f}"
+    return f"{name} {step} | {row['tokens_per_second']:,.0f} | {efficiency} | {' | '.join(times)} | {memory} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
