@@ -4,6 +4,7 @@ On GPUs other than Hopper's FLA tunes its kernels on first use, which takes minu
 Axes: B batch, T positions, H heads, K key channels, V value channels; selective_scan: E channels, N states.
 """
 
+import random
 import sys
 import warnings
 from types import ModuleType
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgetting_transformer.ops import recurrence
+from forgetting_transformer.ops import backends, recurrence
 from forgetting_transformer.ops.recurrence import Gates, chunked, fla, reference
 from forgetting_transformer.ops.short_convolution import short_convolution
 
@@ -205,13 +206,23 @@ def test_without_fla_it_trains_and_warns_once(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_short_convolution(dtype, tolerance):
-    generator = torch.Generator("cuda").manual_seed(0)
-    shapes = {"x": (2, 300, 96), "weight": (96, 1, 4), "bias": (96,), "previous": (2, 96, 3)}
+@pytest.mark.parametrize("seed", range(20))
+def test_short_convolution(seed, dtype, tolerance, poisoned):
+    draw = random.Random(seed)
+    heads, taps, length = draw.choice([0, 1, 3]), draw.randint(2, 4), draw.randint(1, 700)
+    channels = max(1, heads) * draw.choice([32, 96, 128, 200])
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shapes = {"x": (2, length, channels), "weight": (channels, 1, taps), "bias": (channels,)}
+    shapes |= {"previous": (2, channels, taps - 1)} if draw.random() < 0.5 else {}
     inputs = {name: torch.randn(s, generator=generator, device="cuda").to(dtype) for name, s in shapes.items()}
 
     def convolve(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return short_convolution(x["x"], x["weight"], x["bias"], previous_BCW=x["previous"])
+        options = {"previous_BCW": x.get("previous"), "silu": seed % 4 > 0, "unit_heads": heads}
+        return short_convolution(x["x"], x["weight"], x["bias"], **options)
 
+    assert backends.has_triton("short_convolution", "forgetting_transformer.ops.short_convolution_triton", 0)
     want = run(convolve, {name: x.double() for name, x in inputs.items()})
-    assert_close(run(convolve, inputs), want, tolerance)
+    got = run(convolve, inputs)
+    assert_close(got, want, tolerance)
+    again = run(convolve, inputs)
+    assert all(torch.equal(got[name], again[name]) for name in got)

@@ -210,7 +210,7 @@ CASES = [(name, {}) for name in registry.model_names()] + [
 @pytest.mark.parametrize("name, fields", CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "default")
 def test_models_say_how_they_call_ops(name, fields, dtype, monkeypatch):
     model = small(name, **fields)
-    said = [use for use in model.op_uses() if use.op != "selective_scan"]
+    said = [use for use in model.op_uses() if use.op not in ("selective_scan", "short_convolution")]
     done = recorded_uses(model, dtype, monkeypatch)
     assert said or name == "samba"
     assert len(said) == len(done)
@@ -222,6 +222,37 @@ def test_models_say_how_they_call_ops(name, fields, dtype, monkeypatch):
             assert use.window == options.get("window_size")
             threshold = options.get("adaptive_threshold")
             assert use.pruning == ("auto" if isinstance(threshold, str) else None if threshold is None else "threshold")
+
+
+def test_models_say_how_they_call_short_convolutions():
+    model = small("gated_delta_net")
+    said = [use for use in model.op_uses() if use.op == "short_convolution"]
+    heads, key_size, value_size = model.config.num_heads, model.config.key_size, model.config.value_size
+    uses = [OpUse("short_convolution", *of) for of in ((heads, 4, key_size), (heads, 4, key_size), (0, 4, value_size))]
+    assert said == uses * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+def test_short_convolutions_are_tested_and_ruled_out_where_wrong(heads, monkeypatch):
+    use = OpUse("short_convolution", heads, 4, 48)
+    monkeypatch.setattr(
+        selftest,
+        "_convolution_of",
+        lambda use, dtype, device: TRITON if backends.is_usable("short_convolution", TRITON) else PYTORCH,
+    )
+    monkeypatch.setattr(backends, "installed_version", lambda package: "9.9.9")
+    for lengths in (None, (4096,), (100, 512)):
+        name, text = choose(use, lengths=lengths)["short_convolution"]
+        assert name == TRITON and text.startswith("Triton 9.9.9, self-test within ")
+    right = selftest.short_convolution.short_convolution
+
+    def wrong(x, *args, **options):
+        y, last = right(x, *args, **options)
+        return (y if x.dtype == torch.float64 else y * 1.01), last
+
+    monkeypatch.setattr(selftest.short_convolution, "short_convolution", wrong)
+    assert choose(use)["short_convolution"].name == PYTORCH
+    assert "short_convolution: Triton is not used" in backends.faults()["short_convolution", TRITON]
 
 
 # A Triton that is not there, is broken, or is a stranger.

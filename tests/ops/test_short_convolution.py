@@ -66,6 +66,14 @@ def test_gradients_are_derivatives_through_the_kept_inputs_too():
     assert torch.autograd.gradcheck(lambda x, w, b, p: short_convolution(x, w, b, previous_BCW=p), inputs)
 
 
+def test_silu_and_norms_of_heads_follow():
+    x, weight, bias, previous = make_inputs(9)
+    plain, _ = short_convolution(x, weight, bias, previous_BCW=previous)
+    y, _ = short_convolution(x, weight, bias, previous_BCW=previous, silu=True, unit_heads=2)
+    want = torch.nn.functional.silu(plain).unflatten(-1, (2, 3))
+    torch.testing.assert_close(y.unflatten(-1, (2, 3)), want / (want.square().sum(-1, keepdim=True) + 1e-6).sqrt())
+
+
 def test_what_is_kept_does_not_hold_the_sequence_in_memory():
     x, weight, bias, _ = make_inputs(500)
     _, last = short_convolution(x, weight, bias)
@@ -82,5 +90,7 @@ def test_it_refuses_shapes_that_do_not_fit():
         short_convolution(x, weight, bias[:5])
     with pytest.raises(ValueError, match=r"previous has shape \(2, 6, 4\); it must be \(2, 6, 3\)"):
         short_convolution(x, weight, bias, previous_BCW=torch.zeros(2, 6, 4))
+    with pytest.raises(ValueError, match="unit_heads is 4; it must be a divisor of x's 6 channels"):
+        short_convolution(x, weight, unit_heads=4)
     with pytest.raises(ValueError, match="at least one position"):
         short_convolution(x[:, :0], weight)

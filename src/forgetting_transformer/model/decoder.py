@@ -12,7 +12,8 @@ An architecture is a mixer and a configuration. The configuration builds the mix
         Optional. Called after the default initialisation of its submodules, to change it. It must write through
         `transformers.initialization`, whose functions leave weights from a checkpoint as they are.
     op_use() -> OpUse
-        Optional. How it calls its op, so that the op's kernels are tested before the first step on a GPU.
+        Optional. How it calls its op, so that the op's kernels are tested before the first step on a GPU. Layers in it
+        may have one too.
     use_rope
         Optional. True if it has rotary positions; its forward then takes the keyword `position_BT`.
     gives_attentions
@@ -344,9 +345,8 @@ class DecoderModel(DecoderPreTrainedModel):
         return DecoderCache([block.sequence_mixer.new_cache() for block in self.layers])
 
     def op_uses(self) -> list[OpUse]:
-        """How the mixers call ops whose kernels can be tested before they are used; see `ops/selftest.py`."""
-        mixers = [block.sequence_mixer for block in self.layers]
-        return [mixer.op_use() for mixer in mixers if hasattr(mixer, "op_use")]
+        """How mixers, and layers in them, call ops whose kernels can be tested before use; see `ops/selftest.py`."""
+        return [module.op_use() for module in self.modules() if hasattr(module, "op_use")]
 
     def add_shared_parameters(self) -> None:
         """Make the parameters that mixers of several blocks share. Called once; by default there are none."""

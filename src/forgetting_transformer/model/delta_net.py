@@ -82,9 +82,12 @@ class DeltaNetAttention(RecurrentMixer):
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False) if use_beta else None
         self.g_proj = nn.Linear(hidden_size, value_size, bias=False) if use_gate else None
         if use_short_conv:
-            self.q_conv1d = ShortConvolution(key_size, conv_size, bias=False)
-            self.k_conv1d = ShortConvolution(key_size, conv_size, bias=False)
-            self.v_conv1d = ShortConvolution(value_size, conv_size, bias=False)
+            # What usually follows is done with the convolutions, at once.
+            unit_heads = num_heads if (qk_activation, qk_norm) == ("silu", "l2") else 0
+            options: dict[str, Any] = {"bias": False, "silu": unit_heads > 0, "unit_heads": unit_heads}
+            self.q_conv1d = ShortConvolution(key_size, conv_size, **options)
+            self.k_conv1d = ShortConvolution(key_size, conv_size, **options)
+            self.v_conv1d = ShortConvolution(value_size, conv_size, bias=False, silu=True)
         self.o_norm = RMSNorm(value_size // num_heads, norm_eps)
         self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
 
@@ -108,9 +111,12 @@ class DeltaNetAttention(RecurrentMixer):
             q_BTC, new_states["q_conv"] = self.q_conv1d(q_BTC, states.get("q_conv"))
             k_BTC, new_states["k_conv"] = self.k_conv1d(k_BTC, states.get("k_conv"))
             v_BTC, new_states["v_conv"] = self.v_conv1d(v_BTC, states.get("v_conv"))
-        activation, norm = QK_ACTIVATIONS[self.qk_activation], QK_NORMS[self.qk_norm]
-        q_BTHK, k_BTHK = norm(activation(self.split_heads(q_BTC))), norm(activation(self.split_heads(k_BTC)))
-        v_BTHV = self.split_heads(F.silu(v_BTC))
+        else:
+            v_BTC = F.silu(v_BTC)
+        q_BTHK, k_BTHK, v_BTHV = map(self.split_heads, (q_BTC, k_BTC, v_BTC))
+        if not (self.use_short_conv and self.q_conv1d.unit_heads):
+            activation, norm = QK_ACTIVATIONS[self.qk_activation], QK_NORMS[self.qk_norm]
+            q_BTHK, k_BTHK = norm(activation(q_BTHK)), norm(activation(k_BTHK))
 
         out_BTHV, new_states["recurrent"] = delta_rule(
             *map(context.to_heads, (q_BTHK, k_BTHK, v_BTHV, self._beta(hidden_BTE))),

@@ -18,7 +18,6 @@ from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, exemp
 from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
-from forgetting_transformer.ops.norm import l2_norm
 from forgetting_transformer.ops.recurrence import delta_rule_flops_per_token, gated_delta_rule
 
 
@@ -59,9 +58,9 @@ class GatedDeltaNetAttention(RecurrentMixer):
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.a_proj = nn.Linear(hidden_size, num_heads, bias=False)
         self.g_proj = nn.Linear(hidden_size, value_size, bias=False)
-        self.q_conv1d = ShortConvolution(key_size, conv_size, bias=False)
-        self.k_conv1d = ShortConvolution(key_size, conv_size, bias=False)
-        self.v_conv1d = ShortConvolution(value_size, conv_size, bias=False)
+        self.q_conv1d = ShortConvolution(key_size, conv_size, bias=False, silu=True, unit_heads=num_heads)
+        self.k_conv1d = ShortConvolution(key_size, conv_size, bias=False, silu=True, unit_heads=num_heads)
+        self.v_conv1d = ShortConvolution(value_size, conv_size, bias=False, silu=True)
         self.A_log = nn.Parameter(self._initial_A_log())
         self.dt_bias = nn.Parameter(self._initial_dt_bias())
         exempt_from_decay(self.A_log, self.dt_bias)
@@ -95,9 +94,9 @@ class GatedDeltaNetAttention(RecurrentMixer):
         step_BTH = F.softplus(self.a_proj(hidden_BTE).float() + self.dt_bias.float())
 
         inputs = (
-            l2_norm(self.split_heads(F.silu(q_BTC))),
-            l2_norm(self.split_heads(F.silu(k_BTC))),
-            self.split_heads(F.silu(v_BTC)),
+            self.split_heads(q_BTC),
+            self.split_heads(k_BTC),
+            self.split_heads(v_BTC),
             self.b_proj(hidden_BTE).float().sigmoid(),
             -self.A_log.float().exp() * step_BTH,
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from forgetting_transformer.ops import context
+from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention.dispatch import first_visible_key
 from forgetting_transformer.ops.forgetting_attention.reference import attention_weights
 from forgetting_transformer.ops.norm import rms_norm
@@ -155,14 +156,25 @@ def swiglu_width(hidden_size: int, hidden_ratio: float) -> int:
 
 
 class ShortConvolution(nn.Conv1d):
-    """Causal convolution of every channel by itself over the last few tokens; no activation.
+    """Causal convolution of every channel by itself over the last few tokens, with what follows it at once.
 
     Weight `(C, 1, W)`. Weight and bias start as PyTorch starts them, U(±1/√W), whatever the
     architecture's initializer_range.
+
+    Args:
+        channels: C.
+        width: W, the taps.
+        bias: add a bias.
+        silu: apply SiLU.
+        unit_heads: then divide each of so many equal slices of the channels by its length; 0 for none.
     """
 
-    def __init__(self, channels: int, width: int, *, bias: bool) -> None:
+    def __init__(self, channels: int, width: int, *, bias: bool, silu: bool = False, unit_heads: int = 0) -> None:
         super().__init__(channels, channels, width, groups=channels, bias=bias)
+        self.silu, self.unit_heads = silu, unit_heads
+
+    def op_use(self) -> OpUse:
+        return OpUse("short_convolution", self.unit_heads, self.weight.shape[-1], self.in_channels)
 
     def init_own_weights(self) -> None:
         bound = 1 / math.sqrt(self.weight.shape[-1])
@@ -182,7 +194,14 @@ class ShortConvolution(nn.Conv1d):
         """
         if previous_BCW is None and (before_BWC := context.before(x_BTC, self.weight.shape[-1] - 1)) is not None:
             previous_BCW = before_BWC.transpose(1, 2)
-        return short_convolution(x_BTC, self.weight, self.bias, previous_BCW=previous_BCW)
+        return short_convolution(
+            x_BTC,
+            self.weight,
+            self.bias,
+            previous_BCW=previous_BCW,
+            silu=self.silu,
+            unit_heads=self.unit_heads,
+        )
 
 
 class StepProjection(nn.Linear):

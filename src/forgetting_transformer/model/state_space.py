@@ -5,7 +5,6 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel, check_silu
@@ -14,7 +13,7 @@ from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 
 
 class StateSpaceMixer(RecurrentMixer):
-    """A recurrent mixer with a short convolution `conv1d` in front of its state space."""
+    """A recurrent mixer with a short convolution `conv1d` and SiLU in front of its state space."""
 
     conv1d: ShortConvolution
 
@@ -22,7 +21,7 @@ class StateSpaceMixer(RecurrentMixer):
         """Return `silu(conv(x))`, 0 in padding, and the last inputs of the convolution."""
         x_BTC, last_BCW = self.conv1d(zero_padding(x_BTC, padding_BT), previous_BCW)
         # A second time, because the convolution adds its bias to padding too.
-        return zero_padding(F.silu(x_BTC), padding_BT), last_BCW
+        return zero_padding(x_BTC, padding_BT), last_BCW
 
 
 class StateSpaceConfig(DecoderConfig):

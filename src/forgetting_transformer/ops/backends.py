@@ -6,6 +6,8 @@ finds it wrong. PyTorch is never ruled out. Importing this imports neither Trito
 """
 
 import contextlib
+import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import warnings
@@ -16,9 +18,10 @@ import torch
 
 GLUON, TRITON, FLA, PYTORCH = "gluon", "triton", "fla", "pytorch"
 
-#: Attention with and without forget gates shares its kernels. A recurrence that is not listed runs in PyTorch alone.
+#: Attention with and without forget gates shares its kernels. An op that is not listed runs in PyTorch alone.
 BACKENDS: dict[str, tuple[str, ...]] = {
     "attention": (GLUON, TRITON, PYTORCH),
+    "short_convolution": (TRITON, PYTORCH),
     "simple_gla": (FLA, PYTORCH),
     "gla": (FLA, PYTORCH),
     "delta_rule": (FLA, PYTORCH),
@@ -31,6 +34,10 @@ _COSTS = {
     GLUON: "attention takes 1.1 to 1.2 times as long",
     TRITON: "attention takes 14 to 40 times as long, and its gradients are not bitwise reproducible",
     FLA: "it takes 40 to 150 times as long",
+}
+# The same where it depends on the op.
+_COSTS_OF_OP = {
+    ("short_convolution", TRITON): "it takes many times as long, most of it for the gradients of its filters",
 }
 _CURES = {
     GLUON: "install a Triton with which these kernels were measured: 3.6.0, 3.7.1 or 3.9.0",
@@ -52,9 +59,9 @@ class OpUse(NamedTuple):
 
     Attributes:
         op: a name in `BACKENDS`, or another op, which runs in PyTorch.
-        heads: query heads.
-        key_dim: channels of a head of queries and keys.
-        value_dim: channels of a head of values.
+        heads: query heads; short_convolution: heads that are normalised, 0 for none.
+        key_dim: channels of a head of queries and keys; short_convolution: taps.
+        value_dim: channels of a head of values; short_convolution: all channels.
         key_heads: attention: heads of keys and values. Default as many as of queries.
         is_gated: attention: whether it has forget gates.
         window: attention: keys that a query sees at most; None is all.
@@ -90,7 +97,8 @@ def rule_out(op: str, backend: str, reason: str, cure: str | None = None) -> Non
     order = BACKENDS[op]
     following = TITLES[order[order.index(backend) + 1]]
     cure = cure or _CURES[backend].format(triton=installed_version("triton"))
-    message = f"{op}: {TITLES[backend]} is not used: {reason}. {following} runs instead: {_COSTS[backend]}. "
+    cost = _COSTS_OF_OP.get((op, backend), _COSTS[backend])
+    message = f"{op}: {TITLES[backend]} is not used: {reason}. {following} runs instead: {cost}. "
     message += f"To mend it, {cure}"
     _faults[op, backend] = message
     warnings.warn(message, RuntimeWarning, stacklevel=3)
@@ -108,6 +116,31 @@ def rule_out_import(op: str, backend: str, package: str, name: str, error: Excep
         rule_out(op, backend, "it is not installed", install)
     else:
         rule_out(op, backend, f"{name} {version} is installed but broken, {describe_error(error)}")
+
+
+def has_triton(op: str, module: str, device_index: int) -> bool:
+    """Whether the Triton kernels of an op can be used on this GPU; a constant to compiled graphs.
+
+    Args:
+        module: full name of the module that holds them. Importing it registers its operators.
+    """
+    return is_usable(op, TRITON) and _loads_triton(op, module, device_index)
+
+
+# What `torch.compiler.assume_constant_result` sets. The decorator itself would import the compiler.
+has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _loads_triton(op: str, module: str, device_index: int) -> bool:
+    if torch.cuda.get_device_capability(device_index) < (8, 0):
+        return False
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a package that is broken fails in any way
+        rule_out_import(op, TRITON, "triton", "Triton", error, "pip install triton")
+        return False
+    return True
 
 
 def adopt(others: dict[tuple[str, str], str]) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgetting_transformer.ops import attention, backends, recurrence
+from forgetting_transformer.ops import attention, backends, recurrence, short_convolution
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention import (
     cumulative_log_fgate,
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 #: ‖x - reference‖ / ‖reference‖ of outputs and gradients, of attention. In 16 bits the kernels measured 1.8e-3 to
 #: 3.4e-3 (bfloat16) and a quarter of that (float16); a kernel that is wrong is off by far more.
 TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 5e-5}
+#: The same of short convolutions, which round their results alone.
+CONVOLUTION_TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 #: The same of recurrences, whose kernels keep inputs and states in 16 bits.
 RECURRENCE_TOLERANCE = 2e-2
 # Positions of a recurrence's problem: four chunks of 64, the last one ragged.
@@ -103,9 +105,11 @@ def _choose(
     lengths: Sequence[int] | None,
     generator: torch.Generator,
 ) -> Backend:
-    find = _attention_of if op == "attention" else _recurrence_of
-    check = check_attention if op == "attention" else check_recurrence
-    tolerance = TOLERANCES.get(dtype, 0.0) if op == "attention" else RECURRENCE_TOLERANCE
+    find, check, tolerance = _recurrence_of, check_recurrence, RECURRENCE_TOLERANCE
+    if op == "attention":
+        find, check, tolerance = _attention_of, check_attention, TOLERANCES.get(dtype, 0.0)
+    elif op == "short_convolution":
+        find, check, tolerance = _convolution_of, check_convolution, CONVOLUTION_TOLERANCES.get(dtype, 0.0)
     while True:
         names = [find(use, dtype, device) for use in uses]
         # The one that does most of the work stands for all: the fastest that any use has.
@@ -158,6 +162,15 @@ def _recurrence_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
     index = torch.cuda.current_device() if device.index is None else device.index
     served = recurrence.fla.serves(use.op, use.key_dim, use.value_dim, dtype, index)
     return backends.FLA if served else backends.PYTORCH
+
+
+def _convolution_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
+    if device.type != "cuda":
+        return backends.PYTORCH
+    index = torch.cuda.current_device() if device.index is None else device.index
+    head_dim = use.value_dim // max(1, use.heads)
+    served = short_convolution.kernel_serves(dtype, use.key_dim, head_dim, use.heads, index)
+    return backends.TRITON if served else backends.PYTORCH
 
 
 def problem_length(length: int) -> int:
@@ -340,6 +353,36 @@ def check_recurrence(
     names = ["the output", *(f"the gradient of {name}" for name in inputs)]
     errors = [_relative_error(a[:, :, heads].cpu(), b) for a, b in zip(got, want, strict=True)]
     return max(zip(errors, names, strict=True))
+
+
+def check_convolution(
+    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
+) -> tuple[float, str]:
+    """As `check_attention`. Of lengths it matters whether they are multiples of 16, and whether any may come."""
+    channels, taps = use.value_dim, use.key_dim
+    if lengths is None:
+        cases = [(length, goes_on) for length in (128, 133) for goes_on in (False, True)]
+    else:
+        cases = [(length, False) for length in sorted({128 + length % 16 for length in lengths})]
+    worst = (0.0, "the output")
+    for length, goes_on in cases:
+        shapes = {"x": (1, length, channels), "weight": (channels, 1, taps), "bias": (channels,)}
+        if goes_on and taps > 1:
+            shapes["previous"] = (1, channels, taps - 1)
+        inputs = [torch.randn(shape, generator=generator) for shape in shapes.values()]
+        inputs[0] = inputs[0].to(dtype)
+        d_out = torch.randn(shapes["x"], generator=generator).to(dtype)
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor, previous: Tensor | None = None) -> Tensor:
+            options: dict[str, Any] = {"previous_BCW": previous, "silu": True, "unit_heads": use.heads}
+            return short_convolution.short_convolution(x, weight, bias, **options)[0]
+
+        got = _results(run, [x.to(device) for x in inputs], d_out.to(device))
+        want = _results(run, [x.double() for x in inputs], d_out)
+        names = ["the output", *(f"the gradient of {name}" for name in shapes)]
+        errors = [_relative_error(a.cpu(), b) for a, b in zip(got, want, strict=True)]
+        worst = max(worst, *zip(errors, names, strict=True))
+    return worst
 
 
 def _results(function: Callable[..., Tensor], inputs: Sequence[Tensor], d_out: Tensor) -> list[Tensor]:

@@ -1,5 +1,7 @@
 """Short causal convolution along the sequence, one filter per channel (depthwise), as in Mamba and DeltaNet.
 
+On a GPU one Triton kernel does the whole op (`short_convolution_triton.py`), elsewhere PyTorch.
+
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
@@ -7,9 +9,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forgetting_transformer.ops import backends
+from forgetting_transformer.ops.norm import l2_norm
+
+_MAX_KERNEL_TAPS, _MAX_KERNEL_HEAD_DIM = 4, 256
+_EPSILON = 1e-6  # of l2_norm
+
 
 def short_convolution(
-    x_BTC: Tensor, weight_C1W: Tensor, bias_C: Tensor | None = None, *, previous_BCW: Tensor | None = None
+    x_BTC: Tensor,
+    weight_C1W: Tensor,
+    bias_C: Tensor | None = None,
+    *,
+    previous_BCW: Tensor | None = None,
+    silu: bool = False,
+    unit_heads: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return `y_t = bias + Σ_w weight_w · x_{t-W+1+w}` per channel, and the last inputs, which the next call needs.
 
@@ -20,9 +34,12 @@ def short_convolution(
         weight_C1W: filters.
         bias_C: added at every position.
         previous_BCW: the W - 1 inputs before x[:, 0], oldest first: what an earlier call returned. Default 0.
+        silu: apply SiLU to y.
+        unit_heads: then divide each of so many equal slices of the channels by its length (`l2_norm`), at every
+            position. 0 for none.
 
     Returns:
-        y `(B, T, C)`, without an activation, and the last inputs `(B, C, W - 1)` in x's dtype, zeros on the left where
+        y `(B, T, C)` in x's dtype, and the last inputs `(B, C, W - 1)` in x's dtype, zeros on the left where
         there were fewer.
     """
     batch, length, channels = x_BTC.shape
@@ -34,15 +51,55 @@ def short_convolution(
         raise ValueError(f"bias has shape {tuple(bias_C.shape)}; it must be ({channels},), one entry per channel of x")
     if length == 0:
         raise ValueError(f"x has shape {tuple(x_BTC.shape)}; it must have at least one position")
+    if unit_heads and channels % unit_heads:
+        raise ValueError(f"unit_heads is {unit_heads}; it must be a divisor of x's {channels} channels, or 0")
     previous_shape = (batch, channels, weight_C1W.shape[-1] - 1)
-    if previous_BCW is None:
-        previous_BCW = x_BTC.new_zeros(previous_shape)
-    elif previous_BCW.shape != previous_shape:
+    if previous_BCW is not None and previous_BCW.shape != previous_shape:
         raise ValueError(
             f"previous has shape {tuple(previous_BCW.shape)}; it must be {previous_shape}, "
             "the W - 1 inputs before x of every channel"
         )
+    given = (x_BTC, weight_C1W, bias_C, previous_BCW, silu, unit_heads)
+    if x_BTC.is_cuda and kernel_serves(
+        x_BTC.dtype, weight_C1W.shape[-1], channels // max(1, unit_heads), unit_heads, x_BTC.device.index
+    ):
+        if torch.compiler.is_compiling():
+            return torch.ops.forgetting_transformer.short_convolution(*given, _EPSILON)
+        try:
+            return torch.ops.forgetting_transformer.short_convolution(*given, _EPSILON)
+        except Exception as error:  # what a compiler raises is not one class
+            if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
+                raise
+            reason = f"its kernels do not compile: {backends.describe_error(error)}"
+            backends.rule_out("short_convolution", backends.TRITON, reason, backends.COMPILER_CURE)
+    return _in_pytorch(*given)
+
+
+def kernel_serves(dtype: torch.dtype, taps: int, head_dim: int, unit_heads: int, device_index: int) -> bool:
+    """Whether the Triton kernels can serve such inputs on this GPU."""
+    fits = (
+        dtype.itemsize <= 4 and 1 <= taps <= _MAX_KERNEL_TAPS and (not unit_heads or head_dim <= _MAX_KERNEL_HEAD_DIM)
+    )
+    module = "forgetting_transformer.ops.short_convolution_triton"
+    return fits and backends.has_triton("short_convolution", module, device_index)
+
+
+def _in_pytorch(
+    x_BTC: Tensor,
+    weight_C1W: Tensor,
+    bias_C: Tensor | None,
+    previous_BCW: Tensor | None,
+    silu: bool,
+    unit_heads: int,
+) -> tuple[Tensor, Tensor]:
+    batch, length, channels = x_BTC.shape
+    if previous_BCW is None:
+        previous_BCW = x_BTC.new_zeros(batch, channels, weight_C1W.shape[-1] - 1)
     inputs_BCS = torch.cat((previous_BCW.to(x_BTC.dtype), x_BTC.transpose(1, 2)), dim=-1)
-    y_BCT = F.conv1d(inputs_BCS, weight_C1W, bias_C, groups=channels)
+    y_BTC = F.conv1d(inputs_BCS, weight_C1W, bias_C, groups=channels).transpose(1, 2)
+    if silu:
+        y_BTC = F.silu(y_BTC)
+    if unit_heads:
+        y_BTC = l2_norm(y_BTC.unflatten(-1, (unit_heads, -1)), _EPSILON).flatten(-2)
     # A copy: a view would keep the whole sequence alive in a cache.
-    return y_BCT.transpose(1, 2), inputs_BCS[..., length:].clone()
+    return y_BTC, inputs_BCS[..., length:].clone()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from forgetting_transformer.ops.backends import PYTORCH
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.training.config import ConfigError
 
@@ -89,9 +90,11 @@ def differences(before: Execution, now: Execution) -> list[str]:
         found.append(f"blocks and loss were {_compiled(before)} and are {_compiled(now)} now (train.compile)")
     if before.device not in (None, now.device):
         found.append(f"the device was {before.device} and is {now.device} now")
-    for op in sorted(before.backends.keys() & now.backends.keys()):
-        if before.backends[op] != now.backends[op]:
-            found.append(f"{op} ran on {before.backends[op]} and runs on {now.backends[op]} now")
+    for op in sorted(now.backends) if before.backends else ():
+        # An op that an earlier version did not choose for ran in PyTorch.
+        backend = before.backends.get(op, PYTORCH)
+        if backend != now.backends[op]:
+            found.append(f"{op} ran on {backend} and runs on {now.backends[op]} now")
     return found
 
 

@@ -1,0 +1,380 @@
+"""The short convolution with SiLU and L2 norms in Triton: one kernel forward, one backward, inputs read once.
+
+Only the inputs are kept for the backward pass, which computes everything else again. Gradients of filters and biases
+are sums over time: every program leaves its part, and the parts are added in a fixed order. So the same inputs give the
+same bits every time.
+
+A program works on blocks of channels, a head where heads are normalised, and on groups of four neighbouring positions:
+tile o of a block holds position o of every group. A filter of four taps at position o reads tiles o - 3 to o, which lie
+in the same threads, so that an input that four outputs share is loaded once or twice, not four times. The gradient of
+position o needs what the filter gave at o to o + 3: the last three are computed by two groups.
+
+Axes: `forgetting_transformer/ops/__init__.py`. P programs along time, of all sequences.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first
+
+#: Taps of the kernels. Shorter filters have zeros in front.
+MAX_TAPS = 4
+#: Channels of a head that is normalised, at most.
+MAX_HEAD_DIM = 256
+# Channels of a block where nothing is normalised.
+_BLOCK_C = 128
+# Elements of a tile, with 4 warps. The backward pass holds three times as many tiles in registers.
+_TILES = {"forward": 1024, "backward": 512}
+# Backward: groups of tiles of a program along time.
+_STEPS = 8
+
+
+@triton.jit
+def _tap(weight_ptr, channel, exists, TAP: tl.constexpr, TAPS: tl.constexpr):
+    """Tap TAP of four of each channel's filter `(C, TAPS)`, float32."""
+    if TAP < 4 - TAPS:
+        weight = tl.zeros_like(channel).to(tl.float32)
+    else:
+        weight = tl.load(weight_ptr + channel * TAPS + (TAP - (4 - TAPS)), mask=exists, other=0.0).to(tl.float32)
+    return weight
+
+
+@triton.jit
+def _rows(
+    x_ptr, row, x_row, previous_ptr, channel, exists, start, length, TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr
+):
+    """Inputs at positions `start + row`, float32; before the sequence what came before it, or 0."""
+    position = start + row
+    inside = (position >= 0) & (position < length)
+    x = tl.load(x_ptr + row[:, None] * x_row + channel[None, :], mask=inside[:, None] & exists[None, :], other=0.0)
+    x = x.to(tl.float32)
+    if HAS_PREVIOUS:
+        at = position + (TAPS - 1)
+        before = (position < 0) & (at >= 0)
+        offset = channel[None, :] * (TAPS - 1) + at[:, None]
+        x += tl.load(previous_ptr + offset, mask=before[:, None] & exists[None, :], other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _filter(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias):
+    return x_0 * w_0[None, :] + x_1 * w_1[None, :] + x_2 * w_2[None, :] + x_3 * w_3[None, :] + bias[None, :]
+
+
+@triton.jit
+def _store_activated(
+    z, y_ptr, row, y_row, channel, exists, start, length, epsilon, SILU: tl.constexpr, NORM: tl.constexpr
+):
+    if SILU:
+        z = z * tl.sigmoid(z)
+    if NORM:
+        z = z * tl.rsqrt(tl.sum(z * z, axis=1) + epsilon)[:, None]
+    inside = start + row < length
+    y_ptrs = y_ptr + row[:, None] * y_row + channel[None, :]
+    tl.store(y_ptrs, z.to(y_ptr.dtype.element_ty), mask=inside[:, None] & exists[None, :])
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, x_batch, x_row, weight_ptr, bias_ptr, bias_channels, previous_ptr, y_ptr, length, channels, epsilon,
+    TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """y of `4 · GROUPS` positions of WIDTH channels. Grid: (blocks of channels, blocks of positions, B).
+
+    x `(B, T, C)` with strides (x_batch, x_row, 1); weight `(C, TAPS)`; bias `(C,)`; previous `(B, C, TAPS - 1)`;
+    y `(B, T, C)`, contiguous. bias_channels: channels, or 0 for no bias.
+    """
+    block, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    start = tl.program_id(1) * (4 * GROUPS)
+    column = tl.arange(0, BLOCK_C)
+    channel = block * WIDTH + column
+    exists = (column < WIDTH) & (channel < channels)
+    row = 4 * tl.arange(0, GROUPS)
+    x_ptr += batch * x_batch + start.to(tl.int64) * x_row
+    y_ptr += (batch * length + start) * channels
+    previous_ptr += batch * channels * (TAPS - 1)
+    w_0, w_1 = _tap(weight_ptr, channel, exists, 0, TAPS), _tap(weight_ptr, channel, exists, 1, TAPS)
+    w_2, w_3 = _tap(weight_ptr, channel, exists, 2, TAPS), _tap(weight_ptr, channel, exists, 3, TAPS)
+    bias = tl.load(bias_ptr + channel, mask=exists & (channel < bias_channels), other=0.0).to(tl.float32)
+
+    x_0 = _rows(x_ptr, row - 3, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+    x_1 = _rows(x_ptr, row - 2, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+    x_2 = _rows(x_ptr, row - 1, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+    x_3 = _rows(x_ptr, row, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+    x_4 = _rows(x_ptr, row + 1, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+    x_5 = _rows(x_ptr, row + 2, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+    x_6 = _rows(x_ptr, row + 3, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+    z_0 = _filter(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias)
+    z_1 = _filter(x_1, x_2, x_3, x_4, w_0, w_1, w_2, w_3, bias)
+    z_2 = _filter(x_2, x_3, x_4, x_5, w_0, w_1, w_2, w_3, bias)
+    z_3 = _filter(x_3, x_4, x_5, x_6, w_0, w_1, w_2, w_3, bias)
+    _store_activated(z_0, y_ptr, row, channels, channel, exists, start, length, epsilon, SILU, NORM)
+    _store_activated(z_1, y_ptr, row + 1, channels, channel, exists, start, length, epsilon, SILU, NORM)
+    _store_activated(z_2, y_ptr, row + 2, channels, channel, exists, start, length, epsilon, SILU, NORM)
+    _store_activated(z_3, y_ptr, row + 3, channels, channel, exists, start, length, epsilon, SILU, NORM)
+
+
+@triton.jit
+def _gradient(z, dy_ptr, row, dy_row, channel, exists, start, length, epsilon, SILU: tl.constexpr, NORM: tl.constexpr):
+    """The gradient of what the filter gave, z, at positions `start + row`; 0 outside of the sequence."""
+    position = start + row
+    inside = (position >= 0) & (position < length)
+    dy_ptrs = dy_ptr + row[:, None] * dy_row + channel[None, :]
+    d = tl.load(dy_ptrs, mask=inside[:, None] & exists[None, :], other=0.0).to(tl.float32)
+    gate = tl.sigmoid(z)
+    if NORM:
+        s = z
+        if SILU:
+            s = z * gate
+        scale = tl.rsqrt(tl.sum(s * s, axis=1) + epsilon)
+        along = tl.sum(d * s, axis=1) * scale * scale
+        d = (d - s * along[:, None]) * scale[:, None]
+    if SILU:
+        d = d * (gate + z * gate * (1 - gate))
+    return d
+
+
+@triton.jit
+def _store_gradient(
+    dx, dx_ptr, row, dx_row, d_previous_ptr, channel, exists, start, length,
+    TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr,
+):  # fmt: skip
+    position = start + row
+    inside = (position >= 0) & (position < length)
+    dx_ptrs = dx_ptr + row[:, None] * dx_row + channel[None, :]
+    tl.store(dx_ptrs, dx.to(dx_ptr.dtype.element_ty), mask=inside[:, None] & exists[None, :])
+    if HAS_PREVIOUS:
+        at = position + (TAPS - 1)
+        before = (position < 0) & (at >= 0)
+        offset = channel[None, :] * (TAPS - 1) + at[:, None]
+        dx = dx.to(d_previous_ptr.dtype.element_ty)
+        tl.store(d_previous_ptr + offset, dx, mask=before[:, None] & exists[None, :])
+
+
+@triton.jit
+def backward_kernel(
+    dy_ptr, dy_batch, dy_row, x_ptr, x_batch, x_row, weight_ptr, bias_ptr, bias_channels, previous_ptr,
+    dx_ptr, d_previous_ptr, part_ptr, length, channels, epsilon, steps,
+    TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of `4 · GROUPS · steps` positions of WIDTH channels. Grid: as of `forward_kernel`.
+
+    With previous inputs the first program begins four positions before the sequence. Beyond `forward_kernel`'s: dy as
+    x; dx `(B, T, C)`, contiguous; d_previous as previous; part `(P, 5, C)` float32: sums over a program's positions of
+    the gradients of four taps and of the bias.
+    """
+    block, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    first = tl.program_id(1) * (4 * GROUPS * steps)
+    if HAS_PREVIOUS:
+        first -= 4
+    column = tl.arange(0, BLOCK_C)
+    channel = block * WIDTH + column
+    exists = (column < WIDTH) & (channel < channels)
+    row = 4 * tl.arange(0, GROUPS)
+    x_ptr += batch * x_batch + first.to(tl.int64) * x_row
+    dy_ptr += batch * dy_batch + first.to(tl.int64) * dy_row
+    dx_ptr += (batch * length + first) * channels
+    previous_ptr += batch * channels * (TAPS - 1)
+    d_previous_ptr += batch * channels * (TAPS - 1)
+    w_0, w_1 = _tap(weight_ptr, channel, exists, 0, TAPS), _tap(weight_ptr, channel, exists, 1, TAPS)
+    w_2, w_3 = _tap(weight_ptr, channel, exists, 2, TAPS), _tap(weight_ptr, channel, exists, 3, TAPS)
+    bias = tl.load(bias_ptr + channel, mask=exists & (channel < bias_channels), other=0.0).to(tl.float32)
+
+    dw_0 = tl.zeros([GROUPS, BLOCK_C], tl.float32)
+    dw_1, dw_2, dw_3, d_bias = dw_0, dw_0, dw_0, dw_0
+    for step in range(steps):
+        start = first + step * (4 * GROUPS)
+        x_0 = _rows(x_ptr, row - 3, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+        x_1 = _rows(x_ptr, row - 2, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+        x_2 = _rows(x_ptr, row - 1, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+        x_3 = _rows(x_ptr, row, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+        x_4 = _rows(x_ptr, row + 1, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+        x_5 = _rows(x_ptr, row + 2, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+        x_6 = _rows(x_ptr, row + 3, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+        x_7 = _rows(x_ptr, row + 4, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+        x_8 = _rows(x_ptr, row + 5, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+        x_9 = _rows(x_ptr, row + 6, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+        z_0 = _filter(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias)
+        z_1 = _filter(x_1, x_2, x_3, x_4, w_0, w_1, w_2, w_3, bias)
+        z_2 = _filter(x_2, x_3, x_4, x_5, w_0, w_1, w_2, w_3, bias)
+        z_3 = _filter(x_3, x_4, x_5, x_6, w_0, w_1, w_2, w_3, bias)
+        z_4 = _filter(x_4, x_5, x_6, x_7, w_0, w_1, w_2, w_3, bias)
+        z_5 = _filter(x_5, x_6, x_7, x_8, w_0, w_1, w_2, w_3, bias)
+        z_6 = _filter(x_6, x_7, x_8, x_9, w_0, w_1, w_2, w_3, bias)
+        d_0 = _gradient(z_0, dy_ptr, row, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
+        d_1 = _gradient(z_1, dy_ptr, row + 1, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
+        d_2 = _gradient(z_2, dy_ptr, row + 2, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
+        d_3 = _gradient(z_3, dy_ptr, row + 3, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
+        d_4 = _gradient(z_4, dy_ptr, row + 4, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
+        d_5 = _gradient(z_5, dy_ptr, row + 5, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
+        d_6 = _gradient(z_6, dy_ptr, row + 6, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
+        # What was counted by the group of the last positions counts in this group's gradients of inputs alone.
+        dw_0 += d_0 * x_0 + d_1 * x_1 + d_2 * x_2 + d_3 * x_3
+        dw_1 += d_0 * x_1 + d_1 * x_2 + d_2 * x_3 + d_3 * x_4
+        dw_2 += d_0 * x_2 + d_1 * x_3 + d_2 * x_4 + d_3 * x_5
+        dw_3 += d_0 * x_3 + d_1 * x_4 + d_2 * x_5 + d_3 * x_6
+        d_bias += d_0 + d_1 + d_2 + d_3
+        none = tl.zeros_like(w_0)
+        dx_0 = _filter(d_0, d_1, d_2, d_3, w_3, w_2, w_1, w_0, none)
+        dx_1 = _filter(d_1, d_2, d_3, d_4, w_3, w_2, w_1, w_0, none)
+        dx_2 = _filter(d_2, d_3, d_4, d_5, w_3, w_2, w_1, w_0, none)
+        dx_3 = _filter(d_3, d_4, d_5, d_6, w_3, w_2, w_1, w_0, none)
+        _store_gradient(dx_0, dx_ptr, row, channels, d_previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+        _store_gradient(
+            dx_1, dx_ptr, row + 1, channels, d_previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS
+        )
+        _store_gradient(
+            dx_2, dx_ptr, row + 2, channels, d_previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS
+        )
+        _store_gradient(
+            dx_3, dx_ptr, row + 3, channels, d_previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS
+        )
+        x_ptr += 4 * GROUPS * x_row
+        dy_ptr += 4 * GROUPS * dy_row
+        dx_ptr += 4 * GROUPS * channels
+    part_ptr += (batch * tl.num_programs(1) + tl.program_id(1)) * 5 * channels
+    tl.store(part_ptr + channel, tl.sum(dw_0, axis=0), mask=exists)
+    tl.store(part_ptr + channels + channel, tl.sum(dw_1, axis=0), mask=exists)
+    tl.store(part_ptr + 2 * channels + channel, tl.sum(dw_2, axis=0), mask=exists)
+    tl.store(part_ptr + 3 * channels + channel, tl.sum(dw_3, axis=0), mask=exists)
+    tl.store(part_ptr + 4 * channels + channel, tl.sum(d_bias, axis=0), mask=exists)
+
+
+def _options(kernel: str, x: Tensor, weight: Tensor, previous: Tensor | None, silu: bool, heads: int) -> dict[str, Any]:
+    """Launch options. heads: how many are normalised, 0 for none."""
+    width = x.shape[2] // heads if heads else _BLOCK_C
+    block_c = max(16, triton.next_power_of_2(width))
+    return {
+        "TAPS": weight.shape[-1], "HAS_PREVIOUS": previous is not None, "SILU": silu,
+        "NORM": heads > 0, "WIDTH": width, "BLOCK_C": block_c, "GROUPS": max(1, _TILES[kernel] // block_c),
+        "num_warps": 4, **FUSED,
+    }  # fmt: skip
+
+
+def _with_whole_channels(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("forgetting_transformer::short_convolution", mutates_args=())
+@on_device_of_first
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, previous: Tensor | None, silu: bool, heads: int, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """`short_convolution` of up to four taps.
+
+    Args:
+        x: `(B, T, C)`, any strides.
+        weight: `(C, 1, W)`, any floating dtype; products and sums are float32.
+        bias: `(C,)`.
+        previous: `(B, C, W - 1)`.
+        silu: apply SiLU.
+        heads: then divide each of so many equal slices of the channels by its length; 0 for none.
+        epsilon: added to the square of a length.
+
+    Returns:
+        y `(B, T, C)` in x's dtype, contiguous, and the last inputs `(B, C, W - 1)`.
+    """
+    x = _with_whole_channels(x)
+    batch, length, channels = x.shape
+    y = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
+    options = _options("forward", x, weight, previous, silu, heads)
+    grid = (triton.cdiv(channels, options["WIDTH"]), triton.cdiv(length, 4 * options["GROUPS"]), batch)
+    forward_kernel[grid](
+        x, x.stride(0), x.stride(1), weight.contiguous(), weight if bias is None else bias,
+        0 if bias is None else channels, x if previous is None else previous.contiguous(), y, length, channels, epsilon,
+        **options,
+    )  # fmt: skip
+    kept = weight.shape[-1] - 1
+    inputs = x[:, max(0, length - kept) :].transpose(1, 2)
+    if length < kept:
+        before = x.new_zeros(batch, channels, kept) if previous is None else previous.to(x.dtype)
+        inputs = torch.cat((before[..., length:], inputs), dim=-1)
+    return y, inputs.clone(memory_format=torch.contiguous_format)
+
+
+@convolve.register_fake
+def _(x, weight, bias, previous, silu, heads, epsilon):
+    return x.new_empty(x.shape), x.new_empty((x.shape[0], x.shape[2], weight.shape[-1] - 1))
+
+
+@torch.library.custom_op("forgetting_transformer::short_convolution_backward", mutates_args=())
+@on_device_of_first
+def convolve_backward(
+    dy: Tensor,
+    d_last: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    previous: Tensor | None,
+    silu: bool,
+    heads: int,
+    epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weight, bias and previous, the last two empty where there is none of them."""
+    dy, x = _with_whole_channels(dy), _with_whole_channels(x)
+    batch, length, channels = x.shape
+    dx = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
+    d_previous = (
+        dx.new_empty(0) if previous is None else torch.empty_like(previous, memory_format=torch.contiguous_format)
+    )
+    options = _options("backward", x, weight, previous, silu, heads)
+    positions = length + (4 if previous is not None else 0)
+    blocks = triton.cdiv(positions, 4 * options["GROUPS"] * _STEPS)
+    part = torch.empty((batch * blocks, 5, channels), dtype=torch.float32, device=x.device)
+    backward_kernel[triton.cdiv(channels, options["WIDTH"]), blocks, batch](
+        dy, dy.stride(0), dy.stride(1), x, x.stride(0), x.stride(1), weight.contiguous(),
+        weight if bias is None else bias, 0 if bias is None else channels,
+        x if previous is None else previous.contiguous(), dx, d_previous, part, length, channels, epsilon, _STEPS,
+        **options,
+    )  # fmt: skip
+    *d_taps, d_bias = part.sum(0)
+    d_weight = torch.stack(d_taps[MAX_TAPS - weight.shape[-1] :], dim=-1)[:, None].to(weight.dtype)
+    if d_last is not None:
+        kept = weight.shape[-1] - 1
+        own = min(kept, length)
+        dx[:, length - own :] += d_last[..., kept - own :].transpose(1, 2)
+        if previous is not None:
+            d_previous[..., own:] += d_last[..., : kept - own]
+    return dx, d_weight, d_bias.to(bias.dtype) if bias is not None else dx.new_empty(0), d_previous
+
+
+@convolve_backward.register_fake
+def _(dy, d_last, x, weight, bias, previous, silu, heads, epsilon):
+    d_bias, d_previous = (
+        x.new_empty(0) if given is None else torch.empty_like(given, memory_format=torch.contiguous_format)
+        for given in (bias, previous)
+    )
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias, d_previous
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    x, weight, bias, previous, *ctx.rest = inputs
+    ctx.save_for_backward(x, weight, bias, previous)
+
+
+def _autograd(ctx, dy: Tensor, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
+    _, _, bias, previous = ctx.saved_tensors
+    dx, d_weight, d_bias, d_previous = convolve_backward(dy, d_last, *ctx.saved_tensors, *ctx.rest)
+    return dx, d_weight, None if bias is None else d_bias, None if previous is None else d_previous, None, None, None
+
+
+convolve.register_autograd(_autograd, setup_context=_save_for_backward)
+
+
+@register_flop_formula(torch.ops.forgetting_transformer.short_convolution)
+def _forward_flops(x_shape, weight_shape, *args, **kwargs) -> int:
+    """Two per tap, position and channel."""
+    return 2 * x_shape.numel() * weight_shape[-1]
+
+
+@register_flop_formula(torch.ops.forgetting_transformer.short_convolution_backward)
+def _backward_flops(dy_shape, d_last_shape, x_shape, weight_shape, *args, **kwargs) -> int:
+    """Twice the forward pass: gradients of inputs and of filters."""
+    return 4 * x_shape.numel() * weight_shape[-1]

@@ -1,0 +1,133 @@
+"""The Triton kernels of the short convolution in Triton's interpreter, and compiled for every GPU. No GPU is needed."""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.ops.interpreter import interpret
+
+GENERATIONS = (80, 86, 89, 90, 100, 120)
+
+CHECK = """
+import random
+from forgetting_transformer.ops import short_convolution as public
+from forgetting_transformer.ops import short_convolution_triton as launcher
+
+def gradients(function, x, weight, bias, previous, d_y, d_last):
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in (x, weight, bias, previous)]
+    # A slice of something wider, as of a projection that serves several.
+    wide = F.pad(leaves[0], (3, 5))
+    y, last = function(wide[..., 3:-5], *leaves[1:])
+    torch.autograd.backward((y, last), (d_y, d_last))
+    return [y.detach(), last.detach(), *(t.grad for t in leaves if t is not None)]
+
+def check(batch, length, channels, taps, heads, silu, with_bias, with_previous, dtype=torch.float32, tolerance=1e-5):
+    x, d_y = (torch.randn(batch, length, channels).to(dtype) for _ in range(2))
+    weight = torch.randn(channels, 1, taps)
+    bias = torch.randn(channels) if with_bias else None
+    previous = torch.randn(batch, channels, taps - 1).to(dtype) if with_previous else None
+    d_last = torch.randn(batch, channels, taps - 1).to(dtype)
+    wide = [None if t is None else t.double() for t in (x, weight, bias, previous, d_y, d_last)]
+    want = gradients(lambda *given: public._in_pytorch(*given, silu, heads), *wide)
+    got = gradients(
+        lambda *given: launcher.convolve(*given, silu, heads, public._EPSILON),
+        x, weight, bias, previous, d_y, d_last,
+    )
+    for a, e in zip(got, want, strict=True):
+        assert a.shape == e.shape
+        error = ((a.double() - e).norm() / e.norm().clamp(min=1e-3)).item()
+        assert error < tolerance, f"{error:.1e} at {tuple(e.shape)}"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 3, 33, 150])
+@pytest.mark.parametrize(
+    "channels, taps, heads, silu", [(20, 4, 0, True), (150, 3, 0, False), (48, 4, 2, True), (24, 2, 1, False)]
+)
+@pytest.mark.parametrize("with_previous", [False, True])
+def test_it_computes_what_pytorch_does_in_float64(length, channels, taps, heads, silu, with_previous):
+    interpret(CHECK + f"check(2, {length}, {channels}, {taps}, {heads}, {silu}, {heads == 0}, {with_previous})")
+
+
+@pytest.mark.slow
+def test_random_shapes():
+    interpret(
+        CHECK
+        + """
+draw = random.Random(22)
+for _ in range(10):
+    heads, taps = draw.choice([0, 1, 3]), draw.randint(1, 4)
+    channels = max(1, heads) * draw.choice([8, 16, 31, 96])
+    previous = taps > 1 and draw.random() < 0.5
+    check(draw.randint(1, 2), draw.randint(1, 90), channels, taps, heads, draw.random() < 0.5, draw.random() < 0.5,
+          previous)
+"""
+    )
+
+
+@pytest.mark.slow
+def test_sixteen_bits_round_the_results_alone():
+    interpret(CHECK + "check(1, 70, 32, 4, 2, True, True, True, torch.float16, 1e-3)")
+
+
+@pytest.mark.slow
+def test_it_is_one_operator_to_torch_compile():
+    """Its fakes have the shapes, strides and dtypes of its results, and its gradients are registered."""
+    interpret(
+        """
+from forgetting_transformer.ops import short_convolution_triton as launcher
+x, weight = torch.randn(2, 9, 12)[..., 2:8].requires_grad_(), torch.randn(6, 1, 4, requires_grad=True)
+for bias, previous in [(None, None), (torch.randn(6, requires_grad=True), torch.randn(2, 6, 3, requires_grad=True))]:
+    torch.library.opcheck(
+        torch.ops.forgetting_transformer.short_convolution, (x, weight, bias, previous, True, 2, 1e-6)
+    )
+"""
+    )
+
+
+def compile_kernel(name: str, capability: int, width: int, norm: bool, previous: bool) -> int:
+    """Bytes of shared memory of one program."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from forgetting_transformer.ops import short_convolution_triton as launcher
+
+    kernel = getattr(launcher, f"{name}_kernel")
+    block = max(16, triton.next_power_of_2(width))
+    constants = {
+        "TAPS": 4, "HAS_PREVIOUS": previous, "SILU": True, "NORM": norm, "WIDTH": width, "BLOCK_C": block,
+        "GROUPS": launcher._TILES[name] // block,
+    }  # fmt: skip
+    types, aligned = {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            types[argument] = "constexpr"
+        elif argument in ("weight_ptr", "bias_ptr", "part_ptr"):
+            types[argument] = "*fp32"
+        else:
+            types[argument] = "*bf16" if argument.endswith("_ptr") else "fp32" if argument == "epsilon" else "i32"
+        if types[argument] not in ("constexpr", "fp32") and argument != "steps":
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, types, constants, aligned)
+    options = {"num_warps": 4, **launcher.FUSED}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("width, norm, previous", [(128, True, False), (96, True, False), (128, False, True)])
+@pytest.mark.parametrize("capability", GENERATIONS)
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_it_compiles_for_every_generation_without_spilling(
+    name, capability, width, norm, previous, tmp_path, monkeypatch, capfd
+):
+    """Heads of the 760M models: 128 channels of DeltaNet, 96 of Gated DeltaNet, all of Mamba-2. Values of the delta
+    rules are those of Mamba-2 without a bias."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+    used = compile_kernel(name, capability, width, norm, previous)
+    assert "0 bytes spill stores" in capfd.readouterr().out
+    assert used <= 16 * 1024
