@@ -124,7 +124,9 @@ def test_fla_and_its_gradients_agree_with_float64(op, decay, length):
     assert_close(got, want, 1.5e-2, **floors)
 
 
-@pytest.mark.parametrize("key_dim, value_dim, length", [(16, 32, 130), (64, 64, 5000), (256, 256, 300)])
+@pytest.mark.parametrize(
+    "key_dim, value_dim, length", [(16, 32, 130), (64, 64, 5000), (96, 192, 1000), (48, 96, 300), (256, 256, 300)]
+)
 @pytest.mark.parametrize("op", HEAD_DIMS)
 def test_other_head_dimensions_are_right_at_length(op, key_dim, value_dim, length, monkeypatch):
     """Configurations chosen at the published sizes fit smaller and larger heads, and long sequences."""

@@ -525,7 +525,7 @@ def test_fla_is_for_16_bits_and_whole_tiles(stand_in_fla, monkeypatch):
         assert not supported(op, 64, 128, torch.float32) and not supported(op, 64, 128, torch.float64)
         assert not supported(op, 60, 128, torch.bfloat16) and not supported(op, 64, 33, torch.bfloat16)
         assert supported(op, 512, 512, torch.bfloat16) == ("delta" not in op)
-        assert supported(op, 32, 64, torch.bfloat16) == supported(op, 64, 32, torch.bfloat16) == ("delta" not in op)
+        assert supported(op, 32, 64, torch.bfloat16) and supported(op, 64, 32, torch.bfloat16)
 
 
 def test_on_hopper_fla_serves_gates_where_they_were_right(stand_in_fla, on_hopper):
@@ -533,7 +533,37 @@ def test_on_hopper_fla_serves_gates_where_they_were_right(stand_in_fla, on_hoppe
     on_hopper(refuses=False)
     for op in FLA_KERNELS:
         assert supported(op, 128, 64, torch.bfloat16) and supported(op, 128, 128, torch.bfloat16)
-        assert supported(op, 16, 32, torch.bfloat16) == supported(op, 256, 256, torch.bfloat16) == (op == "gla")
+        assert supported(op, 16, 32, torch.bfloat16) == (op != "simple_gla")
+        assert supported(op, 256, 256, torch.bfloat16) == (op == "gla")
+
+
+@pytest.mark.parametrize(
+    "op, key_dim, value_dim, calls",
+    [
+        ("delta_rule", 96, 192, [(128, 192)]),
+        ("gated_delta_rule", 96, 192, [(128, 128), (128, 64)]),
+        ("gated_delta_rule", 48, 96, [(64, 64), (64, 64)]),
+        ("gated_delta_rule", 128, 320, [(128, 128), (128, 128), (128, 64)]),
+    ],
+)
+def test_heads_of_the_delta_rules_are_padded_and_split_into_those_that_were_right(
+    op, key_dim, value_dim, calls, stand_in_fla, on_hopper, monkeypatch
+):
+    on_hopper(refuses=False)
+    assert supported(op, key_dim, value_dim, torch.bfloat16)
+    fla._is_installed()
+    kernel, seen = fla._loaded[op], []
+
+    def recorded(**arguments):
+        seen.append((arguments["k"].shape[-1], arguments["v"].shape[-1]))
+        return kernel(**arguments)
+
+    monkeypatch.setitem(fla._loaded, op, recorded)
+    inputs = rounded(make_inputs(op, 9, key_dim=key_dim, value_dim=value_dim), torch.bfloat16)
+    # The gradients that each call has for q and k are rounded to bfloat16 before they are added.
+    tolerance = 1e-6 if len(calls) == 1 else 5e-3
+    assert_close(run(by_position(fla, op), inputs), run(REFERENCE[op], inputs), tolerance)
+    assert seen == calls
 
 
 def test_a_gated_backward_pass_that_is_wrong_stays_forbidden(monkeypatch):

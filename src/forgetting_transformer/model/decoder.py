@@ -33,7 +33,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -346,7 +346,8 @@ class DecoderModel(DecoderPreTrainedModel):
 
     def op_uses(self) -> list[OpUse]:
         """How mixers, and layers in them, call ops whose kernels can be tested before use; see `ops/selftest.py`."""
-        return [module.op_use() for module in self.modules() if hasattr(module, "op_use")]
+        modules: Iterator[Any] = self.modules()
+        return [module.op_use() for module in modules if hasattr(module, "op_use")]
 
     def add_shared_parameters(self) -> None:
         """Make the parameters that mixers of several blocks share. Called once; by default there are none."""

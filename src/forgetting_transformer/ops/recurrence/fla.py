@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.ops import backends
@@ -28,17 +29,18 @@ _KERNELS = {
 _loaded: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
 # The kernels of the delta rules walk channels in blocks of 64, read out of bounds where blocks are not full, and hold
 # all key channels of a state at once: 256 of them, with the launch configurations chosen here, take more shared memory
-# than there is.
+# than there is. So keys and values get channels of 0 until blocks are full.
 _DELTA_BLOCK, _MAX_DELTA_KEY_DIM = 64, 128
+_DELTA_RULES = ("delta_rule", "gated_delta_rule")
 
 
 def supports(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> bool:
     """Whether FLA has a kernel for these inputs that gives the right numbers. Warns, once, if FLA is what is missing.
 
     Only 16-bit inputs: products of float32 inputs would be TF32 (three digits), and the delta rules refuse them.
-    Only head dimensions that are multiples of 16, the shape of a tensor core's tile; of 64 for the delta rules, up to
-    128 key channels. On Hopper GPUs the ops with a gate per head (simple_gla, gated_delta_rule) serve the head
-    dimensions that were right there.
+    Only head dimensions that are multiples of 16, the shape of a tensor core's tile; for the delta rules up to 128 key
+    channels. On Hopper GPUs the ops with a gate per head (simple_gla, gated_delta_rule) serve the head dimensions that
+    were right there; of values of gated_delta_rule these are parts.
     """
     return serves(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index)
 
@@ -47,17 +49,42 @@ def serves(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_ind
     """`supports` of plain values, so that compiled graphs can take the answer as a constant."""
     if dtype not in (torch.float16, torch.bfloat16) or key_dim % 16 or value_dim % 16:
         return False
-    is_delta = op in ("delta_rule", "gated_delta_rule")
-    if is_delta and (key_dim > _MAX_DELTA_KEY_DIM or key_dim % _DELTA_BLOCK or value_dim % _DELTA_BLOCK):
-        return False
+    if op in _DELTA_RULES:
+        key_dim, value_dim = _whole_blocks(key_dim), _whole_blocks(value_dim)
+        if key_dim > _MAX_DELTA_KEY_DIM:
+            return False
     if not backends.is_usable(op, backends.FLA) or not _is_installed():
         return False
     if not fla_on_hopper.is_hopper(device_index):
         return True
     fla_on_hopper.choose_configurations()
-    return op not in ("simple_gla", "gated_delta_rule") or fla_on_hopper.serves_gated(
-        op, key_dim, value_dim, dtype, device_index
+    if op not in ("simple_gla", "gated_delta_rule"):
+        return True
+    parts = _value_parts(op, key_dim, value_dim, device_index)
+    return all(
+        fla_on_hopper.serves_gated(op, key_dim, part, dtype, device_index) for part in sorted({*parts}, reverse=True)
     )
+
+
+def _whole_blocks(channels: int) -> int:
+    return -(-channels // _DELTA_BLOCK) * _DELTA_BLOCK
+
+
+def _value_parts(op: str, key_dim: int, value_dim: int, device_index: int) -> tuple[int, ...]:
+    """Value channels of each call of a kernel, all of them in one unless the kernel must be kept from such heads.
+
+    Value channels do not act on each other, so that a state of many is several states of few.
+
+    Args:
+        key_dim, value_dim: whole blocks.
+    """
+    if op != "gated_delta_rule" or not fla_on_hopper.is_hopper(device_index):
+        return (value_dim,)
+    widest = fla_on_hopper.widest_gated_values(key_dim)
+    return tuple(min(widest, value_dim - start) for start in range(0, value_dim, widest))
+
+
+_value_parts._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # What `torch.compiler.assume_constant_result` sets, without importing the compiler.
@@ -68,7 +95,37 @@ def linear_recurrence(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, gates: Gates, scale: float, initial_state_BHKV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `reference.linear_recurrence`. If Triton fails: a warning, and `chunked`."""
-    op, named = gates.op, {"beta": gates.beta, "g": gates.log_decay}
+    op, key_dim, value_dim = gates.op, q_BTHK.shape[-1], v_BTHV.shape[-1]
+    if op not in _DELTA_RULES:
+        return _call(op, q_BTHK, k_BTHK, v_BTHV, gates, scale, initial_state_BHKV)
+    missing_keys, missing_values = _whole_blocks(key_dim) - key_dim, _whole_blocks(value_dim) - value_dim
+    if missing_keys:
+        q_BTHK, k_BTHK = F.pad(q_BTHK, (0, missing_keys)), F.pad(k_BTHK, (0, missing_keys))
+    if missing_values:
+        v_BTHV = F.pad(v_BTHV, (0, missing_values))
+    state = initial_state_BHKV
+    if state is not None and (missing_keys or missing_values):
+        state = F.pad(state, (0, missing_values, 0, missing_keys))
+    parts = _value_parts(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.device.index)
+    values = v_BTHV.split(parts, dim=-1)
+    states = [None] * len(parts) if state is None else state.split(parts, dim=-1)
+    pairs = [_call(op, q_BTHK, k_BTHK, v, gates, scale, s) for v, s in zip(values, states, strict=True)]
+    outs, finals = zip(*pairs, strict=True)
+    out_BTHV, state_BHKV = (x[0] if len(parts) == 1 else torch.cat(x, dim=-1) for x in (outs, finals))
+    return out_BTHV[..., :value_dim], state_BHKV[..., :key_dim, :value_dim]
+
+
+def _call(
+    op: str,
+    q_BTHK: Tensor,
+    k_BTHK: Tensor,
+    v_BTHV: Tensor,
+    gates: Gates,
+    scale: float,
+    initial_state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One call of a kernel of FLA."""
+    named = {"beta": gates.beta, "g": gates.log_decay}
     try:
         # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned,
         # not two. scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.

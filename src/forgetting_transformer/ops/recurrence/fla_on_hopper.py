@@ -11,7 +11,8 @@ chunk_gated_delta_rule on Hopper, because Triton miscompiled one of its kernels 
 shape is affected: in Triton 3.6.0, with the configurations here and the head dimensions below, all gradients are right.
 There the kernels are compared with PyTorch's once per process, and used if they agree. At other head dimensions they
 have accessed memory out of bounds, which no comparison survives, or taken more shared memory than there is (256
-channels, with every Triton), so those are not tried.
+channels, with every Triton), so those are not tried: `fla.py` pads keys and values and splits values into heads like
+these.
 """
 
 import functools
@@ -82,6 +83,11 @@ def choose_configurations() -> None:
             if chosen is not None:
                 options, warps, stages = chosen
                 kernel.configs = [Config(options, num_warps=warps, num_stages=stages)]
+
+
+def widest_gated_values(key_dim: int) -> int:
+    """The most value channels of a head with which the gated backward pass was right, with so many key channels."""
+    return max((value for key, value in _GATED_HEAD_DIMS if key == key_dim), default=max(_GATED_HEAD_DIMS)[1])
 
 
 def serves_gated(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
