@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgetting_transformer.ops import backends, recurrence
+from forgetting_transformer.ops import backends, norm, recurrence
 from forgetting_transformer.ops.recurrence import Gates, chunked, fla, reference
 from forgetting_transformer.ops.short_convolution import short_convolution
 
@@ -227,4 +227,30 @@ def test_short_convolution(seed, dtype, tolerance, poisoned):
     got = run(convolve, inputs)
     assert_close(got, want, tolerance)
     again = run(convolve, inputs)
+    assert all(torch.equal(got[name], again[name]) for name in got)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 6e-3)])
+@pytest.mark.parametrize("seed", range(20))
+def test_gated_norm(seed, dtype, tolerance, poisoned):
+    draw = random.Random(seed)
+    groups, width, length = draw.choice([1, 1, 4]), draw.choice([64, 96, 192, 1536, 3072]), draw.randint(1, 700)
+    has_gate, gate_first, width = draw.random() < 0.8, draw.random() < 0.5, groups * width
+    generator = torch.Generator("cuda").manual_seed(seed)
+    wide = torch.randn(2, length, 2 * width + 16, generator=generator, device="cuda").to(dtype)
+    inputs = {"wide": wide, "weight": torch.randn(width, generator=generator, device="cuda")}
+    d_out = torch.randn(2, length, width, generator=generator, device="cuda").bfloat16()
+
+    def run_norm(given: dict[str, Tensor]) -> dict[str, Tensor]:
+        leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
+        x, gate = leaves["wide"][..., :width], leaves["wide"][..., width : 2 * width]
+        gate = gate if has_gate else None
+        out = norm.gated_rms_norm(x, gate, leaves["weight"], 1e-6, groups, gate_first=gate_first)
+        out.backward(d_out.to(out.dtype))
+        return {"out": out.detach(), **{f"d{name}": x.grad for name, x in leaves.items()}}
+
+    assert norm.gated_norm_takes_kernel(dtype, width // groups, 0)
+    got = run_norm(inputs)
+    assert_close(got, run_norm({name: x.double() for name, x in inputs.items()}), tolerance)
+    again = run_norm(inputs)
     assert all(torch.equal(got[name], again[name]) for name in got)

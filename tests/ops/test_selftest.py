@@ -210,7 +210,7 @@ CASES = [(name, {}) for name in registry.model_names()] + [
 @pytest.mark.parametrize("name, fields", CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "default")
 def test_models_say_how_they_call_ops(name, fields, dtype, monkeypatch):
     model = small(name, **fields)
-    said = [use for use in model.op_uses() if use.op not in ("selective_scan", "short_convolution")]
+    said = [use for use in model.op_uses() if use.op not in ("selective_scan", "short_convolution", "gated_norm")]
     done = recorded_uses(model, dtype, monkeypatch)
     assert said or name == "samba"
     assert len(said) == len(done)
@@ -253,6 +253,38 @@ def test_short_convolutions_are_tested_and_ruled_out_where_wrong(heads, monkeypa
     monkeypatch.setattr(selftest.short_convolution, "short_convolution", wrong)
     assert choose(use)["short_convolution"].name == PYTORCH
     assert "short_convolution: Triton is not used" in backends.faults()["short_convolution", TRITON]
+
+
+def test_models_say_how_they_call_gated_norms():
+    said = {
+        name: {use for use in small(name).op_uses() if use.op == "gated_norm"}
+        for name in ("delta_net", "gated_delta_net", "mamba2")
+    }
+    sizes = {name: small(name).config for name in said}
+    delta, gated, mamba = (sizes[name] for name in said)
+    assert said == {
+        "delta_net": {OpUse("gated_norm", 1, 0, delta.value_size // delta.num_heads, is_gated=delta.use_gate)},
+        "gated_delta_net": {OpUse("gated_norm", 1, 0, gated.value_size // gated.num_heads, is_gated=True)},
+        "mamba2": {OpUse("gated_norm", mamba.n_groups, 1, mamba.num_heads * mamba.head_dim, is_gated=True)},
+    }
+
+
+@pytest.mark.parametrize("use", [OpUse("gated_norm", 3, 1, 48, is_gated=True), OpUse("gated_norm", 1, 0, 48)])
+def test_gated_norms_are_tested_and_ruled_out_where_wrong(use, monkeypatch):
+    monkeypatch.setattr(
+        selftest, "_norm_of", lambda *_: TRITON if backends.is_usable("gated_norm", TRITON) else PYTORCH
+    )
+    monkeypatch.setattr(backends, "installed_version", lambda package: "9.9.9")
+    for lengths in (None, (4096,), (100, 512)):
+        name, text = choose(use, lengths=lengths)["gated_norm"]
+        assert name == TRITON and text.startswith("Triton 9.9.9, self-test within ")
+    right = selftest.norm.gated_rms_norm
+    monkeypatch.setattr(
+        selftest.norm,
+        "gated_rms_norm",
+        lambda x, *args, **options: right(x, *args, **options) * (1 if x.dtype == torch.float64 else 1.01),
+    )
+    assert choose(use)["gated_norm"].name == PYTORCH
 
 
 # A Triton that is not there, is broken, or is a stranger.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.field_ranges import KERNEL_MODES
-from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, init_xavier
+from forgetting_transformer.model.layers import GatedRMSNorm, ShortConvolution, init_xavier
 from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
@@ -88,7 +88,7 @@ class DeltaNetAttention(RecurrentMixer):
             self.q_conv1d = ShortConvolution(key_size, conv_size, **options)
             self.k_conv1d = ShortConvolution(key_size, conv_size, **options)
             self.v_conv1d = ShortConvolution(value_size, conv_size, bias=False, silu=True)
-        self.o_norm = RMSNorm(value_size // num_heads, norm_eps)
+        self.o_norm = GatedRMSNorm(1, value_size // num_heads, norm_eps, has_gate=use_gate)
         self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
 
     def init_own_weights(self) -> None:
@@ -124,9 +124,8 @@ class DeltaNetAttention(RecurrentMixer):
             initial_state_BHKV=states.get("recurrent"),
             output_final_state=True,
         )
-        out_BTHV = self.o_norm(context.to_sequence(out_BTHV, len(hidden_BTE)))
-        if self.g_proj is not None:
-            out_BTHV = out_BTHV * F.silu(self.split_heads(self.g_proj(hidden_BTE)))
+        gate_BTHV = None if self.g_proj is None else self.split_heads(self.g_proj(hidden_BTE))
+        out_BTHV = self.o_norm(context.to_sequence(out_BTHV, len(hidden_BTE)), gate_BTHV)
         return self.o_proj(out_BTHV.flatten(-2)), new_states
 
     def _beta(self, hidden_BTE: Tensor) -> Tensor:

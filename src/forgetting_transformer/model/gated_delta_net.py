@@ -14,7 +14,7 @@ from transformers import initialization as init
 
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.delta_net import DeltaRuleConfig
-from forgetting_transformer.model.layers import RMSNorm, ShortConvolution, exempt_from_decay, initial_dt_bias
+from forgetting_transformer.model.layers import GatedRMSNorm, ShortConvolution, exempt_from_decay, initial_dt_bias
 from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
@@ -64,7 +64,7 @@ class GatedDeltaNetAttention(RecurrentMixer):
         self.A_log = nn.Parameter(self._initial_A_log())
         self.dt_bias = nn.Parameter(self._initial_dt_bias())
         exempt_from_decay(self.A_log, self.dt_bias)
-        self.o_norm = RMSNorm(value_size // num_heads, norm_eps)
+        self.o_norm = GatedRMSNorm(1, value_size // num_heads, norm_eps)
         self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
 
     def init_own_weights(self) -> None:
@@ -107,9 +107,9 @@ class GatedDeltaNetAttention(RecurrentMixer):
             output_final_state=True,
         )
         out_BTHV = context.to_sequence(out_BTHV, len(hidden_BTE))
-        gate_BTHV = F.silu(self.split_heads(self.g_proj(hidden_BTE)))
+        gate_BTHV = self.split_heads(self.g_proj(hidden_BTE))
         new_states = {"recurrent": state_BHKV, "q_conv": q_conv_BCW, "k_conv": k_conv_BCW, "v_conv": v_conv_BCW}
-        return self.o_proj((self.o_norm(out_BTHV) * gate_BTHV).flatten(-2)), new_states
+        return self.o_proj(self.o_norm(out_BTHV, gate_BTHV).flatten(-2)), new_states
 
 
 class GatedDeltaNetConfig(DeltaRuleConfig):

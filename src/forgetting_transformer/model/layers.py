@@ -15,7 +15,7 @@ from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention.dispatch import first_visible_key
 from forgetting_transformer.ops.forgetting_attention.reference import attention_weights
-from forgetting_transformer.ops.norm import rms_norm
+from forgetting_transformer.ops.norm import gated_rms_norm, rms_norm
 from forgetting_transformer.ops.short_convolution import short_convolution
 from forgetting_transformer.ops.token_shift import token_shift
 
@@ -93,6 +93,30 @@ class GroupRMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_groups}, {self.width}, eps={self.eps}"
+
+
+class GatedRMSNorm(GroupRMSNorm):
+    """`RMSNorm(x) · silu(gate)` within each group or, with `gate_first`, `RMSNorm(x · silu(gate))`.
+
+    Args:
+        num_groups: equal slices of the last axis.
+        width: of the last axis.
+        eps: of the norm.
+        gate_first: where the gate is.
+        has_gate: False for calls without a gate, which are plain norms.
+    """
+
+    def __init__(
+        self, num_groups: int, width: int, eps: float = 1e-6, *, gate_first: bool = False, has_gate: bool = True
+    ) -> None:
+        super().__init__(num_groups, width, eps)
+        self.gate_first, self.has_gate = gate_first, has_gate
+
+    def op_use(self) -> OpUse:
+        return OpUse("gated_norm", self.num_groups, int(self.gate_first), self.width, is_gated=self.has_gate)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return gated_rms_norm(x, gate, self.weight, self.eps, self.num_groups, gate_first=self.gate_first)
 
 
 class ShiftLinear(nn.Module):

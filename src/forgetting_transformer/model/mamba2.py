@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from forgetting_transformer.model.layers import (
-    GroupRMSNorm,
+    GatedRMSNorm,
     ShortConvolution,
     exempt_from_decay,
     init_uniform,
@@ -92,7 +92,7 @@ class Mamba2Mixer(StateSpaceMixer):
         self.A_log = nn.Parameter(self._initial_A_log())
         self.D = nn.Parameter(torch.ones(num_heads))
         exempt_from_decay(self.dt_bias, self.A_log, self.D)
-        self.norm = GroupRMSNorm(n_groups, self.inner_size, norm_eps)
+        self.norm = GatedRMSNorm(n_groups, self.inner_size, norm_eps, gate_first=True)
         self.out_proj = nn.Linear(self.inner_size, hidden_size, bias=use_bias)
 
     def init_own_weights(self) -> None:
@@ -135,7 +135,7 @@ class Mamba2Mixer(StateSpaceMixer):
             before_BHKV = state_before(simple_gla, inputs, log_decay_BTH.sum(1)[..., None, None], scale=1.0)
         y_BTHV, state_BHKV = simple_gla(*inputs, scale=1.0, initial_state_BHKV=before_BHKV, output_final_state=True)
         y_BTHV = (y_BTHV + self.D[:, None] * x_BTHV).to(x_BTHV.dtype)
-        return self.out_proj(self.norm(y_BTHV.flatten(-2) * F.silu(z_BTI))), {"conv": conv_BCW, "ssm": state_BHKV}
+        return self.out_proj(self.norm(y_BTHV.flatten(-2), z_BTI)), {"conv": conv_BCW, "ssm": state_BHKV}
 
     def _expand_groups(self, x_BTC: Tensor) -> Tensor:
         """`(B, T, G·K)` to `(B, T, H, K)`: every head gets its group's vector. With one group, a view."""

@@ -22,6 +22,7 @@ GLUON, TRITON, FLA, PYTORCH = "gluon", "triton", "fla", "pytorch"
 BACKENDS: dict[str, tuple[str, ...]] = {
     "attention": (GLUON, TRITON, PYTORCH),
     "short_convolution": (TRITON, PYTORCH),
+    "gated_norm": (TRITON, PYTORCH),
     "simple_gla": (FLA, PYTORCH),
     "gla": (FLA, PYTORCH),
     "delta_rule": (FLA, PYTORCH),
@@ -38,6 +39,7 @@ _COSTS = {
 # The same where it depends on the op.
 _COSTS_OF_OP = {
     ("short_convolution", TRITON): "it takes many times as long, most of it for the gradients of its filters",
+    ("gated_norm", TRITON): "it takes several times as long",
 }
 _CURES = {
     GLUON: "install a Triton with which these kernels were measured: 3.6.0, 3.7.1 or 3.9.0",
@@ -59,11 +61,12 @@ class OpUse(NamedTuple):
 
     Attributes:
         op: a name in `BACKENDS`, or another op, which runs in PyTorch.
-        heads: query heads; short_convolution: heads that are normalised, 0 for none.
-        key_dim: channels of a head of queries and keys; short_convolution: taps.
-        value_dim: channels of a head of values; short_convolution: all channels.
+        heads: query heads; short_convolution: heads that are normalised, 0 for none; gated_norm: groups.
+        key_dim: channels of a head of queries and keys; short_convolution: taps; gated_norm: 1 with the gate before the
+            norm, 0 behind it.
+        value_dim: channels of a head of values; short_convolution and gated_norm: all channels.
         key_heads: attention: heads of keys and values. Default as many as of queries.
-        is_gated: attention: whether it has forget gates.
+        is_gated: attention: whether it has forget gates; gated_norm: whether it has a gate.
         window: attention: keys that a query sees at most; None is all.
         packed: attention: whether documents are packed, with `cu_seqlens`.
         pruning: attention: how it is told what to skip: "threshold", "auto", or None for not at all.

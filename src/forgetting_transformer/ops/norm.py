@@ -1,7 +1,13 @@
 """Root-mean-square normalisation (Zhang and Sennrich 2019), over the whole width or per group of channels; L2."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from forgetting_transformer.ops import backends
+
+_MAX_KERNEL_WIDTH = 8192
+_KERNELS = "forgetting_transformer.ops.norm_triton"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tensor:
@@ -20,6 +26,49 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tens
     grouped = x.to(dtype).unflatten(-1, (num_groups, -1))
     normalised = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)
     return (normalised.flatten(-2) * weight.to(dtype)).to(x.dtype)
+
+
+def gated_rms_norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, num_groups: int = 1, *, gate_first: bool = False
+) -> Tensor:
+    """Return `rms_norm(x) · silu(gate)`, or with gate_first `rms_norm(x · silu(gate))`; on a GPU in one Triton kernel.
+
+    Args:
+        x: `(..., width)`.
+        gate: `(..., width)`. None for `rms_norm(x)`.
+        weight, eps, num_groups: of `rms_norm`.
+        gate_first: apply the gate before the norm, as Mamba-2 does.
+
+    Returns:
+        Tensor with x's shape and dtype.
+
+    Raises:
+        ValueError: gate does not have x's shape.
+    """
+    if gate is not None and gate.shape != x.shape:
+        raise ValueError(f"gate has shape {tuple(gate.shape)}; it must be x's, {tuple(x.shape)}")
+    if x.is_cuda and gated_norm_takes_kernel(x.dtype, x.shape[-1] // num_groups, x.device.index):
+        given = (x, gate, weight, num_groups, gate_first, eps)
+        if torch.compiler.is_compiling():
+            return torch.ops.forgetting_transformer.gated_rms_norm(*given)
+        try:
+            return torch.ops.forgetting_transformer.gated_rms_norm(*given)
+        except Exception as error:  # what a compiler raises is not one class
+            if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
+                raise
+            reason = f"its kernels do not compile: {backends.describe_error(error)}"
+            backends.rule_out("gated_norm", backends.TRITON, reason, backends.COMPILER_CURE)
+    if gate is None:
+        return rms_norm(x, weight, eps, num_groups)
+    if gate_first:
+        return rms_norm(x * F.silu(gate), weight, eps, num_groups)
+    return rms_norm(x, weight, eps, num_groups) * F.silu(gate)
+
+
+def gated_norm_takes_kernel(dtype: torch.dtype, width: int, device_index: int) -> bool:
+    """Whether the Triton kernel of `gated_rms_norm` can serve groups of this width on this GPU."""
+    fits = dtype.itemsize <= 4 and width <= _MAX_KERNEL_WIDTH
+    return fits and backends.has_triton("gated_norm", _KERNELS, device_index)
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgetting_transformer.ops import attention, backends, recurrence, short_convolution
+from forgetting_transformer.ops import attention, backends, norm, recurrence, short_convolution
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention import (
     cumulative_log_fgate,
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 #: ‖x - reference‖ / ‖reference‖ of outputs and gradients, of attention. In 16 bits the kernels measured 1.8e-3 to
 #: 3.4e-3 (bfloat16) and a quarter of that (float16); a kernel that is wrong is off by far more.
 TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 5e-5}
-#: The same of short convolutions, which round their results alone.
-CONVOLUTION_TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+#: The same of short convolutions and gated norms, which round their results alone.
+ELEMENTWISE_TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 #: The same of recurrences, whose kernels keep inputs and states in 16 bits.
 RECURRENCE_TOLERANCE = 2e-2
 # Positions of a recurrence's problem: four chunks of 64, the last one ragged.
@@ -109,7 +109,9 @@ def _choose(
     if op == "attention":
         find, check, tolerance = _attention_of, check_attention, TOLERANCES.get(dtype, 0.0)
     elif op == "short_convolution":
-        find, check, tolerance = _convolution_of, check_convolution, CONVOLUTION_TOLERANCES.get(dtype, 0.0)
+        find, check, tolerance = _convolution_of, check_convolution, ELEMENTWISE_TOLERANCES.get(dtype, 0.0)
+    elif op == "gated_norm":
+        find, check, tolerance = _norm_of, check_norm, ELEMENTWISE_TOLERANCES.get(dtype, 0.0)
     while True:
         names = [find(use, dtype, device) for use in uses]
         # The one that does most of the work stands for all: the fastest that any use has.
@@ -170,6 +172,14 @@ def _convolution_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str
     index = torch.cuda.current_device() if device.index is None else device.index
     head_dim = use.value_dim // max(1, use.heads)
     served = short_convolution.kernel_serves(dtype, use.key_dim, head_dim, use.heads, index)
+    return backends.TRITON if served else backends.PYTORCH
+
+
+def _norm_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
+    if device.type != "cuda":
+        return backends.PYTORCH
+    index = torch.cuda.current_device() if device.index is None else device.index
+    served = norm.gated_norm_takes_kernel(dtype, use.value_dim // use.heads, index)
     return backends.TRITON if served else backends.PYTORCH
 
 
@@ -382,6 +392,29 @@ def check_convolution(
         names = ["the output", *(f"the gradient of {name}" for name in shapes)]
         errors = [_relative_error(a.cpu(), b) for a, b in zip(got, want, strict=True)]
         worst = max(worst, *zip(errors, names, strict=True))
+    return worst
+
+
+def check_norm(
+    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
+) -> tuple[float, str]:
+    """As `check_attention`. Of lengths it matters only whether they are multiples of 16."""
+    names = ["x", "weight", *(["gate"] if use.is_gated else [])]
+    worst = (0.0, "the output")
+    for length in sorted({128 + length % 16 for length in lengths or (0, 5)}):
+        # A gate is often a slice of a wider projection.
+        x, gate, d_out = (
+            torch.randn(1, length, use.value_dim + 16, generator=generator)[..., :-16].to(dtype) for _ in range(3)
+        )
+        inputs = [x, torch.randn(use.value_dim, generator=generator), *([gate] if use.is_gated else [])]
+
+        def run(x: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
+            return norm.gated_rms_norm(x, gate, weight, 1e-6, use.heads, gate_first=use.key_dim == 1)
+
+        got = _results(run, [x.to(device) for x in inputs], d_out.to(device))
+        want = _results(run, [x.double() for x in inputs], d_out)
+        errors = [_relative_error(a.cpu(), b) for a, b in zip(got, want, strict=True)]
+        worst = max(worst, *zip(errors, ["the output", *(f"the gradient of {name}" for name in names)], strict=True))
     return worst
 
 

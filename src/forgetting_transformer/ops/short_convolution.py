@@ -31,8 +31,8 @@ def short_convolution(
 
     Args:
         x_BTC: the sequence, T ≥ 1.
-        weight_C1W: filters.
-        bias_C: added at every position.
+        weight_C1W: filters, any floating dtype.
+        bias_C: added at every position, any floating dtype.
         previous_BCW: the W - 1 inputs before x[:, 0], oldest first: what an earlier call returned. Default 0.
         silu: apply SiLU to y.
         unit_heads: then divide each of so many equal slices of the channels by its length (`l2_norm`), at every
@@ -96,6 +96,7 @@ def _in_pytorch(
     if previous_BCW is None:
         previous_BCW = x_BTC.new_zeros(batch, channels, weight_C1W.shape[-1] - 1)
     inputs_BCS = torch.cat((previous_BCW.to(x_BTC.dtype), x_BTC.transpose(1, 2)), dim=-1)
+    weight_C1W, bias_C = weight_C1W.to(x_BTC.dtype), None if bias_C is None else bias_C.to(x_BTC.dtype)
     y_BTC = F.conv1d(inputs_BCS, weight_C1W, bias_C, groups=channels).transpose(1, 2)
     if silu:
         y_BTC = F.silu(y_BTC)

@@ -1,0 +1,181 @@
+"""The RMS norm with a SiLU gate before or behind it in Triton: one kernel forward, one backward, inputs read once.
+
+Only the inputs are kept for the backward pass. Gradients of weights are sums over positions: every program leaves its
+part, and the parts are added in a fixed order. So the same inputs give the same bits every time.
+
+Axes: N rows, G groups of a row with C channels each, P programs along rows.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first
+
+#: Channels of a group, at most.
+MAX_WIDTH = 8192
+# Elements of a tile per warp; backward: tiles of a program along rows.
+_TILE, _STEPS = 256, 16
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, x_row, gate_ptr, gate_row, weight_ptr, y_ptr, rows, width, epsilon,
+    GATE: tl.constexpr, GATE_FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """y of ROWS rows of one group. Grid: (groups, blocks of rows).
+
+    x, gate and y `(N, G·WIDTH)`, rows x_row, gate_row and width elements apart; weight `(G·WIDTH,)`.
+    """
+    group, row = tl.program_id(0), tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    exists = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    channel = group * WIDTH + column
+    weight = tl.load(weight_ptr + channel, mask=column < WIDTH, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row[:, None] * x_row + channel[None, :], mask=exists, other=0.0).to(tl.float32)
+    if GATE:
+        gate = tl.load(gate_ptr + row[:, None] * gate_row + channel[None, :], mask=exists, other=0.0).to(tl.float32)
+        gate = gate * tl.sigmoid(gate)
+        if GATE_FIRST:
+            x = x * gate
+    y = x * tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + epsilon)[:, None] * weight[None, :]
+    if GATE and not GATE_FIRST:
+        y = y * gate
+    tl.store(y_ptr + row[:, None] * width + channel[None, :], y.to(y_ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def backward_kernel(
+    dy_ptr, dy_row, x_ptr, x_row, gate_ptr, gate_row, weight_ptr, dx_ptr, d_gate_ptr, part_ptr,
+    rows, width, epsilon, steps,
+    GATE: tl.constexpr, GATE_FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Gradients of `ROWS · steps` rows of one group. Grid: (groups, blocks of rows).
+
+    Beyond `forward_kernel`'s: dy as x; dx and d_gate as y; part `(P, width)` float32: sums over a program's rows of
+    the gradients of weights.
+    """
+    group, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    channel = group * WIDTH + column
+    weight = tl.load(weight_ptr + channel, mask=column < WIDTH, other=0.0).to(tl.float32)
+    d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    for step in range(steps):
+        row = (block * steps + step) * ROWS + tl.arange(0, ROWS)
+        exists = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        dy = tl.load(dy_ptr + row[:, None] * dy_row + channel[None, :], mask=exists, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * x_row + channel[None, :], mask=exists, other=0.0).to(tl.float32)
+        if GATE:
+            z = tl.load(gate_ptr + row[:, None] * gate_row + channel[None, :], mask=exists, other=0.0).to(tl.float32)
+            slope = tl.sigmoid(z)
+            gate = z * slope
+            slope = slope + gate * (1 - slope)
+        u = x
+        if GATE and GATE_FIRST:
+            u = x * gate
+        scale = tl.rsqrt(tl.sum(u * u, axis=1) / WIDTH + epsilon)[:, None]
+        normal = u * scale
+        d_gate_ptrs = d_gate_ptr + row[:, None] * width + channel[None, :]
+        if GATE and not GATE_FIRST:
+            d_gate = dy * normal * weight[None, :] * slope
+            tl.store(d_gate_ptrs, d_gate.to(d_gate_ptr.dtype.element_ty), mask=exists)
+            dy = dy * gate
+        d_weight += dy * normal
+        dy = dy * weight[None, :]
+        du = scale * (dy - normal * (tl.sum(dy * normal, axis=1) / WIDTH)[:, None])
+        if GATE and GATE_FIRST:
+            tl.store(d_gate_ptrs, (du * x * slope).to(d_gate_ptr.dtype.element_ty), mask=exists)
+            du = du * gate
+        tl.store(dx_ptr + row[:, None] * width + channel[None, :], du.to(dx_ptr.dtype.element_ty), mask=exists)
+    tl.store(part_ptr + block * width + channel, tl.sum(d_weight, axis=0), mask=column < WIDTH)
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """`(…, width)` as `(N, width)`, a view where its rows are one distance apart."""
+    return (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1])
+
+
+def _options(x: Tensor, gate: Tensor | None, groups: int, gate_first: bool) -> dict[str, Any]:
+    width = x.shape[-1] // groups
+    block = triton.next_power_of_2(width)
+    warps = min(16, max(4, block // 512))
+    return {
+        "GATE": gate is not None, "GATE_FIRST": gate_first, "WIDTH": width, "BLOCK": block,
+        "ROWS": max(1, _TILE * warps // block), "num_warps": warps, **FUSED,
+    }  # fmt: skip
+
+
+@torch.library.custom_op("forgetting_transformer::gated_rms_norm", mutates_args=())
+@on_device_of_first
+def normalise(x: Tensor, gate: Tensor | None, weight: Tensor, groups: int, gate_first: bool, epsilon: float) -> Tensor:
+    """`gated_rms_norm` of equal slices of up to MAX_WIDTH channels.
+
+    Args:
+        x: `(…, width)`.
+        gate: like x; None for none.
+        weight: `(width,)`, any floating dtype; products and sums are float32.
+        groups: how many slices.
+        gate_first: the gate is applied before the norm.
+        epsilon: added to the mean square.
+
+    Returns:
+        x's shape and dtype, contiguous.
+    """
+    rows_x, rows_gate = _rows_of(x), None if gate is None else _rows_of(gate)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    options = _options(x, gate, groups, gate_first)
+    rows, width = rows_x.shape
+    given = rows_x if rows_gate is None else rows_gate
+    forward_kernel[groups, triton.cdiv(rows, options["ROWS"])](
+        rows_x, rows_x.stride(0), given, given.stride(0), weight.contiguous(), y, rows, width,
+        epsilon, **options,
+    )  # fmt: skip
+    return y
+
+
+@normalise.register_fake
+def _(x, gate, weight, groups, gate_first, epsilon):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("forgetting_transformer::gated_rms_norm_backward", mutates_args=())
+@on_device_of_first
+def normalise_backward(
+    dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, groups: int, gate_first: bool, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, gate (empty without one) and weight."""
+    rows_dy, rows_x, rows_gate = _rows_of(dy), _rows_of(x), None if gate is None else _rows_of(gate)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    d_gate = dx.new_empty(0) if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
+    options = _options(x, gate, groups, gate_first)
+    rows, width = rows_x.shape
+    given = rows_x if rows_gate is None else rows_gate
+    blocks = triton.cdiv(rows, options["ROWS"] * _STEPS)
+    part = torch.empty((blocks, width), dtype=torch.float32, device=x.device)
+    backward_kernel[groups, blocks](
+        rows_dy, rows_dy.stride(0), rows_x, rows_x.stride(0), given, given.stride(0), weight.contiguous(), dx, d_gate,
+        part, rows, width, epsilon, _STEPS, **options,
+    )  # fmt: skip
+    return dx, d_gate, part.sum(0).to(weight.dtype)
+
+
+@normalise_backward.register_fake
+def _(dy, x, gate, weight, groups, gate_first, epsilon):
+    d_gate = x.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    return x.new_empty(x.shape), d_gate, weight.new_empty(weight.shape)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    x, gate, weight, *ctx.rest = inputs
+    ctx.save_for_backward(x, gate, weight)
+
+
+def _autograd(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dx, d_gate, d_weight = normalise_backward(dy, *ctx.saved_tensors, *ctx.rest)
+    return dx, None if ctx.saved_tensors[1] is None else d_gate, d_weight, None, None, None
+
+
+normalise.register_autograd(_autograd, setup_context=_save_for_backward)

@@ -1,0 +1,104 @@
+"""The Triton kernels of the gated RMS norm in Triton's interpreter, and compiled for every GPU. No GPU is needed."""
+
+import os
+
+import pytest
+
+pytest.importorskip("triton")
+from tests.ops.interpreter import interpret
+
+GENERATIONS = (80, 86, 89, 90, 100, 120)
+
+CHECK = """
+import random
+from forgetting_transformer.ops import norm
+from forgetting_transformer.ops import norm_triton as launcher
+
+def gradients(function, wide, weight, d_y, width, has_gate):
+    leaves = [wide.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()]
+    # Slices of something wider, as of a projection that serves several.
+    x, gate = leaves[0][..., 4 : 4 + width], leaves[0][..., 4 + width : 4 + 2 * width] if has_gate else None
+    y = function(x, gate, leaves[1])
+    return [y.detach(), *torch.autograd.grad(y, leaves, d_y)]
+
+def check(rows, groups, channels, has_gate, gate_first, dtype=torch.float32, tolerance=1e-5):
+    width = groups * channels
+    wide, d_y = torch.randn(2, rows, 2 * width + 8).to(dtype), torch.randn(2, rows, width).to(dtype)
+    weight = torch.randn(width)
+    got = gradients(
+        lambda x, gate, weight: launcher.normalise(x, gate, weight, groups, gate_first, 1e-6),
+        wide, weight, d_y, width, has_gate,
+    )
+    want = gradients(
+        lambda x, gate, weight: norm.gated_rms_norm(x, gate, weight, 1e-6, groups, gate_first=gate_first),
+        wide.double(), weight.double(), d_y.double(), width, has_gate,
+    )
+    for a, e in zip(got, want, strict=True):
+        error = ((a.double() - e).norm() / e.norm().clamp(min=1e-3)).item()
+        assert error < tolerance, f"{error:.1e} at {tuple(e.shape)}"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_gate, gate_first", [(False, False), (True, False), (True, True)])
+def test_it_computes_what_pytorch_does_in_float64(has_gate, gate_first):
+    interpret(
+        CHECK
+        + f"""
+draw = random.Random(22)
+for _ in range(8):
+    check(draw.choice([1, 7, 70, 200]), draw.randint(1, 3), draw.choice([8, 24, 100]), {has_gate}, {gate_first})
+check(70, 2, 24, {has_gate}, {gate_first}, torch.float16, 1e-3)
+"""
+    )
+
+
+@pytest.mark.slow
+def test_it_is_one_operator_to_torch_compile():
+    interpret(
+        """
+from forgetting_transformer.ops import norm_triton
+x, gate = torch.randn(2, 9, 24, requires_grad=True), torch.randn(2, 9, 30)[..., 2:-4].requires_grad_()
+weight = torch.randn(24, requires_grad=True)
+for given in (None, gate):
+    torch.library.opcheck(torch.ops.forgetting_transformer.gated_rms_norm, (x, given, weight, 3, True, 1e-6))
+"""
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("width, gate, gate_first", [(128, False, False), (192, True, False), (3072, True, True)])
+@pytest.mark.parametrize("capability", GENERATIONS)
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_it_compiles_for_every_generation_without_spilling(
+    name, capability, width, gate, gate_first, tmp_path, monkeypatch, capfd
+):
+    """Heads of DeltaNet and Gated DeltaNet, and the inner width of Mamba-2, at 760M."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from forgetting_transformer.ops import norm_triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+    x = torch.empty(1, width, device="meta")
+    constants = norm_triton._options(x, x if gate else None, 1, gate_first)
+    options = {key: constants.pop(key) for key in ("num_warps", *norm_triton.FUSED)}
+    kernel = getattr(norm_triton, f"{name}_kernel")
+    types, aligned = {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            types[argument] = "constexpr"
+        elif argument in ("weight_ptr", "part_ptr"):
+            types[argument] = "*fp32"
+        else:
+            types[argument] = "*bf16" if argument.endswith("_ptr") else "fp32" if argument == "epsilon" else "i32"
+        if types[argument] not in ("constexpr", "fp32") and argument != "steps":
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, types, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert "0 bytes spill stores" in capfd.readouterr().out
+    assert compiled.metadata.shared <= 32 * 1024
