@@ -95,9 +95,22 @@ def linear_recurrence(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, gates: Gates, scale: float, initial_state_BHKV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `reference.linear_recurrence`. If Triton fails: a warning, and `chunked`."""
-    op, key_dim, value_dim = gates.op, q_BTHK.shape[-1], v_BTHV.shape[-1]
-    if op not in _DELTA_RULES:
-        return _call(op, q_BTHK, k_BTHK, v_BTHV, gates, scale, initial_state_BHKV)
+    call = _call_in_whole_blocks if gates.op in _DELTA_RULES else _call
+    try:
+        return call(q_BTHK, k_BTHK, v_BTHV, gates, scale, initial_state_BHKV)
+    except Exception as error:  # what a compiler raises is not one class
+        if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
+            raise
+        reason = f"its kernels do not compile: {backends.describe_error(error)}"
+        backends.rule_out(gates.op, backends.FLA, reason, backends.COMPILER_CURE)
+        return chunked.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, gates, scale, initial_state_BHKV)
+
+
+def _call_in_whole_blocks(
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, gates: Gates, scale: float, initial_state_BHKV: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A delta rule whose heads have as many channels as the kernels want."""
+    key_dim, value_dim = q_BTHK.shape[-1], v_BTHV.shape[-1]
     missing_keys, missing_values = _whole_blocks(key_dim) - key_dim, _whole_blocks(value_dim) - value_dim
     if missing_keys:
         q_BTHK, k_BTHK = F.pad(q_BTHK, (0, missing_keys)), F.pad(k_BTHK, (0, missing_keys))
@@ -106,44 +119,31 @@ def linear_recurrence(
     state = initial_state_BHKV
     if state is not None and (missing_keys or missing_values):
         state = F.pad(state, (0, missing_values, 0, missing_keys))
-    parts = _value_parts(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.device.index)
+    parts = _value_parts(gates.op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.device.index)
     values = v_BTHV.split(parts, dim=-1)
     states = [None] * len(parts) if state is None else state.split(parts, dim=-1)
-    pairs = [_call(op, q_BTHK, k_BTHK, v, gates, scale, s) for v, s in zip(values, states, strict=True)]
+    pairs = [_call(q_BTHK, k_BTHK, v, gates, scale, s) for v, s in zip(values, states, strict=True)]
     outs, finals = zip(*pairs, strict=True)
     out_BTHV, state_BHKV = (x[0] if len(parts) == 1 else torch.cat(x, dim=-1) for x in (outs, finals))
     return out_BTHV[..., :value_dim], state_BHKV[..., :key_dim, :value_dim]
 
 
 def _call(
-    op: str,
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    gates: Gates,
-    scale: float,
-    initial_state_BHKV: Tensor | None,
+    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, gates: Gates, scale: float, initial_state_BHKV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """One call of a kernel of FLA."""
     named = {"beta": gates.beta, "g": gates.log_decay}
-    try:
-        # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned,
-        # not two. scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.
-        out_BTHV, state_BHKV = _loaded[op](
-            q=q_BTHK,
-            k=k_BTHK,
-            v=v_BTHV,
-            scale=scale,
-            initial_state=None if initial_state_BHKV is None else initial_state_BHKV.float(),
-            output_final_state=True,
-            **{name: gate.float() for name, gate in named.items() if gate is not None},
-        )
-    except Exception as error:  # what a compiler raises is not one class
-        if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
-            raise
-        reason = f"its kernels do not compile: {backends.describe_error(error)}"
-        backends.rule_out(op, backends.FLA, reason, backends.COMPILER_CURE)
-        return chunked.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, gates, scale, initial_state_BHKV)
+    # The final state is always asked for: it costs nothing beside the output, and one variant of a kernel is tuned, not
+    # two. scale must be a float: Triton compiles an integer 1 into the kernel, which goes wrong on Hopper.
+    out_BTHV, state_BHKV = _loaded[gates.op](
+        q=q_BTHK,
+        k=k_BTHK,
+        v=v_BTHV,
+        scale=scale,
+        initial_state=None if initial_state_BHKV is None else initial_state_BHKV.float(),
+        output_final_state=True,
+        **{name: gate.float() for name, gate in named.items() if gate is not None},
+    )
     return out_BTHV.to(v_BTHV.dtype), state_BHKV
 
 
