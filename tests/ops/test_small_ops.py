@@ -109,6 +109,24 @@ def test_cross_entropy_never_saves_all_logits():
     assert max(saved, default=0) <= 800
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_cross_entropy_with_logits_that_are_kept_is_bitwise_that_with_logits_made_again(monkeypatch, autocast):
+    made, original = [], cross_entropy._slice_loss
+    monkeypatch.setattr(cross_entropy, "_slice_loss", lambda *x: made.append(len(x[0])) or original(*x))
+    labels, found = torch.randint(0, 100, (2, 32)), {}
+    start = torch.randn(2, 32, 16), torch.randn(100, 16)
+    for keeps in (False, True):
+        monkeypatch.setattr(cross_entropy, "_keeps_logits", lambda size, device, keeps=keeps: keeps)
+        hidden, weight = (x.clone().requires_grad_() for x in start)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = linear_cross_entropy(hidden, weight, labels, max_logits=800)
+        loss.mean().backward()
+        found[keeps] = loss, hidden.grad, weight.grad
+    assert made == [8] * 8 * 3, "twice, and once"
+    for kept, again in zip(found[True], found[False], strict=True):
+        assert torch.equal(kept, again)
+
+
 def test_cross_entropy_has_slices_of_one_length_where_it_can(monkeypatch):
     lengths = []
     original = cross_entropy._slice_loss

@@ -15,6 +15,8 @@ from forgetting_transformer.ops import compiling
 
 # Logits per slice: 512 MiB in float32, about 2,700 tokens of a 50,257-word vocabulary.
 _MAX_LOGITS = 2**27
+# The part of a GPU's memory that all logits together may take to be kept for the backward pass.
+_KEPT_PART = 0.05
 
 
 def linear_cross_entropy(
@@ -27,8 +29,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return `-log softmax(hidden @ weightᵀ)[label]` for every token.
 
-    The tokens are walked in slices. With more than one slice the logits are computed again in the backward pass
-    (one more output-layer product) instead of being stored.
+    The tokens are walked in slices. With more than one slice the logits are computed again in the backward pass (one
+    more output-layer product), except on a GPU of whose memory all of them take a small part: there they are kept. Both
+    ways give bitwise the same loss and gradients.
 
     Args:
         hidden_BTE: last hidden states.
@@ -67,20 +70,11 @@ def linear_cross_entropy(
     if num_slices == 1:
         loss_A = slice_loss(hidden_AE, weight_VE, bias_V, labels_A, ignore_index)
     else:
-        losses = [
-            checkpoint(
-                slice_loss,
-                hidden,
-                weight_VE,
-                bias_V,
-                labels,
-                ignore_index,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            for hidden, labels in zip(hidden_AE.chunk(num_slices), labels_A.chunk(num_slices), strict=True)
-        ]
-        loss_A = torch.cat(losses)
+        run = slice_loss
+        if not _keeps_logits(len(labels_A) * len(weight_VE) * _kept_bytes(hidden_AE, compiled), labels_A.device):
+            run = functools.partial(checkpoint, slice_loss, use_reentrant=False, preserve_rng_state=False)
+        slices = zip(hidden_AE.chunk(num_slices), labels_A.chunk(num_slices), strict=True)
+        loss_A = torch.cat([run(hidden, weight_VE, bias_V, labels, ignore_index) for hidden, labels in slices])
     # A copy, not a view: FSDP2 hangs its backward hooks on a module's outputs, and warns if those are views.
     return loss_A.view(labels_BT.shape).clone()
 
@@ -89,6 +83,21 @@ def _count_slices(length: int, max_slice: int) -> int:
     """The fewest slices that are short enough; a few more if that makes all of one length, which is compiled once."""
     fewest = -(-length // max(1, max_slice))
     return next((n for n in range(fewest, 2 * fewest) if length % n == 0), fewest) if length else 1
+
+
+def _kept_bytes(hidden_AE: Tensor, compiled: bool) -> int:
+    """What autograd keeps of a logit: compiled itself, else the logarithm of its softmax in float32."""
+    if not compiled:
+        return 4
+    kind = hidden_AE.device.type
+    return torch.get_autocast_dtype(kind).itemsize if torch.is_autocast_enabled(kind) else hidden_AE.element_size()
+
+
+def _keeps_logits(size: int, device: torch.device) -> bool:
+    """Whether so many bytes may stay in memory until the backward pass."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return False
+    return size <= _KEPT_PART * torch.cuda.get_device_properties(device).total_memory
 
 
 def _vocab_multiple(device: torch.device) -> int:
