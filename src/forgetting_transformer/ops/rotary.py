@@ -25,13 +25,33 @@ def rotate(x_BTHD: Tensor, position: int | Tensor = 0, base: float = 10_000.0) -
     if head_dim % 2:
         raise ValueError(f"head_dim is {head_dim}; rotary embedding pairs channels, so it must be even")
     dtype = torch.promote_types(x_BTHD.dtype, torch.float32)
-    frequency_d = base ** (-torch.arange(0, head_dim, 2, device=x_BTHD.device, dtype=dtype) / head_dim)
     if isinstance(position, Tensor):
-        angle = position.to(dtype)[..., None] * frequency_d  # (B, T, D/2)
+        position_BT = position.to(dtype)
     else:
-        position_T = torch.arange(position, position + length, device=x_BTHD.device, dtype=dtype)
-        angle = torch.outer(position_T, frequency_d)
-    cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
+        position_BT = torch.arange(position, position + length, device=x_BTHD.device, dtype=dtype)[None]
+    # TorchInductor would compute a sine and a cosine for every channel of every head again, in each kernel that turns.
+    tables = _tables_at_once if torch.compiler.is_compiling() else _tables
+    cos_BTD, sin_BTD = tables(position_BT, head_dim, float(base))
+    cos_BT1D, sin_BT1D = cos_BTD[:, :, None], sin_BTD[:, :, None]
     first, second = x_BTHD.to(dtype).chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    rotated = torch.cat((first * cos_BT1D - second * sin_BT1D, first * sin_BT1D + second * cos_BT1D), dim=-1)
     return rotated.to(x_BTHD.dtype)
+
+
+def _tables(position_BT: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the angles, `(B, T, D/2)` each, in the dtype of the positions."""
+    channel_D = torch.arange(0, head_dim, 2, device=position_BT.device, dtype=position_BT.dtype)
+    angle_BTD = position_BT[..., None] * base ** (-channel_D / head_dim)
+    return angle_BTD.cos(), angle_BTD.sin()
+
+
+@torch.library.custom_op("forgetting_transformer::rotary_tables", mutates_args=())
+def _tables_at_once(position_BT: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """`_tables` as one operation, which a compiler does not look into."""
+    return _tables(position_BT, head_dim, base)
+
+
+@_tables_at_once.register_fake
+def _(position_BT: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    table = position_BT.new_empty((*position_BT.shape, head_dim // 2))
+    return table, torch.empty_like(table)
