@@ -17,7 +17,8 @@ is also in the table, and the exit code is 1.
 Defaults on a GPU: the 760M models, 16,384 tokens, bf16 autocast. Defaults on a CPU, to try it: the demo models, 512
 tokens, fp32.
 
-tokens/s     tokens of a step / median seconds of --steps steps, after --warmup_steps
+tokens/s     tokens of a step / median seconds of --steps steps, after --warmup_steps. On a GPU the host queues them
+             without waiting, as train.py does, and seconds are those between marks in the GPU's queue
 MFU          model FLOPs per second / peak dense FLOP/s of the GPU at this precision. Model FLOPs count what the model
              needs: causal attention has T(T+1)/2 pairs, backward is twice forward, recomputation is not counted, and
              pruned attention counts as full. Empty if the peak is unknown; --peak_flops gives it
@@ -34,6 +35,7 @@ the output_dir of a run.
 import argparse
 import functools
 import gc
+import itertools
 import json
 import math
 import os
@@ -265,8 +267,7 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     if execution.choose(config.train.compile, device, None, chosen).compile:
         Compilation(config, model.config.vocab_size, device).compile(model)
 
-    def step() -> float:
-        started = time.perf_counter()
+    def step() -> torch.Tensor:
         with autocast:
             loss = model(input_ids=inputs_BT, labels=labels_BT).loss.mean()
         loss.backward()
@@ -275,19 +276,22 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if not math.isfinite(loss.item()):
-            raise ArithmeticError(f"the loss is {loss.item()}")
-        return time.perf_counter() - started
+        return loss.detach()
 
-    first_step = step()
-    cold_start = time.perf_counter() - STARTED
+    started = time.perf_counter()
+    losses = [step().item()]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    first_step, cold_start = time.perf_counter() - started, time.perf_counter() - STARTED
     for _ in range(args.warmup_steps - 1):
         step()
     if device.type == "cuda":
+        torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-    seconds = [step() for _ in range(args.steps)]
+    seconds = time_steps(step, args.steps, device, losses)
+    for loss in losses:
+        if not math.isfinite(loss):
+            raise ArithmeticError(f"the loss is {loss}")
 
     tokens = inputs_BT.numel()
     flops_per_token = model.config.flops_per_token(args.seq_len)
@@ -312,7 +316,28 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     }
 
 
-def slowest_kernels(step: Callable[[], float], count: int) -> list[dict[str, Any]]:
+def time_steps(step: Callable[[], Any], count: int, device: Any, losses: list[float]) -> list[float]:
+    """Seconds of each of `count` steps, one after another without waiting, as in training; adds to losses."""
+    import torch
+
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(count):
+            started = time.perf_counter()
+            losses.append(step().item())
+            seconds.append(time.perf_counter() - started)
+        return seconds
+    marks, found = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)], []
+    marks[0].record()
+    for mark in marks[1:]:
+        found.append(step())
+        mark.record()
+    torch.cuda.synchronize(device)
+    losses.extend(loss.item() for loss in found)
+    return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
+
+
+def slowest_kernels(step: Callable[[], Any], count: int) -> list[dict[str, Any]]:
     """What of a step takes most of the device's time: name, calls and milliseconds of each kernel."""
     import torch
     from torch.autograd import DeviceType

@@ -11,10 +11,15 @@ import textwrap
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from forgetting_transformer.model import registry
+from forgetting_transformer.training import setup
+from forgetting_transformer.training.parsing import parse
 from tests.training.keys import known_keys
 
 FILES = sorted((Path(__file__).parent / "gpu").glob("test_*.py"))
@@ -104,6 +109,15 @@ def known_key(key: str) -> bool:
 def test_what_a_gpu_test_calls_is_there_and_takes_its_arguments(file):
     module = importlib.import_module(f"tests.gpu.{file.stem}")
     assert problems(file.read_text(encoding="utf-8"), vars(module)) == []
+
+
+@pytest.mark.parametrize("name", registry.model_names())
+def test_gpu_tests_of_compiling_know_the_fields_of_every_architecture(name, tmp_path):
+    from tests.gpu.test_compile_cuda import large_config
+
+    setup.build_model(
+        parse(OmegaConf.create(large_config(tmp_path, tmp_path, name))), SimpleNamespace(vocab_size=64, bos_token_id=0)
+    )
 
 
 FAULT = "import os\\nfrom forgetting_transformer.training import trainer\\ntrainer.Trainer."

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -12,9 +13,11 @@ from forgetting_transformer.model import (
     ForgettingAttentionLayer,
     ForgettingTransformerConfig,
     ForgettingTransformerForCausalLM,
+    layers,
     registry,
 )
 from forgetting_transformer.model.forgetting_transformer import decay_time_bias
+from forgetting_transformer.model.transformer import AttentionLayer
 from tests.model.small_models import OPTION_COMBINATIONS, PRO, small_model
 
 
@@ -312,3 +315,48 @@ def test_registry_finds_architectures_and_refuses_what_it_does_not_know():
     assert "qk_norm" in str(refused.value) and "id2label" not in str(refused.value)
     with pytest.raises(ValueError, match="registered already"):
         registry.register("forgetting_transformer", *registry.get("forgetting_transformer"))
+
+
+@pytest.mark.parametrize(
+    ("layer", "separate", "together"),
+    [
+        (ForgettingAttentionLayer(64, 4, initializer_range=None), 5, 2),
+        (ForgettingAttentionLayer(64, 4, use_output_gate=True, use_k_shift=True, use_v_shift=True, qk_norm=True), 8, 2),
+        (ForgettingAttentionLayer(64, 4, fgate_type="none", use_rope=True), 4, 2),
+        (AttentionLayer(64, num_heads=4, num_kv_heads=2), 4, 2),
+    ],
+    ids=["LLaMA", "Pro", "no gates", "grouped keys"],
+)
+def test_projections_of_one_input_are_one_product_for_a_compiler(monkeypatch, layer, separate, together):
+    torch.manual_seed(0)
+    if isinstance(getattr(layer, "fgate_proj", None), nn.Linear):
+        nn.init.normal_(layer.fgate_proj.bias)
+    x, weight = torch.randn(2, 40, 64), torch.randn(2, 40, 64)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def products(function) -> tuple[int, list[torch.Tensor]]:
+        torch.compiler.reset()
+        graphs.clear()
+        layer.zero_grad()
+        inputs = x.clone().requires_grad_()
+        out = function(inputs)[0]
+        (out * weight).sum().backward()
+        called = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+        found = sum("linear" in name for name in called)
+        return found, [out.detach(), inputs.grad, *(p.grad.clone() for p in layer.parameters())]
+
+    _, plain = products(layer)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    assert products(compiled)[0] == separate  # few tokens: the weights would cost more than what is computed
+    monkeypatch.setattr(layers, "MIN_TOKENS_TOGETHER", 80)
+    count, values = products(compiled)
+    assert count == together
+    for value, expected in zip(values, plain, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+    handle = layer.q_proj.register_forward_hook(lambda *_: None)
+    assert products(compiled)[0] == separate  # whoever put a hook there must get its calls
+    handle.remove()

@@ -9,6 +9,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -23,8 +24,10 @@ from forgetting_transformer.model.layers import (
     GroupRMSNorm,
     RMSNorm,
     ShiftLinear,
+    apply_linear,
     attention_maps,
     exempt_from_decay,
+    linear_together,
 )
 from forgetting_transformer.model.padding import find_seq_start, padding_mask, positions_in_documents
 from forgetting_transformer.model.transformer import AttentionConfig, check_attention_options
@@ -214,9 +217,10 @@ class ForgettingAttentionLayer(nn.Module):
         padding_BT = padding_mask(hidden_BTE, seq_start_B, num_past)
 
         begins_BT = None if cu_seqlens is None else positions_in_documents(cu_seqlens, hidden_BTE) == 0
-        q_BTE = self.q_proj(hidden_BTE)
-        k_BTE = self._project(self.k_proj, "key", hidden_BTE, padding_BT, cache, begins_BT)
-        v_BTE = self._project(self.v_proj, "value", hidden_BTE, padding_BT, cache, begins_BT)
+        together = linear_together(hidden_BTE, self._projections())
+        q_BTE = apply_linear(self.q_proj, hidden_BTE, together)
+        k_BTE = self._project(self.k_proj, "key", hidden_BTE, padding_BT, cache, begins_BT, together)
+        v_BTE = self._project(self.v_proj, "value", hidden_BTE, padding_BT, cache, begins_BT, together)
         q_BTHD, k_BTHD = self._normalise(self.q_norm, q_BTE), self._normalise(self.k_norm, k_BTE)
         if self.use_rope:
             position = num_past if position_BT is None else position_BT
@@ -224,7 +228,7 @@ class ForgettingAttentionLayer(nn.Module):
         packed = cu_seqlens is not None
         q_BHTD, k_BHND, v_BHND, log_fgate_BHN = (
             context.to_heads(x, packed).transpose(1, 2)
-            for x in (q_BTHD, k_BTHD, self._split_heads(v_BTE), self.log_forget_gate(hidden_BTE))
+            for x in (q_BTHD, k_BTHD, self._split_heads(v_BTE), self.log_forget_gate(hidden_BTE, together))
         )
         if cache is not None:
             if padding_BT is not None:
@@ -243,7 +247,7 @@ class ForgettingAttentionLayer(nn.Module):
         if self.output_norm is not None:
             out_BTE = self.output_norm(out_BTE)
         if self.ogate_proj is not None:
-            out_BTE = OGATE_ACTIVATIONS[self.ogate_act](self.ogate_proj(hidden_BTE)) * out_BTE
+            out_BTE = OGATE_ACTIVATIONS[self.ogate_act](apply_linear(self.ogate_proj, hidden_BTE, together)) * out_BTE
         maps = None
         if output_attentions:
             all_log_fgate_BHN = log_fgate_BHN if cache is None else cache.log_fgate
@@ -294,28 +298,43 @@ class ForgettingAttentionLayer(nn.Module):
         out = forgetting_attention(q_BHTD, k_BHND, v_BHND, log_fgate_BHT, **options)
         return out
 
-    def log_forget_gate(self, hidden_BTE: Tensor) -> Tensor:
-        """Natural logarithm of the forget gates `(B, T, H)`, float32."""
+    def log_forget_gate(
+        self, hidden_BTE: Tensor, together: Mapping[nn.Module, Tensor] = MappingProxyType({})
+    ) -> Tensor:
+        """Natural logarithm of the forget gates `(B, T, H)`, float32. `together`: see `linear_together`."""
         if self.fgate_type == "full":
-            return F.logsigmoid(self.fgate_proj(hidden_BTE).float())
+            return F.logsigmoid(apply_linear(self.fgate_proj, hidden_BTE, together).float())
         if self.fgate_type == "none":
             return torch.zeros((*hidden_BTE.shape[:2], self.num_heads), device=hidden_BTE.device)
         return F.logsigmoid(self.fgate_bias.float()).expand(*hidden_BTE.shape[:2], self.num_heads)
 
+    def _projections(self) -> list[nn.Linear]:
+        """The linear layers whose input is the block's."""
+        linears = [self.q_proj]
+        for projection in (self.k_proj, self.v_proj):
+            if isinstance(projection, ShiftLinear):
+                linears += [projection.linear, projection.shift_proj]
+            else:
+                linears.append(projection)
+        linears += [self.fgate_proj] if self.fgate_type == "full" else []
+        linears += [self.ogate_proj] if self.ogate_proj is not None else []
+        return linears
+
     def _project(
         self,
-        projection: nn.Module,
+        projection: nn.Linear | ShiftLinear,
         name: str,
         hidden_BTE: Tensor,
         padding_BT: Tensor | None,
         cache: ForgettingAttentionCache | None,
         begins_BT: Tensor | None,
+        together: Mapping[nn.Module, Tensor],
     ) -> Tensor:
         """Apply the key or value projection, with token shift if it has one."""
         if not isinstance(projection, ShiftLinear):
-            return projection(hidden_BTE)
+            return apply_linear(projection, hidden_BTE, together)
         previous_BE = None if cache is None else cache.last_shift_state(name)
-        shifted_BTE, y_BTE = projection(hidden_BTE, previous_BE, padding_BT, begins_BT)
+        shifted_BTE, y_BTE = projection(hidden_BTE, previous_BE, padding_BT, begins_BT, together)
         if cache is not None:
             cache.update_shift_state(name, y_BTE)
         return shifted_BTE
@@ -370,7 +389,7 @@ class ForgettingAttentionLayer(nn.Module):
         return self.log_pruning_tolerance - math.log(k_BHND.shape[2]) - excess_BH
 
 
-def _projection(hidden_size: int, num_heads: int, use_shift: bool) -> nn.Module:
+def _projection(hidden_size: int, num_heads: int, use_shift: bool) -> nn.Linear | ShiftLinear:
     if use_shift:
         return ShiftLinear(hidden_size, hidden_size, num_heads)
     return nn.Linear(hidden_size, hidden_size, bias=False)

@@ -4,6 +4,8 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -119,6 +121,37 @@ class GatedRMSNorm(GroupRMSNorm):
         return gated_rms_norm(x, gate, self.weight, self.eps, self.num_groups, gate_first=self.gate_first)
 
 
+#: Tokens from which a compiled model computes projections of one input together. Below, copying the weights costs more.
+MIN_TOKENS_TOGETHER = 1024
+
+
+def linear_together(x_BTE: Tensor, linears: Sequence[nn.Linear]) -> dict[nn.Module, Tensor]:
+    """Outputs of linear layers of one input as one matrix product, for `apply_linear`; empty where they are separate.
+
+    Compiled, with many tokens, the weights are stacked: large products are faster, and the gradients of x need no sum
+    over the layers in memory. Biases are then added in float32. A layer that is more than an `nn.Linear` (hooks, LoRA,
+    8-bit weights) leaves all of them separate.
+    """
+    tokens = x_BTE.shape[:-1].numel()
+    if not (torch.compiler.is_compiling() and tokens >= MIN_TOKENS_TOGETHER and all(map(_is_plain, linears))):
+        return {}
+    weight = torch.cat([linear.weight for linear in linears])
+    outputs = F.linear(x_BTE, weight).split([linear.out_features for linear in linears], dim=-1)
+    return {
+        linear: y if linear.bias is None else (y.float() + linear.bias).to(y.dtype)
+        for y, linear in zip(outputs, linears, strict=True)
+    }
+
+
+def apply_linear(layer: nn.Linear, x_BTE: Tensor, together: Mapping[nn.Module, Tensor]) -> Tensor:
+    """The layer's output: out of `together`, what `linear_together` made of the same input, if it is there."""
+    return together[layer] if layer in together else layer(x_BTE)
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    return type(linear) is nn.Linear and not (linear._forward_hooks or linear._forward_pre_hooks)
+
+
 class ShiftLinear(nn.Module):
     """A linear layer whose output is mixed with its output at the previous token.
 
@@ -141,6 +174,7 @@ class ShiftLinear(nn.Module):
         previous_BE: Tensor | None = None,
         padding_BT: Tensor | None = None,
         begins_BT: Tensor | None = None,
+        together: Mapping[nn.Module, Tensor] = MappingProxyType({}),
     ) -> tuple[Tensor, Tensor]:
         """Return the mixed sequence `(B, T, out_features)` and y, the same before mixing.
 
@@ -150,13 +184,14 @@ class ShiftLinear(nn.Module):
                 sequence.
             padding_BT: True where y is to be taken as 0.
             begins_BT: True for the first token of each packed document, which mixes with 0.
+            together: outputs of the two linear layers, if `linear_together` has computed them.
         """
-        y_BTE = self.linear(x_BTE)
+        y_BTE = apply_linear(self.linear, x_BTE, together)
         if padding_BT is not None:
             y_BTE = y_BTE.masked_fill(padding_BT[..., None], 0)
         if previous_BE is None and (before_B1E := context.before(y_BTE, 1)) is not None:
             previous_BE = before_B1E[:, 0]
-        alpha_BTH = self.shift_proj(x_BTE).float().sigmoid()
+        alpha_BTH = apply_linear(self.shift_proj, x_BTE, together).float().sigmoid()
         heads = (self.num_heads, -1)
         previous_BHD = None if previous_BE is None else previous_BE.unflatten(-1, heads)
         return token_shift(y_BTE.unflatten(-1, heads), alpha_BTH, previous_BHD, begins_BT).flatten(-2), y_BTE

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer.model.cache import AttentionCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
-from forgetting_transformer.model.layers import AttentionMaps, attention_maps
+from forgetting_transformer.model.layers import AttentionMaps, apply_linear, attention_maps, linear_together
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.backends import OpUse
@@ -101,9 +101,11 @@ class AttentionLayer(nn.Module):
                 processes share sequences (`ops/context.py`), of whole ones, and for any B.
         """
         num_past = 0 if cache is None else cache.get_seq_length()
-        q_BTHD = self.q_proj(hidden_BTE).unflatten(-1, (self.num_heads, self.head_dim))
-        k_BTGD = self.k_proj(hidden_BTE).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v_BTGD = self.v_proj(hidden_BTE).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        together = linear_together(hidden_BTE, projections)
+        q_BTHD, k_BTGD, v_BTGD = (
+            apply_linear(layer, hidden_BTE, together).unflatten(-1, (-1, self.head_dim)) for layer in projections
+        )
         if self.use_rope:
             position = num_past if position_BT is None else position_BT
             q_BTHD, k_BTGD = rotate(q_BTHD, position, self.rope_base), rotate(k_BTGD, position, self.rope_base)
