@@ -231,6 +231,29 @@ def starts(results: Results) -> str:
     )
 
 
+def scaling(results: Results) -> str:
+    """Steps on several GPUs under each strategy, beside one GPU alone with the same tokens per step."""
+    names = {
+        "one": "one GPU alone", "ddp": "`ddp`", "ddp_rebuilt": "DDP as PyTorch has it", "fsdp_plain": "`fsdp` of 0.2.0",
+        "fsdp": "`fsdp`, freed after use", "fsdp_kept": "`fsdp`, gathered once a step",
+    }  # fmt: skip
+    rows = []
+    for file in results.files:
+        done = [row for row in file["rows"] if row["status"] == "ok"]
+        for row in done:
+            same = [r for r in done if all(r[key] == row[key] for key in ("experiment", "micro_batches"))]
+            alone = next((r["tokens_per_second"] for r in same if r["case"] == "one"), None)
+            rows.append([
+                _sized_name(row["experiment"]), str(row["micro_batches"]), names[row["case"]],
+                f"{1000 * statistics.median(row['step_seconds']):.1f}", f"{row['tokens_per_second']:,.0f}",
+                _optional(alone, lambda rate, row=row: f"{row['tokens_per_second'] / rate:.1%}".replace("%", " %")),
+                *(_optional(row.get(f"{key}_ms"), "{:.1f}".format) for key in ("exposed", "hidden", "idle")),
+                _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}"),
+            ])  # fmt: skip
+    header = ["model", "micro-batches", "strategy", "ms per step", "tokens/s of a GPU", "of one alone"]
+    return table([*header, "exposed ms", "hidden ms", "idle ms", "memory GB"], rows)
+
+
 def demo_losses(results: Results) -> str:
     """Training losses of the demo models after some steps, and their held-out loss."""
     rows = sorted(results.rows(part="train"), key=lambda row: _order(row["experiment"]))
