@@ -210,7 +210,8 @@ CASES = [(name, {}) for name in registry.model_names()] + [
 @pytest.mark.parametrize("name, fields", CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "default")
 def test_models_say_how_they_call_ops(name, fields, dtype, monkeypatch):
     model = small(name, **fields)
-    said = [use for use in model.op_uses() if use.op not in ("selective_scan", "short_convolution", "gated_norm")]
+    elsewhere = ("selective_scan", "short_convolution", "gated_norm", "swiglu", "residual_norm")
+    said = [use for use in model.op_uses() if use.op not in elsewhere]
     done = recorded_uses(model, dtype, monkeypatch)
     assert said or name == "samba"
     assert len(said) == len(done)
@@ -285,6 +286,14 @@ def test_gated_norms_are_tested_and_ruled_out_where_wrong(use, monkeypatch):
         lambda x, *args, **options: right(x, *args, **options) * (1 if x.dtype == torch.float64 else 1.01),
     )
     assert choose(use)["gated_norm"].name == PYTORCH
+
+
+def test_models_say_how_they_call_layers():
+    model = small("forgetting_transformer", num_hidden_layers=1)
+    width, mlp = model.config.hidden_size, model.config.mlp_width
+    said = {use for use in model.op_uses() if use.op != "attention"}
+    assert said == {OpUse("residual_norm", 1, width, width), OpUse("swiglu", 1, mlp, mlp)}
+    assert not {"swiglu", "residual_norm"} & choose(*said).keys()
 
 
 # A Triton that is not there, is broken, or is a stranger.

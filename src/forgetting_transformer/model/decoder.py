@@ -49,7 +49,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from forgetting_transformer.model.cache import DecoderCache
-from forgetting_transformer.model.layers import AttentionMaps, RMSNorm, SwiGLU, swiglu_width
+from forgetting_transformer.model.layers import AttentionMaps, FinalRMSNorm, ResidualRMSNorm, SwiGLU, swiglu_width
 from forgetting_transformer.model.padding import find_seq_start, positions_in_documents
 from forgetting_transformer.ops import compiling, context
 from forgetting_transformer.ops.backends import OpUse
@@ -239,12 +239,12 @@ class DecoderBlock(GradientCheckpointingLayer):
     def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
         super().__init__()
         self.mixer_norm_name, self.mixer_name = config.mixer_norm_name, config.mixer_name
-        self.add_module(self.mixer_norm_name, RMSNorm(config.hidden_size, config.norm_eps))
+        self.add_module(self.mixer_norm_name, ResidualRMSNorm(config.hidden_size, config.norm_eps))
         self.add_module(self.mixer_name, config.build_mixer(layer_idx))
         mlp = config.build_mlp(layer_idx)
         self.has_mlp = mlp is not None
         if mlp is not None:
-            self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.mlp_norm = ResidualRMSNorm(config.hidden_size, config.norm_eps)
             self.mlp = mlp
 
     @property
@@ -278,12 +278,12 @@ class DecoderBlock(GradientCheckpointingLayer):
         *mixer_inputs: Tensor,
         **mixer_options: Any,
     ) -> Tensor | tuple[Tensor, AttentionMaps]:
-        mixed_BTE, *others = self.sequence_mixer(
-            getattr(self, self.mixer_norm_name)(hidden_BTE), seq_start_B, cache, *mixer_inputs, **mixer_options
-        )
-        hidden_BTE = hidden_BTE + mixed_BTE
+        normed_BTE, hidden_BTE = getattr(self, self.mixer_norm_name)(hidden_BTE)
+        branch_BTE, *others = self.sequence_mixer(normed_BTE, seq_start_B, cache, *mixer_inputs, **mixer_options)
         if self.has_mlp:
-            hidden_BTE = hidden_BTE + self.mlp(self.mlp_norm(hidden_BTE))
+            normed_BTE, hidden_BTE = self.mlp_norm(hidden_BTE, branch_BTE)
+            branch_BTE = self.mlp(normed_BTE)
+        hidden_BTE = hidden_BTE + branch_BTE
         return (hidden_BTE, others[0]) if mixer_options.get("output_attentions") else hidden_BTE
 
 
@@ -330,7 +330,7 @@ class DecoderModel(DecoderPreTrainedModel):
         padding_idx = config.pad_token_id if config.zero_padding_embedding else None
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=padding_idx)
         self.layers: Any = nn.ModuleList(DecoderBlock(config, i) for i in range(config.num_hidden_layers))
-        self.add_module(config.final_norm_name, RMSNorm(config.hidden_size, config.norm_eps))
+        self.add_module(config.final_norm_name, FinalRMSNorm(config.hidden_size, config.norm_eps))
         self.add_shared_parameters()
         self.post_init()
 

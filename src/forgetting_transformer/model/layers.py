@@ -18,7 +18,9 @@ from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention.dispatch import first_visible_key
 from forgetting_transformer.ops.forgetting_attention.reference import attention_weights
 from forgetting_transformer.ops.norm import gated_rms_norm, rms_norm
+from forgetting_transformer.ops.residual_norm import add_rms_norm, wide_rms_norm
 from forgetting_transformer.ops.short_convolution import short_convolution
+from forgetting_transformer.ops.swiglu import swiglu
 from forgetting_transformer.ops.token_shift import token_shift
 
 
@@ -78,6 +80,26 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps}"
+
+
+class ResidualRMSNorm(RMSNorm):
+    """RMSNorm of the residual stream, to which a branch is added first."""
+
+    def forward(  # type: ignore[override]  # the stream goes in and out too
+        self, residual: Tensor, branch: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the norm of `residual + branch`, and this sum, to go on from also without a branch."""
+        return add_rms_norm(residual, branch, self.weight, self.eps)
+
+    def op_use(self) -> OpUse:
+        return OpUse("residual_norm", 1, self.width, self.width)
+
+
+class FinalRMSNorm(RMSNorm):
+    """RMSNorm behind the last block, where no compiled graph joins it to its neighbours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return wide_rms_norm(x, self.weight, self.eps)
 
 
 class GroupRMSNorm(nn.Module):
@@ -307,15 +329,16 @@ class SwiGLU(nn.Module):
         self.down_proj_std = down_proj_std
         self.gate_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
-        self.act_fn = nn.SiLU()
 
     def init_own_weights(self) -> None:
         if self.down_proj_std is not None:
             init.normal_(self.down_proj.weight, std=self.down_proj_std)
 
     def forward(self, x_BTE: Tensor) -> Tensor:
-        gate_BTF, up_BTF = self.gate_proj(x_BTE).chunk(2, dim=-1)
-        return self.down_proj(self.act_fn(gate_BTF) * up_BTF)
+        return self.down_proj(swiglu(self.gate_proj(x_BTE)))
+
+    def op_use(self) -> OpUse:
+        return OpUse("swiglu", 1, self.down_proj.in_features, self.down_proj.in_features)
 
     @staticmethod
     def flops_per_token(hidden_size: int, intermediate_size: int) -> int:

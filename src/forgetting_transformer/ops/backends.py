@@ -11,8 +11,8 @@ import importlib
 import importlib.metadata
 import importlib.util
 import warnings
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,8 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "attention": (GLUON, TRITON, PYTORCH),
     "short_convolution": (TRITON, PYTORCH),
     "gated_norm": (TRITON, PYTORCH),
+    "swiglu": (TRITON, PYTORCH),
+    "residual_norm": (TRITON, PYTORCH),
     "simple_gla": (FLA, PYTORCH),
     "gla": (FLA, PYTORCH),
     "delta_rule": (FLA, PYTORCH),
@@ -40,12 +42,17 @@ _COSTS = {
 _COSTS_OF_OP = {
     ("short_convolution", TRITON): "it takes many times as long, most of it for the gradients of its filters",
     ("gated_norm", TRITON): "it takes several times as long",
+    ("swiglu", TRITON): "a step takes a little longer",
+    ("residual_norm", TRITON): "a step takes a little longer",
 }
 _CURES = {
     GLUON: "install a Triton with which these kernels were measured: 3.6.0, 3.7.1 or 3.9.0",
     TRITON: "install Triton again: pip install --force-reinstall --no-deps triton=={triton}",
     FLA: 'install it again: pip install --force-reinstall "forgetting-transformer[cuda]"',
 }
+
+#: Calls on a GPU with fewer tokens than this stay in PyTorch where a kernel saves memory traffic alone.
+MIN_KERNEL_TOKENS = 1024
 
 # (op, backend): the warning that says why it may not be used.
 _faults: dict[tuple[str, str], str] = {}
@@ -64,7 +71,7 @@ class OpUse(NamedTuple):
         heads: query heads; short_convolution: heads that are normalised, 0 for none; gated_norm: groups.
         key_dim: channels of a head of queries and keys; short_convolution: taps; gated_norm: 1 with the gate before the
             norm, 0 behind it.
-        value_dim: channels of a head of values; short_convolution and gated_norm: all channels.
+        value_dim: channels of a head of values; short_convolution, gated_norm and layers: all channels.
         key_heads: attention: heads of keys and values. Default as many as of queries.
         is_gated: attention: whether it has forget gates; gated_norm: whether it has a gate.
         window: attention: keys that a query sees at most; None is all.
@@ -144,6 +151,19 @@ def _loads_triton(op: str, module: str, device_index: int) -> bool:
         rule_out_import(op, TRITON, "triton", "Triton", error, "pip install triton")
         return False
     return True
+
+
+def attempt(op: str, launch: Callable[..., Any], *arguments: Any) -> Any:
+    """What the Triton kernels of an op return; None, after a warning, where Triton cannot compile them."""
+    if torch.compiler.is_compiling():
+        return launch(*arguments)
+    try:
+        return launch(*arguments)
+    except Exception as error:  # what a compiler raises is not one class
+        if is_failure_of_gpu(error) or not is_raised_by_triton(error):
+            raise
+        rule_out(op, TRITON, f"its kernels do not compile: {describe_error(error)}", COMPILER_CURE)
+        return None
 
 
 def adopt(others: dict[tuple[str, str], str]) -> None:

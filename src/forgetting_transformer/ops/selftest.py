@@ -24,7 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgetting_transformer.ops import attention, backends, norm, recurrence, short_convolution
+from forgetting_transformer.ops import (
+    attention,
+    backends,
+    norm,
+    recurrence,
+    residual_norm,
+    short_convolution,
+    swiglu,
+)
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention import (
     cumulative_log_fgate,
@@ -40,7 +48,7 @@ log = logging.getLogger(__name__)
 #: ‖x - reference‖ / ‖reference‖ of outputs and gradients, of attention. In 16 bits the kernels measured 1.8e-3 to
 #: 3.4e-3 (bfloat16) and a quarter of that (float16); a kernel that is wrong is off by far more.
 TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 5e-5}
-#: The same of short convolutions and gated norms, which round their results alone.
+#: The same of short convolutions, gated norms and other layers, which round their results alone.
 ELEMENTWISE_TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 #: The same of recurrences, whose kernels keep inputs and states in 16 bits.
 RECURRENCE_TOLERANCE = 2e-2
@@ -84,7 +92,7 @@ def choose_backends(
             decoding too, as in evaluation.
 
     Returns:
-        op: what runs it. Nothing is warned of: `backends.faults` has the warnings.
+        op: what runs it; layers on GPUs alone. Nothing is warned of: `backends.faults` has the warnings.
     """
     by_op: dict[str, list[OpUse]] = {}
     for use in uses:
@@ -94,7 +102,12 @@ def choose_backends(
     generator = torch.Generator().manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        return {op: _choose(op, op_uses, dtype, device, lengths, generator) for op, op_uses in by_op.items()}
+        return {
+            op: _choose(op, op_uses, dtype, device, lengths, generator)
+            for op, op_uses in by_op.items()
+            # Elsewhere layers have nothing to choose from, and nobody needs to read so.
+            if op not in _LAYERS or device.type == "cuda"
+        }
 
 
 def _choose(
@@ -112,6 +125,8 @@ def _choose(
         find, check, tolerance = _convolution_of, check_convolution, ELEMENTWISE_TOLERANCES.get(dtype, 0.0)
     elif op == "gated_norm":
         find, check, tolerance = _norm_of, check_norm, ELEMENTWISE_TOLERANCES.get(dtype, 0.0)
+    elif op in _LAYERS:
+        find, check, tolerance = _layer_of, check_layer, ELEMENTWISE_TOLERANCES.get(dtype, 0.0)
     while True:
         names = [find(use, dtype, device) for use in uses]
         # The one that does most of the work stands for all: the fastest that any use has.
@@ -127,7 +142,8 @@ def _choose(
             if not backends.is_usable(op, name):  # the op itself went on to the next one
                 continue
             if error <= tolerance:
-                return Backend(name, f"{describe(name)}, self-test within {_rounded_up(error)}")
+                few = f", from {backends.MIN_KERNEL_TOKENS:,} tokens on" if op in _LAYERS else ""
+                return Backend(name, f"{describe(name)}, self-test within {_rounded_up(error)}{few}")
             reason = f"its self-test found {where} off by {error:.1e} of its size where {tolerance:.0e} is allowed"
         except Exception as failure:  # what a compiler raises is not one class
             if backends.is_failure_of_gpu(failure):
@@ -180,6 +196,18 @@ def _norm_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
         return backends.PYTORCH
     index = torch.cuda.current_device() if device.index is None else device.index
     served = norm.gated_norm_takes_kernel(dtype, use.value_dim // use.heads, index)
+    return backends.TRITON if served else backends.PYTORCH
+
+
+def _layer_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
+    if device.type != "cuda":
+        return backends.PYTORCH
+    index = torch.cuda.current_device() if device.index is None else device.index
+    tokens = backends.MIN_KERNEL_TOKENS
+    if use.op == "swiglu":
+        served = swiglu.kernel_serves(dtype, tokens, index)
+    else:
+        served = residual_norm.kernel_serves(dtype, use.value_dim, tokens, index)
     return backends.TRITON if served else backends.PYTORCH
 
 
@@ -416,6 +444,56 @@ def check_norm(
         errors = [_relative_error(a.cpu(), b) for a, b in zip(got, want, strict=True)]
         worst = max(worst, *zip(errors, ["the output", *(f"the gradient of {name}" for name in names)], strict=True))
     return worst
+
+
+def check_layer(
+    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
+) -> tuple[float, str]:
+    """As `check_attention`, for an op that treats every token alike, so that lengths do not matter.
+
+    The reference runs on the device too: the kernels take no float64.
+    """
+    rows, width = backends.MIN_KERNEL_TOKENS + 5, use.value_dim
+    function, shapes = _LAYERS[use.op](rows, width)
+    inputs = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    rounded = [x.to(device, torch.float32 if name in ("x", "weight") else dtype) for name, x in inputs.items()]
+    gradients = [torch.randn(rows, width, generator=generator).to(device) for _ in range(2)]
+
+    def run(*leaves: Tensor) -> list[Tensor]:
+        leaves = tuple(x.detach().clone().requires_grad_() for x in leaves)
+        out = function(*leaves)
+        outs = out if isinstance(out, tuple) else (out,)
+        # Rounded as the kernel gets them, in the reference too.
+        d_outs = [d.to(dtype).to(x.dtype) for d, x in zip(gradients, outs, strict=False)]
+        return [*(x.detach() for x in outs), *torch.autograd.grad(outs, leaves, d_outs)]
+
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        got = run(*rounded)
+    want = run(*(x.double() for x in rounded))
+    outputs = ["the output", "the residual stream"][: len(got) - len(inputs)]
+    names = [*outputs, *(f"the gradient of {name}" for name in inputs)]
+    errors = [_relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    return max(zip(errors, names, strict=True))
+
+
+def _swiglu(rows: int, width: int) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
+    return swiglu.swiglu, {"gate and up": (rows, 2 * width)}
+
+
+def _residual_norm(rows: int, width: int) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
+    def twice(x: Tensor, branch: Tensor, weight: Tensor) -> Any:
+        """Without a branch and with one."""
+        y, x = residual_norm.add_rms_norm(x, None, weight, 1e-6)
+        return residual_norm.add_rms_norm(x, branch + y, weight, 1e-6)
+
+    return twice, {"x": (rows, width), "branch": (rows, width), "weight": (width,)}
+
+
+# Ops of layers: what is run, of so many rows and channels, and the shapes of its inputs.
+_LAYERS: dict[str, Callable[[int, int], tuple[Callable[..., Any], dict[str, tuple[int, ...]]]]] = {
+    "swiglu": _swiglu,
+    "residual_norm": _residual_norm,
+}
 
 
 def _results(function: Callable[..., Tensor], inputs: Sequence[Tensor], d_out: Tensor) -> list[Tensor]:
