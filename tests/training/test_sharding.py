@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from forgetting_transformer.model import registry
+from forgetting_transformer.model import forgetting_transformer, layers, registry
 from forgetting_transformer.model.decoder import DecoderBlock
+from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import parse, setup
 from forgetting_transformer.training.sharding import shard, units
 from tests.model.small_models import SMALL_FIELDS
@@ -112,6 +113,35 @@ def test_what_is_gathered_in_bf16_is_what_autocast_rounds(tiny, tmp_path, name):
     assert got.keys() == want.keys()
     for key, gradient in want.items():
         assert gradient is got[key] is None or torch.equal(got[key], gradient), key
+
+
+def test_projections_that_are_computed_together_are_too(tiny, tmp_path, monkeypatch):
+    """Compiled models stack the weights of projections of one input."""
+    monkeypatch.setattr(compiling, "compiled", lambda function: torch.compile(function, dynamic=False, backend="eager"))
+    monkeypatch.setattr(layers, "MIN_TOKENS_TOGETHER", 40)
+    ids = torch.randint(1, VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
+    stacked, found = [], []
+    original = layers.linear_together
+    watched = torch.compiler.disable(lambda result: stacked.append(len(result)))
+
+    def together(*args):
+        result = original(*args)
+        watched(result)
+        return result
+
+    monkeypatch.setattr(forgetting_transformer, "linear_together", together)
+    with one_process_group(tmp_path):
+        for dtype in (torch.float32, torch.bfloat16):
+            model = sharded(small_model(tiny, "forgetting_transformer").train(), dtype)
+            model.compile_parts()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.mean().backward()
+            found.append((loss, gradients(model)))
+    assert stacked and all(stacked)
+    (want_loss, want), (loss, got) = found
+    assert torch.equal(loss, want_loss)
+    assert all(torch.equal(got[key], gradient) for key, gradient in want.items())
 
 
 def test_norms_gates_convolutions_and_the_output_layer_are_gathered_in_fp32(tiny):
