@@ -87,7 +87,7 @@ def test_it_compiles_for_every_generation_without_spilling(
     x = torch.empty(1, width, device="meta")
     constants = norm_triton._options(x, x if gate else None, 1, gate_first)
     options = {key: constants.pop(key) for key in ("num_warps", *norm_triton.FUSED)}
-    kernel = getattr(norm_triton, f"{name}_kernel")
+    kernel = getattr(norm_triton, f"norm_{name}_kernel")
     types, aligned = {}, {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:

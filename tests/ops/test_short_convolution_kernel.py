@@ -95,7 +95,7 @@ def compile_kernel(name: str, capability: int, width: int, norm: bool, previous:
 
     from forgetting_transformer.ops import short_convolution_triton as launcher
 
-    kernel = getattr(launcher, f"{name}_kernel")
+    kernel = getattr(launcher, f"convolution_{name}_kernel")
     block = max(16, triton.next_power_of_2(width))
     constants = {
         "TAPS": 4, "HAS_PREVIOUS": previous, "SILU": True, "NORM": norm, "WIDTH": width, "BLOCK_C": block,

@@ -22,7 +22,7 @@ _TILE, _STEPS = 256, 16
 
 
 @triton.jit
-def forward_kernel(
+def norm_forward_kernel(
     x_ptr, x_row, gate_ptr, gate_row, weight_ptr, y_ptr, rows, width, epsilon,
     GATE: tl.constexpr, GATE_FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -48,14 +48,14 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def norm_backward_kernel(
     dy_ptr, dy_row, x_ptr, x_row, gate_ptr, gate_row, weight_ptr, dx_ptr, d_gate_ptr, part_ptr,
     rows, width, epsilon, steps,
     GATE: tl.constexpr, GATE_FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of `ROWS · steps` rows of one group. Grid: (groups, blocks of rows).
 
-    Beyond `forward_kernel`'s: dy as x; dx and d_gate as y; part `(P, width)` float32: sums over a program's rows of
+    Beyond `norm_forward_kernel`'s: dy as x; dx and d_gate as y; part `(P, width)` float32: sums over a program's rows of
     the gradients of weights.
     """
     group, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -129,7 +129,7 @@ def normalise(x: Tensor, gate: Tensor | None, weight: Tensor, groups: int, gate_
     options = _options(x, gate, groups, gate_first)
     rows, width = rows_x.shape
     given = rows_x if rows_gate is None else rows_gate
-    forward_kernel[groups, triton.cdiv(rows, options["ROWS"])](
+    norm_forward_kernel[groups, triton.cdiv(rows, options["ROWS"])](
         rows_x, rows_x.stride(0), given, given.stride(0), weight.contiguous(), y, rows, width,
         epsilon, **options,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def normalise_backward(
     given = rows_x if rows_gate is None else rows_gate
     blocks = triton.cdiv(rows, options["ROWS"] * _STEPS)
     part = torch.empty((blocks, width), dtype=torch.float32, device=x.device)
-    backward_kernel[groups, blocks](
+    norm_backward_kernel[groups, blocks](
         rows_dy, rows_dy.stride(0), rows_x, rows_x.stride(0), given, given.stride(0), weight.contiguous(), dx, d_gate,
         part, rows, width, epsilon, _STEPS, **options,
     )  # fmt: skip

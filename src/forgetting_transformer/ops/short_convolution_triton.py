@@ -80,7 +80,7 @@ def _store_activated(
 
 
 @triton.jit
-def forward_kernel(
+def convolution_forward_kernel(
     x_ptr, x_batch, x_row, weight_ptr, bias_ptr, bias_channels, previous_ptr, y_ptr, length, channels, epsilon,
     TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr,
@@ -158,15 +158,15 @@ def _store_gradient(
 
 
 @triton.jit
-def backward_kernel(
+def convolution_backward_kernel(
     dy_ptr, dy_batch, dy_row, x_ptr, x_batch, x_row, weight_ptr, bias_ptr, bias_channels, previous_ptr,
     dx_ptr, d_previous_ptr, part_ptr, length, channels, epsilon, steps,
     TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of `4 · GROUPS · steps` positions of WIDTH channels. Grid: as of `forward_kernel`.
+    """Gradients of `4 · GROUPS · steps` positions of WIDTH channels. Grid: as of `convolution_forward_kernel`.
 
-    With previous inputs the first program begins four positions before the sequence. Beyond `forward_kernel`'s: dy as
+    With previous inputs the first program begins four positions before the sequence. Beyond `convolution_forward_kernel`'s: dy as
     x; dx `(B, T, C)`, contiguous; d_previous as previous; part `(P, 5, C)` float32: sums over a program's positions of
     the gradients of four taps and of the bias.
     """
@@ -286,7 +286,7 @@ def convolve(
     y = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
     options = _options("forward", x, weight, previous, silu, heads)
     grid = (triton.cdiv(channels, options["WIDTH"]), triton.cdiv(length, 4 * options["GROUPS"]), batch)
-    forward_kernel[grid](
+    convolution_forward_kernel[grid](
         x, x.stride(0), x.stride(1), weight.contiguous(), weight if bias is None else bias,
         0 if bias is None else channels, x if previous is None else previous.contiguous(), y, length, channels, epsilon,
         **options,
@@ -328,7 +328,7 @@ def convolve_backward(
     positions = length + (4 if previous is not None else 0)
     blocks = triton.cdiv(positions, 4 * options["GROUPS"] * _STEPS)
     part = torch.empty((batch * blocks, 5, channels), dtype=torch.float32, device=x.device)
-    backward_kernel[triton.cdiv(channels, options["WIDTH"]), blocks, batch](
+    convolution_backward_kernel[triton.cdiv(channels, options["WIDTH"]), blocks, batch](
         dy, dy.stride(0), dy.stride(1), x, x.stride(0), x.stride(1), weight.contiguous(),
         weight if bias is None else bias, 0 if bias is None else channels,
         x if previous is None else previous.contiguous(), dx, d_previous, part, length, channels, epsilon, _STEPS,
