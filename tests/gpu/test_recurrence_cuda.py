@@ -254,3 +254,11 @@ def test_gated_norm(seed, dtype, tolerance, poisoned):
     assert_close(got, run_norm({name: x.double() for name, x in inputs.items()}), tolerance)
     again = run_norm(inputs)
     assert all(torch.equal(got[name], again[name]) for name in got)
+
+
+def test_a_gated_norm_of_more_rows_than_a_grid_has_in_its_second_axis(poisoned):
+    x, gate = torch.randn(2, 1, 70000, 1024, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(1024, device="cuda")
+    y = norm.gated_rms_norm(x, gate, weight, 1e-6)
+    want = norm.gated_rms_norm(x[:, -10:].double(), gate[:, -10:].double(), weight.double(), 1e-6)
+    assert_close({"y": y[:, -10:]}, {"y": want}, 6e-3)

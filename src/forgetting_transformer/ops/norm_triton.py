@@ -26,11 +26,11 @@ def norm_forward_kernel(
     x_ptr, x_row, gate_ptr, gate_row, weight_ptr, y_ptr, rows, width, epsilon,
     GATE: tl.constexpr, GATE_FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """y of ROWS rows of one group. Grid: (groups, blocks of rows).
+    """y of ROWS rows of one group. Grid: (blocks of rows, groups).
 
     x, gate and y `(N, G·WIDTH)`, rows x_row, gate_row and width elements apart; weight `(G·WIDTH,)`.
     """
-    group, row = tl.program_id(0), tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group, row = tl.program_id(1), tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     exists = (row < rows)[:, None] & (column < WIDTH)[None, :]
     channel = group * WIDTH + column
@@ -53,12 +53,12 @@ def norm_backward_kernel(
     rows, width, epsilon, steps,
     GATE: tl.constexpr, GATE_FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of `ROWS · steps` rows of one group. Grid: (groups, blocks of rows).
+    """Gradients of `ROWS · steps` rows of one group. Grid: (blocks of rows, groups).
 
-    Beyond `norm_forward_kernel`'s: dy as x; dx and d_gate as y; part `(P, width)` float32: sums over a program's rows of
+    Beyond the forward kernel's: dy as x; dx and d_gate as y; part `(P, width)` float32: sums over a program's rows of
     the gradients of weights.
     """
-    group, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    group, block = tl.program_id(1), tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     channel = group * WIDTH + column
     weight = tl.load(weight_ptr + channel, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -129,7 +129,7 @@ def normalise(x: Tensor, gate: Tensor | None, weight: Tensor, groups: int, gate_
     options = _options(x, gate, groups, gate_first)
     rows, width = rows_x.shape
     given = rows_x if rows_gate is None else rows_gate
-    norm_forward_kernel[groups, triton.cdiv(rows, options["ROWS"])](
+    norm_forward_kernel[triton.cdiv(rows, options["ROWS"]), groups](
         rows_x, rows_x.stride(0), given, given.stride(0), weight.contiguous(), y, rows, width,
         epsilon, **options,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def normalise_backward(
     given = rows_x if rows_gate is None else rows_gate
     blocks = triton.cdiv(rows, options["ROWS"] * _STEPS)
     part = torch.empty((blocks, width), dtype=torch.float32, device=x.device)
-    norm_backward_kernel[groups, blocks](
+    norm_backward_kernel[blocks, groups](
         rows_dy, rows_dy.stride(0), rows_x, rows_x.stride(0), given, given.stride(0), weight.contiguous(), dx, d_gate,
         part, rows, width, epsilon, _STEPS, **options,
     )  # fmt: skip

@@ -4,10 +4,10 @@ Only the inputs are kept for the backward pass, which computes everything else a
 are sums over time: every program leaves its part, and the parts are added in a fixed order. So the same inputs give the
 same bits every time.
 
-A program works on blocks of channels, a head where heads are normalised, and on groups of four neighbouring positions:
+A program works on a block of channels, a head where heads are normalised, and on groups of four neighbouring positions:
 tile o of a block holds position o of every group. A filter of four taps at position o reads tiles o - 3 to o, which lie
 in the same threads, so that an input that four outputs share is loaded once or twice, not four times. The gradient of
-position o needs what the filter gave at o to o + 3: the last three are computed by two groups.
+position o needs what the filter gave at o to o + 3, so the backward pass walks from the end to the beginning.
 
 Axes: `forgetting_transformer/ops/__init__.py`. P programs along time, of all sequences.
 """
@@ -164,11 +164,12 @@ def convolution_backward_kernel(
     TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of `4 · GROUPS · steps` positions of WIDTH channels. Grid: as of `convolution_forward_kernel`.
+    """Gradients of `GROUPS · 4 · steps` positions of WIDTH channels. Grid: as of `convolution_forward_kernel`.
 
-    With previous inputs the first program begins four positions before the sequence. Beyond `convolution_forward_kernel`'s: dy as
-    x; dx `(B, T, C)`, contiguous; d_previous as previous; part `(P, 5, C)` float32: sums over a program's positions of
-    the gradients of four taps and of the bias.
+    Each of GROUPS stretches is walked from its end to its beginning, four positions at a time: what the last four need
+    of those behind them is at hand. With previous inputs the first program begins four positions before the sequence.
+    Beyond the forward kernel's: dy as x; dx `(B, T, C)`, contiguous; d_previous as previous; part `(P, 5, C)` float32:
+    sums over a program's positions of the gradients of four taps and of the bias.
     """
     block, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     first = tl.program_id(1) * (4 * GROUPS * steps)
@@ -177,7 +178,6 @@ def convolution_backward_kernel(
     column = tl.arange(0, BLOCK_C)
     channel = block * WIDTH + column
     exists = (column < WIDTH) & (channel < channels)
-    row = 4 * tl.arange(0, GROUPS)
     x_ptr += batch * x_batch + first.to(tl.int64) * x_row
     dy_ptr += batch * dy_batch + first.to(tl.int64) * dy_row
     dx_ptr += (batch * length + first) * channels
@@ -186,59 +186,59 @@ def convolution_backward_kernel(
     w_0, w_1 = _tap(weight_ptr, channel, exists, 0, TAPS), _tap(weight_ptr, channel, exists, 1, TAPS)
     w_2, w_3 = _tap(weight_ptr, channel, exists, 2, TAPS), _tap(weight_ptr, channel, exists, 3, TAPS)
     bias = tl.load(bias_ptr + channel, mask=exists & (channel < bias_channels), other=0.0).to(tl.float32)
+    none = tl.zeros_like(w_0)
 
+    # Behind the stretches: inputs from the last three of a stretch on, and the gradients of what the filter gave there.
+    row = (tl.arange(0, GROUPS) + 1) * (4 * steps)
+    x_4 = _rows(x_ptr, row - 3, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
+    x_5 = _rows(x_ptr, row - 2, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
+    x_6 = _rows(x_ptr, row - 1, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
+    x_7 = _rows(x_ptr, row, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
+    x_8 = _rows(x_ptr, row + 1, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
+    x_9 = _rows(x_ptr, row + 2, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
+    z_4 = _filter(x_4, x_5, x_6, x_7, w_0, w_1, w_2, w_3, bias)
+    z_5 = _filter(x_5, x_6, x_7, x_8, w_0, w_1, w_2, w_3, bias)
+    z_6 = _filter(x_6, x_7, x_8, x_9, w_0, w_1, w_2, w_3, bias)
+    d_4 = _gradient(z_4, dy_ptr, row, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
+    d_5 = _gradient(z_5, dy_ptr, row + 1, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
+    d_6 = _gradient(z_6, dy_ptr, row + 2, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
     dw_0 = tl.zeros([GROUPS, BLOCK_C], tl.float32)
     dw_1, dw_2, dw_3, d_bias = dw_0, dw_0, dw_0, dw_0
-    for step in range(steps):
-        start = first + step * (4 * GROUPS)
-        x_0 = _rows(x_ptr, row - 3, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
-        x_1 = _rows(x_ptr, row - 2, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
-        x_2 = _rows(x_ptr, row - 1, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
-        x_3 = _rows(x_ptr, row, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
-        x_4 = _rows(x_ptr, row + 1, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
-        x_5 = _rows(x_ptr, row + 2, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
-        x_6 = _rows(x_ptr, row + 3, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
-        x_7 = _rows(x_ptr, row + 4, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
-        x_8 = _rows(x_ptr, row + 5, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
-        x_9 = _rows(x_ptr, row + 6, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+    for _ in range(steps):
+        row -= 4
+        x_0 = _rows(x_ptr, row - 3, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
+        x_1 = _rows(x_ptr, row - 2, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
+        x_2 = _rows(x_ptr, row - 1, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
+        x_3 = _rows(x_ptr, row, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
         z_0 = _filter(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias)
         z_1 = _filter(x_1, x_2, x_3, x_4, w_0, w_1, w_2, w_3, bias)
         z_2 = _filter(x_2, x_3, x_4, x_5, w_0, w_1, w_2, w_3, bias)
         z_3 = _filter(x_3, x_4, x_5, x_6, w_0, w_1, w_2, w_3, bias)
-        z_4 = _filter(x_4, x_5, x_6, x_7, w_0, w_1, w_2, w_3, bias)
-        z_5 = _filter(x_5, x_6, x_7, x_8, w_0, w_1, w_2, w_3, bias)
-        z_6 = _filter(x_6, x_7, x_8, x_9, w_0, w_1, w_2, w_3, bias)
-        d_0 = _gradient(z_0, dy_ptr, row, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
-        d_1 = _gradient(z_1, dy_ptr, row + 1, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
-        d_2 = _gradient(z_2, dy_ptr, row + 2, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
-        d_3 = _gradient(z_3, dy_ptr, row + 3, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
-        d_4 = _gradient(z_4, dy_ptr, row + 4, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
-        d_5 = _gradient(z_5, dy_ptr, row + 5, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
-        d_6 = _gradient(z_6, dy_ptr, row + 6, dy_row, channel, exists, start, length, epsilon, SILU, NORM)
-        # What was counted by the group of the last positions counts in this group's gradients of inputs alone.
+        d_0 = _gradient(z_0, dy_ptr, row, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
+        d_1 = _gradient(z_1, dy_ptr, row + 1, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
+        d_2 = _gradient(z_2, dy_ptr, row + 2, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
+        d_3 = _gradient(z_3, dy_ptr, row + 3, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
         dw_0 += d_0 * x_0 + d_1 * x_1 + d_2 * x_2 + d_3 * x_3
         dw_1 += d_0 * x_1 + d_1 * x_2 + d_2 * x_3 + d_3 * x_4
         dw_2 += d_0 * x_2 + d_1 * x_3 + d_2 * x_4 + d_3 * x_5
         dw_3 += d_0 * x_3 + d_1 * x_4 + d_2 * x_5 + d_3 * x_6
         d_bias += d_0 + d_1 + d_2 + d_3
-        none = tl.zeros_like(w_0)
         dx_0 = _filter(d_0, d_1, d_2, d_3, w_3, w_2, w_1, w_0, none)
         dx_1 = _filter(d_1, d_2, d_3, d_4, w_3, w_2, w_1, w_0, none)
         dx_2 = _filter(d_2, d_3, d_4, d_5, w_3, w_2, w_1, w_0, none)
         dx_3 = _filter(d_3, d_4, d_5, d_6, w_3, w_2, w_1, w_0, none)
-        _store_gradient(dx_0, dx_ptr, row, channels, d_previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
+        _store_gradient(dx_0, dx_ptr, row, channels, d_previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
         _store_gradient(
-            dx_1, dx_ptr, row + 1, channels, d_previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS
+            dx_1, dx_ptr, row + 1, channels, d_previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS
         )
         _store_gradient(
-            dx_2, dx_ptr, row + 2, channels, d_previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS
+            dx_2, dx_ptr, row + 2, channels, d_previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS
         )
         _store_gradient(
-            dx_3, dx_ptr, row + 3, channels, d_previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS
+            dx_3, dx_ptr, row + 3, channels, d_previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS
         )
-        x_ptr += 4 * GROUPS * x_row
-        dy_ptr += 4 * GROUPS * dy_row
-        dx_ptr += 4 * GROUPS * channels
+        x_4, x_5, x_6 = x_0, x_1, x_2
+        d_4, d_5, d_6 = d_0, d_1, d_2
     part_ptr += (batch * tl.num_programs(1) + tl.program_id(1)) * 5 * channels
     tl.store(part_ptr + channel, tl.sum(dw_0, axis=0), mask=exists)
     tl.store(part_ptr + channels + channel, tl.sum(dw_1, axis=0), mask=exists)
