@@ -30,6 +30,7 @@ from forgetting_transformer.analysis.plots.losses import loss_against_position, 
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
 from forgetting_transformer.analysis.runs import (
     read_logged_run,
+    read_own_position_losses,
     read_position_loss,
 )
 
@@ -76,7 +77,7 @@ def plot(args: argparse.Namespace) -> list[Path]:
     """Draws what there is to draw and returns the files."""
     names = shown_names(args.run_dirs)
     runs = read_all(args.run_dirs, names, read_logged_run)
-    positions = read_all(args.run_dirs, names, read_position_loss)
+    positions = [curve for found in read_all(args.run_dirs, names, read_own_position_losses) for curve in found]
     out = args.out or args.run_dirs[0] / "plots"
     made_with = conditions(runs)
     with outputs.writing(out, "scripts/plot_run.py", is_old_plot) as new:

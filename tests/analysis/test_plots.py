@@ -667,3 +667,43 @@ def test_octaves_are_drawn_beside_their_differences_to_the_first_model(drawn: li
     assert bar[:, 1].tolist() == [0.375, 0.625]
     assert texts(drawn[0]) == ["first", "second", "training length (512 tokens)"]
     assert drawn[0].texts[1].get_text().startswith("seed 0 · bars: ± one standard error")
+
+
+def with_ema(run_dir: Path, **line) -> Path:
+    """Adds what the callback ema writes."""
+    write_jsonl(run_dir, "val_ema", [{"step": 50_000 * n, "val_ema/loss": 4.3 - 0.1 * n, **line} for n in (1, 2, 3)])
+    write_npz(run_dir, "val_ema", 150_000, np.linspace(6, 3, 64))
+    return run_dir
+
+
+def test_the_moving_average_is_drawn_as_weights_and_is_no_held_out_set(
+    make_run: MakeRun, drawn: list, plot_run: ModuleType, tmp_path: Path
+) -> None:
+    from forgetting_transformer.analysis.page import write_report
+
+    run = with_ema(make_run("run"), **{"val_ema/weights": "ema"})
+    describe(run)
+    assert read_run(run).eval_sets == [] and read_run(run).ema.values.tolist() == pytest.approx([4.2, 4.1, 4.0])
+    written = {path.name for path in plot_run.plot(plot_run.parse_args([str(run)]))}
+    assert {"loss_tokens.png", "loss_position.png"} <= written
+    assert not {"loss_sets.png", "loss_position_ema.png"} & written
+    said = [text for figure in drawn for text in texts(figure)]
+    assert "held-out loss, EMA weights" in said
+    assert any("held-out, EMA weights, after 150K tokens" in text for text in said)
+    drawn.clear()
+    # Beside real sets it is a curve of the corpus's own documents.
+    write_jsonl(run, "val_web", [{"step": 50_000, "val_web/loss": 4.0}])
+    plot_run.plot(plot_run.parse_args([str(run), "--out", str(tmp_path / "sets")]))
+    (sets,) = (figure for figure in drawn if any("set by set" in text.get_text() for text in figure.texts))
+    panels = [axes.get_title("left") for axes in sets.axes if axes.get_title("left")]
+    assert panels == ["held-out documents of the corpus", "web"]
+    assert any(
+        line.get_ydata().tolist() == pytest.approx([4.2, 4.1, 4.0])
+        for line in sets.axes[0].lines
+        if line.get_ydata().size == 3
+    )
+    write_report([run], [], tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text().replace("<wbr>", "")
+    assert "Held-out loss, EMA weights" in page and "4.0000" in page and "Held-out loss, ema" not in page
+    # A set that is called so, in a run without the callback, is one.
+    assert read_run(with_ema(make_run("other"))).eval_sets == ["ema"]

@@ -10,7 +10,7 @@ from forgetting_transformer.analysis import figures
 from forgetting_transformer.analysis.page import write_report
 from forgetting_transformer.analysis.plots.evaluations import scores_over_training
 from forgetting_transformer.analysis.runs import read_run
-from forgetting_transformer.analysis.scores_in_training import ACCURACY, read_samples, read_scores
+from forgetting_transformer.analysis.scores_in_training import ACCURACY, labels, read_samples, read_scores
 from tests.analysis.test_plots import (
     MakeRun,
     describe,
@@ -96,6 +96,53 @@ def test_one_run_has_a_panel_for_each_unit_and_several_have_one_for_each_task(
     assert {"fox_pro", "hgrn2"} <= {*texts(drawn[1])}
     with pytest.raises(ValueError, match="has logged no scores of evaluations yet"):
         scores_over_training([read_run(make_run("bare"))], tmp_path / "none.png")
+
+
+def changed_test(run_dir: Path) -> Path:
+    """A run whose needle test and task were other ones at its last evaluation, after a line of an earlier version."""
+    lm_eval, needle = [], []
+    for number, step in enumerate(STEPS):
+        last = number == 2
+        line = {"lm_eval/mine/acc": 0.5, "lm_eval/mine/examples": 40 if last else 4, "lm_eval/mine/texts": "ab"}
+        lm_eval.append({"step": step, **line, "lm_eval/max_length": 512})
+        test = {"needle/mode": "easy", "needle/depths": "50" if last else "0 100", "needle/samples": 4 if last else 2}
+        test |= {"needle/length_512/texts": f"texts {last}", "needle/length_1024/texts": f"other {last}"}
+        losses = {"needle/length_512/loss": 5.0, "needle/length_1024/loss": 4.0}
+        needle.append({"step": step, **losses, **(test if number else {})})
+    write_jsonl(run_dir, "lm_eval", lm_eval)
+    write_jsonl(run_dir, "needle", needle)
+    return run_dir
+
+
+def test_scores_of_a_test_that_was_changed_are_another_curve_with_another_name(
+    make_run: MakeRun,  # noqa: F811
+    drawn: list,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    run = read_run(changed_test(make_run("run")))
+    scores = read_scores(run)
+    assert [
+        (name, score.series.tokens.tolist())
+        for name, score in zip(labels(scores), scores, strict=True)
+        if score.metric != "accuracy"
+    ] == [
+        ("mine (4 examples)", [*STEPS[:2]]),
+        ("mine (40 examples)", [STEPS[2]]),
+        ("needle, 512 tokens (easy, 4 prompts), depths 0 100, samples 2", [*STEPS[:2]]),
+        ("needle, 512 tokens (easy, 4 prompts), depths 50, samples 4", [STEPS[2]]),
+        ("needle, 1,024 tokens (easy, 4 prompts), depths 0 100, samples 2", [*STEPS[:2]]),
+        ("needle, 1,024 tokens (easy, 4 prompts), depths 50, samples 4", [STEPS[2]]),
+    ]
+    scores_over_training([run], tmp_path / "one.png")
+    assert {"mine (4 examples)", "mine (40 examples)"} <= {*texts(drawn[0])}
+    # Two runs, the same settings, other texts: a panel for each.
+    other = changed_test(make_run("other"))
+    lines = (other / "metrics/jsonlines/lm_eval.jsonl").read_text().replace('"ab"', '"cd"')
+    (other / "metrics/jsonlines/lm_eval.jsonl").write_text(lines)
+    scores_over_training([run, read_run(other)], tmp_path / "two.png")
+    titles = [axes.get_title() for axes in drawn[1].axes if axes.get_title()]
+    assert {"mine (4 examples), texts ab", "mine (4 examples), texts cd"} <= {*titles}
+    assert len({title for title in titles if title.startswith("needle, 512")}) == 2
 
 
 def test_plot_run_and_the_page_show_scores_and_samples(

@@ -209,6 +209,35 @@ def test_the_needle_test_gives_the_losses_of_the_finished_model_and_changes_no_w
         assert 0 <= last[f"needle/length_{length}/accuracy"] <= last[f"needle/length_{length}/tokens_right"] <= 1
 
 
+def test_a_test_that_is_changed_is_recorded_in_each_line_and_said(tiny, task):
+    first = with_needle(tiny, task, lengths=[128])
+    job = Job(changed(first, train__max_tokens=10 * STEP))
+    assert job.wait() == [0], job.errors()
+    job = Job(with_needle(tiny, task, lengths=[128], mode="standard", depths=[0.5], samples=2))
+    assert job.wait() == [0], job.errors()
+    before, after = lines(tiny["output_dir"], "needle")
+    described = ("needle/mode", "needle/depths", "needle/samples")
+    assert [before[key] for key in described] == ["easy", "0 100", 1]
+    assert [after[key] for key in described] == ["standard", "50", 2]
+    assert len(before["needle/length_128/texts"]) == 12
+    assert before["needle/length_128/texts"] != after["needle/length_128/texts"]
+    said = "callbacks.needle is another test than before in this run (needle/mode: easy -> standard; needle/depths: 0 1"
+    assert said in rank_log(tiny, 0)
+
+
+def test_the_examples_of_lm_eval_are_recorded_in_each_line(tiny, task):
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    job = Job(with_lm_eval(changed(tiny, train__max_tokens=10 * STEP), task, limit=3), patch=offline(task))
+    assert job.wait() == [0], job.errors()
+    job = Job(with_lm_eval(tiny, task), patch=offline(task))
+    assert job.wait() == [0], job.errors()
+    before, after = lines(tiny["output_dir"], "lm_eval")
+    assert (before["lm_eval/words/examples"], after["lm_eval/words/examples"]) == (3, 7)
+    assert before["lm_eval/max_length"] == 32
+    assert before["lm_eval/words/texts"] != after["lm_eval/words/texts"]
+    assert "callbacks.lm_eval is another test than before in this run (lm_eval/words/" in rank_log(tiny, 0)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(tiny, finished, task, world_size):
     patch = """

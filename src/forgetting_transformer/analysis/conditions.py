@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from forgetting_transformer.analysis.plots.style import format_tokens
-from forgetting_transformer.analysis.runs import PositionLoss, Run, read_run, run_names
+from forgetting_transformer.analysis.runs import EMA_WEIGHTS, PositionLoss, Run, read_run, run_names
 
 #: Values that are listed; of more, only their number is said.
 _LISTED = 4
@@ -51,7 +51,7 @@ def shown_names(run_dirs: Sequence[Path]) -> list[str]:
 def position_label(curve: PositionLoss) -> str:
     """Names a run's loss at every position: "run3 (fox_pro), held-out, after 5.12K tokens"."""
     texts = "held-out" if curve.source == "val" else "training batches"
-    texts += f" ({curve.eval_set})" if curve.eval_set else ""
+    texts += f" ({curve.eval_set})" if curve.eval_set else f", {EMA_WEIGHTS}" if curve.ema else ""
     return f"{curve.name}, {texts}, after {_rounded(curve.train_tokens)} tokens"
 
 

@@ -19,13 +19,14 @@ def of_evaluation(output_dir: Path, kind: str, folder: Path) -> dict[str, Path]:
     """
     run = read_run(output_dir)
     of_set = next((name for name in run.eval_sets if kind == run.on(name).heldout_kind), "")
-    if kind not in ("val", *_SCORES) and not of_set:
+    ema = kind == "val_ema" and not of_set
+    if kind not in ("val", *_SCORES) and not of_set and not ema:
         return {}
     (name,) = shown_names([output_dir])
     run = read_run(output_dir, name)
-    if kind == "val" or of_set:
-        curve = read_position_loss(output_dir, name, of_set)
-        title = f"loss_position_{of_set}" if of_set else "loss_position"
+    if kind == "val" or of_set or ema:
+        curve = read_position_loss(output_dir, name, of_set, ema)
+        title = f"loss_position_{of_set}" if of_set else "loss_position_ema" if ema else "loss_position"
         file, made_with = folder / f"{title}.png", conditions([run.on(of_set) if of_set else run])
         loss_against_position({position_label(curve): curve.loss}, file, conditions=made_with, of="runs")
         return {title: file}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
@@ -214,9 +215,14 @@ def _without_texts(value: Any) -> Any:
 
 def _losses(run: Run, exported: Exported) -> list[str]:
     rows = []
+    tokens = run.last("val").get("val/val_token_count")
+    of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
+    # Those of the weights here go first.
+    known = exported.origin.get("weights") == "ema" and run.ema.tokens <= exported.step
+    if np.any(known):
+        step, loss = run.ema.tokens[known][-1], float(run.ema.values[known][-1])
+        rows.append(("held-out, moving average of the weights", loss, f"{of}after {step:,} training tokens"))
     if run.heldout_loss.size:
-        tokens = run.last("val").get("val/val_token_count")
-        of = f"mean over {tokens:,} held-out tokens, " if tokens else ""
         rows.append(("held-out", float(run.heldout_loss[-1]), f"{of}after {run.heldout_tokens[-1]:,} training tokens"))
     train = run.train_loss_at(exported.step)
     if math.isfinite(train):

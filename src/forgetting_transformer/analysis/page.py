@@ -32,8 +32,15 @@ from forgetting_transformer.analysis.plots.losses import (
 from forgetting_transformer.analysis.plots.style import format_tokens
 from forgetting_transformer.analysis.plots.training import has_metrics, norms, training_metrics
 from forgetting_transformer.analysis.published import lm_eval_table, longbench_by_length, longbench_table, sample_counts
-from forgetting_transformer.analysis.runs import Run, read_logged_run, read_position_loss, read_run
-from forgetting_transformer.analysis.scores_in_training import read_samples, read_scores
+from forgetting_transformer.analysis.runs import (
+    EMA_WEIGHTS,
+    Run,
+    read_logged_run,
+    read_own_position_losses,
+    read_position_loss,
+    read_run,
+)
+from forgetting_transformer.analysis.scores_in_training import labels, read_samples, read_scores
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.nested import flatten
 
@@ -156,11 +163,12 @@ def _overview(runs: Mapping[str, Path]) -> str:
     rows = []
     read = {name: read_run(folder) for name, folder in runs.items()}
     sets = list(dict.fromkeys(eval_set for run in read.values() for eval_set in run.eval_sets))
+    averages = any(run.ema.tokens.size for run in read.values())
     for name, run in read.items():
         config, starts, info = run.config, run.starts, run.info("model")
         train, heldout, speed = (run.last(kind) for kind in ("train", "val", "throughput"))
         goodput = run.last("goodput")
-        loss = heldout.get("val/loss")
+        loss, ema = heldout.get("val/loss"), run.ema.values
         rows.append(
             [
                 name,
@@ -171,6 +179,7 @@ def _overview(runs: Mapping[str, Path]) -> str:
                 _number(train.get("train/loss")),
                 _number(loss),
                 _perplexity(loss),
+                *([_number(float(ema[-1]) if ema.size else None)] if averages else []),
                 *(_number(run.last(f"val_{one}").get(f"val_{one}/loss")) for one in sets),
                 _number(speed.get("throughput/token_count_per_second_total_cum"), 0),
                 _percent(speed.get("throughput/mfu_total_cum")),
@@ -190,7 +199,8 @@ def _overview(runs: Mapping[str, Path]) -> str:
         "Training loss, last logged",
         "Held-out loss",
     ]
-    head += ["Held-out perplexity", *(f"Held-out loss, {one}" for one in sets), "Tokens/s", "MFU", "Peak memory"]
+    head += ["Held-out perplexity", *([f"Held-out loss, {EMA_WEIGHTS}"] if averages else [])]
+    head += [*(f"Held-out loss, {one}" for one in sets), "Tokens/s", "MFU", "Peak memory"]
     head += ["Wall time", "of it in steps", "Commit", "Device"]
     return _table(head, rows)
 
@@ -228,14 +238,15 @@ def _training(runs: Mapping[str, Path], left_out: list[str]) -> list[tuple[str, 
 def _newest_scores(runs: Sequence[Run]) -> str:
     """The last value of every score, with its standard error."""
     rows = []
-    for run in runs:
-        for score in read_scores(run):
-            tokens, value, error = score.series.tokens[-1], score.series.values[-1], score.errors[-1]
-            digits = 1 if score.unit.endswith("(%)") else 3
-            shown = _number(value, digits) + (f" ± {error:.{digits}f}" if math.isfinite(error) else "")
-            baseline = _number(score.baseline.values[-1], digits) if score.baseline.values.size else "–"
-            unit = score.unit.replace("\n", " ")
-            rows.append([run.name, score.task, unit, shown, baseline, _count(tokens)])
+    scores = [(run, score) for run in runs for score in read_scores(run)]
+    names = labels([score for _, score in scores])
+    for (run, score), name in zip(scores, names, strict=True):
+        tokens, value, error = score.series.tokens[-1], score.series.values[-1], score.errors[-1]
+        digits = 1 if score.unit.endswith("(%)") else 3
+        shown = _number(value, digits) + (f" ± {error:.{digits}f}" if math.isfinite(error) else "")
+        baseline = _number(score.baseline.values[-1], digits) if score.baseline.values.size else "–"
+        unit = score.unit.replace("\n", " ")
+        rows.append([run.name, name, unit, shown, baseline, _count(tokens)])
     head = ["Run", "Task", "Score", "Newest ± standard error", "Chance, or with no needle", "After tokens"]
     return _table(head, rows)
 
@@ -276,7 +287,10 @@ def _position_curves_of_sets(runs: Mapping[str, Path], left_out: list[str]) -> l
 
 
 def _position_curves(runs: Mapping[str, Path], left_out: list[str], eval_set: str = "") -> str:
-    found = _collect(runs, partial(read_position_loss, eval_set=eval_set), left_out)
+    if eval_set:
+        found = _collect(runs, partial(read_position_loss, eval_set=eval_set), left_out)
+    else:
+        found = [curve for curves in _collect(runs, read_own_position_losses, left_out) for curve in curves]
     if not found:
         return ""
     curves, lengths = {}, {}

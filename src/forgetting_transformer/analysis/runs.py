@@ -31,6 +31,9 @@ _SAME_PLACE = 1e-3
 
 #: What the names of files begin with that hold losses on one of the config's `eval_sets`; one is of the corpus itself.
 _OF_SET, _NO_SET = "val_", "val_data_info"
+#: The callback ema, what its lines are called, and what figures call its losses.
+_EMA = "ema"
+EMA_WEIGHTS = "EMA weights"
 _NOT_FINITE = re.compile(r"infinite or NaN|not finite")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -71,7 +74,21 @@ class Run:
     def eval_sets(self) -> list[str]:
         """Names of the other held-out sets that it has losses of."""
         files = _jsonlines(self.output_dir).glob(f"{_OF_SET}*.jsonl")
-        return sorted(file.stem.removeprefix(_OF_SET) for file in files if file.stem != _NO_SET)
+        names = {file.stem.removeprefix(_OF_SET) for file in files if file.stem != _NO_SET}
+        return sorted(names - ({_EMA} if self._averages else set()))
+
+    @property
+    def ema(self) -> Series:
+        """Losses on the corpus's own held-out documents of the moving average that the callback ema keeps."""
+        kind = f"{_OF_SET}{_EMA}"
+        return self.series(kind, f"{kind}/loss") if self._averages else _series([], "")
+
+    @cached_property
+    def _averages(self) -> bool:
+        """Whether lines of the kind val_ema are of that callback, and not of an evaluation set that is called so."""
+        # Lines of earlier versions do not say it.
+        marked = f"{_OF_SET}{_EMA}/weights" in self.last(f"{_OF_SET}{_EMA}")
+        return marked or _EMA in (self.config.get("callbacks") or {})
 
     def on(self, eval_set: str) -> "Run":
         """The same run, with its losses on another held-out set as the held-out ones; none if it has none."""
@@ -310,6 +327,7 @@ class PositionLoss:
     train_tokens: int  # how long the run had been trained
     source: Literal["val", "train_eval"]  # held-out documents, or the latest training batches
     eval_set: str = ""  # the set that the documents are of; "": the corpus's own
+    ema: bool = False  # of the moving average of the weights
 
 
 def read_run(output_dir: Path, name: str | None = None) -> Run:
@@ -343,11 +361,12 @@ def read_logged_run(output_dir: Path, name: str) -> Run:
     return run
 
 
-def read_position_loss(output_dir: Path, name: str, eval_set: str = "") -> PositionLoss:
+def read_position_loss(output_dir: Path, name: str, eval_set: str = "", ema: bool = False) -> PositionLoss:
     """Reads a run's newest loss at every position: on held-out documents, else on its training batches.
 
     Args:
         eval_set: the held-out set, and no other will do; "": the corpus's own.
+        ema: that of the moving average which the callback ema keeps, on the corpus's own documents.
 
     Raises:
         FileNotFoundError: the folder is not a run's, or no such file has been written yet.
@@ -356,8 +375,8 @@ def read_position_loss(output_dir: Path, name: str, eval_set: str = "") -> Posit
     _check_is_run(output_dir)
     npz = output_dir / "metrics" / "npz"
     sources: list[tuple[str, Literal["val", "train_eval"]]] = [("val", "val"), ("train_eval", "train_eval")]
-    if eval_set:
-        sources = [(f"{_OF_SET}{eval_set}", "val")]
+    if eval_set or ema:
+        sources = [(f"{_OF_SET}{_EMA if ema else eval_set}", "val")]
     for kind, source in sources:
         files = sorted((npz / kind).glob("step-*.npz"))
         if files:
@@ -369,11 +388,22 @@ def read_position_loss(output_dir: Path, name: str, eval_set: str = "") -> Posit
                     f"{files[-1]}: cannot read the array '{kind}/loss_per_token' ({error}). If the run is writing "
                     "the file, try again; if it was killed while it did, delete the file."
                 ) from error
-            return PositionLoss(name, loss, int(files[-1].stem.removeprefix("step-")), source, eval_set)
+            return PositionLoss(name, loss, int(files[-1].stem.removeprefix("step-")), source, eval_set, ema)
     raise FileNotFoundError(
         f"{npz}: no {' and no '.join(f'{kind}/step-*.npz' for kind, _ in sources)} yet. They appear after the run's "
         "first validation."
     )
+
+
+def read_own_position_losses(output_dir: Path, name: str) -> list[PositionLoss]:
+    """`read_position_loss` of the weights, and of their moving average where the run evaluated one."""
+    found = [read_position_loss(output_dir, name)]
+    if (
+        any((output_dir / "metrics/npz" / f"{_OF_SET}{_EMA}").glob("step-*.npz"))
+        and read_run(output_dir).ema.tokens.size
+    ):
+        found.append(read_position_loss(output_dir, name, ema=True))
+    return found
 
 
 def run_names(run_dirs: Sequence[Path]) -> list[str]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer.training.config import ConfigError
+from forgetting_transformer.training.metrics import read_lines
 
 if TYPE_CHECKING:
     from forgetting_transformer.evaluation.models import EvaluatedModel
     from forgetting_transformer.evaluation.workers import Workers
     from forgetting_transformer.training.interface import TrainerInterface
+
+
+log = logging.getLogger(__name__)
 
 
 class BrokenOff(Exception):
@@ -63,6 +70,32 @@ def evaluated_model(trainer: TrainerInterface, callback: str, tokenizer: str | N
         ) from error
     length, source = config.datamodule.train_batch_len, str(trainer.directory.root)
     return EvaluatedModel(model, found, config.tag, source, length, trainer.counters.token_count)
+
+
+def fingerprint(*parts: Any) -> str:
+    """12 hexadecimal digits of what a test asks: arrays and texts, in their order."""
+    whole = hashlib.sha256()
+    for part in parts:
+        data = part.tobytes() if hasattr(part, "tobytes") else str(part).encode()
+        whole.update(f"{len(data)} ".encode() + data)
+    return whole.hexdigest()[:12]
+
+
+def warn_of_another_test(trainer: TrainerInterface, kind: str, test: Mapping[str, Any]) -> None:
+    """Says so where the newest line of this run has another test under a key of `test`; rank 0 only.
+
+    Scores of both stand in one file, and where metrics go besides files, under one name.
+    """
+    file = trainer.directory.jsonlines / f"{kind}.jsonl"
+    lines = read_lines(file) if trainer.fabric.is_global_zero and file.is_file() else []
+    before = lines[-1] if lines else {}
+    changed = [key for key, value in test.items() if key in before and before[key] != value]
+    if changed:
+        said = "; ".join(f"{key}: {before[key]} -> {test[key]}" for key in changed)
+        log.warning(
+            "callbacks.%s is another test than before in this run (%s): figures draw it as another curve; wandb and "
+            "TensorBoard know one name only and join the two", kind, said,
+        )  # fmt: skip
 
 
 def precision(trainer: TrainerInterface) -> str:

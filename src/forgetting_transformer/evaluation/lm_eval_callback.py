@@ -4,6 +4,8 @@
 
 Writes lm_eval.jsonl: `lm_eval/<task>/<metric>` for every metric of every task, `…/<metric>_stderr` where lm_eval knows
 the standard error, and `lm_eval/<task>/chance`, the accuracy of a guess, for tasks that offer answers to choose from.
+What was asked stands beside them: `lm_eval/<task>/examples`, how many; `lm_eval/<task>/texts`, a fingerprint of the
+first of them; `lm_eval/max_length`. A line with others is a point of another curve.
 It is reached by its name in plugins.py, since training imports no evaluation.
 """
 
@@ -62,6 +64,8 @@ class LmEvalConfig:
 _BOOTSTRAP = 100
 #: Examples of a task whose offered answers are counted.
 _COUNTED = 1000
+#: What a line says of the test of each task.
+_SAID = ("examples", "texts")
 
 
 @plugins.CALLBACKS.register("lm_eval", config=LmEvalConfig, free=[plugins.ALL])
@@ -84,7 +88,12 @@ class LmEval(Callback):
         if importlib.util.find_spec("lm_eval") is None:
             raise ConfigError("callbacks=[lm_eval] needs lm-evaluation-harness: pip install 'lm_eval>=0.4.13,<0.5'")
         from forgetting_transformer.evaluation import harness
-        from forgetting_transformer.evaluation.in_training import evaluated_model, share
+        from forgetting_transformer.evaluation.in_training import (
+            evaluated_model,
+            fingerprint,
+            share,
+            warn_of_another_test,
+        )
         from forgetting_transformer.evaluation.models import EvaluationError
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # else a page at every evaluation
@@ -93,22 +102,30 @@ class LmEval(Callback):
         include_path = self.config.include_path
         self._manager = harness.task_manager(Path(include_path) if include_path else None)
         self._workers = share(trainer)
-        #: `lm_eval/<task>/chance` -> the accuracy of a guess.
-        self._chance: dict[str, float] = {}
+        #: What every line says of the tasks, since a later start may change them.
+        self._test: dict[str, Any] = {"lm_eval/max_length": self._max_length(trainer)}
         try:
             harness.check_names(self.config.tasks, self._manager, "callbacks.lm_eval.tasks")
             for name in self.config.tasks:
-                for key, task in harness.load_task(name, self._manager).items():
+                parts = harness.load_task(name, self._manager)
+                for key, task in parts.items():
                     if (chance := _chance(task)) is not None:
-                        self._chance[f"lm_eval/{key}/chance"] = chance
+                        self._test[f"lm_eval/{key}/chance"] = chance
                     examples = min(len(task.eval_docs), self.config.limit or sys.maxsize)
+                    self._test[f"lm_eval/{key}/examples"] = examples
+                    self._test[f"lm_eval/{key}/texts"] = _texts(task, examples)
                     if examples < self._workers.world_size:
                         raise EvaluationError(
                             f"task {name} has {examples} examples for {self._workers.world_size} ranks; raise "
                             "callbacks.lm_eval.limit or leave the task out"
                         )
+                if name not in parts:  # a group
+                    whole = {what: [self._test[f"lm_eval/{key}/{what}"] for key in parts] for what in _SAID}
+                    self._test[f"lm_eval/{name}/examples"] = sum(whole["examples"])
+                    self._test[f"lm_eval/{name}/texts"] = fingerprint(*whole["texts"])
         except EvaluationError as error:
             raise ConfigError(str(error)) from error
+        warn_of_another_test(trainer, "lm_eval", self._test)
 
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "eval":
@@ -135,17 +152,20 @@ class LmEval(Callback):
             return
         # lm_eval gives results to its first process.
         values = trainer.fabric.broadcast(_numbers(found["results"]) if found else None) or {}
-        trainer.report("lm_eval", values | self._chance)
+        trainer.report("lm_eval", values | self._test)
         log.info("lm_eval after %s tokens took %s", tokens, duration(time.perf_counter() - started))
 
     def _adapter(self, trainer: TrainerInterface) -> HarnessModel:
         from forgetting_transformer.evaluation.harness import HarnessModel
         from forgetting_transformer.evaluation.in_training import beat, precision
 
-        max_length = self.config.max_length or trainer.config.datamodule.train_batch_len
+        max_length = self._max_length(trainer)
         batch_size, workers = self.config.batch_size, self._workers
         on_batch = functools.partial(beat, trainer)
         return HarnessModel(self._evaluated, max_length, batch_size, precision(trainer), workers, on_batch)
+
+    def _max_length(self, trainer: TrainerInterface) -> int:
+        return self.config.max_length or trainer.config.datamodule.train_batch_len
 
 
 @contextlib.contextmanager
@@ -169,6 +189,15 @@ def _chance(task: Any) -> float | None:
         return None
     offered = [len(task.doc_to_choice(doc)) for doc in itertools.islice(task.eval_docs, _COUNTED)]
     return sum(1 / number for number in offered) / len(offered) if all(offered) and offered else None
+
+
+def _texts(task: Any, examples: int) -> str:
+    """A fingerprint of what the first `examples` of a task ask and expect, or the first _COUNTED of them."""
+    from forgetting_transformer.evaluation.in_training import fingerprint
+
+    docs = itertools.islice(task.eval_docs, min(examples, _COUNTED))
+    asked = (str(text) for doc in docs for text in (task.doc_to_text(doc), task.doc_to_target(doc)))
+    return fingerprint(task.OUTPUT_TYPE, task.config.num_fewshot, *asked)
 
 
 def _numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:

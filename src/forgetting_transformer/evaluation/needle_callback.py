@@ -12,6 +12,8 @@ would give it word for word. Writes needle.jsonl, for every length L and depth D
     needle/length_<L>/tokens_right      share of the answer's tokens that are the likeliest ones
     needle/length_<L>/…_stderr          standard errors of these means over prompts
     needle/length_<L>/depth_<D>/…       loss, accuracy and tokens_right at one depth, in percent of the text
+    needle/length_<L>/texts             fingerprint of all prompts and the answer
+    needle/mode, depths, samples        the keys of the config; a line with others is a point of another curve
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -91,7 +93,7 @@ class NeedleTest(Callback):
             ConfigError: there is no tokenizer or text, or a length has no room. DataError: nothing is held out.
         """
         from forgetting_transformer.evaluation import niah, texts
-        from forgetting_transformer.evaluation.in_training import evaluated_model, share
+        from forgetting_transformer.evaluation.in_training import evaluated_model, share, warn_of_another_test
         from forgetting_transformer.evaluation.models import EvaluationError
 
         config, length = self.config, trainer.config.datamodule.train_batch_len
@@ -120,6 +122,8 @@ class NeedleTest(Callback):
                 shorter = niah.Cell(at - len(self._answer), cell.depth, cell.sample)
                 mode = config.mode if inside else None
                 self._prompts.append((cell, inside, niah.build_prompt(self._model, hay, needle, mode, shorter)))
+        self._test = self._describe(lengths)
+        warn_of_another_test(trainer, "needle", self._test)
 
     def on_interval(self, trainer: TrainerInterface, kind: Interval) -> None:
         if kind != "eval":
@@ -149,7 +153,7 @@ class NeedleTest(Callback):
         if self._workers.world_size > 1:
             trainer.sum_over_ranks(scores_N3)
         values = self._values(scores_N3.cpu().numpy())
-        trainer.report("needle", values)
+        trainer.report("needle", values | self._test)
         longest = f"needle/length_{self._prompts[-1][0].length}"
         log.info(
             "needle test after %s tokens: loss of the answer %.3f, %.3f without a needle, accuracy %.0f %% at %s "
@@ -176,6 +180,17 @@ class NeedleTest(Callback):
         ids = np.concatenate(found)
         texts.check_ids(self._model, ids)
         return niah.Haystack.from_tokens(self._model, ids)
+
+    def _describe(self, lengths: Sequence[int]) -> dict[str, Any]:
+        """What every line says of the test, since a later start may change it."""
+        from forgetting_transformer.evaluation.in_training import fingerprint
+
+        depths = " ".join(f"{100 * depth:g}" for depth in sorted({*self.config.depths}))
+        said = {"needle/mode": self.config.mode, "needle/depths": depths, "needle/samples": self.config.samples}
+        for length in lengths:
+            prompts = [prompt for cell, _, prompt in self._prompts if cell.length == length]
+            said[f"needle/length_{length}/texts"] = fingerprint(*prompts, self._answer)
+        return said
 
     def _batches(self) -> list[list[int]]:
         """The prompts of this rank, in batches of one length: of every rank as many batches, the last perhaps empty."""

@@ -22,7 +22,7 @@ from forgetting_transformer.analysis.plots.style import (
     token_axis,
 )
 from forgetting_transformer.analysis.runs import Run
-from forgetting_transformer.analysis.scores_in_training import Score, read_scores
+from forgetting_transformer.analysis.scores_in_training import Score, labels, read_scores
 
 #: A score, its curve's name in the legend and its style.
 _Curve = tuple[Score, str, CurveStyle]
@@ -40,7 +40,8 @@ def scores_over_training(runs: Sequence[Run], path: Path, conditions: Sequence[s
     """Draws every score against training tokens, with 95 % intervals where standard errors were logged.
 
     Of one run, scores of one unit share a panel, a curve for each task. Of several, a task has its panel, with a curve
-    for each run. Dotted lines are what a model without the skill would reach.
+    for each run. A test with other settings or texts has a curve, or a panel, of its own. Dotted lines are what a model
+    without the skill would reach.
 
     Args:
         path: where to write; the suffix chooses the format.
@@ -52,18 +53,23 @@ def scores_over_training(runs: Sequence[Run], path: Path, conditions: Sequence[s
     panels: dict[tuple[str, ...], list[_Curve]] = {}
     if len(runs) == 1:
         scores = read_scores(runs[0])
-        tasks = list(dict.fromkeys(score.task for score in scores))
+        found = labels(scores)
+        tasks = list(dict.fromkeys(found))
         # Dots are for the baselines. Where colours come again, lines are dashed.
         seen: list[CurveStyle] = []
         for style in curve_styles(tasks):
             seen.append(replace(style, line="-" if replace(style, line="-") not in seen else "--"))
         styles = dict(zip(tasks, seen, strict=True))
-        for score in scores:
-            panels.setdefault((score.unit,), []).append((score, score.task, styles[score.task]))
+        for score, name in zip(scores, found, strict=True):
+            panels.setdefault((score.unit,), []).append((score, name, styles[name]))
     else:
-        for run, style in zip(runs, run_styles(runs), strict=True):
-            for score in read_scores(run):
-                panels.setdefault((score.unit, score.task), []).append((score, run.name, style))
+        owned = [
+            (score, run.name, style)
+            for run, style in zip(runs, run_styles(runs), strict=True)
+            for score in read_scores(run)
+        ]
+        for curve, name in zip(owned, labels([score for score, _, _ in owned]), strict=True):
+            panels.setdefault((curve[0].unit, name), []).append(curve)
     if not panels:
         names = ", ".join(run.name for run in runs) or "no run"
         raise ValueError(f"Nothing to plot: {names} has logged no scores of evaluations yet.")

@@ -24,7 +24,7 @@ from forgetting_transformer.analysis.plots.style import (
     set_limits,
     token_axis,
 )
-from forgetting_transformer.analysis.runs import Run
+from forgetting_transformer.analysis.runs import EMA_WEIGHTS, Run
 
 #: What a training loss is averaged over: this part of the tokens before, to either side, up to a part of all logs.
 _SMOOTHING, _MOST_OF_LOGS = 0.25, 1 / 40
@@ -131,8 +131,10 @@ def loss_against_tokens(
                 run.train_tokens, smoothed, color=style.colour, linestyle=style.line, marker=point, zorder=2 + number
             )
             _markers(axes, style, run.heldout_tokens, run.heldout_loss, 20 + number)
+            if run.ema.tokens.size:
+                _markers(axes, style, *run.ema, 20 + number, hollow=True)
             curves.append((run.name, style, run.train_tokens, smoothed))
-        drawn.handles += _token_legend(runs)
+        drawn.handles += _token_legend(runs) + _ema_legend(runs)
         low, high = loss_limits(runs, entropy)
         if entropy is not None:
             drawn.handles.append(_mark_entropy(axes, entropy, low, high))
@@ -167,12 +169,16 @@ def loss_on_sets(runs: Sequence[Run], path: Path, conditions: Sequence[str] = ()
         found = run_styles(runs)
         if len(runs) > 1:
             drawn.handles += [line_handle(style, run.name, True) for style, run in zip(found, runs, strict=True)]
+        drawn.handles += _ema_legend(runs)
         free = iter(drawn.axes.flatten())
         for name, members in panels:
             axes = next(free)
             for run, style in zip(members, found, strict=True):
                 axes.plot(run.heldout_tokens, run.heldout_loss, color=style.colour, linestyle=style.line, linewidth=1.2)
                 _markers(axes, style, run.heldout_tokens, run.heldout_loss, 20)
+                if not run.eval_set and run.ema.tokens.size:
+                    axes.plot(*run.ema, color=style.colour, linestyle=":", linewidth=1.2)
+                    _markers(axes, style, *run.ema, 21, hollow=True)
             axes.set_title(plain_text(name, 34), loc="left")
             axes.set_xlim(left=0)
             axes.xaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
@@ -427,9 +433,21 @@ def _mark_training(
     ]
 
 
-def _markers(axes: Axes, style: CurveStyle, x: np.ndarray, y: np.ndarray, zorder: int) -> None:
+def _markers(axes: Axes, style: CurveStyle, x: np.ndarray, y: np.ndarray, zorder: int, hollow: bool = False) -> None:
     edge: dict[str, Any] = {"markersize": 5.5, "markeredgecolor": "white", "markeredgewidth": 0.7}
+    if hollow:
+        edge |= {"markerfacecolor": "none", "markeredgecolor": style.colour, "markeredgewidth": 1.1}
     axes.plot(x, y, color=style.colour, linestyle="none", marker=style.marker, zorder=zorder, **edge)
+
+
+def _ema_legend(runs: Sequence[Run]) -> list[Line2D]:
+    """What hollow marks mean, where there are any."""
+    if not any(run.ema.tokens.size for run in runs):
+        return []
+    style = run_styles(runs)[0]
+    colour, marker = (style.colour, style.marker) if len(runs) == 1 else (GREY, "o")
+    label = f"held-out loss, {EMA_WEIGHTS}"
+    return [marker_handle(marker, label, colour, markersize=5.5, markerfacecolor="none", markeredgewidth=1.1)]
 
 
 def loss_limits(runs: Sequence[Run], entropy: float | None = None) -> tuple[float, float]:
@@ -437,7 +455,8 @@ def loss_limits(runs: Sequence[Run], entropy: float | None = None) -> tuple[floa
     low, high = [], []
     for run in runs:
         train = run.train_loss[np.isfinite(run.train_loss)]
-        heldout = run.heldout_loss[np.isfinite(run.heldout_loss)]
+        heldout = np.concatenate([run.heldout_loss, run.ema.values])
+        heldout = heldout[np.isfinite(heldout)]
         if train.size:
             low.append(train.min())
             # No loss of a model that has learnt anything is above its first one.

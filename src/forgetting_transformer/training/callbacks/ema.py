@@ -67,7 +67,7 @@ class Ema(Callback):
         from forgetting_transformer.training.callbacks.held_out import HeldOut
 
         if self.evaluates and not trainer.config.skip_eval:
-            self._held_out = HeldOut(trainer.data, "ema")
+            self._held_out = HeldOut(trainer.data, "ema", weights="ema")
 
     def on_step(self, trainer: TrainerInterface, step: Step) -> None:
         counters = trainer.counters

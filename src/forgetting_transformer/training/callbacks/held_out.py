@@ -35,6 +35,7 @@ class HeldOut(Callback):
     Args:
         data: whose held-out documents.
         eval_set: name of the set; "" for the corpus.
+        weights: what its lines call the weights, where they are others than those in training.
     """
 
     name = "held_out"
@@ -42,7 +43,7 @@ class HeldOut(Callback):
     evaluates = True
     kinds = ("val",)
 
-    def __init__(self, data: "Corpus", eval_set: str = "") -> None:
+    def __init__(self, data: "Corpus", eval_set: str = "", weights: str | None = None) -> None:
         self._data, self._title = data, "held-out"
         self._described: dict[str, Any] = {}
         if eval_set:
@@ -51,6 +52,8 @@ class HeldOut(Callback):
             # With every line, because a later start may give the name to another set.
             self._described = {"path": info.path, "fingerprint": info.fingerprint}
             self.summary = f"{info.path}, {info.total_tokens:,} tokens"
+        if weights is not None:
+            self._described["weights"] = weights
 
     @torch.no_grad()
     def on_interval(self, trainer: "TrainerInterface", kind: Interval) -> None:
