@@ -34,8 +34,7 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=5, help="requests for one rating; default %(default)s")
     args = parser.parse_args()
 
-    from forgetting_transformer.analysis import AnalysisError, needles
-    from forgetting_transformer.analysis.evaluations import read_evaluation
+    from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.evaluation import niah
     from forgetting_transformer.evaluation.judge import Judge, key_from_environment
     from forgetting_transformer.evaluation.models import EvaluationError
@@ -43,8 +42,7 @@ def main() -> None:
     key = key_from_environment(args.judge_key_variable)
     judge = Judge(args.judge_url, args.judge_model, args.results / "judge_cache.jsonl", key, args.tries)
     try:
-        failed = niah.judge_records(args.results, judge)
-        mean = needles.draw(read_evaluation(args.results), "judge", args.results / "judge.png")
+        failed, mean = niah.judge_records(args.results, judge)
         rated = "no answer was rated" if math.isnan(mean) else f"mean rating {mean:.2f} of 10"
         print(f"{rated}; {args.results / 'judge.png'}")
     except (EvaluationError, AnalysisError) as error:

@@ -252,6 +252,26 @@ def test_the_judges_command_keeps_what_it_has_when_some_fail(endpoint, tmp_path)
     assert (tmp_path / "judge.png").is_file()
 
 
+def test_the_judge_replaces_no_file_of_others_and_asks_nothing_before(endpoint, tmp_path):
+    record = {"length": 60, "depth": 0.5, "sample": 0, "prediction": "a"}
+    scores = {"model": "m", "mode": "easy", "lengths": [60], "depths": [0.5], "train_length": None, "records": [record]}
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    (tmp_path / "settings.json").write_text(json.dumps(vars(NEEDLE)))
+    arguments = [tmp_path, "--judge_url", endpoint.url, "--judge_model", "grader", "--tries", 1]
+    for name in ("judge.json", "judge.png"):
+        (tmp_path / name).write_text("{}")
+        done = run_script(JUDGE, *arguments)
+        assert done.returncode == 1 and f"{name} is not as eval/niah/judge_niah.py has written it" in done.stderr
+        assert (tmp_path / name).read_text() == "{}" and not endpoint.requests
+        (tmp_path / name).unlink()
+    # What an earlier version wrote, which kept no list, is replaced.
+    (tmp_path / "judge.json").write_text(json.dumps({**scores, "judge": "grader"}))
+    (tmp_path / "judge.png").write_text("a picture")
+    endpoint.replies = [(200, "[[7]]")]
+    assert run_script(JUDGE, *arguments).returncode == 0
+    assert json.loads((tmp_path / "judge.json").read_text())["records"][0]["judge"] == 7
+
+
 def test_the_judge_says_when_nothing_is_there_to_rate_and_when_nothing_was_rated(endpoint, tmp_path):
     common = ["--judge_url", endpoint.url, "--judge_model", "grader", "--tries", 1]
     done = run_script(JUDGE, tmp_path, *common)

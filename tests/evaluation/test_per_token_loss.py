@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import runpy
 import shutil
 
@@ -234,6 +235,23 @@ def test_a_corpus_of_another_tokenizer_is_refused(quickstart, model, tmp_path, v
         return per_token_loss.check_vocabulary(other, heldout(quickstart))
     with pytest.raises(EvaluationError, match=f"was made with another tokenizer than .* reads: {message}"):
         per_token_loss.evaluate(other, heldout(quickstart), tmp_path, ALONE)
+
+
+def test_a_corpus_whose_ids_are_other_tokens_is_refused(quickstart, model, tmp_path):
+    """As many ids, and the same BOS token."""
+    shutil.copytree(quickstart.data, tmp_path / "data")
+    data = per_token_loss.open_heldout(tmp_path / "data/words")
+    per_token_loss.check_vocabulary(model, data)
+    file = tmp_path / "data/words/tokenizer/tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(content))
+    per_token_loss.check_vocabulary(dataclasses.replace(model, tokenizer=None), data)
+    message = f"was made with another tokenizer than .* reads: id .* is {re.escape(repr(second))} there and"
+    with pytest.raises(EvaluationError, match=message):
+        per_token_loss.evaluate(model, data, tmp_path, ALONE)
 
 
 def test_only_the_held_out_array_need_be_there(quickstart, tmp_path):

@@ -85,6 +85,28 @@ def test_what_cannot_be_averaged_is_refused(tiny, tmp_path, finished, interrupte
     average(mixed, tmp_path / "mean", last=3, tokenizer=tokenizer)
 
 
+def test_checkpoints_that_a_run_deletes_meanwhile_are_passed_over(tiny, tmp_path, finished, tokenizer, monkeypatch):
+    from forgetting_transformer.training import averaging
+
+    run = tmp_path / "run"
+    shutil.copytree(finished(tiny), run)
+    read, going = averaging.read_weights, [8 * STEP]
+
+    def read_while_it_goes(checkpoint, names):
+        for step in [going.pop()] if going else []:
+            shutil.rmtree(run / f"checkpoints/step-{step:015d}")
+        return read(checkpoint, names)
+
+    monkeypatch.setattr(averaging, "read_weights", read_while_it_goes)
+    with pytest.raises(CheckpointError, match=rf"^--steps: the run deleted its checkpoint at {8 * STEP} tokens while"):
+        average(run, tmp_path / "mean", steps=[8 * STEP, 20 * STEP], tokenizer=tokenizer)
+    # Of the newest ones, the next is taken.
+    shutil.copytree(finished(tiny), run, dirs_exist_ok=True)
+    going.append(16 * STEP)
+    average(run, tmp_path / "mean", last=2, tokenizer=tokenizer)
+    assert json.loads((tmp_path / "mean" / MARK).read_text())["average_of"] == [8 * STEP, 20 * STEP]
+
+
 def test_the_command_averages_generates_and_says_what_is_wrong(tiny, tmp_path, finished, tokenizer):
     shutil.copytree(finished(tiny), tmp_path / "demo")
     command = ["scripts/average_checkpoints.py", str(tmp_path / "demo")]

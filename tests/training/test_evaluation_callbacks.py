@@ -265,7 +265,7 @@ needle_callback.NeedleTest._batches = batches
 def test_what_the_needle_test_cannot_do_is_refused_before_the_first_step(tiny, task):
     for keys, message in (
         ({"lengths": [40, 128]}, "callbacks.needle.lengths=[40, 128]: needle, question and answer alone have "),
-        ({"lengths": None}, "callbacks.needle.lengths=[32]: needle, question and answer alone have "),
+        ({"lengths": None}, "callbacks.needle.lengths=null takes the 32 tokens of datamodule.train_batch_len, and "),
         ({"lengths": []}, "callbacks.needle.lengths=[] must be numbers of tokens"),
         ({"depths": [0, 50]}, "callbacks.needle.depths=[0.0, 50.0] must be from 0 to 1"),
         ({"mode": "eazy"}, "callbacks.needle.mode='eazy' is unknown; use 'easy' or 'standard'"),

@@ -463,6 +463,9 @@ def test_what_was_trained_further_in_an_export_is_not_overwritten(tiny, tmp_path
     said = export(run, folder, tokenizer=tokenizer)
     assert f"in place of the one at {8 * STEP:,} tokens of debug" in said
     assert "in place of" not in export(run, folder, tokenizer=tokenizer)
+    mark = json.loads((folder / MARK).read_text())
+    (folder / MARK).write_text(json.dumps(mark | {"weights": "ema"}))
+    assert "in place of" in export(run, folder, tokenizer=tokenizer), "another model, also where this says less of it"
     changed_file = (folder / name).read_bytes() + b" "
     (folder / name).write_bytes(changed_file)
     with pytest.raises(ExportError, match=f"{folder}/{name} has changed since it was exported"):

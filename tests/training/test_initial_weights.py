@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import training
+from forgetting_transformer.training.averaging import average
 from forgetting_transformer.training.config import ConfigError
 from forgetting_transformer.training.export import MARK, export
 from forgetting_transformer.training.trainer import Trainer
@@ -203,9 +204,7 @@ def test_another_vocabulary_is_refused_unless_embeddings_may_be_fresh(tiny, tmp_
     assert swapped != text
     file.write_text(swapped)
     said = one_line(same)
-    assert (
-        "another vocabulary than the corpus (2 of 64 ids stand for other tokens, such as 5 for 'w7'); of other" in said
-    )
+    assert f"another vocabulary than the corpus (id 5 is 'w7' there and 'w5' in {exported}); of other" in said
     assert "Train a corpus of its tokenizer" in said
     allowed = changed(same, init_allow=["lm_head.weight", "*.embeddings.weight"])
     fresh = begun(changed(allowed, output_dir=str(tmp_path / "allowed"))).model.module.state_dict()
@@ -253,6 +252,27 @@ def test_what_cannot_be_begun_with_is_one_line(tiny, finished, exported, source,
     said = one_line(changed(tiny, init_from=place(source), **{key: place(value) for key, value in changes.items()}))
     assert place(message) in said, said
     assert "init_from=" in said or "init_from" in message
+
+
+def test_a_run_goes_on_where_its_source_is_named_in_other_words(tiny, tmp_path, exported, monkeypatch):
+    new = changed(tiny, init_from=str(exported), train__max_tokens=2 * STEP, output_dir=str(tmp_path / "new"))
+    train(changed(new, train__max_tokens=STEP))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").symlink_to(exported)
+    for name in ("hf", "./other"):
+        assert begun(changed(new, init_from=name)).counters.token_count == STEP
+    assert f"init_from: {exported} -> {tmp_path}" in refused(changed(new, init_from=str(tmp_path)))
+
+
+def test_a_run_that_begins_with_an_average_says_so(tiny, tmp_path, finished):
+    tokenizer = str(word_tokenizer(tmp_path / "tokenizer"))
+    average(Path(finished(tiny)), tmp_path / "mean", last=2, tokenizer=tokenizer)
+    new = changed(tiny, init_from=str(tmp_path / "mean"), train__max_tokens=STEP, output_dir=str(tmp_path / "new"))
+    train(new)
+    said = f"the mean of the checkpoints at {16 * STEP:,}, {20 * STEP:,} tokens"
+    assert f"({said}, {20 * STEP:,} tokens, of debug)" in (tmp_path / "new/logs/rank-0.log").read_text()
+    export(tmp_path / "new", tmp_path / "next", tokenizer=tokenizer)
+    assert f"the weights of mean, {said}" in (tmp_path / "next/README.md").read_text()
 
 
 def test_without_a_network_the_hub_is_refused_on_every_rank_and_the_cache_serves(tiny, tmp_path, exported):

@@ -169,13 +169,13 @@ def read_evaluation(folder: Path) -> Evaluation | None:
         except (LookupError, TypeError, AttributeError) as error:
             raise AnalysisError(f"{file} is damaged ({error}); run the evaluation again") from error
         if evaluation.kind == "niah" and (folder / "judge.json").is_file():  # rated later
-            evaluation = _of_folder(from_needle(read_json(folder / "judge.json")), folder)
+            evaluation = of_needle(read_json(folder / "judge.json"), folder)
         return evaluation
     if (file := folder / "heads.json").is_file():
         return _of_folder(from_gates(read_json(file)), folder)
     if (file := folder / "scores.json").is_file():
         judged = folder / "judge.json"
-        return _of_folder(from_needle(read_json(judged if judged.is_file() else file)), folder)
+        return of_needle(read_json(judged if judged.is_file() else file), folder)
     if (folder / "results.npz").is_file():
         file = folder / "results.json"
         return _of_folder(from_position_loss(read_json(file) if file.is_file() else {}), folder)
@@ -384,6 +384,11 @@ def read_json(file: Path) -> Any:
         raise AnalysisError(f"there is no {file}: run the evaluation that writes it first, to its end") from error
     except (OSError, ValueError) as error:
         raise AnalysisError(f"{file} cannot be read ({error}); delete it and start the evaluation again") from error
+
+
+def of_needle(content: dict[str, Any], folder: Path) -> Evaluation:
+    """`from_needle` of what lies in a folder."""
+    return _of_folder(from_needle(content), folder)
 
 
 def _of_folder(evaluation: Evaluation, folder: Path) -> Evaluation:

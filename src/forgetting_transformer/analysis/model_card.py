@@ -231,7 +231,7 @@ def _losses(run: Run, exported: Exported) -> list[str]:
         return ["The run left no record of its losses."]
     lines = ["| loss | nats per token | perplexity | |", "|---|---:|---:|---|"]
     lines += [f"| {name} | {loss:.4f} | {_perplexity(loss)} | {what} |" for name, loss, what in rows]
-    average = _averaged(exported)
+    average = averaged(exported.origin)
     return ["\n".join(lines), *([f"These are losses of the run. The weights here are {average}."] if average else [])]
 
 
@@ -257,7 +257,7 @@ def _training(run: Run, exported: Exported) -> dict[str, str]:
         "training tokens": f"{exported.step:,}" + _passes(exported.step, data.get("total_tokens")),
         "batch": f"{batch:,} sequences of {length:,} tokens" if batch and length else None,
         "started from": _began_with(exported),
-        "weights": _averaged(exported),
+        "weights": averaged(exported.origin),
         "optimizer": _at(config, "optimizer", "name"),
         "peak learning rate": _at(config, "optimizer", "lr"),
         "schedule": f"{schedule}, warm-up over {warmup:,} tokens" if schedule and isinstance(warmup, int) else schedule,
@@ -276,15 +276,17 @@ def _began_with(exported: Exported) -> str | None:
     weights = public_origin(exported.origin).get("weights_from")
     fork, step = exported.config.get("fork_dir"), exported.config.get("fork_step")
     if isinstance(weights, Mapping):
-        return "the weights of " + ", ".join(str(weights[key]) for key in ("source", "revision") if key in weights)
+        average = averaged(weights)
+        known = [str(weights[key]) for key in ("source", "revision") if key in weights]
+        return "the weights of " + ", ".join([*known, *([average] if average else [])])
     return f"{public(fork)} at {step:,} tokens" if fork and step else None
 
 
-def _averaged(exported: Exported) -> str | None:
-    """Which average the weights are; None where they are what training ended with."""
-    if steps := exported.origin.get("average_of"):
+def averaged(origin: Mapping[str, Any]) -> str | None:
+    """Which average the weights of an export are, by what it records; None where they are what training ended with."""
+    if steps := origin.get("average_of"):
         return f"the mean of the checkpoints at {', '.join(f'{step:,}' for step in steps)} tokens"
-    kind = exported.origin.get("weights")
+    kind = origin.get("weights")
     return f"the moving average {kind} of the weights in training" if kind else None
 
 

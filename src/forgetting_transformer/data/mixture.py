@@ -148,6 +148,7 @@ class MixtureDataModule:
             )
             for name, weight in weights.items()
         ]
+        self.eval_tokens = eval_tokens
         self.data_dir, first = str(data_dir).rstrip("/"), self.parts[0]
         self.batch_size, self.batch_len, self.num_workers = (
             first.train_batch_size,
@@ -178,12 +179,28 @@ class MixtureDataModule:
                     "prepare them with one (scripts/prepare_data.py --tokenizer FOLDER)"
                 )
 
+    def _check_shares(self) -> None:
+        """
+        Raises:
+            DataError: of one part the share of eval_tokens is less than a document, or more than it has.
+        """
+        for name, part in zip(self.names, self.parts, strict=True):
+            array, share = part.array("heldout"), part.eval_tokens
+            available = array.documents * array.doc_len
+            if self.eval_tokens is not None and share is not None and not array.doc_len <= share <= available:
+                raise DataError(
+                    f"datamodule.eval_tokens={self.eval_tokens:,} gives {name} {share:,} tokens by its weight, which "
+                    f"must be between one document ({array.doc_len:,} tokens) and all {available:,} tokens of "
+                    f"{array.path}; {'raise' if share < array.doc_len else 'lower'} it, or use null for all"
+                )
+
     def train_info(self) -> DataInfo:
         orders = [self._order(part) for part in self.parts]
         sequences = [self.interleaving.sequences_before(number, order.batches) for number, order in enumerate(orders)]
         return self._info("train", self.batch_len, self.batch_size, min(sequences) // self.batch_size)
 
     def eval_info(self) -> DataInfo:
+        self._check_shares()
         first, sequences = self.parts[0], sum(part.eval_size()[1] for part in self.parts)
         batches = -(-sequences // first.eval_local_batch_size)
         info = self._info("heldout", first.eval_batch_len, first.eval_local_batch_size, batches)

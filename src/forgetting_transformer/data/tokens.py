@@ -1,6 +1,7 @@
 """Which tokens the ids of a corpus stand for, as far as its folder says: two tokenizers may have equally many."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from forgetting_transformer.data.errors import DataError
@@ -8,22 +9,35 @@ from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
 
 
+def other_token(texts: Mapping[int, str], model: Mapping[int, str], of_model: str) -> str | None:
+    """Which id of texts a model takes for another token: "id 5 is 'b' there and 'a' in OF_MODEL"; None where none is.
+
+    Args:
+        texts, model: id -> token. The model may know more ids than the texts have.
+    """
+    different = next((id for id in sorted(texts) if model.get(id) != texts[id]), None)
+    if different is None:
+        return None
+    return f"id {different} is {texts[different]!r} there and {model.get(different)!r} in {of_model}"
+
+
 def other_tokens(folder: Path, reference: Path) -> str | None:
-    """Which id stands for another token in `folder` than in `reference`; None where none does, or one does not say.
+    """`other_token` of two corpora; None also where one of them does not say which tokens it has.
 
     Raises:
         DataError: a tokenizer.json is damaged.
     """
-    own = _tokens(reference)
-    other = _tokens(folder) if own is not None else None
-    if own is None or other is None or other == own:
-        return None
-    different = next(id for id in range(max(*own, *other) + 1) if own.get(id) != other.get(id))
-    return f"id {different} is {other.get(different)!r} there and {own.get(different)!r} in {reference}/tokenizer"
+    own = tokens_of(reference)
+    other = tokens_of(folder) if own is not None else None
+    return None if own is None or other is None else other_token(other, own, f"{reference}/tokenizer")
 
 
-def _tokens(folder: Path) -> dict[int, str] | None:
-    """Id -> token of the tokenizer in `folder/tokenizer`; None where there is none in the form of prepare_data.py."""
+def tokens_of(folder: Path) -> dict[int, str] | None:
+    """Id -> token of the tokenizer in `folder/tokenizer`; None where there is none in the form of prepare_data.py.
+
+    Raises:
+        DataError: its tokenizer.json is damaged.
+    """
     file = folder / "tokenizer" / "tokenizer.json"
     if not check_regular(file, LARGEST_TOKENIZER_FILE):
         return None

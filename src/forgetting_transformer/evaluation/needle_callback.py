@@ -105,6 +105,12 @@ class NeedleTest(Callback):
         least = len(known) + sum(len(texts.encode(self._model, text)) for text in known_texts) + 1
         half = [length // 2] if length // 2 >= least else []
         lengths = sorted({*(config.lengths or [*half, length])})
+        if lengths[0] < least and config.lengths is None:
+            raise ConfigError(
+                f"callbacks.needle.lengths=null takes the {length} tokens of datamodule.train_batch_len, and needle, "
+                f"question and answer alone have {least - 1}; train on longer sequences, or give a shorter "
+                "callbacks.needle.question, statement and answer"
+            )
         if lengths[0] < least:
             raise ConfigError(
                 f"callbacks.needle.lengths={lengths}: needle, question and answer alone have {least - 1} tokens; give "

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from forgetting_transformer.analysis import evaluations, needles
+from forgetting_transformer.analysis import evaluations, needles, outputs
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
 from forgetting_transformer.evaluation.judge import Judge
@@ -44,6 +44,8 @@ from forgetting_transformer.evaluation.workers import Workers
 MODES = ("standard", "easy")
 #: Heat-maps that `write_results` draws, each called as its score.
 PICTURES = ("words.png", "exact.png")
+#: Who writes the ratings.
+_JUDGING = "eval/niah/judge_niah.py"
 # How far back the needle may move from its depth to the end of a sentence, as a part of the text.
 _SENTENCE_REACH = 0.05
 
@@ -300,13 +302,18 @@ def evaluate(
     return records
 
 
-def judge_records(folder: Path, judge: Judge) -> int:
-    """Rates every record of `folder/scores.json` and writes `judge.json`; returns how many have no rating.
+def judge_records(folder: Path, judge: Judge) -> tuple[int, float]:
+    """Rates every record of `folder/scores.json` and writes `judge.json` and `judge.png`.
+
+    Returns:
+        How many have no rating, and the mean of the others; NaN where there is none.
 
     Raises:
         EvaluationError: there are no scores, or the endpoint refuses.
+        AnalysisError: the folder holds a file of one of these names that is somebody else's.
     """
     scores, settings = read_json(folder / "scores.json"), read_json(folder / "settings.json")
+    outputs.check(folder, _JUDGING, ("judge.json", "judge.png"), _is_old_rating)
     failed = 0
     for record in tqdm(scores["records"], desc="ratings", disable=not sys.stderr.isatty()):
         rating = judge.rate(
@@ -314,8 +321,20 @@ def judge_records(folder: Path, judge: Judge) -> int:
         )
         record["judge"] = rating
         failed += rating is None
-    write_json(folder / "judge.json", {**scores, "judge": judge.model})
-    return failed
+    rated = {**scores, "judge": judge.model}
+    with outputs.writing(folder, _JUDGING, _is_old_rating) as new:
+        write_json(new / "judge.json", rated)
+        mean = needles.draw(evaluations.of_needle(rated, folder), "judge", new / "judge.png")
+    return failed, mean
+
+
+def _is_old_rating(path: Path) -> bool:
+    """Whether it lies beside ratings of a version that kept no list of its files."""
+    try:
+        content = read_json(path.with_name("judge.json"))
+    except EvaluationError:
+        return False
+    return isinstance(content, dict) and {"judge", "records", "lengths", "depths"} <= content.keys()
 
 
 def write_results(folder: Path, scores: dict[str, Any]) -> tuple[float, float]:

@@ -39,6 +39,7 @@ from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.longcrawl64 import check_length
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
+from forgetting_transformer.data.tokens import other_token, tokens_of
 from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
@@ -145,15 +146,22 @@ def check_vocabulary(model: EvaluatedModel, data: HeldOut) -> None:
     """Refuses a corpus of another tokenizer than the model's, whose losses would mean nothing.
 
     Raises:
-        EvaluationError: saying in what the two differ, their sizes or their BOS tokens.
+        EvaluationError: saying in what the two differ: their sizes, their BOS tokens, or the tokens behind their ids,
+            where both are known.
+        DataError: the corpus's tokenizer.json is damaged.
     """
     from forgetting_transformer.model_tokenizer import check_size_and_bos
 
     vocab_size, bos = model.model.config.get_text_config().vocab_size, model.bos_token_id
     if bos is not None and bos >= vocab_size:  # a default of transformers for another vocabulary
         bos = None
+    tokens = tokens_of(Path(data.array.path).parent) if model.tokenizer is not None else None
     try:
         check_size_and_bos(data.array.vocab_size, data.bos_token_id, vocab_size, bos)
+        if tokens is not None:
+            known = {id: token for token, id in model.tokenizer.get_vocab().items()}
+            if difference := other_token(tokens, known, "the model's tokenizer"):
+                raise ValueError(difference)
     except ValueError as error:
         raise EvaluationError(
             f"the corpus {data.array.path} was made with another tokenizer than {model.source} reads: {error}"

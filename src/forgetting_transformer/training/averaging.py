@@ -4,6 +4,7 @@ Tensor by tensor, summed in float64 in the order of the steps: the result does n
 memory for one model and for some tensors of another.
 """
 
+import logging
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -11,12 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from forgetting_transformer.progress import Progress
 from forgetting_transformer.training import export, official_checkpoint
-from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, newest_valid, read_weights, steps_in
+from forgetting_transformer.training.checkpoint import (
+    ROTATIONS,
+    Checkpoint,
+    CheckpointError,
+    newest_valid,
+    read_weights,
+    steps_in,
+)
 from forgetting_transformer.training.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
 
 #: Bytes of float32 weights that are summed at a time.
 _GROUP = 1 << 28
@@ -36,21 +47,47 @@ def average(
         tokenizer: folder or hub id; None for the run's own.
 
     Raises:
-        CheckpointError: there are not so many, or they belong to runs of other settings.
+        CheckpointError: there are not so many, they belong to runs of other settings, or a run that is training
+            deletes them again and again.
         ExportError: as `export.export`.
     """
     export.check_place(save_folder, "--out")
     directory = RunDirectory(run_folder)
-    chosen = find(directory, last, steps)
-    states = [checkpoint.trainer_state() for checkpoint in chosen]
-    _check_same(chosen, states)
-    *_, (newest, state) = zip(chosen, states, strict=True)
-    model = export.build_model(newest, state)
-    _fill_with_mean(model.state_dict(), chosen)
+    for _ in range(ROTATIONS):
+        chosen = find(directory, last, steps)
+        try:
+            newest, state, model = _mean(chosen)
+            break
+        except (CheckpointError, OSError) as error:
+            # A run that trains deletes old checkpoints when it has written new ones.
+            gone = [str(checkpoint.step) for checkpoint in chosen if not checkpoint.path.exists()]
+            if not gone:
+                raise
+            log.warning("the checkpoint at %s tokens was deleted by its run while it was read", ", ".join(gone))
+            if steps is not None:
+                raise CheckpointError(
+                    f"--steps: the run deleted its checkpoint at {', '.join(gone)} tokens while it was read; let it "
+                    "keep more (checkpoint_keep_last, checkpoint_keep_interval), or average steps that stay"
+                ) from error
+    else:
+        raise CheckpointError(
+            f"--last={last}: {ROTATIONS} times the run in {run_folder} deleted a checkpoint while it was read; let it "
+            "keep more than are averaged (checkpoint_keep_last), or give --steps of those that stay "
+            "(checkpoint_keep_interval)"
+        )
     numbers = [checkpoint.step for checkpoint in chosen]
     what = f"the average of {len(chosen)} checkpoints of {run_folder}, {numbers[0]:,} to {numbers[-1]:,} tokens,"
     about = {"average_of": numbers}
     return export.write(directory, newest, state, model.eval(), save_folder, tokenizer, what, about=about, flag="--out")
+
+
+def _mean(chosen: list[Checkpoint]) -> tuple[Checkpoint, dict[str, Any], PreTrainedModel]:
+    """The newest of some checkpoints, its state, and a model with the mean of the weights of all."""
+    states = [checkpoint.trainer_state() for checkpoint in chosen]
+    _check_same(chosen, states)
+    model = export.build_model(chosen[-1], states[-1])
+    _fill_with_mean(model.state_dict(), chosen)
+    return chosen[-1], states[-1], model
 
 
 def find(directory: RunDirectory, last: int | None, steps: list[int] | None) -> list[Checkpoint]:

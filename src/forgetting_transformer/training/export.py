@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 #: Written into every export: which checkpoint it was made from, and which files of a model an export may replace.
 MARK = "exported_from.json"
+#: What a mark may say of the weights besides.
+_OF_WEIGHTS = ("average_of", "weights", "weights_from")
 _STANDARD = {"config.json", "generation_config.json", "model.safetensors"}
 _OF_THE_CARD = {model_card.CARD, model_card.FIGURE}
 #: What earlier versions may have written of a tokenizer, which their marks do not name.
@@ -194,7 +196,8 @@ def write(
     if found_tokenizer is None:
         raise ExportError(f"the model is in {save_folder}, but without a tokenizer ({why_none}). {_WHERE_FROM}")
     replaced = ""
-    if before and any(before.get(key) != value for key, value in origin.items() if key != "seed"):
+    # Either may say what the other does not: that the weights are an average, or where their run began.
+    if before and any(before.get(key) != origin.get(key) for key in (*origin, *_OF_WEIGHTS) if key != "seed"):
         replaced = f", in place of the one at {before.get('checkpoint'):,} tokens of {before.get('tag')}"
     kept_card = ""
     if model_card.CARD not in card:

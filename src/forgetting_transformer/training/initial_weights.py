@@ -21,9 +21,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from forgetting_transformer.analysis.model_card import averaged
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.data.regular import check_regular
+from forgetting_transformer.data.tokens import other_token, tokens_of
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, read_newest, read_weights, steps_in
 from forgetting_transformer.training.config import Config, ConfigError
@@ -45,6 +47,8 @@ _WITHOUT_EFFECT = {
 #: Fields by which tensors of the same shapes are read as other heads.
 _HEADS = ("num_heads", "num_kv_heads", "head_dim", "n_groups", "expand_ratio")
 _SHOWN = 6
+#: What an export says of weights that are an average of several: steps of checkpoints, or the callback that kept it.
+_AVERAGES = ("average_of", "weights")
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,9 @@ class InitialWeights:
     def __str__(self) -> str:
         """For the start block."""
         step, tag = self.record.get("step"), self.record.get("tag")
-        known = ", ".join([*([f"{step:,} tokens"] if step is not None else []), *([f"of {tag}"] if tag else [])])
+        average = averaged(self.record)
+        parts = [average, f"{step:,} tokens" if step is not None else None, f"of {tag}" if tag else None]
+        known = ", ".join(part for part in parts if part)
         but = f"; fresh: {_some(self.fresh)}" if self.fresh else ""
         return f"a new run, weights from {self.record['source']}{f' ({known})' if known else ''}{but}"
 
@@ -143,7 +149,7 @@ def recorded_weights(
     of_run = bool(steps_in(RunDirectory(source).checkpoints))
     began = dataclasses.replace(config, init_from=source, init_step=record["step"] if of_run else None)
     found = initial_weights(began, model, data, corpus)
-    for key in ("step", "tag", "revision"):
+    for key in ("step", "tag", "revision", *_AVERAGES):
         if record.get(key) != found.record.get(key):
             raise ConfigError(
                 f"init_from={source} holds other weights than those that the run began with ({key} "
@@ -258,7 +264,8 @@ def _exported(folder: Path, source: str, revision: bool = False) -> Source:
         record["revision"] = folder.name
     if (folder / "exported_from.json").is_file():
         mark = _json(folder / "exported_from.json")
-        record |= {key: mark[old] for key, old in (("step", "checkpoint"), ("tag", "tag")) if mark.get(old) is not None}
+        names = {"step": "checkpoint"} | {key: key for key in ("tag", *_AVERAGES)}
+        record |= {key: mark[old] for key, old in names.items() if mark.get(old) is not None}
     has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     return Source(fields, shapes, read, folder if has_tokenizer else None, record)
 
@@ -401,16 +408,13 @@ def _other_vocabulary(source: Source, data: DataInfo, corpus: Path) -> str | Non
         return f"{size} ids, and the corpus {data.vocab_size}"
     if bos is not None and bos != data.bos_token_id:
         return f"its BOS token is {bos}, and the corpus's {data.bos_token_id}"
-    if source.tokenizer is None or not (corpus / "tokenizer").is_dir():
+    ours = tokens_of(corpus)
+    if source.tokenizer is None or ours is None:
         return None
     from forgetting_transformer.tokenizer import load_tokenizer
 
-    theirs, ours = (load_tokenizer(folder).get_vocab() for folder in (source.tokenizer, corpus / "tokenizer"))
-    other = sorted((number, token) for token, number in ours.items() if theirs.get(token) != number)
-    if not other:
-        return None
-    number, token = other[0]
-    return f"{len(other)} of {len(ours)} ids stand for other tokens, such as {number} for {token!r}"
+    theirs = {id: token for token, id in load_tokenizer(source.tokenizer).get_vocab().items()}
+    return other_token(ours, theirs, f"{source.tokenizer}")
 
 
 def _other_fields(source: Source, model: Any) -> list[str]:

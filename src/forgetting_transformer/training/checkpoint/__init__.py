@@ -76,7 +76,7 @@ _CHUNK = 1 << 24
 #: Seconds between two looks at a save that is waited for.
 _LOOK_SECONDS = 1.0
 #: Checkpoints that a reader tries while their run deletes one after another.
-_ROTATIONS = 20
+ROTATIONS = 20
 T = TypeVar("T")
 
 
@@ -575,7 +575,7 @@ def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None 
     Raises:
         CheckpointError: what `read` raised, of a checkpoint that is still there.
     """
-    for _ in range(_ROTATIONS):
+    for _ in range(ROTATIONS):
         before = steps_in(folder)
         checkpoint = newest_valid(folder, step)
         if checkpoint is None:
@@ -591,7 +591,7 @@ def read_newest(folder: Path, read: Callable[[Checkpoint], T], step: int | None 
                 raise CheckpointError(f"{checkpoint.path} cannot be read: {_reason(error)}") from error
             log.info("%s was deleted while it was read; taking the next", checkpoint.path)
     raise CheckpointError(
-        f"each of {_ROTATIONS} checkpoints in {folder} was deleted by its run while it was read; raise "
+        f"each of {ROTATIONS} checkpoints in {folder} was deleted by its run while it was read; raise "
         f"checkpoint_keep_last or "
         "checkpoint_interval there, or export a step that stays (checkpoint_keep_interval)"
     )
