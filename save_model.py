@@ -5,8 +5,8 @@
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo --push_to_hub my-account/demo --private
     python save_model.py --hf_load_dir output/demo --hf_save_dir output/hf/demo-ema --weights ema
 
-README.md is the model card: corpus, tokens, losses with a figure, configuration, versions, how to load the model. It
-names no licence: you choose one. A card that you wrote or edited is kept.
+README.md is the model card: corpus, tokens, losses with a figure, configuration, versions, how to load the model. You
+choose the licence: --license apache-2.0. What you write in the card outside of its marked part is kept.
 
 exported_from.json names the checkpoint and the files that the export wrote. A later export replaces these files. A
 folder with other files, or with files that were edited since, is refused. So is the folder of a run or of a corpus.
@@ -20,9 +20,17 @@ Load the export with
 
 import argparse
 import logging
+import re
 import sys
 
 from forgetting_transformer import command_line
+
+
+def licence(text: str) -> str:
+    """A licence's id, which the hub writes in small letters."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no id of a licence; give one as the hub calls it, as in mit")
+    return text.lower()
 
 
 def main() -> None:
@@ -56,6 +64,12 @@ def main() -> None:
         choices=["ema"],
         help="export the moving average that a run with callbacks=[ema] keeps, instead of the weights themselves",
     )
+    parser.add_argument(
+        "--license",
+        type=licence,
+        metavar="ID",
+        help="licence of the model for the card, as the hub calls it: apache-2.0, mit, cc-by-4.0, other, …",
+    )
     command_line.add_plugins(parser)
     arguments = parser.parse_args()
     if arguments.push_to_hub is None and (arguments.private or arguments.revision):
@@ -74,7 +88,8 @@ def main() -> None:
         if repo_id is not None:
             hub.check_repo_id(repo_id)
         step, tokenizer = arguments.hf_load_step, arguments.tokenizer
-        print(export(arguments.hf_load_dir, folder, step, tokenizer, repo_id, arguments.weights), flush=True)
+        weights, chosen = arguments.weights, arguments.license
+        print(export(arguments.hf_load_dir, folder, step, tokenizer, repo_id, weights, chosen), flush=True)
         if repo_id is not None:
             print(hub.push(folder, repo_id, arguments.private or None, arguments.revision))
     except (CheckpointError, ExportError) as error:

@@ -19,6 +19,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from forgetting_transformer import command_line
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -83,6 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (SweepError, ConfigError, AnalysisError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(
+            f"error: {error.filename or folder}: {error.strerror or error}; choose another output_dir", file=sys.stderr
+        )
+        return 1
     if (folder / "table.md").is_file():
         print(f"\n{(folder / 'table.md').read_text(encoding='utf-8')}\n{folder / 'figure.png'}")
     if not complete:
@@ -92,4 +99,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main, "interrupted: the same command goes on with the ladder"))

@@ -21,6 +21,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from forgetting_transformer import command_line
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -95,4 +97,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main, "interrupted: the same command goes on with the search"))

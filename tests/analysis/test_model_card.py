@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forgetting_transformer.analysis.model_card import REDACTED, Exported, card, draw_figure, public, snippet
+from forgetting_transformer.analysis.model_card import (
+    REDACTED,
+    Exported,
+    card,
+    draw_figure,
+    licence_of,
+    public,
+    renewed,
+    snippet,
+)
 
 HOST = "trainbox-17"
 SECRETS = {
@@ -95,6 +104,37 @@ def test_it_says_what_the_run_recorded_up_to_the_checkpoint(tmp_path):
 def test_a_licence_is_never_made_up(tmp_path):
     text = card(make_run(tmp_path), exported(), True)
     assert "license" not in header(text) and "No licence has been chosen" in text
+    text = card(tmp_path, exported(), True, "mit")
+    assert header(text)["license"] == licence_of(text) == "mit" and "has chosen the licence `mit`" in text
+
+
+def test_the_marked_part_of_a_card_is_renewed_unless_it_was_edited(tmp_path):
+    old, new = card(make_run(tmp_path), exported(), True), card(tmp_path, exported(step=2000), True, "mit")
+    edited = old.replace("# small", "# My small") + "My words.\n"
+    found = renewed(edited, new)
+    assert found.endswith("My words.\n") and "# My small" in found and "trained on 2,000 tokens" in found
+    assert header(found)["license"] == "mit" and "1,000" not in found and renewed(found, old) is not None
+    for text in ("", "mine", edited.replace("nats", "bits"), old + old, old.replace("<!-- ", "<!--")):
+        assert renewed(text, new) is None
+    # A name that looks like a mark is none.
+    marks = re.findall("<!--.*-->", old)
+    assert renewed(card(tmp_path, exported(tag=f"{marks[1]} <!-- {'0' * 16}: end -->"), True), new) is not None
+
+
+@pytest.mark.parametrize(
+    ("tag", "shown"),
+    [
+        ("lr 1e-3 / wd 0.1", "lr 1e-3 / wd 0.1"),
+        ("meta-llama/Llama-3-8B", "meta-llama/Llama-3-8B"),
+        ("3/4 of it", "3/4 of it"),
+        ("of /home/agnes/fox and ~/agnes/b", "of fox and b"),
+        ("at https://agnes:pw@host/agnes/x?y=1 now", "at x now"),
+        ("C:\\agnes\\fox", "fox"),
+    ],
+)
+def test_what_a_run_is_called_keeps_its_slashes_and_loses_places(tag, shown):
+    for key in ("tag", "exp", "label"):
+        assert public(tag, key=key) == shown
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])

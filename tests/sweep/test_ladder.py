@@ -245,3 +245,39 @@ def test_without_shrinking_nothing_is_extrapolated():
     sizes = [Size(n, p, 1, p, {1e-3: [3.1], 2e-3: [3.0], 5e-3: [3.2]}) for n, p in (("a", 1e6), ("b", 2e6))]
     assert "extrapolated" not in fit(sizes, {}).table().markdown()
     assert "two points have no interval" in " ".join(fit(sizes, {}).notes())
+
+
+# What goes wrong.
+
+
+def test_a_hybrid_that_is_shrunk_too_far_is_refused_with_the_factors_that_would_do(climb):
+    code, _, said = climb("--dry_run", overrides=["+experiment/demo=hybrid", DEMO[1]])
+    assert code == 1 and said.count("\n") == 1
+    assert "SweepError: --shrink 4: 125m_2b shrunk so is no hybrid (model.config: pattern has 4 mixers and" in said
+    assert said.endswith("); 2, 3 would do\n") and "num_hidden_layers" not in said
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(faults, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    arguments = [*DEMO, f"output_dir={tmp_path / 'file/ladder'}", "--scales", *SCALES, "--shrink", "4"]
+    assert sweep_ladder.main(arguments) == 1
+    assert f"error: {tmp_path / 'file/ladder'}: Not a directory; choose another output_dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["sweep_ladder", "sweep_lr"])
+def test_ctrl_c_while_sizes_are_composed_is_one_line(monkeypatch, capsys, script):
+    import runpy
+    import sys
+
+    from forgetting_transformer.sweep import composition
+    from tests.processes import ROOT
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(composition, "Composer", interrupted)
+    monkeypatch.setattr(sys, "argv", [script, *DEMO, *(["--scales", *SCALES] if script == "sweep_ladder" else [])])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / f"scripts/{script}.py"), run_name="__main__")
+    assert end.value.code == 130
+    assert capsys.readouterr().err.startswith("interrupted: the same command goes on with the ")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.training.conftest import STEP, changed, refused, train
+from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
 from tests.training.test_compile import run
 from tests.training.test_resume import assert_same_run, lines, losses
 from tests.training.test_stopping import rank_log
@@ -49,6 +49,33 @@ def test_the_run_is_that_of_one_process(shared, finished, strategy, world_size, 
     assert_same_losses(finished(shared), together)
     (block,) = [part for part in rank_log({"output_dir": together}, 0).split("about to train")[1:]]
     assert f"each group of {context} processes {4 // (world_size // context)} sequences" in block
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 2), ("hsdp", 4)])
+def test_the_moving_average_of_shared_sequences_is_that_of_one_process_and_is_continued_bitwise(
+    shared, finished, strategy, world_size
+):
+    averaged = changed(shared, callbacks={"ema": {"decay": 0.7}}, skip_eval=False)
+    alone = finished(averaged)
+    together = changed(
+        averaged, strategy={"name": strategy, "context": 2, **({"shard_size": 2} if world_size == 4 else {})}
+    )
+    straight = finished(together, world_size)
+    assert_same_losses(alone, straight)
+    expected = [line["val_ema/loss"] for line in lines(alone, "val_ema")]
+    assert len(expected) > 1 and [x["val_ema/loss"] for x in lines(straight, "val_ema")] == pytest.approx(
+        expected, abs=1e-6
+    )
+    ours, theirs = (checkpoint_tensors(run, 20 * STEP) for run in (straight, alone))
+    kept = [name for name in theirs if name.startswith("callbacks.ema.")]
+    assert len(kept) > 20
+    for name in kept:
+        assert (ours[name] - theirs[name]).norm() <= 1e-3 * theirs[name].norm() + 1e-7, name
+    shutil.copytree(straight, together["output_dir"])
+    for step in (16, 20):
+        shutil.rmtree(Path(together["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
+    train(together, world_size)
+    assert_same_run(straight, together["output_dir"])
 
 
 def test_on_a_corpus_of_packed_documents_too(shared, finished):

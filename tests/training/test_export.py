@@ -509,15 +509,50 @@ def test_a_card_that_no_export_wrote_or_that_was_edited_is_kept(tiny, tmp_path, 
     export(run, folder, tokenizer=tokenizer)
     second = (folder / CARD).read_text()
     assert f"trained on {20 * STEP:,} tokens" in second and (folder / FIGURE).read_bytes() != figure
-    (folder / CARD).write_text(f"{second}\nlicense: mit")
+    (folder / CARD).write_text(second.replace("A language model", "The best language model"))
     figure = (folder / FIGURE).read_bytes()
     for _ in range(2):
         said = export(run, folder, step=8 * STEP, tokenizer=tokenizer)
         assert f"is kept: its numbers are of the checkpoint at {20 * STEP:,} tokens" in said
-        assert (folder / CARD).read_text().endswith("license: mit") and (folder / FIGURE).read_bytes() == figure
+        assert "The best language model" in (folder / CARD).read_text() and (folder / FIGURE).read_bytes() == figure
     (folder / CARD).write_text(second)
     assert "is kept" not in export(run, folder, step=8 * STEP, tokenizer=tokenizer)
     assert (folder / CARD).read_text() == first
+
+
+def test_of_an_edited_card_the_numbers_are_renewed_and_the_users_words_stay(tiny, tmp_path, finished):
+    run, tokenizer, folder = Path(finished(tiny)), str(word_tokenizer(tmp_path / "tokenizer")), tmp_path / "hf"
+    export(run, folder, tokenizer=tokenizer)
+    text = (folder / CARD).read_text().replace("---\n", "---\nlicense: mit\n", 1)
+    (folder / CARD).write_text(text.replace("# debug\n", "# My own title\n\nMy words.\n") + "\n## Thanks\n\nTo all.\n")
+    figure = (folder / FIGURE).read_bytes()
+    for step in (8 * STEP, 16 * STEP):
+        said = export(run, folder, step=step, tokenizer=tokenizer)
+        assert f"; of {CARD}, which was edited, the marked part is new and the rest is kept" in said
+        text = (folder / CARD).read_text()
+        assert f"trained on {step:,} tokens" in text and f"{20 * STEP:,}" not in text
+        assert "# My own title\n\nMy words.\n" in text and text.endswith("## Thanks\n\nTo all.\n")
+        assert "has chosen the licence `mit`" in text and "No licence" not in text
+    assert (folder / FIGURE).read_bytes() != figure
+    # A licence that is given goes before that of the header; without one it stays.
+    for given in ("apache-2.0", None):
+        export(run, folder, tokenizer=tokenizer, licence=given)
+        text = (folder / CARD).read_text()
+        assert (
+            text.startswith("---\nlicense: apache-2.0\nlib") and "licence `apache-2.0`" in text and "`mit`" not in text
+        )
+
+
+def test_a_licence_that_was_given_once_stays(tiny, tmp_path, finished):
+    run, folder = finished(tiny), tmp_path / "hf"
+    command = ["save_model.py", "--hf_load_dir", run, "--hf_save_dir", str(folder), "--tokenizer"]
+    command.append(str(word_tokenizer(tmp_path / "tokenizer")))
+    for arguments in (["--license", "Apache-2.0"], []):
+        done = run_command(*command, *arguments)
+        assert done.returncode == 0 and "edited" not in done.stdout, done.stderr
+        assert (folder / CARD).read_text().startswith("---\nlicense: apache-2.0\n")
+    done = run_command(*command, "--license", "my own licence")
+    assert done.returncode == 2 and "'my own licence' is no id of a licence" in done.stderr
 
 
 def test_metrics_that_cannot_be_read_cost_the_card_and_not_the_export(tiny, tmp_path, finished, caplog):

@@ -117,6 +117,30 @@ def test_out_of_memory_is_one_line_with_the_keys_that_help(tiny, what, world_siz
     assert said in status["reason"], status["reason"]
 
 
+def test_an_evaluation_that_fails_costs_the_steps_since_the_last_checkpoint_and_no_bit(tiny, finished):
+    """Nothing is saved at the failure: what failed may have left other weights in the model."""
+    straight = finished(tiny)
+    patch = """
+from forgetting_transformer.training.callbacks.held_out import HeldOut
+original = HeldOut.on_interval
+def fail(self, trainer, kind):
+    if kind == "eval" and trainer.counters.batch_count > 8:
+        next(trainer.model.parameters()).data.zero_()
+        raise ZeroDivisionError("boom")
+    original(self, trainer, kind)
+HeldOut.on_interval = fail
+"""
+    job = Job(tiny, patch=patch)
+    assert job.wait() == [1]
+    said = job.errors()
+    assert "ZeroDivisionError: boom" in said and "raised by on_interval of callbacks.held_out; the last good" in said
+    held = sorted(Path(tiny["output_dir"]).glob("checkpoints/step-*"))
+    failed = json.loads((Path(tiny["output_dir"]) / "status.json").read_text())
+    assert failed["status"] == "failed" and held and int(held[-1].name[5:]) < failed["step"] <= 20 * STEP
+    train(tiny)
+    assert_same_run(straight, tiny["output_dir"])
+
+
 def test_a_disk_too_small_for_a_checkpoint_is_noticed_before_writing(tiny):
     patch = "import shutil, collections; shutil.disk_usage = lambda p: collections.namedtuple('U', 'free')(1000)"
     job = Job(tiny, patch=patch)

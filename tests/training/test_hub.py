@@ -92,7 +92,7 @@ def test_a_branch_is_made_and_the_main_one_stays_as_it_is(there, logged_in, expo
 def test_a_card_edited_on_the_hub_is_kept_and_outdated_files_of_exports_go(there, logged_in, exported):
     hub.push(exported(8 * STEP), REPO)
     files = there.repos[REPO]["main"]
-    files[CARD] += b"license: mit"
+    files[CARD] = files[CARD].replace(b"A language model", b"The best language model")
     files["notes.txt"] = b"mine"
     files["old.safetensors"] = b"of an export that had more files"
     mark = json.loads(files[MARK])
@@ -103,6 +103,18 @@ def test_a_card_edited_on_the_hub_is_kept_and_outdated_files_of_exports_go(there
         assert files[CARD] == card and files[FIGURE] == figure and files["notes.txt"] == b"mine"
         assert "old.safetensors" not in files
         assert files["model.safetensors"] == contents(exported())["model.safetensors"]
+
+
+def test_of_a_card_edited_on_the_hub_the_numbers_are_renewed(there, logged_in, exported):
+    hub.push(exported(8 * STEP), REPO)
+    files = there.repos[REPO]["main"]
+    files[CARD] += b"My words."
+    for step in (16 * STEP, 20 * STEP):
+        said = hub.push(exported(step), REPO)
+        assert said.endswith(f"; of {CARD}, which was edited there, the marked part is new and the rest is kept")
+        assert files[CARD].endswith(b"-->\nMy words.") and f"trained on {step:,} tokens".encode() in files[CARD]
+        assert files[FIGURE] == contents(exported(step))[FIGURE]
+        assert json.loads(files[MARK])["card"] == step
 
 
 def test_a_card_and_a_figure_that_no_export_wrote_stay_here(there, logged_in, exported, tmp_path):
@@ -118,11 +130,15 @@ def test_an_edited_card_goes_up_and_the_line_names_the_checkpoint_that_it_is_of(
     (folder / CARD).write_text((folder / CARD).read_text().replace("---\n", "---\nlicense: mit\n", 1))
     assert hub.push(folder, REPO).endswith(f"; {CARD} as you edited it is there")
     assert b"license: mit" in there.repos[REPO]["main"][CARD]
-    outdated = f": its numbers are of the checkpoint at {8 * STEP:,} tokens, and the weights of {20 * STEP:,}"
+    (folder / CARD).write_text((folder / CARD).read_text() + "My words.")
+    assert hub.push(exported(), REPO).endswith(f"; {CARD} as you edited it is there"), "with new numbers"
+    card = there.repos[REPO]["main"][CARD].decode()
+    assert f"trained on {20 * STEP:,} tokens" in card and "license: mit" in card and card.endswith("My words.")
+    (folder / CARD).write_text((folder / CARD).read_text().replace("A language model", "The best language model"))
+    outdated = f": its numbers are of the checkpoint at {20 * STEP:,} tokens, and the weights of {8 * STEP:,}"
     for _ in range(2):  # the next export does not forget which
-        assert hub.push(exported(), REPO).endswith(outdated)
-    (folder / CARD).unlink()
-    assert hub.push(exported(), REPO).endswith(f"{CARD} was edited there and is kept{outdated}")
+        assert hub.push(exported(8 * STEP), REPO).endswith(f"; {CARD} as you edited it is there{outdated}")
+    assert b"The best" in there.repos[REPO]["main"][CARD]
 
 
 def test_a_repository_with_another_model_is_refused(there, logged_in, exported):

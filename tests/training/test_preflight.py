@@ -48,3 +48,19 @@ TokenArray.read = read
 """
     job = Job(changed(tiny, preflight="check", skip_eval=True), patch=patch)
     assert job.wait() == [1] and "c/4/0 is missing" in job.errors()
+
+
+def test_a_step_that_does_not_fit_is_said_as_in_training(tiny):
+    patch = """
+import torch
+from forgetting_transformer.training import trainer
+def fail(self, batch):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+trainer.Trainer.step = fail
+"""
+    job = Job(changed(tiny, preflight="check"), patch=patch)
+    assert job.wait() == [1]
+    assert (
+        "PreflightError: out of memory in a step for 2.50 GiB more. Start the same command again with "
+        "train.grad_acc_tokens=32 (now 64) or train.gradient_checkpointing=true or strategy=fsdp on several GPUs"
+    ) in job.errors()

@@ -1,10 +1,14 @@
 """The card of an exported model: README.md with a figure, made of what its run left in its folder.
 
+What speaks of the checkpoint stands in a marked part, which every export renews. All else is the publisher's to edit:
+the header, and words before and after that part. The first mark has a hash of the part, so that an edited one is known.
+
 A card is read by strangers. It holds no path, URL, host name, password or key of the one who trained the model, and
 whatever a run was called is shown as text, never as markup.
 """
 
 import dataclasses
+import hashlib
 import html
 import math
 import re
@@ -37,6 +41,16 @@ _VERSIONS = (
     "flash-linear-attention",
     "forgetting-transformer",
 )
+#: Names of settings whose text is what somebody called something, and no place.
+_NAMES = {"tag", "exp", "label"}
+#: Of such a text, words that are a path or a URL.
+_PLACE = re.compile(r"\S*://\S+|(?<!\S)(?:~|\.{1,2})?[/\\]\S+|(?<!\S)[A-Za-z]:[\\/]\S*")
+_MARKED = re.compile(
+    r"<!-- (?P<hash>[0-9a-f]{16}): every export renews what stands from here to the end mark -->\n"
+    r"(?P<part>.*?)<!-- (?P=hash): end -->\n?",
+    re.S,
+)
+_HEADER = re.compile(r"\A---\n(.*?)^---\n", re.S | re.M)
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -82,8 +96,11 @@ def draw_figure(run_folder: Path, exported: Exported, path: Path) -> bool:
     return True
 
 
-def card(run_folder: Path, exported: Exported, with_figure: bool) -> str:
+def card(run_folder: Path, exported: Exported, with_figure: bool, licence: str | None = None) -> str:
     """The text of README.md.
+
+    Args:
+        licence: as the hub calls it, such as "apache-2.0"; None where nobody has chosen one.
 
     Raises:
         ValueError: the run's metrics cannot be read.
@@ -92,13 +109,12 @@ def card(run_folder: Path, exported: Exported, with_figure: bool) -> str:
     config, label = run.config, _text(_at(run.config, "model", "label") or _at(run.config, "model", "name"))
     corpus = _at(config, "datamodule", "dataset")
     head = {
+        **({"license": licence} if licence else {}),
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["forgetting-transformer", re.sub(r"[^\w.-]+", "-", _plain(_at(config, "model", "label") or ""))[:60]],
     }
     parts = [
-        f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---",
-        f"# {_text(run.name)}",
         f"A language model with {exported.parameters:,} parameters ({label}), trained on {exported.step:,} tokens"
         + (f" of {_text(corpus)}. " if corpus else ". ")
         + "It is a base model: it continues text and has not learnt to follow instructions.",
@@ -118,11 +134,50 @@ def card(run_folder: Path, exported: Exported, with_figure: bool) -> str:
         "Nothing but the losses above was measured for this card. The model may repeat what stands in its corpus, "
         "errors and offensive text included.",
         "## Licence",
-        "**No licence has been chosen.** It is for the publisher of this model to choose one, with regard to the "
-        "corpus and the tokenizer: add a line `license: …` to the header of this file and name the licence here. "
-        "Until then nobody else may assume a right to use the model.",
+        f"The publisher of this model has chosen the licence `{_plain(licence)}`."
+        if licence
+        else "**No licence has been chosen.** It is for the publisher of this model to choose one, with regard to the "
+        "corpus and the tokenizer: export again with `save_model.py --license …`, or add a line `license: …` to the "
+        "header of this file. Until then nobody else may assume a right to use the model.",
     ]
-    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+    part = "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+    known = _hash(part)
+    return (
+        f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n# {_text(run.name)}\n\n"
+        f"<!-- {known}: every export renews what stands from here to the end mark -->\n{part}<!-- {known}: end -->\n"
+    )
+
+
+def renewed(text: str, fresh: str) -> str | None:
+    """A card that was edited, with the marked part of a new one; None where its own was edited, or there is none.
+
+    Its header gets the licence of the new one, if that has one.
+    """
+    found, new = list(_MARKED.finditer(text)), _MARKED.search(fresh)
+    if len(found) != 1 or new is None or _hash(found[0]["part"]) != found[0]["hash"]:
+        return None
+    (old,) = found
+    text = text[: old.start()] + new[0] + text[old.end() :]
+    licence, header = licence_of(fresh), _HEADER.match(text)
+    if licence is None or header is None or licence_of(text) == licence:
+        return text
+    kept = re.sub(r"^license:.*\n", "", header[1], flags=re.M)
+    return f"---\nlicense: {licence}\n{kept}---\n{text[header.end() :]}"
+
+
+def licence_of(text: str) -> str | None:
+    """What the header of a card names as its licence; None where it names none."""
+    header = _HEADER.match(text)
+    try:
+        found = yaml.safe_load(header[1]) if header else None
+    except yaml.YAMLError:
+        return None
+    licence = found.get("license") if isinstance(found, dict) else None
+    return licence if isinstance(licence, str) and licence else None
+
+
+def _hash(part: str) -> str:
+    return hashlib.sha256(part.encode()).hexdigest()[:16]
 
 
 def snippet(exported: Exported) -> str:
@@ -153,6 +208,8 @@ def snippet(exported: Exported) -> str:
 def public(value: Any, host: str = "", key: str = "") -> Any:
     """A setting as strangers may see it: of a path or URL its last part, of a secret nothing.
 
+    What a user called a run may have a slash in it; there only words that are a path or URL are cut.
+
     Args:
         host: name of the machine, which is hidden where it stands as a word.
         key: name of the setting.
@@ -166,11 +223,16 @@ def public(value: Any, host: str = "", key: str = "") -> Any:
     if _SECRET_KEY.search(key):
         return REDACTED
     text = redact(value)
-    if "://" in text:
-        text = re.split(r"[?#]", text)[0]
-    text = re.split(r"[/\\]", text.rstrip("/\\"))[-1] if re.search(r"[/\\]", text) else text
+    text = _PLACE.sub(lambda found: _last_part(found[0]), text) if key in _NAMES else _last_part(text)
     text = _SECRET.sub(REDACTED, text)
     return re.sub(rf"(?<!\w){re.escape(host)}(?!\w)", REDACTED, text) if host else text
+
+
+def _last_part(text: str) -> str:
+    """Of a path or URL its last part."""
+    if "://" in text:
+        text = re.split(r"[?#]", text)[0]
+    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if re.search(r"[/\\]", text) else text
 
 
 def public_origin(origin: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,14 +101,21 @@ def rung(
     """
     scale = read_scale(config_dir, name)
     base, full_tokens = compose(overrides), int(scale["train"]["max_tokens"])
-    sizes = {key: value for key, value in scale["scale"].items() if key != "name"}
-    named = [f"scale.name={name}", *(f"scale.{key}={value}" for key, value in sizes.items())]
+    scaled = {key: value for key, value in scale["scale"].items() if key != "name"}
+    named = [f"scale.name={name}", *(f"scale.{key}={value}" for key, value in scaled.items())]
     whole = compose([*overrides, *named])
-    smaller = {
-        f"model.config.{key}": divided(value, shrink, key, f"{name} of {whole.model.label or whole.model.name}")
+    model = whole.model.label or whole.model.name
+    sizes = {
+        f"model.config.{key}": value
         for key, value in flatten(whole.model.config).items()
         if key.rpartition(".")[2] in _DIVIDED and isinstance(value, int)
     }
+
+    def shrunk(factor: int) -> dict[str, int]:
+        keys = {key: key.removeprefix("model.config.") for key in sizes}
+        return {key: divided(value, factor, keys[key], f"{name} of {model}") for key, value in sizes.items()}
+
+    smaller = shrunk(shrink)
     step = base.datamodule.train_batch_len * base.datamodule.train_batch_size
     tokens = int(full_tokens / shrink_tokens) // step * step
     if not tokens:
@@ -132,7 +139,21 @@ def rung(
         config = compose([*overrides, *own])
         parameters, full = _parameters(config), _parameters(whole)
     except (ConfigError, ValueError) as error:
-        raise SweepError(f"{name} shrunk by {shrink} is no {whole.model.label or whole.model.name}: {error}") from error
+
+        def fits(factor: int) -> bool:
+            try:
+                _parameters(compose([*overrides, *named, *(f"{key}={n}" for key, n in shrunk(factor).items())]))
+            except (ConfigError, ValueError):
+                return False
+            return True
+
+        # The cure that the message may name for a single run is nothing that the ladder could do.
+        reason = str(error).partition(";")[0]
+        possible = [n for n in range(2, shrink) if all(value % n == 0 for value in sizes.values()) and fits(n)]
+        raise SweepError(
+            f"--shrink {shrink}: {name} shrunk so is no {model} ({reason}); "
+            + (f"{_factors(possible)} would do" if possible else "leave --shrink out")
+        ) from error
     return Rung(name, (*overrides, *own), config, parameters, full, full_tokens)
 
 

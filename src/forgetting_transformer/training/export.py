@@ -1,6 +1,7 @@
 """From a training checkpoint, of any strategy and at any step, to a Hugging Face folder."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -41,6 +42,8 @@ MARK = "exported_from.json"
 #: What a mark may say of the weights besides.
 _OF_WEIGHTS = ("average_of", "weights", "weights_from")
 _STANDARD = {"config.json", "generation_config.json", "model.safetensors"}
+#: In a mark instead of a digest: of a card that was edited before this export.
+_EDITED = "edited"
 _OF_THE_CARD = {model_card.CARD, model_card.FIGURE}
 #: What earlier versions may have written of a tokenizer, which their marks do not name.
 _OF_TOKENIZERS = (
@@ -65,10 +68,12 @@ def export(
     tokenizer: str | None = None,
     model_id: str | None = None,
     weights: str | None = None,
+    licence: str | None = None,
 ) -> str:
     """Writes `save_folder` and returns a line that says what was written.
 
-    A model card (README.md) is written too, unless there is one that no export wrote, or that was edited since.
+    A model card (README.md) is written too. Of one that was edited, the marked part is renewed and the rest kept; one
+    that no export wrote, or whose marked part was edited, is kept as it is.
 
     Args:
         run_folder: output_dir of a training run, of this project or of the authors' code; it may still be training.
@@ -76,6 +81,7 @@ def export(
         tokenizer: folder or hub id; None for the run's own.
         model_id: what the card's example loads, such as the id on a hub; None for the folder.
         weights: the callback whose average of the weights is exported, such as "ema"; None for the weights themselves.
+        licence: for the card, as the hub calls it; None for that in the header of the card that is there, or for none.
 
     Raises:
         CheckpointError: no valid checkpoint (at that step), or none of these weights in it.
@@ -97,9 +103,9 @@ def export(
         )
     what = f"checkpoint {found[0].path.name} of {run_folder}"
     if weights is None:
-        return write(directory, *found, save_folder, tokenizer, what, model_id=model_id)
+        return write(directory, *found, save_folder, tokenizer, what, model_id=model_id, licence=licence)
     about = {"weights": weights}
-    return write(directory, *found, save_folder, tokenizer, f"{weights} in {what}", about, model_id)
+    return write(directory, *found, save_folder, tokenizer, f"{weights} in {what}", about, model_id, licence=licence)
 
 
 def check_place(save_folder: Path, flag: str = "--hf_save_dir") -> None:
@@ -128,6 +134,7 @@ def write(
     about: dict[str, Any] | None = None,
     model_id: str | None = None,
     flag: str = "--hf_save_dir",
+    licence: str | None = None,
 ) -> str:
     """Writes `save_folder` for `export`, which has the errors, and returns its line.
 
@@ -171,10 +178,12 @@ def write(
                     _save_tokenizer(found_tokenizer, Path(prepared))
                 beside = {str(file.relative_to(prepared)) for file in Path(prepared).rglob("*") if file.is_file()}
                 own, before = _check_ours(save_folder, _STANDARD | beside, flag), _read_mark(save_folder)
-                card = _free_for_the_card(save_folder, own)
+                card, edited = _free_for_the_card(save_folder, own)
                 # First: an export that was killed may be made again. What is not ours keeps its digest or no mention.
                 files = dict.fromkeys(sorted(_STANDARD | beside | own.keys() | card))
                 files |= {name: own[name] for name in (own.keys() & _OF_THE_CARD) - card}
+                if edited is not None:
+                    files[model_card.CARD] = own.get(model_card.CARD, _EDITED)
                 card_of = checkpoint.step if model_card.CARD in card else card_step(before)
                 _mark(save_folder, origin | {"card": card_of, "files": files})
                 model.save_pretrained(save_folder)
@@ -182,9 +191,9 @@ def write(
                     (save_folder / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(Path(prepared) / name, save_folder / name)
             written = _model_files(save_folder) | {"generation_config.json"} | beside
-            written |= _write_card(save_folder, directory.root, exported, card)
+            digests = _write_card(save_folder, directory.root, exported, card, edited, licence)
             kept = {name: digest for name, digest in own.items() if os.path.lexists(save_folder / name)}
-            files = kept | {name: sha256_of(save_folder / name) for name in written}
+            files = kept | {name: sha256_of(save_folder / name) for name in written} | digests
             _mark(save_folder, origin | {"card": card_of, "files": files})
     except (FileExistsError, NotADirectoryError) as error:
         raise ExportError(f"{save_folder} is a file, or lies under one; choose another {flag}") from error
@@ -200,6 +209,8 @@ def write(
     if before and any(before.get(key) != origin.get(key) for key in (*origin, *_OF_WEIGHTS) if key != "seed"):
         replaced = f", in place of the one at {before.get('checkpoint'):,} tokens of {before.get('tag')}"
     kept_card = ""
+    if edited is not None:
+        kept_card = f"; of {model_card.CARD}, which was edited, the marked part is new and the rest is kept"
     if model_card.CARD not in card:
         kept_card = f"; {model_card.CARD} there is not as an export wrote it and is kept"
         kept_card += outdated_card(card_of, checkpoint.step)
@@ -231,32 +242,65 @@ def load_checkpoint(
     return checkpoint, state, model
 
 
-def _free_for_the_card(folder: Path, own: dict[str, str | None]) -> set[str]:
+def _free_for_the_card(folder: Path, own: dict[str, str | None]) -> tuple[set[str], str | None]:
     """Which files of a card an export may write: none that is somebody else's, or was edited since it was written.
 
-    An edited card keeps its figure, since its text speaks of that.
+    Of an edited card whose marked part is as an export wrote it, that part may be written; the text is given too. A
+    card that is kept keeps its figure, since its text speaks of that.
     """
 
     def free(name: str) -> bool:
         file = folder / name
         return not os.path.lexists(file) or (name in own and file.is_file() and own[name] in (None, sha256_of(file)))
 
-    return {name for name in _OF_THE_CARD if free(name)} if free(model_card.CARD) else set()
+    names = {name for name in _OF_THE_CARD if free(name)}
+    if model_card.CARD in names:
+        return names, None
+    text = read_card(folder / model_card.CARD)
+    if text is None or model_card.renewed(text, text) is None:
+        return set(), None
+    return names | {model_card.CARD}, text
 
 
-def _write_card(folder: Path, run_folder: Path, about: model_card.Exported, names: set[str]) -> set[str]:
-    """Writes those files of the card that are in `names`; returns which. Without it the export is still whole."""
+def read_card(file: Path) -> str | None:
+    """The text of a card; None where there is none that can be read."""
+    try:
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _write_card(
+    folder: Path,
+    run_folder: Path,
+    about: model_card.Exported,
+    names: set[str],
+    edited: str | None,
+    licence: str | None,
+) -> dict[str, str]:
+    """Writes those files of the card that are in `names`. Without it the export is still whole.
+
+    Args:
+        edited: the card that is there, where it was edited.
+        licence: as of `export`.
+
+    Returns:
+        The files that it wrote, each with the SHA-256 of what an export alone would have written.
+    """
     if not names:
-        return set()
-    written = set()
+        return {}
+    digests = {}
+    licence = licence or model_card.licence_of(read_card(folder / model_card.CARD) or "")
     try:
         if model_card.FIGURE in names and model_card.draw_figure(run_folder, about, folder / model_card.FIGURE):
-            written.add(model_card.FIGURE)
-        write_atomically(folder / model_card.CARD, model_card.card(run_folder, about, bool(written)))
+            digests[model_card.FIGURE] = sha256_of(folder / model_card.FIGURE)
+        card = model_card.card(run_folder, about, bool(digests), licence)
     except ValueError as error:
         log.warning("no model card was written: %s", one_line(error))
-        return written
-    return written | {model_card.CARD}
+        return digests
+    text = card if edited is None else model_card.renewed(edited, card) or edited
+    write_atomically(folder / model_card.CARD, text)
+    return digests | {model_card.CARD: hashlib.sha256(card.encode()).hexdigest()}
 
 
 @contextlib.contextmanager

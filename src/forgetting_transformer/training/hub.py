@@ -9,10 +9,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, er
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
-from forgetting_transformer.analysis.model_card import CARD, FIGURE, public_origin
+from forgetting_transformer.analysis.model_card import CARD, FIGURE, public_origin, renewed
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.checksums import sha256_of
-from forgetting_transformer.training.export import MARK, ExportError, card_step, outdated_card
+from forgetting_transformer.training.export import MARK, ExportError, card_step, outdated_card, read_card
 
 _OF_MODELS = (".safetensors", ".bin")
 #: Without an answer: an error of the HTTP library that huggingface_hub uses, httpx or httpx2, is no OSError.
@@ -37,7 +37,8 @@ def check_repo_id(repo_id: str) -> None:
 def push(folder: Path, repo_id: str, private: bool | None = None, revision: str | None = None) -> str:
     """Uploads what an export wrote, and the card, as one commit; makes the repository and the branch if needed.
 
-    A card that was edited on the hub is left as it is there. Files of an earlier export that this one lacks are removed
+    Of a card that was edited on the hub, the marked part is renewed and the rest kept; where that part was edited, all
+    of it. Files of an earlier export that this one lacks are removed
     in the same commit; nothing else is.
 
     Args:
@@ -68,10 +69,16 @@ def push(folder: Path, repo_id: str, private: bool | None = None, revision: str 
         if revision is not None:
             api.create_branch(url.repo_id, branch=revision, exist_ok=True)
         mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
-        outdated, kept, card_of = _look(api, url.repo_id, revision, here)
+        outdated, kept, card_of, edited_there = _look(api, url.repo_id, revision, here)
         # A card and a figure that are in no mark are somebody else's.
         names = {name for name in mark["files"] if (folder / name).is_file()} - kept
-        if kept:
+        merged = None
+        if kept and CARD in mark["files"] and (local := read_card(folder / CARD)) is not None:
+            merged = renewed(edited_there, local)
+        if merged is not None:
+            names |= {name for name in (FIGURE,) if name in mark["files"] and (folder / name).is_file()}
+            note = f"; of {CARD}, which was edited there, the marked part is new and the rest is kept"
+        elif kept:
             mark["card"], note = card_of, f"; {CARD} was edited there and is kept"
         elif CARD not in names and (folder / CARD).is_file():
             note = f"; {CARD} in {folder} is not from an export and stays there"
@@ -82,6 +89,10 @@ def push(folder: Path, repo_id: str, private: bool | None = None, revision: str 
         if note and (kept or CARD in names):
             note += outdated_card(card_step(mark), mark["checkpoint"])
         contents: dict[str, Path | bytes] = {name: folder / name for name in sorted(names)}
+        if merged is not None:
+            contents[CARD] = merged.encode()
+        elif CARD in names:  # so that the next push knows whether it was edited there
+            mark["files"][CARD] = sha256_of(folder / CARD)
         # The mark says where weights came from, which may be a folder of this machine.
         contents[MARK] = json.dumps(public_origin(mark), indent=1, sort_keys=True).encode()
         api.create_commit(
@@ -107,8 +118,9 @@ def push(folder: Path, repo_id: str, private: bool | None = None, revision: str 
     return f"pushed to {url}{'' if revision is None else f', branch {revision}'}{note}"
 
 
-def _look(api: HfApi, repo_id: str, revision: str | None, here: str) -> tuple[set[str], set[str], int | None]:
-    """What the repository holds: files of the export before, files that stay as they are there, the card's checkpoint.
+def _look(api: HfApi, repo_id: str, revision: str | None, here: str) -> tuple[set[str], set[str], int | None, str]:
+    """What the repository holds: files of the export before, files that are not as an export wrote them, the card's
+    checkpoint, and its text where it was edited there.
 
     Raises:
         ExportError: a model that no export wrote.
@@ -138,5 +150,6 @@ def _look(api: HfApi, repo_id: str, revision: str | None, here: str) -> tuple[se
             )
         earlier = files.keys() & present
         if CARD not in present or files.get(CARD) == sha256_of(fetched(CARD)):
-            return earlier, set(), card_of
-    return earlier - {CARD, FIGURE}, {CARD, FIGURE}, card_of
+            return earlier, set(), card_of, ""
+        text = read_card(fetched(CARD)) or ""
+    return earlier - {CARD, FIGURE}, {CARD, FIGURE}, card_of, text

@@ -26,6 +26,7 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.failures import out_of_memory
 from forgetting_transformer.training.metrics import duration
 from forgetting_transformer.training.run_directory import RunDirectory
 from forgetting_transformer.training.sentinel import Sentinel
@@ -120,12 +121,8 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
             seconds.append(time.perf_counter() - began)
             trainer.sentinel.started()
             trainer.counters.batch_count += 1
-    except torch.OutOfMemoryError:
-        raise StepTooBigError(
-            f"a step does not fit into the memory of {torch.cuda.get_device_name(fabric.device)}: lower "
-            f"train.grad_acc_tokens={config.train.grad_acc_tokens:,}, set train.gradient_checkpointing=true, or use "
-            "strategy=fsdp on more GPUs"
-        ) from None
+    except torch.OutOfMemoryError as error:
+        raise StepTooBigError(out_of_memory(error, config, "a step", fabric.world_size)) from None
     # The last batch of the run, which lies elsewhere in the corpus.
     last = total_steps - 1
     next(iter(trainer.data.train_loader(last, last + 1, ranks.data_rank, ranks.data_size)))
