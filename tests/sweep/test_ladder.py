@@ -261,7 +261,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(faults, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     arguments = [*DEMO, f"output_dir={tmp_path / 'file/ladder'}", "--scales", *SCALES, "--shrink", "4"]
     assert sweep_ladder.main(arguments) == 1
-    assert f"error: {tmp_path / 'file/ladder'}: Not a directory; choose another output_dir" in capsys.readouterr().err
+    said = f"error: {tmp_path / 'file/ladder/125m_2b'}: Not a directory; choose another output_dir"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", ["sweep_ladder", "sweep_lr"])

@@ -61,6 +61,6 @@ trainer.Trainer.step = fail
     job = Job(changed(tiny, preflight="check"), patch=patch)
     assert job.wait() == [1]
     assert (
-        "PreflightError: out of memory in a step for 2.50 GiB more. Start the same command again with "
+        "StepTooBigError: out of memory in a step for 2.50 GiB more. Start the same command again with "
         "train.grad_acc_tokens=32 (now 64) or train.gradient_checkpointing=true or strategy=fsdp on several GPUs"
     ) in job.errors()

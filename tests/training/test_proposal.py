@@ -2,13 +2,17 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from forgetting_transformer.training.candidate import OUT_OF_MEMORY
 from forgetting_transformer.training.proposal import Point, Shape, best, overrides, search, table
+from tests.processes import free_port, shell_environment
 from tests.training.conftest import STEP, Job, changed, train
+from tests.waiting import HANG
 
 CHOICES = [
     Shape(checkpointing, compiled, strategy)
@@ -176,3 +180,24 @@ def test_what_the_checks_refuse_is_refused_once(tiny, tmp_path):
     job = Job(changed(tiny, preflight=True, train__max_tokens=10**6), patch=patch)
     assert job.wait() == [1]
     assert said.read_text() == "", "nothing was measured"
+
+
+@pytest.mark.slow
+def test_ranks_that_srun_started_know_each_other():
+    script = (
+        "from forgetting_transformer.training.proposal import _Ranks\n"
+        "with _Ranks() as ranks:\n"
+        "    print(ranks.gather(ranks.first))\n"
+    )
+    slurm = {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "7", "SLURM_NODELIST": "localhost"}
+    slurm |= {"SLURM_NODEID": "0", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env=shell_environment() | slurm | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [process.communicate(timeout=HANG)[0] for process in started] == ["[True, False]\n"] * 2

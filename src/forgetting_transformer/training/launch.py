@@ -57,7 +57,7 @@ def launch(config: Config) -> Fabric:
             strategy=_strategy(config, processes, shard_size),
             plugins=[_precision(config)],
         )
-    except (MisconfigurationException, TypeError, ValueError) as error:
+    except (MisconfigurationException, TypeError, ValueError, RuntimeError) as error:
         asked = f"fabric.devices={config.fabric.devices}, fabric.accelerator={config.fabric.accelerator}"
         raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
     if not under_cli:

@@ -26,13 +26,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from forgetting_transformer import console, elastic
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training import execution
 from forgetting_transformer.training.candidate import NO_MEMORY, OUT_OF_MEMORY
 from forgetting_transformer.training.checkpoint import steps_in
-from forgetting_transformer.training.config import Config
+from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.launch import expected_world_size
 from forgetting_transformer.training.preflight import size_in_words
 from forgetting_transformer.training.run_directory import RunDirectory
@@ -311,7 +312,12 @@ class _Ranks:
     """This process among those that a launcher has started; each runs the same candidates at the same time."""
 
     def __init__(self) -> None:
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        #: srun gives no address of the ranks; Fabric finds it out in the same way.
+        try:
+            self._slurm = SLURMEnvironment() if "WORLD_SIZE" not in os.environ and SLURMEnvironment.detect() else None
+        except RuntimeError as error:  # tasks that are not so many per node
+            raise ConfigError(f"SLURM: {' '.join(str(error).split())}") from error
+        self.world_size = self._slurm.world_size() if self._slurm else int(os.environ.get("WORLD_SIZE", 1))
         self.first = console.rank() == 0
         self.stopped = False
         #: Whether the last candidate was ended because another rank's had failed.
@@ -322,7 +328,11 @@ class _Ranks:
     def __enter__(self) -> "_Ranks":
         self._before = {number: signal.signal(number, self._stop) for number in _SIGNALS}
         if self.world_size > 1:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=4 * LIMIT_SECONDS))
+            place: dict[str, Any] = {}
+            if self._slurm:
+                address = f"tcp://{self._slurm.main_address}:{self._slurm.main_port}"
+                place = {"init_method": address, "rank": self._slurm.global_rank(), "world_size": self.world_size}
+            dist.init_process_group("gloo", timeout=timedelta(seconds=4 * LIMIT_SECONDS), **place)
             self._store = dist.PrefixStore("preflight", dist.distributed_c10d._get_default_store())
         return self
 
