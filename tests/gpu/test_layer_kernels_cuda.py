@@ -129,7 +129,7 @@ def test_few_tokens_stay_in_pytorch():
     assert not swiglu._takes_kernel(torch.randn(2048, 64, dtype=torch.float64, device=GPU))
 
 
-@pytest.mark.parametrize("name", ["forgetting_transformer", "mamba2"])
+@pytest.mark.parametrize("name", ["forgetting_transformer", "transformer"])
 def test_a_compiled_block_has_the_kernels_and_no_breaks(name):
     """Gradients under autocast agree with those of the same model without the kernels."""
     ids = torch.arange(2048, device=GPU)[None] % 61
@@ -153,11 +153,11 @@ def test_a_compiled_block_has_the_kernels_and_no_breaks(name):
 
     got, graphs = train(())
     want, plain = train((backends.TRITON,))
-    assert "residual_norm" in graphs and "residual_norm" not in plain
-    assert ("forgetting_transformer.swiglu" in graphs) == (name != "mamba2")
+    for op in ("forgetting_transformer.residual_norm", "forgetting_transformer.swiglu"):
+        assert op in graphs and op not in plain
     norms = [x.float().norm() for x in want]
     for a, b, size in zip(got, want, norms, strict=True):
-        assert (a.float() - b.float()).norm() <= 0.05 * size + 1e-3 * max(norms)
+        assert (a.float() - b.float()).norm() <= 0.1 * size + 1e-2 * max(norms)
 
 
 def test_a_compiled_layer_gives_the_bits_of_an_eager_one():
