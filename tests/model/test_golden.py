@@ -47,7 +47,7 @@ def build(golden: dict[str, Any], **changes: Any):
 
 
 def simple_gla_with_the_official_defect(
-    q, k, v, log_decay, *, scale, initial_state_BHKV=None, output_final_state=False
+    q, k, x, log_decay, *, scale, step_BTH, skip_H, initial_state_BHKV=None, output_final_state=False
 ):
     """Mamba-2's recurrence as the official PyTorch path computes it, in chunks of 64.
 
@@ -56,6 +56,7 @@ def simple_gla_with_the_official_defect(
     Σ_{d ≥ c} decay(c → d). The CUDA kernels of mamba-ssm, which the authors' stack uses, are right.
     """
     chunk, (batch, length) = 64, q.shape[:2]
+    v = x * step_BTH[..., None]
     pad = -length % chunk
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, chunk)).flatten(0, 1) for x in (q, k, v))
     log_decay = F.pad(log_decay, (0, 0, 0, pad)).unflatten(1, (-1, chunk)).flatten(0, 1)
@@ -67,7 +68,8 @@ def simple_gla_with_the_official_defect(
         entering.append(factor[..., None, None] * made[:, c - 1])
     entering = torch.stack(entering, dim=1).flatten(0, 1)
     out, _ = simple_gla(q, k, v, log_decay, scale=scale, initial_state_BHKV=entering)
-    return out.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length], made[:, -1]
+    out = out.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
+    return out + skip_H[:, None] * x, made[:, -1]
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -173,7 +173,7 @@ def recorded_uses(model, dtype, monkeypatch) -> list[tuple]:
             calls.append(
                 (
                     op,
-                    q.shape[heads_axis],
+                    (v if op == "simple_gla" else q).shape[heads_axis],
                     k.shape[heads_axis],
                     q.shape[-1],
                     v.shape[-1],

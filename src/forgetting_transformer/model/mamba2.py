@@ -112,7 +112,7 @@ class Mamba2Mixer(StateSpaceMixer):
     context_heads = 0  # processes pass states on
 
     def op_use(self) -> OpUse:
-        return OpUse("simple_gla", self.num_heads, self.state_size, self.head_dim)
+        return OpUse("simple_gla", self.num_heads, self.state_size, self.head_dim, key_heads=self.n_groups)
 
     def mix(
         self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
@@ -124,23 +124,15 @@ class Mamba2Mixer(StateSpaceMixer):
         dt_BTH = F.softplus(dt_BTH.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
 
         log_decay_BTH = -self.A_log.float().exp() * dt_BTH
-        inputs = (
-            self._expand_groups(C_BTC),
-            self._expand_groups(B_BTC),
-            (x_BTHV * dt_BTH[..., None]).to(x_BTHV.dtype),
-            log_decay_BTH,
-        )
+        C_BTGK, B_BTGK = (x.unflatten(-1, (self.n_groups, self.state_size)) for x in (C_BTC, B_BTC))
+        inputs, options = (C_BTGK, B_BTGK, x_BTHV, log_decay_BTH), {"scale": 1.0, "step_BTH": dt_BTH}
         before_BHKV = states.get("ssm")
         if before_BHKV is None:
-            before_BHKV = state_before(simple_gla, inputs, log_decay_BTH.sum(1)[..., None, None], scale=1.0)
-        y_BTHV, state_BHKV = simple_gla(*inputs, scale=1.0, initial_state_BHKV=before_BHKV, output_final_state=True)
-        y_BTHV = (y_BTHV + self.D[:, None] * x_BTHV).to(x_BTHV.dtype)
+            before_BHKV = state_before(simple_gla, inputs, log_decay_BTH.sum(1)[..., None, None], **options)
+        y_BTHV, state_BHKV = simple_gla(
+            *inputs, **options, skip_H=self.D, initial_state_BHKV=before_BHKV, output_final_state=True
+        )
         return self.out_proj(self.norm(y_BTHV.flatten(-2), z_BTI)), {"conv": conv_BCW, "ssm": state_BHKV}
-
-    def _expand_groups(self, x_BTC: Tensor) -> Tensor:
-        """`(B, T, G·K)` to `(B, T, H, K)`: every head gets its group's vector. With one group, a view."""
-        x_BTGK = x_BTC.unflatten(-1, (self.n_groups, self.state_size))
-        return x_BTGK[:, :, :, None].expand(-1, -1, -1, self.num_heads // self.n_groups, -1).flatten(2, 3)
 
 
 class Mamba2Config(StateSpaceConfig):

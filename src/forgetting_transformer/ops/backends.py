@@ -25,7 +25,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "gated_norm": (TRITON, PYTORCH),
     "swiglu": (TRITON, PYTORCH),
     "residual_norm": (TRITON, PYTORCH),
-    "simple_gla": (FLA, PYTORCH),
+    "simple_gla": (TRITON, FLA, PYTORCH),  # Triton where heads share queries and keys
     "gla": (FLA, PYTORCH),
     "delta_rule": (FLA, PYTORCH),
     "gated_delta_rule": (FLA, PYTORCH),
@@ -44,6 +44,7 @@ _COSTS_OF_OP = {
     ("gated_norm", TRITON): "it takes several times as long",
     ("swiglu", TRITON): "a step takes a little longer",
     ("residual_norm", TRITON): "a step takes a little longer",
+    ("simple_gla", TRITON): "it takes several times as long, and copies queries and keys for every head",
 }
 _CURES = {
     GLUON: "install a Triton with which these kernels were measured: 3.6.0, 3.7.1 or 3.9.0",
@@ -72,7 +73,7 @@ class OpUse(NamedTuple):
         key_dim: channels of a head of queries and keys; short_convolution: taps; gated_norm: 1 with the gate before the
             norm, 0 behind it.
         value_dim: channels of a head of values; short_convolution, gated_norm and layers: all channels.
-        key_heads: attention: heads of keys and values. Default as many as of queries.
+        key_heads: attention: heads of keys and values; simple_gla: of queries and keys. Default as many as heads.
         is_gated: attention: whether it has forget gates; gated_norm: whether it has a gate.
         window: attention: keys that a query sees at most; None is all.
         packed: attention: whether documents are packed, with `cu_seqlens`.

@@ -178,6 +178,11 @@ def _recurrence_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
     if device.type != "cuda" or use.op not in backends.BACKENDS:
         return backends.PYTORCH
     index = torch.cuda.current_device() if device.index is None else device.index
+    groups = use.key_heads or use.heads
+    if use.op == "simple_gla" and recurrence.grouped.serves(
+        use.heads, groups, use.key_dim, use.value_dim, dtype, index
+    ):
+        return backends.TRITON
     served = recurrence.fla.serves(use.op, use.key_dim, use.value_dim, dtype, index)
     return backends.FLA if served else backends.PYTORCH
 
@@ -366,19 +371,25 @@ def check_recurrence(
         return torch.randn(shape, generator=generator)
 
     shape = (1, _RECURRENCE_LENGTH, use.heads)
+    of_keys = (1, _RECURRENCE_LENGTH, use.key_heads or use.heads, use.key_dim)
     inputs = {
-        "q": normal(*shape, use.key_dim).to(dtype),
-        "k": F.normalize(normal(*shape, use.key_dim), dim=-1).to(dtype),
+        "q": normal(*of_keys).to(dtype),
+        "k": F.normalize(normal(*of_keys), dim=-1).to(dtype),
         "v": normal(*shape, use.value_dim).to(dtype),
     }
     if use.op in ("delta_rule", "gated_delta_rule"):
         inputs["beta"] = normal(*shape).sigmoid()
     if use.op != "delta_rule":
         inputs["log_decay"] = F.logsigmoid(normal(*shape, *([use.key_dim] if use.op == "gla" else [])) + 2)
+    is_grouped = use.key_heads is not None
+    if is_grouped:
+        inputs |= {"step_BTH": F.softplus(normal(*shape)), "skip_H": normal(use.heads)}
     d_out = normal(*shape, use.value_dim).to(dtype)
 
     def run(*tensors: Tensor) -> Tensor:
-        return getattr(recurrence, use.op)(*tensors, scale=1.0)[0]
+        named = dict(zip(inputs, tensors, strict=True))
+        options = {name: named.pop(name) for name in ("step_BTH", "skip_H") if name in named}
+        return getattr(recurrence, use.op)(*named.values(), scale=1.0, **options)[0]
 
     def reference(*tensors: Tensor) -> Tensor:
         q, k, v, *others = tensors
@@ -386,9 +397,13 @@ def check_recurrence(
         return recurrence.reference.linear_recurrence(q, k, v, gates, 1.0, None)[0]
 
     got = _results(run, [x.to(device) for x in inputs.values()], d_out.to(device))
+    names = ["the output", *("the gradient of " + name.removesuffix("_BTH").removesuffix("_H") for name in inputs)]
+    if is_grouped:
+        # Gradients of queries and keys are sums over heads, so all are needed; in chunks, in float64 on the CPU.
+        want = _results(run, [x.double() for x in inputs.values()], d_out)
+        return max(zip((_relative_error(a.cpu(), b) for a, b in zip(got, want, strict=True)), names, strict=True))
     heads = sorted({0, use.heads - 1})
     want = _results(reference, [x[:, :, heads].double() for x in inputs.values()], d_out[:, :, heads])
-    names = ["the output", *(f"the gradient of {name}" for name in inputs)]
     errors = [_relative_error(a[:, :, heads].cpu(), b) for a, b in zip(got, want, strict=True)]
     return max(zip(errors, names, strict=True))
 

@@ -16,7 +16,8 @@ included, and need O(T) memory.
 Axes: `forgetting_transformer/ops/__init__.py`.
 
 Files: `reference.py` is the definition; `chunked.py` and, for selective_scan, `scan.py` run on any device; `fla.py`
-calls the Triton kernels of flash-linear-attention. FLOPs of each op stand beside its chunked form.
+calls the Triton kernels of flash-linear-attention; `ssd.py` has Triton kernels for simple_gla where heads share queries
+and keys, `grouped.py` says which calls they serve. FLOPs of each op stand beside its chunked form.
 """
 
 import math
@@ -26,7 +27,7 @@ from typing import Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from forgetting_transformer.ops.recurrence import chunked, fla, reference, scan
+from forgetting_transformer.ops.recurrence import chunked, fla, grouped, reference, scan
 from forgetting_transformer.ops.recurrence.chunked import (
     delta_rule_flops_per_token,
     gla_flops_per_token,
@@ -72,17 +73,29 @@ class Options(TypedDict, total=False):
 
 
 def simple_gla(
-    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, log_decay_BTH: Tensor, **options: Unpack[Options]
+    q_BTGK: Tensor,
+    k_BTGK: Tensor,
+    v_BTHV: Tensor,
+    log_decay_BTH: Tensor,
+    *,
+    step_BTH: Tensor | None = None,
+    skip_H: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor | None]:
-    """Linear attention with one decay per head and token.
+    """Linear attention with one decay per head and token, `S_t = a_t S_{t-1} + step_t k_t v_tᵀ`.
 
-    Mamba-2's state space is this with q = C, k = B, v = x·dt, log a = A·dt.
+    Mamba-2's state space is this with q = C, k = B, v = x, step = dt, log a = A·dt, skip = D.
 
     Args:
-        q_BTHK: queries; float16, bfloat16, float32 or float64.
-        k_BTHK: keys, in q's dtype.
-        v_BTHV: values, in q's dtype.
+        q_BTGK: queries; float16, bfloat16, float32 or float64. Heads g·H/G … (g + 1)·H/G - 1 share those of group g.
+        k_BTGK: keys, in q's dtype.
+        v_BTHV: values, in q's dtype; H is a multiple of G.
         log_decay_BTH: natural logarithms of the decays, finite, ≤ 0, any floating dtype; float32 is recommended.
+        step_BTH: factors of the values on their way into the state. Default 1.
+        skip_H: what is added to the output of a head is this times its values. Default 0.
+        cu_seqlens: packed documents: where each begins among the B·T tokens of all rows, one row after another, and
+            B·T, rising. No state goes on from one into the next; `initial_state` belongs to the first of each row.
         options: `scale=`, and what else `Options` has.
 
     Returns:
@@ -94,13 +107,46 @@ def simple_gla(
         ValueError: shapes, dtypes or devices do not fit together, or scale is not positive. The
             message names the argument.
     """
-    return _linear_recurrence("simple_gla", q_BTHK, k_BTHK, v_BTHV, Gates(log_decay=log_decay_BTH), **options)
+    scale, state_BHKV = options["scale"], options.get("initial_state_BHKV")
+    optional = {"step": (step_BTH, "BTH"), "skip": (skip_H, "H"), "initial_state": (state_BHKV, "BHKV")}
+    sequences = {"q": (q_BTGK, "BTGK"), "k": (k_BTGK, "BTGK"), "v": (v_BTHV, "BTHV")}
+    given = {name: x for name, x in optional.items() if x[0] is not None}
+    _check_recurrence(sequences, {"log_decay": (log_decay_BTH, "BTH"), **given}, scale)
+    (groups, key_dim), (heads, value_dim) = q_BTGK.shape[2:], v_BTHV.shape[2:]
+    if heads % groups:
+        raise ValueError(f"q has {groups} heads and v {heads}; the heads of v must be a multiple of those of q")
+    document_BT = None if cu_seqlens is None else grouped.documents(cu_seqlens, q_BTGK)
+    if (
+        q_BTGK.is_cuda
+        and q_BTGK.shape[1] > 1
+        and grouped.serves(heads, groups, key_dim, value_dim, q_BTGK.dtype, q_BTGK.device.index)
+    ):
+        with torch.autocast(q_BTGK.device.type, enabled=False):
+            found = grouped.run(
+                q_BTGK, k_BTGK, v_BTHV, log_decay_BTH, step_BTH, skip_H, state_BHKV, document_BT, float(scale)
+            )
+        if found is not None:
+            out_BTHV, state_BHKV = found
+            return out_BTHV, state_BHKV if options.get("output_final_state") else None
+    if document_BT is not None:
+        log_decay_BTH = grouped.end_with_documents(log_decay_BTH, document_BT)
+    added_BTHV = v_BTHV if step_BTH is None else (v_BTHV * step_BTH[..., None]).to(v_BTHV.dtype)
+    if groups < heads:
+        q_BTGK, k_BTGK = (grouped.for_every_head(x, heads) for x in (q_BTGK, k_BTGK))
+    gates = Gates(log_decay=log_decay_BTH)
+    out_BTHV, final_state = _linear_recurrence("simple_gla", q_BTGK, k_BTGK, added_BTHV, gates, **options)
+    if skip_H is not None:
+        out_BTHV = (out_BTHV + skip_H[:, None] * v_BTHV).to(v_BTHV.dtype)
+    return out_BTHV, final_state
 
 
 def gla(
     q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, log_decay_BTHK: Tensor, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor | None]:
-    """Linear attention with one decay per key channel and token (HGRN2). Arguments and results: see `simple_gla`."""
+    """Linear attention with one decay per key channel and token (HGRN2).
+
+    As many queries and keys as values, decays `(B, T, H, K)`. Other arguments and results: see `simple_gla`.
+    """
     return _linear_recurrence("gla", q_BTHK, k_BTHK, v_BTHV, Gates(log_decay=log_decay_BTHK), **options)
 
 
@@ -142,13 +188,7 @@ def _linear_recurrence(
     """Check the arguments of an op with queries, keys and values, and run it on the fastest backend."""
     sequences = {"q": (q_BTHK, "BTHK"), "k": (k_BTHK, "BTHK"), "v": (v_BTHV, "BTHV")}
     wanted = {name: (getattr(gates, name), axes) for name, axes in _GATE_AXES[op].items()}
-    _check(sequences | wanted | {"initial_state": (initial_state_BHKV, "BHKV")})
-    for name in ("k", "v"):
-        dtype = sequences[name][0].dtype
-        if dtype != q_BTHK.dtype:
-            raise ValueError(f"{name} is {dtype} and q {q_BTHK.dtype}; cast q, k and v to one dtype")
-    if not (math.isfinite(scale) and scale > 0):
-        raise ValueError(f"scale is {scale}; it must be a positive finite number, such as 1/√K")
+    _check_recurrence(sequences, wanted | {"initial_state": (initial_state_BHKV, "BHKV")}, scale)
     backend = _select_backend(op, q_BTHK, v_BTHV)
     with torch.autocast(q_BTHK.device.type, enabled=False):
         out, state = backend.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, gates, float(scale), initial_state_BHKV)
@@ -197,6 +237,20 @@ def _select_backend(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> ModuleType:
     if q_BTHK.is_cuda and fla.supports(op, q_BTHK, v_BTHV):
         return fla
     return chunked
+
+
+def _check_recurrence(
+    sequences: dict[str, tuple[Tensor, str]], others: dict[str, tuple[Tensor | None, str]], scale: float
+) -> None:
+    """Refuse queries, keys and values, and what goes with them, that do not fit together."""
+    _check(sequences | others)
+    q = sequences["q"][0]
+    for name in ("k", "v"):
+        dtype = sequences[name][0].dtype
+        if dtype != q.dtype:
+            raise ValueError(f"{name} is {dtype} and q {q.dtype}; cast q, k and v to one dtype")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"scale is {scale}; it must be a positive finite number, such as 1/√K")
 
 
 def _check(arguments: dict[str, tuple[Tensor | None, str]]) -> None:

@@ -182,8 +182,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log decays, steps, skip (empty without one) and the initial state."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    return dq, dk, dv, *backward_into(
-        dq, dk, dv, d_out, d_final_state, q, k, v, log_decay, step, skip, initial_state, documents, scale
+    return (
+        dq,
+        dk,
+        dv,
+        *backward_into(
+            dq, dk, dv, d_out, d_final_state, q, k, v, log_decay, step, skip, initial_state, documents, scale
+        ),
     )
 
 

@@ -93,7 +93,7 @@ def _decay_of_pairs(
     return tl.math.exp2(tl.where(seen, difference, float("-inf")))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "num_chunks"])
 def decay_kernel(
     log_decay_ptr, log_decay_0, log_decay_1, log_decay_2, step_ptr, step_0, step_1, step_2, sums_ptr, steps_ptr,
     heads, length, num_chunks, minimum,
@@ -117,7 +117,7 @@ def decay_kernel(
     tl.store(steps_ptr + at, step, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "num_chunks"])
 def score_kernel(
     q_ptr, q_0, q_1, q_2, k_ptr, k_0, k_1, k_2, scores_ptr, length, num_chunks, groups,
     CHUNK: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
@@ -135,7 +135,7 @@ def score_kernel(
         tl.store(scores_ptr + (chunk * groups + group) * CHUNK * CHUNK + (row * CHUNK + column), score)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "num_chunks"])
 def state_kernel(
     k_ptr, k_0, k_1, k_2, v_ptr, v_0, v_1, v_2, sums_ptr, steps_ptr, documents_ptr, start_ptr, states_ptr, end_ptr,
     heads, group, length, num_chunks, scale,
@@ -186,7 +186,7 @@ def _place(heads, num_chunks, CHUNK: tl.constexpr, TILE: tl.constexpr):
     return sequence, head, sequence * heads + head, n, n * CHUNK, tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "num_chunks"])
 def output_kernel(
     q_ptr, q_0, q_1, q_2, v_ptr, v_0, v_1, v_2, out_ptr, out_0, out_1, out_2,
     scores_ptr, states_ptr, sums_ptr, steps_ptr, documents_ptr, skip_ptr,
@@ -217,7 +217,7 @@ def output_kernel(
     _store_rows(out_ptr + sequence * out_0 + head * out_2, out_1, start, length, acc, TILE, VALUES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "num_chunks"])
 def value_gradient_kernel(
     k_ptr, k_0, k_1, k_2, v_ptr, v_0, v_1, v_2, d_out_ptr, d_out_0, d_out_1, d_out_2, dv_ptr, dv_0, dv_1, dv_2,
     d_step_ptr, d_step_0, d_step_1, d_step_2,
@@ -272,7 +272,7 @@ def value_gradient_kernel(
     tl.store(d_step + tl.arange(0, TILE) * d_step_1, tl.sum(v_tile * acc, axis=1), mask=token < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "length", "num_chunks"])
 def key_gradient_kernel(
     k_ptr, k_0, k_1, k_2, v_ptr, v_0, v_1, v_2, states_ptr, sums_ptr, steps_ptr, documents_ptr, part_ptr, gate_ptr,
     batch, heads, group, length, num_chunks, scale,
@@ -310,7 +310,7 @@ def key_gradient_kernel(
     tl.store(at + (tl.arange(0, TILE)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]), acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "length", "num_chunks"])
 def score_gradient_kernel(
     v_ptr, v_0, v_1, v_2, d_out_ptr, d_out_0, d_out_1, d_out_2, scores_ptr, sums_ptr, steps_ptr, documents_ptr,
     part_ptr, row_ptr, column_ptr, batch, heads, group, length, num_chunks, scale,
@@ -355,7 +355,7 @@ def score_gradient_kernel(
         tl.store(at + (row * CHUNK + column), acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "length", "num_chunks"])
 def group_gradient_kernel(
     q_ptr, q_0, q_1, q_2, k_ptr, k_0, k_1, k_2, dq_ptr, dq_0, dq_1, dq_2, dk_ptr, dk_0, dk_1, dk_2,
     q_part_ptr, k_part_ptr, score_part_ptr, batch, length, num_chunks,
@@ -393,7 +393,7 @@ def group_gradient_kernel(
     _store_rows(dk_ptr + sequence * dk_0 + group * dk_2, dk_1, start, length, dk, TILE, KEYS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "length", "num_chunks"])
 def decay_gradient_kernel(
     row_ptr, column_ptr, read_ptr, added_ptr, through_ptr, d_log_decay_ptr, d_log_decay_0, d_log_decay_1, d_log_decay_2,
     batch, heads, length, num_chunks,
