@@ -56,7 +56,7 @@ def simple_gla_with_the_official_defect(
     Σ_{d ≥ c} decay(c → d). The CUDA kernels of mamba-ssm, which the authors' stack uses, are right.
     """
     chunk, (batch, length) = 64, q.shape[:2]
-    v = x * step_BTH[..., None]
+    v = (x * step_BTH[..., None]).to(x.dtype)
     pad = -length % chunk
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, chunk)).flatten(0, 1) for x in (q, k, v))
     log_decay = F.pad(log_decay, (0, 0, 0, pad)).unflatten(1, (-1, chunk)).flatten(0, 1)
@@ -69,7 +69,7 @@ def simple_gla_with_the_official_defect(
     entering = torch.stack(entering, dim=1).flatten(0, 1)
     out, _ = simple_gla(q, k, v, log_decay, scale=scale, initial_state_BHKV=entering)
     out = out.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
-    return out + skip_H[:, None] * x, made[:, -1]
+    return (out + skip_H[:, None] * x).to(x.dtype), made[:, -1]
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
