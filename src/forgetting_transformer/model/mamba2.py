@@ -29,8 +29,10 @@ from forgetting_transformer.model.state_space import (
     StateSpaceMixer,
     StateSpaceModel,
 )
+from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import simple_gla, simple_gla_flops_per_token
+from forgetting_transformer.ops.recurrence.grouped import run_convolved
 
 
 class Mamba2Mixer(StateSpaceMixer):
@@ -118,21 +120,45 @@ class Mamba2Mixer(StateSpaceMixer):
         self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Any]]:
         z_BTI, xBC_BTC, dt_BTH = self.in_proj(hidden_BTE).split(self.projected_sizes, dim=-1)
-        xBC_BTC, conv_BCW = self.convolve(xBC_BTC, padding_BT, states.get("conv"))
+        dt_BTH = F.softplus(dt_BTH.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
+        log_decay_BTH = -self.A_log.float().exp() * dt_BTH
+        found = None
+        if padding_BT is None and context.active() is None:
+            found = run_convolved(
+                xBC_BTC,
+                self.conv1d.weight,
+                self.conv1d.bias,
+                states.get("conv"),
+                log_decay_BTH,
+                dt_BTH,
+                self.D,
+                states.get("ssm"),
+                groups=self.n_groups,
+                key_dim=self.state_size,
+                scale=1.0,
+            )
+        if found is None:
+            xBC_BTC, conv_BCW = self.convolve(xBC_BTC, padding_BT, states.get("conv"))
+            y_BTHV, state_BHKV = self._read_states(xBC_BTC, dt_BTH, log_decay_BTH, states.get("ssm"))
+        else:
+            y_BTHV, state_BHKV, conv_BCW = found
+        return self.out_proj(self.norm(y_BTHV.flatten(-2), z_BTI)), {"conv": conv_BCW, "ssm": state_BHKV}
+
+    def _read_states(
+        self, xBC_BTC: Tensor, dt_BTH: Tensor, log_decay_BTH: Tensor, before_BHKV: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """y `(B, T, H, V)` of convolved inputs, and the state after the last token."""
         x_BTI, B_BTC, C_BTC = xBC_BTC.split(self.conv_sizes, dim=-1)
         x_BTHV = x_BTI.unflatten(-1, (self.num_heads, self.head_dim))
-        dt_BTH = F.softplus(dt_BTH.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
-
-        log_decay_BTH = -self.A_log.float().exp() * dt_BTH
         C_BTGK, B_BTGK = (x.unflatten(-1, (self.n_groups, self.state_size)) for x in (C_BTC, B_BTC))
         inputs, options = (C_BTGK, B_BTGK, x_BTHV, log_decay_BTH), {"scale": 1.0, "step_BTH": dt_BTH}
-        before_BHKV = states.get("ssm")
         if before_BHKV is None:
             before_BHKV = state_before(simple_gla, inputs, log_decay_BTH.sum(1)[..., None, None], **options)
         y_BTHV, state_BHKV = simple_gla(
             *inputs, **options, skip_H=self.D, initial_state_BHKV=before_BHKV, output_final_state=True
         )
-        return self.out_proj(self.norm(y_BTHV.flatten(-2), z_BTI)), {"conv": conv_BCW, "ssm": state_BHKV}
+        assert state_BHKV is not None
+        return y_BTHV, state_BHKV
 
 
 class Mamba2Config(StateSpaceConfig):

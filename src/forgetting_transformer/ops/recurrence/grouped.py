@@ -3,12 +3,14 @@
 Importing this imports no Triton. Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from forgetting_transformer.ops import backends
+from forgetting_transformer.ops import backends, short_convolution
 
-_MODULE = "forgetting_transformer.ops.recurrence.ssd"
+_MODULE = "forgetting_transformer.ops.recurrence.convolved_ssd"  # which imports ssd.py
 _KEY_DIMS, _VALUE_DIMS = (16, 32, 64, 128, 256), (16, 32, 64, 128)
 # Numbers of a state, which programs hold whole in the shared memory of the smallest GPUs.
 _MAX_STATE = 128 * 128
@@ -45,13 +47,60 @@ def run(
     """Output and final state; None, after a warning, where Triton cannot compile the kernels. Only where `serves`."""
     if step_BTH is None:
         step_BTH = torch.ones((), dtype=torch.float32, device=v_BTHV.device).expand(log_decay_BTH.shape)
-    skip_H = None if skip_H is None else skip_H.float()
-    state = None if initial_state_BHKV is None else initial_state_BHKV.float()
-    arguments = (q_BTGK, k_BTGK, v_BTHV, log_decay_BTH, step_BTH.float(), skip_H, state, document_BT, scale)
+    gates = (log_decay_BTH, step_BTH.float(), _float(skip_H), _float(initial_state_BHKV))
+    return _call("ssd", q_BTGK, k_BTGK, v_BTHV, *gates, document_BT, scale)
+
+
+def run_convolved(
+    x_BTC: Tensor,
+    weight_C1W: Tensor,
+    bias_C: Tensor | None,
+    previous_BCW: Tensor | None,
+    log_decay_BTH: Tensor,
+    step_BTH: Tensor,
+    skip_H: Tensor | None,
+    initial_state_BHKV: Tensor | None,
+    *,
+    groups: int,
+    key_dim: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`simple_gla` of what `silu(short_convolution(x))` gives: values, keys and queries, side by side in C.
+
+    Keeps x for the backward pass, and nothing that comes from it.
+
+    Args:
+        x_BTC, weight_C1W, bias_C, previous_BCW: of `short_convolution`.
+        log_decay_BTH, step_BTH, skip_H, initial_state_BHKV, scale: of `simple_gla`.
+        groups, key_dim: G and K.
+
+    Returns:
+        Output `(B, T, H, V)`, final state, and the last inputs of the convolution. None where the kernels of one of the
+        two do not serve the call: make two of it.
+    """
+    (length, heads), taps = log_decay_BTH.shape[1:], weight_C1W.shape[-1]
+    value_dim = (x_BTC.shape[2] - 2 * groups * key_dim) // heads
+    dtype, index = x_BTC.dtype, x_BTC.device.index
+    if not x_BTC.is_cuda or length == 1 or not serves(heads, groups, key_dim, value_dim, dtype, index):
+        return None
+    if not short_convolution.kernel_serves(dtype, taps, 1, 0, index):
+        return None
+    with torch.autocast(x_BTC.device.type, enabled=False):
+        gates = (log_decay_BTH, step_BTH.float(), _float(skip_H), _float(initial_state_BHKV))
+        return _call("convolved_ssd", x_BTC, weight_C1W, bias_C, previous_BCW, *gates, groups, key_dim, scale)
+
+
+def _float(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float()
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    """An operator's results; None, after a warning, where Triton cannot compile its kernels."""
+    operator = getattr(torch.ops.forgetting_transformer, name)
     if torch.compiler.is_compiling():
-        return torch.ops.forgetting_transformer.ssd(*arguments)
+        return operator(*arguments)
     try:
-        return torch.ops.forgetting_transformer.ssd(*arguments)
+        return operator(*arguments)
     except Exception as error:  # what a compiler raises is not one class
         if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
             raise
