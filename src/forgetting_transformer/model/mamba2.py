@@ -6,6 +6,7 @@ Duality", ICML 2024. Parameter names, config keys and `model_type` are those of 
 Axes: `forgetting_transformer/ops/__init__.py`. I is H·V; C is I + 2·G·K, of which B and C have G·K each.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
 from forgetting_transformer.model.layers import (
@@ -142,7 +144,17 @@ class Mamba2Mixer(StateSpaceMixer):
             y_BTHV, state_BHKV = self._read_states(xBC_BTC, dt_BTH, log_decay_BTH, states.get("ssm"))
         else:
             y_BTHV, state_BHKV, conv_BCW = found
-        return self.out_proj(self.norm(y_BTHV.flatten(-2), z_BTI)), {"conv": conv_BCW, "ssm": state_BHKV}
+        out_BTE = self._project(y_BTHV.flatten(-2), z_BTI)
+        return out_BTE, {"conv": conv_BCW, "ssm": state_BHKV}
+
+    def _project(self, y_BTI: Tensor, z_BTI: Tensor) -> Tensor:
+        """Norm and output projection; the norm is computed again in the backward pass, which needs its output."""
+        if not torch.is_grad_enabled():
+            return self._norm_and_project(y_BTI, z_BTI)
+        return checkpoint(self._norm_and_project, y_BTI, z_BTI, use_reentrant=False, preserve_rng_state=False)
+
+    def _norm_and_project(self, y_BTI: Tensor, z_BTI: Tensor) -> Tensor:
+        return self.out_proj(self.norm(y_BTI, z_BTI))
 
     def _read_states(
         self, xBC_BTC: Tensor, dt_BTH: Tensor, log_decay_BTH: Tensor, before_BHKV: Tensor | None
@@ -151,12 +163,11 @@ class Mamba2Mixer(StateSpaceMixer):
         x_BTI, B_BTC, C_BTC = xBC_BTC.split(self.conv_sizes, dim=-1)
         x_BTHV = x_BTI.unflatten(-1, (self.num_heads, self.head_dim))
         C_BTGK, B_BTGK = (x.unflatten(-1, (self.n_groups, self.state_size)) for x in (C_BTC, B_BTC))
-        inputs, options = (C_BTGK, B_BTGK, x_BTHV, log_decay_BTH), {"scale": 1.0, "step_BTH": dt_BTH}
+        read = functools.partial(simple_gla, scale=1.0, step_BTH=dt_BTH)
+        inputs = (C_BTGK, B_BTGK, x_BTHV, log_decay_BTH)
         if before_BHKV is None:
-            before_BHKV = state_before(simple_gla, inputs, log_decay_BTH.sum(1)[..., None, None], **options)
-        y_BTHV, state_BHKV = simple_gla(
-            *inputs, **options, skip_H=self.D, initial_state_BHKV=before_BHKV, output_final_state=True
-        )
+            before_BHKV = state_before(read, inputs, log_decay_BTH.sum(1)[..., None, None])
+        y_BTHV, state_BHKV = read(*inputs, skip_H=self.D, initial_state_BHKV=before_BHKV, output_final_state=True)
         assert state_BHKV is not None
         return y_BTHV, state_BHKV
 

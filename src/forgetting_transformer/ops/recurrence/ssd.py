@@ -157,9 +157,9 @@ def forward_into(
     sums, steps = _decays(call, log_decay, step, q)
     scores = _scores(call, q, k)
     states, final_state = _states(call, k, v, sums, steps, documents, initial_state, 1.0, reverse=False)
-    kernels.output_kernel[(call.per_row * call.heads,)](
+    kernels.output_kernel[(call.per_row, call.heads // call.block)](
         *_locate(q), *_locate(v), *_locate(out), scores, states, sums, steps, documents, skip,
-        call.heads, call.group, call.length, call.chunks, scale, HAS_SKIP=skip is not None,
+        call.heads, call.group, call.length, call.chunks, scale, HAS_SKIP=skip is not None, HEADS=call.block,
         HAS_DOCUMENTS=documents is not None, KEYS=call.keys, VALUES=call.values, PRECISION="ieee", **call.common,
     )  # fmt: skip
     return final_state
@@ -232,11 +232,11 @@ def backward_into(
     has = {"HAS_DOCUMENTS": documents is not None, "PRECISION": "ieee"}
     sizes = {"KEYS": call.keys, "VALUES": call.values}
     d_log_decay, d_step = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (log_decay, step))
-    d_skip, through = empty(call.batch, call.heads, call.chunks * (chunk // tile)), empty(call.rows, call.chunks)
-    kernels.value_gradient_kernel[(call.per_row * call.heads,)](
+    d_skip, through = (empty(call.batch, call.heads, call.chunks * (chunk // tile)) for _ in range(2))
+    kernels.value_gradient_kernel[(call.per_row, call.heads // call.block)](
         *_locate(k), *_locate(v), *_locate(d_out), *_locate(dv), d_step, *d_step.stride(),
         scores, states, d_states, sums, steps, documents, skip, d_skip, through, *lengths, scale,
-        HAS_SKIP=skip is not None, **has, **sizes, **call.common,
+        HAS_SKIP=skip is not None, HEADS=call.block, **has, **sizes, **call.common,
     )  # fmt: skip
 
     blocks = call.heads // call.block

@@ -160,30 +160,39 @@ def state_kernel(
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if HAS_START:
         state += tl.load(start_ptr + z * KEYS * VALUES + cell)
+    # What weighs the tokens of a chunk is loaded a chunk ahead: the loop would wait for it.
+    row = tl.arange(0, CHUNK)
+    n = num_chunks - 1 if REVERSE else 0
+    total, last = tl.load(sums + n * CHUNK + row), tl.load(sums + n * CHUNK + (CHUNK - 1))
+    step = tl.load(steps + n * CHUNK + row)
     for m in range(num_chunks):
         n = num_chunks - 1 - m if REVERSE else m
+        following = tl.maximum(n - 1, 0) if REVERSE else tl.minimum(n + 1, num_chunks - 1)
+        next_total, next_last = tl.load(sums + following * CHUNK + row), tl.load(sums + following * CHUNK + (CHUNK - 1))
+        next_step = tl.load(steps + following * CHUNK + row)
         first = n * CHUNK
         tl.store(states + (z * 0 + n) * KEYS * VALUES + cell, state.to(states_ptr.dtype.element_ty))
-        weight = _state_weight(
-            sums, steps, documents, first, first, length, scale, REVERSE, HAS_DOCUMENTS, CHUNK, CHUNK
-        )
-        factor = _power(tl.load(sums + first + (CHUNK - 1)))
+        weight = _power(total) * scale if REVERSE else _power(last - total) * step
+        factor = _power(last)
         if HAS_DOCUMENTS:
             before, after = _ends(documents, first, length, CHUNK)
+            own = tl.load(documents + tl.minimum(first + row, length - 1))
+            weight = tl.where(own == (before if REVERSE else after), weight, 0.0)
             factor = tl.where(before == after, factor, 0.0)
         k_tile = _rows(k, k_1, first, length, CHUNK, BLOCK_K)
         v_tile = (_rows(v, v_1, first, length, CHUNK, BLOCK_V) * weight[:, None]).to(k_tile.dtype)
         state = tl.dot(tl.trans(k_tile), v_tile, state * factor, input_precision=PRECISION)
+        total, last, step = next_total, next_last, next_step
     tl.store(end_ptr + z * KEYS * VALUES + cell, state)
 
 
 @triton.jit
-def _place(heads, num_chunks, CHUNK: tl.constexpr, TILE: tl.constexpr):
-    """Of a program per tile and head, neighbours with the same tile: sequence, head, z, chunk, first token, tile."""
-    head, rest = tl.program_id(0) % heads, tl.program_id(0) // heads
-    tile, rest = rest % (CHUNK // TILE), rest // (CHUNK // TILE)
-    sequence, n = (rest // num_chunks).to(tl.int64), rest % num_chunks
-    return sequence, head, sequence * heads + head, n, n * CHUNK, tile
+def _place(num_chunks, group, CHUNK: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr):
+    """Of a program per tile and block of heads: sequence, chunk, first token, tile, block, and what it shares."""
+    tile, chunk = tl.program_id(0) % (CHUNK // TILE), tl.program_id(0) // (CHUNK // TILE)
+    sequence, n = (chunk // num_chunks).to(tl.int64), chunk % num_chunks
+    block = tl.program_id(1)
+    return sequence, n, n * CHUNK, tile, block, block * HEADS // group
 
 
 @triton.jit(do_not_specialize=["length", "num_chunks"])
@@ -191,30 +200,32 @@ def output_kernel(
     q_ptr, q_0, q_1, q_2, v_ptr, v_0, v_1, v_2, out_ptr, out_0, out_1, out_2,
     scores_ptr, states_ptr, sums_ptr, steps_ptr, documents_ptr, skip_ptr,
     heads, group, length, num_chunks, scale,
-    HAS_SKIP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SKIP: tl.constexpr, HEADS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of a tile of queries."""
-    sequence, head, z, n, first, tile = _place(heads, num_chunks, CHUNK, TILE)
+    """The outputs of a tile of queries, for HEADS heads that share it."""
+    sequence, n, first, tile, block, shared = _place(num_chunks, group, CHUNK, TILE, HEADS)
     start = first + tile * TILE
-    sums, steps = sums_ptr + z * num_chunks * CHUNK, steps_ptr + z * num_chunks * CHUNK
     documents = documents_ptr + sequence * length if HAS_DOCUMENTS else documents_ptr
-    v = v_ptr + sequence * v_0 + head * v_2
-    q_tile = _rows(q_ptr + sequence * q_0 + head // group * q_2, q_1, start, length, TILE, KEYS)
-    state = _matrix(states_ptr + (z * num_chunks + n) * KEYS * VALUES, KEYS, VALUES)
-    weight = _state_weight(sums, steps, documents, first, start, length, scale, True, HAS_DOCUMENTS, CHUNK, TILE)
-    acc = tl.dot(q_tile, state, input_precision=PRECISION) * weight[:, None]
-    scores = scores_ptr + ((sequence * num_chunks + n) * (heads // group) + head // group) * CHUNK * CHUNK
-    row = tile * TILE + tl.arange(0, TILE)[:, None]
-    for j in range(0, tile + 1):
-        column = j * TILE + tl.arange(0, TILE)[None, :]
+    q_tile = _rows(q_ptr + sequence * q_0 + shared * q_2, q_1, start, length, TILE, KEYS)
+    row, column = tile * TILE + tl.arange(0, TILE)[:, None], tl.arange(0, CHUNK)[None, :]
+    scores = scores_ptr + ((sequence * num_chunks + n) * (heads // group) + shared) * CHUNK * CHUNK
+    score = tl.load(scores + (row * CHUNK + column), mask=row >= column, other=0.0)
+    for h in range(HEADS):
+        head = block * HEADS + h
+        z = sequence * heads + head
+        sums, steps = sums_ptr + z * num_chunks * CHUNK, steps_ptr + z * num_chunks * CHUNK
+        state = _matrix(states_ptr + (z * num_chunks + n) * KEYS * VALUES, KEYS, VALUES)
+        v = v_ptr + sequence * v_0 + head * v_2
+        v_tile = _rows(v, v_1, first, length, CHUNK, VALUES)
+        weight = _state_weight(sums, steps, documents, first, start, length, scale, True, HAS_DOCUMENTS, CHUNK, TILE)
         decay = _decay_of_pairs(sums, documents, first, row, column, length, HAS_DOCUMENTS)
-        weight_of_pairs = tl.load(scores + (row * CHUNK + column)) * decay * (tl.load(steps + first + column) * scale)
-        v_tile = _rows(v, v_1, first + j * TILE, length, TILE, VALUES)
-        acc = tl.dot(weight_of_pairs.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-    if HAS_SKIP:
-        acc += tl.load(skip_ptr + head) * _rows(v, v_1, start, length, TILE, VALUES).to(tl.float32)
-    _store_rows(out_ptr + sequence * out_0 + head * out_2, out_1, start, length, acc, TILE, VALUES)
+        pairs = score * decay * (tl.load(steps + first + column) * scale)
+        acc = tl.dot(q_tile, state, input_precision=PRECISION) * weight[:, None]
+        acc = tl.dot(pairs.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        if HAS_SKIP:
+            acc += tl.load(skip_ptr + head) * _rows(v, v_1, start, length, TILE, VALUES).to(tl.float32)
+        _store_rows(out_ptr + sequence * out_0 + head * out_2, out_1, start, length, acc, TILE, VALUES)
 
 
 @triton.jit(do_not_specialize=["length", "num_chunks"])
@@ -223,53 +234,53 @@ def value_gradient_kernel(
     d_step_ptr, d_step_0, d_step_1, d_step_2,
     scores_ptr, states_ptr, d_states_ptr, sums_ptr, steps_ptr, documents_ptr, skip_ptr, d_skip_ptr, through_ptr,
     heads, group, length, num_chunks, scale,
-    HAS_SKIP: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SKIP: tl.constexpr, HEADS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile's values and steps, and its part of skip's `(Z, n, tiles)`.
+    """Gradients of a tile's values and steps, for HEADS heads that share its keys.
 
-    The first tile of a chunk also finds the gradient of the chunk's whole log decay that comes through its state
-    `(Z, n)`.
+    Also per tile its part of the gradient of skip, and of the gradient of the chunk's whole log decay that comes
+    through its state, `(Z, n, tiles)` both.
     """
-    sequence, head, z, n, first, tile = _place(heads, num_chunks, CHUNK, TILE)
     TILES: tl.constexpr = CHUNK // TILE
+    sequence, n, first, tile, block, shared = _place(num_chunks, group, CHUNK, TILE, HEADS)
     start = first + tile * TILE
-    sums, steps = sums_ptr + z * num_chunks * CHUNK, steps_ptr + z * num_chunks * CHUNK
     documents = documents_ptr + sequence * length if HAS_DOCUMENTS else documents_ptr
-    d_out = d_out_ptr + sequence * d_out_0 + head * d_out_2
-    k_tile = _rows(k_ptr + sequence * k_0 + head // group * k_2, k_1, start, length, TILE, KEYS)
-    d_state = _matrix(d_states_ptr + (z * num_chunks + n) * KEYS * VALUES, KEYS, VALUES)
-    if tile == 0:
-        state = _matrix(states_ptr + (z * num_chunks + n) * KEYS * VALUES, KEYS, VALUES)
-        through = tl.sum(state.to(tl.float32) * d_state.to(tl.float32)) * _power(tl.load(sums + first + (CHUNK - 1)))
+    k_tile = _rows(k_ptr + sequence * k_0 + shared * k_2, k_1, start, length, TILE, KEYS)
+    token = start + tl.arange(0, TILE)
+    column, row = tile * TILE + tl.arange(0, TILE)[:, None], tl.arange(0, CHUNK)[None, :]
+    scores = scores_ptr + ((sequence * num_chunks + n) * (heads // group) + shared) * CHUNK * CHUNK
+    score = tl.load(scores + (row * CHUNK + column), mask=row >= column, other=0.0)
+    for h in range(HEADS):
+        head = block * HEADS + h
+        z = sequence * heads + head
+        sums, steps = sums_ptr + z * num_chunks * CHUNK, steps_ptr + z * num_chunks * CHUNK
+        state_of_chunk = (z * num_chunks + n) * KEYS * VALUES
+        d_state = _matrix(d_states_ptr + state_of_chunk, KEYS, VALUES)
+        d_out = d_out_ptr + sequence * d_out_0 + head * d_out_2
+        d_out_tile = _rows(d_out, d_out_1, first, length, CHUNK, VALUES)
+        last = tl.load(sums + first + (CHUNK - 1))
+        weight, factor = _power(last - tl.load(sums + token)), _power(last)
         if HAS_DOCUMENTS:
             before, after = _ends(documents, first, length, CHUNK)
-            through = tl.where(before == after, through, 0.0)
-        tl.store(through_ptr + z * num_chunks + n, through)
-    token = start + tl.arange(0, TILE)
-    total = tl.load(sums + token)
-    weight = _power(tl.load(sums + first + (CHUNK - 1)) - total)
-    if HAS_DOCUMENTS:
-        before, after = _ends(documents, first, length, CHUNK)
-        weight = tl.where(tl.load(documents + tl.minimum(token, length - 1)) == after, weight, 0.0)
-    acc = tl.dot(k_tile, d_state, input_precision=PRECISION) * weight[:, None]
-    scores = scores_ptr + ((sequence * num_chunks + n) * (heads // group) + head // group) * CHUNK * CHUNK
-    column = tile * TILE + tl.arange(0, TILE)[:, None]
-    for i in range(tile, TILES):
-        row = i * TILE + tl.arange(0, TILE)[None, :]
-        decay = _decay_of_pairs(sums, documents, first, row, column, length, HAS_DOCUMENTS)
-        weight_of_pairs = tl.load(scores + (row * CHUNK + column)) * decay * scale
-        d_out_tile = _rows(d_out, d_out_1, first + i * TILE, length, TILE, VALUES)
-        acc = tl.dot(weight_of_pairs.to(d_out_tile.dtype), d_out_tile, acc, input_precision=PRECISION)
-    v_tile = _rows(v_ptr + sequence * v_0 + head * v_2, v_1, start, length, TILE, VALUES).to(tl.float32)
-    dv = acc * tl.load(steps + token)[:, None]
-    if HAS_SKIP:
-        d_out_tile = _rows(d_out, d_out_1, start, length, TILE, VALUES).to(tl.float32)
-        dv += tl.load(skip_ptr + head) * d_out_tile
-        tl.store(d_skip_ptr + (z * num_chunks + n) * TILES + tile, tl.sum(v_tile * d_out_tile))
-    _store_rows(dv_ptr + sequence * dv_0 + head * dv_2, dv_1, start, length, dv, TILE, VALUES)
-    d_step = d_step_ptr + sequence * d_step_0 + head * d_step_2 + (sequence * 0 + start) * d_step_1
-    tl.store(d_step + tl.arange(0, TILE) * d_step_1, tl.sum(v_tile * acc, axis=1), mask=token < length)
+            weight = tl.where(tl.load(documents + tl.minimum(token, length - 1)) == after, weight, 0.0)
+            factor = tl.where(before == after, factor, 0.0)
+        pairs = score * _decay_of_pairs(sums, documents, first, row, column, length, HAS_DOCUMENTS) * scale
+        acc = tl.dot(k_tile, d_state, input_precision=PRECISION) * weight[:, None]
+        acc = tl.dot(pairs.to(d_out_tile.dtype), d_out_tile, acc, input_precision=PRECISION)
+        v_own = _rows(v_ptr + sequence * v_0 + head * v_2, v_1, start, length, TILE, VALUES).to(tl.float32)
+        dv = acc * tl.load(steps + token)[:, None]
+        if HAS_SKIP:
+            d_out_own = _rows(d_out, d_out_1, start, length, TILE, VALUES).to(tl.float32)
+            dv += tl.load(skip_ptr + head) * d_out_own
+            tl.store(d_skip_ptr + (z * num_chunks + n) * TILES + tile, tl.sum(v_own * d_out_own))
+        _store_rows(dv_ptr + sequence * dv_0 + head * dv_2, dv_1, start, length, dv, TILE, VALUES)
+        d_step = d_step_ptr + sequence * d_step_0 + head * d_step_2 + (sequence * 0 + start) * d_step_1
+        tl.store(d_step + tl.arange(0, TILE) * d_step_1, tl.sum(v_own * acc, axis=1), mask=token < length)
+        part = state_of_chunk + tile * (KEYS // TILES) * VALUES
+        state_part = _matrix(states_ptr + part, KEYS // TILES, VALUES).to(tl.float32)
+        through = tl.sum(state_part * _matrix(d_states_ptr + part, KEYS // TILES, VALUES).to(tl.float32))
+        tl.store(through_ptr + (z * num_chunks + n) * TILES + tile, through * factor)
 
 
 @triton.jit(do_not_specialize=["batch", "length", "num_chunks"])
@@ -418,7 +429,9 @@ def decay_gradient_kernel(
         later -= tl.load(column_ptr + start, mask=exists & (within // TILE <= tile), other=0.0)
     added = tl.load(added_ptr + at, mask=exists, other=0.0)
     gradient = tl.cumsum(later, axis=0, reverse=True) + (tl.cumsum(added, axis=0) - added)
-    gradient += tl.load(through_ptr + z * num_chunks + n, mask=head < heads, other=0.0)
+    for tile in range(CHUNK // TILE):
+        through = through_ptr + (z * num_chunks + n) * (CHUNK // TILE) + tile
+        gradient += tl.load(through, mask=head < heads, other=0.0)
     first = (sequence * 0 + n) * CHUNK
     place = d_log_decay_ptr + sequence * d_log_decay_0 + first * d_log_decay_1
     place += within * d_log_decay_1 + head * d_log_decay_2
