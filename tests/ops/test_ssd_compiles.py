@@ -8,7 +8,6 @@ import os
 import pytest
 
 triton = pytest.importorskip("triton")
-from forgetting_transformer.ops.forgetting_attention.layout import FUSED  # noqa: E402  (needs Triton)
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,12 +61,7 @@ def compile_kernel(name: str, capability: int, dtype: str, has_documents: bool, 
         if types[argument].startswith("*") or argument.endswith(("_0", "_1", "_2")):
             aligned[(i,)] = [["tt.divisibility", 16]]
     known = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
-    state = name == "state"
-    options = {
-        "num_warps": tiles.state_warps if state else tiles.warps,
-        "num_stages": tiles.state_stages if state else tiles.stages,
-        **FUSED,
-    }
+    options = {key: value for key, value in tiles.options(name).items() if key != "CHUNK"}
     source = ASTSource(kernel, types, known, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
 

@@ -35,27 +35,44 @@ _MAX_HEADS_OF_A_BLOCK = 8
 
 
 class Tiles(NamedTuple):
-    """How a call is cut. All of it changes the last bits of results, so it depends on dtypes and shapes alone.
+    """How a call is cut. What changes the last bits of results depends on dtypes and shapes alone.
 
     Attributes:
         chunk: tokens between states.
-        tile: rows and columns of a tile of pairs of tokens.
-        warps, stages: of all kernels but `state_kernel`.
+        tile: rows of a tile of pairs of tokens.
         state_block: key channels and value channels of a program of `state_kernel`, at most.
-        state_warps, state_stages: of `state_kernel`.
+        launches: kernel: warps and stages.
     """
 
     chunk: int
     tile: int
-    warps: int
-    stages: int
     state_block: tuple[int, int]
-    state_warps: int
-    state_stages: int
+    launches: dict[str, tuple[int, int]]
+
+    def options(self, kernel: str) -> dict[str, Any]:
+        """Launch options of a kernel."""
+        warps, stages = self.launches.get(kernel, (4, 1))
+        return {"CHUNK": self.chunk, "num_warps": warps, "num_stages": stages, **FUSED}
 
 
 #: By bytes per number of the inputs. Float32 is for correctness: products of float32 accuracy, small tiles.
-TILES = {2: Tiles(128, 64, 4, 2, (64, 64), 4, 3), 4: Tiles(64, 32, 4, 1, (32, 32), 4, 1)}
+TILES = {
+    2: Tiles(
+        128,
+        64,
+        (64, 64),
+        {
+            "score": (4, 2),
+            "state": (4, 3),
+            "output": (4, 2),
+            "value_gradient": (4, 2),
+            "key_gradient": (4, 3),
+            "score_gradient": (4, 1),
+            "group_gradient": (4, 2),
+        },
+    ),
+    4: Tiles(64, 32, (32, 32), {}),
+}
 
 
 class _Call(NamedTuple):
@@ -68,14 +85,15 @@ class _Call(NamedTuple):
     keys: int
     values: int
     tiles: Tiles
-    common: dict[str, Any]
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor, documents: Tensor | None) -> "_Call":
+    def of(cls, q: Tensor, v: Tensor) -> "_Call":
         batch, length, groups, keys = q.shape
-        tiles = TILES[q.element_size()]
-        common = {"CHUNK": tiles.chunk, "TILE": tiles.tile, "num_warps": tiles.warps, "num_stages": tiles.stages}
-        return cls(batch, length, v.shape[2], groups, keys, v.shape[3], tiles, common | FUSED)
+        return cls(batch, length, v.shape[2], groups, keys, v.shape[3], TILES[q.element_size()])
+
+    def options(self, kernel: str) -> dict[str, Any]:
+        """Launch options of a kernel that has tiles of pairs."""
+        return {"TILE": self.tiles.tile, **self.tiles.options(kernel)}
 
     @property
     def group(self) -> int:
@@ -153,14 +171,15 @@ def forward_into(
 ) -> Tensor:
     """Writes the outputs into `out`, whose channels lie side by side, and returns the final state."""
     q, k, v = (with_whole_channels(x) for x in (q, k, v))
-    call = _Call.of(q, v, documents)
+    call = _Call.of(q, v)
     sums, steps = _decays(call, log_decay, step, q)
     scores = _scores(call, q, k)
     states, final_state = _states(call, k, v, sums, steps, documents, initial_state, 1.0, reverse=False)
     kernels.output_kernel[(call.per_row, call.heads // call.block)](
         *_locate(q), *_locate(v), *_locate(out), scores, states, sums, steps, documents, skip,
         call.heads, call.group, call.length, call.chunks, scale, HAS_SKIP=skip is not None, HEADS=call.block,
-        HAS_DOCUMENTS=documents is not None, KEYS=call.keys, VALUES=call.values, PRECISION="ieee", **call.common,
+        HAS_DOCUMENTS=documents is not None, KEYS=call.keys, VALUES=call.values, PRECISION="ieee",
+        **call.options("output"),
     )  # fmt: skip
     return final_state
 
@@ -218,7 +237,7 @@ def backward_into(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Writes gradients of q, k and v into dq, dk and dv, whose channels lie side by side; returns the others."""
     d_out, q, k, v = (with_whole_channels(x) for x in (d_out, q, k, v))
-    call = _Call.of(q, v, documents)
+    call = _Call.of(q, v)
     sums, steps = _decays(call, log_decay, step, q)
     scores = _scores(call, q, k)
     states, _ = _states(call, k, v, sums, steps, documents, initial_state, 1.0, reverse=False)
@@ -236,7 +255,8 @@ def backward_into(
     kernels.value_gradient_kernel[(call.per_row, call.heads // call.block)](
         *_locate(k), *_locate(v), *_locate(d_out), *_locate(dv), d_step, *d_step.stride(),
         scores, states, d_states, sums, steps, documents, skip, d_skip, through, *lengths, scale,
-        HAS_SKIP=skip is not None, HEADS=call.block, **has, **sizes, **call.common,
+        HAS_SKIP=skip is not None, HEADS=call.block, **has, **sizes,
+        **call.options("value_gradient"),
     )  # fmt: skip
 
     blocks = call.heads // call.block
@@ -246,21 +266,25 @@ def backward_into(
         gates.append(empty(call.rows, call.chunks * chunk))
         kernels.key_gradient_kernel[(call.per_row, blocks)](
             *_locate(keys), *_locate(values), of_values, sums, steps, documents, parts[-1], gates[-1],
-            call.batch, *lengths, scale, READS=reads, HEADS=call.block, **has, **sizes, **call.common,
+            call.batch, *lengths, scale, READS=reads, HEADS=call.block, **has, **sizes,
+        **call.options("key_gradient"),
         )  # fmt: skip
     d_scores = empty(blocks, call.batch, call.chunks, chunk, chunk)
     row, column = (empty(chunk // tile, call.rows, call.chunks * chunk) for _ in range(2))
     kernels.score_gradient_kernel[(call.per_row * (chunk // tile), blocks)](
         *_locate(v), *_locate(d_out), scores, sums, steps, documents, d_scores, row, column,
-        call.batch, *lengths, scale, HEADS=call.block, VALUES=call.values, **has, **call.common,
+        call.batch, *lengths, scale, HEADS=call.block, VALUES=call.values, **has,
+        **call.options("score_gradient"),
     )  # fmt: skip
     kernels.group_gradient_kernel[(call.per_row, call.groups)](
         *_locate(q), *_locate(k), *_locate(dq), *_locate(dk), *parts, d_scores, call.batch, call.length, call.chunks,
-        BLOCKS=call.group // call.block, KEYS=call.keys, PRECISION="ieee", **call.common,
+        BLOCKS=call.group // call.block, KEYS=call.keys, PRECISION="ieee",
+        **call.options("group_gradient"),
     )  # fmt: skip
     kernels.decay_gradient_kernel[(call.batch * call.chunks, triton.cdiv(call.heads, _HEADS_OF_A_ROW))](
         row, column, *gates, through, d_log_decay, *d_log_decay.stride(),
-        call.batch, call.heads, call.length, call.chunks, HEADS=_HEADS_OF_A_ROW, **call.common,
+        call.batch, call.heads, call.length, call.chunks, HEADS=_HEADS_OF_A_ROW,
+        **call.options("decay_gradient"),
     )  # fmt: skip
     d_skip = d_skip.sum((0, 2)) if skip is not None else d_skip.new_empty(0)
     return d_log_decay, d_step, d_skip, d_initial
@@ -293,7 +317,7 @@ def _decays(call: _Call, log_decay: Tensor, step: Tensor, q: Tensor) -> tuple[Te
     steps = torch.empty(shape, dtype=torch.float32, device=q.device)
     kernels.decay_kernel[(call.batch * call.chunks, triton.cdiv(call.heads, _HEADS_OF_A_ROW))](
         log_decay, *log_decay.stride(), step, *step.stride(), sums, steps, call.heads, call.length, call.chunks,
-        _MIN_LOG2_DECAY, CHUNK=call.tiles.chunk, HEADS=_HEADS_OF_A_ROW, **FUSED,
+        _MIN_LOG2_DECAY, HEADS=_HEADS_OF_A_ROW, **call.tiles.options("decay"),
     )  # fmt: skip
     return sums, steps
 
@@ -304,7 +328,8 @@ def _scores(call: _Call, q: Tensor, k: Tensor) -> Tensor:
     scores = torch.empty(call.batch, call.chunks, call.groups, chunk, chunk, dtype=torch.float32, device=q.device)
     kernels.score_kernel[(tiles**2, call.batch * call.chunks, call.groups)](
         *_locate(q), *_locate(k), scores, call.length, call.chunks, call.groups,
-        KEYS=call.keys, PRECISION="ieee", **call.common,
+        KEYS=call.keys, PRECISION="ieee",
+        **call.options("score"),
     )  # fmt: skip
     return scores
 
@@ -321,9 +346,9 @@ def _states(
     kernels.state_kernel[(call.keys // block_k * (call.values // block_v), call.rows)](
         *_locate(k), *_locate(v), sums, steps, documents, None if start is None else start.float().contiguous(),
         states, end, call.heads, call.group, call.length, call.chunks, scale,
-        REVERSE=reverse, HAS_START=start is not None, HAS_DOCUMENTS=documents is not None, CHUNK=tiles.chunk,
+        REVERSE=reverse, HAS_START=start is not None, HAS_DOCUMENTS=documents is not None,
         KEYS=call.keys, VALUES=call.values, BLOCK_K=block_k, BLOCK_V=block_v, PRECISION="ieee",
-        num_warps=tiles.state_warps, num_stages=tiles.state_stages, **FUSED,
+        **tiles.options("state"),
     )  # fmt: skip
     return states, end
 
