@@ -3,6 +3,7 @@
 Axes: B batch, T positions, H heads, K key channels, V value channels; selective_scan: E channels, N states.
 """
 
+import itertools
 import math
 import subprocess
 import sys
@@ -438,6 +439,65 @@ def test_every_op_checks_its_own_arguments():
         recurrence.selective_scan(x, x, A[None], B, B)
     with pytest.raises(ValueError, match=r"C has shape .*\(B, T, K\) = \(2, 5, 4\)"):
         recurrence.selective_scan(x, x, A, B, B[..., :3])
+
+
+def shared_inputs(length: int = 70) -> dict[str, Tensor]:
+    """Of simple_gla in float64: 2 sequences, 6 heads in 2 groups."""
+    torch.manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64)
+
+    return {
+        "q_BTGK": normal(2, length, 2, 5),
+        "k_BTGK": normal(2, length, 2, 5),
+        "v_BTHV": normal(2, length, 6, 3),
+        "log_decay_BTH": make_log_decay("random", 2, length, 6),
+        "step_BTH": F.softplus(normal(2, length, 6)),
+        "skip_H": normal(6),
+        "initial_state_BHKV": normal(2, 6, 5, 3),
+    }
+
+
+@pytest.mark.parametrize("length", [1, 70])
+def test_heads_may_share_queries_and_keys(length):
+    inputs = shared_inputs(length)
+    out, state = recurrence.simple_gla(**inputs, scale=0.7, output_final_state=True)
+    for head in range(6):
+        q, k = (inputs[name][:, :, head // 3, None] for name in ("q_BTGK", "k_BTGK"))
+        v, step = inputs["v_BTHV"][:, :, head, None], inputs["step_BTH"][:, :, head, None, None]
+        gates = Gates(log_decay=inputs["log_decay_BTH"][:, :, head, None])
+        initial = inputs["initial_state_BHKV"][:, head, None]
+        want, want_state = reference.linear_recurrence(q, k, v * step, gates, 0.7, initial)
+        torch.testing.assert_close(out[:, :, head, None], want + inputs["skip_H"][head] * v)
+        torch.testing.assert_close(state[:, head, None], want_state)
+
+
+def test_packed_documents_are_kept_apart():
+    inputs = shared_inputs()
+    bounds = [0, 13, 13, 70, 71, 140]
+    out, state = recurrence.simple_gla(**inputs, scale=1.0, cu_seqlens=torch.tensor(bounds), output_final_state=True)
+    for start, stop in itertools.pairwise(bounds):
+        if start == stop:
+            continue
+        row, begin = divmod(start, 70)
+        part = {name: x[row : row + 1, begin : begin + stop - start] for name, x in inputs.items() if "BT" in name}
+        initial = inputs["initial_state_BHKV"][row : row + 1] if begin == 0 else None
+        want, want_state = recurrence.simple_gla(
+            **part, skip_H=inputs["skip_H"], scale=1.0, initial_state_BHKV=initial, output_final_state=True
+        )
+        torch.testing.assert_close(out[row : row + 1, begin : begin + stop - start], want)
+        if begin + stop - start == 70:
+            torch.testing.assert_close(state[row : row + 1], want_state)
+
+
+def test_heads_that_groups_do_not_divide_are_refused():
+    inputs = shared_inputs()
+    inputs |= {name: inputs[name][:, :, :1].expand(-1, -1, 4, -1) for name in ("q_BTGK", "k_BTGK")}
+    with pytest.raises(ValueError, match="q has 4 heads and v 6; the heads of v must be a multiple"):
+        recurrence.simple_gla(**inputs, scale=1.0)
+    with pytest.raises(ValueError, match="skip has shape"):
+        recurrence.simple_gla(**shared_inputs() | {"skip_H": torch.zeros(5, dtype=torch.float64)}, scale=1.0)
 
 
 # Modules, functions and arguments of flash-linear-attention 0.6.

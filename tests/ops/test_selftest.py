@@ -75,6 +75,29 @@ def test_right_recurrences_pass(pretend_gpu, op):
     assert found.name == FLA and found.text.startswith("FLA 9.9.9, Triton 9.9.9, self-test within ")
 
 
+@pytest.mark.parametrize("fault", [None, "skip_H", "step_BTH", "k"])
+def test_heads_that_share_keys_are_tested_with_all_that_the_kernels_take(pretend_gpu, monkeypatch, fault):
+    right = selftest.recurrence.simple_gla
+
+    def simple_gla(q, k, v, log_decay, **options):
+        if q.dtype != torch.float64:  # which is the reference
+            if fault == "k":
+                k = k.roll(1, dims=2)
+            elif fault is not None:
+                options[fault] = 1.1 * options[fault]
+        return right(q, k, v, log_decay, **options)
+
+    monkeypatch.setattr(selftest.recurrence, "simple_gla", simple_gla)
+    monkeypatch.setattr(
+        selftest, "_recurrence_of", lambda use, *_: TRITON if backends.is_usable(use.op, TRITON) else PYTORCH
+    )
+    found = choose(OpUse("simple_gla", heads=6, key_dim=16, value_dim=32, key_heads=2))["simple_gla"]
+    assert found.name == (TRITON if fault is None else PYTORCH)
+    if fault is not None:
+        (message,) = backends.faults().values()
+        assert "flash-linear-attention runs instead: it takes several times as long" in message
+
+
 WRONG = {
     "an output": lambda out: out * 1.02,
     "one row": lambda out: torch.cat((out[:, :-1], out[:, -1:] + 1), dim=1),

@@ -159,3 +159,46 @@ leaves = [x.requires_grad_() for x in arguments]
 tests = ("test_schema", "test_autograd_registration", "test_faketensor")
 torch.library.opcheck(torch.ops.forgetting_transformer.ssd.default, (*leaves, documents, 1.0), test_utils=tests)
 """)
+
+
+def test_convolution_and_state_space_as_one_operator():
+    """Outputs, states and gradients of what the two ops give one after the other."""
+    expect("""
+from forgetting_transformer.ops import recurrence
+from forgetting_transformer.ops.recurrence import convolved_ssd
+from forgetting_transformer.ops.short_convolution import short_convolution
+
+batch, length, heads, groups, keys, values, taps = 2, 70, 4, 2, 16, 16, 4
+channels = heads * values + 2 * groups * keys
+arguments = [
+    torch.randn(batch, length, channels + 7)[..., 3:-4], torch.randn(channels, 1, taps), torch.randn(channels),
+    torch.randn(batch, channels, taps - 1), F.logsigmoid(torch.randn(batch, length, heads)),
+    F.softplus(torch.randn(batch, length, heads)), torch.randn(heads), torch.randn(batch, heads, keys, values),
+]
+def apart(x, weight, bias, previous, log_decay, step, skip, state):
+    y, last = short_convolution(x, weight, bias, previous_BCW=previous, silu=True)
+    v, k, q = y.split([heads * values, groups * keys, groups * keys], dim=-1)
+    q, k = (x.unflatten(-1, (groups, keys)) for x in (q, k))
+    out, state = recurrence.simple_gla(
+        q, k, v.unflatten(-1, (heads, values)), log_decay, step_BTH=step, skip_H=skip, scale=0.7,
+        initial_state_BHKV=state, output_final_state=True,
+    )
+    return out, state, last
+def together(*tensors):
+    return convolved_ssd.convolved_ssd(*tensors, groups, keys, 0.7)
+def results(op, given, dtype):
+    leaves = [None if x is None else x.to(dtype).detach().requires_grad_() for x in given]
+    outs = op(*leaves)
+    generator = torch.Generator().manual_seed(1)
+    torch.autograd.backward(outs, [torch.randn(x.shape, generator=generator).to(x.dtype) for x in outs])
+    return [*outs, *(x.grad for x in leaves if x is not None)]
+for absent in ((), (2, 3), (6, 7)):
+    given = [None if i in absent else x for i, x in enumerate(arguments)]
+    got, want = results(together, given, torch.float32), results(apart, given, torch.float64)
+    for a, b in zip(got, want, strict=True):
+        assert (a.double() - b).norm() <= 2e-6 * b.norm()
+leaves = [x.detach().clone().requires_grad_() for x in arguments]
+tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+operator = torch.ops.forgetting_transformer.convolved_ssd.default
+torch.library.opcheck(operator, (*leaves, groups, keys, 0.7), test_utils=tests)
+""")
