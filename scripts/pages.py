@@ -120,6 +120,9 @@ def performance() -> dict[str, str]:
     sections = headline() | {"recurrences": study_tables.NOT_RUN, "recurrences_source": ""}
     if any(tables.RESULTS.glob("recurrence*.json")):
         made["recurrences"] = ("recurrence*.json", tables.recurrences)
+    sections |= {"scaling": "Not measured yet: `python benchmarks/scaling.py`.", "scaling_source": ""}
+    if any(tables.RESULTS.glob("scaling*.json")):
+        made["scaling"] = ("scaling*.json", tables.scaling)
     for name, (pattern, table) in made.items():
         results = Results(pattern)
         sections |= {name: table(results), f"{name}_source": results.source}
