@@ -24,5 +24,5 @@ def poisoned(monkeypatch):
 
         return make_poisoned
 
-    monkeypatch.setattr(torch, "empty", poison(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))

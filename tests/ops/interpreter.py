@@ -23,7 +23,8 @@ def poisoned(original):
         return x.fill_(math.nan if x.is_floating_point() else -(2 ** 30))
     return make
 
-torch.empty_like, torch.empty = poisoned(torch.empty_like), poisoned(torch.empty)
+for name in ("empty", "empty_like", "empty_strided"):
+    setattr(torch, name, poisoned(getattr(torch, name)))
 torch.manual_seed(0)
 
 def attend(q, k, v, log_fgate, first_key, scale, threshold=None, bounded=False):

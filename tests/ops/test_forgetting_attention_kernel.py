@@ -340,7 +340,10 @@ def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
             current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     launch = on_device_of_first(lambda x, factor, offset=0: (list(current), x.value * factor + offset))
-    elsewhere = SimpleNamespace(is_cuda=True, device="cuda:1", value=3)
-    assert launch(elsewhere, 2, offset=1) == (["cuda:1"], 7) and current == []
+    gpus = [torch.device("cuda", index) for index in (0, 1)]
+    here, elsewhere = (SimpleNamespace(is_cuda=True, device=gpu, value=3) for gpu in gpus)
+    assert launch(elsewhere, 2, offset=1) == ([gpus[1]], 7) and current == []
+    assert launch(here, 2) == ([], 6)
     assert launch(SimpleNamespace(is_cuda=False, value=3), 2) == ([], 6)

@@ -425,8 +425,6 @@ print(*(str(w.message) for w in caught), sep="\\n")
 )
 def test_a_gluon_kernel_that_does_not_compile_falls_back_to_triton(monkeypatch, error):
     launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
-    monkeypatch.setattr(launcher, "has_gluon", lambda *args: backends.is_usable("attention", GLUON))
-    monkeypatch.setattr(launcher, "fits_descriptor", lambda x: True)
     calls = []
 
     def fails(*args):
@@ -434,10 +432,10 @@ def test_a_gluon_kernel_that_does_not_compile_falls_back_to_triton(monkeypatch, 
         raise error
 
     monkeypatch.setattr(launcher, "_hopper", lambda kernel: SimpleNamespace(forward=fails))
-    q = SimpleNamespace(is_cuda=True, element_size=lambda: 2, device=SimpleNamespace(index=0), shape=(1, 1, 128, 64))
+    inputs = SimpleNamespace(gluon={"forward"})
     with pytest.warns(RuntimeWarning, match=f"forward kernel does not run with Triton .*{error.args[0][:20]}"):
-        assert launcher._on_hopper("forward", (q,), None) is None
-    assert launcher._on_hopper("forward", (q,), None) is None
+        assert launcher._on_hopper("forward", inputs, torch.zeros(1)) is None
+    assert launcher._on_hopper("forward", inputs, torch.zeros(1)) is None
     assert len(calls) == 1
 
 
@@ -445,16 +443,13 @@ def test_a_gluon_kernel_that_does_not_compile_falls_back_to_triton(monkeypatch, 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("Triton Error [CUDA]: illegal access")])
 def test_a_gpu_that_fails_is_no_fault_of_the_compiler(monkeypatch, error):
     launcher = importlib.import_module("forgetting_transformer.ops.forgetting_attention.triton")
-    monkeypatch.setattr(launcher, "has_gluon", lambda *args: True)
 
     def fails(*args):
         raise error
 
     monkeypatch.setattr(launcher, "_hopper", lambda kernel: SimpleNamespace(forward=fails))
-    q = SimpleNamespace(is_cuda=True, element_size=lambda: 2, device=SimpleNamespace(index=0), shape=(1, 1, 128, 64))
-    monkeypatch.setattr(launcher, "fits_descriptor", lambda x: True)
     with pytest.raises(type(error)):
-        launcher._on_hopper("forward", (q,), None)
+        launcher._on_hopper("forward", SimpleNamespace(gluon={"forward"}), torch.zeros(1))
     assert not backends.faults()
 
 

@@ -241,7 +241,8 @@ def delta_kernel(
     log_normaliser = tl.load(log_normaliser_ptr + z * num_queries + row, mask=inside, other=0.0)
     sees_nothing = log_normaliser == float("-inf")
     delta = tl.where(sees_nothing, 0.0, tl.sum(out * d_out, 1))
-    delta -= tl.load(d_log_normaliser_ptr + z * num_queries + row, mask=inside, other=0.0)
+    if d_log_normaliser_ptr is not None:
+        delta -= tl.load(d_log_normaliser_ptr + z * num_queries + row, mask=inside, other=0.0)
     tl.store(delta_ptr + z * num_queries + row, delta, mask=inside)
     query = row + num_keys - num_queries
     reference = tl.load(reference_ptr + z * num_blocks + block)

@@ -19,6 +19,7 @@ from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
 from forgetting_transformer.ops.forgetting_attention.decode_kernels import merge_kernel, split_kernel
 from forgetting_transformer.ops.forgetting_attention.layout import (
     FUSED,
+    ceil_div,
     empty_heads_like,
     on_device_of_first,
     with_whole_channels,
@@ -56,7 +57,7 @@ def decode(
     batch, heads, num_queries, head_dim = q.shape
     groups, num_keys = k.shape[1:3]
     tiles = _tiles(q)
-    num_programs = batch * groups * triton.cdiv(heads // groups * num_queries, tiles["ROWS"])
+    num_programs = batch * groups * ceil_div(heads // groups * num_queries, tiles["ROWS"])
     num_splits = _num_splits(num_programs, num_keys, _num_slots(q))
     parts = (batch, heads, num_queries, num_splits)
     acc = torch.empty(*parts, head_dim, dtype=torch.float32, device=q.device)
@@ -94,7 +95,7 @@ def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
 
 def _num_splits(num_programs: int, num_keys: int, num_slots: int) -> int:
     """Parts that keys are split into: as many as fill the GPU once, of at least `_MIN_KEYS_PER_SPLIT` keys."""
-    return max(1, min(num_slots // num_programs, triton.cdiv(num_keys, _MIN_KEYS_PER_SPLIT), _MAX_SPLITS))
+    return max(1, min(num_slots // num_programs, ceil_div(num_keys, _MIN_KEYS_PER_SPLIT), _MAX_SPLITS))
 
 
 def _num_slots(q: Tensor) -> int:

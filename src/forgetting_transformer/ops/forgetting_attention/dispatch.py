@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forgetting_transformer.ops import backends
+from forgetting_transformer.ops.eager import runs_eagerly
 
 #: Largest head dimension of the Triton kernels.
 MAX_KERNEL_HEAD_DIM = 256
@@ -81,6 +82,11 @@ def _launch(
         first_key_BT = start_BT if first_key_BT is None else torch.maximum(first_key_BT, start_BT)
     if first_key_BT is not None:
         first_key_BT = first_key_BT.contiguous()
+    if runs_eagerly(q_BHTD, k_BGND, v_BGND, log_fgate_BHN):
+        from forgetting_transformer.ops.forgetting_attention import triton as launcher
+
+        tensors = q_BHTD, k_BGND, v_BGND, log_fgate_BHN
+        return launcher.attend(*tensors, first_key_BT, threshold_BH, is_bounded, sm_scale)
     kernels = torch.ops.forgetting_transformer
     bounds = (None, None, None)
     if is_bounded:

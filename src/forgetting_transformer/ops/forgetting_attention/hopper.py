@@ -44,10 +44,12 @@ from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
 from forgetting_transformer.ops.forgetting_attention.layout import (
     FUSED,
     Decay,
-    Sizes,
+    Descriptors,
+    Heads,
+    Inputs,
+    Launch,
+    Located,
     empty_heads_like,
-    flattened,
-    locate,
 )
 
 # The copy engine's load of a tile, by the name that the installed Triton has for it; both take the same arguments.
@@ -625,60 +627,95 @@ TILES = {
 _LAUNCH = {"num_warps": 4, "maxnreg": 168, **FUSED}
 
 
+class _Forward:
+    def __init__(self, inputs: Inputs) -> None:
+        (q, k, v), sizes = inputs.heads, inputs.sizes
+        n, stages = TILES["forward", q.size[3]]
+        self.q, self.k, self.v = located(q, _STRETCH.value), located(k, n), located(v, n)
+        self.out, self.suffix = Located(q.like()), vectors(sizes.rows * sizes.stretches * _STRETCH.value, n)
+        self.log_normaliser = q.size[:3]
+        self.numbers = sizes.heads, sizes.group, *sizes.lengths
+        self.launch = Launch(
+            forward_kernel, sizes.blocks * sizes.rows, HEAD_DIM=q.size[3], N=n, STAGES=stages, **_LAUNCH
+        )
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, decay: Decay, sizes: Sizes, sm_scale: float
+    inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, decay: Decay, sm_scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What the operator `_forward` of `triton.py` returns."""
-    n, stages = TILES["forward", q.shape[3]]
+    """What `forward` of `triton.py` returns."""
+    prepared = inputs.kept(_Forward)
     out = empty_heads_like(q)
-    log_normaliser = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    forward_kernel[(sizes.blocks * sizes.rows,)](
-        *_describe(q, _STRETCH.value), *_describe(k, n), *_describe(v, n), *locate(out), _vector(decay.suffix, n),
-        decay.suffix, decay.running, decay.reference, decay.first_stretch, log_normaliser,
-        sizes.heads, sizes.group, *sizes.lengths, sm_scale * LOG2_E, HEAD_DIM=q.shape[3], N=n, STAGES=stages, **_LAUNCH,
+    log_normaliser = torch.empty(prepared.log_normaliser, dtype=torch.float32, device=q.device)
+    prepared.launch(
+        *prepared.q.of(q), *prepared.k.of(k), *prepared.v.of(v), *prepared.out.of(out),
+        prepared.suffix.of(decay.suffix), decay.suffix, decay.running, decay.reference, decay.first_stretch,
+        log_normaliser, *prepared.numbers, sm_scale * LOG2_E,
     )  # fmt: skip
     return out, log_normaliser
 
 
+class _KeyGradient:
+    def __init__(self, inputs: Inputs) -> None:
+        (q, k, v, d_out), sizes = inputs.heads, inputs.sizes
+        m, stages = TILES["key_gradient", q.size[3]]
+        self.q, self.d_out = located(q, m), located(d_out, m)
+        self.k, self.v = located(k, _STRETCH.value), located(v, _STRETCH.value)
+        self.dk, self.dv = Located(k.like()), Located(v.like())
+        self.rows = vectors(sizes.rows * sizes.queries, m)
+        self.numbers = sizes.heads, *sizes.lengths
+        self.launch = Launch(
+            key_gradient_kernel, sizes.stretches * sizes.rows // sizes.group, GROUP=sizes.group, HEAD_DIM=q.size[3],
+            M=m, STAGES=stages, **_LAUNCH,
+        )  # fmt: skip
+
+
 def key_gradient(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor, decay: Decay, sizes: Sizes,
-    sm_scale: float, dk: Tensor, dv: Tensor, column_sum: Tensor,
+    inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor,
+    decay: Decay, sm_scale: float, dk: Tensor, dv: Tensor, column_sum: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Write dk, dv and column sums, and return them; `log_normaliser` and `delta` as `delta_kernel` wrote them."""
-    m, stages = TILES["key_gradient", q.shape[3]]
-    key_gradient_kernel[(sizes.stretches * sizes.rows // sizes.group,)](
-        *_describe(q, m), *_describe(k, _STRETCH.value), *_describe(v, _STRETCH.value), *_describe(d_out, m),
-        *locate(dk), *locate(dv), _vector(log_normaliser, m), _vector(delta, m),
+    prepared = inputs.kept(_KeyGradient)
+    prepared.launch(
+        *prepared.q.of(q), *prepared.k.of(k), *prepared.v.of(v), *prepared.d_out.of(d_out),
+        *prepared.dk.of(dk), *prepared.dv.of(dv), prepared.rows.of(log_normaliser), prepared.rows.of(delta),
         decay.suffix, decay.running, decay.reference, decay.end_block, column_sum,
-        sizes.heads, *sizes.lengths, sm_scale * LOG2_E, sm_scale, GROUP=sizes.group, HEAD_DIM=q.shape[3], M=m,
-        STAGES=stages,
-        **_LAUNCH,
+        *prepared.numbers, sm_scale * LOG2_E, sm_scale,
     )  # fmt: skip
     return dk, dv, column_sum
 
 
+class _QueryGradient:
+    def __init__(self, inputs: Inputs) -> None:
+        (q, k, v, d_out), sizes = inputs.heads, inputs.sizes
+        n, stages = TILES["query_gradient", q.size[3]]
+        self.q, self.d_out = located(q, _STRETCH.value), located(d_out, _STRETCH.value)
+        self.k, self.v, self.dq = located(k, n), located(v, n), Located(q.like())
+        self.numbers = sizes.heads, sizes.group, *sizes.lengths
+        self.launch = Launch(
+            query_gradient_kernel, sizes.blocks * sizes.rows, HEAD_DIM=q.size[3], N=n, STAGES=stages, **_LAUNCH
+        )
+
+
 def query_gradient(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor, decay: Decay, sizes: Sizes,
-    sm_scale: float, dq: Tensor, row_sum: Tensor,
+    inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor,
+    decay: Decay, sm_scale: float, dq: Tensor, row_sum: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write dq and row sums, and return them; `log_normaliser` and `delta` as `delta_kernel` wrote them."""
-    n, stages = TILES["query_gradient", q.shape[3]]
-    query_gradient_kernel[(sizes.blocks * sizes.rows,)](
-        *_describe(q, _STRETCH.value), *_describe(k, n), *_describe(v, n), *_describe(d_out, _STRETCH.value),
-        *locate(dq),
+    prepared = inputs.kept(_QueryGradient)
+    prepared.launch(
+        *prepared.q.of(q), *prepared.k.of(k), *prepared.v.of(v), *prepared.d_out.of(d_out), *prepared.dq.of(dq),
         log_normaliser, delta, decay.suffix, decay.running, decay.reference, decay.first_stretch, row_sum,
-        sizes.heads, sizes.group, *sizes.lengths, sm_scale * LOG2_E, sm_scale, HEAD_DIM=q.shape[3], N=n, STAGES=stages,
-        **_LAUNCH,
+        *prepared.numbers, sm_scale * LOG2_E, sm_scale,
     )  # fmt: skip
     return dq, row_sum
 
 
-def _describe(x: Tensor, rows: int) -> tuple[TensorDescriptor, int, int, int]:
-    """As `locate` with a descriptor, which here also says how tiles lie in shared memory."""
-    shape, numbers = flattened(x.shape, x.stride())
-    return TensorDescriptor(x, [*shape], [x.stride(2), 1], [rows, x.shape[3]], _TILE), *numbers
+def located(heads: Heads, rows: int) -> Located:
+    """Heads in descriptors, which here also say how tiles lie in shared memory."""
+    return Located(heads, rows, TensorDescriptor, _TILE)
 
 
-def _vector(x: Tensor, length: int) -> TensorDescriptor:
-    """A float32 tensor as one long vector, of which that much is loaded at a time."""
-    return TensorDescriptor(x, [x.numel()], [1], [length], _VECTOR)
+def vectors(numel: int, length: int) -> Descriptors:
+    """Float32 tensors as one long vector, of which that much is loaded at a time."""
+    return Descriptors(TensorDescriptor, [numel], [1], [length], _VECTOR)

@@ -48,16 +48,16 @@ from forgetting_transformer.ops.forgetting_attention.hopper import (
     _accumulators,
     _barriers,
     _columns_of,
-    _describe,
     _left_operand,
     _load_tile,
     _next_stage,
     _rows_of,
     _scores,
     _start_load,
-    _vector,
+    located,
+    vectors,
 )
-from forgetting_transformer.ops.forgetting_attention.layout import FUSED, Decay, Sizes, locate
+from forgetting_transformer.ops.forgetting_attention.layout import FUSED, Decay, Descriptors, Inputs, Launch, Located
 
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 _FLOAT_TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -413,28 +413,42 @@ def finish_kernel(
 TILES = {("backward", 64): 128, ("backward", 128): 64}
 
 
+class _Backward:
+    def __init__(self, inputs: Inputs) -> None:
+        (q, k, v, d_out), sizes = inputs.heads, inputs.sizes
+        head_dim, m = q.size[3], TILES["backward", q.size[3]]
+        self.q, self.d_out = located(q, m), located(d_out, m)
+        self.k, self.v = located(k, _STRETCH.value), located(v, _STRETCH.value)
+        self.dk, self.dv, self.dq = located(k.like(), _ROWS.value), located(v.like(), _ROWS.value), Located(q.like())
+        self.total = sizes.rows * sizes.queries, head_dim
+        self.total_tiles = Descriptors(TensorDescriptor, [*self.total], [head_dim, 1], [_ROWS.value] * 2, _FLOAT_TILE)
+        self.rows = vectors(sizes.rows * sizes.queries, m)
+        self.numbers = sizes.heads, *sizes.lengths
+        self.launch = Launch(backward_kernel, sizes.stretches * sizes.rows, HEAD_DIM=head_dim, M=m, **_LAUNCH)
+        self.finish = Launch(finish_kernel, sizes.blocks * sizes.rows, HEAD_DIM=head_dim, ROWS=_STRETCH.value, **FUSED)
+
+
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor, decay: Decay, sizes: Sizes,
-    sm_scale: float, turns: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, row_sum: Tensor, column_sum: Tensor,
+    inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, log_normaliser: Tensor, delta: Tensor,
+    decay: Decay, sm_scale: float, turns: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, row_sum: Tensor,
+    column_sum: Tensor,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
     """Write gradients and sums, and return them; None where heads share keys.
 
     Args:
         log_normaliser, delta, turns: as `delta_kernel` wrote them.
     """
-    if sizes.group > 1:
+    if inputs.sizes.group > 1:
         return None
-    head_dim, m = q.shape[3], TILES["backward", q.shape[3]]
-    total = torch.empty(sizes.rows * sizes.queries, head_dim, dtype=torch.float32, device=q.device)
-    total_tiles = TensorDescriptor(total, list(total.shape), [head_dim, 1], [_ROWS.value] * 2, _FLOAT_TILE)
-    backward_kernel[(sizes.stretches * sizes.rows,)](
-        *_describe(q, m), *_describe(k, _STRETCH.value), *_describe(v, _STRETCH.value), *_describe(d_out, m),
-        _describe(dk, _ROWS.value)[0], *_describe(dv, _ROWS.value), total_tiles, _vector(row_sum, m),
-        _vector(log_normaliser, m), _vector(delta, m),
+    prepared = inputs.kept(_Backward)
+    rows = prepared.rows
+    total = torch.empty(prepared.total, dtype=torch.float32, device=q.device)
+    prepared.launch(
+        *prepared.q.of(q), *prepared.k.of(k), *prepared.v.of(v), *prepared.d_out.of(d_out),
+        prepared.dk.of(dk)[0], *prepared.dv.of(dv), prepared.total_tiles.of(total), rows.of(row_sum),
+        rows.of(log_normaliser), rows.of(delta),
         decay.suffix, decay.running, decay.reference, decay.end_block, column_sum, turns,
-        sizes.heads, *sizes.lengths, sm_scale * LOG2_E, sm_scale, HEAD_DIM=head_dim, M=m, **_LAUNCH,
+        *prepared.numbers, sm_scale * LOG2_E, sm_scale,
     )  # fmt: skip
-    finish_kernel[(sizes.blocks * sizes.rows,)](
-        total, *locate(dq), sizes.heads, sizes.queries, sm_scale, HEAD_DIM=head_dim, ROWS=_STRETCH.value, **FUSED
-    )
+    prepared.finish(total, *prepared.dq.of(dq), inputs.sizes.heads, inputs.sizes.queries, sm_scale)
     return dq, dk, dv, row_sum, column_sum

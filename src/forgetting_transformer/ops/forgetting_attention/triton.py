@@ -7,7 +7,9 @@ attends.
 
 The operators `forgetting_transformer::forgetting_attention_bounds`, `…_decay`, `…_forward` and `…_backward` are opaque
 to torch.compile and activation checkpointing, know their FLOPs, never wait for the GPU, and give the same bits every
-time. They are called in that order; what the first two find serves the forward and the backward pass.
+time. They are called in that order; what the first two find serves the forward and the backward pass. Where nothing but
+autograd looks on (`ops/eager.py`), `attend` calls the functions behind them instead: `find_bounds`, `sum_decay`,
+`forward` and `backward`. Sizes and launches are prepared at the first call with tensors of a signature, and kept.
 
 Axes: B batch, H query heads, G key and value heads, M queries, N keys, D channels of a head, Z = B·H, S stretches of
     keys, Q
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from forgetting_transformer.ops import backends
+from forgetting_transformer.ops.eager import runs_eagerly
 from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E, MIN_LOG_FGATE, STRETCH
 from forgetting_transformer.ops.forgetting_attention.decay import (
     bound_kernel,
@@ -40,55 +43,99 @@ from forgetting_transformer.ops.forgetting_attention.kernels import (
 )
 from forgetting_transformer.ops.forgetting_attention.layout import (
     FUSED,
+    KEPT,
     Decay,
+    Heads,
+    Inputs,
+    Launch,
+    Located,
+    Signature,
     Sizes,
+    alignments,
+    ceil_div,
     empty_heads_like,
     fits_descriptor,
-    locate,
     on_device_of_first,
+    signature,
     with_whole_channels,
 )
 
+_GLUON_KERNELS = ("forward", "backward", "key_gradient", "query_gradient")
 _MAX_CHUNK = 1024  # stretches or blocks that `running_kernel` works on at a time
 
 
-@torch.library.custom_op("forgetting_transformer::forgetting_attention_bounds", mutates_args=())
+class _Bounds:
+    def __init__(self, q: Signature, k: Signature, first_key: tuple[bool | None, ...], device: torch.device) -> None:
+        self.q, self.k = Located(Heads(*q)), Located(Heads(*k))
+        self.sizes = sizes = Sizes.of(q[0], k[0])
+        self.numbers = sizes.heads, sizes.group, *sizes.lengths
+        self.launch = Launch(
+            bound_kernel, max(sizes.blocks, sizes.stretches) * sizes.rows, HAS_FIRST=first_key[0] is not None,
+            HEAD_DIM=_padded(q[0][3]), CHANNELS=q[0][3], STRETCH=STRETCH, num_warps=8, **FUSED,
+        )  # fmt: skip
+
+
+_prepare_bounds = functools.lru_cache(maxsize=KEPT)(_Bounds)
+
+
 @on_device_of_first
-def _bounds(q: Tensor, k: Tensor, first_key: Tensor | None, sm_scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """What bounds the scores of blocks of 128 queries and stretches of 128 keys; arguments as `_forward`'s.
+def find_bounds(q: Tensor, k: Tensor, first_key: Tensor | None, sm_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What bounds the scores of blocks of 128 queries and stretches of 128 keys; arguments as `forward`'s.
 
     Returns:
         float32, base 2: the largest norm of a query times the scale `(Z, Q)`, the least score of a query with itself
         `(Z, Q)`, the largest norm of a key `(Z, S)`.
     """
     q, k = with_whole_channels(q), with_whole_channels(k)
-    sizes = Sizes.of(q, k)
-    query_norm, self_score, key_norm = _bounds_like(q, k)
-    bound_kernel[(max(sizes.blocks, sizes.stretches) * sizes.rows,)](
-        *locate(q), *locate(k), first_key, query_norm, self_score, key_norm, sizes.heads, sizes.group, *sizes.lengths,
-        sm_scale * LOG2_E, HAS_FIRST=first_key is not None, HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3],
-        STRETCH=STRETCH, num_warps=8, **FUSED,
+    prepared = _prepare_bounds(signature(q), signature(k), alignments(first_key), q.device)
+    query_norm, self_score, key_norm = _bounds_like(prepared.sizes, q.device)
+    prepared.launch(
+        *prepared.q.of(q), *prepared.k.of(k), first_key, query_norm, self_score, key_norm, *prepared.numbers,
+        sm_scale * LOG2_E,
     )  # fmt: skip
     return query_norm, self_score, key_norm
 
 
-def _bounds_like(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = Sizes.of(q, k)
-
+def _bounds_like(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     def empty(length: int) -> Tensor:
-        return torch.empty(sizes.rows, length, dtype=torch.float32, device=q.device)
+        return torch.empty(sizes.rows, length, dtype=torch.float32, device=device)
 
     return empty(sizes.blocks), empty(sizes.blocks), empty(sizes.stretches)
 
 
+_bounds = torch.library.custom_op("forgetting_transformer::forgetting_attention_bounds", find_bounds, mutates_args=())
+
+
 @_bounds.register_fake
 def _(q, k, first_key, sm_scale):
-    return _bounds_like(q, k)
+    return _bounds_like(Sizes.of(q.shape, k.shape), q.device)
 
 
-@torch.library.custom_op("forgetting_transformer::forgetting_attention_decay", mutates_args=())
+class _Sums:
+    def __init__(
+        self, gates: Signature, num_queries: int, others: tuple[bool | None, ...], max_chunk: int, device: torch.device
+    ) -> None:
+        shape, self.strides, _, _ = gates
+        threshold, _, _, key_norm, first_key = others
+        sizes = Sizes.of_gates(shape, num_queries)
+        self.fields = _fields_of_decay(sizes)
+        self.numbers = sizes.heads, sizes.queries, sizes.keys, sizes.stretches, MIN_LOG_FGATE
+        self.stretch = Launch(
+            stretch_kernel, sizes.rows * ceil_div(sizes.stretches, 8), HAS_FIRST=first_key is not None,
+            STRETCH=STRETCH, CHUNK=8, **FUSED,
+        )  # fmt: skip
+        self.running_numbers = *sizes.lengths, max(sizes.stretches, sizes.blocks).bit_length() + 1
+        self.running = Launch(
+            running_kernel, sizes.rows, HAS_THRESHOLD=threshold is not None, HAS_BOUNDS=key_norm is not None,
+            STRETCH=STRETCH, CHUNK=min(max_chunk, triton.next_power_of_2(sizes.stretches)), **FUSED,
+        )  # fmt: skip
+
+
+_prepare_sums = functools.lru_cache(maxsize=KEPT)(_Sums)
+
+
 @on_device_of_first
-def _decay(
+def sum_decay(
     log_fgate: Tensor,
     num_queries: int,
     threshold: Tensor | None,
@@ -104,46 +151,48 @@ def _decay(
         threshold: `(B, H)`, nats. Without bounds, pairs whose decay bias is below it may be left out. With them, pairs
             may be left out as long as the weights of all that a row leaves out add up to less than its exponential.
             None leaves out nothing.
-        query_norm, self_score, key_norm: what `_bounds` returned, or None.
-        first_key: as in `_forward`.
+        query_norm, self_score, key_norm: what `find_bounds` returned, or None.
+        first_key: as in `forward`.
 
     Returns:
         The fields of `Decay`.
     """
-    decay, sizes = _decay_like(log_fgate, num_queries), Sizes.of_gates(log_fgate, num_queries)
-    has_first, has_bounds = first_key is not None, key_norm is not None
-    stretch_kernel[(sizes.rows * triton.cdiv(sizes.stretches, 8),)](
-        log_fgate, *log_fgate.stride(), first_key, decay.suffix, decay.running,
-        sizes.heads, sizes.queries, sizes.keys, sizes.stretches, MIN_LOG_FGATE, HAS_FIRST=has_first, STRETCH=STRETCH,
-        CHUNK=8,
-        **FUSED,
-    )  # fmt: skip
+    if threshold is not None:
+        threshold = threshold.contiguous()
+    others = alignments(threshold, query_norm, self_score, key_norm, first_key)
+    prepared = _prepare_sums(signature(log_fgate), num_queries, others, _MAX_CHUNK, log_fgate.device)
+    decay = _empty_decay(prepared.fields, log_fgate.device)
+    prepared.stretch(log_fgate, *prepared.strides, first_key, decay.suffix, decay.running, *prepared.numbers)
     largest_key, log_mass = (
         (None, None) if key_norm is None else (torch.empty_like(key_norm), torch.empty_like(key_norm))
     )
-    running_kernel[(sizes.rows,)](
-        None if threshold is None else threshold.contiguous(), query_norm, self_score, key_norm, largest_key,
-        log_mass, *decay,
-        *sizes.lengths, max(sizes.stretches, sizes.blocks).bit_length() + 1,
-        HAS_THRESHOLD=threshold is not None, HAS_BOUNDS=has_bounds, STRETCH=STRETCH,
-        CHUNK=min(_MAX_CHUNK, triton.next_power_of_2(sizes.stretches)), **FUSED,
-    )  # fmt: skip
+    prepared.running(
+        threshold, query_norm, self_score, key_norm, largest_key, log_mass, *decay, *prepared.running_numbers
+    )
     return (*decay,)
 
 
-def _decay_like(log_fgate: Tensor, num_queries: int) -> Decay:
-    sizes = Sizes.of_gates(log_fgate, num_queries)
-
-    def empty(length: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(sizes.rows, length, dtype=dtype, device=log_fgate.device)
-
-    return Decay(
-        empty(sizes.stretches * STRETCH, torch.float32),
-        empty(sizes.stretches + 1, torch.float64),
-        empty(sizes.blocks, torch.float64),
-        empty(sizes.blocks, torch.int32),
-        empty(sizes.stretches, torch.int32),
+def _fields_of_decay(sizes: Sizes) -> tuple[tuple[tuple[int, int], torch.dtype], ...]:
+    """Shape and dtype of each field of `Decay`."""
+    rows, stretches, blocks = sizes.rows, sizes.stretches, sizes.blocks
+    return (
+        ((rows, stretches * STRETCH), torch.float32),
+        ((rows, stretches + 1), torch.float64),
+        ((rows, blocks), torch.float64),
+        ((rows, blocks), torch.int32),
+        ((rows, stretches), torch.int32),
     )
+
+
+def _empty_decay(fields: tuple[tuple[tuple[int, int], torch.dtype], ...], device: torch.device) -> Decay:
+    return Decay(*[torch.empty(shape, dtype=dtype, device=device) for shape, dtype in fields])
+
+
+def _decay_like(log_fgate: Tensor, num_queries: int) -> Decay:
+    return _empty_decay(_fields_of_decay(Sizes.of_gates(log_fgate.shape, num_queries)), log_fgate.device)
+
+
+_decay = torch.library.custom_op("forgetting_transformer::forgetting_attention_decay", sum_decay, mutates_args=())
 
 
 @_decay.register_fake
@@ -151,8 +200,71 @@ def _(log_fgate, num_queries, threshold, query_norm, self_score, key_norm, first
     return tuple(_decay_like(log_fgate, num_queries))
 
 
-@torch.library.custom_op("forgetting_transformer::forgetting_attention_forward", mutates_args=())
+class _Inputs(Inputs):
+    """
+    Attributes:
+        gluon: names of the kernels for Hopper GPUs that take these inputs, unless Gluon has been ruled out.
+    """
+
+    def __init__(self, tensors: tuple[Signature, ...], others: tuple[bool | None, ...], device: torch.device) -> None:
+        """others: alignments of all that kernels read beside these tensors; of the first visible keys comes first."""
+        super().__init__(tensors, others[0] is not None, device)
+        q = self.heads[0]
+        fits = q.dtype.itemsize == 2 and not self.has_first and all(fits_descriptor(x) for x in self.heads)
+        self.gluon: set[str] = set()
+        if device.type == "cuda" and fits and _loads_hopper(device.index):
+            self.gluon = {name for name in _GLUON_KERNELS if (name, q.size[3]) in _hopper(name).TILES}
+
+
+_prepare_forward = functools.lru_cache(maxsize=KEPT)(_Inputs)
+
+
+def _locate(inputs: Inputs, tiles: dict[str, Any]) -> list[Located]:
+    """The tensors as a kernel of `kernels.py` takes them that has these launch options."""
+    block_m, block_n = (tiles[name] if tiles["TMA"] else 0 for name in ("BLOCK_M", "BLOCK_N"))
+    return [Located(x, block) for x, block in zip(inputs.heads, (block_m, block_n, block_n, block_m), strict=False)]
+
+
+class _Forward:
+    def __init__(self, inputs: Inputs) -> None:
+        sizes, tiles = inputs.sizes, _tiles("forward", inputs)
+        self.located, self.out = _locate(inputs, tiles), Located(inputs.heads[0].like())
+        self.numbers = sizes.heads, sizes.group, *sizes.lengths
+        programs = ceil_div(sizes.queries, tiles["BLOCK_M"]) * sizes.rows
+        self.launch = Launch(forward_kernel, programs, HAS_FIRST=inputs.has_first, **tiles)
+
+
 @on_device_of_first
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, decay: Decay, first_key: Tensor | None, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend; return the output `(B, H, M, D)`, in memory `(B, M, H, D)`, and log-normalisers `(B, H, M)`, nats,
+    float32.
+
+    Args:
+        q: `(B, H, M, D)`, D up to 256.
+        k, v: `(B, G, N, D)`, N ≥ M, H a multiple of G.
+        decay: what `sum_decay` returned.
+        first_key: `(B, M)` int32, the first key each query sees, not falling along a sequence, up to N; None is 0.
+            Queries that see nothing give 0 and a log-normaliser of -inf.
+    """
+    q, k, v = with_whole_channels(q), with_whole_channels(k), with_whole_channels(v)
+    tensors = signature(q), signature(k), signature(v)
+    inputs = _prepare_forward(tensors, alignments(first_key, *decay), q.device)
+    if (found := _on_hopper("forward", inputs, q, k, v, decay, sm_scale)) is not None:
+        return found
+    prepared = inputs.kept(_Forward)
+    out, log_normaliser = empty_heads_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    in_q, in_k, in_v = prepared.located
+    prepared.launch(
+        *in_q.of(q), *in_k.of(k), *in_v.of(v), *prepared.out.of(out),
+        decay.suffix, decay.running, decay.reference, decay.first_stretch, first_key, log_normaliser,
+        *prepared.numbers, sm_scale * LOG2_E,
+    )  # fmt: skip
+    return out, log_normaliser
+
+
+@torch.library.custom_op("forgetting_transformer::forgetting_attention_forward", mutates_args=())
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -166,32 +278,8 @@ def _forward(
     first_key: Tensor | None,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend; return the output `(B, H, M, D)`, in memory `(B, M, H, D)`, and log-normalisers `(B, H, M)`, nats,
-    float32.
-
-    Args:
-        q: `(B, H, M, D)`, D up to 256.
-        k, v: `(B, G, N, D)`, N ≥ M, H a multiple of G.
-        log_fgate: `(B, H, N)`. What is computed comes from what `_decay` made of it; it is here for its gradient.
-        suffix, running, reference, first_stretch, end_block: what `_decay` returned.
-        first_key: `(B, M)` int32, the first key each query sees, not falling along a sequence, up to N; None is 0.
-            Queries that see nothing give 0 and a log-normaliser of -inf.
-    """
-    q, k, v = (with_whole_channels(x) for x in (q, k, v))
-    sizes = Sizes.of(q, k)
-    decay = Decay(suffix, running, reference, first_stretch, end_block)
-    if (found := _on_hopper("forward", (q, k, v), first_key, decay, sizes, sm_scale)) is not None:
-        return found
-    out = empty_heads_like(q)
-    log_normaliser = torch.empty(sizes.batch, sizes.heads, sizes.queries, dtype=torch.float32, device=q.device)
-    tiles = _tiles("forward", (q, k, v), first_key)
-    (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
-    forward_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
-        *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma), *locate(out, block_m, False),
-        suffix, running, reference, first_stretch, first_key, log_normaliser,
-        sizes.heads, sizes.group, *sizes.lengths, sm_scale * LOG2_E, HAS_FIRST=first_key is not None, **tiles,
-    )  # fmt: skip
-    return out, log_normaliser
+    """`forward`. What it computes comes from what `sum_decay` made of the gates; they are here for their gradient."""
+    return forward(q, k, v, Decay(suffix, running, reference, first_stretch, end_block), first_key, sm_scale)
 
 
 @_forward.register_fake
@@ -199,11 +287,135 @@ def _(q, k, v, log_fgate, suffix, running, reference, first_stretch, end_block, 
     return empty_heads_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-@torch.library.custom_op("forgetting_transformer::forgetting_attention_backward", mutates_args=())
+class _Gradients(_Inputs):
+    """And what the backward pass launches around them."""
+
+    def __init__(
+        self,
+        tensors: tuple[Signature, ...],
+        out: Signature,
+        gates: Signature,
+        others: tuple[bool | None, ...],
+        device: torch.device,
+    ) -> None:
+        super().__init__(tensors, others, device)
+        sizes, head_dim = self.sizes, self.heads[0].size[3]
+        self.turns = 1 + 2 * sizes.rows * sizes.blocks
+        self.column_sum = sizes.batch, sizes.heads, sizes.keys
+        self.out, self.d_out = Located(Heads(*out)), Located(self.heads[3])
+        self.delta_numbers = sizes.heads, *sizes.lengths
+        self.delta = Launch(
+            delta_kernel, sizes.blocks * sizes.rows, HEAD_DIM=_padded(head_dim), CHANNELS=head_dim, STRETCH=STRETCH,
+            **FUSED,
+        )  # fmt: skip
+        chunks = ceil_div(sizes.keys, 1024)
+        self.sums = sizes.rows, chunks
+        self.gate_sum = Launch(gate_sum_kernel, sizes.rows * chunks, CHUNK=1024, **FUSED)
+        self.gate_gradient = Launch(
+            gate_gradient_kernel, sizes.rows * chunks, HAS_FIRST=self.has_first, CHUNK=1024,
+            CHUNKS=triton.next_power_of_2(chunks), **FUSED,
+        )  # fmt: skip
+
+
+_prepare_backward = functools.lru_cache(maxsize=KEPT)(_Gradients)
+
+
+class _KeyGradient:
+    def __init__(self, inputs: Inputs) -> None:
+        sizes, tiles = inputs.sizes, _tiles("key_gradient", inputs)
+        self.located = _locate(inputs, tiles)
+        self.dk, self.dv = (Located(x.like()) for x in inputs.heads[1:3])
+        self.numbers = sizes.heads, *sizes.lengths
+        programs = ceil_div(sizes.keys, tiles["BLOCK_N"]) * sizes.rows // sizes.group
+        self.launch = Launch(key_gradient_kernel, programs, GROUP=sizes.group, HAS_FIRST=inputs.has_first, **tiles)
+
+
+class _QueryGradient:
+    def __init__(self, inputs: Inputs) -> None:
+        sizes, tiles = inputs.sizes, _tiles("query_gradient", inputs)
+        self.located, self.dq = _locate(inputs, tiles), Located(inputs.heads[0].like())
+        self.numbers = sizes.heads, sizes.group, *sizes.lengths
+        programs = ceil_div(sizes.queries, tiles["BLOCK_M"]) * sizes.rows
+        self.launch = Launch(query_gradient_kernel, programs, HAS_FIRST=inputs.has_first, **tiles)
+
+
 @on_device_of_first
+def backward(
+    d_out: Tensor,
+    d_log_normaliser: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_fgate: Tensor,
+    decay: Decay,
+    first_key: Tensor | None,
+    out: Tensor,
+    log_normaliser: Tensor,
+    sm_scale: float,
+    wants_gates: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and log f; the last is empty unless wanted, as for gates that are constants.
+
+    Args:
+        d_log_normaliser: None is zeros.
+    """
+    d_out, q, k, v = with_whole_channels(d_out), with_whole_channels(q), with_whole_channels(k), with_whole_channels(v)
+    if d_log_normaliser is not None:
+        d_log_normaliser = d_log_normaliser.contiguous()
+    tensors = signature(q), signature(k), signature(v), signature(d_out)
+    others = alignments(first_key, d_log_normaliser, log_normaliser, *decay)
+    prepared = _prepare_backward(tensors, signature(out), signature(log_fgate), others, q.device)
+    sizes, device = prepared.sizes, q.device
+    delta, shifted, row_sum = (torch.empty_like(log_normaliser) for _ in range(3))
+    turns = torch.empty(prepared.turns, dtype=torch.int32, device=device)
+    prepared.delta(
+        *prepared.out.of(out), *prepared.d_out.of(d_out), log_normaliser, d_log_normaliser,
+        decay.suffix, decay.running, decay.reference, delta, shifted, turns, *prepared.delta_numbers,
+    )  # fmt: skip
+
+    dq, dk, dv = empty_heads_like(q), empty_heads_like(k), empty_heads_like(v)
+    column_sum = torch.empty(prepared.column_sum, dtype=torch.float32, device=device)
+    rows = q, k, v, d_out, shifted, delta, decay, sm_scale
+    if _on_hopper("backward", prepared, *rows, turns, dq, dk, dv, row_sum, column_sum) is None:
+        scales = sm_scale * LOG2_E, sm_scale
+        if _on_hopper("key_gradient", prepared, *rows, dk, dv, column_sum) is None:
+            end_query = None
+            if first_key is not None:
+                positions = torch.arange(sizes.keys, dtype=torch.int32, device=device).expand(sizes.batch, -1)
+                end_query = torch.searchsorted(
+                    first_key.contiguous(), positions.contiguous(), right=True, out_int32=True
+                )
+            keys = prepared.kept(_KeyGradient)
+            in_q, in_k, in_v, in_d_out = keys.located
+            keys.launch(
+                *in_q.of(q), *in_k.of(k), *in_v.of(v), *in_d_out.of(d_out), *keys.dk.of(dk), *keys.dv.of(dv),
+                shifted, delta, decay.suffix, decay.running, decay.reference, decay.end_block,
+                first_key, end_query, column_sum, *keys.numbers, *scales,
+            )  # fmt: skip
+        if _on_hopper("query_gradient", prepared, *rows, dq, row_sum) is None:
+            queries = prepared.kept(_QueryGradient)
+            in_q, in_k, in_v, in_d_out = queries.located
+            queries.launch(
+                *in_q.of(q), *in_k.of(k), *in_v.of(v), *in_d_out.of(d_out), *queries.dq.of(dq),
+                shifted, delta, decay.suffix, decay.running, decay.reference, decay.first_stretch, first_key, row_sum,
+                *queries.numbers, *scales,
+            )  # fmt: skip
+
+    if not wants_gates:
+        return dq, dk, dv, log_fgate.new_empty(0)
+    d_log_fgate = torch.empty_like(log_fgate)
+    sums = torch.empty(prepared.sums, dtype=torch.float64, device=device)
+    prepared.gate_sum(column_sum, row_sum, sums, sizes.queries, sizes.keys)
+    prepared.gate_gradient(
+        column_sum, row_sum, sums, first_key, d_log_fgate, *d_log_fgate.stride(), sizes.heads, sizes.queries, sizes.keys
+    )
+    return dq, dk, dv, d_log_fgate
+
+
+@torch.library.custom_op("forgetting_transformer::forgetting_attention_backward", mutates_args=())
 def _backward(
     d_out: Tensor,
-    d_log_normaliser: Tensor,
+    d_log_normaliser: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -219,64 +431,11 @@ def _backward(
     sm_scale: float,
     wants_gates: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and log f; the last is empty unless wanted, as for gates that are constants."""
-    d_out, q, k, v = (with_whole_channels(x) for x in (d_out, q, k, v))
-    sizes = Sizes.of(q, k)
-    has_first = first_key is not None
-    end_query = None
-    if first_key is not None:
-        positions = torch.arange(sizes.keys, dtype=torch.int32, device=q.device).expand(sizes.batch, -1).contiguous()
-        end_query = torch.searchsorted(first_key.contiguous(), positions, right=True, out_int32=True)
-    delta, shifted = torch.empty_like(log_normaliser), torch.empty_like(log_normaliser)
-    turns = torch.empty(1 + 2 * sizes.rows * sizes.blocks, dtype=torch.int32, device=q.device)
-    delta_kernel[(sizes.blocks * sizes.rows,)](
-        *locate(out), *locate(d_out), log_normaliser, d_log_normaliser.contiguous(),
-        suffix, running, reference, delta, shifted, turns, sizes.heads, *sizes.lengths,
-        HEAD_DIM=_padded(q.shape[3]), CHANNELS=q.shape[3], STRETCH=STRETCH, **FUSED,
-    )  # fmt: skip
-
-    dq, dk, dv = (empty_heads_like(x) for x in (q, k, v))
-    row_sum = torch.empty_like(log_normaliser)
-    column_sum = torch.empty(sizes.batch, sizes.heads, sizes.keys, dtype=torch.float32, device=q.device)
-    inputs, scales = (q, k, v, d_out), (sm_scale * LOG2_E, sm_scale)
+    """`backward`."""
     decay = Decay(suffix, running, reference, first_stretch, end_block)
-    rows = shifted, delta, decay, sizes, sm_scale
-    if _on_hopper("backward", inputs, first_key, *rows, turns, dq, dk, dv, row_sum, column_sum) is None:
-        if _on_hopper("key_gradient", inputs, first_key, *rows, dk, dv, column_sum) is None:
-            tiles = _tiles("key_gradient", inputs, first_key)
-            (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
-            key_gradient_kernel[(triton.cdiv(sizes.keys, block_n) * sizes.rows // sizes.group,)](
-                *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma),
-                *locate(d_out, block_m, tma),
-                *locate(dk), *locate(dv), shifted, delta, suffix, running, reference, end_block,
-                first_key, end_query, column_sum, sizes.heads, *sizes.lengths, *scales,
-                GROUP=sizes.group, HAS_FIRST=has_first, **tiles,
-            )  # fmt: skip
-        if _on_hopper("query_gradient", inputs, first_key, *rows, dq, row_sum) is None:
-            tiles = _tiles("query_gradient", inputs, first_key)
-            (block_m, block_n), tma = (tiles["BLOCK_M"], tiles["BLOCK_N"]), tiles["TMA"]
-            query_gradient_kernel[(triton.cdiv(sizes.queries, block_m) * sizes.rows,)](
-                *locate(q, block_m, tma), *locate(k, block_n, tma), *locate(v, block_n, tma),
-                *locate(d_out, block_m, tma),
-                *locate(dq), shifted, delta, suffix, running, reference, first_stretch, first_key, row_sum,
-                sizes.heads, sizes.group, *sizes.lengths, *scales, HAS_FIRST=has_first, **tiles,
-            )  # fmt: skip
-
-    if not wants_gates:
-        return dq, dk, dv, log_fgate.new_empty(0)
-    d_log_fgate = torch.empty_like(log_fgate)
-    num_chunks = triton.cdiv(sizes.keys, 1024)
-    sums = torch.empty(sizes.rows, num_chunks, dtype=torch.float64, device=q.device)
-    gate_sum_kernel[(sizes.rows * num_chunks,)](
-        column_sum, row_sum, sums, sizes.queries, sizes.keys, CHUNK=1024, **FUSED
+    return backward(
+        d_out, d_log_normaliser, q, k, v, log_fgate, decay, first_key, out, log_normaliser, sm_scale, wants_gates
     )
-    gate_gradient_kernel[(sizes.rows * num_chunks,)](
-        column_sum, row_sum, sums, first_key, d_log_fgate, *d_log_fgate.stride(), sizes.heads, sizes.queries,
-        sizes.keys,
-        HAS_FIRST=has_first, CHUNK=1024, CHUNKS=triton.next_power_of_2(num_chunks),
-        **FUSED,
-    )  # fmt: skip
-    return dq, dk, dv, d_log_fgate
 
 
 @_backward.register_fake
@@ -290,16 +449,78 @@ def _(
 
 def _save_for_backward(ctx, inputs, output) -> None:
     *tensors, ctx.sm_scale = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
 
-def _autograd(ctx, d_out: Tensor, d_log_normaliser: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx, d_out: Tensor | None, d_log_normaliser: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of q, k, v and log f."""
+    if d_out is None and d_log_normaliser is None:
+        return None, None, None, None
+    q, k, v, log_fgate, *decay, first_key, out, log_normaliser = ctx.saved_tensors
+    if d_out is None:
+        d_out = torch.zeros_like(out)
     wants_gates = ctx.needs_input_grad[3]
-    *d_qkv, d_log_fgate = _backward(d_out, d_log_normaliser, *ctx.saved_tensors, ctx.sm_scale, wants_gates)
-    return *d_qkv, d_log_fgate if wants_gates else None, *[None] * 7
+    # With create_graph, the operator is what refuses to be differentiated twice.
+    if torch.is_grad_enabled() or not runs_eagerly(d_out, q):
+        tensors = q, k, v, log_fgate, *decay, first_key, out, log_normaliser
+        *d_qkv, d_log_fgate = _backward(d_out, d_log_normaliser, *tensors, ctx.sm_scale, wants_gates)
+    else:
+        *d_qkv, d_log_fgate = backward(
+            d_out, d_log_normaliser, q, k, v, log_fgate, Decay(*decay), first_key, out, log_normaliser, ctx.sm_scale,
+            wants_gates,
+        )  # fmt: skip
+    return *d_qkv, d_log_fgate if wants_gates else None
+
+
+def _autograd(ctx, d_out: Tensor | None, d_log_normaliser: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_gradients(ctx, d_out, d_log_normaliser), *[None] * 7
 
 
 _forward.register_autograd(_autograd, setup_context=_save_for_backward)
+
+
+class _Attention(torch.autograd.Function):
+    """`attend` and its gradients."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale):
+        decay, out, log_normaliser = _attend(q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale)
+        _save_for_backward(ctx, (q, k, v, log_fgate, *decay, first_key, sm_scale), (out, log_normaliser))
+        return out, log_normaliser
+
+    @staticmethod
+    def backward(ctx, d_out, d_log_normaliser):
+        return *_gradients(ctx, d_out, d_log_normaliser), None, None, None, None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_fgate: Tensor,
+    first_key: Tensor | None,
+    threshold: Tensor | None,
+    is_bounded: bool,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend in eager mode: the operators' numbers without the operators. Only where `runs_eagerly`.
+
+    Args:
+        q, k, v, log_fgate, first_key, sm_scale: as of `_forward`.
+        threshold, is_bounded: as of `dispatch.attend_with_kernel`.
+    """
+    arguments = q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or log_fgate.requires_grad):
+        return _Attention.apply(*arguments)
+    return _attend(*arguments)[1:]
+
+
+def _attend(q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale) -> tuple[Decay, Tensor, Tensor]:
+    """What is known of the gates, the output and the log-normalisers."""
+    bounds = find_bounds(q, k, first_key, sm_scale) if is_bounded else (None, None, None)
+    decay = Decay(*sum_decay(log_fgate, q.shape[2], threshold, *bounds, first_key))
+    return decay, *forward(q, k, v, decay, first_key, sm_scale)
 
 
 def compile_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, sm_scale: float) -> None:
@@ -312,7 +533,7 @@ def compile_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: 
     """
     log_normaliser = torch.zeros(q.shape[:3], dtype=torch.float32, device=q.device)
     decay = Decay(*(x.zero_() for x in _decay_like(log_fgate, q.shape[2])))
-    decay.end_block.fill_(Sizes.of(q, k).blocks)
+    decay.end_block.fill_(Sizes.of(q.shape, k.shape).blocks)
     out = empty_heads_like(q).zero_()
     _backward(d_out, log_normaliser, q, k, v, log_fgate, *decay, None, out, log_normaliser, sm_scale, True)
 
@@ -379,21 +600,22 @@ def _padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def _tiles(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | None) -> dict[str, Any]:
-    """Launch options of a kernel for these inputs, queries first."""
-    q, head_dim = inputs[0], _padded(inputs[0].shape[3])
+def _tiles(kernel: str, inputs: Inputs) -> dict[str, Any]:
+    """Launch options of a kernel for these inputs."""
+    q = inputs.heads[0]
+    head_dim = _padded(q.size[3])
     key, tma = (kernel, max(64, head_dim)), False
-    if q.element_size() == 4:
+    if q.dtype.itemsize == 4:
         # Float32 is for correctness: products of float32 accuracy, small tiles.
         block_m, block_n, warps, stages = (32, 32, 4, 1) if head_dim <= 128 else (16, 16, 4, 1)
-    elif q.is_cuda and _has_large_shared_memory(q.device.index):
-        tma = first_key is None and head_dim == q.shape[3] and all(fits_descriptor(x) for x in inputs)
+    elif inputs.device.type == "cuda" and _has_large_shared_memory(inputs.device.index):
+        tma = not inputs.has_first and head_dim == q.size[3] and all(fits_descriptor(x) for x in inputs.heads)
         block_m, block_n, warps, stages = (_DESCRIPTORS if tma else _POINTERS)[key]
     else:
         block_m, block_n, warps, stages = _SAFE[key]
     return {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages, "TMA": tma,
-        "HEAD_DIM": head_dim, "CHANNELS": q.shape[3], "STRETCH": STRETCH, "PRECISION": "ieee", **FUSED,
+        "HEAD_DIM": head_dim, "CHANNELS": q.size[3], "STRETCH": STRETCH, "PRECISION": "ieee", **FUSED,
     }  # fmt: skip
 
 
@@ -406,19 +628,12 @@ def _has_large_shared_memory(device_index: int) -> bool:
     return properties.shared_memory_per_block_optin >= 220 * 1024
 
 
-def _on_hopper(kernel: str, inputs: tuple[Tensor, ...], first_key: Tensor | None, *arguments: Any) -> Any:
-    """What `hopper.py`'s function of that name returns; None where it has no kernel for these inputs, queries first."""
-    q = inputs[0]
-    if (
-        first_key is not None
-        or q.element_size() != 2
-        or not (q.is_cuda and has_gluon(q.device.index, q.shape[3], kernel))
-    ):
-        return None
-    if not all(fits_descriptor(x) for x in inputs):
+def _on_hopper(kernel: str, inputs: _Inputs, *arguments: Any) -> Any:
+    """What the function of that name in `_hopper` returns; None where it has no kernel for these inputs."""
+    if kernel not in inputs.gluon or not backends.is_usable("attention", backends.GLUON):
         return None
     try:
-        return getattr(_hopper(kernel), kernel)(*inputs, *arguments)
+        return getattr(_hopper(kernel), kernel)(inputs, *arguments)
     except Exception as error:  # names that are gone, and whatever a compiler raises
         if backends.is_failure_of_gpu(error):
             raise
