@@ -81,8 +81,9 @@ def causal_attention(
     if q_BHTD.shape[2] > 1 and q_BHTD.dtype in (torch.float16, torch.bfloat16) and takes_kernel(q_BHTD):
         first_key_BT = first_visible_key(q_BHTD, k_BGND, window=window_size, cu_seqlens=cu_seqlens)
         found = attend_with_kernel(
-            q_BHTD, k_BGND, v_BGND, None, sm_scale=sm_scale, seq_start_B=seq_start, first_key_BT=first_key_BT
-        )
+            q_BHTD, k_BGND, v_BGND, None, head_first=True, sm_scale=sm_scale, seq_start_B=seq_start,
+            first_key_BT=first_key_BT,
+        )  # fmt: skip
     if found is not None:
         out_BHTD = found[0]
     else:

@@ -33,6 +33,7 @@ from forgetting_transformer.ops.forgetting_attention.dispatch import (
     attend_with_kernel,
     first_visible_key,
     in_layout_of_caller,
+    returned,
     takes_kernel,
     threshold_tensor,
 )
@@ -113,51 +114,24 @@ def forgetting_attention(
         raise ValueError(f"log_tolerance is {log_tolerance}; it is ln ε of a small ε, so negative and finite")
     sm_scale = checked_scale(sm_scale, q.shape[-1])
 
+    if takes_kernel(q):
+        is_bounded = isinstance(adaptive_threshold, str)  # "auto"
+        threshold = log_tolerance if isinstance(adaptive_threshold, str) else adaptive_threshold
+        first_key_BT = first_visible_key(q, k, window=window_size, cu_seqlens=cu_seqlens, head_first=head_first)
+        found = attend_with_kernel(
+            q, k, v, log_fgate, head_first=head_first, sm_scale=sm_scale, seq_start_B=seq_start,
+            first_key_BT=first_key_BT, threshold_BH=threshold_tensor(threshold, q, head_first), is_bounded=is_bounded,
+        )  # fmt: skip
+        if found is not None:
+            out, log_normaliser_BHT = found
+            return returned(out, log_normaliser_BHT if return_log_normaliser else None, head_first)
     if not head_first:
         q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
     # The op chooses its own precision: autocast would round the decay bias to 16 bits inside it.
     with torch.autocast(q.device.type, enabled=False):
-        out_BHTD, log_normaliser_BHT = _attend(
-            q,
-            k,
-            v,
-            log_fgate,
-            seq_start,
-            cu_seqlens,
-            window_size,
-            sm_scale,
-            adaptive_threshold,
-            log_tolerance,
-            return_log_normaliser,
-        )
-    return in_layout_of_caller(out_BHTD, log_normaliser_BHT if return_log_normaliser else None, head_first)
-
-
-def _attend(
-    q_BHTD: Tensor,
-    k_BGND: Tensor,
-    v_BGND: Tensor,
-    log_fgate_BHN: Tensor,
-    seq_start_B: Tensor | None,
-    cu_seqlens: Tensor | None,
-    window: int | None,
-    sm_scale: float,
-    adaptive_threshold: str | float | Tensor | None,
-    log_tolerance: float,
-    return_log_normaliser: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Run the fastest backend for the call; head-first tensors."""
-    first_key_BT = first_visible_key(q_BHTD, k_BGND, window=window, cu_seqlens=cu_seqlens)
-    if takes_kernel(q_BHTD):
-        is_bounded = isinstance(adaptive_threshold, str)  # "auto"
-        threshold = log_tolerance if isinstance(adaptive_threshold, str) else adaptive_threshold
-        found = attend_with_kernel(
-            q_BHTD, k_BGND, v_BGND, log_fgate_BHN, sm_scale=sm_scale, seq_start_B=seq_start_B,
-            first_key_BT=first_key_BT, threshold_BH=threshold_tensor(threshold, q_BHTD), is_bounded=is_bounded,
+        first_key_BT = first_visible_key(q, k, window=window_size, cu_seqlens=cu_seqlens)
+        out_BHTD, log_normaliser = forgetting_attention_portable(
+            q, k, v, log_fgate, seq_start, sm_scale, first_key_BT=first_key_BT, window=window_size,
+            return_log_normaliser=return_log_normaliser,
         )  # fmt: skip
-        if found is not None:
-            return found
-    return forgetting_attention_portable(
-        q_BHTD, k_BGND, v_BGND, log_fgate_BHN, seq_start_B, sm_scale, first_key_BT=first_key_BT, window=window,
-        return_log_normaliser=return_log_normaliser,
-    )  # fmt: skip
+    return in_layout_of_caller(out_BHTD, log_normaliser if return_log_normaliser else None, head_first)

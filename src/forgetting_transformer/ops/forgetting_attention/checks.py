@@ -2,15 +2,36 @@
 
 import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from forgetting_transformer.ops.eager import runs_eagerly
+
+# What tensors that passed `check_tensors` have in common with others that need not be checked again.
+_passed: set[tuple[Any, ...]] = set()
+_MAX_PASSED = 1024
 
 
 def check_tensors(
     q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, head_first: bool, gates_name: str = "log_fgate"
 ) -> None:
     """Refuse tensors that do not fit together. `gates` is None for an op without gates, which has no `head_first`."""
+    tensors = (q, k, v) if gates is None else (q, k, v, gates)
+    if not runs_eagerly(*tensors):
+        _check_tensors(q, k, v, gates, head_first, gates_name)
+        return
+    call = head_first, gates_name, *[(x.shape, x.dtype, x.device) for x in tensors]
+    if call in _passed:
+        return
+    _check_tensors(q, k, v, gates, head_first, gates_name)
+    if len(_passed) >= _MAX_PASSED:
+        _passed.clear()
+    _passed.add(call)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, head_first: bool, gates_name: str) -> None:
     named = {"q": q, "k": k, "v": v} if gates is None else {"q": q, "k": k, "v": v, gates_name: gates}
     layout = "" if gates is None else f"head_first={head_first}"
     for name, x in named.items():

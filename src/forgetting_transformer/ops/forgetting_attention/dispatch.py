@@ -19,38 +19,39 @@ from forgetting_transformer.ops.eager import runs_eagerly
 MAX_KERNEL_HEAD_DIM = 256
 
 
-def takes_kernel(q_BHTD: Tensor) -> bool:
+def takes_kernel(q: Tensor) -> bool:
     """Whether the Triton kernels can serve these queries: on a GPU, but no float64 and no very wide heads."""
-    fits = q_BHTD.is_cuda and q_BHTD.dtype != torch.float64 and q_BHTD.shape[3] <= MAX_KERNEL_HEAD_DIM
-    return fits and _has_kernel(q_BHTD.device.index)
+    fits = q.is_cuda and q.dtype != torch.float64 and q.shape[3] <= MAX_KERNEL_HEAD_DIM
+    return fits and _has_kernel(q.device.index)
 
 
 def attend_with_kernel(
-    q_BHTD: Tensor,
-    k_BGND: Tensor,
-    v_BGND: Tensor,
-    log_fgate_BHN: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_fgate: Tensor | None,
     *,
+    head_first: bool,
     sm_scale: float,
     seq_start_B: Tensor | None = None,
     first_key_BT: Tensor | None = None,
     threshold_BH: Tensor | None = None,
     is_bounded: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
-    """Forgetting attention with arguments as in `forgetting_attention`, head first. Only where `takes_kernel`.
+    """Forgetting attention with arguments as in `forgetting_attention`. Only where `takes_kernel`.
 
     Args:
-        log_fgate_BHN: None is gates of 1, plain softmax attention.
+        log_fgate: None is gates of 1, plain softmax attention.
         first_key_BT: what `first_visible_key` returned.
         threshold_BH: nats, float32: the decay bias below which pairs may be left out.
         is_bounded: threshold_BH is the logarithm of the weight that each row may leave out, and norms of queries and
             keys are to say what that is.
 
     Returns:
-        The output `(B, H, T, D)` in q's dtype, and the log-normalisers `(B, H, T)`, nats, float32. None, after a
-        warning, where Triton cannot compile the kernels.
+        The output in q's shape and dtype, and the log-normalisers `(B, H, T)`, nats, float32. None, after a warning,
+        where Triton cannot compile the kernels.
     """
-    arguments = (q_BHTD, k_BGND, v_BGND, log_fgate_BHN, sm_scale, seq_start_B, first_key_BT, threshold_BH, is_bounded)
+    arguments = (q, k, v, log_fgate, head_first, sm_scale, seq_start_B, first_key_BT, threshold_BH, is_bounded)
     if torch.compiler.is_compiling():
         return _launch(*arguments)
     try:
@@ -64,73 +65,84 @@ def attend_with_kernel(
 
 
 def _launch(
-    q_BHTD: Tensor,
-    k_BGND: Tensor,
-    v_BGND: Tensor,
-    log_fgate_BHN: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_fgate: Tensor | None,
+    head_first: bool,
     sm_scale: float,
     seq_start_B: Tensor | None,
     first_key_BT: Tensor | None,
     threshold_BH: Tensor | None,
     is_bounded: bool,
 ) -> tuple[Tensor, Tensor]:
-    if log_fgate_BHN is None:
-        gates = (*q_BHTD.shape[:2], k_BGND.shape[2])
-        log_fgate_BHN = torch.zeros((), dtype=torch.float32, device=q_BHTD.device).expand(gates)
+    head_axis, length_axis = (1, 2) if head_first else (2, 1)
+    num_queries = q.shape[length_axis]
+    if log_fgate is None:
+        gates = (*k.shape[:head_axis], q.shape[head_axis], *k.shape[head_axis + 1 : 3])
+        log_fgate = torch.zeros((), dtype=torch.float32, device=q.device).expand(gates)
     if seq_start_B is not None:
-        start_BT = seq_start_B.to(torch.int32)[:, None].expand(-1, q_BHTD.shape[2])
+        start_BT = seq_start_B.to(torch.int32)[:, None].expand(-1, num_queries)
         first_key_BT = start_BT if first_key_BT is None else torch.maximum(first_key_BT, start_BT)
     if first_key_BT is not None:
         first_key_BT = first_key_BT.contiguous()
-    if runs_eagerly(q_BHTD, k_BGND, v_BGND, log_fgate_BHN):
+    if runs_eagerly(q, k, v, log_fgate):
         from forgetting_transformer.ops.forgetting_attention import triton as launcher
 
-        tensors = q_BHTD, k_BGND, v_BGND, log_fgate_BHN
-        return launcher.attend(*tensors, first_key_BT, threshold_BH, is_bounded, sm_scale)
+        return launcher.attend(q, k, v, log_fgate, first_key_BT, threshold_BH, is_bounded, sm_scale, head_first)
+    if not head_first:
+        q, k, v, log_fgate = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
     kernels = torch.ops.forgetting_transformer
     bounds = (None, None, None)
     if is_bounded:
-        bounds = kernels.forgetting_attention_bounds(q_BHTD.detach(), k_BGND.detach(), first_key_BT, sm_scale)
-    num_queries = q_BHTD.shape[2]
-    decay = kernels.forgetting_attention_decay(log_fgate_BHN.detach(), num_queries, threshold_BH, *bounds, first_key_BT)
-    return kernels.forgetting_attention_forward(q_BHTD, k_BGND, v_BGND, log_fgate_BHN, *decay, first_key_BT, sm_scale)
+        bounds = kernels.forgetting_attention_bounds(q.detach(), k.detach(), first_key_BT, sm_scale)
+    decay = kernels.forgetting_attention_decay(log_fgate.detach(), num_queries, threshold_BH, *bounds, first_key_BT)
+    out_BHTD, log_normaliser_BHT = kernels.forgetting_attention_forward(
+        q, k, v, log_fgate, *decay, first_key_BT, sm_scale
+    )
+    return out_BHTD if head_first else out_BHTD.transpose(1, 2), log_normaliser_BHT
 
 
 def in_layout_of_caller(
     out_BHTD: Tensor, log_normaliser_BHT: Tensor | None, head_first: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What the ops return: the output and, if wanted, the log-normalisers, with the axes that the caller uses."""
-    out = out_BHTD if head_first else out_BHTD.transpose(1, 2)
+    return returned(out_BHTD if head_first else out_BHTD.transpose(1, 2), log_normaliser_BHT, head_first)
+
+
+def returned(out: Tensor, log_normaliser_BHT: Tensor | None, head_first: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """The same, where the output has these axes already."""
     if log_normaliser_BHT is None:
         return out
     return out, log_normaliser_BHT if head_first else log_normaliser_BHT.transpose(1, 2)
 
 
-def threshold_tensor(threshold: float | Tensor | None, q_BHTD: Tensor) -> Tensor | None:
+def threshold_tensor(threshold: float | Tensor | None, q: Tensor, head_first: bool = True) -> Tensor | None:
     """A threshold as the kernels want it, float32 `(B, H)`; None stays None."""
-    shape = q_BHTD.shape[:2]
     if threshold is None:
         return None
+    shape = (q.shape[0], q.shape[1 if head_first else 2])
     if not isinstance(threshold, Tensor):
-        return torch.full(shape, threshold, dtype=torch.float32, device=q_BHTD.device)
+        return torch.full(shape, threshold, dtype=torch.float32, device=q.device)
     return threshold.detach().float().expand(shape)
 
 
 def first_visible_key(
-    q_BHTD: Tensor, k_BGND: Tensor, *, window: int | None = None, cu_seqlens: Tensor | None = None
+    q: Tensor, k: Tensor, *, window: int | None = None, cu_seqlens: Tensor | None = None, head_first: bool = True
 ) -> Tensor | None:
     """The first key that each query sees, `(B, T)` int32, with windows and documents; None if all see the first."""
-    num_queries, num_keys = q_BHTD.shape[2], k_BGND.shape[2]
+    length_axis = 2 if head_first else 1
+    num_queries, num_keys = q.shape[length_axis], k.shape[length_axis]
     if cu_seqlens is None and (window is None or window >= num_keys):
         return None
-    query_T = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int32, device=q_BHTD.device)
+    query_T = torch.arange(num_keys - num_queries, num_keys, dtype=torch.int32, device=q.device)
     first_key_T = torch.zeros_like(query_T)
     if cu_seqlens is not None:
         starts = cu_seqlens.to(torch.int32)
         first_key_T = starts[torch.searchsorted(starts, query_T, right=True) - 1]
     if window is not None and window < num_keys:
         first_key_T = torch.maximum(first_key_T, query_T - (window - 1))
-    return first_key_T.expand(q_BHTD.shape[0], -1)
+    return first_key_T.expand(q.shape[0], -1)
 
 
 def _has_kernel(device_index: int) -> bool:

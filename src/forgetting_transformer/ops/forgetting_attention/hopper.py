@@ -27,7 +27,6 @@ Three things about the assembler that no result shows, only its log and its mach
 Axes: M queries × N keys as in `kernels.py`; Z = B·H.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,7 +48,6 @@ from forgetting_transformer.ops.forgetting_attention.layout import (
     Inputs,
     Launch,
     Located,
-    empty_heads_like,
 )
 
 # The copy engine's load of a tile, by the name that the installed Triton has for it; both take the same arguments.
@@ -633,7 +631,6 @@ class _Forward:
         n, stages = TILES["forward", q.size[3]]
         self.q, self.k, self.v = located(q, _STRETCH.value), located(k, n), located(v, n)
         self.out, self.suffix = Located(q.like()), vectors(sizes.rows * sizes.stretches * _STRETCH.value, n)
-        self.log_normaliser = q.size[:3]
         self.numbers = sizes.heads, sizes.group, *sizes.lengths
         self.launch = Launch(
             forward_kernel, sizes.blocks * sizes.rows, HEAD_DIM=q.size[3], N=n, STAGES=stages, **_LAUNCH
@@ -641,12 +638,10 @@ class _Forward:
 
 
 def forward(
-    inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, decay: Decay, sm_scale: float
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `forward` of `triton.py` returns."""
+    inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, decay: Decay, sm_scale: float, out: Tensor, log_normaliser: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write outputs and log-normalisers, and return them."""
     prepared = inputs.kept(_Forward)
-    out = empty_heads_like(q)
-    log_normaliser = torch.empty(prepared.log_normaliser, dtype=torch.float32, device=q.device)
     prepared.launch(
         *prepared.q.of(q), *prepared.k.of(k), *prepared.v.of(v), *prepared.out.of(out),
         prepared.suffix.of(decay.suffix), decay.suffix, decay.running, decay.reference, decay.first_stretch,

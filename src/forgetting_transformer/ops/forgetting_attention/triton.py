@@ -236,14 +236,14 @@ class _Forward:
 
 @on_device_of_first
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, decay: Decay, first_key: Tensor | None, sm_scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend; return the output `(B, H, M, D)`, in memory `(B, M, H, D)`, and log-normalisers `(B, H, M)`, nats,
-    float32.
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, decay: Decay, first_key: Tensor | None, sm_scale: float
+) -> Tensor:
+    """Attend; return log-normalisers `(B, H, M)`, nats, float32.
 
     Args:
         q: `(B, H, M, D)`, D up to 256.
         k, v: `(B, G, N, D)`, N ≥ M, H a multiple of G.
+        out: the output is written to it, `(B, H, M, D)`, strides as of `empty_heads_like`.
         decay: what `sum_decay` returned.
         first_key: `(B, M)` int32, the first key each query sees, not falling along a sequence, up to N; None is 0.
             Queries that see nothing give 0 and a log-normaliser of -inf.
@@ -251,17 +251,17 @@ def forward(
     q, k, v = with_whole_channels(q), with_whole_channels(k), with_whole_channels(v)
     tensors = signature(q), signature(k), signature(v)
     inputs = _prepare_forward(tensors, alignments(first_key, *decay), q.device)
-    if (found := _on_hopper("forward", inputs, q, k, v, decay, sm_scale)) is not None:
-        return found
+    log_normaliser = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if _on_hopper("forward", inputs, q, k, v, decay, sm_scale, out, log_normaliser) is not None:
+        return log_normaliser
     prepared = inputs.kept(_Forward)
-    out, log_normaliser = empty_heads_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     in_q, in_k, in_v = prepared.located
     prepared.launch(
         *in_q.of(q), *in_k.of(k), *in_v.of(v), *prepared.out.of(out),
         decay.suffix, decay.running, decay.reference, decay.first_stretch, first_key, log_normaliser,
         *prepared.numbers, sm_scale * LOG2_E,
     )  # fmt: skip
-    return out, log_normaliser
+    return log_normaliser
 
 
 @torch.library.custom_op("forgetting_transformer::forgetting_attention_forward", mutates_args=())
@@ -278,8 +278,12 @@ def _forward(
     first_key: Tensor | None,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`forward`. What it computes comes from what `sum_decay` made of the gates; they are here for their gradient."""
-    return forward(q, k, v, Decay(suffix, running, reference, first_stretch, end_block), first_key, sm_scale)
+    """The output `(B, H, M, D)`, in memory `(B, M, H, D)`, and what `forward` returns.
+
+    What is computed comes from what `sum_decay` made of the gates; they are here for their gradient.
+    """
+    out, decay = empty_heads_like(q), Decay(suffix, running, reference, first_stretch, end_block)
+    return out, forward(q, k, v, out, decay, first_key, sm_scale)
 
 
 @_forward.register_fake
@@ -453,45 +457,55 @@ def _save_for_backward(ctx, inputs, output) -> None:
     ctx.save_for_backward(*tensors, *output)
 
 
-def _gradients(ctx, d_out: Tensor | None, d_log_normaliser: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of q, k, v and log f."""
+def _autograd(ctx, d_out: Tensor | None, d_log_normaliser: Tensor | None) -> tuple[Tensor | None, ...]:
+    gradients = _gradients(d_out, d_log_normaliser, ctx.saved_tensors, ctx.sm_scale, ctx.needs_input_grad[3])
+    return *gradients, *[None] * 7
+
+
+def _gradients(
+    d_out: Tensor | None, d_log_normaliser: Tensor | None, saved: tuple[Any, ...], sm_scale: float, wants_gates: bool
+) -> tuple[Tensor | None, ...]:
+    """Of q, k, v and log f. `saved`: what `_forward` took and returned."""
     if d_out is None and d_log_normaliser is None:
         return None, None, None, None
-    q, k, v, log_fgate, *decay, first_key, out, log_normaliser = ctx.saved_tensors
-    if d_out is None:
-        d_out = torch.zeros_like(out)
-    wants_gates = ctx.needs_input_grad[3]
+    q, k, v, log_fgate, *decay, first_key, out, log_normaliser = saved
+    d_out = torch.zeros_like(out) if d_out is None else d_out
     # With create_graph, the operator is what refuses to be differentiated twice.
     if torch.is_grad_enabled() or not runs_eagerly(d_out, q):
-        tensors = q, k, v, log_fgate, *decay, first_key, out, log_normaliser
-        *d_qkv, d_log_fgate = _backward(d_out, d_log_normaliser, *tensors, ctx.sm_scale, wants_gates)
+        *d_qkv, d_log_fgate = _backward(d_out, d_log_normaliser, *saved, sm_scale, wants_gates)
     else:
         *d_qkv, d_log_fgate = backward(
-            d_out, d_log_normaliser, q, k, v, log_fgate, Decay(*decay), first_key, out, log_normaliser, ctx.sm_scale,
+            d_out, d_log_normaliser, q, k, v, log_fgate, Decay(*decay), first_key, out, log_normaliser, sm_scale,
             wants_gates,
         )  # fmt: skip
     return *d_qkv, d_log_fgate if wants_gates else None
-
-
-def _autograd(ctx, d_out: Tensor | None, d_log_normaliser: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_gradients(ctx, d_out, d_log_normaliser), *[None] * 7
 
 
 _forward.register_autograd(_autograd, setup_context=_save_for_backward)
 
 
 class _Attention(torch.autograd.Function):
-    """`attend` and its gradients."""
+    """`attend` and its gradients. Axes are swapped in here, where autograd keeps no account of it."""
 
     @staticmethod
-    def forward(ctx, q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale):
-        decay, out, log_normaliser = _attend(q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale)
+    def forward(ctx, q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale, head_first):
+        out, log_normaliser, decay = _attend(q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale, head_first)
+        ctx.head_first = head_first
         _save_for_backward(ctx, (q, k, v, log_fgate, *decay, first_key, sm_scale), (out, log_normaliser))
         return out, log_normaliser
 
     @staticmethod
     def backward(ctx, d_out, d_log_normaliser):
-        return *_gradients(ctx, d_out, d_log_normaliser), None, None, None, None
+        saved, wants_gates = ctx.saved_tensors, ctx.needs_input_grad[3]
+        if not ctx.head_first:
+            *tensors, out, log_normaliser = saved
+            swapped = [x.transpose(1, 2) for x in tensors[:4]]
+            saved = *swapped, *tensors[4:], out.transpose(1, 2), log_normaliser
+            d_out = None if d_out is None else d_out.transpose(1, 2)
+        gradients = _gradients(d_out, d_log_normaliser, saved, ctx.sm_scale, wants_gates)
+        if not ctx.head_first:
+            gradients = [None if x is None else x.transpose(1, 2) for x in gradients]
+        return *gradients, None, None, None, None, None
 
 
 def attend(
@@ -503,24 +517,34 @@ def attend(
     threshold: Tensor | None,
     is_bounded: bool,
     sm_scale: float,
+    head_first: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attend in eager mode: the operators' numbers without the operators. Only where `runs_eagerly`.
 
     Args:
-        q, k, v, log_fgate, first_key, sm_scale: as of `_forward`.
+        q, k, v, log_fgate: as of `_forward`, or with the head axis behind the sequence axis where not `head_first`.
+        first_key, sm_scale: as of `_forward`.
         threshold, is_bounded: as of `dispatch.attend_with_kernel`.
+
+    Returns:
+        The output, axes as of q, and the log-normalisers `(B, H, M)`.
     """
-    arguments = q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale
+    arguments = q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale, head_first
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or log_fgate.requires_grad):
         return _Attention.apply(*arguments)
-    return _attend(*arguments)[1:]
+    return _attend(*arguments)[:2]
 
 
-def _attend(q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale) -> tuple[Decay, Tensor, Tensor]:
-    """What is known of the gates, the output and the log-normalisers."""
+def _attend(q, k, v, log_fgate, first_key, threshold, is_bounded, sm_scale, head_first) -> tuple[Tensor, Tensor, Decay]:
+    """What `attend` returns, and what is known of the gates."""
+    if head_first:
+        found = out = empty_heads_like(q)
+    else:
+        found = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        q, k, v, log_fgate, out = [x.transpose(1, 2) for x in (q, k, v, log_fgate, found)]
     bounds = find_bounds(q, k, first_key, sm_scale) if is_bounded else (None, None, None)
     decay = Decay(*sum_decay(log_fgate, q.shape[2], threshold, *bounds, first_key))
-    return decay, *forward(q, k, v, decay, first_key, sm_scale)
+    return found, forward(q, k, v, out, decay, first_key, sm_scale), decay
 
 
 def compile_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: Tensor, sm_scale: float) -> None:
