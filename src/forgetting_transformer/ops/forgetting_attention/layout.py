@@ -99,7 +99,7 @@ def with_whole_channels(x: Tensor) -> Tensor:
 
 def empty_heads_like(x: Tensor) -> Tensor:
     """A tensor of x's shape `(B, H, T, D)`, in memory `(B, T, H, D)`, as projections before and after want it."""
-    # Not a view of another tensor: those that autograd functions return may not be written to.
+    # Not a view of another tensor, which autograd would follow.
     return torch.empty_strided(x.shape, _heads_within_positions(x.shape), dtype=x.dtype, device=x.device)
 
 

@@ -1,0 +1,247 @@
+"""Eager calls go straight to the kernels, with the bits of the operators; these run where something looks on."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from forgetting_transformer import forgetting_attention
+from forgetting_transformer.ops.eager import runs_eagerly
+from tests.ops.interpreter import interpret
+
+layout = pytest.importorskip("forgetting_transformer.ops.forgetting_attention.layout")
+
+#: `same` compares a call with the same call under a mode that sees operators.
+COMPARE = """
+import contextlib
+from forgetting_transformer.ops import forgetting_attention as package
+from forgetting_transformer.ops.forgetting_attention import forgetting_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "forgetting_transformer":
+            self.names.append(function.__name__.split(".")[0].removeprefix("forgetting_attention_"))
+        return function(*args, **(kwargs or {}))
+
+package.takes_kernel = lambda q: True
+
+def results(tensors, d_out, mode, uses=("out", "log_normaliser"), needs=(True,) * 4, **options):
+    leaves = [x.detach().clone().requires_grad_(need) for x, need in zip(tensors, needs)]
+    with mode:
+        out, log_normaliser = forgetting_attention(*leaves, return_log_normaliser=True, **options)
+        weight = torch.linspace(-1, 1, log_normaliser.numel()).view_as(log_normaliser)
+        losses = {"out": out * d_out, "log_normaliser": log_normaliser.masked_fill(log_normaliser.isinf(), 0) * weight}
+        sum(losses[name].sum() for name in uses).backward()
+    return [out.detach(), log_normaliser.detach(), *(x.grad for x in leaves)]
+
+def same(tensors, d_out, **options):
+    seen = Names()
+    eager = results(tensors, d_out, contextlib.nullcontext(), **options)
+    observed = results(tensors, d_out, seen, **options)
+    assert seen.names[-3:] == ["decay", "forward", "backward"], seen.names
+    for a, b in zip(eager, observed, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.stride() == b.stride() and a.dtype == b.dtype and torch.equal(a, b))
+    return eager
+"""
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_eager_calls_have_the_bits_of_the_operators(head_first):
+    interpret(
+        f"""
+{COMPARE}
+head_first = {head_first}
+q, k, v, f, d_out = inputs(40, 16, queries=36, batch=2)
+tensors, d_out = [[x if head_first else x.transpose(1, 2).contiguous() for x in y] for y in ((q, k, v, f), (d_out,))]
+d_out, same_as = d_out[0], functools.partial(same, head_first=head_first)
+whole = same_as(tensors, d_out)
+assert same_as(tensors, d_out, uses=("out",))[5].any()
+assert same_as(tensors, d_out, uses=("log_normaliser",))[2].any()
+# Gradients of some inputs are those that they have among all.
+some = same_as(tensors, d_out, needs=(True, False, True, False))
+assert some[3] is None and some[5] is None and torch.equal(some[2], whole[2]) and torch.equal(some[4], whole[4])
+same_as(tensors, d_out, window_size=9, seq_start=torch.tensor([0, 11]))
+same_as(tensors, d_out, adaptive_threshold=-2.0)
+# Other strides: slices of one projection, and channels that do not lie side by side.
+wider = [torch.cat((x, x), -1)[..., : x.shape[-1]] for x in tensors[:3]]
+assert all(torch.equal(a, b) for a, b in zip(same_as([*wider, tensors[3]], d_out), whole, strict=True))
+apart = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in tensors[:3]]
+assert all(torch.equal(a, b) for a, b in zip(same_as([*apart, tensors[3]], d_out), whole, strict=True))
+""".replace("import contextlib\n", "import contextlib, functools\n", 1)
+    )
+
+
+def test_eager_calls_may_be_recomputed_and_are_differentiable_once():
+    interpret(
+        f"""
+{COMPARE}
+from torch.utils.checkpoint import checkpoint
+q, k, v, f, d_out = (x.transpose(1, 2).contiguous() for x in inputs(20, 16))
+leaves = [x.requires_grad_() for x in (q, k, v, f)]
+wanted = torch.autograd.grad(forgetting_attention(*leaves), leaves, d_out)
+again = torch.autograd.grad(checkpoint(forgetting_attention, *leaves, use_reentrant=False), leaves, d_out)
+assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
+doubled = forgetting_attention(*leaves).mul_(2)  # the backward pass needs what was there
+try:
+    torch.autograd.grad(doubled, leaves, d_out)
+except RuntimeError as error:
+    assert "modified by an inplace operation" in str(error)
+else:
+    raise AssertionError("gradients of an output that was overwritten")
+once = torch.autograd.grad(forgetting_attention(*leaves), leaves, d_out, create_graph=True)
+assert all(torch.equal(a, b) for a, b in zip(once, wanted, strict=True))
+try:
+    torch.autograd.grad(once[0].sum(), leaves)
+except RuntimeError as error:
+    assert "no autograd formula" in str(error)
+else:
+    raise AssertionError("differentiated twice")
+"""
+    )
+
+
+@pytest.mark.slow
+def test_a_compiler_sees_the_operators():
+    interpret(
+        f"""
+{COMPARE}
+from torch._dynamo.backends.common import aot_autograd
+
+def names(graph):
+    targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    return [t.split(".")[1].removeprefix("forgetting_attention_") for t in targets if "forgetting_transformer" in t]
+
+seen = []
+record = lambda graph, example_inputs: seen.append(names(graph)) or graph.forward
+q, k, v, f, d_out = (x.transpose(1, 2).contiguous() for x in inputs(20, 16))
+leaves = [x.requires_grad_() for x in (q, k, v, f)]
+wanted = torch.autograd.grad(forgetting_attention(*leaves), leaves, d_out)
+compiled = torch.compile(forgetting_attention, fullgraph=True, dynamic=False,
+                         backend=aot_autograd(fw_compiler=record, bw_compiler=record))
+found = torch.autograd.grad(compiled(*leaves), leaves, d_out)
+assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+assert seen == [["decay", "forward"], ["backward"]], seen
+"""
+    )
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_what_looks_on_gets_the_operators():
+    x, parameter = torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
+    assert runs_eagerly(x, parameter) and runs_eagerly(x.requires_grad_())
+    assert not runs_eagerly(x, x.as_subclass(Subclass))
+    with FlopCounterMode(display=False):
+        assert not runs_eagerly(x)
+    with torch.device("cpu"):  # a mode that sees functions
+        assert not runs_eagerly(x)
+    with FakeTensorMode() as fake:
+        assert not runs_eagerly(torch.zeros(2))
+    assert not runs_eagerly(fake.from_tensor(x))
+    seen = []
+    torch.func.vmap(lambda y: seen.append(runs_eagerly(y)) or y)(x.detach())
+    torch.func.grad(lambda y: seen.append(runs_eagerly(y)) or y.sum())(x.detach())
+    torch.jit.trace(lambda y: seen.append(runs_eagerly(y)) or y + 1, x.detach(), check_trace=False)
+    assert seen == [False] * 3
+    compiled = torch.compile(lambda y: y + 1 if runs_eagerly(y) else y - 1, backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(2)).tolist() == [-1, -1]
+    assert runs_eagerly(x)
+
+
+def test_tensors_of_checked_shapes_are_not_taken_for_others():
+    q, (k, v) = torch.randn(1, 5, 2, 4), torch.randn(2, 1, 5, 1, 4)
+    log_fgate = -torch.rand(1, 5, 2)
+    for _ in range(2):
+        forgetting_attention(q, k, v, log_fgate)
+        with pytest.raises(ValueError, match=r"k is torch\.float64 and q torch\.float32"):
+            forgetting_attention(q, k.double(), v, log_fgate)
+        with pytest.raises(ValueError, match="q has 2 positions and k only 1"):
+            forgetting_attention(q, k, v, log_fgate, head_first=True)
+        with pytest.raises(ValueError, match="v is on meta and q on cpu"):
+            forgetting_attention(q, k, v.to("meta"), log_fgate)
+        with pytest.raises(ValueError, match="v has shape"):
+            forgetting_attention(q, k, v[:, :4], log_fgate)
+
+
+def test_launches_are_prepared_for_one_signature():
+    """The compiled kernel of a call is looked up once; what Triton compiles another one for prepares another launch."""
+    interpret(
+        """
+def call(*tensors):
+    out, log_normaliser = run(attend, *tensors, d_out, None, 0.25)[:2]
+    return kernel._prepare_forward.cache_info().currsize, kernel._prepare_backward.cache_info().currsize
+
+q, k, v, f, d_out = inputs(36, 16)
+forward, backward = call(q, k, v, f)
+assert call(*(x.clone() for x in (q, k, v, f))) == (forward, backward)
+unaligned = torch.zeros(q.numel() + 1)[1:].view(q.shape).copy_(q)
+rows = torch.zeros(*q.shape[:3], 20)[..., :16].copy_(q)
+for i, other in enumerate((unaligned, rows, q.half())):
+    with torch.no_grad():
+        kernel._forward(other, *(x.to(other.dtype) for x in (k, v)), f, *kernel._decay(f, 36, *[None] * 5), None, 0.25)
+    assert kernel._prepare_forward.cache_info().currsize == forward + 1 + i
+first_key = torch.zeros(1, 36, dtype=torch.int32)
+with torch.no_grad():
+    kernel._forward(q, k, v, f, *kernel._decay(f, 36, *[None] * 4, first_key), first_key, 0.25)
+assert kernel._prepare_forward.cache_info().currsize == forward + 4
+"""
+    )
+
+
+def test_a_compiled_kernel_is_launched_by_its_handle(monkeypatch):
+    launched = []
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: launched.append(("handle", grid, arguments))
+
+    class Kernel:
+        arg_names = ("x_ptr", "length", "BLOCK", "TMA")
+
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                launched.append(("kernel", grid, arguments, options))
+                return self.compiled
+
+            return launch
+
+    monkeypatch.setattr(layout, "CompiledKernel", Compiled)
+    kernel = Kernel()
+    kernel.compiled = Compiled()
+    launch = layout.Launch(kernel, 7, TMA=False, num_warps=4, BLOCK=64)
+    launch("x", 3)
+    launch("y", 3)
+    options = {"TMA": False, "num_warps": 4, "BLOCK": 64}
+    assert launched == [("kernel", (7, 1, 1), ("x", 3), options), ("handle", (7, 1, 1), ("y", 3, 64, False))]
+    launched.clear()
+    kernel.compiled = None  # the interpreter's
+    launch = layout.Launch(kernel, 7, **options)
+    launch("x", 3)
+    launch("y", 3)
+    assert [kind for kind, *_ in launched] == ["kernel", "kernel"]
+
+
+def test_descriptors_are_copies_that_keep_no_tensor():
+    descriptors = layout.Descriptors(layout.TensorDescriptor, [256, 64], [64, 1], [128, 64])
+    first, second = (torch.zeros(256, 64, dtype=torch.bfloat16) for _ in range(2))
+    made = [descriptors.of(x) for x in (first, second)]
+    assert made[0].base is first and made[1].base is second
+    wanted = layout.TensorDescriptor(second, [256, 64], [64, 1], [128, 64])
+    assert vars(made[1]) == vars(wanted) and type(made[1]) is type(wanted)
+    alive = [weakref.ref(x) for x in (first, second)]
+    del first, second, made, wanted
+    gc.collect()
+    assert [x() for x in alive] == [None, None]
+    with pytest.raises(AssertionError, match="16-byte"):
+        layout.Descriptors(layout.TensorDescriptor, [64, 8], [8, 1], [64, 8]).of(torch.zeros(513)[1:].view(64, 8))
