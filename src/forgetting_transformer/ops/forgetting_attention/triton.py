@@ -504,7 +504,7 @@ class _Attention(torch.autograd.Function):
             d_out = None if d_out is None else d_out.transpose(1, 2)
         gradients = _gradients(d_out, d_log_normaliser, saved, ctx.sm_scale, wants_gates)
         if not ctx.head_first:
-            gradients = [None if x is None else x.transpose(1, 2) for x in gradients]
+            gradients = tuple([None if x is None else x.transpose(1, 2) for x in gradients])
         return *gradients, None, None, None, None, None
 
 
