@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from forgetting_transformer import forgetting_attention
 from forgetting_transformer.ops.eager import runs_eagerly
+from forgetting_transformer.ops.forgetting_attention.checks import checked_scale
 from tests.ops.interpreter import interpret
 
 layout = pytest.importorskip("forgetting_transformer.ops.forgetting_attention.layout")
@@ -172,6 +173,15 @@ def test_tensors_of_checked_shapes_are_not_taken_for_others():
             forgetting_attention(q, k, v.to("meta"), log_fgate)
         with pytest.raises(ValueError, match="v has shape"):
             forgetting_attention(q, k, v[:, :4], log_fgate)
+
+
+def test_the_scale_is_a_float_to_kernels():
+    """Triton compiles integers that are 1 into the kernel, which then serves calls with other scales."""
+    assert isinstance(checked_scale(1, 64), float)
+    q, k, v = torch.randn(3, 1, 5, 2, 4).unbind()
+    log_fgate = -torch.rand(1, 5, 2)
+    wanted = forgetting_attention(q, k, v, log_fgate, sm_scale=1.0)
+    assert torch.equal(forgetting_attention(q, k, v, log_fgate, sm_scale=1), wanted)
 
 
 def test_launches_are_prepared_for_one_signature():

@@ -198,4 +198,4 @@ def checked_scale(sm_scale: float | None, head_dim: int) -> float:
         return 1 / math.sqrt(head_dim)
     if not (math.isfinite(sm_scale) and sm_scale > 0):
         raise ValueError(f"sm_scale is {sm_scale}; it must be a positive finite number, or None for 1/√D")
-    return sm_scale
+    return float(sm_scale)  # kernels would be compiled for the number 1

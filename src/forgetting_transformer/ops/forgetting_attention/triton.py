@@ -158,7 +158,7 @@ def sum_decay(
         The fields of `Decay`.
     """
     if threshold is not None:
-        threshold = threshold.contiguous()
+        threshold = threshold.float().contiguous()
     others = alignments(threshold, query_norm, self_score, key_norm, first_key)
     prepared = _prepare_sums(signature(log_fgate), num_queries, others, _MAX_CHUNK, log_fgate.device)
     decay = _empty_decay(prepared.fields, log_fgate.device)
@@ -201,7 +201,8 @@ def _(log_fgate, num_queries, threshold, query_norm, self_score, key_norm, first
 
 
 class _Inputs(Inputs):
-    """
+    """And which kernels take them.
+
     Attributes:
         gluon: names of the kernels for Hopper GPUs that take these inputs, unless Gluon has been ruled out.
     """
@@ -292,7 +293,7 @@ def _(q, k, v, log_fgate, suffix, running, reference, first_stretch, end_block, 
 
 
 class _Gradients(_Inputs):
-    """And what the backward pass launches around them."""
+    """And what the backward pass launches around these kernels."""
 
     def __init__(
         self,
@@ -559,7 +560,8 @@ def compile_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_fgate: 
     decay = Decay(*(x.zero_() for x in _decay_like(log_fgate, q.shape[2])))
     decay.end_block.fill_(Sizes.of(q.shape, k.shape).blocks)
     out = empty_heads_like(q).zero_()
-    _backward(d_out, log_normaliser, q, k, v, log_fgate, *decay, None, out, log_normaliser, sm_scale, True)
+    # Without a gradient of the log-normaliser, as where only outputs are used.
+    _backward(d_out, None, q, k, v, log_fgate, *decay, None, out, log_normaliser, sm_scale, True)
 
 
 def attention_flops(q_shape: torch.Size, k_shape: torch.Size) -> int:
