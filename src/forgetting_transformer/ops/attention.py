@@ -76,21 +76,19 @@ def causal_attention(
     check_seq_start(seq_start, k_BNGD, head_first=False)
     check_cu_seqlens(cu_seqlens, q_BTHD, k_BNGD, head_first=False)
     sm_scale = checked_scale(sm_scale, q_BTHD.shape[-1])
-    q_BHTD, k_BGND, v_BGND = (x.transpose(1, 2) for x in (q_BTHD, k_BNGD, v_BNGD))
-    found = None
-    if q_BHTD.shape[2] > 1 and q_BHTD.dtype in (torch.float16, torch.bfloat16) and takes_kernel(q_BHTD):
-        first_key_BT = first_visible_key(q_BHTD, k_BGND, window=window_size, cu_seqlens=cu_seqlens)
+    if q_BTHD.shape[1] > 1 and q_BTHD.dtype in (torch.float16, torch.bfloat16) and takes_kernel(q_BTHD):
+        first_key_BT = first_visible_key(q_BTHD, k_BNGD, window=window_size, cu_seqlens=cu_seqlens, head_first=False)
         found = attend_with_kernel(
-            q_BHTD, k_BGND, v_BGND, None, head_first=True, sm_scale=sm_scale, seq_start_B=seq_start,
+            q_BTHD, k_BNGD, v_BNGD, None, head_first=False, sm_scale=sm_scale, seq_start_B=seq_start,
             first_key_BT=first_key_BT,
         )  # fmt: skip
-    if found is not None:
-        out_BHTD = found[0]
-    else:
-        # Autocast would change the dtype, which is the caller's choice here.
-        with torch.autocast(q_BHTD.device.type, enabled=False):
-            begin_BT = None if cu_seqlens is None else first_visible_key(q_BHTD, k_BGND, cu_seqlens=cu_seqlens)
-            out_BHTD = _attend(q_BHTD, k_BGND, v_BGND, window_size, seq_start, begin_BT, sm_scale)
+        if found is not None:
+            return found[0]
+    q_BHTD, k_BGND, v_BGND = (x.transpose(1, 2) for x in (q_BTHD, k_BNGD, v_BNGD))
+    # Autocast would change the dtype, which is the caller's choice here.
+    with torch.autocast(q_BHTD.device.type, enabled=False):
+        begin_BT = None if cu_seqlens is None else first_visible_key(q_BHTD, k_BGND, cu_seqlens=cu_seqlens)
+        out_BHTD = _attend(q_BHTD, k_BGND, v_BGND, window_size, seq_start, begin_BT, sm_scale)
     return out_BHTD.transpose(1, 2)
 
 
