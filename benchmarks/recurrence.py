@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measures the recurrences on a GPU: flash-linear-attention's kernels as this project launches them, and in PyTorch.
+"""Measures the recurrences on a GPU: this project's kernels, flash-linear-attention's as it launches them, and PyTorch.
 
     python benchmarks/recurrence.py                  # the head dimensions of the 760M models, about a minute
     python benchmarks/recurrence.py --ops gla --length 4096 --out results.json
@@ -33,7 +33,8 @@ SHAPES = {
     "delta_rule": (12, 128, 128),
     "gated_delta_rule": (12, 128, 128),
 }
-BACKENDS = ("fla", "pytorch")
+#: "triton" has kernels for simple_gla whose heads share one query and key, as in Mamba-2.
+BACKENDS = ("triton", "fla", "pytorch")
 HEADER = "| op | H,K,V | backend | forward ms | backward ms | error |\n|---|---|---|---|---|---|"
 
 
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(HEADER, flush=True)
     for op, backend in itertools.product(args.ops, args.backends):
+        if backend == "triton" and op != "simple_gla":
+            continue
         case = {"op": op, "shape": SHAPES[op], "wanted": backend}
         print(describe_row(record.row(case, functools.partial(measure, op, backend, args))), flush=True)
     versions = record.environment["versions"]
@@ -81,12 +84,14 @@ def measure(op: str, backend: str, args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device())
     left_out = (backends.FLA,) if backend == "pytorch" else ()
     with backends.without(op, *left_out):
-        use = backends.OpUse(op, heads, key_dim, value_dim)
+        key_heads = 1 if backend == "triton" else None
+        use = backends.OpUse(op, heads, key_dim, value_dim, key_heads=key_heads)
         error, _ = selftest.check_recurrence(use, torch.bfloat16, device, None, torch.Generator().manual_seed(0))
         torch.manual_seed(0)
         shape = (1, args.length, heads)
-        inputs = [torch.randn(*shape, key_dim, device=device).bfloat16()]
-        inputs.append(F.normalize(torch.randn(*shape, key_dim, device=device), dim=-1).bfloat16())
+        of_keys = (1, args.length, key_heads or heads, key_dim)
+        inputs = [torch.randn(of_keys, device=device).bfloat16()]
+        inputs.append(F.normalize(torch.randn(of_keys, device=device), dim=-1).bfloat16())
         inputs.append(torch.randn(*shape, value_dim, device=device).bfloat16())
         if op in ("delta_rule", "gated_delta_rule"):
             inputs.append(torch.rand(*shape, device=device))
@@ -98,8 +103,8 @@ def measure(op: str, backend: str, args: argparse.Namespace) -> dict[str, Any]:
             return getattr(recurrence, op)(*tensors, scale=key_dim**-0.5)[0]
 
         forward, backward = time_both_ways(run, inputs, args.repeats)
-        served = recurrence.fla.serves(op, key_dim, value_dim, torch.bfloat16, device.index)
-    return {"backend": "fla" if served else "pytorch", "forward_ms": forward, "backward_ms": backward, "error": error}
+        ran = selftest.choose_backends([use], torch.bfloat16, device, None)[op].name
+    return {"backend": ran, "forward_ms": forward, "backward_ms": backward, "error": error}
 
 
 def describe_row(row: dict[str, Any]) -> str:
