@@ -1,4 +1,4 @@
-"""Recurrences on CUDA against the float64 reference: FLA's kernels, and PyTorch code where FLA cannot be used.
+"""Recurrences on CUDA against the float64 reference: FLA's kernels, our own, and PyTorch code where there are none.
 
 On GPUs other than Hopper's FLA tunes its kernels on first use, which takes minutes in a process without Triton's cache.
 Axes: B batch, T positions, H heads, K key channels, V value channels; selective_scan: E channels, N states.
@@ -185,6 +185,7 @@ def test_float32_is_float32(op, length):
 @pytest.mark.parametrize("op", [*HEAD_DIMS, "selective_scan"])
 def test_pytorch_serves_16_bits_too(op, monkeypatch):
     monkeypatch.setattr(fla, "supports", lambda *_: False)
+    monkeypatch.setattr(recurrence, "scan_takes_kernel", lambda *_: False)
     inputs = make_inputs(op, 300)
     assert_close(run(public(op), inputs), expected(inputs), 1e-2)
 
@@ -262,3 +263,53 @@ def test_a_gated_norm_of_more_rows_than_a_grid_has_in_its_second_axis(poisoned):
     y = norm.gated_rms_norm(x, gate, weight, 1e-6)
     want = norm.gated_rms_norm(x[:, -10:].double(), gate[:, -10:].double(), weight.double(), 1e-6)
     assert_close({"y": y[:, -10:]}, {"y": want}, 6e-3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_selective_scan(seed, poisoned):
+    """The kernels against PyTorch in float64, and the same bits a second time."""
+    draw = random.Random(seed)
+    batch, length, channels = (
+        draw.choice([1, 2, 3]),
+        draw.choice([2, 127, 128, 129, 515, 1000]),
+        draw.choice([8, 40, 192]),
+    )
+    states = draw.choice([16, 16, 5, 1])
+    dtype, tolerance = draw.choice([(torch.bfloat16, 8e-3), (torch.float16, 2e-3), (torch.float32, 2e-5)])
+    rate, kind = draw.choice([0.0, 1.0, 50.0]), draw.choice(["packed", "state", "zero"])
+    has_D, has_bias = draw.random() < 0.7, draw.random() < 0.7
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    dt = normal(batch, length, channels) - 3
+    inputs = {
+        "x": normal(batch, length, channels).to(dtype),
+        "dt": dt.to(dtype) if has_bias else F.softplus(dt),
+        "A": -rate * torch.arange(1.0, states + 1, device="cuda").expand(channels, -1).clone(),
+        "both": normal(batch, length, 8 + 2 * states).to(dtype),  # slices of one projection
+        "D_I": normal(channels) if has_D else None,
+        "dt_bias_I": normal(channels) if has_bias else None,
+        "initial_state_BIK": normal(batch, channels, states) if kind == "state" else None,
+    }
+    inputs = {name: x for name, x in inputs.items() if x is not None}
+    bounds = None
+    if kind == "packed":
+        rows = range(0, batch * length + 1, length)
+        bounds = sorted([*rows, *(draw.randrange(batch * length) for _ in range(4)), batch * length])
+        bounds = torch.tensor(bounds, device="cuda", dtype=torch.int32)
+
+    def scan(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        x, dt, A, both, *_ = given.values()
+        options = {name: x for name, x in given.items() if name.endswith(("_I", "_BIK"))}
+        B, C = both[..., 8:].split(states, dim=-1)
+        return recurrence.selective_scan(x, dt, A, B, C, **options, cu_seqlens=bounds, output_final_state=True)
+
+    assert recurrence.scan_takes_kernel(states, dtype, torch.device("cuda", 0))
+    want = run(scan, {name: x.double() for name, x in inputs.items()})
+    got = run(scan, inputs)
+    floor = 1e-5 * want["dA"].numel() ** 0.5  # of strong decays hardly anything is left
+    assert_close(got, want, tolerance, dA=floor)
+    again = run(scan, inputs)
+    assert all(torch.equal(got[name], again[name]) for name in got)

@@ -682,3 +682,51 @@ loaded = {name.partition(".")[0] for name in sys.modules}
 assert not loaded & {"fla", "triton"}, loaded & {"fla", "triton"}
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_step_sizes_from_a_bias_and_a_skip_are_those_of_the_definition():
+    inputs = make_inputs("selective_scan", 70)
+    x, dt, A, B, C, state = inputs.values()
+    D, bias = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    got, got_state = recurrence.selective_scan(
+        x, dt, A, B, C, D_I=D, dt_bias_I=bias, initial_state_BIK=state, output_final_state=True
+    )
+    want, want_state = reference.selective_scan(x, (1 + (dt + bias).exp()).log(), A, B, C, state)
+    torch.testing.assert_close(got, want + D * x)
+    torch.testing.assert_close(got_state, want_state)
+
+
+def test_a_scan_of_packed_documents_is_the_scans_of_the_documents():
+    """Documents of one token and of several, which end with rows; ends are repeated."""
+    x, dt, A, B, C, _ = make_inputs("selective_scan", 40).values()
+    bounds = [0, 1, 23, 40, 70, 80, 80]
+    got, state = recurrence.selective_scan(x, dt, A, B, C, cu_seqlens=torch.tensor(bounds), output_final_state=True)
+    flat = [tensor.flatten(0, 1)[None] for tensor in (x, dt, B, C)]
+    for start, stop in [(0, 1), (1, 23), (23, 40), (40, 70), (70, 80)]:
+        part = [tensor[:, start:stop] for tensor in flat]
+        want, last = reference.selective_scan(*part[:2], A, *part[2:], None)
+        torch.testing.assert_close(got.flatten(0, 1)[None, start:stop], want)
+        if stop % 40 == 0:
+            torch.testing.assert_close(state[stop // 40 - 1], last[0])
+
+
+def test_packed_documents_take_no_initial_state():
+    x, dt, A, B, C, state = make_inputs("selective_scan", 5).values()
+    with pytest.raises(ValueError, match="cu_seqlens and initial_state are both given"):
+        recurrence.selective_scan(x, dt, A, B, C, initial_state_BIK=state, cu_seqlens=torch.tensor([0, 5, 10]))
+
+
+def test_a_scan_whose_kernels_do_not_compile_runs_in_pytorch(monkeypatch):
+    monkeypatch.setattr(backends, "_faults", {})
+    monkeypatch.setattr(recurrence, "scan_takes_kernel", lambda *_: backends.is_usable("selective_scan", "triton"))
+
+    def no_compiler(*tensors):
+        exec("raise OSError('no C compiler')", {"__name__": "triton.runtime.build"})
+
+    kernels = types.SimpleNamespace(scan_forward=no_compiler)
+    monkeypatch.setattr(recurrence.torch, "ops", types.SimpleNamespace(forgetting_transformer=kernels))
+    x, dt, A, B, C, state = make_inputs("selective_scan", 5).values()
+    with pytest.warns(RuntimeWarning, match="selective_scan: Triton is not used: its kernels do not compile"):
+        got, _ = recurrence.selective_scan(x, dt, A, B, C, initial_state_BIK=state)
+    monkeypatch.undo()
+    torch.testing.assert_close(got, reference.selective_scan(x, dt, A, B, C, state)[0])

@@ -319,6 +319,33 @@ def test_models_say_how_they_call_layers():
     assert not {"swiglu", "residual_norm"} & choose(*said).keys()
 
 
+def test_samba_says_how_it_calls_the_scan():
+    config = small("samba").config
+    said = [use for use in small("samba").op_uses() if use.op == "selective_scan"]
+    layers = sum(not config.has_attention(i) for i in range(config.num_hidden_layers))
+    assert said == [OpUse("selective_scan", 1, config.state_size, config.inner_size)] * layers
+
+
+def test_selective_scans_are_tested_and_ruled_out_where_wrong(monkeypatch):
+    use = OpUse("selective_scan", 1, 4, 48)
+    monkeypatch.setattr(
+        selftest, "_scan_of", lambda *_: TRITON if backends.is_usable("selective_scan", TRITON) else PYTORCH
+    )
+    monkeypatch.setattr(backends, "installed_version", lambda package: "9.9.9")
+    for lengths in (None, (4096,)):
+        name, text = choose(use, lengths=lengths)["selective_scan"]
+        assert name == TRITON and text.startswith("Triton 9.9.9, self-test within ")
+    right = selftest.recurrence.selective_scan
+
+    def wrong(x, *args, **options):
+        y, state = right(x, *args, **options)
+        return (y if x.dtype == torch.float64 else y * 1.01), state
+
+    monkeypatch.setattr(selftest.recurrence, "selective_scan", wrong)
+    assert choose(use)["selective_scan"].name == PYTORCH
+    assert "selective_scan: Triton is not used" in backends.faults()["selective_scan", TRITON]
+
+
 # A Triton that is not there, is broken, or is a stranger.
 
 

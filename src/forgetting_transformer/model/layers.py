@@ -285,13 +285,6 @@ class ShortConvolution(nn.Conv1d):
         )
 
 
-class StepProjection(nn.Linear):
-    """A linear layer whose bias is added in float32: it holds step sizes as small as 1e-3."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight).float() + self.bias.float()
-
-
 def init_xavier(*linears: nn.Linear | None) -> None:
     """Start weights from Xavier's uniform law with gain 2^-2.5, as HGRN2 and DeltaNet in the paper's runs."""
     for linear in linears:

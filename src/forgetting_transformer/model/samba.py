@@ -18,7 +18,6 @@ from transformers import initialization as init
 from forgetting_transformer.model.field_ranges import check_field
 from forgetting_transformer.model.layers import (
     ShortConvolution,
-    StepProjection,
     SwiGLU,
     exempt_from_decay,
     init_uniform,
@@ -33,6 +32,7 @@ from forgetting_transformer.model.state_space import (
     StateSpaceModel,
 )
 from forgetting_transformer.model.transformer import AttentionLayer, check_attention_options
+from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import selective_scan
 
@@ -90,7 +90,7 @@ class MambaMixer(StateSpaceMixer):
         self.in_proj = nn.Linear(hidden_size, 2 * inner_size, bias=use_bias)
         self.conv1d = ShortConvolution(inner_size, conv_kernel, bias=use_conv_bias, silu=True)
         self.x_proj = nn.Linear(inner_size, time_step_rank + 2 * state_size, bias=False)
-        self.dt_proj = StepProjection(time_step_rank, inner_size)
+        self.dt_proj = nn.Linear(time_step_rank, inner_size)
         self.A_log = nn.Parameter(self._initial_A_log())
         self.D = nn.Parameter(torch.ones(inner_size))
         exempt_from_decay(self.A_log, self.D)
@@ -121,14 +121,22 @@ class MambaMixer(StateSpaceMixer):
         x_BTI, z_BTI = self.in_proj(hidden_BTE).chunk(2, dim=-1)
         x_BTI, conv_BIW = self.convolve(x_BTI, padding_BT, states.get("conv"))
         dt_BTR, B_BTK, C_BTK = self.x_proj(x_BTI).split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
-        dt_BTI = F.softplus(self.dt_proj(dt_BTR))
+        # The bias is added by the scan, in float32: step sizes are as small as 1e-3.
+        dt_BTI = F.linear(dt_BTR, self.dt_proj.weight)
 
         A_IK, before_BIK = -self.A_log.float().exp(), states.get("ssm")
         inputs = (x_BTI, dt_BTI, A_IK, B_BTK, C_BTK)
-        if before_BIK is None:
-            before_BIK = state_before(selective_scan, inputs, dt_BTI.float().sum(1)[..., None] * A_IK)
-        y_BTI, state_BIK = selective_scan(*inputs, initial_state_BIK=before_BIK, output_final_state=True)
-        y_BTI = (y_BTI + self.D * x_BTI).to(x_BTI.dtype)
+        if before_BIK is None and context.active() is not None:
+            step_BTI = F.softplus(dt_BTI.float() + self.dt_proj.bias.float())
+            log_decay_BIK = step_BTI.sum(1)[..., None] * A_IK
+            before_BIK = state_before(selective_scan, inputs, log_decay_BIK, dt_bias_I=self.dt_proj.bias)
+        y_BTI, state_BIK = selective_scan(
+            *inputs,
+            D_I=self.D,
+            dt_bias_I=self.dt_proj.bias,
+            initial_state_BIK=before_BIK,
+            output_final_state=True,
+        )
         return self.out_proj(y_BTI * F.silu(z_BTI)), {"conv": conv_BIW, "ssm": state_BIK}
 
     @staticmethod

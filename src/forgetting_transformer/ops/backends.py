@@ -25,6 +25,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "gated_norm": (TRITON, PYTORCH),
     "swiglu": (TRITON, PYTORCH),
     "residual_norm": (TRITON, PYTORCH),
+    "selective_scan": (TRITON, PYTORCH),
     "simple_gla": (TRITON, FLA, PYTORCH),  # Triton where heads share queries and keys
     "gla": (FLA, PYTORCH),
     "delta_rule": (FLA, PYTORCH),
@@ -40,6 +41,7 @@ _COSTS = {
 }
 # The same where it depends on the op.
 _COSTS_OF_OP = {
+    ("selective_scan", TRITON): "a step of Samba takes 4 times as long",
     ("short_convolution", TRITON): "it takes many times as long, most of it for the gradients of its filters",
     ("gated_norm", TRITON): "it takes several times as long",
     ("swiglu", TRITON): "a step takes a little longer",
@@ -71,8 +73,8 @@ class OpUse(NamedTuple):
         op: a name in `BACKENDS`, or another op, which runs in PyTorch.
         heads: query heads; short_convolution: heads that are normalised, 0 for none; gated_norm: groups.
         key_dim: channels of a head of queries and keys; short_convolution: taps; gated_norm: 1 with the gate before the
-            norm, 0 behind it.
-        value_dim: channels of a head of values; short_convolution, gated_norm and layers: all channels.
+            norm, 0 behind it; selective_scan: states per channel.
+        value_dim: channels of a head of values; short_convolution, gated_norm, selective_scan and layers: all channels.
         key_heads: attention: heads of keys and values; simple_gla: of queries and keys. Default as many as heads.
         is_gated: attention: whether it has forget gates; gated_norm: whether it has a gate.
         window: attention: keys that a query sees at most; None is all.

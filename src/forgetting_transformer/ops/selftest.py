@@ -54,6 +54,8 @@ ELEMENTWISE_TOLERANCES = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float
 RECURRENCE_TOLERANCE = 2e-2
 # Positions of a recurrence's problem: four chunks of 64, the last one ragged.
 _RECURRENCE_LENGTH = 200
+# The same of a selective scan: three chunks of 128.
+_SCAN_LENGTH = 300
 # What pruning may leave out of a row in a self-test, far below every tolerance.
 _LOG_PRUNING_TOLERANCE = -25.0
 
@@ -127,6 +129,8 @@ def _choose(
         find, check, tolerance = _norm_of, check_norm, ELEMENTWISE_TOLERANCES.get(dtype, 0.0)
     elif op in _LAYERS:
         find, check, tolerance = _layer_of, check_layer, ELEMENTWISE_TOLERANCES.get(dtype, 0.0)
+    elif op == "selective_scan":
+        find, check, tolerance = _scan_of, check_scan, TOLERANCES.get(dtype, 0.0)
     while True:
         names = [find(use, dtype, device) for use in uses]
         # The one that does most of the work stands for all: the fastest that any use has.
@@ -213,6 +217,11 @@ def _layer_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
         served = swiglu.kernel_serves(dtype, tokens, index)
     else:
         served = residual_norm.kernel_serves(dtype, use.value_dim, tokens, index)
+    return backends.TRITON if served else backends.PYTORCH
+
+
+def _scan_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
+    served = recurrence.scan_takes_kernel(use.key_dim, dtype, device)
     return backends.TRITON if served else backends.PYTORCH
 
 
@@ -459,6 +468,42 @@ def check_norm(
         errors = [_relative_error(a.cpu(), b) for a, b in zip(got, want, strict=True)]
         worst = max(worst, *zip(errors, ["the output", *(f"the gradient of {name}" for name in names)], strict=True))
     return worst
+
+
+def check_scan(
+    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
+) -> tuple[float, str]:
+    """As `check_attention`. Lengths do not matter to these kernels; whether they start from a state does."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    channels, states = use.value_dim, use.key_dim
+    inputs = {
+        "x": normal(1, _SCAN_LENGTH, channels).to(dtype),
+        "dt": normal(1, _SCAN_LENGTH, channels).to(dtype),
+        "A": -torch.arange(1.0, states + 1).expand(channels, -1),
+        "B": normal(1, _SCAN_LENGTH, states).to(dtype),
+        "C": normal(1, _SCAN_LENGTH, states).to(dtype),
+        "D": normal(channels),
+        "dt_bias": normal(channels) - 3,
+    }
+    if lengths is None:  # decoding after a prompt, in parts
+        inputs["initial_state"] = normal(1, channels, states)
+    dy = normal(1, _SCAN_LENGTH, channels).to(dtype)
+
+    def run(
+        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, *state: Tensor
+    ) -> Tensor:
+        before = state[0] if state else None
+        out, _ = recurrence.selective_scan(x, dt, A, B, C, D_I=D, dt_bias_I=dt_bias, initial_state_BIK=before)
+        return out
+
+    got = _results(run, [x.to(device) for x in inputs.values()], dy.to(device))
+    want = _results(run, [x.to(device).double() for x in inputs.values()], dy.to(device))  # which PyTorch runs
+    names = ["the output", *(f"the gradient of {name}" for name in inputs)]
+    errors = [_relative_error(a, b) for a, b in zip(got, want, strict=True)]
+    return max(zip(errors, names, strict=True))
 
 
 def check_layer(

@@ -17,16 +17,20 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 
 Files: `reference.py` is the definition; `chunked.py` and, for selective_scan, `scan.py` run on any device; `fla.py`
 calls the Triton kernels of flash-linear-attention; `ssd.py` has Triton kernels for simple_gla where heads share queries
-and keys, `grouped.py` says which calls they serve. FLOPs of each op stand beside its chunked form.
+and keys, `grouped.py` says which calls they serve; `scan_triton.py` launches those of selective_scan. FLOPs of each op
+stand beside its chunked form.
 """
 
+import itertools
 import math
 from types import ModuleType
 from typing import Required, TypedDict, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.recurrence import chunked, fla, grouped, reference, scan
 from forgetting_transformer.ops.recurrence.chunked import (
     delta_rule_flops_per_token,
@@ -42,12 +46,17 @@ __all__ = [
     "gated_delta_rule",
     "gla",
     "gla_flops_per_token",
+    "scan_takes_kernel",
     "selective_scan",
     "selective_scan_flops_per_token",
     "simple_gla",
     "simple_gla_flops_per_token",
 ]
 
+
+#: The most states per channel that the Triton kernels of selective_scan hold in registers.
+MAX_SCAN_STATES = 16
+_SCAN_KERNELS = "forgetting_transformer.ops.recurrence.scan_triton"
 
 # op: the gates that it takes, and their axes.
 _GATE_AXES = {
@@ -202,32 +211,113 @@ def selective_scan(
     B_BTK: Tensor,
     C_BTK: Tensor,
     *,
+    D_I: Tensor | None = None,
+    dt_bias_I: Tensor | None = None,
     initial_state_BIK: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Mamba's state space: K numbers per channel, each with its own decay. `D·x` is left to the caller.
+    """Mamba's state space: K numbers per channel, each with its own decay.
 
     Args:
         x_BTI: inputs; float16, bfloat16, float32 or float64. The other arguments may be of any floating dtype.
-        dt_BTI: step sizes, ≥ 0; float32 is recommended.
+        dt_BTI: step sizes, ≥ 0, float32 is recommended; with dt_bias any numbers.
         A_IK: decay rates, ≤ 0.
         B_BTK: how the input enters the states of a channel.
         C_BTK: how the states of a channel make its output.
+        D_I: adds `D·x` to the output. Default nothing.
+        dt_bias_I: step sizes are `softplus(dt + dt_bias)`. Default: they are dt.
         initial_state_BIK: the state before the first token. Default 0.
+        cu_seqlens: packed documents, each of which starts from a state of 0: where each begins among the B·T tokens of
+            all rows, one row after another, and their number. Every row begins a document.
         output_final_state: whether to return the state after the last token.
 
     Returns:
         Outputs `(B, T, I)` in x's dtype, and the final state `(B, I, K)` or None, float32 (float64 for float64 inputs).
 
     Raises:
-        TypeError, ValueError: as `simple_gla`.
+        TypeError, ValueError: as `simple_gla`; or both cu_seqlens and an initial state are given.
     """
     inputs = {"x": (x_BTI, "BTI"), "dt": (dt_BTI, "BTI"), "A": (A_IK, "IK"), "B": (B_BTK, "BTK"), "C": (C_BTK, "BTK")}
-    _check(inputs | {"initial_state": (initial_state_BIK, "BIK")})
-    backend = reference if x_BTI.shape[1] == 1 else scan
+    optional = {"D": (D_I, "I"), "dt_bias": (dt_bias_I, "I"), "initial_state": (initial_state_BIK, "BIK")}
+    _check(inputs | optional, optional=tuple(optional))
+    if cu_seqlens is not None and initial_state_BIK is not None:
+        raise ValueError("cu_seqlens and initial_state are both given; packed documents start from 0, so leave out one")
     with torch.autocast(x_BTI.device.type, enabled=False):
-        out, state = backend.selective_scan(x_BTI, dt_BTI, A_IK, B_BTK, C_BTK, initial_state_BIK)
+        if x_BTI.shape[1] > 1 and scan_takes_kernel(A_IK.shape[1], x_BTI.dtype, x_BTI.device):
+            found = _scan_with_kernel(x_BTI, dt_BTI, A_IK, B_BTK, C_BTK, initial_state_BIK, D_I, dt_bias_I, cu_seqlens)
+            if found is not None:
+                out, state = found
+                return out, state if output_final_state else None
+        if dt_bias_I is not None:
+            dtype = torch.promote_types(dt_BTI.dtype, torch.float32)
+            dt_BTI = F.softplus(dt_BTI.to(dtype) + dt_bias_I.to(dtype))
+        inputs_BT = (x_BTI, dt_BTI, B_BTK, C_BTK)
+        if cu_seqlens is not None:
+            out, state = _scan_of_documents(inputs_BT, A_IK, cu_seqlens)
+        else:
+            backend = reference if x_BTI.shape[1] == 1 else scan
+            out, state = backend.selective_scan(x_BTI, dt_BTI, A_IK, B_BTK, C_BTK, initial_state_BIK)
+        if D_I is not None:
+            out = (out + D_I * x_BTI).to(x_BTI.dtype)
     return out, state if output_final_state else None
+
+
+def scan_takes_kernel(states: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the Triton kernels serve selective scans of so many states per channel, with inputs of this dtype."""
+    if device.type != "cuda" or dtype == torch.float64 or states > MAX_SCAN_STATES:
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return backends.has_triton("selective_scan", _SCAN_KERNELS, index)
+
+
+def _scan_with_kernel(
+    x_BTI: Tensor,
+    dt_BTI: Tensor,
+    A_IK: Tensor,
+    B_BTK: Tensor,
+    C_BTK: Tensor,
+    initial_state_BIK: Tensor | None,
+    D_I: Tensor | None,
+    dt_bias_I: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor] | None:
+    """The output and the final state; None, after a warning, where Triton cannot compile the kernels."""
+    starts_BT = None
+    if cu_seqlens is not None:
+        # One more than there are tokens, for the end; ends may be repeated.
+        starts = torch.zeros(x_BTI.shape[0] * x_BTI.shape[1] + 1, dtype=torch.int8, device=x_BTI.device)
+        starts_BT = starts.index_fill(0, cu_seqlens.long(), 1)[:-1].view(x_BTI.shape[:2])
+    state_BIK = None if initial_state_BIK is None else initial_state_BIK.float().contiguous()
+    arguments = (x_BTI, dt_BTI, A_IK.float().contiguous(), B_BTK, C_BTK, D_I, dt_bias_I, starts_BT, state_BIK)
+    if torch.compiler.is_compiling():
+        return torch.ops.forgetting_transformer.scan_forward(*arguments)[:2]
+    try:
+        return torch.ops.forgetting_transformer.scan_forward(*arguments)[:2]
+    except Exception as error:  # what a compiler raises is not one class
+        if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
+            raise
+        reason = f"its kernels do not compile: {backends.describe_error(error)}"
+        backends.rule_out("selective_scan", backends.TRITON, reason, backends.COMPILER_CURE)
+        return None
+
+
+def _scan_of_documents(inputs_BT: tuple[Tensor, ...], A_IK: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """The scan of packed documents, one after another, and the final state of each row; inputs x, dt, B and C."""
+    x_BTI, *_ = inputs_BT
+    length = x_BTI.shape[1]
+    flat = [x.flatten(0, 1)[None] for x in inputs_BT]
+    outs, states = [], []
+    bounds = cu_seqlens.tolist()
+    for start, stop in itertools.pairwise(bounds):
+        if start == stop:
+            continue
+        x, dt, B, C = (tensor[:, start:stop] for tensor in flat)
+        out, state = scan.selective_scan(x, dt, A_IK, B, C, None)
+        outs.append(out)
+        if stop % length == 0:
+            states.append(state)
+    return torch.cat(outs, dim=1).view(x_BTI.shape), torch.cat(states)
 
 
 def _select_backend(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> ModuleType:
@@ -253,12 +343,12 @@ def _check_recurrence(
         raise ValueError(f"scale is {scale}; it must be a positive finite number, such as 1/√K")
 
 
-def _check(arguments: dict[str, tuple[Tensor | None, str]]) -> None:
-    """Refuse tensors that do not fit together. The first tensor with an axis gives its size; the state may be None."""
+def _check(arguments: dict[str, tuple[Tensor | None, str]], optional: tuple[str, ...] = ("initial_state",)) -> None:
+    """Refuse tensors that do not fit together. The first with an axis gives its size; `optional` ones may be None."""
     first_name, device = "", None
     sizes: dict[str, int] = {}
     for name, (x, axes) in arguments.items():
-        if x is None and name == "initial_state":
+        if x is None and name in optional:
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
