@@ -100,7 +100,9 @@ def measure(op: str, backend: str, args: argparse.Namespace) -> dict[str, Any]:
             inputs.append(F.logsigmoid(torch.randn(*shape, *channels, device=device) + 4))
 
         def run(*tensors: torch.Tensor) -> torch.Tensor:
-            return getattr(recurrence, op)(*tensors, scale=key_dim**-0.5)[0]
+            q, k, v, *gates = tensors
+            names = [name for name, has in (("beta", "delta_rule" in op), ("log_decay", op != "delta_rule")) if has]
+            return recurrence.recurrence(q, k, v, **dict(zip(names, gates, strict=True)))[0]
 
         forward, backward = time_both_ways(run, inputs, args.repeats)
         ran = selftest.choose_backends([use], torch.bfloat16, device, None)[op].name

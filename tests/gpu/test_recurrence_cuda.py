@@ -71,10 +71,10 @@ def public(op: str):
 
     def function(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         *arguments, state = inputs.values()
-        options = (
-            {"initial_state_BIK": state} if op == "selective_scan" else {"initial_state_BHKV": state, "scale": 0.1}
-        )
-        return getattr(recurrence, op)(*arguments, **options, output_final_state=True)
+        if op == "selective_scan":
+            return recurrence.selective_scan(*arguments, initial_state_BIK=state, output_final_state=True)
+        gates = {name: inputs[name] for name in ("beta", "log_decay") if name in inputs}
+        return recurrence.recurrence(*arguments[:3], **gates, state=state, scale=0.1)
 
     return function
 

@@ -38,17 +38,17 @@ def make_inputs(
         "q_BTGK": normal(batch, length, groups, keys).to(dtype),
         "k_BTGK": F.normalize(normal(batch, length, groups, keys), dim=-1).to(dtype),
         "v_BTHV": normal(batch, length, heads, values).to(dtype),
-        "log_decay_BTH": make_log_decay(decay, (batch, length, heads), generator),
-        "step_BTH": F.softplus(normal(batch, length, heads)),
-        "skip_H": normal(heads),
-        "initial_state_BHKV": normal(batch, heads, keys, values),
+        "log_decay": make_log_decay(decay, (batch, length, heads), generator),
+        "step": F.softplus(normal(batch, length, heads)),
+        "skip": normal(heads),
+        "state": normal(batch, heads, keys, values),
     }
 
 
 def run(inputs: dict[str, Tensor], cu_seqlens: Tensor | None = None, scale: float = 1.0) -> dict[str, Tensor]:
     """Output, final state and gradients, for fixed random gradients of output and final state."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
-    out, state = recurrence.simple_gla(**leaves, scale=scale, cu_seqlens=cu_seqlens, output_final_state=True)
+    out, state = recurrence.recurrence(**leaves, scale=scale, cu_seqlens=cu_seqlens)
     generator = torch.Generator("cuda").manual_seed(1)
     gradients = [torch.randn(x.shape, generator=generator, device="cuda").bfloat16().to(x.dtype) for x in (out, state)]
     torch.autograd.backward((out, state), gradients)
@@ -105,10 +105,10 @@ def test_the_shape_of_the_760m_model(decay):
 
 def test_a_sequence_may_be_cut_anywhere():
     inputs = make_inputs(0, (2, 300, 4, 1, 64, 64))
-    whole, parts, state = run(inputs), [], inputs["initial_state_BHKV"]
+    whole, parts, state = run(inputs), [], inputs["state"]
     for start, stop in [(0, 130), (130, 131), (131, 300)]:
-        part = {name: x[:, start:stop] if "BT" in name else x for name, x in inputs.items()}
-        out, state = recurrence.simple_gla(**part | {"initial_state_BHKV": state}, scale=1.0, output_final_state=True)
+        part = {name: x[:, start:stop] if name not in ("skip", "state") else x for name, x in inputs.items()}
+        out, state = recurrence.recurrence(**part | {"state": state}, scale=1.0)
         parts.append(out)
     torch.testing.assert_close(torch.cat(parts, dim=1), whole["out"], rtol=0.05, atol=0.05)
     torch.testing.assert_close(state, whole["state"], rtol=0.02, atol=0.02)

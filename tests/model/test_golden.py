@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forgetting_transformer.model import mamba2
-from forgetting_transformer.ops.recurrence import simple_gla
+from forgetting_transformer.ops.recurrence import recurrence
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden"
 # One file per architecture, and a weight that its outputs must notice.
@@ -35,7 +35,7 @@ def model(golden, monkeypatch):
     changes = {}
     if golden["name"] == "mamba2":
         changes["time_step_limit"] = (golden["config"]["time_step_min"], math.inf)
-        monkeypatch.setattr(mamba2, "simple_gla", simple_gla_with_the_official_defect)
+        monkeypatch.setattr(mamba2, "recurrence", recurrence_with_the_official_defect)
     return build(golden, **changes)
 
 
@@ -46,9 +46,7 @@ def build(golden: dict[str, Any], **changes: Any):
     return model.eval()
 
 
-def simple_gla_with_the_official_defect(
-    q, k, x, log_decay, *, scale, step_BTH, skip_H, initial_state_BHKV=None, output_final_state=False
-):
+def recurrence_with_the_official_defect(q, k, x, *, log_decay, scale, step, skip, state=None):
     """Mamba-2's recurrence as the official PyTorch path computes it, in chunks of 64.
 
     Within a chunk it is right. What enters chunk c should be Σ_{b < c} decay(b → c) · (state chunk b makes from 0). The
@@ -56,20 +54,20 @@ def simple_gla_with_the_official_defect(
     Σ_{d ≥ c} decay(c → d). The CUDA kernels of mamba-ssm, which the authors' stack uses, are right.
     """
     chunk, (batch, length) = 64, q.shape[:2]
-    v = (x * step_BTH[..., None]).to(x.dtype)
+    v = (x * step[..., None]).to(x.dtype)
     pad = -length % chunk
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, chunk)).flatten(0, 1) for x in (q, k, v))
     log_decay = F.pad(log_decay, (0, 0, 0, pad)).unflatten(1, (-1, chunk)).flatten(0, 1)
-    _, made = simple_gla(q, k, v, log_decay, scale=scale, output_final_state=True)
+    _, made = recurrence(q, k, v, log_decay=log_decay, scale=scale)
     made, chunk_decay = made.unflatten(0, (batch, -1)), log_decay.sum(1).unflatten(0, (batch, -1))
     entering = [torch.zeros_like(made[:, 0])]
     for c in range(1, made.shape[1]):
         factor = sum(chunk_decay[:, c:d].sum(1).exp() for d in range(c, made.shape[1] + 1))
         entering.append(factor[..., None, None] * made[:, c - 1])
     entering = torch.stack(entering, dim=1).flatten(0, 1)
-    out, _ = simple_gla(q, k, v, log_decay, scale=scale, initial_state_BHKV=entering)
+    out, _ = recurrence(q, k, v, log_decay=log_decay, scale=scale, state=entering)
     out = out.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
-    return (out + skip_H[:, None] * x).to(x.dtype), made[:, -1]
+    return (out + skip[:, None] * x).to(x.dtype), made[:, -1]
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -84,6 +84,15 @@ def make_inputs(op: str, length: int, decay: str = "random", key_dim: int = 6, v
     return {**inputs, "initial_state": normal(2, 3, key_dim, value_dim)}
 
 
+def walk(op: str, *arguments: Tensor, state: Tensor | None = None, scale: float = 0.7) -> tuple[Tensor, Tensor]:
+    """The public function that runs this op, with sequences and gates in the order of `make_inputs`."""
+    if op == "selective_scan":
+        return recurrence.selective_scan(*arguments, initial_state_BIK=state, output_final_state=True)
+    q, k, v, *gates = arguments
+    named = dict(zip(GATES[op], gates, strict=True))
+    return recurrence.recurrence(q, k, v, **named, state=state, scale=scale)
+
+
 def call(function, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Backends take their arguments by position, with the scale before the initial state."""
     *arguments, initial_state = inputs.values()
@@ -235,7 +244,7 @@ def test_the_delta_rules_with_one_key_repeated(op):
 def test_a_key_stored_with_beta_one_is_read_back():
     torch.manual_seed(0)
     k, v = F.normalize(torch.randn(1, 100, 1, 32), dim=-1), torch.randn(1, 100, 1, 8)
-    out, _ = recurrence.delta_rule(k, k, v, torch.ones(1, 100, 1), scale=1.0)
+    out, _ = recurrence.recurrence(k, k, v, beta=torch.ones(1, 100, 1), scale=1.0)
     torch.testing.assert_close(out, v, rtol=1e-4, atol=1e-5)
 
 
@@ -291,8 +300,7 @@ def test_a_sequence_may_be_cut_anywhere(op, cuts):
         for start, stop in zip((0, *cuts), (*cuts, 130), strict=True):
             parts = [x[:, start:stop] if isinstance(x, Tensor) and x.ndim > 2 else x for x in sequences]
             scale = {} if op == "selective_scan" else {"scale": parts.pop()}
-            name = "initial_state_BIK" if op == "selective_scan" else "initial_state_BHKV"
-            out, state = getattr(recurrence, op)(*parts, **scale, **{name: state}, output_final_state=True)
+            out, state = walk(op, *parts, **scale, state=state)
             outs.append(out)
         return torch.cat(outs, dim=1), state
 
@@ -311,10 +319,9 @@ def test_tokens_without_key_and_decay_leave_the_state_untouched(op):
     torch.testing.assert_close(state, want_state, rtol=1e-11, atol=1e-12)
 
 
-def public(op: str, inputs: dict[str, Tensor], **options):
+def public(op: str, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Call the public function without an initial state."""
-    arguments = [x for name, x in inputs.items() if name != "initial_state"]
-    return getattr(recurrence, op)(*arguments, **({} if op == "selective_scan" else {"scale": 0.7}), **options)
+    return walk(op, *(x for name, x in inputs.items() if name != "initial_state"))
 
 
 @pytest.mark.parametrize("length", [1, 70])
@@ -322,11 +329,9 @@ def public(op: str, inputs: dict[str, Tensor], **options):
 def test_without_an_initial_state_it_is_zero(op, length):
     inputs = make_inputs(op, length)
     out, state = public(op, inputs)
-    assert state is None
     inputs["initial_state"].zero_()
     want, want_state = call(REFERENCE[op], inputs)
     torch.testing.assert_close(out, want)
-    _, state = public(op, inputs, output_final_state=True)
     torch.testing.assert_close(state, want_state)
 
 
@@ -335,8 +340,8 @@ def test_without_an_initial_state_it_is_zero(op, length):
 def test_autocast_does_not_round_inside(op, length):
     inputs = rounded(make_inputs(op, length), torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, state = public(op, inputs, output_final_state=True)
-    want, want_state = public(op, inputs, output_final_state=True)
+        out, state = public(op, inputs)
+    want, want_state = public(op, inputs)
     assert torch.equal(out, want) and torch.equal(state, want_state)
 
 
@@ -412,7 +417,7 @@ GOOD = {"q": (2, 5, 3, 8), "k": (2, 5, 3, 8), "v": (2, 5, 3, 4), "beta": (2, 5, 
         ({"v": torch.zeros(2, 5, 3, 4, device="meta")}, ValueError, "v is on meta and q on cpu"),
         ({"beta": torch.zeros(2, 3, 5)}, ValueError, r"beta has shape .*\(B, T, H\) = \(2, 5, 3\)"),
         ({"log_decay": torch.zeros(2, 5, 3, 8)}, ValueError, r"log_decay has shape .* 3 axes, \(B, T, H\)"),
-        ({"initial_state": torch.zeros(2, 3, 4, 8)}, ValueError, r"initial_state .*\(B, H, K, V\) = \(2, 3, 8, 4\)"),
+        ({"initial_state": torch.zeros(2, 3, 4, 8)}, ValueError, r"state has shape .*\(B, H, K, V\) = \(2, 3, 8, 4\)"),
         ({"scale": 0.0}, ValueError, "scale is 0.0; it must be a positive finite number"),
         ({"scale": math.nan}, ValueError, "scale is nan"),
     ],
@@ -421,17 +426,23 @@ def test_refused_inputs_are_named(change, error, message):
     arguments = {name: torch.zeros(shape) for name, shape in GOOD.items()} | change
     scale, state = arguments.pop("scale", 1.0), arguments.pop("initial_state", None)
     with pytest.raises(error, match=message):
-        recurrence.gated_delta_rule(*arguments.values(), scale=scale, initial_state_BHKV=state)
+        walk("gated_delta_rule", *arguments.values(), scale=scale, state=state)
 
 
 def test_every_op_checks_its_own_arguments():
     q, v, gate = torch.zeros(2, 5, 3, 8), torch.zeros(2, 5, 3, 4), torch.zeros(2, 5, 3)
     with pytest.raises(ValueError, match="log_decay has shape"):
-        recurrence.simple_gla(q, q, v, gate[:, :4], scale=1.0)
-    with pytest.raises(ValueError, match=r"log_decay has shape .* 4 axes, \(B, T, H, K\)"):
-        recurrence.gla(q, q, v, gate, scale=1.0)
+        recurrence.recurrence(q, q, v, log_decay=gate[:, :4])
+    with pytest.raises(ValueError, match=r"log_decay has shape .*\(B, T, H, K\) = \(2, 5, 3, 8\)"):
+        recurrence.recurrence(q, q, v, log_decay=q[..., :4])
+    with pytest.raises(TypeError, match="log_decay is a float"):
+        recurrence.recurrence(q, q, v, log_decay=0.5)
+    with pytest.raises(TypeError, match="q is a NoneType"):
+        recurrence.recurrence(None, q, v, log_decay=gate)
+    with pytest.raises(ValueError, match="log_decay and beta are both None; give one of them"):
+        recurrence.recurrence(q, q, v)
     with pytest.raises(ValueError, match="beta has shape"):
-        recurrence.delta_rule(q, q, v, gate[:1], scale=1.0)
+        recurrence.recurrence(q, q, v, beta=gate[:1])
     x, A, B = torch.zeros(2, 5, 6), torch.zeros(6, 4), torch.zeros(2, 5, 4)
     with pytest.raises(ValueError, match=r"dt has shape .*\(B, T, I\) = \(2, 5, 6\)"):
         recurrence.selective_scan(x, x[..., :1], A, B, B)
@@ -452,40 +463,42 @@ def shared_inputs(length: int = 70) -> dict[str, Tensor]:
         "q_BTGK": normal(2, length, 2, 5),
         "k_BTGK": normal(2, length, 2, 5),
         "v_BTHV": normal(2, length, 6, 3),
-        "log_decay_BTH": make_log_decay("random", 2, length, 6),
-        "step_BTH": F.softplus(normal(2, length, 6)),
-        "skip_H": normal(6),
-        "initial_state_BHKV": normal(2, 6, 5, 3),
+        "log_decay": make_log_decay("random", 2, length, 6),
+        "step": F.softplus(normal(2, length, 6)),
+        "skip": normal(6),
+        "state": normal(2, 6, 5, 3),
     }
 
 
 @pytest.mark.parametrize("length", [1, 70])
 def test_heads_may_share_queries_and_keys(length):
     inputs = shared_inputs(length)
-    out, state = recurrence.simple_gla(**inputs, scale=0.7, output_final_state=True)
+    out, state = recurrence.recurrence(**inputs, scale=0.7)
     for head in range(6):
         q, k = (inputs[name][:, :, head // 3, None] for name in ("q_BTGK", "k_BTGK"))
-        v, step = inputs["v_BTHV"][:, :, head, None], inputs["step_BTH"][:, :, head, None, None]
-        gates = Gates(log_decay=inputs["log_decay_BTH"][:, :, head, None])
-        initial = inputs["initial_state_BHKV"][:, head, None]
+        v, step = inputs["v_BTHV"][:, :, head, None], inputs["step"][:, :, head, None, None]
+        gates = Gates(log_decay=inputs["log_decay"][:, :, head, None])
+        initial = inputs["state"][:, head, None]
         want, want_state = reference.linear_recurrence(q, k, v * step, gates, 0.7, initial)
-        torch.testing.assert_close(out[:, :, head, None], want + inputs["skip_H"][head] * v)
+        torch.testing.assert_close(out[:, :, head, None], want + inputs["skip"][head] * v)
         torch.testing.assert_close(state[:, head, None], want_state)
 
 
 def test_packed_documents_are_kept_apart():
     inputs = shared_inputs()
     bounds = [0, 13, 13, 70, 71, 140]
-    out, state = recurrence.simple_gla(**inputs, scale=1.0, cu_seqlens=torch.tensor(bounds), output_final_state=True)
+    out, state = recurrence.recurrence(**inputs, scale=1.0, cu_seqlens=torch.tensor(bounds))
     for start, stop in itertools.pairwise(bounds):
         if start == stop:
             continue
         row, begin = divmod(start, 70)
-        part = {name: x[row : row + 1, begin : begin + stop - start] for name, x in inputs.items() if "BT" in name}
-        initial = inputs["initial_state_BHKV"][row : row + 1] if begin == 0 else None
-        want, want_state = recurrence.simple_gla(
-            **part, skip_H=inputs["skip_H"], scale=1.0, initial_state_BHKV=initial, output_final_state=True
-        )
+        part = {
+            name: x[row : row + 1, begin : begin + stop - start]
+            for name, x in inputs.items()
+            if name not in ("skip", "state")
+        }
+        initial = inputs["state"][row : row + 1] if begin == 0 else None
+        want, want_state = recurrence.recurrence(**part, skip=inputs["skip"], scale=1.0, state=initial)
         torch.testing.assert_close(out[row : row + 1, begin : begin + stop - start], want)
         if begin + stop - start == 70:
             torch.testing.assert_close(state[row : row + 1], want_state)
@@ -495,9 +508,9 @@ def test_heads_that_groups_do_not_divide_are_refused():
     inputs = shared_inputs()
     inputs |= {name: inputs[name][:, :, :1].expand(-1, -1, 4, -1) for name in ("q_BTGK", "k_BTGK")}
     with pytest.raises(ValueError, match="q has 4 heads and v 6; the heads of v must be a multiple"):
-        recurrence.simple_gla(**inputs, scale=1.0)
+        recurrence.recurrence(**inputs, scale=1.0)
     with pytest.raises(ValueError, match="skip has shape"):
-        recurrence.simple_gla(**shared_inputs() | {"skip_H": torch.zeros(5, dtype=torch.float64)}, scale=1.0)
+        recurrence.recurrence(**shared_inputs() | {"skip": torch.zeros(5, dtype=torch.float64)}, scale=1.0)
 
 
 # Modules, functions and arguments of flash-linear-attention 0.6.
@@ -677,7 +690,7 @@ def test_nothing_is_imported_from_fla_or_triton_on_the_cpu():
 import sys, torch
 from forgetting_transformer.ops import recurrence
 q = torch.zeros(1, 70, 1, 16, dtype=torch.bfloat16)
-recurrence.simple_gla(q, q, q, torch.zeros(1, 70, 1), scale=1.0)
+recurrence.recurrence(q, q, q, log_decay=torch.zeros(1, 70, 1))
 loaded = {name.partition(".")[0] for name in sys.modules}
 assert not loaded & {"fla", "triton"}, loaded & {"fla", "triton"}
 """

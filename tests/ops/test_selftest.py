@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from forgetting_transformer.model import registry
-from forgetting_transformer.ops import backends, selftest
+from forgetting_transformer.ops import backends, recurrence, selftest
 from forgetting_transformer.ops.backends import FLA, GLUON, PYTORCH, TRITON, OpUse
 from tests.model.small_models import small
 from tests.waiting import HANG
@@ -75,19 +75,19 @@ def test_right_recurrences_pass(pretend_gpu, op):
     assert found.name == FLA and found.text.startswith("FLA 9.9.9, Triton 9.9.9, self-test within ")
 
 
-@pytest.mark.parametrize("fault", [None, "skip_H", "step_BTH", "k"])
+@pytest.mark.parametrize("fault", [None, "skip", "step", "k"])
 def test_heads_that_share_keys_are_tested_with_all_that_the_kernels_take(pretend_gpu, monkeypatch, fault):
-    right = selftest.recurrence.simple_gla
+    right = selftest.recurrence.recurrence
 
-    def simple_gla(q, k, v, log_decay, **options):
+    def walk(q, k, v, **options):
         if q.dtype != torch.float64:  # which is the reference
             if fault == "k":
                 k = k.roll(1, dims=2)
             elif fault is not None:
                 options[fault] = 1.1 * options[fault]
-        return right(q, k, v, log_decay, **options)
+        return right(q, k, v, **options)
 
-    monkeypatch.setattr(selftest.recurrence, "simple_gla", simple_gla)
+    monkeypatch.setattr(selftest.recurrence, "recurrence", walk)
     monkeypatch.setattr(
         selftest, "_recurrence_of", lambda use, *_: TRITON if backends.is_usable(use.op, TRITON) else PYTORCH
     )
@@ -137,8 +137,8 @@ def test_kernels_that_do_not_compile_leave_pytorch(pretend_gpu, monkeypatch):
 
 
 def test_a_wrong_recurrence_leaves_pytorch(pretend_gpu, monkeypatch):
-    right = selftest.recurrence.gla
-    monkeypatch.setattr(selftest.recurrence, "gla", lambda *x, **o: (right(*x, **o)[0] * 1.1, None))
+    right = selftest.recurrence.recurrence
+    monkeypatch.setattr(selftest.recurrence, "recurrence", lambda *x, **o: (right(*x, **o)[0] * 1.1, None))
     assert choose(OpUse("gla", 2, 16, 16))["gla"].name == PYTORCH
     assert ("gla", FLA) in backends.faults() and backends.is_usable("delta_rule", FLA)
 
@@ -191,8 +191,10 @@ def recorded_uses(model, dtype, monkeypatch) -> list[tuple]:
     def record(module, name, op, heads_axis=2):
         original = getattr(module, name)
 
-        def recorded(*args, **options):
+        def recorded(*args, op=op, **options):
             q, k, v = args[:3]
+            if op == "recurrence":
+                op = recurrence.Gates(options.get("beta"), options.get("log_decay")).op
             calls.append(
                 (
                     op,
@@ -213,9 +215,7 @@ def recorded_uses(model, dtype, monkeypatch) -> list[tuple]:
     record(transformer, "causal_attention", "attention")
     for architecture in ("mamba2", "hgrn2", "delta_net", "gated_delta_net"):
         module = importlib.import_module(f"forgetting_transformer.model.{architecture}")
-        for name in ("simple_gla", "gla", "delta_rule", "gated_delta_rule"):
-            if hasattr(module, name):
-                record(module, name, name)
+        record(module, "recurrence", "recurrence")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         model.train()(input_ids=torch.randint(1, 61, (1, 8)))
     return calls

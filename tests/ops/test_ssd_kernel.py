@@ -179,9 +179,8 @@ def apart(x, weight, bias, previous, log_decay, step, skip, state):
     y, last = short_convolution(x, weight, bias, previous_BCW=previous, silu=True)
     v, k, q = y.split([heads * values, groups * keys, groups * keys], dim=-1)
     q, k = (x.unflatten(-1, (groups, keys)) for x in (q, k))
-    out, state = recurrence.simple_gla(
-        q, k, v.unflatten(-1, (heads, values)), log_decay, step_BTH=step, skip_H=skip, scale=0.7,
-        initial_state_BHKV=state, output_final_state=True,
+    out, state = recurrence.recurrence(
+        q, k, v.unflatten(-1, (heads, values)), log_decay=log_decay, step=step, skip=skip, scale=0.7, state=state
     )
     return out, state, last
 def together(*tensors):

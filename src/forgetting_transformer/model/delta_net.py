@@ -21,7 +21,7 @@ from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.norm import l2_norm
-from forgetting_transformer.ops.recurrence import delta_rule, delta_rule_flops_per_token
+from forgetting_transformer.ops.recurrence import delta_rule_flops_per_token, recurrence
 
 QK_ACTIVATIONS = {
     "silu": F.silu,
@@ -118,11 +118,10 @@ class DeltaNetAttention(RecurrentMixer):
             activation, norm = QK_ACTIVATIONS[self.qk_activation], QK_NORMS[self.qk_norm]
             q_BTHK, k_BTHK = norm(activation(q_BTHK)), norm(activation(k_BTHK))
 
-        out_BTHV, new_states["recurrent"] = delta_rule(
-            *map(context.to_heads, (q_BTHK, k_BTHK, v_BTHV, self._beta(hidden_BTE))),
-            scale=self.key_dim**-0.5,
-            initial_state_BHKV=states.get("recurrent"),
-            output_final_state=True,
+        out_BTHV, new_states["recurrent"] = recurrence(
+            *map(context.to_heads, (q_BTHK, k_BTHK, v_BTHV)),
+            beta=context.to_heads(self._beta(hidden_BTE)),
+            state=states.get("recurrent"),
         )
         gate_BTHV = None if self.g_proj is None else self.split_heads(self.g_proj(hidden_BTE))
         out_BTHV = self.o_norm(context.to_sequence(out_BTHV, len(hidden_BTE)), gate_BTHV)

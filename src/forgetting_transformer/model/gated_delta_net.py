@@ -18,7 +18,7 @@ from forgetting_transformer.model.layers import GatedRMSNorm, ShortConvolution, 
 from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
-from forgetting_transformer.ops.recurrence import delta_rule_flops_per_token, gated_delta_rule
+from forgetting_transformer.ops.recurrence import delta_rule_flops_per_token, recurrence
 
 
 class GatedDeltaNetAttention(RecurrentMixer):
@@ -93,18 +93,12 @@ class GatedDeltaNetAttention(RecurrentMixer):
         v_BTC, v_conv_BCW = self.v_conv1d(self.v_proj(hidden_BTE), states.get("v_conv"))
         step_BTH = F.softplus(self.a_proj(hidden_BTE).float() + self.dt_bias.float())
 
-        inputs = (
-            self.split_heads(q_BTC),
-            self.split_heads(k_BTC),
-            self.split_heads(v_BTC),
-            self.b_proj(hidden_BTE).float().sigmoid(),
-            -self.A_log.float().exp() * step_BTH,
-        )
-        out_BTHV, state_BHKV = gated_delta_rule(
-            *map(context.to_heads, inputs),
-            scale=self.key_dim**-0.5,
-            initial_state_BHKV=states.get("recurrent"),
-            output_final_state=True,
+        q_BTHK, k_BTHK, v_BTHV = map(self.split_heads, (q_BTC, k_BTC, v_BTC))
+        out_BTHV, state_BHKV = recurrence(
+            *map(context.to_heads, (q_BTHK, k_BTHK, v_BTHV)),
+            beta=context.to_heads(self.b_proj(hidden_BTE).float().sigmoid()),
+            log_decay=context.to_heads(-self.A_log.float().exp() * step_BTH),
+            state=states.get("recurrent"),
         )
         out_BTHV = context.to_sequence(out_BTHV, len(hidden_BTE))
         gate_BTHV = self.split_heads(self.g_proj(hidden_BTE))

@@ -8,6 +8,7 @@ architecture as published.
 Axes: `forgetting_transformer/ops/__init__.py`. K is expand_ratio, and V as large.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,9 +20,10 @@ from transformers import initialization as init
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.field_ranges import KERNEL_MODES
 from forgetting_transformer.model.layers import RMSNorm, exempt_from_decay, init_xavier
-from forgetting_transformer.model.recurrent import RecurrentMixer, state_before, zero_padding
+from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
+from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
-from forgetting_transformer.ops.recurrence import gla, gla_flops_per_token
+from forgetting_transformer.ops.recurrence import gla_flops_per_token, recurrence
 
 
 class HGRN2Attention(RecurrentMixer):
@@ -75,16 +77,14 @@ class HGRN2Attention(RecurrentMixer):
             k_BTE = (1 - lower_bound_E) * k_BTE
             log_fgate_BTE = torch.logaddexp(lower_bound_E.log(), torch.log1p(-lower_bound_E) + log_fgate_BTE)
         v_BTE = self.i_proj(hidden_BTE)
-        inputs = (
-            self.split_heads(F.silu(self.q_proj(hidden_BTE))),
-            self.split_heads(k_BTE.to(v_BTE.dtype)),
-            self.split_heads(v_BTE),
-            self.split_heads(log_fgate_BTE),
-        )
-        scale, before_BHKV = self.head_dim**-0.5, states.get("recurrent")
-        if before_BHKV is None:
-            before_BHKV = state_before(gla, inputs, inputs[-1].sum(1)[..., None], scale=scale)
-        out_BTHV, state_BHKV = gla(*inputs, scale=scale, initial_state_BHKV=before_BHKV, output_final_state=True)
+        sequences = map(self.split_heads, (F.silu(self.q_proj(hidden_BTE)), k_BTE.to(v_BTE.dtype), v_BTE))
+        walk = functools.partial(recurrence, *sequences, log_decay=self.split_heads(log_fgate_BTE))
+        before_BHKV = states.get("recurrent")
+        if before_BHKV is None and context.active() is not None:
+            # Once more than the output needs, from a state of 0, for what other processes hold of the sequence.
+            _, own_BHKV = walk()
+            before_BHKV = context.state_before(own_BHKV, self.split_heads(log_fgate_BTE).sum(1)[..., None])
+        out_BTHV, state_BHKV = walk(state=before_BHKV)
         return self.o_proj(self.g_norm(out_BTHV.flatten(-2))), {"recurrent": state_BHKV}
 
 

@@ -24,7 +24,6 @@ from forgetting_transformer.model.layers import (
     init_uniform,
     initial_dt_bias,
 )
-from forgetting_transformer.model.recurrent import state_before
 from forgetting_transformer.model.state_space import (
     StateSpaceConfig,
     StateSpaceForCausalLM,
@@ -33,7 +32,7 @@ from forgetting_transformer.model.state_space import (
 )
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
-from forgetting_transformer.ops.recurrence import simple_gla, simple_gla_flops_per_token
+from forgetting_transformer.ops.recurrence import recurrence, simple_gla_flops_per_token
 from forgetting_transformer.ops.recurrence.grouped import run_convolved
 
 
@@ -163,13 +162,12 @@ class Mamba2Mixer(StateSpaceMixer):
         x_BTI, B_BTC, C_BTC = xBC_BTC.split(self.conv_sizes, dim=-1)
         x_BTHV = x_BTI.unflatten(-1, (self.num_heads, self.head_dim))
         C_BTGK, B_BTGK = (x.unflatten(-1, (self.n_groups, self.state_size)) for x in (C_BTC, B_BTC))
-        read = functools.partial(simple_gla, scale=1.0, step_BTH=dt_BTH)
-        inputs = (C_BTGK, B_BTGK, x_BTHV, log_decay_BTH)
-        if before_BHKV is None:
-            before_BHKV = state_before(read, inputs, log_decay_BTH.sum(1)[..., None, None])
-        y_BTHV, state_BHKV = read(*inputs, skip_H=self.D, initial_state_BHKV=before_BHKV, output_final_state=True)
-        assert state_BHKV is not None
-        return y_BTHV, state_BHKV
+        read = functools.partial(recurrence, C_BTGK, B_BTGK, x_BTHV, log_decay=log_decay_BTH, step=dt_BTH, scale=1.0)
+        if before_BHKV is None and context.active() is not None:
+            # Once more than the output needs, from a state of 0, for what other processes hold of the sequence.
+            _, own_BHKV = read()
+            before_BHKV = context.state_before(own_BHKV, log_decay_BTH.sum(1)[..., None, None])
+        return read(skip=self.D, state=before_BHKV)
 
 
 class Mamba2Config(StateSpaceConfig):

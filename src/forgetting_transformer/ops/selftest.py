@@ -392,13 +392,13 @@ def check_recurrence(
         inputs["log_decay"] = F.logsigmoid(normal(*shape, *([use.key_dim] if use.op == "gla" else [])) + 2)
     is_grouped = use.key_heads is not None
     if is_grouped:
-        inputs |= {"step_BTH": F.softplus(normal(*shape)), "skip_H": normal(use.heads)}
+        inputs |= {"step": F.softplus(normal(*shape)), "skip": normal(use.heads)}
     d_out = normal(*shape, use.value_dim).to(dtype)
 
     def run(*tensors: Tensor) -> Tensor:
-        named = dict(zip(inputs, tensors, strict=True))
-        options = {name: named.pop(name) for name in ("step_BTH", "skip_H") if name in named}
-        return getattr(recurrence, use.op)(*named.values(), scale=1.0, **options)[0]
+        q, k, v, *others = tensors
+        named = dict(zip(list(inputs)[3:], others, strict=True))
+        return recurrence.recurrence(q, k, v, scale=1.0, **named)[0]
 
     def reference(*tensors: Tensor) -> Tensor:
         q, k, v, *others = tensors
@@ -406,7 +406,7 @@ def check_recurrence(
         return recurrence.reference.linear_recurrence(q, k, v, gates, 1.0, None)[0]
 
     got = _results(run, [x.to(device) for x in inputs.values()], d_out.to(device))
-    names = ["the output", *("the gradient of " + name.removesuffix("_BTH").removesuffix("_H") for name in inputs)]
+    names = ["the output", *(f"the gradient of {name}" for name in inputs)]
     if is_grouped:
         # Gradients of queries and keys are sums over heads, so all are needed; in chunks, in float64 on the CPU.
         want = _results(run, [x.double() for x in inputs.values()], d_out)

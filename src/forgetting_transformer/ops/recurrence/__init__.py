@@ -24,7 +24,6 @@ stand beside its chunked form.
 import itertools
 import math
 from types import ModuleType
-from typing import Required, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -41,15 +40,12 @@ from forgetting_transformer.ops.recurrence.reference import Gates
 from forgetting_transformer.ops.recurrence.scan import selective_scan_flops_per_token
 
 __all__ = [
-    "delta_rule",
     "delta_rule_flops_per_token",
-    "gated_delta_rule",
-    "gla",
     "gla_flops_per_token",
+    "recurrence",
     "scan_takes_kernel",
     "selective_scan",
     "selective_scan_flops_per_token",
-    "simple_gla",
     "simple_gla_flops_per_token",
 ]
 
@@ -67,57 +63,79 @@ _GATE_AXES = {
 }
 
 
-class Options(TypedDict, total=False):
-    """Further arguments of the ops with queries, keys and values.
-
-    Attributes:
-        scale: factor on the output.
-        initial_state_BHKV: the state before the first token. Default 0.
-        output_final_state: whether to return the state after the last token. Default False.
-    """
-
-    scale: Required[float]
-    initial_state_BHKV: Tensor | None
-    output_final_state: bool
-
-
-def simple_gla(
+def recurrence(
     q_BTGK: Tensor,
     k_BTGK: Tensor,
     v_BTHV: Tensor,
-    log_decay_BTH: Tensor,
     *,
-    step_BTH: Tensor | None = None,
-    skip_H: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    state: Tensor | None = None,
+    scale: float | None = None,
+    step: Tensor | None = None,
+    skip: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    **options: Unpack[Options],
-) -> tuple[Tensor, Tensor | None]:
-    """Linear attention with one decay per head and token, `S_t = a_t S_{t-1} + step_t k_t v_tᵀ`.
+) -> tuple[Tensor, Tensor]:
+    """Walk a sequence with the op that these gates make, of the module's table, on the fastest backend.
 
-    Mamba-2's state space is this with q = C, k = B, v = x, step = dt, log a = A·dt, skip = D.
+    The delta rules replace, by a fraction β, what the state holds for k_t by v_t. Their state stays bounded for
+    `β |k|² ≤ 2`: pass keys of length 1 and β in [0, 2]. Mamba-2's state space is simple_gla with q = C, k = B, v = x,
+    log_decay = A·dt, step = dt, skip = D, scale = 1.
 
     Args:
-        q_BTGK: queries; float16, bfloat16, float32 or float64. Heads g·H/G … (g + 1)·H/G - 1 share those of group g.
+        q_BTGK: queries; float16, bfloat16, float32 or float64. As many heads as values or, for simple_gla, a divisor:
+            heads g·H/G … (g + 1)·H/G - 1 share those of group g.
         k_BTGK: keys, in q's dtype.
-        v_BTHV: values, in q's dtype; H is a multiple of G.
-        log_decay_BTH: natural logarithms of the decays, finite, ≤ 0, any floating dtype; float32 is recommended.
-        step_BTH: factors of the values on their way into the state. Default 1.
-        skip_H: what is added to the output of a head is this times its values. Default 0.
-        cu_seqlens: packed documents: where each begins among the B·T tokens of all rows, one row after another, and
-            B·T, rising. No state goes on from one into the next; `initial_state` belongs to the first of each row.
-        options: `scale=`, and what else `Options` has.
+        v_BTHV: values, in q's dtype.
+        log_decay: natural logarithms of the decays, finite, ≤ 0: `(B, T, H)`, or `(B, T, H, K)` for gla. Any floating
+            dtype; float32 is recommended. None for no decay.
+        beta: strength of the delta rules `(B, T, H)`, any floating dtype. None for linear attention, which only adds.
+        state: the state before the first token `(B, H, K, V)`. Default 0.
+        scale: factor on the output. Default 1/√K.
+        step: simple_gla: factors `(B, T, H)` of the values on their way into the state. Default 1.
+        skip: simple_gla: what is added to the output of a head is this `(H,)` times its values. Default 0.
+        cu_seqlens: simple_gla: packed documents: where each begins among the B·T tokens of all rows, one row after
+            another, and B·T, rising. No state goes on from one into the next; `state` belongs to the first of each row.
 
     Returns:
-        Outputs `(B, T, H, V)` in v's dtype, and the final state `(B, H, K, V)` or None. States and sums are float32
-        (float64 for float64 inputs), under autocast too.
+        Outputs `(B, T, H, V)` in v's dtype, and the state after the last token `(B, H, K, V)`. States and sums are
+        float32 (float64 for float64 inputs), under autocast too.
 
     Raises:
         TypeError: an argument is not a tensor, or of an unsupported dtype.
-        ValueError: shapes, dtypes or devices do not fit together, or scale is not positive. The
-            message names the argument.
+        ValueError: shapes, dtypes or devices do not fit together, arguments are not of this op, or scale is not
+            positive. The message names the argument.
     """
-    scale, state_BHKV = options["scale"], options.get("initial_state_BHKV")
-    optional = {"step": (step_BTH, "BTH"), "skip": (skip_H, "H"), "initial_state": (state_BHKV, "BHKV")}
+    if log_decay is None and beta is None:
+        raise ValueError("log_decay and beta are both None; give one of them, zeros for log_decay if nothing decays")
+    gates = Gates(beta, log_decay)
+    # What is no tensor, or has other axes, is refused below, by name.
+    op = gates.op if beta is not None or isinstance(log_decay, Tensor) else "simple_gla"
+    if scale is None:
+        channels = q_BTGK.shape[-1] if isinstance(q_BTGK, Tensor) and q_BTGK.ndim else 1
+        scale = max(1, channels) ** -0.5
+    if op == "simple_gla":
+        return _simple_gla(q_BTGK, k_BTGK, v_BTHV, gates, step, skip, cu_seqlens, float(scale), state)
+    for name, x in (("step", step), ("skip", skip), ("cu_seqlens", cu_seqlens)):
+        if x is not None:
+            raise ValueError(f"{name} is given; only linear attention with one decay per head takes it, not {op}")
+    return _linear_recurrence(op, q_BTGK, k_BTGK, v_BTHV, gates, float(scale), state)
+
+
+def _simple_gla(
+    q_BTGK: Tensor,
+    k_BTGK: Tensor,
+    v_BTHV: Tensor,
+    gates: Gates,
+    step_BTH: Tensor | None,
+    skip_H: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention with one decay per head and token, `S_t = a_t S_{t-1} + step_t k_t v_tᵀ`."""
+    log_decay_BTH = gates.filled_log_decay()
+    optional = {"step": (step_BTH, "BTH"), "skip": (skip_H, "H"), "state": (state_BHKV, "BHKV")}
     sequences = {"q": (q_BTGK, "BTGK"), "k": (k_BTGK, "BTGK"), "v": (v_BTHV, "BTHV")}
     given = {name: x for name, x in optional.items() if x[0] is not None}
     _check_recurrence(sequences, {"log_decay": (log_decay_BTH, "BTH"), **given}, scale)
@@ -131,56 +149,19 @@ def simple_gla(
         and grouped.serves(heads, groups, key_dim, value_dim, q_BTGK.dtype, q_BTGK.device.index)
     ):
         with torch.autocast(q_BTGK.device.type, enabled=False):
-            found = grouped.run(
-                q_BTGK, k_BTGK, v_BTHV, log_decay_BTH, step_BTH, skip_H, state_BHKV, document_BT, float(scale)
-            )
+            found = grouped.run(q_BTGK, k_BTGK, v_BTHV, log_decay_BTH, step_BTH, skip_H, state_BHKV, document_BT, scale)
         if found is not None:
-            out_BTHV, state_BHKV = found
-            return out_BTHV, state_BHKV if options.get("output_final_state") else None
+            return found
     if document_BT is not None:
         log_decay_BTH = grouped.end_with_documents(log_decay_BTH, document_BT)
     added_BTHV = v_BTHV if step_BTH is None else (v_BTHV * step_BTH[..., None]).to(v_BTHV.dtype)
     if groups < heads:
         q_BTGK, k_BTGK = (grouped.for_every_head(x, heads) for x in (q_BTGK, k_BTGK))
     gates = Gates(log_decay=log_decay_BTH)
-    out_BTHV, final_state = _linear_recurrence("simple_gla", q_BTGK, k_BTGK, added_BTHV, gates, **options)
+    out_BTHV, state_BHKV = _linear_recurrence("simple_gla", q_BTGK, k_BTGK, added_BTHV, gates, scale, state_BHKV)
     if skip_H is not None:
         out_BTHV = (out_BTHV + skip_H[:, None] * v_BTHV).to(v_BTHV.dtype)
-    return out_BTHV, final_state
-
-
-def gla(
-    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, log_decay_BTHK: Tensor, **options: Unpack[Options]
-) -> tuple[Tensor, Tensor | None]:
-    """Linear attention with one decay per key channel and token (HGRN2).
-
-    As many queries and keys as values, decays `(B, T, H, K)`. Other arguments and results: see `simple_gla`.
-    """
-    return _linear_recurrence("gla", q_BTHK, k_BTHK, v_BTHV, Gates(log_decay=log_decay_BTHK), **options)
-
-
-def delta_rule(
-    q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, beta_BTH: Tensor, **options: Unpack[Options]
-) -> tuple[Tensor, Tensor | None]:
-    """Replace, by a fraction β, what the state holds for k_t by v_t (DeltaNet).
-
-    The state stays bounded for `β |k|² ≤ 2`: pass keys of length 1 and β in [0, 2]. β is any floating dtype. Other
-    arguments and results: see `simple_gla`.
-    """
-    return _linear_recurrence("delta_rule", q_BTHK, k_BTHK, v_BTHV, Gates(beta_BTH), **options)
-
-
-def gated_delta_rule(
-    q_BTHK: Tensor,
-    k_BTHK: Tensor,
-    v_BTHV: Tensor,
-    beta_BTH: Tensor,
-    log_decay_BTH: Tensor,
-    **options: Unpack[Options],
-) -> tuple[Tensor, Tensor | None]:
-    """The delta rule with one decay per head and token (Gated DeltaNet). Arguments and results: see `delta_rule`."""
-    gates = Gates(beta_BTH, log_decay_BTH)
-    return _linear_recurrence("gated_delta_rule", q_BTHK, k_BTHK, v_BTHV, gates, **options)
+    return out_BTHV, state_BHKV
 
 
 def _linear_recurrence(
@@ -189,19 +170,17 @@ def _linear_recurrence(
     k_BTHK: Tensor,
     v_BTHV: Tensor,
     gates: Gates,
-    *,
     scale: float,
-    initial_state_BHKV: Tensor | None = None,
-    output_final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    state_BHKV: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Check the arguments of an op with queries, keys and values, and run it on the fastest backend."""
     sequences = {"q": (q_BTHK, "BTHK"), "k": (k_BTHK, "BTHK"), "v": (v_BTHV, "BTHV")}
     wanted = {name: (getattr(gates, name), axes) for name, axes in _GATE_AXES[op].items()}
-    _check_recurrence(sequences, wanted | {"initial_state": (initial_state_BHKV, "BHKV")}, scale)
+    wanted |= {} if state_BHKV is None else {"state": (state_BHKV, "BHKV")}
+    _check_recurrence(sequences, wanted, scale)
     backend = _select_backend(op, q_BTHK, v_BTHV)
     with torch.autocast(q_BTHK.device.type, enabled=False):
-        out, state = backend.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, gates, float(scale), initial_state_BHKV)
-    return out, state if output_final_state else None
+        return backend.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, gates, scale, state_BHKV)
 
 
 def selective_scan(
@@ -236,7 +215,7 @@ def selective_scan(
         Outputs `(B, T, I)` in x's dtype, and the final state `(B, I, K)` or None, float32 (float64 for float64 inputs).
 
     Raises:
-        TypeError, ValueError: as `simple_gla`; or both cu_seqlens and an initial state are given.
+        TypeError, ValueError: as `recurrence`; or both cu_seqlens and an initial state are given.
     """
     inputs = {"x": (x_BTI, "BTI"), "dt": (dt_BTI, "BTI"), "A": (A_IK, "IK"), "B": (B_BTK, "BTK"), "C": (C_BTK, "BTK")}
     optional = {"D": (D_I, "I"), "dt_bias": (dt_bias_I, "I"), "initial_state": (initial_state_BIK, "BIK")}

@@ -65,13 +65,13 @@ def run_convolved(
     key_dim: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """`simple_gla` of what `silu(short_convolution(x))` gives: values, keys and queries, side by side in C.
+    """`recurrence` of what `silu(short_convolution(x))` gives: values, keys and queries, side by side in C.
 
     Keeps x for the backward pass, and nothing that comes from it.
 
     Args:
         x_BTC, weight_C1W, bias_C, previous_BCW: of `short_convolution`.
-        log_decay_BTH, step_BTH, skip_H, initial_state_BHKV, scale: of `simple_gla`.
+        log_decay_BTH, step_BTH, skip_H, initial_state_BHKV, scale: of `recurrence`.
         groups, key_dim: G and K.
 
     Returns:
