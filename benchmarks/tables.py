@@ -183,6 +183,26 @@ def whole_models(results: Results) -> str:
     return table(["model", "activation checkpointing", "ms per step", "tokens/s", "MFU", "memory GB"], rows)
 
 
+def steps(results: Results) -> str:
+    """Whole steps of one micro-batch, a row per commit that measured the model, the oldest first."""
+    rows = []
+    for file in results.files:
+        place = file["environment"]
+        for row in file["rows"]:
+            name = f"{name_of(row['experiment'])}{', no pruning' if _unpruned(row) else ''}"
+            commit = f"{place['commit'][:7]}{' with changes' if place['changed'] else ''}"
+            ms = statistics.median(row["step_seconds"]) * 1e3
+            rows.append((
+                (_order(row["experiment"]), _unpruned(row), place["date"]),
+                [
+                    name, commit, f"{ms:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['mfu'] * 100:.1f} %",
+                    f"{row['peak_memory_bytes'] / 1e9:.1f}",
+                ],
+            ))  # fmt: skip
+    cells = [cells for _, cells in sorted(rows, key=lambda row: row[0])]
+    return table(["model", "commit", "ms per step", "tokens/s", "MFU", "memory GB"], cells)
+
+
 def _unpruned(row: Mapping[str, Any]) -> bool:
     """Of a model that could prune."""
     return row["experiment"].startswith("forgetting_transformer") and row.get("pruned") is False

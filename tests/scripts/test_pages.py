@@ -95,10 +95,10 @@ def test_another_triton_adds_rows_and_a_column(pages, copy):
         for line in page.splitlines()
         if re.match(r"\| 1,16384,24,64 +\|", line)
     ]
-    assert [row[2] for row in rows if row[1] == "forgetting attention"] == ["3.6.0", "3.7.1", "3.10.1"]
+    assert [row[2] for row in rows if row[1] == "forgetting attention"] == ["3.6.0", "3.7.1", "3.9.0", "3.10.1"]
     assert [row[2] for row in rows if row[1] == "cuDNN, no gate"] == [""], "it does not depend on Triton"
     assert (
-        re.search(r"speed-up, Triton 3\.7\.1 +\| +speed-up, Triton 3\.10\.1", page)
+        re.search(r"speed-up, Triton 3\.9\.0 +\| +speed-up, Triton 3\.10\.1", page)
         and "Triton 3.10.1, fla-core 0.6.0" in page
     )
 
