@@ -210,7 +210,10 @@ def test_started_again_it_makes_only_what_is_missing(climb, faults, tmp_path):
             r"the ladder sets train\.max_tokens itself; use --shrink_tokens",
         ),
         ({"overrides": [*DEMO, "model.config.num_heads=4"]}, r"the ladder sets model\.config\.num_heads itself"),
-        ({"overrides": ["+experiment/longcrawl64/hgrn2=125m_2b", "data_dir=d"]}, r"--shrink 4: 125m_2b shrunk so is no hgrn2 \("),
+        (
+            {"overrides": ["+experiment/longcrawl64/hgrn2=125m_2b", "data_dir=d"]},
+            r"--shrink 4: 125m_2b shrunk so is no hgrn2 \(",
+        ),
         (
             {"overrides": ["+experiment/longcrawl64/delta_net=125m_2b", "data_dir=d"]},
             r"num_heads=6 of 125m_2b of delta_net",

@@ -39,6 +39,13 @@ from forgetting_transformer.ops.recurrence import selective_scan
 ATTN_KEYS = ("num_heads", "num_kv_heads", "window_size", "layers")
 
 
+class StepProjection(nn.Linear):
+    """A linear layer whose bias the scan adds, in float32: it holds step sizes as small as 1e-3."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
 class MambaMixer(StateSpaceMixer):
     """The selective state space layer of Mamba.
 
@@ -90,7 +97,7 @@ class MambaMixer(StateSpaceMixer):
         self.in_proj = nn.Linear(hidden_size, 2 * inner_size, bias=use_bias)
         self.conv1d = ShortConvolution(inner_size, conv_kernel, bias=use_conv_bias, silu=True)
         self.x_proj = nn.Linear(inner_size, time_step_rank + 2 * state_size, bias=False)
-        self.dt_proj = nn.Linear(time_step_rank, inner_size)
+        self.dt_proj = StepProjection(time_step_rank, inner_size)
         self.A_log = nn.Parameter(self._initial_A_log())
         self.D = nn.Parameter(torch.ones(inner_size))
         exempt_from_decay(self.A_log, self.D)
@@ -121,8 +128,7 @@ class MambaMixer(StateSpaceMixer):
         x_BTI, z_BTI = self.in_proj(hidden_BTE).chunk(2, dim=-1)
         x_BTI, conv_BIW = self.convolve(x_BTI, padding_BT, states.get("conv"))
         dt_BTR, B_BTK, C_BTK = self.x_proj(x_BTI).split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
-        # The bias is added by the scan, in float32: step sizes are as small as 1e-3.
-        dt_BTI = F.linear(dt_BTR, self.dt_proj.weight)
+        dt_BTI = self.dt_proj(dt_BTR)
 
         A_IK, before_BIK = -self.A_log.float().exp(), states.get("ssm")
         inputs = (x_BTI, dt_BTI, A_IK, B_BTK, C_BTK)
