@@ -36,8 +36,8 @@ def experiment(path: str, *overrides: str):
     return parse(composed(f"+{group}={name}", *overrides))
 
 
-#: Keys that only one file of a group has, and what chooses it.
-OF_ONE_CHOICE = {"strategy.shard_size": "strategy=hsdp"}
+#: Keys that only some files of a group have, and what chooses one.
+OF_ONE_CHOICE = {"strategy.shard_size": "strategy=hsdp", "strategy.keep_gathered": "strategy=fsdp"}
 
 
 @pytest.mark.parametrize("key", OF_ONE_CHOICE)
