@@ -11,7 +11,7 @@ gradients, clipping and AdamW, with random weights. Every case sees the same tok
 
 one           rank 0 alone, the others wait
 ddp           strategy=ddp
-ddp_rebuilt   DDP without find_unused_parameters, which groups gradients anew after its first step
+ddp_rebuilt   DDP without find_unused_parameters, which regroups gradients after its first step
 fsdp_plain    FSDP2 with a unit per block and everything in fp32, as in version 0.2.0
 fsdp          strategy=fsdp strategy.keep_gathered=false
 fsdp_kept     strategy=fsdp strategy.keep_gathered=true

@@ -1,4 +1,4 @@
-"""On CUDA: SwiGLU and the residual stream's norms match float64 and repeat their bits; compiled models have them."""
+"""On CUDA: SwiGLU and norms of the residual stream match float64, bitwise reproducible; compiled models have them."""
 
 import random
 

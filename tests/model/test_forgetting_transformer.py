@@ -358,5 +358,5 @@ def test_projections_of_one_input_are_one_product_for_a_compiler(monkeypatch, la
     for value, expected in zip(values, plain, strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
     handle = layer.q_proj.register_forward_hook(lambda *_: None)
-    assert products(compiled)[0] == separate  # whoever put a hook there must get its calls
+    assert products(compiled)[0] == separate  # a hook must get its calls
     handle.remove()

@@ -59,7 +59,7 @@ class Score:
 
 
 def labels(scores: Sequence[Score]) -> list[str]:
-    """A name for each score: its task, and in which settings the test is another one than that of an equal name."""
+    """A name for each score: its task, and the settings in which it differs from a score of the same task."""
     tests: dict[str, list[Mapping[str, Any]]] = {}
     for score in scores:
         tests.setdefault(score.task, []).append(score.test)

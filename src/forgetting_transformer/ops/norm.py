@@ -48,16 +48,10 @@ def gated_rms_norm(
     if gate is not None and gate.shape != x.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)}; it must be x's, {tuple(x.shape)}")
     if x.is_cuda and gated_norm_takes_kernel(x.dtype, x.shape[-1] // num_groups, x.device.index):
-        given = (x, gate, weight, num_groups, gate_first, eps)
-        if torch.compiler.is_compiling():
-            return torch.ops.forgetting_transformer.gated_rms_norm(*given)
-        try:
-            return torch.ops.forgetting_transformer.gated_rms_norm(*given)
-        except Exception as error:  # what a compiler raises is not one class
-            if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
-                raise
-            reason = f"its kernels do not compile: {backends.describe_error(error)}"
-            backends.rule_out("gated_norm", backends.TRITON, reason, backends.COMPILER_CURE)
+        kernel = torch.ops.forgetting_transformer.gated_rms_norm
+        out = backends.attempt("gated_norm", kernel, x, gate, weight, num_groups, gate_first, eps)
+        if out is not None:
+            return out
     if gate is None:
         return rms_norm(x, weight, eps, num_groups)
     if gate_first:

@@ -13,10 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first
+from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first, with_whole_channels
 
-#: Channels of a group, at most.
-MAX_WIDTH = 8192
 # Elements of a tile per warp; backward: tiles of a program along rows.
 _TILE, _STEPS = 256, 16
 
@@ -95,7 +93,7 @@ def norm_backward_kernel(
 
 def _rows_of(x: Tensor) -> Tensor:
     """`(…, width)` as `(N, width)`, a view where its rows are one distance apart."""
-    return (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, x.shape[-1])
+    return with_whole_channels(x).reshape(-1, x.shape[-1])
 
 
 def _options(x: Tensor, gate: Tensor | None, groups: int, gate_first: bool) -> dict[str, Any]:
@@ -111,7 +109,7 @@ def _options(x: Tensor, gate: Tensor | None, groups: int, gate_first: bool) -> d
 @torch.library.custom_op("forgetting_transformer::gated_rms_norm", mutates_args=())
 @on_device_of_first
 def normalise(x: Tensor, gate: Tensor | None, weight: Tensor, groups: int, gate_first: bool, epsilon: float) -> Tensor:
-    """`gated_rms_norm` of equal slices of up to MAX_WIDTH channels.
+    """`gated_rms_norm` of equal slices of up to 8,192 channels.
 
     Args:
         x: `(…, width)`.

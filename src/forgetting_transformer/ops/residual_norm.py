@@ -25,7 +25,7 @@ def wide_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(residual: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the RMSNorm of `residual + branch`, and this sum, which is the residual stream from here on.
 
-    Whoever reads the sum should take the second result, also where there is no branch: the gradient of the residual
+    Read the sum from the second result, also where there is no branch: the gradient of the residual
     stream is then added where the gradient of the norm is computed.
 
     Args:

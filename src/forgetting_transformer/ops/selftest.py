@@ -17,7 +17,7 @@ import logging
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -181,7 +181,7 @@ def _attention_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
 def _recurrence_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
     if device.type != "cuda" or use.op not in backends.BACKENDS:
         return backends.PYTORCH
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = _index(device)
     groups = use.key_heads or use.heads
     if use.op == "simple_gla" and recurrence.grouped.serves(
         use.heads, groups, use.key_dim, use.value_dim, dtype, index
@@ -192,37 +192,36 @@ def _recurrence_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _convolution_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
-    if device.type != "cuda":
-        return backends.PYTORCH
-    index = torch.cuda.current_device() if device.index is None else device.index
     head_dim = use.value_dim // max(1, use.heads)
-    served = short_convolution.kernel_serves(dtype, use.key_dim, head_dim, use.heads, index)
-    return backends.TRITON if served else backends.PYTORCH
+    return _triton_if(
+        device, lambda index: short_convolution.kernel_serves(dtype, use.key_dim, head_dim, use.heads, index)
+    )
 
 
 def _norm_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
-    if device.type != "cuda":
-        return backends.PYTORCH
-    index = torch.cuda.current_device() if device.index is None else device.index
-    served = norm.gated_norm_takes_kernel(dtype, use.value_dim // use.heads, index)
-    return backends.TRITON if served else backends.PYTORCH
+    width = use.value_dim // use.heads
+    return _triton_if(device, lambda index: norm.gated_norm_takes_kernel(dtype, width, index))
 
 
 def _layer_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
-    if device.type != "cuda":
-        return backends.PYTORCH
-    index = torch.cuda.current_device() if device.index is None else device.index
     tokens = backends.MIN_KERNEL_TOKENS
     if use.op == "swiglu":
-        served = swiglu.kernel_serves(dtype, tokens, index)
-    else:
-        served = residual_norm.kernel_serves(dtype, use.value_dim, tokens, index)
-    return backends.TRITON if served else backends.PYTORCH
+        return _triton_if(device, lambda index: swiglu.kernel_serves(dtype, tokens, index))
+    return _triton_if(device, lambda index: residual_norm.kernel_serves(dtype, use.value_dim, tokens, index))
 
 
 def _scan_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
     served = recurrence.scan_takes_kernel(use.key_dim, dtype, device)
     return backends.TRITON if served else backends.PYTORCH
+
+
+def _triton_if(device: torch.device, serves: Callable[[int], bool]) -> str:
+    """Triton on a GPU with whose index `serves` says so, otherwise PyTorch."""
+    return backends.TRITON if device.type == "cuda" and serves(_index(device)) else backends.PYTORCH
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def problem_length(length: int) -> int:
@@ -405,12 +404,11 @@ def check_recurrence(
         gates = recurrence.Gates(**dict(zip(list(inputs)[3:], others, strict=True)))
         return recurrence.reference.linear_recurrence(q, k, v, gates, 1.0, None)[0]
 
-    got = _results(run, [x.to(device) for x in inputs.values()], d_out.to(device))
-    names = ["the output", *(f"the gradient of {name}" for name in inputs)]
     if is_grouped:
         # Gradients of queries and keys are sums over heads, so all are needed; in chunks, in float64 on the CPU.
-        want = _results(run, [x.double() for x in inputs.values()], d_out)
-        return max(zip((_relative_error(a.cpu(), b) for a, b in zip(got, want, strict=True)), names, strict=True))
+        return _compare(run, inputs, d_out, device)
+    got = _results(run, [x.to(device) for x in inputs.values()], d_out.to(device))
+    names = ["the output", *(f"the gradient of {name}" for name in inputs)]
     heads = sorted({0, use.heads - 1})
     want = _results(reference, [x[:, :, heads].double() for x in inputs.values()], d_out[:, :, heads])
     errors = [_relative_error(a[:, :, heads].cpu(), b) for a, b in zip(got, want, strict=True)]
@@ -439,11 +437,7 @@ def check_convolution(
             options: dict[str, Any] = {"previous_BCW": previous, "silu": True, "unit_heads": use.heads}
             return short_convolution.short_convolution(x, weight, bias, **options)[0]
 
-        got = _results(run, [x.to(device) for x in inputs], d_out.to(device))
-        want = _results(run, [x.double() for x in inputs], d_out)
-        names = ["the output", *(f"the gradient of {name}" for name in shapes)]
-        errors = [_relative_error(a.cpu(), b) for a, b in zip(got, want, strict=True)]
-        worst = max(worst, *zip(errors, names, strict=True))
+        worst = max(worst, _compare(run, dict(zip(shapes, inputs, strict=True)), d_out, device))
     return worst
 
 
@@ -451,22 +445,20 @@ def check_norm(
     use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
 ) -> tuple[float, str]:
     """As `check_attention`. Of lengths it matters only whether they are multiples of 16."""
-    names = ["x", "weight", *(["gate"] if use.is_gated else [])]
     worst = (0.0, "the output")
     for length in sorted({128 + length % 16 for length in lengths or (0, 5)}):
         # A gate is often a slice of a wider projection.
         x, gate, d_out = (
             torch.randn(1, length, use.value_dim + 16, generator=generator)[..., :-16].to(dtype) for _ in range(3)
         )
-        inputs = [x, torch.randn(use.value_dim, generator=generator), *([gate] if use.is_gated else [])]
+        inputs = {"x": x, "weight": torch.randn(use.value_dim, generator=generator)}
+        if use.is_gated:
+            inputs["gate"] = gate
 
         def run(x: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
             return norm.gated_rms_norm(x, gate, weight, 1e-6, use.heads, gate_first=use.key_dim == 1)
 
-        got = _results(run, [x.to(device) for x in inputs], d_out.to(device))
-        want = _results(run, [x.double() for x in inputs], d_out)
-        errors = [_relative_error(a.cpu(), b) for a, b in zip(got, want, strict=True)]
-        worst = max(worst, *zip(errors, ["the output", *(f"the gradient of {name}" for name in names)], strict=True))
+        worst = max(worst, _compare(run, inputs, d_out, device))
     return worst
 
 
@@ -499,11 +491,8 @@ def check_scan(
         out, _ = recurrence.selective_scan(x, dt, A, B, C, D_I=D, dt_bias_I=dt_bias, initial_state_BIK=before)
         return out
 
-    got = _results(run, [x.to(device) for x in inputs.values()], dy.to(device))
-    want = _results(run, [x.to(device).double() for x in inputs.values()], dy.to(device))  # which PyTorch runs
-    names = ["the output", *(f"the gradient of {name}" for name in inputs)]
-    errors = [_relative_error(a, b) for a, b in zip(got, want, strict=True)]
-    return max(zip(errors, names, strict=True))
+    # In float64 PyTorch runs the scan on the GPU too.
+    return _compare(run, inputs, dy, device, reference_device=device)
 
 
 def check_layer(
@@ -554,6 +543,21 @@ _LAYERS: dict[str, Callable[[int, int], tuple[Callable[..., Any], dict[str, tupl
     "swiglu": _swiglu,
     "residual_norm": _residual_norm,
 }
+
+
+def _compare(
+    function: Callable[..., Tensor],
+    inputs: Mapping[str, Tensor],
+    d_out: Tensor,
+    device: torch.device,
+    reference_device: torch.device | None = None,
+) -> tuple[float, str]:
+    """The largest error of what `function` gives on the device, against float64 on the CPU or another; and of what."""
+    where = reference_device or torch.device("cpu")
+    got = _results(function, [x.to(device) for x in inputs.values()], d_out.to(device))
+    want = _results(function, [x.to(where).double() for x in inputs.values()], d_out.to(where))
+    names = ["the output", *(f"the gradient of {name}" for name in inputs)]
+    return max(zip((_relative_error(a.to(where), b) for a, b in zip(got, want, strict=True)), names, strict=True))
 
 
 def _results(function: Callable[..., Tensor], inputs: Sequence[Tensor], d_out: Tensor) -> list[Tensor]:

@@ -63,15 +63,10 @@ def short_convolution(
     if x_BTC.is_cuda and kernel_serves(
         x_BTC.dtype, weight_C1W.shape[-1], channels // max(1, unit_heads), unit_heads, x_BTC.device.index
     ):
-        if torch.compiler.is_compiling():
-            return torch.ops.forgetting_transformer.short_convolution(*given, _EPSILON)
-        try:
-            return torch.ops.forgetting_transformer.short_convolution(*given, _EPSILON)
-        except Exception as error:  # what a compiler raises is not one class
-            if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
-                raise
-            reason = f"its kernels do not compile: {backends.describe_error(error)}"
-            backends.rule_out("short_convolution", backends.TRITON, reason, backends.COMPILER_CURE)
+        kernel = torch.ops.forgetting_transformer.short_convolution
+        found = backends.attempt("short_convolution", kernel, *given, _EPSILON)
+        if found is not None:
+            return found
     return _in_pytorch(*given)
 
 

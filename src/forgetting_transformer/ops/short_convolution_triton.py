@@ -20,12 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first
+from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first, with_whole_channels
 
 #: Taps of the kernels. Shorter filters have zeros in front.
 MAX_TAPS = 4
-#: Channels of a head that is normalised, at most.
-MAX_HEAD_DIM = 256
 # Channels of a block where nothing is normalised.
 _BLOCK_C = 128
 # Elements of a tile, with 4 warps. The backward pass holds three times as many tiles in registers.
@@ -258,10 +256,6 @@ def _options(kernel: str, x: Tensor, weight: Tensor, previous: Tensor | None, si
     }  # fmt: skip
 
 
-def _with_whole_channels(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 @torch.library.custom_op("forgetting_transformer::short_convolution", mutates_args=())
 @on_device_of_first
 def convolve(
@@ -281,7 +275,7 @@ def convolve(
     Returns:
         y `(B, T, C)` in x's dtype, contiguous, and the last inputs `(B, C, W - 1)`.
     """
-    x = _with_whole_channels(x)
+    x = with_whole_channels(x)
     batch, length, channels = x.shape
     y = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
     options = _options("forward", x, weight, previous, silu, heads)
@@ -318,7 +312,7 @@ def convolve_backward(
     epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and previous, the last two empty where there is none of them."""
-    dy, x = _with_whole_channels(dy), _with_whole_channels(x)
+    dy, x = with_whole_channels(dy), with_whole_channels(x)
     batch, length, channels = x.shape
     dx = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
     d_previous = (

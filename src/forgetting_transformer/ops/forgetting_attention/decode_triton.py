@@ -7,7 +7,6 @@ captured.
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from forgetting_transformer.ops.forgetting_attention.layout import (
     FUSED,
     ceil_div,
     empty_heads_like,
+    multiprocessors,
     on_device_of_first,
     with_whole_channels,
 )
@@ -100,14 +100,7 @@ def _num_splits(num_programs: int, num_keys: int, num_slots: int) -> int:
 
 def _num_slots(q: Tensor) -> int:
     """Programs that run at once: registers allow three on a multiprocessor, two where a tile is wide."""
-    # Without a GPU it is Triton's interpreter that asks.
-    multiprocessors = _multiprocessors(q.device.index) if q.is_cuda else 1
-    return multiprocessors * (3 if q.shape[3] <= 64 and q.element_size() == 2 else 2)
-
-
-@functools.cache
-def _multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+    return multiprocessors(q.device) * (3 if q.shape[3] <= 64 and q.element_size() == 2 else 2)
 
 
 def _tiles(q: Tensor) -> dict[str, Any]:

@@ -52,16 +52,7 @@ def attend_with_kernel(
         where Triton cannot compile the kernels.
     """
     arguments = (q, k, v, log_fgate, head_first, sm_scale, seq_start_B, first_key_BT, threshold_BH, is_bounded)
-    if torch.compiler.is_compiling():
-        return _launch(*arguments)
-    try:
-        return _launch(*arguments)
-    except Exception as error:  # what a compiler raises is not one class
-        if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
-            raise
-        reason = f"its kernels do not compile: {backends.describe_error(error)}"
-        backends.rule_out("attention", backends.TRITON, reason, backends.COMPILER_CURE)
-        return None
+    return backends.attempt("attention", _launch, *arguments)
 
 
 def _launch(

@@ -93,8 +93,14 @@ class Decay(NamedTuple):
 
 
 def with_whole_channels(x: Tensor) -> Tensor:
-    """Kernels want the channels of a head side by side; any other strides will do."""
+    """Kernels want the channels, the last axis, side by side; any other strides will do."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU. Without one it is Triton's interpreter that asks, which is told 1."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def empty_heads_like(x: Tensor) -> Tensor:

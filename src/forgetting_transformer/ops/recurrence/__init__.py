@@ -269,16 +269,8 @@ def _scan_with_kernel(
         starts_BT = starts.index_fill(0, cu_seqlens.long(), 1)[:-1].view(x_BTI.shape[:2])
     state_BIK = None if initial_state_BIK is None else initial_state_BIK.float().contiguous()
     arguments = (x_BTI, dt_BTI, A_IK.float().contiguous(), B_BTK, C_BTK, D_I, dt_bias_I, starts_BT, state_BIK)
-    if torch.compiler.is_compiling():
-        return torch.ops.forgetting_transformer.scan_forward(*arguments)[:2]
-    try:
-        return torch.ops.forgetting_transformer.scan_forward(*arguments)[:2]
-    except Exception as error:  # what a compiler raises is not one class
-        if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
-            raise
-        reason = f"its kernels do not compile: {backends.describe_error(error)}"
-        backends.rule_out("selective_scan", backends.TRITON, reason, backends.COMPILER_CURE)
-        return None
+    found = backends.attempt("selective_scan", torch.ops.forgetting_transformer.scan_forward, *arguments)
+    return None if found is None else found[:2]
 
 
 def _scan_of_documents(inputs_BT: tuple[Tensor, ...], A_IK: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,6 @@
 Importing this imports no Triton. Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -48,7 +46,8 @@ def run(
     if step_BTH is None:
         step_BTH = torch.ones((), dtype=torch.float32, device=v_BTHV.device).expand(log_decay_BTH.shape)
     gates = (log_decay_BTH, step_BTH.float(), _float(skip_H), _float(initial_state_BHKV))
-    return _call("ssd", q_BTGK, k_BTGK, v_BTHV, *gates, document_BT, scale)
+    kernel = torch.ops.forgetting_transformer.ssd
+    return backends.attempt("simple_gla", kernel, q_BTGK, k_BTGK, v_BTHV, *gates, document_BT, scale)
 
 
 def run_convolved(
@@ -87,26 +86,12 @@ def run_convolved(
         return None
     with torch.autocast(x_BTC.device.type, enabled=False):
         gates = (log_decay_BTH, step_BTH.float(), _float(skip_H), _float(initial_state_BHKV))
-        return _call("convolved_ssd", x_BTC, weight_C1W, bias_C, previous_BCW, *gates, groups, key_dim, scale)
+        given = (x_BTC, weight_C1W, bias_C, previous_BCW, *gates, groups, key_dim, scale)
+        return backends.attempt("simple_gla", torch.ops.forgetting_transformer.convolved_ssd, *given)
 
 
 def _float(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.float()
-
-
-def _call(name: str, *arguments: Any) -> Any:
-    """An operator's results; None, after a warning, where Triton cannot compile its kernels."""
-    operator = getattr(torch.ops.forgetting_transformer, name)
-    if torch.compiler.is_compiling():
-        return operator(*arguments)
-    try:
-        return operator(*arguments)
-    except Exception as error:  # what a compiler raises is not one class
-        if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
-            raise
-        reason = f"its kernels do not compile: {backends.describe_error(error)}"
-        backends.rule_out("simple_gla", backends.TRITON, reason, backends.COMPILER_CURE)
-        return None
 
 
 def documents(cu_seqlens: Tensor, like_BTX: Tensor) -> Tensor:

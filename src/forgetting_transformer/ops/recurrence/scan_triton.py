@@ -21,7 +21,12 @@ import torch
 import triton
 from torch import Tensor
 
-from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first
+from forgetting_transformer.ops.forgetting_attention.layout import (
+    FUSED,
+    multiprocessors,
+    on_device_of_first,
+    with_whole_channels,
+)
 from forgetting_transformer.ops.recurrence.scan_kernels import (
     backward_kernel,
     carry_kernel,
@@ -84,7 +89,7 @@ def _forward(
             state float32 and contiguous, of at most 16 states per channel.
         starts: `(B, T)` int8, 1 for the first token of each packed document.
     """
-    x, dt, B, C = (_with_whole_rows(tensor) for tensor in (x, dt, B, C))
+    x, dt, B, C = (with_whole_channels(tensor) for tensor in (x, dt, B, C))
     batch, length, channels = x.shape
     states = A.shape[1]
     chunks = triton.cdiv(length, CHUNK)
@@ -145,7 +150,7 @@ def _backward(
     before: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dt, A, B, C, D, dt_bias and the initial state; those of a missing D or bias are empty."""
-    x, dt, B, C = (_with_whole_rows(tensor) for tensor in (x, dt, B, C))
+    x, dt, B, C = (with_whole_channels(tensor) for tensor in (x, dt, B, C))
     dy = dy.contiguous()
     batch, length, channels = x.shape
     states, chunks = A.shape[1], before.shape[1]
@@ -165,7 +170,7 @@ def _backward(
 
     blocks = triton.cdiv(channels, BACKWARD_TILE.channels)
     items = blocks * chunks * batch
-    programs = min(items, _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(x.device))
+    programs = min(items, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x.device))
     sizes = BACKWARD_TILE.sizes(states)
     scratch = empty(programs, CHUNK // _STEPS, BACKWARD_TILE.channels * sizes["K0"] * sizes["K1"])
     dx, d_dt = (torch.empty(x.shape, dtype=like.dtype, device=x.device) for like in (x, dt))
@@ -211,12 +216,3 @@ def _autograd(ctx: Any, dy: Tensor, d_final_state: Tensor, _: Any) -> tuple[Tens
 
 
 _forward.register_autograd(_autograd, setup_context=_save)
-
-
-def _with_whole_rows(x: Tensor) -> Tensor:
-    """The kernels want the last axis contiguous; any strides of the others will do."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
