@@ -127,6 +127,17 @@ assert (y - norm.rms_norm(total, weight.half(), 1e-6)).abs().max() < 4e-3
     )
 
 
+def test_the_weight_of_a_norm_may_be_a_column_of_a_wider_tensor():
+    interpret(
+        KERNELS
+        + """
+x, weight = torch.randn(5, 32), torch.randn(32, 2)[:, 1]
+function = lambda x: kernels.ResidualNorm.apply(x, None, weight, 1e-6, torch.float32, False)
+check(function, lambda x: norm.rms_norm(x, weight.to(x.dtype), 1e-6), [x], [torch.randn(5, 32)])
+"""
+    )
+
+
 def test_no_rows_are_no_error():
     interpret(
         KERNELS

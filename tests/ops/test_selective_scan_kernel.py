@@ -61,6 +61,26 @@ def check_scan(inputs, tolerance, **options):
 """
 
 
+def test_numbers_per_channel_may_be_a_column_of_a_wider_tensor_or_one_number_for_all():
+    interpret(
+        SETUP
+        + """
+inputs = make(1, 9, 8, 4)
+def spread(D, dt_bias, **rest):
+    columns = torch.stack((D, dt_bias), dim=1)
+    assert columns[:, 0].stride() == (2,)
+    return scan(D=columns[:, 0], dt_bias=columns[:, 1], **rest)
+def one(D, dt_bias, **rest):
+    return scan(D=D[:1].expand(8), dt_bias=dt_bias[:1].expand(8), **rest)
+for function in (spread, one):
+    got = results(inputs, function)
+    want = results({name: x.double() for name, x in inputs.items()}, function)
+    for name, x in want.items():
+        assert (got[name] - x).norm() <= 1e-5 * x.norm(), name
+"""
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", ["none", "usual", "strong"])
 def test_outputs_states_and_gradients_equal_float64(decay):

@@ -41,6 +41,24 @@ def check(batch, length, channels, taps, heads, silu, with_bias, with_previous, 
 """
 
 
+def test_a_bias_may_be_a_column_of_a_wider_tensor():
+    interpret(
+        CHECK
+        + """
+x, weight, bias = torch.randn(1, 9, 20), torch.randn(20, 1, 4), torch.randn(20, 2)[:, 1]
+def gradient(function, dtype):
+    leaf = x.detach().to(dtype).requires_grad_()
+    y, _ = function(leaf, weight.to(dtype), bias.to(dtype).clone() if dtype == torch.float64 else bias)
+    y.square().sum().backward()
+    return y, leaf.grad
+got = gradient(lambda *given: launcher.convolve(*given, None, True, 0, public._EPSILON), torch.float32)
+want = gradient(lambda *given: public._in_pytorch(*given, None, True, 0), torch.float64)
+for a, e in zip(got, want, strict=True):
+    assert (a - e).norm() <= 1e-5 * e.norm()
+"""
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 3, 33, 150])
 @pytest.mark.parametrize(

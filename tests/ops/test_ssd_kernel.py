@@ -79,6 +79,18 @@ def test_one_chunk_and_a_part_with_everything():
     expect("check(*inputs(1, 70, 2, 1, 16, 16, breaks=0.05), scale=0.7)")
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("skip", ["torch.randn(2, 3)[:, 1]", "torch.randn(1).expand(2)"])
+def test_skip_may_be_a_column_of_a_wider_tensor_or_one_number_for_all(skip):
+    expect(
+        f"""
+arguments, _ = inputs(1, 20, 2, 1, 16, 16)
+arguments[5] = {skip}
+check(arguments, None)
+"""
+    )
+
+
 @pytest.mark.parametrize("length", [1, 31, 64, 65, 130, 200])
 def test_ragged_lengths(length):
     expect(f"check(*inputs(2, {length}, 2, 1, 16, 16))")

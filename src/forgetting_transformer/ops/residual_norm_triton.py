@@ -124,7 +124,7 @@ def normalise(
     Args:
         x: `(…, E)`, any strides.
         branch: as x, of any floating dtype; None to add nothing. The sum is then empty.
-        weight: `(E,)`, contiguous.
+        weight: `(E,)`.
         eps: added to mean squares.
         dtype: of y.
     """
@@ -132,7 +132,7 @@ def normalise(
     rows = _rows(x)
     added = rows if branch is None else _rows(branch)
     forward_kernel[(rows.shape[0],)](
-        rows, rows.stride(0), added, added.stride(0), weight, total, y, scale, rows.shape[1], eps,
+        rows, rows.stride(0), added, added.stride(0), weight.contiguous(), total, y, scale, rows.shape[1], eps,
         HAS_BRANCH=branch is not None, **_options("forward", rows.shape[1]),
     )  # fmt: skip
     return y, total, scale
@@ -170,7 +170,7 @@ def normalise_backward(
     rows_per_program = max(1, triton.cdiv(count, _PROGRAMS))
     part = torch.empty((triton.cdiv(count, rows_per_program), width), dtype=torch.float32, device=dy.device)
     backward_kernel[(part.shape[0],)](
-        dy, dy.stride(0), around, around.stride(0), rows, rows.stride(0), weight, scale, dx, d_branch, part,
+        dy, dy.stride(0), around, around.stride(0), rows, rows.stride(0), weight.contiguous(), scale, dx, d_branch, part,
         count, width, rows_per_program,
         HAS_TOTAL=d_total is not None, HAS_BRANCH=branch_dtype is not None, **_options("backward", width),
     )  # fmt: skip

@@ -281,7 +281,7 @@ def convolve(
     options = _options("forward", x, weight, previous, silu, heads)
     grid = (triton.cdiv(channels, options["WIDTH"]), triton.cdiv(length, 4 * options["GROUPS"]), batch)
     convolution_forward_kernel[grid](
-        x, x.stride(0), x.stride(1), weight.contiguous(), weight if bias is None else bias,
+        x, x.stride(0), x.stride(1), weight.contiguous(), weight if bias is None else bias.contiguous(),
         0 if bias is None else channels, x if previous is None else previous.contiguous(), y, length, channels, epsilon,
         **options,
     )  # fmt: skip
@@ -324,7 +324,7 @@ def convolve_backward(
     part = torch.empty((batch * blocks, 5, channels), dtype=torch.float32, device=x.device)
     convolution_backward_kernel[triton.cdiv(channels, options["WIDTH"]), blocks, batch](
         dy, dy.stride(0), dy.stride(1), x, x.stride(0), x.stride(1), weight.contiguous(),
-        weight if bias is None else bias, 0 if bias is None else channels,
+        weight if bias is None else bias.contiguous(), 0 if bias is None else channels,
         x if previous is None else previous.contiguous(), dx, d_previous, part, length, channels, epsilon, _STEPS,
         **options,
     )  # fmt: skip

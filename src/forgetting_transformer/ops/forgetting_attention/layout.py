@@ -97,6 +97,11 @@ def with_whole_channels(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def side_by_side(x: Tensor | None) -> Tensor | None:
+    """A vector with one number per head or channel as kernels read it: not every second number of a wider one."""
+    return None if x is None else x.contiguous()
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU. Without one it is Triton's interpreter that asks, which is told 1."""

@@ -25,6 +25,7 @@ from forgetting_transformer.ops.forgetting_attention.layout import (
     FUSED,
     multiprocessors,
     on_device_of_first,
+    side_by_side,
     with_whole_channels,
 )
 from forgetting_transformer.ops.recurrence.scan_kernels import (
@@ -90,6 +91,7 @@ def _forward(
         starts: `(B, T)` int8, 1 for the first token of each packed document.
     """
     x, dt, B, C = (with_whole_channels(tensor) for tensor in (x, dt, B, C))
+    D, dt_bias = side_by_side(D), side_by_side(dt_bias)
     batch, length, channels = x.shape
     states = A.shape[1]
     chunks = triton.cdiv(length, CHUNK)
@@ -151,6 +153,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dt, A, B, C, D, dt_bias and the initial state; those of a missing D or bias are empty."""
     x, dt, B, C = (with_whole_channels(tensor) for tensor in (x, dt, B, C))
+    D, dt_bias = side_by_side(D), side_by_side(dt_bias)
     dy = dy.contiguous()
     batch, length, channels = x.shape
     states, chunks = A.shape[1], before.shape[1]

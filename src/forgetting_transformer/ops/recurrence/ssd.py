@@ -23,7 +23,12 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first, with_whole_channels
+from forgetting_transformer.ops.forgetting_attention.layout import (
+    FUSED,
+    on_device_of_first,
+    side_by_side,
+    with_whole_channels,
+)
 from forgetting_transformer.ops.recurrence import ssd_kernels as kernels
 
 #: Smaller log2 decays give the same results, and cost differences of sums their last digits.
@@ -171,6 +176,7 @@ def forward_into(
 ) -> Tensor:
     """Writes the outputs into `out`, whose channels lie side by side, and returns the final state."""
     q, k, v = (with_whole_channels(x) for x in (q, k, v))
+    skip = side_by_side(skip)
     call = _Call.of(q, v)
     sums, steps = _decays(call, log_decay, step, q)
     scores = _scores(call, q, k)
@@ -237,6 +243,7 @@ def backward_into(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Writes gradients of q, k and v into dq, dk and dv, whose channels lie side by side; returns the others."""
     d_out, q, k, v = (with_whole_channels(x) for x in (d_out, q, k, v))
+    skip = side_by_side(skip)
     call = _Call.of(q, v)
     sums, steps = _decays(call, log_decay, step, q)
     scores = _scores(call, q, k)
