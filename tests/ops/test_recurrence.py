@@ -723,6 +723,39 @@ def test_a_scan_of_packed_documents_is_the_scans_of_the_documents():
             torch.testing.assert_close(state[stop // 40 - 1], last[0])
 
 
+def test_every_row_of_a_scan_begins_a_document():
+    x, dt, A, B, C, _ = make_inputs("selective_scan", 40).values()
+    given, named = (
+        recurrence.selective_scan(x, dt, A, B, C, cu_seqlens=torch.tensor(bounds), output_final_state=True)
+        for bounds in ([0, 23, 80], [0, 23, 40, 80])
+    )
+    for got, want in zip(given, named, strict=True):
+        assert got.shape == want.shape
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens, message",
+    [
+        ([0, 5, 9], "must rise from 0 to the 10 tokens"),
+        ([2, 5, 10], "must rise from 0 to the 10 tokens"),
+        ([0, 7, 5, 10], "must rise from 0 to the 10 tokens"),
+        ([0, 5, 20], "must rise from 0 to the 10 tokens"),
+        ([0.0, 10.0], "cu_seqlens is a torch.float32; it must be an int32 or int64 tensor"),
+        ([[0, 10]], r"cu_seqlens has shape \(1, 2\)"),
+    ],
+)
+def test_boundaries_of_documents_that_do_not_fit_are_refused(cu_seqlens, message):
+    """They would compute something: documents that are joined, or none."""
+    x, dt, A, B, C, _ = make_inputs("selective_scan", 5).values()
+    bounds = torch.tensor(cu_seqlens)
+    with pytest.raises((TypeError, ValueError), match=message):
+        recurrence.selective_scan(x, dt, A, B, C, cu_seqlens=bounds)
+    q, log_decay = torch.randn(2, 5, 1, 4), torch.zeros(2, 5, 1)
+    with pytest.raises((TypeError, ValueError), match=message):
+        recurrence.recurrence(q, q, q, log_decay=log_decay, cu_seqlens=bounds)
+
+
 def test_packed_documents_take_no_initial_state():
     x, dt, A, B, C, state = make_inputs("selective_scan", 5).values()
     with pytest.raises(ValueError, match="cu_seqlens and initial_state are both given"):

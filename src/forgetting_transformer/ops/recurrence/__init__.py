@@ -94,8 +94,9 @@ def recurrence(
         scale: factor on the output. Default 1/√K.
         step: simple_gla: factors `(B, T, H)` of the values on their way into the state. Default 1.
         skip: simple_gla: what is added to the output of a head is this `(H,)` times its values. Default 0.
-        cu_seqlens: simple_gla: packed documents: where each begins among the B·T tokens of all rows, one row after
-            another, and B·T, rising. No state goes on from one into the next; `state` belongs to the first of each row.
+        cu_seqlens: simple_gla: packed documents, int32 or int64: where each begins among the B·T tokens of all rows,
+            one row after another, and B·T. It may not fall, and runs from 0 to B·T, which is checked for tensors on the
+            CPU. No state goes on from one document into the next; `state` belongs to the first of each row.
 
     Returns:
         Outputs `(B, T, H, V)` in v's dtype, and the state after the last token `(B, H, K, V)`. States and sums are
@@ -142,6 +143,7 @@ def _simple_gla(
     (groups, key_dim), (heads, value_dim) = q_BTGK.shape[2:], v_BTHV.shape[2:]
     if heads % groups:
         raise ValueError(f"q has {groups} heads and v {heads}; the heads of v must be a multiple of those of q")
+    _check_documents(cu_seqlens, "q", q_BTGK)
     document_BT = None if cu_seqlens is None else grouped.documents(cu_seqlens, q_BTGK)
     if (
         q_BTGK.is_cuda
@@ -207,8 +209,8 @@ def selective_scan(
         D_I: adds `D·x` to the output. Default nothing.
         dt_bias_I: step sizes are `softplus(dt + dt_bias)`. Default: they are dt.
         initial_state_BIK: the state before the first token. Default 0.
-        cu_seqlens: packed documents, each of which starts from a state of 0: where each begins among the B·T tokens of
-            all rows, one row after another, and their number. Every row begins a document.
+        cu_seqlens: packed documents, as of `recurrence`, each of which starts from a state of 0. Every row begins a
+            document, also where it is not named.
         output_final_state: whether to return the state after the last token.
 
     Returns:
@@ -220,6 +222,7 @@ def selective_scan(
     inputs = {"x": (x_BTI, "BTI"), "dt": (dt_BTI, "BTI"), "A": (A_IK, "IK"), "B": (B_BTK, "BTK"), "C": (C_BTK, "BTK")}
     optional = {"D": (D_I, "I"), "dt_bias": (dt_bias_I, "I"), "initial_state": (initial_state_BIK, "BIK")}
     _check(inputs | optional, optional=tuple(optional))
+    _check_documents(cu_seqlens, "x", x_BTI)
     if cu_seqlens is not None and initial_state_BIK is not None:
         raise ValueError("cu_seqlens and initial_state are both given; packed documents start from 0, so leave out one")
     with torch.autocast(x_BTI.device.type, enabled=False):
@@ -276,13 +279,11 @@ def _scan_with_kernel(
 def _scan_of_documents(inputs_BT: tuple[Tensor, ...], A_IK: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """The scan of packed documents, one after another, and the final state of each row; inputs x, dt, B and C."""
     x_BTI, *_ = inputs_BT
-    length = x_BTI.shape[1]
+    batch, length, _ = x_BTI.shape
     flat = [x.flatten(0, 1)[None] for x in inputs_BT]
     outs, states = [], []
-    bounds = cu_seqlens.tolist()
+    bounds = sorted({*cu_seqlens.tolist(), *range(0, batch * length + 1, length)})
     for start, stop in itertools.pairwise(bounds):
-        if start == stop:
-            continue
         x, dt, B, C = (tensor[:, start:stop] for tensor in flat)
         out, state = scan.selective_scan(x, dt, A_IK, B, C, None)
         outs.append(out)
@@ -312,6 +313,23 @@ def _check_recurrence(
             raise ValueError(f"{name} is {dtype} and q {q.dtype}; cast q, k and v to one dtype")
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale is {scale}; it must be a positive finite number, such as 1/√K")
+
+
+def _check_documents(cu_seqlens: Tensor | None, name: str, x_BTX: Tensor) -> None:
+    """Refuse what does not say where the documents in x begin. Looking at values would make a GPU wait."""
+    if cu_seqlens is None:
+        return
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens is a {kind}; it must be an int32 or int64 tensor of shape (documents + 1,)")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (documents + 1,)")
+    if cu_seqlens.device != x_BTX.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and {name} on {x_BTX.device}; move them to one device")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        bounds, tokens = cu_seqlens.tolist(), x_BTX.shape[0] * x_BTX.shape[1]
+        if bounds[0] != 0 or bounds[-1] != tokens or any(a > b for a, b in itertools.pairwise(bounds)):
+            raise ValueError(f"cu_seqlens is {bounds}; it must rise from 0 to the {tokens} tokens of all rows")
 
 
 def _check(arguments: dict[str, tuple[Tensor | None, str]], optional: tuple[str, ...] = ("initial_state",)) -> None:
