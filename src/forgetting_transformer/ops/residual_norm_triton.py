@@ -170,8 +170,8 @@ def normalise_backward(
     rows_per_program = max(1, triton.cdiv(count, _PROGRAMS))
     part = torch.empty((triton.cdiv(count, rows_per_program), width), dtype=torch.float32, device=dy.device)
     backward_kernel[(part.shape[0],)](
-        dy, dy.stride(0), around, around.stride(0), rows, rows.stride(0), weight.contiguous(), scale, dx, d_branch, part,
-        count, width, rows_per_program,
+        dy, dy.stride(0), around, around.stride(0), rows, rows.stride(0), weight.contiguous(), scale, dx, d_branch,
+        part, count, width, rows_per_program,
         HAS_TOTAL=d_total is not None, HAS_BRANCH=branch_dtype is not None, **_options("backward", width),
     )  # fmt: skip
     sum_kernel[(triton.cdiv(width, _SUM_BLOCK),)](
