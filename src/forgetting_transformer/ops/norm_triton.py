@@ -172,8 +172,9 @@ def _save_for_backward(ctx, inputs, output) -> None:
 
 
 def _autograd(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dx, d_gate, d_weight = normalise_backward(dy, *ctx.saved_tensors, *ctx.rest)
-    return dx, None if ctx.saved_tensors[1] is None else d_gate, d_weight, None, None, None
+    x, gate, weight = ctx.saved_tensors  # once: activation checkpointing gives them away
+    dx, d_gate, d_weight = normalise_backward(dy, x, gate, weight, *ctx.rest)
+    return dx, None if gate is None else d_gate, d_weight, None, None, None
 
 
 normalise.register_autograd(_autograd, setup_context=_save_for_backward)

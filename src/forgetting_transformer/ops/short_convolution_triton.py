@@ -354,8 +354,8 @@ def _save_for_backward(ctx, inputs, output) -> None:
 
 
 def _autograd(ctx, dy: Tensor, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
-    _, _, bias, previous = ctx.saved_tensors
-    dx, d_weight, d_bias, d_previous = convolve_backward(dy, d_last, *ctx.saved_tensors, *ctx.rest)
+    x, weight, bias, previous = ctx.saved_tensors  # once: activation checkpointing gives them away
+    dx, d_weight, d_bias, d_previous = convolve_backward(dy, d_last, x, weight, bias, previous, *ctx.rest)
     return dx, d_weight, None if bias is None else d_bias, None if previous is None else d_previous, None, None, None
 
 

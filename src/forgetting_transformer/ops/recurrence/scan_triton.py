@@ -207,8 +207,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _autograd(ctx: Any, dy: Tensor, d_final_state: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    D, dt_bias = ctx.saved_tensors[5:7]
-    *d_inputs, dD, d_bias, d_initial_state = _backward(dy, d_final_state, *ctx.saved_tensors)
+    saved = ctx.saved_tensors  # once: activation checkpointing gives them away
+    D, dt_bias = saved[5:7]
+    *d_inputs, dD, d_bias, d_initial_state = _backward(dy, d_final_state, *saved)
     return (
         *d_inputs,
         None if D is None else dD,
