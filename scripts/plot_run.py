@@ -113,11 +113,10 @@ def plot(args: argparse.Namespace) -> list[Path]:
 
 
 def is_old_plot(path: Path) -> bool:
-    """Whether an earlier version drew the file: where it drew by default, or in its resolution."""
-    if path.parent.name == "plots" and (path.parents[1] / "config.yaml").is_file():
-        return True
+    """Whether an earlier version drew the file: a figure where it drew by default, or in its resolution."""
     head = path.read_bytes()[:300]
-    return b"Software\0Matplotlib" in head and DOTS_PER_METRE.to_bytes(4) * 2 in head
+    of_run = path.parent.name == "plots" and (path.parents[1] / "config.yaml").is_file()
+    return b"Software\0Matplotlib" in head and (of_run or DOTS_PER_METRE.to_bytes(4) * 2 in head)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

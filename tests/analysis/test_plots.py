@@ -590,6 +590,21 @@ class TestScript:
         assert capsys.readouterr().out.split() == list(map(str, written))
         assert all(map(is_picture, written))
 
+    def test_a_file_in_plots_that_is_no_figure_is_kept(
+        self, plot_run: ModuleType, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run_dir = make_run("fox")
+        (run_dir / "config.yaml").touch()
+        (run_dir / "plots").mkdir()
+        (run_dir / "plots/training.png").write_text("mine")
+        assert plot_run.main([str(run_dir)]) == 1
+        assert "training.png is not as scripts/plot_run.py has written it" in capsys.readouterr().err
+        assert [file.name for file in (run_dir / "plots").iterdir()] == ["training.png"]
+        assert (run_dir / "plots/training.png").read_text() == "mine"
+        figure, _ = plt.subplots()
+        Figure().savefig(run_dir / "plots/training.png")  # as an earlier version drew there
+        assert plot_run.main([str(run_dir)]) == 0
+
     def test_several_runs_need_out(
         self, plot_run: ModuleType, make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

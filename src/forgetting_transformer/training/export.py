@@ -187,6 +187,8 @@ def write(
                 card_of = checkpoint.step if model_card.CARD in card else card_step(before)
                 _mark(save_folder, origin | {"card": card_of, "files": files})
                 model.save_pretrained(save_folder)
+                for file in save_folder.glob("model*.safetensors"):  # safetensors lets nobody else read them
+                    shutil.copymode(save_folder / "config.json", file)
                 for name in beside:
                     (save_folder / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(Path(prepared) / name, save_folder / name)
