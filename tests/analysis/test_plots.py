@@ -601,7 +601,6 @@ class TestScript:
         assert "training.png is not as scripts/plot_run.py has written it" in capsys.readouterr().err
         assert [file.name for file in (run_dir / "plots").iterdir()] == ["training.png"]
         assert (run_dir / "plots/training.png").read_text() == "mine"
-        figure, _ = plt.subplots()
         Figure().savefig(run_dir / "plots/training.png")  # as an earlier version drew there
         assert plot_run.main([str(run_dir)]) == 0
 
