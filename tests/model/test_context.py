@@ -136,6 +136,62 @@ def test_whole_sequences_are_left_alone():
     assert context.own_heads(x) is x and context.before(x, 1) is None
 
 
+def _compare_orders(folder: Path, rank: int, size: int) -> None:
+    """Loss and own gradients of pruned FoX with heads dealt out by their gates, and by their numbers."""
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(str(folder / "rendezvous"), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=HANG))
+        shared, tokens = context.Context(rank, size), torch.randint(VOCAB, (2, 257), generator=torch.manual_seed(1))
+        found = []
+        for choose in (context.even_order, lambda *_: None):
+            context.even_order, orders = (lambda *x, c=choose: orders.append(c(*x)) or orders[-1]), []
+            model = small("forgetting_transformer", num_heads=4, **PRO, log_pruning_tolerance=-10.0).train()
+            for block in model.decoder.layers:
+                block.sequence_mixer.fgate_proj.bias.data = torch.tensor([8.0, 4.0, 6.0, -2.0])
+            part = shared.part(256)
+            with context.sharing(shared, None):
+                loss = model(input_ids=tokens[:, :-1][:, part], labels=tokens[:, 1:][:, part]).loss
+                loss.sum().backward()
+            found.append([loss.detach(), *(p.grad for p in model.parameters())])
+            heads = [None if order is None else order.heads.tolist() for order in orders]
+            (folder / f"{rank}-{len(found)}.txt").write_text(str(heads))
+        (folder / f"{rank}.equal").write_text(str(all(map(torch.equal, *found))))
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+        raise
+
+
+def test_which_process_has_which_head_changes_no_bit(tmp_path):
+    processes = [server.Process(target=_compare_orders, args=(tmp_path, rank, 2)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(HANG)
+    errors = "\n".join(file.read_text() for file in sorted(tmp_path.glob("*.error")))
+    assert [process.exitcode for process in processes] == [0, 0], errors
+    assert [(tmp_path / f"{rank}.equal").read_text() for rank in range(2)] == ["True", "True"]
+    # The longest memory with the shortest, on both processes and in both layers.
+    assert {(tmp_path / f"{rank}-1.txt").read_text() for rank in range(2)} == {str([[0, 3, 2, 1]] * 2)}
+    assert {(tmp_path / f"{rank}-2.txt").read_text() for rank in range(2)} == {str([None] * 2)}
+
+
+def test_heads_are_dealt_out_by_how_far_their_gates_reach(monkeypatch):
+    monkeypatch.setattr(context, "_gather", lambda x: x.expand(2, -1))
+    log_fgate = -torch.tensor([0.5, 0.001, 0.0, 0.1, 0.01, 0.02]).expand(1, 8, 6)
+    with pretended(2):
+        order = context.even_order(log_fgate)
+        assert order.heads.tolist() == [2, 5, 3, 1, 4, 0]
+        assert order.heads[order.places].tolist() == list(range(6))
+        assert context.own_heads(torch.arange(6), order).tolist() == [1, 4, 0]
+        # A threshold a hundred times as far lets the second head reach as far as one whose gates are nearer to 1.
+        far = context.even_order(log_fgate, -torch.tensor([1.0, 1, 1, 1000, 1, 1]))
+        assert far.heads.tolist() == [2, 4, 5, 3, 1, 0]
+    assert context.even_order(log_fgate) is None
+    with pretended(4), pytest.raises(ValueError, match="6 heads cannot be shared equally by 4 processes"):
+        context.even_order(log_fgate)
+
+
 @contextlib.contextmanager
 def pretended(size: int = 3):
     """As if this process shared sequences; what needs the others would fail."""

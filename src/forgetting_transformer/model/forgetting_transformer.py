@@ -226,9 +226,11 @@ class ForgettingAttentionLayer(nn.Module):
             position = num_past if position_BT is None else position_BT
             q_BTHD, k_BTHD = rotate(q_BTHD, position, self.rope_base), rotate(k_BTHD, position, self.rope_base)
         packed = cu_seqlens is not None
+        log_fgate_BTH = self.log_forget_gate(hidden_BTE, together)
+        order = self._order_of_heads(log_fgate_BTH)
         q_BHTD, k_BHND, v_BHND, log_fgate_BHN = (
-            context.to_heads(x, packed).transpose(1, 2)
-            for x in (q_BTHD, k_BTHD, self._split_heads(v_BTE), self.log_forget_gate(hidden_BTE, together))
+            context.to_heads(x, packed, order).transpose(1, 2)
+            for x in (q_BTHD, k_BTHD, self._split_heads(v_BTE), log_fgate_BTH)
         )
         if cache is not None:
             if padding_BT is not None:
@@ -241,9 +243,9 @@ class ForgettingAttentionLayer(nn.Module):
             length_first = (x.transpose(1, 2) for x in (q_BHTD, k_BHND, v_BHND))
             out_BTHD = causal_attention(*length_first, seq_start=seq_start_B, cu_seqlens=cu_seqlens)
         else:
-            out_BHTD = self._attend(q_BHTD, k_BHND, v_BHND, log_fgate_BHN, seq_start_B, cache, cu_seqlens)
+            out_BHTD = self._attend(q_BHTD, k_BHND, v_BHND, log_fgate_BHN, seq_start_B, cache, cu_seqlens, order)
             out_BTHD = out_BHTD.transpose(1, 2)
-        out_BTE = context.to_sequence(out_BTHD, len(hidden_BTE)).flatten(-2)
+        out_BTE = context.to_sequence(out_BTHD, len(hidden_BTE), order).flatten(-2)
         if self.output_norm is not None:
             out_BTE = self.output_norm(out_BTE)
         if self.ogate_proj is not None:
@@ -280,6 +282,7 @@ class ForgettingAttentionLayer(nn.Module):
         seq_start_B: Tensor | None,
         cache: ForgettingAttentionCache | None,
         cu_seqlens: Tensor | None,
+        order: context.Order | None,
     ) -> Tensor:
         """Forgetting attention from the new tokens to all, `(B, H, T, D)`."""
         num_new, num_keys = q_BHTD.shape[2], k_BHND.shape[2]
@@ -294,7 +297,7 @@ class ForgettingAttentionLayer(nn.Module):
                 out = forgetting_attention_decode(*inputs, adaptive_threshold=threshold, **options)
                 return out
             log_fgate_BHT = cache.log_fgate
-        options |= {"cu_seqlens": cu_seqlens, **self._pruning_options(num_keys)}
+        options |= {"cu_seqlens": cu_seqlens, **self._pruning_options(num_keys, order)}
         out = forgetting_attention(q_BHTD, k_BHND, v_BHND, log_fgate_BHT, **options)
         return out
 
@@ -350,7 +353,7 @@ class ForgettingAttentionLayer(nn.Module):
         return x_BTE.unflatten(-1, (self.num_heads, self.head_dim))
 
     @torch.no_grad()
-    def _pruning_options(self, num_keys: int) -> dict[str, Any]:
+    def _pruning_options(self, num_keys: int, order: context.Order | None = None) -> dict[str, Any]:
         """What the op may skip, as its keyword arguments.
 
         If all scores lie in [-U, U], a pair whose bias is below -(2U + ln N) + ln ε has a softmax weight below ε/N, so
@@ -361,8 +364,20 @@ class ForgettingAttentionLayer(nn.Module):
             return {}
         if self.q_norm is None:
             return {"adaptive_threshold": "auto", "log_tolerance": self.log_pruning_tolerance}
-        bound_H = context.own_heads(self.score_bound())
-        return {"adaptive_threshold": self.log_pruning_tolerance - (2 * bound_H + math.log(num_keys))}
+        return {"adaptive_threshold": context.own_heads(self._threshold(num_keys), order)}
+
+    def _threshold(self, num_keys: int) -> Tensor:
+        """The decay bias `(H,)` beyond which pairs are left out where QK-norm bounds the scores."""
+        assert self.log_pruning_tolerance is not None
+        return self.log_pruning_tolerance - (2 * self.score_bound() + math.log(num_keys))
+
+    @torch.no_grad()
+    def _order_of_heads(self, log_fgate_BTH: Tensor) -> context.Order | None:
+        """Which process takes which heads, where pruning leaves some heads more to do than others."""
+        if self.log_pruning_tolerance is None or self.fgate_type == "none" or (shared := context.active()) is None:
+            return None
+        length = log_fgate_BTH.shape[1] * shared.size
+        return context.even_order(log_fgate_BTH, None if self.q_norm is None else self._threshold(length))
 
     @torch.no_grad()
     def score_bound(self) -> Tensor:

@@ -2,7 +2,8 @@
 
 Of N processes, the r-th holds the r-th of N equal parts of every sequence. Inside `sharing` the functions below move
 tensors between them, with gradients; outside they return what they are given, or None, and cost nothing. Attention and
-delta rules take all positions of some heads (`to_heads`, `to_sequence`; Jacobs et al. 2023, "DeepSpeed-Ulysses").
+delta rules take all positions of some heads (`to_heads`, `to_sequence`; Jacobs et al. 2023, "DeepSpeed-Ulysses"). Which process takes which head is free
+(`even_order`): heads are independent.
 Token shift and convolutions need the tokens before a part (`before`), recurrences with a decay the state before it
 (`state_before`).
 
@@ -76,11 +77,53 @@ def active() -> Context | None:
     return _active
 
 
-def to_heads(x_BtHX: Tensor, as_one_row: bool = False) -> Tensor:
+@dataclass(frozen=True)
+class Order:
+    """Which process takes which heads: the first process the first h of `heads`, and so on.
+
+    Attributes:
+        heads: (H,) int64, the heads in this order.
+        places: (H,) int64, where in it each head is.
+    """
+
+    heads: Tensor
+    places: Tensor
+
+
+def even_order(log_fgate_BtH: Tensor, threshold_H: Tensor | None = None) -> Order | None:
+    """An order for which pruned attention takes all processes about as long; None where sequences are whole.
+
+    Without it all wait for the process whose heads forget most slowly. Heads are sorted by the distance after which the
+    mean gate has let a weight fall to what pruning leaves out, and dealt out in turns that change direction, as in
+    N = 2: 0, 1, 1, 0, 0, 1, … It follows from the gates of the whole batch and is the same on every process.
+
+    Args:
+        log_fgate_BtH: logarithms of the gates here.
+        threshold_H: logarithm of the decay beyond which pruning leaves pairs out; None: the same for all heads.
+
+    Raises:
+        ValueError: the heads cannot be shared equally.
+    """
+    shared = _active
+    if shared is None:
+        return None
+    num_heads = log_fgate_BtH.shape[2]
+    _check_heads(num_heads, shared.size)
+    with torch.no_grad():
+        mean_H = _gather(log_fgate_BtH.float().mean((0, 1))).mean(0)
+        inverse_reach_H = mean_H.abs() if threshold_H is None else mean_H.abs() / threshold_H.abs()
+        turns_RS = inverse_reach_H.argsort(stable=True).view(-1, shared.size)
+        backwards_R1 = torch.arange(len(turns_RS), device=turns_RS.device)[:, None] % 2 == 1
+        heads_H = torch.where(backwards_R1, turns_RS.flip(1), turns_RS).t().flatten()
+        return Order(heads_H, heads_H.argsort())
+
+
+def to_heads(x_BtHX: Tensor, as_one_row: bool = False, order: Order | None = None) -> Tensor:
     """From some positions of all heads, `(B, t, H, …)`, to all positions of some heads, `(B, T, h, …)`.
 
     Args:
         as_one_row: one row after another, `(1, B·T, h, …)`, as packed documents are kept apart.
+        order: which process takes which heads; None: by their numbers.
 
     Raises:
         ValueError: the heads cannot be shared equally.
@@ -88,8 +131,9 @@ def to_heads(x_BtHX: Tensor, as_one_row: bool = False) -> Tensor:
     shared = _active
     if shared is None:
         return x_BtHX
-    if x_BtHX.shape[2] % shared.size:
-        raise ValueError(f"{x_BtHX.shape[2]} heads cannot be shared equally by {shared.size} processes")
+    _check_heads(x_BtHX.shape[2], shared.size)
+    if order is not None:
+        x_BtHX = _Permuted.apply(x_BtHX, order.heads, order.places)
     x_SBthX = x_BtHX.unflatten(2, (shared.size, -1)).movedim(2, 0)
     x_BThX = _exchange(x_SBthX).movedim(0, 1).flatten(1, 2)
     return x_BThX.flatten(0, 1)[None] if as_one_row else x_BThX
@@ -107,22 +151,45 @@ def to_key_heads(x_BtGX: Tensor, as_one_row: bool = False) -> Tensor:
     return to_heads(x_BtGX if copies == 1 else x_BtGX.repeat_interleave(copies, dim=2), as_one_row)
 
 
-def to_sequence(x_BThX: Tensor, batch: int) -> Tensor:
+def to_sequence(x_BThX: Tensor, batch: int, order: Order | None = None) -> Tensor:
     """Back: from all positions of some heads, `(B, T, h, …)`, to some positions of all heads, `(B, t, H, …)`.
 
     Args:
         batch: B; x may have all its rows as one.
+        order: that of `to_heads`.
     """
     shared = _active
     if shared is None:
         return x_BThX
     x_SBthX = x_BThX.reshape(batch, shared.size, -1, *x_BThX.shape[2:]).movedim(1, 0)
-    return _exchange(x_SBthX).movedim(0, 2).flatten(2, 3)
+    x_BtHX = _exchange(x_SBthX).movedim(0, 2).flatten(2, 3)
+    return x_BtHX if order is None else _Permuted.apply(x_BtHX, order.places, order.heads)
 
 
-def own_heads(x_H: Tensor) -> Tensor:
+def own_heads(x_H: Tensor, order: Order | None = None) -> Tensor:
     """Of one entry per head, those of the heads that `to_heads` brings here."""
-    return x_H if _active is None else x_H[_active.part(len(x_H))]
+    if _active is None:
+        return x_H
+    return (x_H if order is None else x_H[order.heads])[_active.part(len(x_H))]
+
+
+def _check_heads(num_heads: int, size: int) -> None:
+    if num_heads % size:
+        raise ValueError(f"{num_heads} heads cannot be shared equally by {size} processes")
+
+
+class _Permuted(torch.autograd.Function):
+    """x[:, :, index], whose gradient is taken by the inverse: that of an index in general is a sum over atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BtHX: Tensor, index_H: Tensor, inverse_H: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_H)
+        return x_BtHX.index_select(2, index_H)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_H,) = ctx.saved_tensors
+        return gradients[0].index_select(2, inverse_H), None, None
 
 
 def before(x_Bt: Tensor, count: int) -> Tensor | None:
