@@ -143,9 +143,15 @@ def _compare_orders(folder: Path, rank: int, size: int) -> None:
         store = dist.FileStore(str(folder / "rendezvous"), size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=HANG))
         shared, tokens = context.Context(rank, size), torch.randint(VOCAB, (2, 257), generator=torch.manual_seed(1))
-        found = []
-        for choose in (context.even_order, lambda *_: None):
-            context.even_order, orders = (lambda *x, c=choose: orders.append(c(*x)) or orders[-1]), []
+        found, by_gates = [], context.even_order
+        for choose in (by_gates, lambda *_: None):
+            orders: list = []
+
+            def chosen(*gates, choose=choose, orders=orders):
+                orders.append(choose(*gates))
+                return orders[-1]
+
+            context.even_order = chosen
             model = small("forgetting_transformer", num_heads=4, **PRO, log_pruning_tolerance=-10.0).train()
             for block in model.decoder.layers:
                 block.sequence_mixer.fgate_proj.bias.data = torch.tensor([8.0, 4.0, 6.0, -2.0])

@@ -2,10 +2,9 @@
 
 Of N processes, the r-th holds the r-th of N equal parts of every sequence. Inside `sharing` the functions below move
 tensors between them, with gradients; outside they return what they are given, or None, and cost nothing. Attention and
-delta rules take all positions of some heads (`to_heads`, `to_sequence`; Jacobs et al. 2023, "DeepSpeed-Ulysses"). Which process takes which head is free
-(`even_order`): heads are independent.
-Token shift and convolutions need the tokens before a part (`before`), recurrences with a decay the state before it
-(`state_before`).
+delta rules take all positions of some heads (`to_heads`, `to_sequence`; Jacobs et al. 2023, "DeepSpeed-Ulysses"). Heads
+are independent, so which process takes which is free (`even_order`). Token shift and convolutions need the tokens
+before a part (`before`), recurrences with a decay the state before it (`state_before`).
 
 All of it is one operation, `exchange`, which only moves numbers: results do not depend on the order of arrival. It is
 opaque to torch.compile. All processes must call these functions in the same order, and so must their backward passes:
