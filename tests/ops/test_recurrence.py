@@ -19,13 +19,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from forgetting_transformer.ops import backends, recurrence
 from forgetting_transformer.ops.recurrence import Gates, chunked, fla, fla_on_hopper, reference, scan
 
-OPS = ["simple_gla", "gla", "delta_rule", "gated_delta_rule", "selective_scan"]
+OPS = ["simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda", "selective_scan"]
 GATES = {
     "simple_gla": ["log_decay"],
     "gla": ["log_decay"],
     "delta_rule": ["beta"],
     "gated_delta_rule": ["beta", "log_decay"],
+    "kda": ["beta", "log_decay"],
 }
+DELTA_RULES = ("delta_rule", "gated_delta_rule", "kda")
+BY_CHANNEL = ("gla", "kda")  # a decay for every key channel
 
 
 def by_position(module: types.ModuleType, op: str):
@@ -75,11 +78,11 @@ def make_inputs(op: str, length: int, decay: str = "random", key_dim: int = 6, v
         return {"x": x, "dt": dt, "A": A, "B": B, "C": C, "initial_state": normal(2, key_dim, value_dim)}
     inputs = {"q": normal(2, length, 3, key_dim), "k": normal(2, length, 3, key_dim)}
     inputs["v"] = normal(2, length, 3, value_dim)
-    if "delta_rule" in op:
+    if op in DELTA_RULES:
         inputs["k"] = F.normalize(inputs["k"], dim=-1)
         inputs["beta"] = torch.rand(2, length, 3, dtype=torch.float64)
     if op != "delta_rule":
-        log_decay = make_log_decay(decay, 2, length, 3, *((key_dim,) if op == "gla" else ()))
+        log_decay = make_log_decay(decay, 2, length, 3, *((key_dim,) if op in BY_CHANNEL else ()))
         inputs["log_decay"] = log_decay
     return {**inputs, "initial_state": normal(2, 3, key_dim, value_dim)}
 
@@ -129,7 +132,7 @@ def rounded(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 def test_the_reference_is_the_definition():
     """One head, with Python loops over matrices."""
-    for op in ("simple_gla", "gla", "delta_rule", "gated_delta_rule"):
+    for op in OPS[:-1]:
         inputs = make_inputs(op, 7)
         out, final_state = call(REFERENCE[op], inputs)
         for b in range(2):
@@ -221,7 +224,7 @@ def test_bfloat16_costs_no_more_than_rounding_inputs_and_outputs(op):
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
-@pytest.mark.parametrize("op", ["delta_rule", "gated_delta_rule"])
+@pytest.mark.parametrize("op", DELTA_RULES)
 def test_the_delta_rules_at_the_ends_of_beta(op, beta):
     inputs = make_inputs(op, 130)
     inputs["beta"] = torch.full_like(inputs["beta"], beta)
@@ -231,7 +234,7 @@ def test_the_delta_rules_at_the_ends_of_beta(op, beta):
         assert torch.equal(state, inputs["initial_state"])
 
 
-@pytest.mark.parametrize("op", ["delta_rule", "gated_delta_rule"])
+@pytest.mark.parametrize("op", DELTA_RULES)
 def test_the_delta_rules_with_one_key_repeated(op):
     """The worst case of the triangular system: every key is in the way of every other."""
     inputs = make_inputs(op, 130, "none")
@@ -248,7 +251,7 @@ def test_a_key_stored_with_beta_one_is_read_back():
     torch.testing.assert_close(out, v, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "gla", "gated_delta_rule"])
+@pytest.mark.parametrize("op", ["simple_gla", "gla", "gated_delta_rule", "kda"])
 def test_nothing_passes_a_decay_of_minus_infinity(op):
     inputs = make_inputs(op, 130)
     inputs["log_decay"][:, 70] = -torch.inf
@@ -268,7 +271,7 @@ def test_nothing_passes_a_decay_of_minus_infinity(op):
     torch.testing.assert_close(got["state"], state, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "gla", "gated_delta_rule"])
+@pytest.mark.parametrize("op", ["simple_gla", "gla", "gated_delta_rule", "kda"])
 def test_a_gate_next_to_a_strong_decay_keeps_its_digits(op):
     """Float32: what one running sum over the chunk would lose at -1e4 is 5e-4 of every later pair."""
     inputs = rounded(make_inputs(op, 64), torch.float32)
@@ -277,11 +280,14 @@ def test_a_gate_next_to_a_strong_decay_keeps_its_digits(op):
     assert_close(run(PORTABLE[op], inputs), want, 2e-6)
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "gla"])
-def test_a_decay_given_per_head_equals_the_same_decay_in_every_key_channel(op):
-    inputs = make_inputs("simple_gla", 130)
-    want = run(REFERENCE["simple_gla"], inputs)
-    if op == "gla":
+@pytest.mark.parametrize(
+    "op, by_head",
+    [("simple_gla", "simple_gla"), ("gla", "simple_gla"), ("kda", "gated_delta_rule")],
+)
+def test_a_decay_given_per_head_equals_the_same_decay_in_every_key_channel(op, by_head):
+    inputs = make_inputs(by_head, 130)
+    want = run(REFERENCE[by_head], inputs)
+    if op in BY_CHANNEL:
         inputs["log_decay"] = inputs["log_decay"][..., None].expand(-1, -1, -1, 6)
     got = run(PORTABLE[op], inputs)
     got["dlog_decay"] = got["dlog_decay"].reshape(2, 130, 3, -1).sum(-1)
@@ -366,7 +372,7 @@ def test_memory_kept_for_the_backward_pass(op, monkeypatch):
 
 
 @pytest.mark.parametrize("key_dim, value_dim", [(64, 64), (128, 64), (32, 96)])
-@pytest.mark.parametrize("op", OPS[:4])
+@pytest.mark.parametrize("op", OPS[:-1])
 def test_flops_per_token_are_those_of_the_chunked_products(op, key_dim, value_dim):
     inputs = make_inputs(op, 256, key_dim=key_dim, value_dim=value_dim)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -375,7 +381,9 @@ def test_flops_per_token_are_those_of_the_chunked_products(op, key_dim, value_di
     # PyTorch's counter knows matrix products only. Not among them:
     if op == "gla":
         counted += 3 * 2 * (key_dim + value_dim)  # a token with itself
-    if "delta_rule" in op:
+    if op == "kda":
+        counted += 3 * 2 * key_dim  # a token's query with its own key
+    if op in DELTA_RULES:
         counted += 3 * chunked.CHUNK_LENGTH * (key_dim + value_dim)  # the triangular system
     formula = getattr(recurrence, f"{op.removeprefix('gated_')}_flops_per_token")
     assert formula(3, key_dim, value_dim) == pytest.approx(counted, rel=1e-12)
@@ -416,7 +424,9 @@ GOOD = {"q": (2, 5, 3, 8), "k": (2, 5, 3, 8), "v": (2, 5, 3, 4), "beta": (2, 5, 
         ({"v": torch.zeros(2, 5, 3, 4).bfloat16()}, ValueError, "v is torch.bfloat16 and q torch.float32; cast"),
         ({"v": torch.zeros(2, 5, 3, 4, device="meta")}, ValueError, "v is on meta and q on cpu"),
         ({"beta": torch.zeros(2, 3, 5)}, ValueError, r"beta has shape .*\(B, T, H\) = \(2, 5, 3\)"),
-        ({"log_decay": torch.zeros(2, 5, 3, 8)}, ValueError, r"log_decay has shape .* 3 axes, \(B, T, H\)"),
+        ({"log_decay": torch.zeros(2, 5, 3, 7)}, ValueError, r"log_decay has shape .*\(B, T, H, K\) = \(2, 5, 3, 8\)"),
+        ({"log_decay": torch.zeros(2, 5)}, ValueError, r"log_decay has shape .* 3 axes, \(B, T, H\)"),
+        ({"log_decay": 0.5}, TypeError, "log_decay is a float"),
         ({"initial_state": torch.zeros(2, 3, 4, 8)}, ValueError, r"state has shape .*\(B, H, K, V\) = \(2, 3, 8, 4\)"),
         ({"scale": 0.0}, ValueError, "scale is 0.0; it must be a positive finite number"),
         ({"scale": math.nan}, ValueError, "scale is nan"),
@@ -519,6 +529,7 @@ FLA_KERNELS = {
     "gla": ("fla.ops.gla", "chunk_gla", ["q", "k", "v", "g"]),
     "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule", ["q", "k", "v", "beta"]),
     "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", ["q", "k", "v", "beta", "g"]),
+    "kda": ("fla.ops.kda", "chunk_kda", ["q", "k", "v", "beta", "g"]),
 }
 
 
@@ -566,18 +577,19 @@ def on_hopper(monkeypatch):
         monkeypatch.setattr(fla_on_hopper, "choose_configurations", lambda: None)
         monkeypatch.setattr(fla_on_hopper, "refuses_gated_backward", lambda: refuses)
         monkeypatch.setattr(fla_on_hopper, "gated_backward_is_right", lambda *_: is_right)
+        monkeypatch.setattr(fla_on_hopper, "kda_is_right", lambda *_: is_right)
 
     return pretend
 
 
-GATED = ("simple_gla", "gated_delta_rule")
+GATED = ("simple_gla", "gated_delta_rule", "kda")
 
 
 @pytest.mark.parametrize("refuses, is_right", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("op", FLA_KERNELS)
 def test_fla_gets_every_argument_under_its_name(op, refuses, is_right, stand_in_fla, on_hopper):
     on_hopper(refuses, is_right)
-    miscompiled = refuses and not is_right
+    miscompiled = not is_right if op == "kda" else refuses and not is_right
     inputs = rounded(make_inputs(op, 9, key_dim=128, value_dim=64), torch.bfloat16)
     assert fla.supports(op, inputs["q"], inputs["v"]) == (not (miscompiled and op in GATED))
     assert_close(run(by_position(fla, op), inputs), run(REFERENCE[op], inputs), 1e-6)
@@ -597,13 +609,13 @@ def test_fla_is_for_16_bits_and_whole_tiles(stand_in_fla, monkeypatch):
         assert supported(op, 64, 128, torch.bfloat16) and supported(op, 64, 128, torch.float16)
         assert not supported(op, 64, 128, torch.float32) and not supported(op, 64, 128, torch.float64)
         assert not supported(op, 60, 128, torch.bfloat16) and not supported(op, 64, 33, torch.bfloat16)
-        assert supported(op, 512, 512, torch.bfloat16) == ("delta" not in op)
+        assert supported(op, 512, 512, torch.bfloat16) == (op not in DELTA_RULES)
         assert supported(op, 32, 64, torch.bfloat16) and supported(op, 64, 32, torch.bfloat16)
 
 
 def test_on_hopper_fla_serves_gates_where_they_were_right(stand_in_fla, on_hopper):
     """Elsewhere it was wrong (16 × 32, Triton 3.6) or needed too much shared memory (256 × 256, every Triton)."""
-    on_hopper(refuses=False)
+    on_hopper(refuses=False, is_right=True)
     for op in FLA_KERNELS:
         assert supported(op, 128, 64, torch.bfloat16) and supported(op, 128, 128, torch.bfloat16)
         assert supported(op, 16, 32, torch.bfloat16) == (op != "simple_gla")
@@ -617,12 +629,13 @@ def test_on_hopper_fla_serves_gates_where_they_were_right(stand_in_fla, on_hoppe
         ("gated_delta_rule", 96, 192, [(128, 128), (128, 64)]),
         ("gated_delta_rule", 48, 96, [(64, 64), (64, 64)]),
         ("gated_delta_rule", 128, 320, [(128, 128), (128, 128), (128, 64)]),
+        ("kda", 96, 192, [(128, 128), (128, 64)]),
     ],
 )
 def test_heads_of_the_delta_rules_are_padded_and_split_into_those_that_were_right(
     op, key_dim, value_dim, calls, stand_in_fla, on_hopper, monkeypatch
 ):
-    on_hopper(refuses=False)
+    on_hopper(refuses=False, is_right=True)
     assert supported(op, key_dim, value_dim, torch.bfloat16)
     fla._is_installed()
     kernel, seen = fla._loaded[op], []

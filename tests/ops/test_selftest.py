@@ -69,7 +69,7 @@ def test_right_kernels_pass(pretend_gpu, pruning, window, lengths):
     assert not backends.faults()
 
 
-@pytest.mark.parametrize("op", ["simple_gla", "gla", "delta_rule", "gated_delta_rule"])
+@pytest.mark.parametrize("op", ["simple_gla", "gla", "delta_rule", "gated_delta_rule", "kda"])
 def test_right_recurrences_pass(pretend_gpu, op):
     found = choose(OpUse(op, heads=3, key_dim=16, value_dim=32))[op]
     assert found.name == FLA and found.text.startswith("FLA 9.9.9, Triton 9.9.9, self-test within ")

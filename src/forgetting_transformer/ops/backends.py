@@ -30,6 +30,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "gla": (FLA, PYTORCH),
     "delta_rule": (FLA, PYTORCH),
     "gated_delta_rule": (FLA, PYTORCH),
+    "kda": (FLA, PYTORCH),
     "recurrences": (FLA, PYTORCH),  # all of them, where the package itself is what is wrong
 }
 TITLES = {GLUON: "Gluon for Hopper", TRITON: "Triton", FLA: "flash-linear-attention", PYTORCH: "PyTorch"}

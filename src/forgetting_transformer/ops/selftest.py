@@ -385,10 +385,11 @@ def check_recurrence(
         "k": F.normalize(normal(*of_keys), dim=-1).to(dtype),
         "v": normal(*shape, use.value_dim).to(dtype),
     }
-    if use.op in ("delta_rule", "gated_delta_rule"):
+    if use.op in ("delta_rule", "gated_delta_rule", "kda"):
         inputs["beta"] = normal(*shape).sigmoid()
     if use.op != "delta_rule":
-        inputs["log_decay"] = F.logsigmoid(normal(*shape, *([use.key_dim] if use.op == "gla" else [])) + 2)
+        by_channel = use.op in ("gla", "kda")
+        inputs["log_decay"] = F.logsigmoid(normal(*shape, *([use.key_dim] if by_channel else [])) + 2)
     is_grouped = use.key_heads is not None
     if is_grouped:
         inputs |= {"step": F.softplus(normal(*shape)), "skip": normal(use.heads)}

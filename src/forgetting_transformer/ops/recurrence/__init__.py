@@ -1,4 +1,4 @@
-"""Linear recurrences: the sequence mixing of Mamba-2, HGRN2, DeltaNet, Gated DeltaNet and Mamba.
+"""Linear recurrences: the sequence mixing of Mamba-2, HGRN2, DeltaNet, Gated DeltaNet, Kimi Delta Attention and Mamba.
 
 Each head keeps a K×V matrix S that maps keys to values. Every token decays it, adds to it, and reads it with its query:
 
@@ -7,6 +7,7 @@ Each head keeps a K×V matrix S that maps keys to values. Every token decays it,
     gla                 diag(a_t) S_{t-1} + k_t v_tᵀ            a_t: (K,)            scale · S_tᵀ q_t
     delta_rule          S_{t-1} + β_t k_t (v_t - S_{t-1}ᵀ k_t)ᵀ                      scale · S_tᵀ q_t
     gated_delta_rule    a_t S_{t-1} + β_t k_t (v_t - a_t S_{t-1}ᵀ k_t)ᵀ              scale · S_tᵀ q_t
+    kda                 the same with diag(a_t) for a_t             a_t: (K,)            scale · S_tᵀ q_t
     selective_scan      exp(dt_t A) ⊙ S_{t-1} + (dt_t x_t) B_tᵀ                      S_t C_t
 
 Decays are passed as natural logarithms, finite and ≤ 0, however strong. A token with k = 0 (or β = 0, or dt = 0) and
@@ -34,6 +35,7 @@ from forgetting_transformer.ops.recurrence import chunked, fla, grouped, referen
 from forgetting_transformer.ops.recurrence.chunked import (
     delta_rule_flops_per_token,
     gla_flops_per_token,
+    kda_flops_per_token,
     simple_gla_flops_per_token,
 )
 from forgetting_transformer.ops.recurrence.reference import Gates
@@ -42,6 +44,7 @@ from forgetting_transformer.ops.recurrence.scan import selective_scan_flops_per_
 __all__ = [
     "delta_rule_flops_per_token",
     "gla_flops_per_token",
+    "kda_flops_per_token",
     "recurrence",
     "scan_takes_kernel",
     "selective_scan",
@@ -60,6 +63,7 @@ _GATE_AXES = {
     "gla": {"log_decay": "BTHK"},
     "delta_rule": {"beta": "BTH"},
     "gated_delta_rule": {"beta": "BTH", "log_decay": "BTH"},
+    "kda": {"beta": "BTH", "log_decay": "BTHK"},
 }
 
 
@@ -87,8 +91,8 @@ def recurrence(
             heads g·H/G … (g + 1)·H/G - 1 share those of group g.
         k_BTGK: keys, in q's dtype.
         v_BTHV: values, in q's dtype.
-        log_decay: natural logarithms of the decays, finite, ≤ 0: `(B, T, H)`, or `(B, T, H, K)` for gla. Any floating
-            dtype; float32 is recommended. None for no decay.
+        log_decay: natural logarithms of the decays, finite, ≤ 0: `(B, T, H)`, or `(B, T, H, K)` for gla and kda. Any
+            floating dtype; float32 is recommended. None for no decay.
         beta: strength of the delta rules `(B, T, H)`, any floating dtype. None for linear attention, which only adds.
         state: the state before the first token `(B, H, K, V)`. Default 0.
         scale: factor on the output. Default 1/√K.
@@ -111,7 +115,10 @@ def recurrence(
         raise ValueError("log_decay and beta are both None; give one of them, zeros for log_decay if nothing decays")
     gates = Gates(beta, log_decay)
     # What is no tensor, or has other axes, is refused below, by name.
-    op = gates.op if beta is not None or isinstance(log_decay, Tensor) else "simple_gla"
+    if log_decay is None or isinstance(log_decay, Tensor):
+        op = gates.op
+    else:
+        op = "simple_gla" if beta is None else "gated_delta_rule"
     if scale is None:
         channels = q_BTGK.shape[-1] if isinstance(q_BTGK, Tensor) and q_BTGK.ndim else 1
         scale = max(1, channels) ** -0.5

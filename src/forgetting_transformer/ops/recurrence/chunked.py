@@ -63,12 +63,21 @@ def gla_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
 
 
 def delta_rule_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
-    """Forward FLOPs per token of either delta rule with chunks of c = 64.
+    """Forward FLOPs per token of the delta rule, without decay or with one per head, with chunks of c = 64.
 
     Per head: products of keys with keys and with queries, `2cK` each; the triangular system with K + V right sides,
     `c(K + V)`; the sum of values, `2cV`; three products with the state, `2KV` each (what it holds, reading, updating).
     """
     return heads * (CHUNK_LENGTH * (5 * key_dim + 3 * value_dim) + 6 * key_dim * value_dim)
+
+
+def kda_flops_per_token(heads: int, key_dim: int, value_dim: int) -> int:
+    """Forward FLOPs per token of the delta rule with a decay per key channel with chunks of c = 64.
+
+    As `delta_rule_flops_per_token`, but a token meets (c - 1)/2 earlier ones of its chunk alone: keys with keys
+    `(c - 1) K`, with queries `(c - 1) K`, its own key with its query `2K`. Exponentials are not counted.
+    """
+    return heads * (3 * CHUNK_LENGTH * (key_dim + value_dim) + 6 * key_dim * value_dim)
 
 
 def _over_segments(
@@ -123,34 +132,17 @@ def _gla_segment(
 ) -> tuple[Tensor, Tensor]:
     """One decay per key channel and token (Yang et al. 2024, "Gated linear attention").
 
-    The decay d_ij depends on the key channel, so pairs are taken in groups whose d_ij factors safely.
-
-    Take two neighbouring blocks of tokens. For i in the right and j in the left one, `d_ij = p_i s_j` with p counted
-    from the start of the right block and s to the end of the left one. Blocks of 1, 2, 4, ... c/2
-    tokens cover every pair.
+    The decay d_ij depends on the key channel, so pairs are taken in the groups of `_decays_by_channel`.
     """
     q, k, v, log_decay = _into_chunks(state_BHKV.dtype, q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK)
-    # Sums of log decays within blocks of `size` tokens: from the start of the block to i, and from after j to its end.
-    log_before, log_after = log_decay, torch.zeros_like(log_decay)
+    between, before, after = _decays_by_channel(log_decay)
     out = (q * k).sum(-1, keepdim=True) * v
-    size = 1
-    while size < q.shape[-2]:
-
-        def left_and_right(x: Tensor, size: int = size) -> tuple[Tensor, Tensor]:
-            return x.unflatten(-2, (-1, 2, size)).unbind(-3)
-
-        def join(left: Tensor, right: Tensor) -> Tensor:
-            return torch.stack((left, right), dim=-3).flatten(-4, -2)
-
-        (_, q_right), (k_left, _), (v_left, _) = map(left_and_right, (q, k, v))
-        (before_left, before_right), (after_left, after_right) = map(left_and_right, (log_before, log_after))
-        out_left, out_right = left_and_right(out)
-        scores = (q_right * before_right.exp()) @ (k_left * after_left.exp()).transpose(-1, -2)
-        out = join(out_left, out_right + scores @ v_left)
-        log_before = join(before_left, before_left[..., -1:, :] + before_right)
-        log_after = join(after_left + before_right[..., -1:, :], after_right)
-        size *= 2
-    before, after = log_before.exp(), log_after.exp()
+    for before_right, after_left in between:
+        (_, q_right), (k_left, _), (v_left, _), (out_left, out_right) = (
+            _left_and_right(x, before_right.shape[-2]) for x in (q, k, v, out)
+        )
+        scores = (q_right * before_right) @ (k_left * after_left).transpose(-1, -2)
+        out = _join(out_left, out_right + scores @ v_left)
     summaries = (k * after).transpose(-1, -2) @ v
     states, state_BHKV = _carry(state_BHKV, before[..., -1, :, None], summaries)
     return _from_chunks(scale * (out + (q * before) @ states), v_BTHV), state_BHKV
@@ -162,11 +154,13 @@ def _delta_rule_segment(
     k_BTHK: Tensor,
     v_BTHV: Tensor,
     beta_BTH: Tensor,
-    log_decay_BTH: Tensor,
+    log_decay: Tensor,
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The delta rule (Yang et al. 2024, "Parallelizing linear transformers"; with decay 2025, "Gated delta networks").
+
+    With a decay per key channel, `(B, T, H, K)` instead of `(B, T, H)`, it is Kimi Delta Attention (Kimi Team 2025).
 
     Within a chunk it is linear attention of k with values `u_i = β_i (v_i - what S_{i-1} holds for k_i)`. What S_{i-1}
     holds came from the state before the chunk and from earlier u's, so the u's solve a unit triangular system:
@@ -175,15 +169,22 @@ def _delta_rule_segment(
 
     It is solved for both terms on the right at once, before S is known: `u = u_v - w S` (WY representation).
     """
-    q, k, v, beta, log_decay = _into_chunks(state_BHKV.dtype, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH)
-    before, after, between = _decays(log_decay)
-    beta, k_transposed = beta[..., None], k.transpose(-1, -2)
-    system = (beta * between * (k @ k_transposed)).tril(-1)
-    right_sides = torch.cat((beta * v, beta * before[..., None] * k), dim=-1)
+    q, k, v, beta, log_decay = _into_chunks(state_BHKV.dtype, q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay)
+    beta = beta[..., None]
+    if log_decay.ndim == k.ndim:
+        pairs, before, after = _decays_by_channel(log_decay)
+        scores, of_keys = _scores_by_channel(q, k, pairs)
+        system = (beta * of_keys).tril(-1)
+    else:
+        before, after, between = _decays(log_decay)
+        before, after, k_transposed = before[..., None], after[..., None], k.transpose(-1, -2)
+        scores = between * (q @ k_transposed)
+        system = (beta * between * (k @ k_transposed)).tril(-1)
+    right_sides = torch.cat((beta * v, beta * before * k), dim=-1)
     solved = torch.linalg.solve_triangular(system, right_sides, upper=False, unitriangular=True)
     u_v, w = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    k_after = (k * after[..., None]).transpose(-1, -2)
-    decay = before[..., -1, None, None]
+    k_after = (k * after).transpose(-1, -2)
+    decay = before[..., -1, :, None]
 
     states, us = [], []
     for u_v_n, w_n, k_after_n, decay_n in zip(*(x.unbind(2) for x in (u_v, w, k_after, decay)), strict=True):
@@ -191,7 +192,7 @@ def _delta_rule_segment(
         us.append(u_v_n - w_n @ state_BHKV)
         state_BHKV = decay_n * state_BHKV + k_after_n @ us[-1]
     u = torch.stack(us, dim=2)
-    out = (q * before[..., None]) @ torch.stack(states, dim=2) + (between * (q @ k_transposed)) @ u
+    out = (q * before) @ torch.stack(states, dim=2) + scores @ u
     return _from_chunks(scale * out, v_BTHV), state_BHKV
 
 
@@ -204,6 +205,62 @@ def _decays(log_decay_BHnc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     log_between_ji = log_between_ji.masked_fill(is_after.transpose(0, 1), -torch.inf)
     between_ji = log_between_ji.exp()
     return log_decay_BHnc.cumsum(-1).exp(), between_ji[..., -1], between_ji.transpose(-1, -2)
+
+
+def _decays_by_channel(log_decay_BHncK: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor]:
+    """Factors of d, then p and s of the module's docstring, `(B, H, n, c, K)`, for decays that differ by channel.
+
+    Take two neighbouring blocks of tokens. For i in the right and j in the left one, `d_ij = p_i s_j` with p counted
+    from the start of the right block and s to the end of the left one. Blocks of 1, 2, 4, ... c/2 tokens cover every
+    pair. For each of these sizes there are p of the right blocks and s of the left ones, `(B, H, n, blocks, size, K)`.
+    """
+    # Sums of log decays within blocks of `size` tokens: from the start of the block to i, and from after j to its end.
+    log_before, log_after = log_decay_BHncK, torch.zeros_like(log_decay_BHncK)
+    between = []
+    size = 1
+    while size < log_decay_BHncK.shape[-2]:
+        before_left, before_right = _left_and_right(log_before, size)
+        after_left, after_right = _left_and_right(log_after, size)
+        between.append((before_right.exp(), after_left.exp()))
+        log_before = _join(before_left, before_left[..., -1:, :] + before_right)
+        log_after = _join(after_left + before_right[..., -1:, :], after_right)
+        size *= 2
+    return between, log_before.exp(), log_after.exp()
+
+
+def _left_and_right(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Every other block of `size` rows, from the first and from the second on: `(..., c, D)` to `(..., m, size, D)`."""
+    left, right = x.unflatten(-2, (-1, 2, size)).unbind(-3)
+    return left, right
+
+
+def _join(left: Tensor, right: Tensor) -> Tensor:
+    """The inverse of `_left_and_right`."""
+    return torch.stack((left, right), dim=-3).flatten(-4, -2)
+
+
+def _scores_by_channel(
+    q_BHncK: Tensor, k_BHncK: Tensor, between: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """`Σ_K d_ij q_i k_j` and `Σ_K d_ij k_i k_j` for j ≤ i, 0 above: `(B, H, n, c, c)` each.
+
+    Args:
+        q_BHncK, k_BHncK: queries and keys.
+        between: of `_decays_by_channel`.
+    """
+    both = torch.stack((q_BHncK, k_BHncK), dim=-2)  # (..., c, 2, K)
+    # Of blocks of `size` tokens: (..., blocks, size, 2, size).
+    scores = (both * k_BHncK[..., None, :]).sum(-1)[..., None, :, None]
+    for before_right, after_left in between:
+        size = before_right.shape[-2]
+        _, right = both.unflatten(-3, (-1, 2, size)).unbind(-4)
+        k_left, _ = _left_and_right(k_BHncK, size)
+        rows = (right * before_right[..., None, :]).flatten(-3, -2)
+        block = (rows @ (k_left * after_left).transpose(-1, -2)).unflatten(-2, (size, 2))
+        upper, lower = scores.unflatten(-4, (-1, 2)).unbind(-4)
+        scores = torch.cat((F.pad(upper, (0, size)), torch.cat((block, lower), dim=-1)), dim=-3)
+    of_queries, of_keys = scores.squeeze(-4).unbind(-2)
+    return of_queries, of_keys
 
 
 def _carry(state_BHKV: Tensor, decay_BHnK1: Tensor, summary_BHnKV: Tensor) -> tuple[Tensor, Tensor]:

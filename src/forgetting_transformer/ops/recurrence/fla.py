@@ -24,6 +24,7 @@ _KERNELS = {
     "gla": ("fla.ops.gla", "chunk_gla"),
     "delta_rule": ("fla.ops.delta_rule", "chunk_delta_rule"),
     "gated_delta_rule": ("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "kda": ("fla.ops.kda", "chunk_kda"),
 }
 # The functions themselves, once `_is_installed` has found them.
 _loaded: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
@@ -31,7 +32,9 @@ _loaded: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
 # all key channels of a state at once: 256 of them, with the launch configurations chosen here, take more shared memory
 # than there is. So keys and values get channels of 0 until blocks are full.
 _DELTA_BLOCK, _MAX_DELTA_KEY_DIM = 64, 128
-_DELTA_RULES = ("delta_rule", "gated_delta_rule")
+_DELTA_RULES = ("delta_rule", "gated_delta_rule", "kda")
+# On Hopper GPUs these take few value channels at a time.
+_IN_PARTS = ("gated_delta_rule", "kda")
 
 
 def supports(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> bool:
@@ -39,8 +42,8 @@ def supports(op: str, q_BTHK: Tensor, v_BTHV: Tensor) -> bool:
 
     Only 16-bit inputs: products of float32 inputs would be TF32 (three digits), and the delta rules refuse them.
     Only head dimensions that are multiples of 16, the shape of a tensor core's tile; for the delta rules up to 128 key
-    channels. On Hopper GPUs the ops with a gate per head (simple_gla, gated_delta_rule) serve the head dimensions that
-    were right there; of values of gated_delta_rule these are parts.
+    channels. On Hopper GPUs simple_gla, gated_delta_rule and kda serve the head dimensions that were right there; of
+    values of the last two these are parts.
     """
     return serves(op, q_BTHK.shape[-1], v_BTHV.shape[-1], q_BTHK.dtype, q_BTHK.device.index)
 
@@ -58,7 +61,7 @@ def serves(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_ind
     if not fla_on_hopper.is_hopper(device_index):
         return True
     fla_on_hopper.choose_configurations()
-    if op not in ("simple_gla", "gated_delta_rule"):
+    if op not in ("simple_gla", *_IN_PARTS):
         return True
     parts = _value_parts(op, key_dim, value_dim, device_index)
     return all(
@@ -78,7 +81,7 @@ def _value_parts(op: str, key_dim: int, value_dim: int, device_index: int) -> tu
     Args:
         key_dim, value_dim: whole blocks.
     """
-    if op != "gated_delta_rule" or not fla_on_hopper.is_hopper(device_index):
+    if op not in _IN_PARTS or not fla_on_hopper.is_hopper(device_index):
         return (value_dim,)
     widest = fla_on_hopper.widest_gated_values(key_dim)
     return tuple(min(widest, value_dim - start) for start in range(0, value_dim, widest))
@@ -116,6 +119,8 @@ def _call_in_whole_blocks(
         q_BTHK, k_BTHK = F.pad(q_BTHK, (0, missing_keys)), F.pad(k_BTHK, (0, missing_keys))
     if missing_values:
         v_BTHV = F.pad(v_BTHV, (0, missing_values))
+    if missing_keys and gates.op == "kda" and gates.log_decay is not None:
+        gates = gates._replace(log_decay=F.pad(gates.log_decay, (0, missing_keys)))
     state = initial_state_BHKV
     if state is not None and (missing_keys or missing_values):
         state = F.pad(state, (0, missing_values, 0, missing_keys))

@@ -1,10 +1,10 @@
 """What FLA's kernels need on Hopper GPUs (H100, H200): chosen launch configurations, and a check of the gated backward.
 
 **Configurations.** FLA lets Triton time up to 48 configurations of each kernel in every new process without a warm
-cache: 372 kernels to compile for the four ops here, minutes before the first step. And what is fastest is settled by a
-race, so that two starts of one run may sum in different orders and differ in the last bits. The configurations below
-won on an H200 at the published head dimensions (docs/performance.md). With one configuration
-left, Triton times nothing.
+cache: 372 kernels to compile for four of the five ops here, minutes before the first step. And what is fastest is
+settled by a race, so that two starts of one run may sum in different orders and differ in the last bits. The
+configurations below won on an H200 at the published head dimensions (docs/performance.md), but for those of
+Kimi Delta Attention, which were never timed. With one configuration left, Triton times nothing.
 
 **Gated backward.** With Triton 3.4.0 to 3.7.0, FLA refuses the backward pass of chunk_simple_gla and
 chunk_gated_delta_rule on Hopper, because Triton miscompiled one of its kernels (FLA's issue 640). Not every version and
@@ -47,12 +47,18 @@ _CONFIGURATIONS: dict[str, tuple[dict[str, Any], int, int]] = {
     "chunk_gla_fwd_A_kernel_intra_sub_inter": ({"BK": 32}, 1, 3),
     "chunk_gla_fwd_A_kernel_intra_sub_intra": ({}, 1, 2),
     "chunk_gla_fwd_kernel_o": ({"BK": 64, "BV": 128}, 4, 3),
+    "chunk_kda_bwd_kernel_dAv": ({}, 4, 3),
+    "chunk_kda_bwd_kernel_intra": ({}, 1, 2),
+    "chunk_kda_bwd_kernel_wy_dqkg_fused": ({"BK": 64, "BV": 64}, 4, 2),
+    "chunk_kda_fwd_kernel_inter_solve_fused": ({"BK": 32}, 2, 3),
+    "chunk_kda_fwd_kernel_intra_token_parallel": ({"BH": 4}, 4, 3),
     "chunk_local_cumsum_scalar_kernel": ({}, 1, 3),
     "chunk_local_cumsum_vector_kernel": ({"BS": 64}, 4, 3),
     "chunk_scaled_dot_kkt_fwd_kernel": ({"BK": 128}, 4, 2),
     "merge_16x16_to_64x64_inverse_kernel": ({"DOT_PRECISION": "ieee"}, 2, 3),
     "fla.ops.delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": ({}, 2, 2),
     "fla.ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": ({}, 4, 3),
+    "recompute_w_u_fwd_kda_kernel": ({}, 4, 3),
     "recompute_w_u_fwd_kernel": ({}, 4, 3),
 }
 # Key and value channels of a head with which the gated backward pass was right on an H200.
@@ -91,9 +97,13 @@ def widest_gated_values(key_dim: int) -> int:
 
 
 def serves_gated(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
-    """Whether simple_gla or gated_delta_rule is right on this Hopper GPU, forward and backward, at these dimensions."""
+    """Whether simple_gla, gated_delta_rule or kda is right on this Hopper GPU, forward and backward, at these
+    dimensions.
+    """
     if (key_dim, value_dim) not in _GATED_HEAD_DIMS:
         return False
+    if op == "kda":  # FLA refuses it nowhere
+        return kda_is_right(key_dim, value_dim, dtype, device_index)
     return not refuses_gated_backward() or gated_backward_is_right(op, key_dim, value_dim, dtype, device_index)
 
 
@@ -118,15 +128,25 @@ def gated_backward_is_right(op: str, key_dim: int, value_dim: int, dtype: torch.
     chunk_o: Any = importlib.import_module("fla.ops.common.chunk_o")
     before = chunk_o.TRITON_ABOVE_3_7_1
     chunk_o.TRITON_ABOVE_3_7_1 = True
-    try:
-        # In a separate thread, which does not inherit the caller's autocast, checkpointing, gradient mode or tracing.
-        with ThreadPoolExecutor(1) as executor:
-            is_right = executor.submit(_agrees, op, key_dim, value_dim, dtype, device_index).result()
-    except Exception:  # a compiler that fails is as good as one that is wrong
-        is_right = False
+    is_right = _is_right(op, key_dim, value_dim, dtype, device_index)
     if not is_right:
         chunk_o.TRITON_ABOVE_3_7_1 = before
     return is_right
+
+
+@functools.cache
+def kda_is_right(key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
+    """Whether FLA's kernels of Kimi Delta Attention give PyTorch's output and gradients here."""
+    return _is_right("kda", key_dim, value_dim, dtype, device_index)
+
+
+def _is_right(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
+    try:
+        # In a separate thread, which does not inherit the caller's autocast, checkpointing, gradient mode or tracing.
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(_agrees, op, key_dim, value_dim, dtype, device_index).result()
+    except Exception:  # a compiler that fails is as good as one that is wrong
+        return False
 
 
 def _agrees(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
@@ -144,9 +164,9 @@ def _agrees(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_in
         "k": F.normalize(normal(1, length, heads, key_dim), dim=-1).to(dtype),
         "v": normal(1, length, heads, value_dim).to(dtype),
     }
-    if op == "gated_delta_rule":
+    if op in ("gated_delta_rule", "kda"):
         inputs["beta"] = normal(1, length, heads).sigmoid()
-    inputs["g"] = F.logsigmoid(normal(1, length, heads) + 2)
+    inputs["g"] = F.logsigmoid(normal(1, length, heads, *((key_dim,) if op == "kda" else ())) + 2)
     inputs = {name: x.to(device) for name, x in inputs.items()}
     d_out = normal(1, length, heads, value_dim).to(device)
 

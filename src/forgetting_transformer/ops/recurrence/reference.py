@@ -23,8 +23,10 @@ class Gates(NamedTuple):
     @property
     def op(self) -> str:
         """The name of the op that has these gates."""
+        if self.beta is not None and self.log_decay is not None:
+            return "kda" if self.log_decay.ndim == 4 else "gated_delta_rule"
         if self.beta is not None:
-            return "delta_rule" if self.log_decay is None else "gated_delta_rule"
+            return "delta_rule"
         return "gla" if self.filled_log_decay().ndim == 4 else "simple_gla"
 
     def filled_log_decay(self) -> Tensor:
