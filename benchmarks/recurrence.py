@@ -32,6 +32,7 @@ SHAPES = {
     "gla": (12, 128, 128),
     "delta_rule": (12, 128, 128),
     "gated_delta_rule": (12, 128, 128),
+    "kda": (12, 128, 128),
 }
 #: "triton" has kernels for simple_gla whose heads share one query and key, as in Mamba-2.
 BACKENDS = ("triton", "fla", "pytorch")
@@ -93,15 +94,16 @@ def measure(op: str, backend: str, args: argparse.Namespace) -> dict[str, Any]:
         inputs = [torch.randn(of_keys, device=device).bfloat16()]
         inputs.append(F.normalize(torch.randn(of_keys, device=device), dim=-1).bfloat16())
         inputs.append(torch.randn(*shape, value_dim, device=device).bfloat16())
-        if op in ("delta_rule", "gated_delta_rule"):
+        has_beta, has_decay = op in ("delta_rule", "gated_delta_rule", "kda"), op != "delta_rule"
+        if has_beta:
             inputs.append(torch.rand(*shape, device=device))
-        if op != "delta_rule":
-            channels = (key_dim,) if op == "gla" else ()
+        if has_decay:
+            channels = (key_dim,) if op in ("gla", "kda") else ()
             inputs.append(F.logsigmoid(torch.randn(*shape, *channels, device=device) + 4))
 
         def run(*tensors: torch.Tensor) -> torch.Tensor:
             q, k, v, *gates = tensors
-            names = [name for name, has in (("beta", "delta_rule" in op), ("log_decay", op != "delta_rule")) if has]
+            names = [name for name, has in (("beta", has_beta), ("log_decay", has_decay)) if has]
             return recurrence.recurrence(q, k, v, **dict(zip(names, gates, strict=True)))[0]
 
         forward, backward = time_both_ways(run, inputs, args.repeats)

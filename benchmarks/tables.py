@@ -36,6 +36,7 @@ NAMES = {
     "demo/hgrn2": "HGRN2",
     "demo/delta_net": "DeltaNet",
     "demo/gated_delta_net": "Gated DeltaNet",
+    "demo/kda": "KDA",
     "demo/samba": "Samba",
 }
 GATES = {"half": "all ½", "spread": "time constants 4…10⁶", "one": "all 1"}

@@ -25,6 +25,7 @@ FIELDS = {
     "hgrn2": {"expand_ratio": 128},
     "delta_net": {"num_heads": 4},
     "gated_delta_net": {"num_heads": 4},
+    "kda": {"num_heads": 4},
     "samba": {"attn": {"num_heads": 8, "window_size": 128, "layers": None}},
     "hybrid": {
         "pattern": ["delta", "fox"],

@@ -19,7 +19,14 @@ from forgetting_transformer.ops.recurrence import Gates, chunked, fla, reference
 from forgetting_transformer.ops.short_convolution import short_convolution
 
 # K and V of the published models.
-HEAD_DIMS = {"simple_gla": (128, 64), "gla": (128, 128), "delta_rule": (128, 128), "gated_delta_rule": (128, 128)}
+HEAD_DIMS = {
+    "simple_gla": (128, 64),
+    "gla": (128, 128),
+    "delta_rule": (128, 128),
+    "gated_delta_rule": (128, 128),
+    "kda": (128, 128),
+}
+BY_CHANNEL = ("gla", "kda")  # a decay for every key channel
 OPS_AND_DECAYS = [
     (op, decay) for op in HEAD_DIMS for decay in (["none"] if op == "delta_rule" else ["random", "none", "strong"])
 ]
@@ -45,10 +52,10 @@ def make_inputs(op: str, length: int, decay: str = "random", dtype: torch.dtype 
         "k": F.normalize(k, dim=-1).to(dtype),
         "v": normal(2, length, HEADS, value_dim).to(dtype),
     }
-    if "delta_rule" in op:
+    if "delta_rule" in op or op == "kda":
         inputs["beta"] = normal(2, length, HEADS).sigmoid()
     if op != "delta_rule":
-        logit = normal(2, length, HEADS, *((key_dim,) if op == "gla" else ()))
+        logit = normal(2, length, HEADS, *((key_dim,) if op in BY_CHANNEL else ()))
         inputs["log_decay"] = {"random": F.logsigmoid(logit + 2), "none": 0 * logit, "strong": -30 * logit.sigmoid()}[
             decay
         ]
@@ -206,6 +213,49 @@ def test_without_fla_it_trains_and_warns_once(monkeypatch):
         assert len(messages) == 1 and '"forgetting-transformer[cuda]"' in messages[0]
     finally:
         fla._is_installed.cache_clear()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kimi_delta_attention(seed, poisoned):
+    """FLA's kernels against the definition in float64, and the same bits a second time."""
+    pytest.importorskip("fla", reason="flash-linear-attention is not installed")
+    draw = random.Random(seed)
+    batch, length, heads = draw.choice([1, 2, 3]), draw.choice([2, 15, 63, 64, 65, 200, 515, 1000]), 2
+    key_dim, value_dim = draw.choice([(128, 128), (128, 128), (64, 64), (96, 192)])
+    dtype = draw.choice([torch.bfloat16, torch.bfloat16, torch.float16])
+    decay, has_state, strongest = draw.choice(["slow", "random", "strong"]), draw.random() < 0.6, draw.choice([1, 2])
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    logit = normal(batch, length, heads, key_dim)
+    decays = {"slow": F.logsigmoid(logit + 5), "random": F.logsigmoid(logit), "strong": -30 * logit.sigmoid()}
+    inputs = {
+        "q": F.normalize(normal(batch, length, heads, key_dim), dim=-1).to(dtype),
+        "k": F.normalize(normal(batch, length, heads, key_dim), dim=-1).to(dtype),
+        "v": normal(batch, length, heads, value_dim).to(dtype),
+        "beta": strongest * normal(batch, length, heads).sigmoid(),
+        "log_decay": decays[decay],
+        "state": normal(batch, heads, key_dim, value_dim) if has_state else None,
+    }
+    inputs = {name: x for name, x in inputs.items() if x is not None}
+
+    def walk(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return recurrence.recurrence(*list(given.values())[:3], **{n: x for n, x in given.items() if n not in "qkv"})
+
+    def define(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        q, k, v, beta, log_decay, *state = given.values()
+        gates = Gates(beta, log_decay)
+        return reference.linear_recurrence(q, k, v, gates, key_dim**-0.5, state[0] if state else None)
+
+    assert recurrence._select_backend("kda", inputs["q"], inputs["v"]) is fla
+    want = run(define, {name: x.double() for name, x in inputs.items()})
+    got = run(walk, inputs)
+    floors = {"dlog_decay": rounding_of_gate_gradients(want, inputs)} if decay == "strong" else {}
+    assert_close(got, want, 1.5e-2, **floors)
+    again = run(walk, inputs)
+    assert all(torch.equal(got[name], again[name]) for name in got)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

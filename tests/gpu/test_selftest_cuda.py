@@ -55,6 +55,7 @@ def test_every_kernel_of_attention_passes(head_dim, lengths, dtype):
         OpUse("gla", 12, 128, 128),
         OpUse("delta_rule", 12, 128, 128),
         OpUse("gated_delta_rule", 12, 128, 128),
+        OpUse("kda", 12, 128, 128),
     ],
     ids=lambda use: use.op,
 )

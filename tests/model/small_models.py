@@ -32,6 +32,7 @@ SMALL_FIELDS = {
             "forgetting_attention": {"architecture": "forgetting_transformer", "num_heads": 2, "qk_norm": True},
         },
     },
+    "kda": {"num_heads": 2, "initializer_range": 0.4},
     "mamba2": {
         "num_heads": 4,
         "head_dim": 16,

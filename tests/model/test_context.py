@@ -34,6 +34,7 @@ MODELS = {
     "transformer_two_key_heads": ("transformer", {"num_kv_heads": 2}),
     "delta_net": ("delta_net", {"use_gate": True}),
     "gated_delta_net": ("gated_delta_net", {}),
+    "kda": ("kda", {}),
     "hgrn2": ("hgrn2", {}),
     "hgrn2_bounded": ("hgrn2", {"apply_lower_bounds": True}),
     "mamba2": ("mamba2", {}),

@@ -33,6 +33,7 @@ MODELS = {
     "hgrn2 with lower bounds": ("hgrn2", {"apply_lower_bounds": True}),
     "delta_net": ("delta_net", {}),
     "gated_delta_net": ("gated_delta_net", {}),
+    "kda": ("kda", {}),
     "hybrid": ("hybrid", {}),
 }
 CROPPABLE = ("fox pro rope", "transformer", "transformer gqa window")

@@ -213,7 +213,7 @@ def recorded_uses(model, dtype, monkeypatch) -> list[tuple]:
     record(fox, "forgetting_attention", "attention", heads_axis=1)
     record(fox, "causal_attention", "attention")
     record(transformer, "causal_attention", "attention")
-    for architecture in ("mamba2", "hgrn2", "delta_net", "gated_delta_net"):
+    for architecture in ("mamba2", "hgrn2", "delta_net", "gated_delta_net", "kda"):
         module = importlib.import_module(f"forgetting_transformer.model.{architecture}")
         record(module, "recurrence", "recurrence")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):

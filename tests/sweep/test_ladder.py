@@ -236,7 +236,9 @@ def test_a_folder_with_other_files_is_refused(climb, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["delta_net", "gated_delta_net", "hgrn2", "mamba2", "samba", "transformer_llama"])
+@pytest.mark.parametrize(
+    "model", ["delta_net", "gated_delta_net", "hgrn2", "kda", "mamba2", "samba", "transformer_llama"]
+)
 def test_every_architecture_can_be_shrunk(climb, model):
     """Those whose scale has other numbers of blocks and heads, too: it divides those."""
     code, out, _ = climb("--dry_run", shrink="2", overrides=[f"+experiment/demo={model}", "data_dir=d"])

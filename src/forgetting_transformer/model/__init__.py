@@ -16,6 +16,7 @@ from forgetting_transformer.model.gated_delta_net import (
 )
 from forgetting_transformer.model.hgrn2 import HGRN2Config, HGRN2ForCausalLM, HGRN2Model
 from forgetting_transformer.model.hybrid import HybridConfig, HybridForCausalLM, HybridModel
+from forgetting_transformer.model.kda import KDAConfig, KDAForCausalLM, KDAModel
 from forgetting_transformer.model.mamba2 import Mamba2Config, Mamba2ForCausalLM, Mamba2Model
 from forgetting_transformer.model.samba import SambaConfig, SambaForCausalLM, SambaModel
 from forgetting_transformer.model.transformer import TransformerConfig, TransformerForCausalLM, TransformerModel
@@ -32,6 +33,7 @@ registry.register("mamba2", Mamba2Config, Mamba2Model, Mamba2ForCausalLM)
 registry.register("hgrn2", HGRN2Config, HGRN2Model, HGRN2ForCausalLM)
 registry.register("delta_net", DeltaNetConfig, DeltaNetModel, DeltaNetForCausalLM)
 registry.register("gated_delta_net", GatedDeltaNetConfig, GatedDeltaNetModel, GatedDeltaNetForCausalLM)
+registry.register("kda", KDAConfig, KDAModel, KDAForCausalLM)
 registry.register("hybrid", HybridConfig, HybridModel, HybridForCausalLM)
 
 __all__ = [
@@ -54,6 +56,9 @@ __all__ = [
     "HybridConfig",
     "HybridForCausalLM",
     "HybridModel",
+    "KDAConfig",
+    "KDAForCausalLM",
+    "KDAModel",
     "Mamba2Config",
     "Mamba2ForCausalLM",
     "Mamba2Model",

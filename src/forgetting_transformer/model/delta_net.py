@@ -135,7 +135,7 @@ class DeltaNetAttention(RecurrentMixer):
 
 
 class DeltaRuleConfig(SwiGLUDecoderConfig):
-    """What DeltaNet and Gated DeltaNet share. Fields of the MLP: see `SwiGLUDecoderConfig`.
+    """What DeltaNet, Gated DeltaNet and Kimi Delta Attention share. Fields of the MLP: see `SwiGLUDecoderConfig`.
 
     Fields:
         num_heads: heads of the mixer.

@@ -73,6 +73,7 @@ _STYLES = (
     CurveStyle("#882255", ":", "<"),
     CurveStyle("#999933", "-", ">"),
     CurveStyle("#777777", "--", "h"),
+    CurveStyle("#117733", "-.", "*"),
 )
 
 

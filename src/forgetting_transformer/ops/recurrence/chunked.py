@@ -239,9 +239,7 @@ def _join(left: Tensor, right: Tensor) -> Tensor:
     return torch.stack((left, right), dim=-3).flatten(-4, -2)
 
 
-def _scores_by_channel(
-    q_BHncK: Tensor, k_BHncK: Tensor, between: list[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
+def _scores_by_channel(q_BHncK: Tensor, k_BHncK: Tensor, between: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """`Σ_K d_ij q_i k_j` and `Σ_K d_ij k_i k_j` for j ≤ i, 0 above: `(B, H, n, c, c)` each.
 
     Args:
