@@ -35,7 +35,7 @@ MODELS = {
     "gated_delta_net": KnownModel("Gated DeltaNet", 7),
     "samba": KnownModel("Samba", 8),
     "transformer_swa": KnownModel("Transformer (SWA)", 9),
-    "kda": KnownModel("KDA", 10),
+    "kda": KnownModel("KDA", 9),
 }
 
 

@@ -73,7 +73,6 @@ _STYLES = (
     CurveStyle("#882255", ":", "<"),
     CurveStyle("#999933", "-", ">"),
     CurveStyle("#777777", "--", "h"),
-    CurveStyle("#117733", "-.", "*"),
 )
 
 
