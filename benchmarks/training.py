@@ -174,16 +174,31 @@ def run_in_process(
     args: argparse.Namespace, experiment: str, settings: Sequence[bool], argv: list[str]
 ) -> Iterator[dict[str, Any]]:
     """Rows of one experiment as they are measured, one per checkpointing setting; what did not finish says why."""
+    chosen = ["--checkpointing", "both" if len(settings) > 1 else "on" if settings[0] else "off"]
+    command = [sys.executable, __file__, *argv, *chosen, "--device", args.device, "--worker", experiment]
+    cases = [{"experiment": experiment, "checkpointing": checkpointing} for checkpointing in settings]
+    yield from rows_of_process(command, cases, args.time_limit, args.empty_kernel_cache)
+
+
+def rows_of_process(
+    command: Sequence[str], cases: Sequence[dict[str, Any]], time_limit: float, empty_kernel_cache: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Rows of a worker as it measures them; cases that it did not finish get a row that says why.
+
+    Args:
+        command: of the worker. One argument is added: the file that gets a line of JSON per case, in their order.
+        cases: the values that tell the worker's rows apart.
+        time_limit: seconds after which it is stopped.
+        empty_kernel_cache: hide the kernels that Triton and Inductor have on disk.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
         file.touch()
         environ = dict(os.environ)
-        if args.empty_kernel_cache:
+        if empty_kernel_cache:
             environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        chosen = ["--checkpointing", "both" if len(settings) > 1 else "on" if settings[0] else "off"]
-        command = [sys.executable, __file__, *argv, *chosen, "--device", args.device]
-        process = subprocess.Popen([*command, "--worker", experiment, str(file)], env=environ)
-        deadline, done = time.monotonic() + args.time_limit, 0
+        process = subprocess.Popen([*command, str(file)], env=environ)
+        deadline, done = time.monotonic() + time_limit, 0
         problem = None
         try:
             while problem is None:
@@ -194,7 +209,7 @@ def run_in_process(
                     if time.monotonic() >= deadline:
                         process.kill()
                         process.wait()
-                        problem = f"stopped after {args.time_limit:g} s"
+                        problem = f"stopped after {time_limit:g} s"
                 # A line that is being written has no end yet.
                 lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
                 whole = [line for line in lines if line.endswith("\n")]
@@ -204,8 +219,8 @@ def run_in_process(
         finally:
             process.kill()
             process.wait()
-    for checkpointing in settings[done:]:
-        yield {"experiment": experiment, "checkpointing": checkpointing, "status": problem}
+    for case in cases[done:]:
+        yield {**case, "status": problem}
 
 
 # The worker: measures one experiment and appends a line of JSON per checkpointing setting.
@@ -242,7 +257,7 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     """Builds the model as a training run would, and times its steps. `cold`: the first measurement of a process."""
     import torch
 
-    from forgetting_transformer.training import execution, hardware, setup
+    from forgetting_transformer.training import execution, setup
     from forgetting_transformer.training.backends import choose_on_all_ranks
     from forgetting_transformer.training.compilation import Compilation
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
@@ -278,6 +293,34 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
             optimizer.zero_grad()
         return loss.detach()
 
+    times = measure_steps(args, step, inputs_BT.numel(), model.config.flops_per_token(args.seq_len), device, cold)
+    return {
+        "trained": is_run(experiment),
+        "compiled": model._is_compiled,
+        "pruned": getattr(model.config, "log_pruning_tolerance", None) is not None,
+        "backends": {op: backend.text for op, backend in chosen.items()},
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        **times,
+    }
+
+
+def measure_steps(
+    args: argparse.Namespace,
+    step: Callable[[], Any],
+    tokens: int,
+    flops_per_token: float,
+    device: Any,
+    cold: bool,
+) -> dict[str, Any]:
+    """Times of `step`, which returns its loss, after the warm-up: the part of a row that every model has.
+
+    Raises:
+        ArithmeticError: a loss is not finite.
+    """
+    import torch
+
+    from forgetting_transformer.training import hardware
+
     started = time.perf_counter()
     losses = [step().item()]
     if device.type == "cuda":
@@ -293,17 +336,9 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
         if not math.isfinite(loss):
             raise ArithmeticError(f"the loss is {loss}")
 
-    tokens = inputs_BT.numel()
-    flops_per_token = model.config.flops_per_token(args.seq_len)
     rate = tokens / statistics.median(seconds)
     peak = args.peak_flops or hardware.peak_flops(device, args.precision)
-    total = sum(parameter.numel() for parameter in model.parameters())
     return {
-        "trained": is_run(experiment),
-        "compiled": model._is_compiled,
-        "pruned": getattr(model.config, "log_pruning_tolerance", None) is not None,
-        "backends": {op: backend.text for op, backend in chosen.items()},
-        "parameters": total,
         "tokens_per_step": tokens,
         "flops_per_token": flops_per_token,
         "step_seconds": seconds,

@@ -1,4 +1,4 @@
-"""On CUDA: every architecture trains fully compiled, and starts with empty caches are bitwise the same.
+"""On CUDA: every architecture trains fully compiled, and resumes, with empty caches or eager, are bitwise the same.
 
 Models and batches are large enough for TorchInductor to have choices between launch configurations of reductions.
 """
@@ -12,7 +12,7 @@ import torch
 import zarr
 
 from forgetting_transformer.model import registry
-from tests.training.conftest import Job, changed, tiny_config
+from tests.training.conftest import Job, changed, tiny_config, train
 from tests.training.test_compile import assert_same_bits
 
 LENGTH, SEQUENCES, VOCABULARY = 512, 16, 2048
@@ -35,6 +35,7 @@ FIELDS = {
         },
     },
 }
+RECURRENT = ("hgrn2", "mamba2", "samba", "delta_net", "gated_delta_net")
 #: (strategy, processes) that this machine can run.
 RUNS = [("auto", 1)] if torch.cuda.device_count() < 2 else [("auto", 1), ("ddp", 2), ("fsdp", 2)]
 CACHES = """
@@ -90,7 +91,7 @@ def run(config: dict, world_size: int, caches: Path) -> str:
 
 @pytest.mark.parametrize(
     ("name", "strategy", "world_size"),
-    [("forgetting_transformer", *how) for how in RUNS] + [(name, "auto", 1) for name in ("hgrn2", "mamba2", "samba")],
+    [("forgetting_transformer", *how) for how in RUNS] + [(name, "auto", 1) for name in RECURRENT],
 )
 def test_a_resume_with_empty_caches_is_bitwise_the_straight_run(long_corpus, tmp_path, name, strategy, world_size):
     config = large_config(tmp_path / "stopped", long_corpus, name, strategy, world_size)
@@ -101,6 +102,15 @@ def test_a_resume_with_empty_caches_is_bitwise_the_straight_run(long_corpus, tmp
     assert_same_bits(straight["output_dir"], config["output_dir"], 8 * STEP)
     for log in logs:
         assert "not bitwise from here" not in log and "runs uncompiled" not in log
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_an_eager_resume_of_a_recurrent_model_is_bitwise_the_straight_run(long_corpus, tmp_path, name):
+    config = changed(large_config(tmp_path / "stopped", long_corpus, name), train__compile=False)
+    straight = changed(config, output_dir=str(tmp_path / "straight"))
+    for part in (straight, changed(config, train__max_tokens=4 * STEP), config):
+        train(part, accelerator="cuda")
+    assert_same_bits(straight["output_dir"], config["output_dir"], 8 * STEP)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

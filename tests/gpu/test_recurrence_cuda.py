@@ -33,7 +33,9 @@ OPS_AND_DECAYS = [
 HEADS = 3
 
 
-def make_inputs(op: str, length: int, decay: str = "random", dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def make_inputs(
+    op: str, length: int, decay: str = "random", dtype: torch.dtype = torch.bfloat16, heads: int = HEADS
+) -> dict[str, Tensor]:
     """Arguments by name: sequences in `dtype`, gates and initial state in float32."""
     generator = torch.Generator("cuda").manual_seed(length)
 
@@ -46,20 +48,20 @@ def make_inputs(op: str, length: int, decay: str = "random", dtype: torch.dtype 
         A = -torch.arange(1, 17, device="cuda").float().expand(96, 16).clone()
         return {"x": x, "dt": dt, "A": A, "B": B, "C": C, "initial_state": normal(2, 96, 16)}
     key_dim, value_dim = HEAD_DIMS[op]
-    q, k = normal(2, length, HEADS, key_dim), normal(2, length, HEADS, key_dim)
+    q, k = normal(2, length, heads, key_dim), normal(2, length, heads, key_dim)
     inputs = {
         "q": q.to(dtype),
         "k": F.normalize(k, dim=-1).to(dtype),
-        "v": normal(2, length, HEADS, value_dim).to(dtype),
+        "v": normal(2, length, heads, value_dim).to(dtype),
     }
     if "delta_rule" in op or op == "kda":
-        inputs["beta"] = normal(2, length, HEADS).sigmoid()
+        inputs["beta"] = normal(2, length, heads).sigmoid()
     if op != "delta_rule":
-        logit = normal(2, length, HEADS, *((key_dim,) if op in BY_CHANNEL else ()))
+        logit = normal(2, length, heads, *((key_dim,) if op in BY_CHANNEL else ()))
         inputs["log_decay"] = {"random": F.logsigmoid(logit + 2), "none": 0 * logit, "strong": -30 * logit.sigmoid()}[
             decay
         ]
-    return {**inputs, "initial_state": normal(2, HEADS, key_dim, value_dim)}
+    return {**inputs, "initial_state": normal(2, heads, key_dim, value_dim)}
 
 
 def run(function, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -129,6 +131,23 @@ def test_fla_and_its_gradients_agree_with_float64(op, decay, length):
     got = run(public(op), inputs)
     assert got["out"].dtype == torch.bfloat16 and got["state"].dtype == torch.float32
     assert_close(got, want, 1.5e-2, **floors)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("op", HEAD_DIMS)
+def test_random_cases_agree_with_float64(op, seed, monkeypatch):
+    """What a GPU runs, whoever serves it, against PyTorch in float64, and the same bits a second time."""
+    draw = random.Random(seed)
+    monkeypatch.setitem(HEAD_DIMS, op, draw.choice([HEAD_DIMS[op], HEAD_DIMS[op], (64, 64), (96, 192)]))
+    length, heads = draw.choice([2, 17, 63, 64, 130, 257, 600, 1100]), draw.randint(1, 5)
+    decay = "none" if op == "delta_rule" else draw.choice(["random", "random", "none", "strong"])
+    inputs = make_inputs(op, length, decay, heads=heads)
+    want = run(lambda x: by_name(chunked, x), {name: x.double() for name, x in inputs.items()})
+    floors = {"dlog_decay": rounding_of_gate_gradients(want, inputs)} if decay == "strong" else {}
+    got = run(public(op), inputs)
+    assert_close(got, want, 1.5e-2, **floors)
+    again = run(public(op), inputs)
+    assert all(torch.equal(got[name], again[name]) for name in got)
 
 
 @pytest.mark.parametrize(
