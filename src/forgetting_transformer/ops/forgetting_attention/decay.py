@@ -48,6 +48,7 @@ def stretch_kernel(
     stretch = (tl.program_id(0) % num_chunks) * CHUNK + tl.arange(0, CHUNK)
     exists = stretch < num_stretches
     key = stretch[:, None] * STRETCH + within
+    per_key = z * 0 + per_key  # in 64 bits
     counts = (key > lowest) & (key < num_keys)
     log2_f = tl.load(gates + key * per_key, mask=counts, other=0.0).to(tl.float32)
     log2_f = tl.maximum(log2_f, minimum) * 1.4426950408889634
@@ -295,5 +296,5 @@ def gate_gradient_kernel(
     if HAS_FIRST:
         lowest = tl.load(first_key_ptr + (z // heads) * num_queries)
     gradient = tl.where(key > lowest, gradient, 0.0)
-    at = d_log_fgate_ptr + (z // heads) * per_sequence + (z % heads) * per_head + key * per_key
+    at = d_log_fgate_ptr + (z // heads) * per_sequence + (z % heads) * per_head + key * (z * 0 + per_key)
     tl.store(at, gradient.to(d_log_fgate_ptr.dtype.element_ty), mask=key < num_keys)
