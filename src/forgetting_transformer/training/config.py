@@ -88,6 +88,8 @@ class TrainConfig:
     )
     #: Recompute each block's activations in the backward pass instead of keeping them.
     gradient_checkpointing: bool = False
+    #: With it, keep what blocks start from in the host's memory until the backward pass. Without effect on a CPU.
+    block_inputs_on_host: bool = False
     #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer. true, false
     #: or "auto": on for CUDA, off elsewhere; a run that continues does as it did before.
     compile: Any = one_of("auto", True, False)
@@ -100,6 +102,11 @@ class TrainConfig:
     profile_steps: list[int] | None = None
 
     def check(self) -> None:
+        if self.block_inputs_on_host and not self.gradient_checkpointing:
+            raise ConfigError(
+                "train.block_inputs_on_host=true moves what activation checkpointing keeps; set "
+                "train.gradient_checkpointing=true too"
+            )
         steps = self.profile_steps
         if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] < steps[0] + _TRACED_STEPS):
             raise ConfigError(

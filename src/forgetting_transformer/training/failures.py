@@ -95,6 +95,8 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, during: str = "
             ways.append(f"train.grad_acc_tokens={smaller[-1]} (now {now})")
         if not train.gradient_checkpointing:
             ways.append("train.gradient_checkpointing=true")
+        elif not smaller and not train.block_inputs_on_host:
+            ways.append("train.block_inputs_on_host=true")
         if not smaller and world_size % (twice := 2 * config.strategy.context) == 0:
             ways.append(f"strategy.context={twice}")
     sharded = config.strategy.name in ("fsdp", "hsdp")

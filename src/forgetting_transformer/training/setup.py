@@ -192,6 +192,8 @@ def build_model(config: Config, data: DataInfo, initialise: bool = True) -> nn.M
         # Meant for frozen embeddings. Without gradients, in an evaluation, it would give the first block another kind
         # of input, for which torch.compile compiles everything once more.
         model.disable_input_require_grads()
+    if config.train.block_inputs_on_host:
+        model.keep_block_inputs_on_host()
     return model
 
 

@@ -1,0 +1,57 @@
+"""What a forward pass keeps: nothing of blocks that are done, and with activation checkpointing their inputs, here or
+in the host's memory."""
+
+import weakref
+
+import pytest
+import torch
+
+from forgetting_transformer.model import decoder
+from tests.model.small_models import PRO, small
+
+
+def step(model, ids) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids.roll(-1, 1)).loss
+    loss.sum().backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    "architecture, fields", [("forgetting_transformer", PRO), ("hgrn2", {"apply_lower_bounds": True})]
+)
+def test_block_inputs_wait_on_the_host_and_change_nothing(architecture, fields, monkeypatch):
+    model = small(architecture, **fields).train()
+    model.gradient_checkpointing_enable()
+    ids = torch.randint(61, (2, 24))
+    expected = step(model, ids)
+    moved = []
+
+    class Recorded(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(lambda x: moved.append(tuple(x.shape)) or x.clone(), lambda x: x)
+
+    monkeypatch.setattr(decoder, "save_on_cpu", Recorded)
+    model.keep_block_inputs_on_host()
+    actual = step(model, ids)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    # Nothing but what blocks are called with: the hidden states, and what HGRN2's blocks share.
+    width = model.config.hidden_size
+    assert moved.count((2, 24, width)) == model.config.num_hidden_layers
+    assert sum(torch.Size(shape).numel() for shape in moved) <= (2 * 24 + 1) * width * model.config.num_hidden_layers
+
+
+def test_a_block_that_is_done_leaves_nothing_behind_in_an_evaluation():
+    model = small("forgetting_transformer", num_hidden_layers=4).eval()
+    inputs, alive = [], []
+
+    def look(block, arguments) -> None:
+        alive.append([x() is not None for x in inputs])
+        inputs.append(weakref.ref(arguments[0]))
+
+    for block in model.decoder.layers:
+        block.register_forward_pre_hook(look)
+    with torch.no_grad():
+        ids = torch.zeros(1, 8, dtype=torch.long)
+        model(input_ids=ids, labels=ids)
+    assert alive == [[], [False], [False, False], [False, False, False]]
