@@ -360,3 +360,12 @@ def test_projections_of_one_input_are_one_product_for_a_compiler(monkeypatch, la
     handle = layer.q_proj.register_forward_hook(lambda *_: None)
     assert products(compiled)[0] == separate  # a hook must get its calls
     handle.remove()
+
+
+def test_biases_of_projections_that_are_computed_together_are_added_in_float64_there(monkeypatch):
+    monkeypatch.setattr(layers, "MIN_TOKENS_TOGETHER", 1)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    linears = [torch.nn.Linear(4, 3, dtype=torch.float64) for _ in range(2)]
+    x = torch.randn(1, 5, 4, dtype=torch.float64)
+    for linear, y in layers.linear_together(x, linears).items():
+        torch.testing.assert_close(y, linear(x), rtol=0, atol=1e-12)

@@ -151,16 +151,17 @@ def linear_together(x_BTE: Tensor, linears: Sequence[nn.Linear]) -> dict[nn.Modu
     """Outputs of linear layers of one input as one matrix product, for `apply_linear`; empty where they are separate.
 
     Compiled, with many tokens, the weights are stacked: large products are faster, and the gradients of x need no sum
-    over the layers in memory. Biases are then added in float32. A layer that is more than an `nn.Linear` (hooks, LoRA,
-    8-bit weights) leaves all of them separate.
+    over the layers in memory. Biases are then added in float32 or wider. A layer that is more than an `nn.Linear`
+    (hooks, LoRA, 8-bit weights) leaves all of them separate.
     """
     tokens = x_BTE.shape[:-1].numel()
     if not (torch.compiler.is_compiling() and tokens >= MIN_TOKENS_TOGETHER and all(map(_is_plain, linears))):
         return {}
     weight = torch.cat([linear.weight for linear in linears])
     outputs = F.linear(x_BTE, weight).split([linear.out_features for linear in linears], dim=-1)
+    wide = torch.promote_types(outputs[0].dtype, torch.float32)
     return {
-        linear: y if linear.bias is None else (y.float() + linear.bias).to(y.dtype)
+        linear: y if linear.bias is None else (y.to(wide) + linear.bias).to(y.dtype)
         for y, linear in zip(outputs, linears, strict=True)
     }
 
