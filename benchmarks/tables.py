@@ -264,10 +264,12 @@ def scaling(results: Results) -> str:
         for row in done:
             same = [r for r in done if all(r[key] == row[key] for key in ("experiment", "micro_batches"))]
             alone = next((r["tokens_per_second"] for r in same if r["case"] == "one"), None)
+            batch = file["settings"].get("batch_size", 1)  # the first files do not say it
+            tokens = row["micro_batches"] * batch * file["settings"]["seq_len"]
             rows.append([
-                _sized_name(row["experiment"]), f"{row['micro_batches']} × {file['settings']['batch_size']}",
+                _sized_name(row["experiment"]), f"{row['micro_batches']} × {batch}",
                 names[row["case"]],
-                f"{1000 * statistics.mean(row['step_seconds']):.1f}", f"{row['tokens_per_second']:,.0f}",
+                f"{1000 * tokens / row['tokens_per_second']:.1f}", f"{row['tokens_per_second']:,.0f}",
                 _optional(alone, lambda rate, row=row: f"{row['tokens_per_second'] / rate:.1%}".replace("%", " %")),
                 *(_optional(row.get(f"{key}_ms"), "{:.1f}".format) for key in ("exposed", "hidden", "idle")),
                 _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}"),
