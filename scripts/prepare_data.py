@@ -10,7 +10,11 @@ from forgetting_transformer import command_line
 
 with command_line.interruptible("interrupted: the same command continues"):
     from forgetting_transformer.data.prepare import CorpusError, CorpusSettings, prepare_corpus
-    from forgetting_transformer.data.prepare.settings import DEFAULT_HELDOUT_FRACTION
+    from forgetting_transformer.data.prepare.settings import (
+        DEFAULT_DEDUP,
+        DEFAULT_DEDUP_WORDS,
+        DEFAULT_HELDOUT_FRACTION,
+    )
 
 EPILOG = """\
 examples:
@@ -26,9 +30,10 @@ examples:
 
 what happens to the texts:
   Texts are read in path order (files and folders sorted by name; records in file order), exact duplicates are
-  dropped, and the rest is joined, an end-of-text token after each, and cut into rows of --doc_len tokens. So files
-  of one folder share a row, a long text spans several rows, and long-range structure is real. Whole folders or files
-  are held out, so heldout.zarr shares no text with train.zarr. The order of rows is random (--seed).
+  dropped, with --dedup near-duplicates too, and the rest is joined, an end-of-text token after each, and cut into
+  rows of --doc_len tokens. So files of one folder share a row, a long text spans several rows, and long-range
+  structure is real. Whole folders or files are held out, so heldout.zarr shares no text with train.zarr. The order of
+  rows is random (--seed).
 
   Killed? The same command continues. Finished? The same command does nothing. The arrays do not depend on --workers.
 
@@ -44,6 +49,15 @@ def number_of_bytes(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not an amount of bytes such as 500000, 30MB or 1.5GB")
     return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def similarity(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a similarity such as {DEFAULT_DEDUP}; files and folders come before --dedup, or give both"
+        ) from None
 
 
 def available_cpus() -> int:
@@ -82,6 +96,21 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--split", default="train", dest="dataset_split", metavar="NAME", help="its split (default: train)")
     add("--max_bytes", type=number_of_bytes, metavar="N", help="stop after this much text, for example 30MB")
     add("--keep_duplicates", action="store_true", help="keep texts that are equal to an earlier one")
+    add(
+        "--dedup",
+        type=similarity,
+        nargs="?",
+        const=DEFAULT_DEDUP,
+        metavar="SIMILARITY",
+        help="also leave out texts that resemble an earlier one: the share of runs of words that two texts have in "
+        f"common, estimated by MinHash, is at least SIMILARITY (default: {DEFAULT_DEDUP})",
+    )
+    add(
+        "--dedup_words",
+        type=int,
+        metavar="N",
+        help=f"words of such a run (default: {DEFAULT_DEDUP_WORDS})",
+    )
 
     add = parser.add_argument_group("output").add_argument
     add("--out", required=True, type=command_line.path, help="folder for the arrays, the tokenizer and manifest.json")

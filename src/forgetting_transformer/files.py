@@ -51,6 +51,14 @@ def replacing(path: Path, *, durable: bool = True, beside: Path | None = None) -
         flush(path.parent)
 
 
+def append_durably(path: Path, data: bytes) -> None:
+    """Appends, and returns when the disk has it."""
+    with path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = True) -> None:
     """Replaces a file's contents by a text (UTF-8) or bytes; see `replacing`."""
     with replacing(path, durable=durable) as stream:

@@ -3,6 +3,7 @@
 The walk through the modules is the walk of a text:
 
     sources.py      files and data sets -> texts -> pieces, in path order, duplicates dropped
+    near_duplicates.py   which texts resemble an earlier one
     tokenizers.py   train, load or build the tokenizer; text -> token ids
     stream.py       pieces -> one long token stream on disk, in parallel, restartable
     packing.py      token stream -> which tokens make which row of which array

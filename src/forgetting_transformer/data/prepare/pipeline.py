@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.data.prepare import packing, sources, stream, tokenizers, writing
+from forgetting_transformer.data.prepare import near_duplicates, packing, sources, stream, tokenizers, writing
 from forgetting_transformer.data.prepare.errors import CorpusError, writing_under
+from forgetting_transformer.data.prepare.near_duplicates import NearDuplicates
 from forgetting_transformer.data.prepare.pool import open_pool
 from forgetting_transformer.data.prepare.settings import LAYOUT_SETTINGS, CorpusSettings
 from forgetting_transformer.data.prepare.summary import summary_lines
@@ -36,6 +37,7 @@ PACKAGES = (
     "transformers",
     "numpy",
     "zarr",
+    "datasketch",
 )  # whose versions the manifest names
 PARTS = ("tokenizer", "train.zarr", "heldout.zarr", "train.sha256", "heldout.sha256")  # in OUT beside manifest.json
 Say = Callable[[str], None]
@@ -152,7 +154,7 @@ def _begin_or_continue(settings: CorpusSettings, out: Path, work: Path, say: Say
         written = _read_object(begun)
         different = settings.different_from(written)
         layout_only = set(different) <= set(LAYOUT_SETTINGS)
-        if layout_only or _has_tokens(work):  # else a first try failed early, and nothing of it is worth keeping
+        if layout_only or _has_work(work):  # else a first try failed early, and nothing of it is worth keeping
             if not layout_only or (work / "manifest.json").exists():
                 settings.refuse_if_different(written, out)
             if different:
@@ -168,14 +170,17 @@ def _begin_or_continue(settings: CorpusSettings, out: Path, work: Path, say: Say
             "Give another --out, or --force to delete it."
         )
     sources.check_inputs(settings)
+    if settings.dedup is not None:
+        near_duplicates.check_installed()
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     _write_json(begun, settings.as_json())
 
 
-def _has_tokens(work: Path) -> bool:
-    tokens = work / "stream" / "tokens.bin"
-    return tokens.exists() and tokens.stat().st_size > 0
+def _has_work(work: Path) -> bool:
+    """Whether texts have been encoded, or sketched for their near-duplicates."""
+    files = (work / "stream" / "tokens.bin", work / "sketches" / "sketches.bin")
+    return any(file.exists() and file.stat().st_size > 0 for file in files)
 
 
 def _delete_arrays(work: Path) -> None:
@@ -199,8 +204,9 @@ def _publish(work: Path, out: Path) -> None:
 def _build(settings: CorpusSettings, out: Path, work: Path, workers: int) -> dict[str, Any]:
     started = time.monotonic()
     with open_pool(workers) as pool:
-        info = _make_tokenizer(settings, out, work)
-        counted = _make_stream(settings, out, work, info, pool, workers)
+        near = _find_near_duplicates(settings, out, work, pool, workers)
+        info = _make_tokenizer(settings, out, work, near)
+        counted = _make_stream(settings, out, work, info, near, pool, workers)
         split = _split(settings, work)
         arrays, entropy = _make_arrays(settings, split, work, info, pool, workers)
     seconds = time.monotonic() - started
@@ -234,7 +240,23 @@ def _build(settings: CorpusSettings, out: Path, work: Path, workers: int) -> dic
     }
 
 
-def _make_tokenizer(settings: CorpusSettings, out: Path, work: Path) -> tokenizers.TokenizerInfo:
+def _find_near_duplicates(
+    settings: CorpusSettings, out: Path, work: Path, pool: Executor, workers: int
+) -> NearDuplicates | None:
+    """None where nobody asked for it."""
+    if settings.dedup is None:
+        return None
+    complete = work / "near_duplicates.json"
+    if not complete.exists():
+        with Progress("looking for near-duplicates", sources.input_bytes(settings, out), "B") as progress:
+            found = near_duplicates.find(settings, out, work / "sketches", pool, workers, progress)
+        _write_json(complete, found.as_json())
+    return NearDuplicates.from_json(json.loads(complete.read_text()))
+
+
+def _make_tokenizer(
+    settings: CorpusSettings, out: Path, work: Path, near: NearDuplicates | None
+) -> tokenizers.TokenizerInfo:
     folder, described = work / "tokenizer", work / "tokenizer.json"
     if not described.exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -242,7 +264,7 @@ def _make_tokenizer(settings: CorpusSettings, out: Path, work: Path) -> tokenize
         if settings.tokenizer == "bytes":
             tokenizers.save_built(tokenizers.byte_tokenizer(), folder)
         elif settings.tokenizer.startswith("train:"):
-            sample, input_hash = _take_sample(settings, out)
+            sample, input_hash = _take_sample(settings, out, near)
             trained = tokenizers.train_tokenizer(sample.texts(), settings.trained_vocab_size())
             tokenizers.save_built(trained, folder)
         else:
@@ -252,11 +274,11 @@ def _make_tokenizer(settings: CorpusSettings, out: Path, work: Path) -> tokenize
     return tokenizers.TokenizerInfo(**json.loads(described.read_text())["info"])
 
 
-def _take_sample(settings: CorpusSettings, out: Path) -> tuple[tokenizers.Sample, str]:
+def _take_sample(settings: CorpusSettings, out: Path, near: NearDuplicates | None) -> tuple[tokenizers.Sample, str]:
     """Read the whole input once; also return its hash, to notice if it changes before it is encoded."""
     sample, digests, tally = tokenizers.Sample(), [], sources.Tally()
     with Progress("sampling text for the tokenizer", sources.input_bytes(settings, out), "B") as progress:
-        for shard in stream.make_shards(sources.read_pieces(settings, out, tally)):
+        for shard in stream.make_shards(_pieces(settings, out, tally, near)):
             digests.append(shard.digest)
             for text in shard.texts:
                 sample.add(text)
@@ -266,11 +288,27 @@ def _take_sample(settings: CorpusSettings, out: Path) -> tuple[tokenizers.Sample
     return sample, stream.combined_digest(digests)
 
 
+def _pieces(
+    settings: CorpusSettings, out: Path, tally: sources.Tally, near: NearDuplicates | None
+) -> Iterator[sources.Piece]:
+    """All text that stays."""
+    if near is None:
+        yield from sources.read_pieces(settings, out, tally)
+        return
+    yield from sources.read_pieces(settings, out, tally, near.digests)
+    if tally.kept.hexdigest() != near.kept:
+        raise CorpusError(
+            "the input changed after near-duplicates were looked for in it. Run the same command with --force to "
+            "start over."
+        )
+
+
 def _make_stream(
     settings: CorpusSettings,
     out: Path,
     work: Path,
     info: tokenizers.TokenizerInfo,
+    near: NearDuplicates | None,
     pool: Executor,
     workers: int,
 ) -> dict[str, Any]:
@@ -281,7 +319,7 @@ def _make_stream(
     tally = sources.Tally()
     tokens = stream.TokenStream(work / "stream", info.dtype)
     with Progress("tokenising", sources.input_bytes(settings, out), "B") as progress:
-        pieces = sources.read_pieces(settings, out, tally)
+        pieces = _pieces(settings, out, tally, near)
         texts = stream.write_stream(pieces, tokens, work / "tokenizer", info, pool, workers, progress)
     if len(texts.tokens) == 0:
         raise _nothing_to_read(settings, tally)

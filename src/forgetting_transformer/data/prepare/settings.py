@@ -10,6 +10,8 @@ from typing import Any, Literal
 from forgetting_transformer.data.prepare.errors import CorpusError
 
 DEFAULT_HELDOUT_FRACTION = 0.01
+DEFAULT_DEDUP = 0.8
+DEFAULT_DEDUP_WORDS = 5
 MIN_TRAINED_VOCAB = 257  # the 256 bytes and <|endoftext|>
 MAX_TRAINED_VOCAB = 1 << 20  # the trainer takes memory for all of it before the first merge
 # Settings that only the arrays depend on: an interrupted run keeps its tokens when one of these is changed.
@@ -29,6 +31,8 @@ class CorpusSettings:
         include: patterns a file found in a folder must match one of (empty: every file).
         exclude: patterns of files and folders to leave out.
         keep_duplicates: keep texts that are equal to an earlier one.
+        dedup: leave out texts whose similarity to an earlier one is at least this (near_duplicates.py); None: do not.
+        dedup_words: consecutive words that are compared as one.
         max_bytes: stop after this much text (UTF-8 bytes), at the end of a piece of at most a mebibyte.
         tokenizer: `bytes`, `train:N`, a local folder, or a Hugging Face hub id.
         doc_len: tokens per row.
@@ -47,6 +51,8 @@ class CorpusSettings:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     keep_duplicates: bool = False
+    dedup: float | None = None
+    dedup_words: int | None = None
     max_bytes: int | None = None
     tokenizer: str = "train:32768"
     doc_len: int = 65536
@@ -64,6 +70,8 @@ class CorpusSettings:
         object.__setattr__(self, "inputs", absolute)
         if self.heldout_docs is None and self.heldout_fraction is None:
             object.__setattr__(self, "heldout_fraction", DEFAULT_HELDOUT_FRACTION)
+        if self.dedup is not None and self.dedup_words is None:
+            object.__setattr__(self, "dedup_words", DEFAULT_DEDUP_WORDS)
         if self.tokenizer != "bytes" and os.path.isdir(self.tokenizer):
             object.__setattr__(self, "tokenizer", os.path.abspath(self.tokenizer))
         self._check()
@@ -77,7 +85,14 @@ class CorpusSettings:
             raise CorpusError(f"--heldout_fraction must lie between 0 and 1, got {self.heldout_fraction}.")
         if self.zarr_format not in (2, 3):
             raise CorpusError(f"--zarr_format must be 2 or 3, got {self.zarr_format}.")
-        for name in ("doc_len", "heldout_docs", "max_bytes", "chunk_docs", "chunk_tokens"):
+        if self.dedup is not None:
+            if not 0.5 <= self.dedup < 1:
+                raise CorpusError(f"--dedup must be a similarity from 0.5 to below 1, such as 0.8; got {self.dedup}.")
+            if self.keep_duplicates:
+                raise CorpusError("--dedup leaves duplicates out and --keep_duplicates keeps them: give one of them.")
+        elif self.dedup_words is not None:
+            raise CorpusError(f"--dedup_words {self.dedup_words} needs --dedup.")
+        for name in ("doc_len", "dedup_words", "heldout_docs", "max_bytes", "chunk_docs", "chunk_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise CorpusError(f"--{name} must be at least 1, got {value}.")

@@ -26,6 +26,7 @@ RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 WHOLE_FILE_BYTES = 16 << 20
 PIECE_CHARS = 1 << 20
 PARQUET_ROWS = 256
+NEAR_DUPLICATE = "near-duplicate of an earlier text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +37,13 @@ class Text:
         path: input, folders, file, and the record number in JSONL, Parquet and data sets. Unique per text.
         body: the text, or the UTF-8 file that holds it where that is too large to read at once.
         digest: 16-byte hash of the UTF-8 bytes.
+        n_bytes: how many there are.
     """
 
     path: tuple[str, ...]
     body: str | Path
     digest: bytes
+    n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,13 @@ class Tally:
         per_input: for each input: files opened, texts kept, UTF-8 bytes kept.
         dropped: reason -> number of files, folders or texts left out.
         stopped_early: True if `max_bytes` ended the pass.
+        kept: hash of the digests of the texts kept, in order.
     """
 
     per_input: dict[str, Counter[str]] = field(default_factory=dict)
     dropped: Counter[str] = field(default_factory=Counter)
     stopped_early: bool = False
+    kept: Any = field(default_factory=lambda: hashlib.blake2b(digest_size=16))
 
     def count(self, name: str, what: str, amount: int = 1) -> None:
         self.per_input.setdefault(name, Counter(files=0, texts=0, bytes=0))[what] += amount
@@ -74,8 +79,8 @@ class Tally:
         return sum(counts[what] for counts in self.per_input.values())
 
 
-def read_pieces(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[Piece]:
-    """Yield every kept text in order, cut into pieces; count into `tally`.
+def distinct_texts(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[Text]:
+    """Yield every text in order, each once unless `keep_duplicates`; count what is left out into `tally`.
 
     `out` is where the corpus is written: it is left out if it lies inside an input folder.
     """
@@ -86,8 +91,20 @@ def read_pieces(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[P
                 tally.dropped["duplicate of an earlier text"] += 1
                 continue
             seen.add(text.digest)
+        yield text
+
+
+def read_pieces(
+    settings: CorpusSettings, out: Path, tally: Tally, near_duplicates: frozenset[bytes] = frozenset()
+) -> Iterator[Piece]:
+    """Yield every kept text in order, cut into pieces; count into `tally`. Texts of these digests are left out."""
+    for text in distinct_texts(settings, out, tally):
+        if text.digest in near_duplicates:
+            tally.dropped[NEAR_DUPLICATE] += 1
+            continue
         tally.count(text.path[0], "texts")
-        for piece, is_last in _mark_last(_cut(_chunks(text.body))):
+        tally.kept.update(text.digest)
+        for piece, is_last in _mark_last(cut_body(text.body)):
             n_bytes = len(piece.encode())
             tally.count(text.path[0], "bytes", n_bytes)
             full = settings.max_bytes is not None and tally.total("bytes") >= settings.max_bytes
@@ -198,7 +215,7 @@ def _text_file(path: tuple[str, ...], file: Path, tally: Tally) -> Text | None:
     """The file as a text, or None with the reason counted. Bytes are kept as they are: no newline translation."""
     hasher = hashlib.blake2b(digest_size=16)
     decoder = codecs.getincrementaldecoder("utf-8")()
-    blank = True
+    blank, n_bytes = True, 0
     try:
         with reading(file), file.open("rb") as stream:
             small = os.fstat(stream.fileno()).st_size <= WHOLE_FILE_BYTES
@@ -207,6 +224,7 @@ def _text_file(path: tuple[str, ...], file: Path, tally: Tally) -> Text | None:
                     tally.dropped["binary file"] += 1
                     return None
                 hasher.update(block)
+                n_bytes += len(block)
                 decoded = decoder.decode(block)
                 blank = blank and (not decoded or decoded.isspace())
         tail = decoder.decode(b"", final=True)
@@ -216,7 +234,7 @@ def _text_file(path: tuple[str, ...], file: Path, tally: Tally) -> Text | None:
     if blank:
         tally.dropped["empty text"] += 1
         return None
-    return Text(path, decoded + tail if small else file, hasher.digest())
+    return Text(path, decoded + tail if small else file, hasher.digest(), n_bytes)
 
 
 def _records(rows: Iterator[Any], path: tuple[str, ...], tally: Tally) -> Iterator[Text]:
@@ -230,7 +248,8 @@ def _records(rows: Iterator[Any], path: tuple[str, ...], tally: Tally) -> Iterat
         except UnicodeEncodeError:  # JSON may hold half of a surrogate pair, which no UTF-8 text can
             tally.dropped["not valid Unicode"] += 1
             continue
-        yield Text((*path, f"record {number}"), row, hashlib.blake2b(encoded, digest_size=16).digest())
+        digest = hashlib.blake2b(encoded, digest_size=16).digest()
+        yield Text((*path, f"record {number}"), row, digest, len(encoded))
 
 
 def _json_rows(file: Path, text_field: str) -> Iterator[str | None]:
@@ -314,6 +333,11 @@ def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
 
 
 # Cutting into pieces ------------------------------------------------------------------------------------------
+
+
+def cut_body(body: str | Path) -> Iterator[str]:
+    """A text in pieces of at most PIECE_CHARS."""
+    return _cut(_chunks(body))
 
 
 def _chunks(body: str | Path) -> Iterator[str]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from forgetting_transformer.data.prepare.sources import Piece
 from forgetting_transformer.data.prepare.tokenizers import Encoder, TokenizerInfo
+from forgetting_transformer.files import append_durably as _append
 from forgetting_transformer.files import write_atomically
 from forgetting_transformer.progress import Progress
 
@@ -197,13 +198,6 @@ class TokenStream:
     def lengths(self, index: int) -> np.ndarray:
         start, stop = self._ends(index)[1], self._ends(index + 1)[1]
         return np.fromfile(self.lengths_path, "<u4", count=stop - start, offset=start * 4)
-
-
-def _append(path: Path, data: bytes) -> None:
-    with path.open("ab") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class _TextTableBuilder:

@@ -1,0 +1,253 @@
+"""Which texts are near-duplicates of an earlier one: MinHash sketches in parallel, one decision after another.
+
+A text is the set of its runs of `dedup_words` consecutive words. Two texts are near-duplicates if their sets have an
+estimated Jaccard similarity (shared runs / all runs) of at least `dedup`: the share of equal values in two sketches of
+`SKETCH` values (Broder 1997), whose standard error is at most 0.045. Only pairs that locality-sensitive hashing
+proposes are compared. The first text in reading order stays.
+
+Workers make the sketches, which are kept on disk and survive a kill. The parent compares, in reading order, and holds
+the hash tables, about 4.5 kB of memory per text that stays.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forgetting_transformer.data.prepare import sources
+from forgetting_transformer.data.prepare.errors import CorpusError
+from forgetting_transformer.data.prepare.settings import CorpusSettings
+from forgetting_transformer.data.prepare.stream import SHARD_BYTES
+from forgetting_transformer.files import append_durably, write_atomically
+from forgetting_transformer.progress import Progress
+
+SKETCH = 128
+#: Of false candidates and missed pairs: a false candidate costs one comparison, a missed pair is a duplicate kept.
+_WEIGHTS = (0.1, 0.9)
+# The permutations of a sketch are a function of these, in every release of datasketch 2.
+_SCHEME = "affine32"
+_WORD = re.compile(r"\w+")
+#: Runs of words that are hashed at once.
+_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class NearDuplicates:
+    """What a search found.
+
+    Attributes:
+        digests: of the near-duplicates, without the texts that are equal to an earlier one.
+        kept: hash of the digests of all texts that stay, in order.
+    """
+
+    digests: frozenset[bytes]
+    kept: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {"near_duplicates": sorted(digest.hex() for digest in self.digests), "kept": self.kept}
+
+    @classmethod
+    def from_json(cls, written: dict[str, Any]) -> "NearDuplicates":
+        return cls(frozenset(map(bytes.fromhex, written["near_duplicates"])), written["kept"])
+
+
+def check_installed() -> None:
+    """
+    Raises:
+        CorpusError: datasketch is missing, or of a version with other sketches.
+    """
+    try:
+        version = metadata.version("datasketch")
+    except metadata.PackageNotFoundError:
+        version = "none"
+    if version.partition(".")[0] != "2":
+        raise CorpusError(
+            f"--dedup needs datasketch 2, and {version} is installed: pip install 'forgetting-transformer[data]'."
+        )
+
+
+# In the workers -----------------------------------------------------------------------------------------------
+
+
+def sketch_texts(bodies: list[str | Path], words: int) -> np.ndarray:
+    """Sketches of texts, uint32 `(texts, SKETCH)`; runs in a worker process."""
+    from datasketch import MinHash
+
+    empty = MinHash(SKETCH, scheme=_SCHEME, hashfunc=_hash)
+    sketches = np.empty((len(bodies), SKETCH), dtype="<u4")
+    for row, body in zip(sketches, bodies, strict=True):
+        sketch = empty.copy()
+        for piece in sources.cut_body(body):
+            runs = iter(_runs(piece, words))
+            while batch := list(islice(runs, _BATCH)):
+                sketch.update_batch(batch)
+        row[:] = sketch.hashvalues
+    return sketches
+
+
+def _runs(text: str, n: int) -> set[str]:
+    """All runs of `n` consecutive words; of a text with fewer words, the text itself."""
+    words = _WORD.findall(text)
+    return {" ".join(words[i : i + n]) for i in range(len(words) - n + 1)} or {text}
+
+
+def _hash(run: str) -> int:
+    return int.from_bytes(hashlib.blake2b(run.encode(), digest_size=4).digest(), "little")
+
+
+# In the parent ------------------------------------------------------------------------------------------------
+
+
+class _Sketches:
+    """Sketches on disk in `folder`: `sketches.bin`, and `batches.jsonl` with a line per batch of texts."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self.log_path = folder / "sketches.bin", folder / "batches.jsonl"
+        for path in (self.path, self.log_path):
+            path.touch()
+        self.batches: list[dict[str, Any]] = []
+        n_texts = self.path.stat().st_size // (4 * SKETCH)
+        for line in self.log_path.read_text().splitlines(keepends=True):
+            if not line.endswith("\n") or json.loads(line)["end"] > n_texts:  # the kill fell into the middle of it
+                break
+            self.batches.append(json.loads(line))
+        self.keep(len(self.batches))
+
+    def keep(self, n_batches: int) -> None:
+        """Forget all batches after the first `n_batches`, and what a kill left behind them."""
+        self.batches = self.batches[:n_batches]
+        write_atomically(self.log_path, "".join(json.dumps(batch) + "\n" for batch in self.batches))
+        os.truncate(self.path, self._end(n_batches) * 4 * SKETCH)
+
+    def _end(self, n_batches: int) -> int:
+        """Texts in the first `n_batches` batches."""
+        return self.batches[n_batches - 1]["end"] if n_batches else 0
+
+    def has(self, number: int, digest: str) -> bool:
+        return number < len(self.batches) and self.batches[number]["digest"] == digest
+
+    def append(self, digest: str, sketches: np.ndarray) -> None:
+        """Commit one batch: the data is on the disk before the line that says so."""
+        batch = {"digest": digest, "end": self._end(len(self.batches)) + len(sketches)}
+        append_durably(self.path, sketches.tobytes())
+        append_durably(self.log_path, (json.dumps(batch) + "\n").encode())
+        self.batches.append(batch)
+
+    def read(self, number: int) -> np.ndarray:
+        """Sketches of a batch, `(texts, SKETCH)`."""
+        first, end = self._end(number), self._end(number + 1)
+        return self._rows(first, end - first)
+
+    def of_text(self, number: int) -> np.ndarray:
+        """The sketch of one text, `(SKETCH,)`."""
+        return self._rows(number, 1)[0]
+
+    def _rows(self, first: int, count: int) -> np.ndarray:
+        rows = np.fromfile(self.path, "<u4", count=count * SKETCH, offset=first * 4 * SKETCH)
+        return rows.reshape(count, SKETCH)
+
+
+class _Search:
+    """Takes texts in reading order and decides about each."""
+
+    def __init__(self, threshold: float, max_bytes: int | None, sketches: _Sketches) -> None:
+        from datasketch import MinHash, MinHashLSH
+
+        self.threshold, self.max_bytes, self.sketches = threshold, max_bytes, sketches
+        # Its values are replaced by each text's: the tables take a MinHash and keep hashes of parts of its values.
+        self.probe = MinHash(SKETCH, scheme=_SCHEME)
+        self.tables = MinHashLSH(threshold, SKETCH, weights=_WEIGHTS, hashfunc=_short)
+        self.near: set[bytes] = set()
+        self.kept = hashlib.blake2b(digest_size=16)
+        self.n_texts = self.n_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the texts that stay reach `max_bytes`, so that no other is needed."""
+        return self.max_bytes is not None and self.n_bytes >= self.max_bytes
+
+    def add(self, batch: list[sources.Text], sketches: np.ndarray) -> None:
+        for text, sketch in zip(batch, sketches, strict=True):
+            if self.is_full:
+                return
+            self.probe.hashvalues = sketch
+            candidates = self.tables.query(self.probe)
+            if any(self._alike(sketch, self.sketches.of_text(number)) for number in candidates):
+                self.near.add(text.digest)
+            else:
+                self.tables.insert(self.n_texts, self.probe, check_duplication=False)
+                self.kept.update(text.digest)
+                self.n_bytes += text.n_bytes
+            self.n_texts += 1
+
+    def _alike(self, one: np.ndarray, other: np.ndarray) -> bool:
+        return float(np.mean(one == other)) >= self.threshold
+
+
+def _short(values: bytes) -> bytes:
+    return hashlib.blake2b(values, digest_size=8).digest()
+
+
+def find(
+    settings: CorpusSettings, out: Path, folder: Path, pool: Executor, workers: int, progress: Progress
+) -> NearDuplicates:
+    """Read the input once, up to `max_bytes` of text that stays, and find the near-duplicates in it.
+
+    Args:
+        folder: for the sketches; those of an interrupted run are used again where the texts are the same.
+    """
+    assert settings.dedup is not None and settings.dedup_words is not None
+    sketches = _Sketches(folder)
+    search = _Search(settings.dedup, settings.max_bytes, sketches)
+    waiting: deque[tuple[list[sources.Text], str, Future[np.ndarray]]] = deque()
+
+    def decide(number: int, batch: list[sources.Text]) -> None:
+        search.add(batch, sketches.read(number))
+        progress.advance(sum(text.n_bytes for text in batch))
+
+    def commit_oldest() -> None:
+        batch, digest, future = waiting.popleft()
+        sketches.append(digest, future.result())
+        decide(len(sketches.batches) - 1, batch)
+
+    for number, batch in enumerate(_batches(sources.distinct_texts(settings, out, sources.Tally()))):
+        digest = hashlib.blake2b(b"".join(text.digest for text in batch), digest_size=16).hexdigest()
+        if search.is_full:
+            break
+        if sketches.has(number, digest):
+            decide(number, batch)
+            continue
+        if number < len(sketches.batches):  # the texts changed since the kill, here or earlier
+            sketches.keep(number)
+        bodies = [text.body for text in batch]
+        waiting.append((batch, digest, pool.submit(sketch_texts, bodies, settings.dedup_words)))
+        if len(waiting) >= 2 * workers:
+            commit_oldest()
+    while waiting:
+        commit_oldest()
+    return NearDuplicates(frozenset(search.near), search.kept.hexdigest())
+
+
+def _batches(texts: Iterator[sources.Text]) -> Iterator[list[sources.Text]]:
+    """Consecutive texts of about SHARD_BYTES."""
+    batch: list[sources.Text] = []
+    n_bytes = 0
+    for text in texts:
+        batch.append(text)
+        n_bytes += text.n_bytes
+        if n_bytes >= SHARD_BYTES:
+            yield batch
+            batch, n_bytes = [], 0
+    if batch:
+        yield batch
