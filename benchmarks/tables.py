@@ -37,6 +37,7 @@ NAMES = {
     "demo/delta_net": "DeltaNet",
     "demo/gated_delta_net": "Gated DeltaNet",
     "demo/kda": "KDA",
+    "demo/path_fox": "PaTH-FoX",
     "demo/samba": "Samba",
 }
 GATES = {"half": "all ½", "spread": "time constants 4…10⁶", "one": "all 1"}

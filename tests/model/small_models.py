@@ -42,6 +42,7 @@ SMALL_FIELDS = {
         "time_step_max": 1.0,
         "pad_token_id": None,
     },
+    "path_fox": {"num_heads": 2, "initializer_range": 0.4},
     "samba": {
         "num_hidden_layers": 4,
         "state_size": 4,

@@ -35,6 +35,7 @@ MODELS = {
     "delta_net": ("delta_net", {"use_gate": True}),
     "gated_delta_net": ("gated_delta_net", {}),
     "kda": ("kda", {}),
+    "path_fox": ("path_fox", {}),
     "hgrn2": ("hgrn2", {}),
     "hgrn2_bounded": ("hgrn2", {"apply_lower_bounds": True}),
     "mamba2": ("mamba2", {}),

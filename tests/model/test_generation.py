@@ -34,6 +34,7 @@ MODELS = {
     "delta_net": ("delta_net", {}),
     "gated_delta_net": ("gated_delta_net", {}),
     "kda": ("kda", {}),
+    "path_fox": ("path_fox", {}),
     "hybrid": ("hybrid", {}),
 }
 CROPPABLE = ("fox pro rope", "transformer", "transformer gqa window")

@@ -216,6 +216,7 @@ def recorded_uses(model, dtype, monkeypatch) -> list[tuple]:
     for architecture in ("mamba2", "hgrn2", "delta_net", "gated_delta_net", "kda"):
         module = importlib.import_module(f"forgetting_transformer.model.{architecture}")
         record(module, "recurrence", "recurrence")
+    record(importlib.import_module("forgetting_transformer.model.path_fox"), "path_attention", "path_attention")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         model.train()(input_ids=torch.randint(1, 61, (1, 8)))
     return calls

@@ -237,7 +237,7 @@ def test_a_folder_with_other_files_is_refused(climb, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model", ["delta_net", "gated_delta_net", "hgrn2", "kda", "mamba2", "samba", "transformer_llama"]
+    "model", ["delta_net", "gated_delta_net", "hgrn2", "kda", "mamba2", "path_fox", "samba", "transformer_llama"]
 )
 def test_every_architecture_can_be_shrunk(climb, model):
     """Those whose scale has other numbers of blocks and heads, too: it divides those."""

@@ -36,6 +36,7 @@ MODELS = {
     "samba": KnownModel("Samba", 8),
     "transformer_swa": KnownModel("Transformer (SWA)", 9),
     "kda": KnownModel("KDA", 9),
+    "path_fox": KnownModel("PaTH-FoX", 8),
 }
 
 

@@ -18,6 +18,7 @@ from forgetting_transformer.model.hgrn2 import HGRN2Config, HGRN2ForCausalLM, HG
 from forgetting_transformer.model.hybrid import HybridConfig, HybridForCausalLM, HybridModel
 from forgetting_transformer.model.kda import KDAConfig, KDAForCausalLM, KDAModel
 from forgetting_transformer.model.mamba2 import Mamba2Config, Mamba2ForCausalLM, Mamba2Model
+from forgetting_transformer.model.path_fox import PathFoxConfig, PathFoxForCausalLM, PathFoxModel
 from forgetting_transformer.model.samba import SambaConfig, SambaForCausalLM, SambaModel
 from forgetting_transformer.model.transformer import TransformerConfig, TransformerForCausalLM, TransformerModel
 
@@ -34,6 +35,7 @@ registry.register("hgrn2", HGRN2Config, HGRN2Model, HGRN2ForCausalLM)
 registry.register("delta_net", DeltaNetConfig, DeltaNetModel, DeltaNetForCausalLM)
 registry.register("gated_delta_net", GatedDeltaNetConfig, GatedDeltaNetModel, GatedDeltaNetForCausalLM)
 registry.register("kda", KDAConfig, KDAModel, KDAForCausalLM)
+registry.register("path_fox", PathFoxConfig, PathFoxModel, PathFoxForCausalLM)
 registry.register("hybrid", HybridConfig, HybridModel, HybridForCausalLM)
 
 __all__ = [
@@ -62,6 +64,9 @@ __all__ = [
     "Mamba2Config",
     "Mamba2ForCausalLM",
     "Mamba2Model",
+    "PathFoxConfig",
+    "PathFoxForCausalLM",
+    "PathFoxModel",
     "SambaConfig",
     "SambaForCausalLM",
     "SambaModel",

@@ -1,0 +1,139 @@
+"""PaTH attention in chunks against its definition, one step per token, in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from forgetting_transformer.ops.forgetting_attention import forgetting_attention_reference
+from forgetting_transformer.ops.path_attention import (
+    Past,
+    path_attention,
+    path_attention_flops_per_token,
+    path_attention_reference,
+)
+
+
+def make_inputs(length: int, gates: str = "random", dim: int = 6) -> list[Tensor]:
+    """q, k, v, w, β and log f in float64: 2 sequences, 3 heads, values of 5 channels."""
+    generator = torch.Generator().manual_seed(length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(2, length, 3, *shape, generator=generator, dtype=torch.float64)
+
+    log_fgate = {"random": F.logsigmoid(normal()), "slow": F.logsigmoid(normal() + 5), "none": 0 * normal()}
+    log_fgate["resets"] = log_fgate["slow"].masked_fill(normal() > 1, -torch.inf)
+    return [
+        normal(dim),
+        normal(dim),
+        normal(5),
+        F.normalize(normal(dim), dim=-1),
+        2 * normal().sigmoid(),
+        log_fgate[gates],
+    ]
+
+
+def results(function, inputs: list[Tensor]) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def chunked(*inputs: Tensor) -> Tensor:
+    return path_attention(*inputs, scale=0.7)[0]
+
+
+def reference(*inputs: Tensor) -> Tensor:
+    return path_attention_reference(*inputs, 0.7)
+
+
+def test_the_reference_is_the_definition():
+    """Products of whole matrices, pair by pair."""
+    q, k, v, w, beta, log_fgate = make_inputs(7)
+    out = reference(q, k, v, w, beta, log_fgate)
+    for b in range(2):
+        for h in range(3):
+            for i in range(7):
+                scores = torch.zeros(i + 1, dtype=torch.float64)
+                for j in range(i + 1):
+                    way = torch.eye(6, dtype=torch.float64)
+                    for s in range(j + 1, i + 1):
+                        way = (torch.eye(6) - beta[b, s, h] * torch.outer(w[b, s, h], w[b, s, h])) @ way
+                    scores[j] = 0.7 * q[b, i, h] @ way @ k[b, j, h] + log_fgate[b, j + 1 : i + 1, h].sum()
+                torch.testing.assert_close(out[b, i, h], scores.softmax(0) @ v[b, : i + 1, h], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 63, 64, 65, 130, 200])
+@pytest.mark.parametrize("gates", ["random", "slow", "none", "resets"])
+def test_chunks_give_the_outputs_and_gradients_of_the_definition(length, gates):
+    inputs = make_inputs(length, gates)
+    for name, got, want in zip("oqkvwbf", results(chunked, inputs), results(reference, inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+    single = [x.float() for x in inputs]
+    want = results(reference, [x.double() for x in single])
+    for name, a, b in zip("oqkvwbf", results(chunked, single), want, strict=True):
+        assert (a - b).norm() <= 2e-5 * (b.norm() + 0.1), name
+
+
+@pytest.mark.parametrize("position", range(6))
+def test_the_comparison_notices_an_input_shifted_by_one_token(position):
+    inputs = make_inputs(130)
+    want = reference(*inputs)
+    inputs[position] = inputs[position].roll(1, dims=1)
+    assert (chunked(*inputs) - want).norm() > 1e-2 * want.norm()
+
+
+def test_without_householder_matrices_it_is_forgetting_attention():
+    q, k, v, w, beta, log_fgate = make_inputs(130)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v, log_fgate))
+    want, _ = forgetting_attention_reference(*heads_first, None, 0.7)
+    torch.testing.assert_close(chunked(q, k, v, w, 0 * beta, log_fgate), want.transpose(1, 2))
+
+
+@pytest.mark.parametrize("cuts", [(1,), (64,), (100,), (129,), (1, 2, 3, 70), tuple(range(1, 130))])
+@pytest.mark.parametrize("gates", ["random", "resets"])
+def test_a_sequence_may_be_cut_anywhere(cuts, gates):
+    inputs = make_inputs(130, gates)
+
+    def in_parts(*inputs: Tensor) -> Tensor:
+        outs: list[Tensor] = []
+        past: Past | None = None
+        for start, stop in zip((0, *cuts), (*cuts, 130), strict=True):
+            parts = [x[:, start:stop] for x in inputs]
+            out, past = path_attention(*parts, past=past, returns_past=True, scale=0.7)
+            assert past is not None and past.keys.shape[1] == past.log_decay.shape[1] == stop
+            outs.append(out)
+        return torch.cat(outs, dim=1)
+
+    for got, want in zip(results(in_parts, inputs), results(chunked, inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+
+
+def test_autocast_does_not_round_inside_and_outputs_have_the_dtype_of_values():
+    inputs = [x.float() for x in make_inputs(70)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(chunked(*inputs), chunked(*inputs).float())
+        inside = chunked(*inputs)
+    assert torch.equal(inside, chunked(*inputs))
+    rounded = [x.bfloat16() if x.ndim == 4 else x for x in inputs]
+    assert chunked(*rounded).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("length", [64, 128, 256])
+def test_flops_are_those_pytorch_counts(length):
+    inputs = make_inputs(length, dim=5)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        chunked(*inputs)
+    # PyTorch does not count the triangular system of M.
+    counted = counter.get_total_flops() / (2 * length) + 3 * 64**2
+    assert path_attention_flops_per_token(3, 5, length) == pytest.approx(counted, rel=1e-12)
+
+
+@pytest.mark.parametrize("name, position", [("k", 1), ("w", 3), ("beta", 4), ("log_fgate", 5)])
+def test_shapes_that_do_not_fit_are_named(name, position):
+    inputs = make_inputs(5)
+    inputs[position] = inputs[position][:, :4]
+    with pytest.raises(ValueError, match=f"{name} has shape .*; it must be"):
+        chunked(*inputs)
