@@ -120,8 +120,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(row["status"] == "ok" for row in record.rows) else 1
 
 
-def run(args: argparse.Namespace, cases: list[dict[str, Any]], argv: list[str]) -> Iterator[dict[str, Any]]:
-    """Rows of the cases as they are measured; those that were not say why."""
+def run(
+    args: argparse.Namespace, cases: list[dict[str, Any]], argv: list[str], script: str = __file__
+) -> Iterator[dict[str, Any]]:
+    """Rows of the cases as they are measured; those that were not say why. `script`: whose workers measure them."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -132,7 +134,7 @@ def run(args: argparse.Namespace, cases: list[dict[str, Any]], argv: list[str]) 
         shared = {"WORLD_SIZE": args.devices, "LOCAL_WORLD_SIZE": args.devices, "GROUP_WORLD_SIZE": 1, "GROUP_RANK": 0}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "scaling"}
         shared |= {"LT_CLI_USED": 1, "LT_DEVICES": args.devices, "LT_ACCELERATOR": args.accelerator}
-        command = [sys.executable, __file__, *argv, "--worker", str(job)]
+        command = [sys.executable, script, *argv, "--worker", str(job)]
         processes = [
             subprocess.Popen(
                 command,

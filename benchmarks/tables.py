@@ -9,7 +9,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from record import device_name
 
@@ -277,6 +277,113 @@ def scaling(results: Results) -> str:
             ])  # fmt: skip
     header = ["model", "micro-batches", "strategy", "ms per step", "tokens/s of a GPU", "of one alone"]
     return table([*header, "exposed ms", "hidden ms", "idle ms", "memory GB"], rows)
+
+
+def long_contexts(results: Results) -> str:
+    """Steps on sequences that several GPUs share, beside one GPU alone."""
+    rows = []
+    for row in _by_length(results):
+        alone, shares = _alone(row, results), ("attention_ms", "exchange_ms")
+        gain = None if row["context"] == 1 or alone is None else row["tokens_per_second"] / alone["tokens_per_second"]
+        whole = 1000 * statistics.median(row["step_seconds"])
+        rows.append([
+            _pruned_name(row), f"{row['tokens']:,}", str(row["context"]), f"{whole / 1000:.2f}",
+            f"{row['tokens_per_second']:,.0f}", _optional(gain, "{:.2f}".format),
+            *(f"{row[key] / whole:.0%}".replace("%", " %") for key in shares),
+            f"{row['exposed_ms'] / whole:.1%}".replace("%", " %"),
+            _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}"),
+        ])  # fmt: skip
+    header = ["model", "tokens", "GPUs", "s per step", "tokens/s", "times one GPU", "attention", "exchange", "exposed"]
+    return table([*header, "memory GB"], rows)
+
+
+def long_contexts_predicted(results: Results) -> str:
+    """What a formula says of GPUs that share a sequence, held to those that were measured."""
+    rates = exchange_rates(results)
+    rows = []
+    for row in _by_length(results):
+        alone = _alone(row, results)
+        # Recurrences pass states on, for which the formula does not hold.
+        if row["context"] == 1 or alone is None or row["experiment"].startswith("mamba2"):
+            continue
+        seconds, measured = statistics.median(alone["step_seconds"]), 1000 * statistics.median(row["step_seconds"])
+        told = predicted_ms(alone, row, rates, row["context"])
+        gains = [
+            1000 * seconds * groups / predicted_ms(alone, row, rates, size, groups) for size, groups in ((8, 1), (8, 8))
+        ]
+        rows.append([
+            _pruned_name(row), f"{row['tokens']:,}", f"{measured:,.0f}", f"{told:,.0f}",
+            f"{told / measured - 1:+.1%}".replace("%", " %"), *(f"{gain:.1f}" for gain in gains),
+        ])  # fmt: skip
+    size = max(row["context"] for row in results.rows())
+    header = ["model", "tokens", f"ms per step on {size} GPUs", "by the formula", "difference"]
+    return table([*header, "8 GPUs, times one", "64 GPUs, times one"], rows)
+
+
+#: Bytes per second that each GPU is assumed to send to other nodes: 400 Gb/s.
+NODE_RATE = 50e9
+
+
+class Rates(NamedTuple):
+    """Bytes per second of a GPU within a node."""
+
+    exchange: float
+    gradients: float
+
+
+def exchange_rates(results: Results) -> Rates:
+    """Those of the largest exchange among the rows, and of the sum of gradients beside it.
+
+    Taken from the GPU with the shortest time in both, for which the others waited.
+    """
+    shared = [row for row in results.rows(status="ok") if row["context"] > 1 and all(row["by_rank"])]
+    largest = max(shared, key=lambda row: row["exchange_bytes"])
+    exchange, gradients = (min(rank[key] for rank in largest["by_rank"]) for key in ("exchange_ms", "gradients_ms"))
+    summed = _summed_bytes(largest, largest["context"])
+    return Rates(1000 * largest["exchange_bytes"] / exchange, 1000 * summed / gradients)
+
+
+def predicted_ms(
+    alone: Mapping[str, Any], shared: Mapping[str, Any], rates: Rates, size: int, groups: int = 1
+) -> float:
+    """Milliseconds of a step in which each of `groups` nodes has a sequence that `size` GPUs share by heads.
+
+    Work is divided by `size`; waiting for the host is not. A GPU sends (N - 1) / N² of what attention takes and gives.
+    Gradients are summed in a ring within a node, then 1 / N of them by every GPU in a ring over nodes.
+
+    Args:
+        alone: the row of one GPU.
+        shared: a row of some GPUs, for its `exchange_bytes`.
+    """
+    idle = alone["idle_ms"]
+    work = (1000 * statistics.median(alone["step_seconds"]) - idle) / size
+    sent = shared["exchange_bytes"] * shared["context"] ** 2 / (shared["context"] - 1) * (size - 1) / size**2
+    sums = _summed_bytes(alone, size) / rates.gradients + _summed_bytes(alone, groups) / size / NODE_RATE
+    return idle + work + 1000 * (sent / rates.exchange + sums)
+
+
+def _summed_bytes(row: Mapping[str, Any], size: int) -> float:
+    """What a GPU sends for a sum of fp32 gradients over `size` GPUs."""
+    return 2 * (size - 1) / size * 4 * row["parameters"]
+
+
+def _by_length(results: Results) -> list[dict[str, Any]]:
+    """What was measured of long contexts: model by model, pruned first, then by length and number of GPUs."""
+
+    def key(row: Mapping[str, Any]) -> tuple:
+        return _order(row["experiment"]), row["pruned"] is False, row["tokens"], row["context"]
+
+    return sorted(results.rows(status="ok"), key=key)
+
+
+def _alone(row: Mapping[str, Any], results: Results) -> dict[str, Any] | None:
+    """The row of one GPU beside a row of several."""
+    case = {key: row[key] for key in ("experiment", "pruned", "tokens")}
+    return next(iter(results.rows(**case, context=1, status="ok")), None)
+
+
+def _pruned_name(row: Mapping[str, Any]) -> str:
+    return f"{_sized_name(row['experiment'])}{', no pruning' if row['pruned'] is False else ''}"
 
 
 def demo_losses(results: Results) -> str:

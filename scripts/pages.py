@@ -133,6 +133,18 @@ def performance() -> dict[str, str]:
     return sections
 
 
+def long_contexts() -> dict[str, str]:
+    if not any(tables.RESULTS.glob("long_contexts*.json")):
+        waiting = "Not measured yet: `python benchmarks/long_contexts.py`."
+        return {"long_contexts": waiting, "long_contexts_source": "", "long_contexts_predicted": waiting}
+    results = Results("long_contexts*.json")
+    return {
+        "long_contexts": tables.long_contexts(results),
+        "long_contexts_source": results.source,
+        "long_contexts_predicted": tables.long_contexts_predicted(results),
+    }
+
+
 # Studies: each with a page has numbers.py beside it, which says what the sentences of the page want.
 
 
@@ -246,6 +258,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     },
     "README.md": headline,
     "docs/performance.md": performance,
+    "docs/long_contexts.md": long_contexts,
     "docs/longcrawl64.md": longcrawl64,
     "docs/reliability.md": reliability,
     "docs/sweep.md": sweep,

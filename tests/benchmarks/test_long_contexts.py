@@ -1,0 +1,104 @@
+"""benchmarks/long_contexts.py: its rows, what it reads off a trace, and the formula of the page."""
+
+import json
+
+import pytest
+
+from tests.benchmarks.conftest import load
+from tests.benchmarks.test_scaling import event
+
+FOX = {"experiment": "forgetting_transformer/pro_760m_16b", "pruned": True, "tokens": 131072, "status": "ok"}
+
+
+def test_a_trace_tells_attention_exchange_and_gradients_apart():
+    found = load("long_contexts").by_kind([
+        event("forward_kernel", 0, 3000),
+        event("backward_kernel", 3000, 4000),
+        event("void cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 0, 500),
+        event("triton_red_fused_backward_kernel_3", 0, 100),  # of the compiler, whatever it fused
+        event("ncclDevKernel_SendRecv", 0, 2000),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 0, 1000),
+        event("nvjet_hsh_256x128", 0, 600),
+        event("Memcpy DtoD", 0, 300, "gpu_memcpy"),
+        event("aten::mm", 0, 9000, "cpu_op"),
+    ])  # fmt: skip
+    assert found == pytest.approx({"attention_ms": 7.5, "exchange_ms": 2.0, "gradients_ms": 1.0, "other_ms": 1.0})
+
+
+def results(tmp_path, monkeypatch, rows):
+    tables = load("tables")
+    hardware = {"environment": {"versions": {}}, "rows": rows}
+    (tmp_path / "long_contexts.json").write_text(json.dumps(hardware))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    return tables, tables.Results("long_contexts*.json")
+
+
+def rows_of(step_ms: float, idle_ms: float, exchange_ms: float, gradients_ms: float) -> list[dict]:
+    """One GPU, and two that divide its work and wait for what they exchange."""
+    alone = {
+        "step_seconds": [step_ms / 1000],
+        "idle_ms": idle_ms,
+        "attention_ms": step_ms / 2,
+        "exchange_ms": 0.0,
+        "exposed_ms": 0.0,
+    }
+    shared_ms = (step_ms - idle_ms) / 2 + idle_ms + exchange_ms + gradients_ms
+    waits = {"exchange_ms": exchange_ms, "gradients_ms": gradients_ms}
+    shared = {
+        "step_seconds": [shared_ms / 1000],
+        "attention_ms": step_ms / 4,
+        **waits,
+        "exposed_ms": sum(waits.values()),
+    }
+    shared["by_rank"] = [{**waits, "exchange_ms": exchange_ms + 5}, waits]
+    sizes = {"parameters": 10**9, "peak_memory_bytes": 30e9}
+    rows = [{**FOX, **sizes, **alone, "context": 1}, {**FOX, **sizes, **shared, "context": 2}]
+    for row in rows:
+        row |= {"exchange_bytes": 30 * 10**9 * (row["context"] - 1)}
+        row["tokens_per_second"] = row["tokens"] / row["step_seconds"][0]
+    return rows
+
+
+def test_the_formula_gives_back_what_it_was_made_from_and_divides_what_more_gpus_send(tmp_path, monkeypatch):
+    tables, found = results(tmp_path, monkeypatch, rows_of(6000, 10, 100, 20))
+    rates = tables.exchange_rates(found)
+    assert rates.exchange == pytest.approx(300e9) and rates.gradients == pytest.approx(200e9)
+    alone, shared = found.rows()
+    assert tables.predicted_ms(alone, shared, rates, 2) == pytest.approx(1000 * shared["step_seconds"][0])
+    # Two GPUs send 1/2 · 1/2 of what attention takes and gives, eight 7/8 · 1/8; gradients 2 · 7/8 of theirs.
+    eight = 10 + 5990 / 8 + 100 * 4 * 7 / 64 + 20 * 7 / 4
+    assert tables.predicted_ms(alone, shared, rates, 8) == pytest.approx(eight)
+    over_nodes = 1000 * 2 * 7 / 8 * 4e9 / 8 / 50e9
+    assert tables.predicted_ms(alone, shared, rates, 8, groups=8) == pytest.approx(eight + over_nodes)
+
+
+def test_tables_of_the_page_have_gains_shares_and_the_formula(tmp_path, monkeypatch):
+    tables, found = results(tmp_path, monkeypatch, rows_of(6000, 10, 100, 20))
+    alone, shared = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in tables.long_contexts(found).splitlines()[2:]
+    )
+    assert alone == ["FoX (Pro) 760M", "131,072", "1", "6.00", "21,845", "", "50 %", "0 %", "0.0 %", "30.0"]
+    assert shared == ["FoX (Pro) 760M", "131,072", "2", "3.12", "41,943", "1.92", "48 %", "3 %", "3.8 %", "30.0"]
+    (line,) = tables.long_contexts_predicted(found).splitlines()[2:]
+    assert "3,125" in line and "+0.0 %" in line
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_starts(capsys):
+    for options, message in [
+        (["--seq_len", "1025"], "--seq_len 1025 tokens have no equal parts for --devices 2"),
+        (["--experiments", "demo/fx_pro"], "there is no experiment 'demo/fx_pro'"),
+    ]:
+        with pytest.raises(SystemExit):
+            load("long_contexts").parse_args(options)
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_loss_of_one_and_say_what_they_exchange(tmp_path):
+    out = tmp_path / "out.json"
+    command = ["--experiments", "demo/fox_pro", "--accelerator", "cpu", "--seq_len", "64", "--steps", "1"]
+    assert load("long_contexts").main([*command, "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["context"], row["pruned"]) for row in rows] == [(1, True), (1, False), (2, True), (2, False)]
+    assert {round(row["loss"], 4) for row in rows} == {round(rows[0]["loss"], 4)}
+    assert [row["exchange_bytes"] > 0 for row in rows] == [False, False, True, True]

@@ -1,0 +1,83 @@
+"""Two GPUs that share sequences compute what one computes on whole ones, and a run of theirs is continued bitwise."""
+
+import shutil
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from forgetting_transformer.ops import context
+from tests.model.test_context import LENGTH, MODELS, inputs_of, model_of
+from tests.processes import server
+from tests.training.conftest import STEP, changed, train
+from tests.training.test_resume import assert_same_run
+from tests.waiting import HANG
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+
+
+def measure(name: str, shared: context.Context | None, rank: int) -> dict[str, torch.Tensor]:
+    """Loss of every token here, and the gradients of their sum over all GPUs, in float32 with checkpointing."""
+    model, inputs = model_of(name, True).float().cuda(rank), inputs_of(False)
+    part = slice(None) if shared is None else shared.part(LENGTH)
+    with context.sharing(shared):
+        loss = model(**{key: x[:, part].contiguous().cuda(rank) for key, x in inputs.items()}).loss
+        loss.sum().backward()
+    gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    if shared is not None:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+    return {"loss": loss.detach(), **gradients}
+
+
+def _share(folder: Path, rank: int, size: int) -> None:
+    try:
+        torch.cuda.set_device(rank)
+        store = dist.FileStore(str(folder / "rendezvous"), size)
+        options = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=HANG)}
+        dist.init_process_group("nccl", store=store, device_id=torch.device("cuda", rank), **options)
+        shared, far = context.Context(rank, size), {}
+        for name in MODELS:
+            ours, whole = measure(name, shared, rank), measure(name, None, rank)
+            whole["loss"] = whole["loss"][:, shared.part(LENGTH)]
+            far[name] = max(((ours[key] - x).norm() / x.norm().clamp(min=1e-6)).item() for key, x in whole.items())
+        torch.save(far, folder / f"{rank}.pt")
+        dist.destroy_process_group()
+    except BaseException:
+        (folder / f"{rank}.error").write_text(traceback.format_exc())
+        raise
+
+
+def test_two_gpus_compute_what_one_does_for_every_architecture(tmp_path):
+    processes = [server.Process(target=_share, args=(tmp_path, rank, 2)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(HANG)
+    errors = "\n".join(file.read_text() for file in sorted(tmp_path.glob("*.error")))
+    assert [process.exitcode for process in processes] == [0, 0], errors
+    for rank in range(2):
+        far = torch.load(tmp_path / f"{rank}.pt")
+        assert far.keys() == MODELS.keys()
+        assert {name: x for name, x in far.items() if not x < 1e-3} == {}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "compiled"),
+    [("ddp", "32-true", False), ("fsdp", "bf16-mixed", False), ("fsdp", "bf16-mixed", True)],
+)
+def test_a_run_of_gpus_that_share_sequences_is_continued_bitwise(tiny, tmp_path, strategy, precision, compiled):
+    fabric = {"precision": precision, "accelerator": "cuda", "devices": 2}
+    tiny = changed(tiny, strategy__name=strategy, strategy__context=2, fabric=fabric, model__config__num_heads=4)
+    tiny = changed(tiny, train__gradient_checkpointing=True, train__compile=compiled)
+    tiny = changed(tiny, model__config__log_pruning_tolerance=-10.0)
+    straight, again = (changed(tiny, output_dir=str(tmp_path / name)) for name in ("straight", "again"))
+    train(straight, 2, accelerator="cuda")
+    shutil.copytree(straight["output_dir"], again["output_dir"])
+    for step in (16, 20):
+        shutil.rmtree(Path(again["output_dir"]) / f"checkpoints/step-{step * STEP:015d}")
+    train(again, 2, accelerator="cuda")
+    assert_same_run(straight["output_dir"], again["output_dir"])
