@@ -234,7 +234,7 @@ CASES = [(name, {}) for name in registry.model_names()] + [
 @pytest.mark.parametrize("name, fields", CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "default")
 def test_models_say_how_they_call_ops(name, fields, dtype, monkeypatch):
     model = small(name, **fields)
-    elsewhere = ("selective_scan", "short_convolution", "gated_norm", "swiglu", "residual_norm")
+    elsewhere = ("selective_scan", "short_convolution", "gated_norm", "swiglu", "residual_norm", "shift_norm")
     said = [use for use in model.op_uses() if use.op not in elsewhere]
     done = recorded_uses(model, dtype, monkeypatch)
     assert said or name == "samba"
@@ -315,9 +315,16 @@ def test_gated_norms_are_tested_and_ruled_out_where_wrong(use, monkeypatch):
 def test_models_say_how_they_call_layers():
     model = small("forgetting_transformer", num_hidden_layers=1)
     width, mlp = model.config.hidden_size, model.config.mlp_width
+    heads = model.config.num_heads
     said = {use for use in model.op_uses() if use.op != "attention"}
-    assert said == {OpUse("residual_norm", 1, width, width), OpUse("swiglu", 1, mlp, mlp)}
-    assert not {"swiglu", "residual_norm"} & choose(*said).keys()
+    assert said == {
+        OpUse("residual_norm", 1, width, width),
+        OpUse("swiglu", 1, mlp, mlp),
+        OpUse("shift_norm", heads, 0, width),
+        OpUse("shift_norm", heads, width, width),
+        OpUse("gated_norm", heads, 0, width, is_gated=True, activation="sigmoid"),
+    }
+    assert not {"swiglu", "residual_norm", "shift_norm"} & choose(*said).keys()
 
 
 def test_samba_says_how_it_calls_the_scan():
