@@ -265,12 +265,20 @@ def test_kernels_compile_for_every_generation(capability, tmp_path, monkeypatch)
     rounded = {"h_ptr", "out_ptr", "d_out_ptr", "dh_ptr", "branch_ptr", "y_ptr", "dy_ptr", "d_branch_ptr"}
     flags = {"HAS_BRANCH": True, "HAS_TOTAL": True}
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        (swiglu_triton.forward_kernel, swiglu_triton._options(4096), "bf16"),
-        (swiglu_triton.backward_kernel, swiglu_triton._options(4096), "bf16"),
+        (swiglu_triton.swiglu_forward_kernel, swiglu_triton._options(4096), "bf16"),
+        (swiglu_triton.swiglu_backward_kernel, swiglu_triton._options(4096), "bf16"),
         (residual_norm_triton.sum_kernel, {"PARTS": 512, "BLOCK": 32, "num_warps": 8, **FUSED}, "bf16"),
-        (residual_norm_triton.forward_kernel, flags | residual_norm_triton._options("forward", 1536), "bf16"),
+        (
+            residual_norm_triton.residual_norm_forward_kernel,
+            flags | residual_norm_triton._options("forward", 1536),
+            "bf16",
+        ),
         *(
-            (residual_norm_triton.backward_kernel, flags | residual_norm_triton._options("backward", width), dtype)
+            (
+                residual_norm_triton.residual_norm_backward_kernel,
+                flags | residual_norm_triton._options("backward", width),
+                dtype,
+            )
             for width, dtype in ((1536, "bf16"), (2048, "fp32"), (4096, "fp32"), (8192, "fp32"))
         ),
     ]

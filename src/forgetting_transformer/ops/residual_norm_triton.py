@@ -25,7 +25,7 @@ _SUM_BLOCK = 32
 
 
 @triton.jit
-def forward_kernel(
+def residual_norm_forward_kernel(
     x_ptr, x_row, branch_ptr, branch_row, weight_ptr, total_ptr, y_ptr, scale_ptr, width, eps,
     HAS_BRANCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -50,14 +50,14 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def residual_norm_backward_kernel(
     dy_ptr, dy_row, d_total_ptr, d_total_row, x_ptr, x_row, weight_ptr, scale_ptr, dx_ptr, d_branch_ptr, part_ptr,
     rows, width, rows_per_program,
     HAS_TOTAL: tl.constexpr, HAS_BRANCH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of rows_per_program rows. Grid: programs.
 
-    x is the total of `forward_kernel`. dy and d_total `(rows, width)`, the gradients of y and of total, with strides as
+    x is the total of `residual_norm_forward_kernel`. dy and d_total `(rows, width)`, the gradients of y and of total, with strides as
     x has; dx and d_branch, the same sum in two dtypes, contiguous; part `(programs, width)` float32, sums over a
     program's rows of the gradient of weight.
     """
@@ -131,7 +131,7 @@ def normalise(
     y, total, scale = _results_like(x, branch, dtype)
     rows = _rows(x)
     added = rows if branch is None else _rows(branch)
-    forward_kernel[(rows.shape[0],)](
+    residual_norm_forward_kernel[(rows.shape[0],)](
         rows, rows.stride(0), added, added.stride(0), weight.contiguous(), total, y, scale, rows.shape[1], eps,
         HAS_BRANCH=branch is not None, **_options("forward", rows.shape[1]),
     )  # fmt: skip
@@ -169,7 +169,7 @@ def normalise_backward(
     count, width = rows.shape
     rows_per_program = max(1, triton.cdiv(count, _PROGRAMS))
     part = torch.empty((triton.cdiv(count, rows_per_program), width), dtype=torch.float32, device=dy.device)
-    backward_kernel[(part.shape[0],)](
+    residual_norm_backward_kernel[(part.shape[0],)](
         dy, dy.stride(0), around, around.stride(0), rows, rows.stride(0), weight.contiguous(), scale, dx, d_branch,
         part, count, width, rows_per_program,
         HAS_TOTAL=d_total is not None, HAS_BRANCH=branch_dtype is not None, **_options("backward", width),

@@ -357,8 +357,8 @@ def _save_for_backward(ctx, inputs, output) -> None:
 
 
 def _autograd(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    _, shift, previous, _, weight = ctx.saved_tensors
-    dy, *others = shift_and_normalise_backward(d_out, *ctx.saved_tensors, ctx.heads, ctx.epsilon)
+    y, shift, previous, begins, weight = ctx.saved_tensors  # once: activation checkpointing gives them away
+    dy, *others = shift_and_normalise_backward(d_out, y, shift, previous, begins, weight, ctx.heads, ctx.epsilon)
     d_shift, d_previous, d_weight = (
         None if x is None else dx for x, dx in zip((shift, previous, weight), others, strict=True)
     )

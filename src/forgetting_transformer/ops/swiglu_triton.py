@@ -18,7 +18,7 @@ _MAX_BLOCK = 4096
 
 
 @triton.jit
-def forward_kernel(h_ptr, h_row, out_ptr, width, BLOCK: tl.constexpr):
+def swiglu_forward_kernel(h_ptr, h_row, out_ptr, width, BLOCK: tl.constexpr):
     """out `(rows, width)`, contiguous, from h `(rows, 2 · width)`, strides (h_row, 1). Grid: (rows, column blocks)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -31,7 +31,7 @@ def forward_kernel(h_ptr, h_row, out_ptr, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(d_out_ptr, d_out_row, h_ptr, h_row, dh_ptr, width, BLOCK: tl.constexpr):
+def swiglu_backward_kernel(d_out_ptr, d_out_row, h_ptr, h_row, dh_ptr, width, BLOCK: tl.constexpr):
     """dh `(rows, 2 · width)`, contiguous, from d_out `(rows, width)` and h, both strided as above. Grid as above."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -65,7 +65,7 @@ def gated(h: Tensor) -> Tensor:
     width = out.shape[-1]
     options = _options(width)
     grid = rows.shape[0], triton.cdiv(width, options["BLOCK"])
-    forward_kernel[grid](rows, rows.stride(0), out, width, **options)
+    swiglu_forward_kernel[grid](rows, rows.stride(0), out, width, **options)
     return out
 
 
@@ -87,7 +87,7 @@ def gated_backward(d_out: Tensor, h: Tensor) -> Tensor:
     width = d_rows.shape[1]
     options = _options(width)
     grid = rows.shape[0], triton.cdiv(width, options["BLOCK"])
-    backward_kernel[grid](d_rows, d_rows.stride(0), rows, rows.stride(0), dh, width, **options)
+    swiglu_backward_kernel[grid](d_rows, d_rows.stride(0), rows, rows.stride(0), dh, width, **options)
     return dh
 
 
