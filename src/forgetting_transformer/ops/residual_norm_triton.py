@@ -57,9 +57,9 @@ def residual_norm_backward_kernel(
 ):  # fmt: skip
     """Gradients of rows_per_program rows. Grid: programs.
 
-    x is the total of `residual_norm_forward_kernel`. dy and d_total `(rows, width)`, the gradients of y and of total, with strides as
-    x has; dx and d_branch, the same sum in two dtypes, contiguous; part `(programs, width)` float32, sums over a
-    program's rows of the gradient of weight.
+    x is the total of `residual_norm_forward_kernel`. dy and d_total `(rows, width)`, the gradients of y and of total,
+    with strides as x has; dx and d_branch, the same sum in two dtypes, contiguous; part `(programs, width)` float32,
+    sums over a program's rows of the gradient of weight.
     """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)

@@ -337,13 +337,10 @@ def shift_and_normalise_backward(
 def _gradients_like(
     y: Tensor, shift: Tensor | None, previous: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        torch.empty(y.shape, dtype=y.dtype, device=y.device),
-        *(
-            y.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            for x in (shift, previous, weight)
-        ),
-    )
+    def like(x: Tensor | None) -> Tensor:
+        return y.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    return like(y), like(shift), like(previous), like(weight)
 
 
 @shift_and_normalise_backward.register_fake
