@@ -270,7 +270,8 @@ def pieces(results: Results) -> str:
     rows.append([_REST, *(f"{ms[_REST]:.1f}" for ms, _ in found.values()), ""])
     rows.append(["all kernels", *(f"{sum(ms.values()):.1f}" for ms, _ in found.values()), ""])
     rows.append(["a step", *(f"{step:.1f}" for _, step in found.values()), ""])
-    header = ["piece", *("ms, not pruned" if unpruned else "ms, pruned" for unpruned in found), "limit ms"]
+    header = ["piece", *("ms, not pruned" if unpruned else "ms, pruned" for unpruned in found)]
+    header.append(f"limit ms, {FLOPS / 1e12:.0f} TFLOP/s or {BANDWIDTH / 1e12:.2f} TB/s")
     return table(header, rows)
 
 

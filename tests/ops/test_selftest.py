@@ -15,7 +15,7 @@ import torch
 from forgetting_transformer.model import registry
 from forgetting_transformer.ops import backends, recurrence, selftest
 from forgetting_transformer.ops.backends import FLA, GLUON, PYTORCH, TRITON, OpUse
-from tests.model.small_models import small
+from tests.model.small_models import PRO, small
 from tests.waiting import HANG
 
 FOX = OpUse("attention", heads=3, key_dim=16, value_dim=16, is_gated=True, pruning="threshold")
@@ -313,7 +313,7 @@ def test_gated_norms_are_tested_and_ruled_out_where_wrong(use, monkeypatch):
 
 
 def test_models_say_how_they_call_layers():
-    model = small("forgetting_transformer", num_hidden_layers=1)
+    model = small("forgetting_transformer", num_hidden_layers=1, **PRO)
     width, mlp = model.config.hidden_size, model.config.mlp_width
     heads = model.config.num_heads
     said = {use for use in model.op_uses() if use.op != "attention"}
