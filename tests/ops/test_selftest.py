@@ -283,13 +283,14 @@ def test_short_convolutions_are_tested_and_ruled_out_where_wrong(heads, monkeypa
 def test_models_say_how_they_call_gated_norms():
     said = {
         name: {use for use in small(name).op_uses() if use.op == "gated_norm"}
-        for name in ("delta_net", "gated_delta_net", "mamba2")
+        for name in ("delta_net", "gated_delta_net", "kda", "mamba2")
     }
     sizes = {name: small(name).config for name in said}
-    delta, gated, mamba = (sizes[name] for name in said)
+    delta, gated, kda, mamba = (sizes[name] for name in said)
     assert said == {
         "delta_net": {OpUse("gated_norm", 1, 0, delta.value_size // delta.num_heads, is_gated=delta.use_gate)},
         "gated_delta_net": {OpUse("gated_norm", 1, 0, gated.value_size // gated.num_heads, is_gated=True)},
+        "kda": {OpUse("gated_norm", 1, 0, kda.value_size // kda.num_heads, is_gated=True, activation="sigmoid")},
         "mamba2": {OpUse("gated_norm", mamba.n_groups, 1, mamba.num_heads * mamba.head_dim, is_gated=True)},
     }
 
