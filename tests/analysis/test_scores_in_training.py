@@ -9,6 +9,7 @@ import pytest
 from forgetting_transformer.analysis import figures
 from forgetting_transformer.analysis.page import write_report
 from forgetting_transformer.analysis.plots.evaluations import scores_over_training
+from forgetting_transformer.analysis.plots.style import GREY
 from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.analysis.scores_in_training import ACCURACY, labels, read_samples, read_scores
 from tests.analysis.test_plots import (
@@ -83,6 +84,7 @@ def test_one_run_has_a_panel_for_each_unit_and_several_have_one_for_each_task(
     assert panels["perplexity"].get_yscale() == "linear" and is_picture(tmp_path / "one.png")
     dotted = [line.get_ydata() for line in panels["accuracy (%)"].lines if line.get_linestyle() == ":"]
     assert [sorted({*level}) for level in dotted] == [[25.0]]
+    assert [line.get_color() for line in panels["accuracy (%)"].lines if line.get_linestyle() == ":"] == [GREY]
     bars = panels["accuracy (%)"].containers[0].lines[2][0].get_segments()
     assert bars[0][:, 1].tolist() == pytest.approx([25 - 1.96 * 2, 25 + 1.96 * 2])
     assert {"arc_easy", "needle, 512 tokens", "chance, or the answer's loss with no needle in the text"} <= {

@@ -114,8 +114,9 @@ def _panel(axes: Axes, unit: str, curves: Sequence[_Curve]) -> None:
             bars: dict[str, Any] = {"fmt": "none", "ecolor": style.colour, "elinewidth": 0.8, "alpha": 0.6, "zorder": 2}
             axes.errorbar(tokens[known], values[known], errors[known], **bars)
         if score.baseline.tokens.size:
-            # One that several curves share is nobody's.
-            colour = style.colour if levels[tuple(score.baseline.values)] == 1 else GREY
+            # One that several curves share is nobody's. One of a lone curve is seen on it, where they meet.
+            own = len(curves) > 1 and levels[tuple(score.baseline.values)] == 1
+            colour = style.colour if own else GREY
             place = score.baseline.tokens
             spread = place if place.size > 1 else np.array([0.0, 2.0 * place[0]])
             level = np.broadcast_to(score.baseline.values, spread.shape)
