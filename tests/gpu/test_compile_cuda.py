@@ -26,6 +26,7 @@ FIELDS = {
     "delta_net": {"num_heads": 4},
     "gated_delta_net": {"num_heads": 4},
     "kda": {"num_heads": 4},
+    "path_fox": {"num_heads": 8},
     "samba": {"attn": {"num_heads": 8, "window_size": 128, "layers": None}},
     "hybrid": {
         "pattern": ["delta", "fox"],
@@ -35,7 +36,7 @@ FIELDS = {
         },
     },
 }
-RECURRENT = ("hgrn2", "mamba2", "samba", "delta_net", "gated_delta_net")
+RECURRENT = ("hgrn2", "mamba2", "samba", "delta_net", "gated_delta_net", "kda")
 #: (strategy, processes) that this machine can run.
 RUNS = [("auto", 1)] if torch.cuda.device_count() < 2 else [("auto", 1), ("ddp", 2), ("fsdp", 2)]
 CACHES = """

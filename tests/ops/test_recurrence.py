@@ -665,6 +665,15 @@ def test_a_gated_backward_pass_that_is_wrong_stays_forbidden(monkeypatch):
     fla_on_hopper.gated_backward_is_right.cache_clear()
 
 
+def test_kernels_of_kimi_delta_attention_that_are_wrong_are_ruled_out_with_a_warning(fresh_fla, monkeypatch):
+    monkeypatch.setattr(fla_on_hopper, "_agrees", lambda *_: False)
+    fla_on_hopper.kda_is_right.cache_clear()
+    with pytest.warns(RuntimeWarning, match="kda: flash-linear-attention is not used: .*PyTorch runs instead"):
+        assert not fla_on_hopper.serves_gated("kda", 128, 128, torch.bfloat16, 0)
+    assert not backends.is_usable("kda", backends.FLA)
+    fla_on_hopper.kda_is_right.cache_clear()
+
+
 def test_each_gated_op_is_compared_though_the_first_lifted_the_refusal(monkeypatch):
     chunk_o = types.SimpleNamespace(TRITON_ABOVE_3_4_0=True, TRITON_ABOVE_3_7_1=False)
     monkeypatch.setitem(sys.modules, "fla.ops.common.chunk_o", chunk_o)

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forgetting_transformer.ops import backends
 from forgetting_transformer.ops.recurrence import chunked
 from forgetting_transformer.ops.recurrence.reference import Gates
 
@@ -136,8 +137,15 @@ def gated_backward_is_right(op: str, key_dim: int, value_dim: int, dtype: torch.
 
 @functools.cache
 def kda_is_right(key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
-    """Whether FLA's kernels of Kimi Delta Attention give PyTorch's output and gradients here."""
-    return _is_right("kda", key_dim, value_dim, dtype, device_index)
+    """Whether FLA's kernels of Kimi Delta Attention give PyTorch's output and gradients here. Warns if they do not."""
+    if _is_right("kda", key_dim, value_dim, dtype, device_index):
+        return True
+    triton = backends.installed_version("triton")
+    reason = (
+        f"with Triton {triton} its kernels do not compile on this GPU, or differ from PyTorch in output or gradients"
+    )
+    backends.rule_out("kda", backends.FLA, reason, "install another Triton")
+    return False
 
 
 def _is_right(op: str, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
