@@ -798,3 +798,30 @@ def test_a_scan_whose_kernels_do_not_compile_runs_in_pytorch(monkeypatch):
         got, _ = recurrence.selective_scan(x, dt, A, B, C, initial_state_BIK=state)
     monkeypatch.undo()
     torch.testing.assert_close(got, reference.selective_scan(x, dt, A, B, C, state)[0])
+
+
+@pytest.mark.parametrize("length", [1, 5, 256, 600])
+@pytest.mark.parametrize(("op", "groups"), [("simple_gla", 3), ("simple_gla", 1), ("gla", 3)])
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_last_state_needs_no_walk(op, groups, length, decay):
+    """What tokens add to the state and leave of it, and their gradients, as a walk from another state has them."""
+    inputs = make_inputs(op, length, decay)
+    names = ["k", "v", "log_decay"] + ["step"] * (op == "simple_gla")
+    given = {**inputs, "k": inputs["k"][:, :, :groups], "step": torch.rand(2, length, 3, dtype=torch.float64)}
+
+    def last(function) -> list[Tensor]:
+        leaves = [given[name].clone().requires_grad_() for name in names]
+        state = function(*leaves)
+        generator = torch.Generator().manual_seed(1)
+        return [state, *torch.autograd.grad((state * torch.randn(state.shape, generator=generator)).sum(), leaves)]
+
+    def walked(k, v, log_decay, step=None):
+        q = torch.zeros_like(k)
+        return recurrence.recurrence(q, k, v, log_decay=log_decay, step=step, state=inputs["initial_state"])[1]
+
+    def added(*arguments):
+        state, log_left = recurrence.last_state(*arguments)
+        return state + log_left.exp() * inputs["initial_state"]
+
+    for ours, theirs in zip(last(added), last(walked), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)

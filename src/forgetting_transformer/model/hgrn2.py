@@ -8,7 +8,6 @@ architecture as published.
 Axes: `forgetting_transformer/ops/__init__.py`. K is expand_ratio, and V as large.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from forgetting_transformer.model.layers import RMSNorm, exempt_from_decay, init
 from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
-from forgetting_transformer.ops.recurrence import gla_flops_per_token, recurrence
+from forgetting_transformer.ops.recurrence import gla_flops_per_token, last_state, recurrence
 
 
 class HGRN2Attention(RecurrentMixer):
@@ -77,14 +76,12 @@ class HGRN2Attention(RecurrentMixer):
             k_BTE = (1 - lower_bound_E) * k_BTE
             log_fgate_BTE = torch.logaddexp(lower_bound_E.log(), torch.log1p(-lower_bound_E) + log_fgate_BTE)
         v_BTE = self.i_proj(hidden_BTE)
-        sequences = map(self.split_heads, (F.silu(self.q_proj(hidden_BTE)), k_BTE.to(v_BTE.dtype), v_BTE))
-        walk = functools.partial(recurrence, *sequences, log_decay=self.split_heads(log_fgate_BTE))
-        before_BHKV = states.get("recurrent")
+        q_BTE = F.silu(self.q_proj(hidden_BTE))
+        q_BTHK, k_BTHK, v_BTHV = map(self.split_heads, (q_BTE, k_BTE.to(v_BTE.dtype), v_BTE))
+        log_decay_BTHK, before_BHKV = self.split_heads(log_fgate_BTE), states.get("recurrent")
         if before_BHKV is None and context.active() is not None:
-            # Once more than the output needs, from a state of 0, for what other processes hold of the sequence.
-            _, own_BHKV = walk()
-            before_BHKV = context.state_before(own_BHKV, self.split_heads(log_fgate_BTE).sum(1)[..., None])
-        out_BTHV, state_BHKV = walk(state=before_BHKV)
+            before_BHKV = context.state_before(*last_state(k_BTHK, v_BTHV, log_decay_BTHK))
+        out_BTHV, state_BHKV = recurrence(q_BTHK, k_BTHK, v_BTHV, log_decay=log_decay_BTHK, state=before_BHKV)
         return self.o_proj(self.g_norm(out_BTHV.flatten(-2))), {"recurrent": state_BHKV}
 
 

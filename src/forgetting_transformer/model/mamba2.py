@@ -6,7 +6,6 @@ Duality", ICML 2024. Parameter names, config keys and `model_type` are those of 
 Axes: `forgetting_transformer/ops/__init__.py`. I is H·V; C is I + 2·G·K, of which B and C have G·K each.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -32,7 +31,7 @@ from forgetting_transformer.model.state_space import (
 )
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
-from forgetting_transformer.ops.recurrence import recurrence, simple_gla_flops_per_token
+from forgetting_transformer.ops.recurrence import last_state, recurrence, simple_gla_flops_per_token
 from forgetting_transformer.ops.recurrence.grouped import run_convolved
 
 
@@ -162,12 +161,10 @@ class Mamba2Mixer(StateSpaceMixer):
         x_BTI, B_BTC, C_BTC = xBC_BTC.split(self.conv_sizes, dim=-1)
         x_BTHV = x_BTI.unflatten(-1, (self.num_heads, self.head_dim))
         C_BTGK, B_BTGK = (x.unflatten(-1, (self.n_groups, self.state_size)) for x in (C_BTC, B_BTC))
-        read = functools.partial(recurrence, C_BTGK, B_BTGK, x_BTHV, log_decay=log_decay_BTH, step=dt_BTH, scale=1.0)
         if before_BHKV is None and context.active() is not None:
-            # Once more than the output needs, from a state of 0, for what other processes hold of the sequence.
-            _, own_BHKV = read()
-            before_BHKV = context.state_before(own_BHKV, log_decay_BTH.sum(1)[..., None, None])
-        return read(skip=self.D, state=before_BHKV)
+            before_BHKV = context.state_before(*last_state(B_BTGK, x_BTHV, log_decay_BTH, dt_BTH))
+        inputs = (C_BTGK, B_BTGK, x_BTHV)
+        return recurrence(*inputs, log_decay=log_decay_BTH, step=dt_BTH, skip=self.D, state=before_BHKV, scale=1.0)
 
 
 class Mamba2Config(StateSpaceConfig):

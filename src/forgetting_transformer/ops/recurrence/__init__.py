@@ -45,6 +45,7 @@ __all__ = [
     "delta_rule_flops_per_token",
     "gla_flops_per_token",
     "kda_flops_per_token",
+    "last_state",
     "recurrence",
     "scan_takes_kernel",
     "selective_scan",
@@ -190,6 +191,53 @@ def _linear_recurrence(
     backend = _select_backend(op, q_BTHK, v_BTHV)
     with torch.autocast(q_BTHK.device.type, enabled=False):
         return backend.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, gates, scale, state_BHKV)
+
+
+def last_state(
+    k_BTGK: Tensor, v_BTHV: Tensor, log_decay: Tensor, step_BTH: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What tokens add to the state of simple_gla or gla, and what they leave of the state before them.
+
+    One matrix product, with no walk: the state after the last token is a sum over tokens, each decayed by those after.
+
+    Args:
+        k_BTGK, v_BTHV, log_decay, step_BTH: as those of `recurrence`.
+
+    Returns:
+        The state after the last token, had the one before the first been 0, `(B, H, K, V)`, and the logarithm of what
+        is left of an earlier one, `(B, H, 1 or K, 1)`; both in log_decay's dtype.
+    """
+    groups = k_BTGK.shape[2]
+    from_here = _sum_from_here(log_decay)
+    weight = _without_first(from_here).exp()
+    if log_decay.ndim == 4:
+        k_BTGK = (k_BTGK * weight).to(v_BTHV.dtype)
+    else:
+        weight = weight if step_BTH is None else weight * step_BTH
+        v_BTHV = (v_BTHV * weight[..., None]).to(v_BTHV.dtype)
+    with torch.autocast(v_BTHV.device.type, enabled=False):
+        v_BGTX = v_BTHV.unflatten(2, (groups, -1)).flatten(3).transpose(1, 2)
+        state_BGKX = k_BTGK.permute(0, 2, 3, 1) @ v_BGTX
+    state_BHKV = state_BGKX.unflatten(3, (-1, v_BTHV.shape[3])).movedim(3, 2).flatten(1, 2)
+    left = from_here[:, 0, :, :, None] if log_decay.ndim == 4 else from_here[:, 0, :, None, None]
+    return state_BHKV.to(log_decay.dtype), left
+
+
+def _sum_from_here(x_BT: Tensor, chunk: int = 256) -> Tensor:
+    """Σ of x from each position to the last, `(B, T, …)`.
+
+    Chunk by chunk: on a GPU a thread walks the whole of a row.
+    """
+    length = x_BT.shape[1]
+    x_BNC = F.pad(x_BT, (0, 0) * (x_BT.ndim - 2) + (0, -length % chunk)).unflatten(1, (-1, chunk))
+    in_chunk_BNC = x_BNC.flip(2).cumsum(2).flip(2)
+    later_BN = _without_first(in_chunk_BNC[:, :, 0].flip(1).cumsum(1).flip(1))
+    return (in_chunk_BNC + later_BN[:, :, None]).flatten(1, 2)[:, :length]
+
+
+def _without_first(x_BT: Tensor) -> Tensor:
+    """What stands at the next position, and 0 at the last."""
+    return torch.cat((x_BT[:, 1:], torch.zeros_like(x_BT[:, :1])), dim=1)
 
 
 def selective_scan(
