@@ -9,8 +9,8 @@ collect writes OUT/study.json (all numbers of the tables), OUT/study.yaml (the p
 (loss at every position) and figures: per_token_loss.png, compare.png (training), search.png (learning rates),
 memory.png (of the first model with forget gates). It also works on an unfinished study and names what it skips. tables
 replaces the text between <!-- NAME --> and <!-- end of NAME --> in a page. NAME is source, models, search, octaves,
-positions, comparison, variants, or the name of a figure followed by _figure. The page links to the figures in their
-folder. (scripts/pages.py fills studies/seven_models/README.md.)
+positions, comparison, variants, models_noise, variants_noise, or the name of a figure followed by _figure. The page
+links to the figures in their folder. (scripts/pages.py fills studies/seven_models/README.md.)
 """
 
 import argparse

@@ -245,12 +245,13 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults,
     assert set(np.load(tmp_path / "positions.npz")) >= {"fox_pro_seed1", "fox_pro_seed1/octaves"}
     tables = tables_of(found)
     fox, mamba = tables["models"][2:]
-    wanted = "|FoX (Pro)|0.8M|2e-3|1.6M|2|3.0000 ± 0.0000|3.0000 ± 0.0000|20.086|best||25% (4,096)|"
+    wanted = "|FoX (Pro)|0.8M|2e-3|1.6M|2|3.0000 ± 0.0000|3.0000 ± 0.0000|20.086|||25% (4,096)|"
     assert fox == wanted.split("|")
-    assert mamba[9:11] == ["+0.1000 ± 0.0000", "123,456"]
+    assert tables["models"][0][9] == "against FoX (Pro)" and mamba[9:11] == ["+0.1000 ± 0.0000", "123,456"]
     fox, llama = tables["variants"][2:]
     # Student's t of one degree of freedom, 12.706, times the standard error of the mean, 0.1.
     assert (fox[6], fox[8], llama[8]) == ("3.1000 ± 1.2706", "", "-0.1000 ± 1.2706")
+    assert "a run is 0.1000 (pooled; degrees of freedom: 1)" in study_tables.noise(found, "variants")
     assert "**3.0000**" in tables["search"][2] and tables["search"][0][2:5] == ["1e-3", "2e-3", "5e-3"]
     assert "-0.500 ± 0.010" in tables["positions"][2] and "2.5000" in tables["octaves"][2]
     found["comparison"] = position_loss.compare([*positions.values()], 256)

@@ -1,16 +1,19 @@
 """Means over seeds and how far to trust them.
 
 Seeds differ in initial weights and not in data, so the intervals say what other initial weights would change, not
-what another corpus would.
+what another corpus would. `cluster_bootstrap` says what other held-out folders would change.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 CONFIDENCE = 0.95
+#: Of sums in place of integrals.
+_NODES = 200
 
 
 class Estimate(NamedTuple):
@@ -63,3 +66,135 @@ def quantile(degrees_of_freedom: float) -> float:
     from scipy import stats  # a second to import, and only needed with several seeds
 
     return float(stats.t.ppf((1 + CONFIDENCE) / 2, degrees_of_freedom))
+
+
+# Several models against one -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contrasts:
+    """Models against a baseline, with seeds as blocks: loss = model + seed + noise.
+
+    Attributes:
+        against: model -> difference of means, with an interval that holds for all models together (Dunnett); without
+            one for a model that lacks seeds of the baseline.
+        deviation: of the noise, one for all models; NaN where there is nothing to estimate it from.
+        freedom: its degrees of freedom, (models - 1) (seeds - 1).
+        seeds: how many every model has.
+    """
+
+    against: dict[str, Estimate]
+    deviation: float
+    freedom: int
+    seeds: int
+
+    def detectable(self, power: float = 0.8) -> float:
+        """Difference to the baseline that an interval excludes zero for, with this probability; NaN if unknown."""
+        if not self.freedom or not self.deviation > 0:
+            return math.nan
+        return detectable(self.deviation, self.seeds, self.freedom, self.freedom // (self.seeds - 1), power)
+
+
+def against_baseline(losses: Mapping[str, Mapping[int, float]], baseline: str) -> Contrasts:
+    """Compare models with a baseline by what they reach with the same seeds.
+
+    The model is a two-way layout without interaction: what a seed does to all models cancels in differences, and the
+    noise is estimated from the residuals of all models together. The intervals cover all differences at once with
+    95 % probability (C. W. Dunnett, 1955). Models without all of the baseline's seeds do not take part in the estimate.
+
+    Args:
+        losses: model -> seed -> loss.
+    """
+    seeds = sorted(seed for seed, loss in losses[baseline].items() if math.isfinite(loss))
+    table = {
+        name: [of[seed] for seed in seeds]
+        for name, of in losses.items()
+        if all(math.isfinite(of.get(seed, math.nan)) for seed in seeds)
+    }
+    loss_MS = np.array([table[name] for name in table], dtype=np.float64)
+    n_models, n_seeds = loss_MS.shape
+    freedom = max(0, (n_models - 1) * (n_seeds - 1))
+    deviation = half_width = math.nan
+    if freedom:
+        residual_MS = loss_MS - loss_MS.mean(1, keepdims=True) - loss_MS.mean(0, keepdims=True) + loss_MS.mean()
+        deviation = math.sqrt(float((residual_MS**2).sum()) / freedom)
+        half_width = dunnett_quantile(n_models - 1, freedom) * deviation * math.sqrt(2 / n_seeds)
+    against = {}
+    for name, of in losses.items():
+        if name == baseline:
+            continue
+        common = [seed for seed in seeds if math.isfinite(of.get(seed, math.nan))]
+        apart = float(np.mean([of[seed] - losses[baseline][seed] for seed in common])) if common else math.nan
+        against[name] = Estimate(apart, half_width if name in table else math.nan)
+    return Contrasts(against, deviation, freedom, n_seeds)
+
+
+def dunnett_quantile(comparisons: int, freedom: float) -> float:
+    """Critical value of two-sided 95 % intervals for means of equal size against one more, which cover all at once.
+
+    Differences share the baseline's mean Z_0 and the deviation s, so that given both they are independent:
+    P(all |Z_i - Z_0| <= sqrt(2) c s) = E[(F(Z_0 + sqrt(2) c s) - F(Z_0 - sqrt(2) c s))^comparisons], F being the normal
+    distribution. Both expectations are sums over quantiles.
+    """
+    from scipy import optimize, stats
+
+    nodes, node_weights = np.polynomial.legendre.leggauss(_NODES)
+    z, z_weights = 8 * nodes, 8 * node_weights * stats.norm.pdf(8 * nodes)
+    s, s_weights = _deviations(freedom)
+
+    def coverage(c: float) -> float:
+        reach = math.sqrt(2) * c * s[:, None]
+        inside = stats.norm.cdf(z + reach) - stats.norm.cdf(z - reach)
+        return float(s_weights @ (inside**comparisons) @ z_weights)
+
+    return float(optimize.brentq(lambda c: coverage(c) - CONFIDENCE, 0.5, 1000))
+
+
+def _deviations(freedom: float) -> tuple[np.ndarray, np.ndarray]:
+    """Estimates of a standard deviation of one, and their weights: nodes over the quantiles of their distribution."""
+    from scipy import stats
+
+    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
+    if not math.isfinite(freedom):
+        return np.ones_like(nodes), weights / 2
+    return np.sqrt(stats.chi2.ppf((nodes + 1) / 2, freedom) / freedom), weights / 2
+
+
+def detectable(deviation: float, seeds: int, freedom: float, comparisons: int = 1, power: float = 0.8) -> float:
+    """Difference of two means of `seeds` runs that is found with probability `power`.
+
+    Found means that the 95 % interval of `comparisons` models against one baseline excludes zero.
+
+    Args:
+        deviation: of a single run.
+        freedom: degrees of freedom of that deviation.
+    """
+    from scipy import optimize, stats
+
+    critical = dunnett_quantile(comparisons, freedom)
+
+    s, weights = _deviations(freedom)
+
+    def found(errors: float) -> float:
+        """Probability for a difference of so many standard errors."""
+        return float(weights @ (stats.norm.sf(critical * s - errors) + stats.norm.cdf(-critical * s - errors)))
+
+    needed = optimize.brentq(lambda errors: found(errors) - power, 0, 20 * critical)
+    return needed * deviation * math.sqrt(2 / seeds)
+
+
+def cluster_bootstrap(values: np.ndarray, clusters: Sequence[int], draws: int = 4000, seed: int = 0) -> Estimate:
+    """The mean of values `(n,)` with the half-width of its 95 % interval, when values of one cluster are alike.
+
+    Whole clusters are drawn with replacement; rows of one held-out folder are such a cluster. The interval is that of
+    the percentiles, made symmetric by half its width. NaN where all values are of one cluster.
+    """
+    labels, inverse = np.unique(np.asarray(clusters), return_inverse=True)
+    mean = float(np.mean(values))
+    if len(labels) < 2:
+        return Estimate(mean, math.nan)
+    sums, counts = np.bincount(inverse, weights=values), np.bincount(inverse)
+    drawn = np.random.default_rng(seed).integers(0, len(labels), (draws, len(labels)))
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(mean, float(high - low) / 2)

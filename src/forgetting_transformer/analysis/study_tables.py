@@ -24,8 +24,10 @@ NOT_RUN = "Not run yet."
 def models_table(study: Mapping[str, Any]) -> str:
     """One row per model: losses and speed."""
     models = study["models"]
-    means = {name: statistics.mean(losses).value for name, model in models.items() if (losses := _losses(model))}
-    best = min(means, key=lambda name: means[name], default=None)
+    if not models:
+        return NOT_RUN
+    baseline = _baseline(study, "models")
+    against = _against(contrasts(study, "models"))
     rows = []
     for name, model in models.items():
         speed = study["speed"].get(name, {})
@@ -35,15 +37,15 @@ def models_table(study: Mapping[str, Any]) -> str:
                 *_settings(model),
                 _text(_mean(model, "train_loss")),
                 *_heldout(model),
-                "best" if name == best else _against(model, models.get(best)),
+                against.get(name, ""),
                 f"{speed['tokens_per_second']:,.0f}" if speed else "",
                 f"{speed['mfu']:.0%}" if speed and speed["mfu"] else "",
                 ", ".join(f"{share:.0%} ({length})" for length, share in study["pruned"].get(name, {}).items()),
             ]
         )
     header = ["model", "body", "rate", "tokens", "seeds", "training loss", "held-out loss", "perplexity"]
-    header += ["above the best", "tokens/s", "MFU", "tiles pruned (text length)"]
-    return markdown_table(header, rows, "l" + 11 * "r") if rows else NOT_RUN
+    header += [f"against {display_name(study, baseline)}", "tokens/s", "MFU", "tiles pruned (text length)"]
+    return markdown_table(header, rows, "l" + 11 * "r")
 
 
 def search_table(study: Mapping[str, Any]) -> str:
@@ -104,14 +106,14 @@ def variants_table(study: Mapping[str, Any]) -> str:
     """One row per variant, the baseline's differences left out."""
     if not study["variants"]:
         return NOT_RUN
-    baseline = study.get("baseline") or next(iter(study["variants"]))
-    reference = study["variants"].get(baseline)
+    baseline = _baseline(study, "variants")
+    against = _against(contrasts(study, "variants"))
     rows = [
         [
             display_name(study, name),
             *_settings(variant),
             *_heldout(variant),
-            "" if name == baseline else _against(variant, reference),
+            against.get(name, ""),
         ]
         for name, variant in study["variants"].items()
     ]
@@ -168,11 +170,39 @@ def _mean(model: Mapping[str, Any], which: str = "heldout_loss") -> statistics.E
     return statistics.mean(losses) if losses else None
 
 
-def _against(model: Mapping[str, Any], other: Mapping[str, Any] | None) -> str:
-    """The difference in held-out loss to another model, if both have one."""
-    if other is None or not _losses(model) or not _losses(other):
-        return ""
-    return statistics.difference(_losses(model), _losses(other)).text("+")
+def _baseline(study: Mapping[str, Any], kind: str) -> str:
+    """The model that the others of "models" or "variants" are compared with."""
+    named = study.get("baseline")
+    return str(named if named in study[kind] else next(iter(study[kind])))
+
+
+def contrasts(study: Mapping[str, Any], kind: str) -> statistics.Contrasts | None:
+    """Held-out losses of "models" or "variants" against the baseline's; None where it has none."""
+    if not study[kind]:
+        return None
+    losses = {
+        name: {seed: loss for seed, loss in zip(model["seeds"], model["heldout_loss"], strict=True) if loss is not None}
+        for name, model in study[kind].items()
+    }
+    baseline = _baseline(study, kind)
+    return statistics.against_baseline(losses, baseline) if losses[baseline] else None
+
+
+def _against(found: statistics.Contrasts | None) -> dict[str, str]:
+    """Model -> cell of its difference to the baseline."""
+    against = found.against if found else {}
+    return {name: apart.text("+") for name, apart in against.items() if not math.isnan(apart.value)}
+
+
+def noise(study: Mapping[str, Any], kind: str) -> str:
+    """What the intervals of a table are, and which differences its seeds can show."""
+    found = contrasts(study, kind)
+    if found is None or not found.freedom:
+        return "Each has one seed, so no interval can be given."
+    return (
+        f"The standard deviation of a run is {found.deviation:.4f} (pooled; degrees of freedom: {found.freedom}). "
+        f"With {found.seeds} seeds each, a difference of {found.detectable():.3f} is found with a probability of 80 %."
+    )
 
 
 def _text(estimate: statistics.Estimate | None) -> str:
@@ -259,6 +289,7 @@ def sections(report: Path, page: Path) -> dict[str, str]:
     """
     study = read_study(report)
     found = {name: table(study) for name, table in TABLES.items()} | {"source": source(study)}
+    found |= {f"{kind}_noise": noise(study, kind) for kind in ("models", "variants")}
     for name, title in FIGURES.items():
         figure = report / f"{name}.png"
         path = Path(os.path.relpath(figure, page.parent)).as_posix()
