@@ -20,7 +20,7 @@
 #                      must stay the first when seeds are added
 #   JOBS_PER_GPU       jobs that share a GPU: one starts while others compute
 #   MODELS             the slowest first
-#   SOURCES            folders with the texts of the corpus, VOCABULARY, DOC_LEN, HELDOUT_DOCS
+#   SOURCES            folders with the texts of the corpus, without near-duplicates; VOCABULARY, DOC_LEN, HELDOUT_DOCS
 #   OVERRIDES          more overrides of train.py for all runs
 set -euo pipefail
 # Ctrl-C, which training answers by saving, must not lead to the next stage.
@@ -126,8 +126,15 @@ make_corpus() {
     if [ ${#sources[@]} -eq 0 ]; then
         mapfile -t sources < <("$python" -c 'import sysconfig; p = sysconfig.get_paths(); print(p["stdlib"], p["purelib"], sep="\n")')
     fi
+    local dedup=(--dedup) begun
+    for begun in "$corpus/manifest.json" "$corpus/.work/settings.json"; do
+        if [ -f "$begun" ] && ! grep -q '"dedup": 0' "$begun"; then
+            echo "$corpus was begun without --dedup, as by earlier versions, and stays so"
+            dedup=()
+        fi
+    done
     "$python" scripts/prepare_data.py "${sources[@]}" --glob "*.py" --tokenizer "train:$vocabulary" \
-        --doc_len "${DOC_LEN:-16384}" --heldout_docs "${HELDOUT_DOCS:-128}" --out "$corpus"
+        "${dedup[@]}" --doc_len "${DOC_LEN:-16384}" --heldout_docs "${HELDOUT_DOCS:-128}" --out "$corpus"
 }
 
 train() {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forgetting_transformer.analysis import study_tables
+from forgetting_transformer.analysis.statistics import detectable, mean
 from forgetting_transformer.analysis.studies import display_name, read_study
 from forgetting_transformer.analysis.tables import markdown_table, rate_text
 
@@ -85,7 +86,12 @@ def sections(folder: Path) -> dict[str, str]:
         **{f"seconds_{stage}": str(seconds) for stage, seconds in notes["seconds"].items()},
         **{f"{kind}_{name}": f"{value:.2f}" for name, both in after.items() for kind, value in both.items()},
     }
-    return {**study_tables.sections(folder, folder / "README.md"), **values, **second_seeds(content, seeds)}
+    values |= {
+        "power_seven": f"{detectable(0.05, seeds=3, freedom=12, comparisons=6):.2f}",
+        "power_five": f"{detectable(0.05, seeds=5, freedom=24, comparisons=6):.2f}",
+    }
+    found = study_tables.sections(folder, folder / "README.md") | values | second_seeds(content, seeds)
+    return found | {"recipes": recipes(folder / "recipes.jsonl")}
 
 
 def second_seeds(study: dict[str, Any], seeds: dict[str, Any]) -> dict[str, str]:
@@ -116,3 +122,33 @@ def second_seeds(study: dict[str, Any], seeds: dict[str, Any]) -> dict[str, str]
         "seed_pairs_2e3": str(len(at_2e3)),
         "seed_most_1e3": f"{max(others):.3f}",
     }
+
+
+def recipes(file: Path) -> str:
+    """FoX (Pro) with several seeds for each learning rate and warm-up: a row per recipe, from a JSON line per run."""
+    if not file.is_file():
+        return study_tables.NOT_RUN
+    from scipy import stats
+
+    found: dict[tuple[float, int], list[dict[str, Any]]] = {}
+    for line in file.read_text("utf-8").splitlines():
+        run = json.loads(line)
+        found.setdefault((run["rate"], run["warmup"]), []).append(run)
+    rows = []
+    for (rate, warmup), runs in sorted(found.items()):
+        losses, train = ([run[which][0] for run in runs] for which in ("heldout_loss", "train_loss"))
+        deviation, freedom = statistics.stdev(losses), len(losses) - 1
+        # Of a standard deviation, from the chi-squared distribution.
+        low, high = (deviation * math.sqrt(freedom / stats.chi2.ppf(p, freedom)) for p in (0.975, 0.025))
+        rows.append(
+            [
+                rate_text(rate),
+                str(warmup),
+                str(len(runs)),
+                mean(losses).text(),
+                f"{deviation:.4f} ({low:.4f} to {high:.4f})",
+                f"{statistics.mean(losses) - statistics.mean(train):+.3f}",
+            ]
+        )
+    header = ["rate", "warm-up steps", "seeds", "held-out loss", "standard deviation of a run", "above training loss"]
+    return markdown_table(header, rows, "rrrrrr")

@@ -87,15 +87,3 @@ def test_a_detectable_difference_is_found_as_often_as_it_says() -> None:
     errors = np.sqrt(draws.chisquare(6, 20000) / 6) * math.sqrt(2 / 3)
     found = abs(draws.normal(apart, math.sqrt(2 / 3), 20000)) > statistics.dunnett_quantile(3, 6) * errors
     assert found.mean() == pytest.approx(0.8, abs=0.012)  # four standard errors
-
-
-def test_clusters_widen_the_interval_and_single_rows_give_the_usual_one() -> None:
-    draws = np.random.default_rng(0)
-    folders = np.repeat(np.arange(40), 8)
-    values = np.repeat(draws.normal(size=40), 8)  # rows of a folder are the same
-    alone = statistics.cluster_bootstrap(values, np.arange(320))
-    together = statistics.cluster_bootstrap(values, folders)
-    assert alone.value == together.value == pytest.approx(values.mean())
-    assert alone.half_width == pytest.approx(1.96 * values.std(ddof=1) / math.sqrt(320), rel=0.06)
-    assert together.half_width == pytest.approx(1.96 * values[::8].std(ddof=1) / math.sqrt(40), rel=0.08)
-    assert math.isnan(statistics.cluster_bootstrap(values[:8], folders[:8]).half_width)

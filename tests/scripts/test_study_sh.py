@@ -64,6 +64,19 @@ def test_a_study_that_was_given_so_many_seconds_to_train_has_not_failed(study_sh
     assert code == 0 and "training was stopped after 1 s" in out
 
 
+def test_a_corpus_leaves_near_duplicates_out_unless_it_was_begun_with_them(study_sh, tmp_path):
+    def prepares() -> str:
+        return next(call for call in study_sh("corpus")[2] if call.startswith("scripts/prepare_data.py"))
+
+    assert " --dedup " in prepares()
+    begun = tmp_path / "study/data/python_code/manifest.json"
+    begun.parent.mkdir(parents=True)
+    begun.write_text('{"settings": {\n"dedup": 0.8}}')
+    assert " --dedup " in prepares()
+    begun.write_text('{"settings": {"doc_len": 16384}}')
+    assert "--dedup" not in prepares()
+
+
 def test_an_evaluation_that_fails_makes_the_script_fail_after_the_others(study_sh):
     code, out, calls = study_sh("evaluate", "collect", FAILING="mamba2_seed0")
     assert code == 1 and "position_loss of mamba2_seed0 failed" in out

@@ -1,7 +1,7 @@
 """Means over seeds and how far to trust them.
 
 Seeds differ in initial weights and not in data, so the intervals say what other initial weights would change, not
-what another corpus would. `cluster_bootstrap` says what other held-out folders would change.
+what another corpus would.
 """
 
 import math
@@ -181,20 +181,3 @@ def detectable(deviation: float, seeds: int, freedom: float, comparisons: int = 
 
     needed = optimize.brentq(lambda errors: found(errors) - power, 0, 20 * critical)
     return needed * deviation * math.sqrt(2 / seeds)
-
-
-def cluster_bootstrap(values: np.ndarray, clusters: Sequence[int], draws: int = 4000, seed: int = 0) -> Estimate:
-    """The mean of values `(n,)` with the half-width of its 95 % interval, when values of one cluster are alike.
-
-    Whole clusters are drawn with replacement; rows of one held-out folder are such a cluster. The interval is that of
-    the percentiles, made symmetric by half its width. NaN where all values are of one cluster.
-    """
-    labels, inverse = np.unique(np.asarray(clusters), return_inverse=True)
-    mean = float(np.mean(values))
-    if len(labels) < 2:
-        return Estimate(mean, math.nan)
-    sums, counts = np.bincount(inverse, weights=values), np.bincount(inverse)
-    drawn = np.random.default_rng(seed).integers(0, len(labels), (draws, len(labels)))
-    means = sums[drawn].sum(1) / counts[drawn].sum(1)
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return Estimate(mean, float(high - low) / 2)
