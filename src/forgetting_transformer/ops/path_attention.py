@@ -14,7 +14,7 @@ chunks go back one chunk at a time, past `I - Wᵀ M W` of each. Sums of log gat
 
 PyTorch on every device. Memory for the backward pass grows with T²: T/64 times the queries, and all scores. The Triton
 kernels of flash-linear-attention keep O(T), but add the gradients of keys, w and gates by atomics, so that two runs
-differ; they are not used.
+differ; they are not used. They also multiply the log gates by `scale`, which FoX does not.
 
 Axes: `forgetting_transformer/ops/__init__.py`. n chunks of c tokens; N past tokens.
 """
