@@ -5,6 +5,7 @@
         --save_dir output/per_token_loss
     fabric run eval/per_token_loss/run_per_token_loss.py --devices 4 --model_path …     # or torchrun --nproc-per-node 4
     … --preset extrapolation                                                            # beyond the training length
+    torchrun --nproc-per-node 4 … --context 4                                           # four GPUs share each sequence
 
 MODEL_PATH is an export of save_model.py, a training run's output_dir, or a hub id. Writes SAVE_DIR/MODEL/results.json
 and results.npz. The same command continues after a kill, on any number of GPUs. plot_per_token_loss.py draws results.
@@ -55,7 +56,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vocab_size", type=int, help="of the corpus, where it has no manifest.json that says")
     parser.add_argument("--bos_token_id", type=int, help="the id that begins its texts, in the same case")
     parser.add_argument("--train_len", type=int, help="sequence length of training, where the model does not say")
-    parser.add_argument("--local_batch_size", type=int, default=1, help="sequences per forward pass of a process")
+    parser.add_argument(
+        "--local_batch_size",
+        type=int,
+        default=1,
+        help="sequences per forward pass of a process, or of those that share them",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=1,
+        help="processes that share each sequence, equal parts each, for sequences that do not fit one GPU; %(default)s",
+    )
     parser.add_argument("--save_interval", type=int, default=64, help="batches between two writes of the state")
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True, help="continue; the default")
     parser.add_argument(
@@ -63,7 +75,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: a GPU if available")
     args = parser.parse_args()
-    for flag in ("local_batch_size", "save_interval"):
+    for flag in ("local_batch_size", "save_interval", "context"):
         if getattr(args, flag) < 1:
             parser.error(f"--{flag}={getattr(args, flag)} must be at least 1")
     if args.preset and args.eval_len:
@@ -122,6 +134,7 @@ def main() -> None:
             precision=args.precision,
             save_interval=args.save_interval,
             resume=args.resume,
+            context=args.context,
         )
         if workers.is_first:
             table = position_loss.slope_table({model.name: results})

@@ -136,6 +136,47 @@ def test_a_stopped_evaluation_continues_with_another_number_of_processes(quickst
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
+def test_processes_that_share_sequences_find_the_results_of_one(quickstart, model, tmp_path):
+    """A run of one process is continued by two that have halves of every row."""
+    data = heldout(quickstart, length=64)
+    straight = per_token_loss.evaluate(model, data, tmp_path / "straight", ALONE, batch_size=8)
+    per_token_loss.evaluate(model, heldout(quickstart, length=64, tokens=640), tmp_path / "hf", ALONE, batch_size=5)
+    arguments = ["--model_path", quickstart.hf, "--data_path", quickstart.data / "words", "--save_dir", tmp_path]
+    arguments += ["--eval_len", 64, "--local_batch_size", 7, "--device", "cpu", "--context", 2, "--save_interval", 5]
+    done = run_script(SCRIPT, *arguments, processes=2)
+    assert done.returncode == 0, done.stderr
+    shared = json.loads((tmp_path / "hf/results.json").read_text())
+    assert shared["eval_tokens"] == straight["eval_tokens"]
+    one, two = (np.load(tmp_path / name / "results.npz") for name in ("straight", "hf"))
+    np.testing.assert_allclose(one["val/loss_per_token"], two["val/loss_per_token"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(one["val/loss_per_octave"], two["val/loss_per_octave"], rtol=0, atol=1e-5)
+    refused = run_script(SCRIPT, *arguments)
+    assert "--context=2 processes share a sequence, and 1 are not a multiple of 2: start with torchrun" in (
+        refused.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("context", "changes", "message"),
+    [
+        (2, {}, "--context=2 processes share a sequence, and 3 are not a multiple of 2"),
+        (3, {"length": 64}, "--context=3: sequences of 64 tokens have no equal parts for 3 processes"),
+        (3, {"length": 63}, r"cannot share a sequence of \S+ \(ForgettingAttentionLayer has \d heads\)"),
+    ],
+)
+def test_sequences_that_cannot_be_shared_are_refused(quickstart, model, context, changes, message):
+    data = dataclasses.replace(heldout(quickstart), **changes)
+    with pytest.raises(EvaluationError, match=message):
+        per_token_loss.check_context(context, model, data, processes=3)
+
+
+def test_models_of_others_take_whole_sequences(quickstart, model):
+    other = dataclasses.replace(model, model=GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9)))
+    with pytest.raises(EvaluationError, match=r"cannot share a sequence of .* \(not a model of this package\)"):
+        per_token_loss.check_context(2, other, heldout(quickstart), processes=2)
+
+
 def test_the_state_of_another_evaluation_is_refused(quickstart, model, tmp_path):
     per_token_loss.evaluate(model, heldout(quickstart, length=64), tmp_path, ALONE, batch_size=8)
     with pytest.raises(EvaluationError, match=r"sums.npz belongs to an evaluation with eval_len=64, this one has 32"):

@@ -252,6 +252,13 @@ def resolve(precision: str, device: torch.device) -> str:
     return ("bf16" if device.type == "cuda" else "fp32") if precision == "auto" else precision
 
 
+def is_own(model: nn.Module) -> bool:
+    """Whether this is one of this project's models."""
+    from forgetting_transformer.model import DecoderForCausalLM
+
+    return isinstance(model, DecoderForCausalLM)
+
+
 def token_losses(model: "PreTrainedModel", input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
     """Loss of every token in nats `(B, T)`, float32: `labels[t]` is the token after `input_ids[t]`.
 
@@ -259,9 +266,7 @@ def token_losses(model: "PreTrainedModel", input_ids_BT: Tensor, labels_BT: Tens
     slices of the last hidden states. Where that does not give a model's own logits (a soft cap or a scale after the
     output layer), they are computed whole.
     """
-    from forgetting_transformer.model import DecoderForCausalLM
-
-    if isinstance(model, DecoderForCausalLM):
+    if is_own(model):
         return model(input_ids=input_ids_BT, labels=labels_BT).loss
     head = model.get_output_embeddings()
     if _head_gives_logits(model, input_ids_BT):
@@ -425,8 +430,6 @@ def _check_weights(source: str, model: nn.Module, loading: dict[str, Any]) -> No
         EvaluationError: naming a weight that is missing or has another shape, or one that this project's models do not
             have. Other models' files may hold more than is used, such as masks.
     """
-    from forgetting_transformer.model import DecoderForCausalLM
-
     shapes = {name: (tuple(stored), tuple(wanted)) for name, stored, wanted in loading["mismatched_keys"]}
     missing, unexpected = sorted({*loading["missing_keys"]} - shapes.keys()), sorted(loading["unexpected_keys"])
     if shapes:
@@ -441,7 +444,7 @@ def _check_weights(source: str, model: nn.Module, loading: dict[str, Any]) -> No
             f"the weights of {source} are incomplete: {missing[0]} is missing ({len(missing)} in all{left}), and a "
             "result would be that of random weights; save the model again, or download all of its files"
         )
-    if unexpected and isinstance(model, DecoderForCausalLM):
+    if unexpected and is_own(model):
         raise EvaluationError(
             f"the weights of {source} do not fit its config.json: the model has no {unexpected[0]} ({len(unexpected)} "
             "such in all); save the model again, with the configuration it was trained with"

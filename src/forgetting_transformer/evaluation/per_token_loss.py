@@ -12,6 +12,7 @@ of processes. Source: Lin et al., "Forgetting Transformer", ICLR 2025, section 4
 Axes: N sequences, B those of a batch, T positions, O octaves of positions.
 """
 
+import datetime
 import itertools
 import json
 import math
@@ -45,6 +46,7 @@ from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
     fingerprint,
+    is_own,
     precision_context,
     resolve,
     token_losses,
@@ -52,6 +54,7 @@ from forgetting_transformer.evaluation.models import (
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.files import replacing, write_json
 from forgetting_transformer.training.loss_by_position import PositionSums, by_length
+from forgetting_transformer.training.ranks import Ranks
 
 #: Shortest context length that results report, as in the paper.
 MIN_LENGTH = 512
@@ -200,25 +203,30 @@ def evaluate(
     precision: str = "auto",
     save_interval: int = 64,
     resume: bool = True,
+    context: int = 1,
 ) -> dict[str, Any]:
     """Evaluates, or continues an evaluation, and writes `folder/results.json` and `results.npz`.
 
     Args:
         folder: of this model's results; `state/sums.npz` in it holds the sums so far.
-        batch_size: sequences in one forward pass of one process.
+        batch_size: sequences in one forward pass of one process, or of the processes that share sequences.
         precision: "bf16" (autocast over fp32 weights), "fp32" or "auto".
         save_interval: batches of every process between two writes of the state.
         resume: continue from those sums; otherwise start again and replace it.
+        context: so many processes share each sequence and have equal parts of it. The results do not depend on it.
 
     Returns:
         What results.json holds, on every process.
 
     Raises:
         EvaluationError: the folder holds the state of another evaluation, the corpus was made with another tokenizer,
-            or a loss is not finite.
+            sequences cannot be shared like that, or a loss is not finite.
         AnalysisError: the folder holds files of others that this evaluation would replace.
     """
     check_vocabulary(model, data)
+    check_context(context, model, data, workers.world_size)
+    ranks = Ranks(workers.rank, workers.world_size, context, datetime.timedelta(hours=12))
+    own = ranks.part(data.length)
     workers.on_first(lambda: check_folder(folder, "per_token_loss", "results.json", "results.npz"))
     identity = {
         "weights": fingerprint(model.model),
@@ -236,11 +244,11 @@ def evaluate(
     sums = workers.on_first(known_sums) or Sums.empty(data.length)
     begun = sums.sequences
     octaves = _octave_means(data.length).to(workers.device)
-    per_round = workers.world_size * batch_size
+    per_round = ranks.data_size * batch_size
     # One tensor for all sums, so that the processes meet once per save.
     part = _Part.zeros(data.length, save_interval * per_round, octaves.shape[1], workers.device)
     rounds = math.ceil((data.sequences - sums.sequences) / per_round)
-    first = sums.sequences + workers.rank * batch_size
+    first = sums.sequences + ranks.data_rank * batch_size
     batches = [
         range(min(begin, data.sequences), min(begin + batch_size, data.sequences))
         for begin in range(first, first + rounds * per_round, per_round)
@@ -254,9 +262,10 @@ def evaluate(
     )
     for number, (mine, batch) in enumerate(zip(batches, loader, strict=True), start=1):
         if batch is not None:
-            input_ids, labels = (batch[key].to(workers.device, non_blocking=True) for key in ("input_ids", "labels"))
-            with precision_context(precision, workers.device):
-                part.add(token_losses(model.model, input_ids, labels), octaves, mine.start - sums.sequences)
+            parts = ranks.part_of(batch)
+            input_ids, labels = (parts[key].to(workers.device, non_blocking=True) for key in ("input_ids", "labels"))
+            with precision_context(precision, workers.device), ranks.share():
+                part.add(token_losses(model.model, input_ids, labels), octaves, mine.start - sums.sequences, own)
         bar.update(min(per_round, data.sequences - bar.n))
         if number % save_interval == 0 or number == rounds:
             workers.sum(part.flat)
@@ -296,6 +305,31 @@ def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> di
     results["loss_standard_error"] = standard_errors(length, sums.octaves_NO)
     results["slope"] = [vars(entry) for entry in slopes(loss_T.size, sums.octaves_NO)]
     return results
+
+
+def check_context(context: int, model: EvaluatedModel, data: HeldOut, processes: int) -> None:
+    """Refuses sequences that so many processes cannot share.
+
+    Raises:
+        EvaluationError: naming what does not fit, and what to do.
+    """
+    if context == 1:
+        return
+    if processes % context:
+        raise EvaluationError(
+            f"--context={context} processes share a sequence, and {processes} are not a multiple of {context}: start "
+            f"with torchrun --nproc-per-node {context}"
+        )
+    if data.length % context:
+        raise EvaluationError(
+            f"--context={context}: sequences of {data.length:,} tokens have no equal parts for {context} processes; "
+            "choose a divisor of --eval_len"
+        )
+    reasons = model.model.whole_sequence_mixers(context) if is_own(model.model) else ["not a model of this package"]
+    if reasons:
+        raise EvaluationError(
+            f"--context={context}: that many processes cannot share a sequence of {model.source} ({', '.join(reasons)})"
+        )
 
 
 def check_extrapolates(model: EvaluatedModel, data: HeldOut) -> None:
@@ -347,10 +381,10 @@ class _Part:
         flat = torch.zeros(2 * length + sequences * octaves, dtype=torch.float64, device=device)
         return cls(flat, length, octaves)
 
-    def add(self, loss_BT: Tensor, octaves_TO: Tensor, first: int) -> None:
-        """Adds sequences, the first of which is number `first` since the last save."""
-        self._sums.add(loss_BT)
-        self._octaves_NO[first : first + len(loss_BT)] = loss_BT.double() @ octaves_TO
+    def add(self, loss_BT: Tensor, octaves_TO: Tensor, first: int, positions: slice) -> None:
+        """Adds losses at these positions of sequences, the first of which is number `first` since the last save."""
+        self._sums.add(loss_BT, part=positions)
+        self._octaves_NO[first : first + len(loss_BT)] = loss_BT.double() @ octaves_TO[positions]
 
     def move_to(self, sums: Sums, sequences: int) -> None:
         sums.loss_T += self._sums.loss_T.cpu().numpy()

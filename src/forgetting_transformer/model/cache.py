@@ -10,6 +10,7 @@ the old ones are not copied for it.
 Axes: `forgetting_transformer/ops/__init__.py`. A buffer has room for more positions than N.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -65,6 +66,11 @@ class GrowingTensor:
     def drop_last(self, count: int) -> None:
         self._stop -= count
 
+    @property
+    def memory_bytes(self) -> int:
+        """What it occupies, room to spare included."""
+        return self._buffer.untyped_storage().nbytes()
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a function of the batch axis, which returns a new tensor."""
         self._buffer, self._is_own = fn(self._buffer), True
@@ -116,6 +122,11 @@ class DecoderCache(Cache):
         if self.seq_start_B is not None:
             self.seq_start_B = self.seq_start_B[indices]
 
+    @property
+    def memory_bytes(self) -> int:
+        """What grows with the tokens in all layers, room to spare included; not states of a fixed size."""
+        return sum(layer.memory_bytes for layer in self.layers if isinstance(layer, LayerCache))
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens. As in transformers, the argument is minus their number."""
         if tokens_to_remove > 0:
@@ -165,6 +176,11 @@ class LayerCache(CacheLayerMixin):
         """Forget the last `count` tokens, of more."""
         raise NotImplementedError
 
+    @property
+    def memory_bytes(self) -> int:
+        """What grows with the tokens, room to spare included."""
+        return 0
+
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply `fn` to every tensor held."""
         raise NotImplementedError
@@ -201,6 +217,10 @@ class GrowingCache(LayerCache):
         for x in self._tensors:
             x.drop_last(count)
         self._refresh()
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(x.memory_bytes for x in self._tensors)
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
         for x in self._tensors:
@@ -373,3 +393,127 @@ class ForgettingAttentionCache(GrowingCache):
         if self.max_key_norm is not None:
             self.max_key_norm = fn(self.max_key_norm)
         self.shift_states = {name: fn(y) for name, y in self.shift_states.items()}
+
+
+class HeadGroup:
+    """Heads whose kept keys are about equally many: the last ones, as views of buffers `(B, h, n, …)`.
+
+    Args:
+        heads: their numbers `(h,)`.
+        tensors: keys, values, running sums of log f.
+        num_dropped: tokens that came before the first of them and are no longer held.
+    """
+
+    def __init__(self, heads: Tensor, tensors: Sequence[Tensor], num_dropped: int) -> None:
+        self.heads, self.num_dropped = heads, num_dropped
+        self.tensors = tuple(GrowingTensor(x) for x in tensors)
+
+    @property
+    def contents(self) -> list[Tensor]:
+        return [x.contents for x in self.tensors]
+
+
+class EvictingCache(ForgettingAttentionCache):
+    """`ForgettingAttentionCache` without the keys that are forgotten, head by head; they are always the oldest ones.
+
+    Heads with similar numbers of keys are kept together as a `HeadGroup`, so memory follows what each head still
+    reaches. A key is evicted when the decay bias of its pair with the newest token, which no later token raises, is
+    below
+
+        evict_below - 2U - ln N
+
+    where all scores lie in [-U, U] and N is the number of tokens, at least MIN_LENGTH. Its softmax weight is then below
+    ε/N for every later query, ε = exp(evict_below): up to MIN_LENGTH tokens, all that is evicted has less than ε of the
+    weights of a row.
+
+    Args:
+        evict_below: ln ε, < 0.
+        score_bound_H: U of each head.
+
+    Evicted keys do not come back, so `crop` can only empty the cache.
+    """
+
+    is_croppable = False
+    MIN_LENGTH = 2**20
+    # Tokens from one look at what is forgotten to the next, for which the host waits for the device.
+    EVERY = 256
+
+    def __init__(self, evict_below: float, score_bound_H: Tensor) -> None:
+        self.evict_below, self.score_bound_H = evict_below, score_bound_H
+        super().__init__()
+
+    def reset(self) -> None:
+        super().reset()
+        self.groups: list[HeadGroup] = []
+        self._num_tokens = self._num_looked_at = 0
+
+    def append(self, key_states: Tensor, value_states: Tensor, log_fgate: Tensor) -> None:
+        """Add new positions, as `update` takes them; `groups` then has what they see."""
+        if not self.groups:
+            self.lazy_initialization(key_states, value_states)
+            heads = torch.arange(key_states.shape[1], device=key_states.device)
+            running = cumulative_log_fgate(log_fgate, head_first=True)
+            self.groups = [HeadGroup(heads, (key_states, value_states, running), 0)]
+        else:
+            for group in self.groups:
+                previous = group.tensors[2].contents[:, :, -1:]
+                running = cumulative_log_fgate(log_fgate[:, group.heads], previous, head_first=True)
+                for x, new in zip(
+                    group.tensors, (key_states[:, group.heads], value_states[:, group.heads], running), strict=True
+                ):
+                    x.append(new)
+        self._num_tokens += key_states.shape[2]
+
+    def evict(self) -> None:
+        """Forget what no later query reaches. Call it when the queries of the last `append` are done."""
+        if self._num_tokens - self._num_looked_at < self.EVERY:
+            return
+        self._num_looked_at = self._num_tokens
+        threshold_H = self.evict_below - 2 * self.score_bound_H - math.log(max(self._num_tokens, self.MIN_LENGTH))
+        self.groups = [part for group in self.groups for part in self._without_forgotten(group, threshold_H)]
+
+    def _without_forgotten(self, group: HeadGroup, threshold_H: Tensor) -> list[HeadGroup]:
+        """The group, or parts of it where its heads have come to keep different numbers of keys."""
+        running = group.contents[2]
+        num_keys = running.shape[2]
+        is_forgotten = running[:, :, -1:] - running < threshold_H[group.heads][:, None]
+        # Of the sequences of a batch, the one that reaches furthest decides.
+        forgotten = is_forgotten.sum(-1).amin(0).tolist()
+        kept = [max(num_keys - count, self.EVERY) for count in forgotten]
+        by_size: dict[int, list[int]] = {}
+        for head, size in enumerate(kept):
+            # Apart only where being together holds twice what is needed: each group is a call of its own.
+            key = size.bit_length() if max(kept) * len(kept) > 2 * sum(kept) else 0
+            by_size.setdefault(key, []).append(head)
+        if len(by_size) == 1 and 4 * min(forgotten) < num_keys:
+            for x in group.tensors:
+                x.drop_first(min(forgotten))
+            group.num_dropped += min(forgotten)
+            return [group]
+        parts = []
+        for heads in by_size.values():
+            first = min(forgotten[head] for head in heads)
+            chosen = torch.tensor(heads, device=running.device)
+            # Copies: views would keep all of the old buffers.
+            tensors = [x[:, :, first:].index_select(1, chosen) for x in group.contents]
+            parts.append(HeadGroup(group.heads[chosen], tensors, group.num_dropped + first))
+        return parts
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(x.memory_bytes for group in self.groups for x in group.tensors)
+
+    def get_seq_length(self) -> int:
+        return self._num_tokens
+
+    def _drop_last(self, count: int) -> None:
+        raise ValueError(
+            f"cannot remove {count} tokens from the cache: evict_below has evicted keys that earlier tokens see. Reset "
+            "the cache and run the prompt again, or make one without evict_below"
+        )
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super()._map(fn)
+        for group in self.groups:
+            for x in group.tensors:
+                x.map(fn)

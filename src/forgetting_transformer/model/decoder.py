@@ -11,6 +11,8 @@ An architecture is a mixer and a configuration. The configuration builds the mix
     init_own_weights()
         Optional. Called after the default initialisation of its submodules, to change it. It must write through
         `transformers.initialization`, whose functions leave weights from a checkpoint as they are.
+    new_evicting_cache(evict_below) -> CacheLayerMixin
+        Optional. One that gives up what is forgotten.
     op_use() -> OpUse
         Optional. How it calls its op, so that the op's kernels are tested before the first step on a GPU. Layers in it
         may have one too.
@@ -347,9 +349,29 @@ class DecoderModel(DecoderPreTrainedModel):
     def set_input_embeddings(self, value: Any) -> None:
         self.embeddings = value
 
-    def new_cache(self) -> DecoderCache:
-        """Make an empty cache for this model."""
-        return DecoderCache([block.sequence_mixer.new_cache() for block in self.layers])
+    def new_cache(self, evict_below: float | None = None) -> DecoderCache:
+        """Make an empty cache for this model.
+
+        Args:
+            evict_below: ln ε < 0: layers with forget gates evict keys that no later token gives any weight, so that all
+                that a head has evicted has less than ε of the weights of a token. Needs QK-norm. None keeps all keys.
+
+        Raises:
+            ValueError: it is not negative, or no layer can evict.
+        """
+        mixers = [block.sequence_mixer for block in self.layers]
+        if evict_below is None:
+            return DecoderCache([mixer.new_cache() for mixer in mixers])
+        if not -math.inf < evict_below < 0:
+            raise ValueError(f"evict_below is {evict_below}; it is ln ε of a small ε, so negative and finite (-10)")
+        if not any(hasattr(mixer, "new_evicting_cache") for mixer in mixers):
+            raise ValueError(f"evict_below is {evict_below}; {type(self).__name__} has no forget gates, leave it out")
+        return DecoderCache(
+            [
+                mixer.new_evicting_cache(evict_below) if hasattr(mixer, "new_evicting_cache") else mixer.new_cache()
+                for mixer in mixers
+            ]
+        )
 
     def op_uses(self) -> list[OpUse]:
         """How mixers, and layers in them, call ops whose kernels can be tested before use; see `ops/selftest.py`."""
@@ -650,9 +672,9 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
 
-    def new_cache(self) -> DecoderCache:
-        """Make an empty cache for this model."""
-        return self.decoder.new_cache()
+    def new_cache(self, evict_below: float | None = None) -> DecoderCache:
+        """Make an empty cache for this model: `DecoderModel.new_cache`."""
+        return self.decoder.new_cache(evict_below)
 
     def forward(
         self,

@@ -1,0 +1,96 @@
+"""Forgotten keys leave the cache: logits stay within the tolerance, memory follows what heads reach."""
+
+import pytest
+import torch
+
+from forgetting_transformer.model.cache import EvictingCache
+from tests.model.small_models import PRO, small
+
+#: Biases of the gates of four heads: a key is forgotten after some 15 tokens, after some 120, and twice never.
+BIASES = [-2.0, 1.5, 9.0, 12.0]
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = small("forgetting_transformer", **PRO, num_heads=4).double().eval()
+    with torch.no_grad():
+        for block in model.decoder.layers:
+            block.attn.fgate_proj.bias.copy_(torch.tensor(BIASES))
+    return model
+
+
+def read(model, ids, cache, prompt, mask=None):
+    """Logits of all tokens behind the prompt: some together, some one by one."""
+    found, start = [], 0
+    with torch.no_grad():
+        for size in (prompt, 40, *([1] * (ids.shape[1] - prompt - 40))):
+            part = None if mask is None else mask[:, : start + size]
+            inputs = {"input_ids": ids[:, start : start + size], "attention_mask": part}
+            found.append(model(**inputs, past_key_values=cache, use_cache=True).logits)
+            start += size
+    return torch.cat(found, dim=1)
+
+
+@pytest.mark.parametrize(("evict_below", "limit"), [(-10.0, 5e-4), (-25.0, 1e-10)])
+def test_logits_are_those_of_all_keys_within_the_tolerance(model, evict_below, limit):
+    ids = torch.randint(61, (2, 1100), generator=torch.Generator().manual_seed(0))
+    whole, evicting = model.new_cache(), model.new_cache(evict_below=evict_below)
+    expected, actual = read(model, ids, whole, 700), read(model, ids, evicting, 700)
+    assert (actual - expected).abs().max() < limit
+    assert evicting.get_seq_length() == whole.get_seq_length() == 1100
+    for layer in evicting.layers:
+        kept = {head: group.contents[0].shape[2] for group in layer.groups for head in group.heads.tolist()}
+        assert kept[2] == kept[3] == 1100 and kept[0] < kept[1] + 1 < 700
+        assert all(g.num_dropped + g.contents[0].shape[2] == 1100 for g in layer.groups)
+    # Two of four heads keep everything.
+    assert evicting.memory_bytes < 0.75 * whole.memory_bytes
+
+
+def test_what_decoding_adds_is_evicted_too_and_memory_is_given_back(model):
+    layer = model.decoder.layers[0].attn
+    cache = EvictingCache(-10.0, layer.score_bound())
+    sizes = []
+    with torch.no_grad():
+        for _ in range(40):
+            x = torch.randn(1, 4, 100, 8, dtype=torch.float64)
+            cache.append(x, x, torch.full((1, 4, 100), -0.7))
+            cache.evict()
+            sizes.append(cache.memory_bytes)
+    assert max(sizes[20:]) <= max(sizes[:20]) < 1500 * 4 * (8 + 8 + 1) * 8
+
+
+def test_padding_on_the_left_counts_for_nothing(model):
+    ids = torch.randint(61, (1, 900), generator=torch.Generator().manual_seed(1))
+    expected = read(model, ids, model.new_cache(), 600)
+    padded, mask = torch.cat((ids[:, :90] * 0, ids), dim=1), torch.ones(2, 990, dtype=torch.long)
+    mask[0, :90] = 0
+    both = torch.cat((padded, torch.randint(61, (1, 990))))
+    actual = read(model, both, model.new_cache(evict_below=-25.0), 690, mask)
+    torch.testing.assert_close(actual[:1, 90:], expected, rtol=0, atol=1e-8)
+
+
+def test_beams_follow_and_generation_takes_the_cache(model):
+    ids = torch.randint(1, 61, (2, 400), generator=torch.Generator().manual_seed(2))
+    options = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3, "eos_token_id": None, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(ids)
+    whole = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, past_key_values=model.new_cache(evict_below=-25.0), **options), whole)
+
+
+def test_what_cannot_evict_is_refused(model):
+    with pytest.raises(ValueError, match="evict_below is 10; it is ln ε of a small ε"):
+        model.new_cache(evict_below=10)
+    with pytest.raises(ValueError, match="evict_below is -10; TransformerModel has no forget gates"):
+        small("transformer").new_cache(evict_below=-10)
+    with pytest.raises(ValueError, match="this layer has no qk_norm, without which scores have no bound"):
+        small("forgetting_transformer").new_cache(evict_below=-10)
+    with pytest.raises(ValueError, match="this layer has no forget gates"):
+        small("forgetting_transformer", **{**PRO, "fgate_type": "none", "use_rope": True}).new_cache(evict_below=-10)
+    cache = model.new_cache(evict_below=-10.0)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 8, dtype=torch.long), past_key_values=cache, use_cache=True)
+        with pytest.raises(ValueError, match="output_attentions is asked for, and evict_below leaves no keys"):
+            ids = torch.zeros(1, 1, dtype=torch.long)
+            model(input_ids=ids, past_key_values=cache, use_cache=True, output_attentions=True)
+    with pytest.raises(ValueError, match="cannot remove 2 tokens from the cache: evict_below has evicted"):
+        cache.crop(-2)
