@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
-from forgetting_transformer.model import Mamba2Config, Mamba2ForCausalLM
+from forgetting_transformer.model import Mamba2Config, Mamba2ForCausalLM, mamba2
 from forgetting_transformer.model.layers import initial_dt_bias
 from forgetting_transformer.training.config import TrainConfig
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
@@ -90,6 +90,20 @@ def test_logits_and_gradients_are_those_of_transformers_mamba2(n_groups):
     assert relative_error(logits, want_logits) < 1e-5
     for name in want_gradients:
         assert relative_error(gradients[name], want_gradients[name]) < 1e-4, name
+
+
+def test_what_watches_or_adapts_the_convolution_is_not_passed_by(monkeypatch):
+    """The kernel of convolution and recurrence reads the weights of the convolution, and calls no layer."""
+    asked = []
+    monkeypatch.setattr(mamba2, "run_convolved", lambda *_, **__: asked.append(1))
+    mixer = small("mamba2").decoder.layers[0].sequence_mixer
+    hidden = torch.randn(1, 5, mixer.in_proj.in_features)
+    mixer(hidden)
+    assert len(asked) == 1
+    called = []
+    mixer.conv1d.register_forward_hook(lambda *_: called.append(1))
+    mixer(hidden)
+    assert len(asked) == 1 and len(called) == 1
 
 
 def test_a_long_prompt_in_pieces_equals_the_whole():

@@ -203,7 +203,7 @@ def linear_together(x_BTE: Tensor, linears: Sequence[nn.Linear]) -> dict[nn.Modu
     (hooks, LoRA, 8-bit weights) leaves all of them separate.
     """
     tokens = x_BTE.shape[:-1].numel()
-    if not (torch.compiler.is_compiling() and tokens >= MIN_TOKENS_TOGETHER and all(map(_is_plain, linears))):
+    if not (torch.compiler.is_compiling() and tokens >= MIN_TOKENS_TOGETHER and all(map(is_plain, linears))):
         return {}
     weight = torch.cat([linear.weight for linear in linears])
     outputs = F.linear(x_BTE, weight).split([linear.out_features for linear in linears], dim=-1)
@@ -219,8 +219,9 @@ def apply_linear(layer: nn.Linear, x_BTE: Tensor, together: Mapping[nn.Module, T
     return together[layer] if layer in together else layer(x_BTE)
 
 
-def _is_plain(linear: nn.Linear) -> bool:
-    return type(linear) is nn.Linear and not (linear._forward_hooks or linear._forward_pre_hooks)
+def is_plain(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Whether a layer of this kind does what its weights say and nothing else: no adapter, no hooks."""
+    return type(layer) is kind and not (layer._forward_hooks or layer._forward_pre_hooks)
 
 
 class ShiftLinear(nn.Module):

@@ -22,6 +22,7 @@ from forgetting_transformer.model.layers import (
     exempt_from_decay,
     init_uniform,
     initial_dt_bias,
+    is_plain,
 )
 from forgetting_transformer.model.state_space import (
     StateSpaceConfig,
@@ -123,7 +124,7 @@ class Mamba2Mixer(StateSpaceMixer):
         dt_BTH = F.softplus(dt_BTH.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
         log_decay_BTH = -self.A_log.float().exp() * dt_BTH
         found = None
-        if padding_BT is None and context.active() is None:
+        if padding_BT is None and context.active() is None and is_plain(self.conv1d, ShortConvolution):
             found = run_convolved(
                 xBC_BTC,
                 self.conv1d.weight,
