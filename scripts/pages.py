@@ -11,7 +11,6 @@ defines the names of each page.
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import runpy
@@ -125,9 +124,6 @@ def performance() -> dict[str, str]:
     sections |= {"scaling": "Not measured yet: `python benchmarks/scaling.py`.", "scaling_source": ""}
     if any(tables.RESULTS.glob("scaling*.json")):
         made["scaling"] = ("scaling*.json", tables.scaling)
-    sections["pieces"] = "Not measured yet: `python benchmarks/training.py --optimizer_step --kernels 90`."
-    with contextlib.suppress(LookupError):  # older profiles do not tell kernels apart
-        sections["pieces"] = tables.pieces(Results("steps_760m*.json"))
     for name, (pattern, table) in made.items():
         results = Results(pattern)
         sections |= {name: table(results), f"{name}_source": results.source}
