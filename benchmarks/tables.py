@@ -25,6 +25,7 @@ NAMES = {
     "transformer_swa/": "Transformer, window 2,048",
     "hgrn2/": "HGRN2",
     "delta_net/": "DeltaNet",
+    "gated_delta_net/": "Gated DeltaNet",
     "mamba2/": "Mamba-2",
     "samba/": "Samba",
     "demo/fox_pro": "FoX (Pro)",
