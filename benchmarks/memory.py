@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options
 
-from training import compose
+from training import CONFIGS, compose, experiment_file
 
 HEADER = """
 | tokens | block inputs | fixed GB | forward end bytes/token | peak GB | peak bytes/token | reserved GB | seconds |
@@ -51,6 +51,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     add_options(parser)
     args = parser.parse_args(argv)
+    if min(args.steps, *args.seq_len) < 1:
+        parser.error("--steps and --seq_len must be at least 1")
+    if not experiment_file(args.experiment).is_file():
+        folder = CONFIGS / "experiment"
+        known = sorted(str(f.relative_to(folder).with_suffix("")) for f in folder.glob("**/*.yaml"))
+        parser.error(f"there is no experiment {args.experiment!r}; choose from {', '.join(known)}")
     import torch
 
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,3 +20,9 @@ def test_places_of_block_inputs_compute_the_same_and_a_second_start_measures_wha
     assert [(row["seq_len"], row["inputs"]) for row in rows] == [(64, "gpu"), (64, "host"), (128, "gpu"), (128, "host")]
     for here, there in zip(rows[::2], rows[1::2], strict=True):
         assert here["losses"] == there["losses"] and here["gradient_norms"] == there["gradient_norms"]
+
+
+def test_an_experiment_that_is_not_there_is_one_line(capsys):
+    with pytest.raises(SystemExit):
+        load("memory").main(["--experiment", "demo/fox_prow", "--seq_len", "64"])
+    assert "there is no experiment 'demo/fox_prow'; choose from " in capsys.readouterr().err
