@@ -260,6 +260,7 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     from forgetting_transformer.training import execution, setup
     from forgetting_transformer.training.backends import choose_on_all_ranks
     from forgetting_transformer.training.compilation import Compilation
+    from forgetting_transformer.training.graphs import Graphs, check_device
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
 
     device = torch.device(args.device)
@@ -270,6 +271,8 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
         config.train.gradient_checkpointing = checkpointing
         model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0))
         tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
+    config.train.check()
+    check_device(config.train.cuda_graphs, device)
     undecayed = undecayed_parameters(model, config.train)
     model = model.to(device).train()
     optimizer = setup.build_optimizer(model, undecayed, config.optimizer)
@@ -279,13 +282,16 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
 
     dtype = torch.bfloat16 if args.precision == "bf16-mixed" else torch.float32
     chosen = choose_on_all_ranks(model, dtype, device, [inputs_BT.shape[1]])
-    if execution.choose(config.train.compile, device, None, chosen).compile:
+    compiles = execution.choose(config.train.compile, device, None, chosen).compile
+    graphs = Graphs(config.train.cuda_graphs, compiles, model.parameters())
+    if compiles:
         Compilation(config, model.config.vocab_size, device).compile(model)
 
     def step() -> torch.Tensor:
-        with autocast:
-            loss = model(input_ids=inputs_BT, labels=labels_BT).loss.mean()
-        loss.backward()
+        with graphs.micro_batch(last=args.optimizer_step):
+            with autocast:
+                loss = model(input_ids=inputs_BT, labels=labels_BT).loss.mean()
+            loss.backward()
         # Without an optimizer step gradients add up, as they do over the micro-batches of a training step.
         if args.optimizer_step:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
@@ -293,10 +299,12 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
             optimizer.zero_grad()
         return loss.detach()
 
-    times = measure_steps(args, step, inputs_BT.numel(), model.config.flops_per_token(args.seq_len), device, cold)
+    flops_per_token = model.config.flops_per_token(args.seq_len)
+    times = measure_steps(args, step, inputs_BT.numel(), flops_per_token, device, cold, graphs=graphs.on)
     return {
         "trained": is_run(experiment),
         "compiled": model._is_compiled,
+        "cuda_graphs": graphs.on,
         "pruned": getattr(model.config, "log_pruning_tolerance", None) is not None,
         "backends": {op: backend.text for op, backend in chosen.items()},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -311,8 +319,12 @@ def measure_steps(
     flops_per_token: float,
     device: Any,
     cold: bool,
+    graphs: bool = False,
 ) -> dict[str, Any]:
     """Times of `step`, which returns its loss, after the warm-up: the part of a row that every model has.
+
+    Args:
+        graphs: CUDA graphs are replayed. PyTorch counts their memory while they are recorded, in the first steps.
 
     Raises:
         ArithmeticError: a loss is not finite.
@@ -330,7 +342,8 @@ def measure_steps(
         step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        if not graphs:
+            torch.cuda.reset_peak_memory_stats(device)
     seconds = time_steps(step, args.steps, device, losses)
     for loss in losses:
         if not math.isfinite(loss):

@@ -32,7 +32,7 @@ from tests.training.test_resume import lines, losses
 CAPTURE_ONLY = """
 import torch
 from forgetting_transformer.ops import compiling
-compiling.compiled = lambda function: torch.compile(function, dynamic=False, backend="eager")
+compiling.compiled = lambda function, recordable=False: torch.compile(function, dynamic=False, backend="eager")
 """
 ATTENTION = {"attention": Backend("triton", "Triton 3.6.0")}
 

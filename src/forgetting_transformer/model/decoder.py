@@ -621,11 +621,12 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         Block by block: one compilation serves all blocks, and FSDP2 can gather each block's weights separately.
         Activation checkpointing stays outside the compiled part: inside, a mixer that breaks the graph (FLA's kernels
         do) would make PyTorch give up on the whole block without a warning. Each new length or
-        batch size compiles again.
+        batch size compiles again. Blocks may be recorded as CUDA graphs (`ops/compiling.recording`); the loss is not,
+        because each of its slices would get the weight as a copy.
         """
         for module in self.modules():
             if isinstance(module, DecoderBlock):
-                module._transform = compiling.compiled(module._transform)  # type: ignore[method-assign]
+                module._transform = compiling.compiled(module._transform, recordable=True)  # type: ignore[method-assign]
         self._is_compiled = True
 
     def keep_block_inputs_on_host(self) -> None:

@@ -6,14 +6,48 @@ differ in the last bits. Its `deterministic` option takes those choices by rule;
 not depend on their tiles, are still timed.
 """
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 OPTIONS: dict[str, Any] = {"deterministic": True}
+#: Whether what runs now is to be recorded as CUDA graphs, or replayed.
+_is_recording = False
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under torch.compile. Each new shape compiles again at its first call, which takes seconds."""
-    return torch.compile(function, dynamic=False, options=dict(OPTIONS))
+def compiled(function: Callable[..., Any], recordable: bool = False) -> Callable[..., Any]:
+    """`function` under torch.compile. Each new shape compiles again at its first call, which takes seconds.
+
+    Args:
+        recordable: `recording` has an effect on it.
+    """
+    plain = torch.compile(function, dynamic=False, options=dict(OPTIONS))
+    if not recordable:
+        return plain
+    recorded = torch.compile(function, dynamic=False, options=OPTIONS | {"triton.cudagraphs": True})
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (recorded if _is_recording else plain)(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """In it, recordable functions run as CUDA graphs: warmed up when first called, recorded at the second time and
+    replayed from then on. The kernels are the same, and so is every bit.
+
+    One forward and backward pass. What the graphs of an earlier one gave lies in memory that they write again: outputs
+    and gradients that are still needed must be copied first. Outside of it nothing is recorded or overwritten.
+    """
+    global _is_recording
+    torch.compiler.cudagraph_mark_step_begin()
+    _is_recording = True
+    try:
+        yield
+    finally:
+        _is_recording = False

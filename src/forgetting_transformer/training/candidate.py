@@ -56,6 +56,8 @@ def measure(config: Config, sequences: list[int], memory_bytes: float | None, pl
                 if fabric.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(fabric.device)
                 trainer.step({name: tensor[:count] for name, tensor in batch.items()})  # compiles
+                if trainer.graphs.on:
+                    trainer.step(batch)  # records
                 setup.synchronize(fabric.device)
                 point["seconds"] = _seconds_of_a_step(trainer, batch)
                 point["memory"], most = _memory(fabric.device, memory_bytes)

@@ -63,6 +63,7 @@ class Compilation:
             (config.model.name, config.model.config, vocab_size),
             (min(config.train.grad_acc_tokens, data.train_batch_size * data.train_batch_len), data.train_batch_len),
             (config.fabric.precision, config.train.gradient_checkpointing, config.strategy.name, world_size),
+            config.train.cuda_graphs,
             config.strategy.context,
             (torch.cuda.get_device_name(device) if on_cuda else device.type, torch.__version__),
         )

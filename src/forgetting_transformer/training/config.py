@@ -93,6 +93,9 @@ class TrainConfig:
     #: torch.compile blocks and loss: fuses what lies between matrix products; the first step takes longer. true, false
     #: or "auto": on for CUDA, off elsewhere; a run that continues does as it did before.
     compile: Any = one_of("auto", True, False)
+    #: Record the compiled blocks as CUDA graphs and replay them: faster where the host is slower than the GPU, as with
+    #: a small model; bitwise the same. One process with a GPU, without activation checkpointing.
+    cuda_graphs: bool = False
     #: Whether biases, norm weights and convolution kernels are decayed.
     bias_weight_decay: bool = False
     normalization_weight_decay: bool = False
@@ -106,6 +109,15 @@ class TrainConfig:
             raise ConfigError(
                 "train.block_inputs_on_host=true moves what activation checkpointing keeps; set "
                 "train.gradient_checkpointing=true too"
+            )
+        if self.cuda_graphs and self.compile is False:
+            raise ConfigError(
+                "train.cuda_graphs=true records compiled blocks, and train.compile=false compiles nothing; set "
+                "train.cuda_graphs=false, or train.compile=auto"
+            )
+        if self.cuda_graphs and self.gradient_checkpointing:
+            raise ConfigError(
+                "train.cuda_graphs=true does not work with train.gradient_checkpointing=true; set one of them to false"
             )
         steps = self.profile_steps
         if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] < steps[0] + _TRACED_STEPS):
@@ -311,6 +323,10 @@ def check(config: Config, world_size: int) -> None:
     """
     data, train, sharing = config.datamodule, config.train, config.strategy.context
     _check_context(config, world_size)
+    if train.cuda_graphs and world_size > 1:
+        raise ConfigError(
+            f"train.cuda_graphs=true works in one process, and this run has {world_size}; set train.cuda_graphs=false"
+        )
     groups, called = world_size // sharing, "processes" if sharing == 1 else f"groups of {sharing} processes"
     if data.train_batch_size % groups:
         near = divisors(data.train_batch_size)

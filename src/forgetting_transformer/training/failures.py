@@ -82,6 +82,9 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, during: str = "
     """
     data, train = config.datamodule, config.train
     ways = []
+    if train.cuda_graphs:
+        ways.append("train.cuda_graphs=false")
+    without_graphs = " train.cuda_graphs=false" if train.cuda_graphs else ""
     if during == "evaluation":
         if data.eval_local_batch_size > 1:
             ways.append(f"datamodule.eval_local_batch_size={data.eval_local_batch_size // 2}")
@@ -94,7 +97,7 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, during: str = "
         if smaller:
             ways.append(f"train.grad_acc_tokens={smaller[-1]} (now {now})")
         if not train.gradient_checkpointing:
-            ways.append("train.gradient_checkpointing=true")
+            ways.append(f"train.gradient_checkpointing=true{without_graphs}")
         elif not smaller and not train.block_inputs_on_host:
             ways.append("train.block_inputs_on_host=true")
         if not smaller and world_size % (twice := 2 * config.strategy.context) == 0:
@@ -103,7 +106,7 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, during: str = "
     if sharded and world_size > 1 and config.strategy.keep_gathered is not False and torch.cuda.is_available():
         ways.append("strategy.keep_gathered=false")
     if config.strategy.name != "fsdp":
-        ways.append("strategy=fsdp" if world_size > 1 else "strategy=fsdp on several GPUs")
+        ways.append("strategy=fsdp" if world_size > 1 else f"strategy=fsdp{without_graphs} on several GPUs")
     else:
         ways.append("more GPUs")
     used = ""

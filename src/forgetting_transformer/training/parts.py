@@ -23,6 +23,7 @@ from forgetting_transformer.training.continuing import recorded
 from forgetting_transformer.training.corruption import Comparison
 from forgetting_transformer.training.counters import Counters
 from forgetting_transformer.training.eval_sets import check_same_texts, check_tokenizers, open_eval_sets
+from forgetting_transformer.training.graphs import Graphs, check_device
 from forgetting_transformer.training.initial_weights import InitialWeights, initial_weights
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
@@ -69,6 +70,7 @@ class Parts:
         self.peers.join(self.fabric.global_rank, self.fabric.world_size)
         self.sentinel.gone = self.peers.gone
         check(config, self.fabric.world_size)
+        check_device(config.train.cuda_graphs, self.fabric.device)
         timeout = timedelta(seconds=config.strategy.timeout_seconds)
         #: What of a batch this rank trains on.
         self.ranks = Ranks(self.fabric.global_rank, self.fabric.world_size, config.strategy.context, timeout)
@@ -170,6 +172,7 @@ class Parts:
         self.execution = execution.choose(
             config.train.compile, self.fabric.device, self.before, self.backends, self.fabric.global_rank
         )
+        self.graphs = Graphs(config.train.cuda_graphs, self.compiled, self.model.module.parameters())
         self.compilation.compile(self.model.module if self.compiled else None)
         self.started("checkpoint")
 

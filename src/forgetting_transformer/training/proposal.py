@@ -58,10 +58,12 @@ class Shape:
     checkpointing: bool
     compile: bool
     strategy: str
+    graphs: bool = False
 
     def __str__(self) -> str:
         checkpointing = "with checkpointing" if self.checkpointing else "without checkpointing"
-        return f"{checkpointing}, {'compiled' if self.compile else 'not compiled'}, strategy {self.strategy}"
+        compiled = "compiled" if self.compile else "not compiled"
+        return f"{checkpointing}, {compiled}{', CUDA graphs' if self.graphs else ''}, strategy {self.strategy}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,10 @@ def search(start: Shape, choices: Sequence[Shape], measure: Callable[[Shape], li
 
 
 def _is_near(shape: Shape, other: Shape) -> bool:
-    """Checkpointing and strategy both trade memory for speed, so they vary together; compilation varies by itself."""
+    """Checkpointing and strategy both trade memory for speed, so they vary together; compilation varies by itself, and
+    so do CUDA graphs."""
+    if shape.graphs != other.graphs:
+        return dataclasses.replace(shape, graphs=other.graphs) == other
     return shape.compile == other.compile or dataclasses.replace(shape, compile=other.compile) == other
 
 
@@ -129,9 +134,10 @@ def table(points: Sequence[Point], length: int) -> str:
     for point in points:
         speed = f"{point.tokens_per_second:,.0f}" if point.tokens_per_second else "-"
         memory = size_in_words(point.memory) if point.memory else "-"
-        yes_no = ["yes" if value else "no" for value in (point.shape.checkpointing, point.shape.compile)]
+        checkpointing = "yes" if point.shape.checkpointing else "no"
+        compiled = "yes, graphs" if point.shape.graphs else "yes" if point.shape.compile else "no"
         micro = f"{point.sequences * length:,}" if point.sequences else "-"
-        rows.append((*yes_no, point.shape.strategy, micro, speed, memory, point.problem))
+        rows.append((checkpointing, compiled, point.shape.strategy, micro, speed, memory, point.problem))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
@@ -141,16 +147,18 @@ def table(points: Sequence[Point], length: int) -> str:
     )
 
 
-def overrides(point: Point, length: int, compiles: bool, several: bool) -> str:
+def overrides(point: Point, length: int, compiles: bool, several: bool, graphs: bool = False) -> str:
     """The settings of a point, for a command line.
 
     Args:
         compiles: whether compilation was varied. several: whether there are several processes.
+        graphs: whether CUDA graphs were varied.
     """
     words = [
         f"train.grad_acc_tokens={point.sequences * length}",
         f"train.gradient_checkpointing={str(point.shape.checkpointing).lower()}",
         *([f"train.compile={str(point.shape.compile).lower()}"] if compiles else []),
+        *([f"train.cuda_graphs={str(point.shape.graphs).lower()}"] if graphs else []),
         *([f"strategy.name={point.shape.strategy}"] if several else []),
     ]
     return " ".join(words)
@@ -188,13 +196,24 @@ class _Proposal:
         self.compiles = self._compiles()
         name = config.strategy.name
         usual = "ddp" if self.world_size > 1 else name
-        self.start = Shape(config.train.gradient_checkpointing, self.compiles[0], usual if name == "auto" else name)
+        train = config.train
+        self.start = Shape(
+            train.gradient_checkpointing, self.compiles[0], usual if name == "auto" else name, train.cuda_graphs
+        )
         self.choices = [
             Shape(checkpointing, compiled, strategy)
             for strategy in self._strategies()
             for compiled in self.compiles
             for checkpointing in (False, True)
         ]
+        #: Whether CUDA graphs are varied: one process on a GPU can have them.
+        self.graphs = self.world_size == 1 and _on_gpu(config) and True in self.compiles
+        if self.graphs:
+            self.choices += [
+                dataclasses.replace(shape, graphs=True)
+                for shape in self.choices
+                if shape.compile and not shape.checkpointing
+            ]
         self.memory = _memory_on_cpu(config, self.world_size)
 
     def run(self) -> str:
@@ -228,7 +247,7 @@ class _Proposal:
             else ""
         )
         lines.append(f"fastest that fits ({winner.tokens_per_second:,.0f} tokens/s{gain}):")
-        lines.append("  " + overrides(winner, length, len(self.compiles) > 1, self.world_size > 1))
+        lines.append("  " + overrides(winner, length, len(self.compiles) > 1, self.world_size > 1, self.graphs))
         return "\n".join(lines)
 
     def _measure(self, shape: Shape) -> list[Point] | None:
@@ -245,6 +264,7 @@ class _Proposal:
                 self.config.train,
                 gradient_checkpointing=shape.checkpointing,
                 compile=shape.compile,
+                cuda_graphs=shape.graphs,
                 grad_acc_tokens=self.config.datamodule.train_batch_len,
             ),
         )
@@ -290,7 +310,7 @@ class _Proposal:
         a change would keep it from being bitwise the run that was not interrupted."""
         wanted = self.config.train.compile
         folder = RunDirectory(self.config.output_dir).checkpoints
-        on_gpu = torch.cuda.is_available() and _accelerator(self.config) != "cpu"
+        on_gpu = _on_gpu(self.config)
         if self.config.resume and (steps := steps_in(folder)):
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                 before = execution.recorded(json.loads((folder / f"step-{steps[-1]:015d}/trainer.json").read_text()))
@@ -430,9 +450,13 @@ def _accelerator(config: Config) -> str:
     return os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
 
 
+def _on_gpu(config: Config) -> bool:
+    return torch.cuda.is_available() and _accelerator(config) != "cpu"
+
+
 def _memory_on_cpu(config: Config, world_size: int) -> float | None:
     """What a process may use without a GPU: its share of what this machine has left."""
-    if torch.cuda.is_available() and _accelerator(config) != "cpu":
+    if _on_gpu(config):
         return None
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     with contextlib.suppress(OSError, LookupError, ValueError):

@@ -149,7 +149,12 @@ class Trainer(Parts):
         sums, loss_B = PositionSums(losses[: 2 * length]), losses[2 * length :]
         for start in starts:
             # FSDP2 needs *every* backward pass inside this context, the synchronised last one too.
-            with self.fabric.no_backward_sync(self.model, enabled=start != starts[-1]), self.ranks.share():
+            last = start == starts[-1]
+            with (
+                self.fabric.no_backward_sync(self.model, enabled=not last),
+                self.ranks.share(),
+                self.graphs.micro_batch(last),
+            ):
                 inputs = model_inputs(batch, slice(start, start + sequences))
                 loss_bT = self.model(**self.ranks.part_of(inputs)).loss
                 self.fabric.backward(loss_bT.mean() / len(starts))

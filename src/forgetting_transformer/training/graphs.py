@@ -1,0 +1,109 @@
+"""CUDA graphs of training (`train.cuda_graphs`): a block's kernels are recorded once and then started by one call.
+
+That helps a model whose kernels take less time than the host needs to start them one by one. Only micro-batches of
+training are recorded. Evaluations and callbacks run the model as without graphs, and so overwrite nothing.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from forgetting_transformer.ops import compiling
+from forgetting_transformer.training.config import ConfigError
+
+log = logging.getLogger(__name__)
+
+#: Micro-batches until everything is replayed: one warms up, one records.
+_REPLAYED = 3
+
+
+def check_device(wanted: bool, device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: graphs are wanted, and this device has none.
+    """
+    if wanted and device.type != "cuda":
+        raise ConfigError(
+            f"train.cuda_graphs=true needs a CUDA GPU, and this run is on {device.type}; set train.cuda_graphs=false"
+        )
+
+
+class Graphs:
+    """
+    Args:
+        wanted: `train.cuda_graphs`.
+        compiled: whether the model's blocks are compiled.
+        parameters: of the model.
+
+    Raises:
+        ConfigError: graphs are wanted and nothing is compiled.
+    """
+
+    def __init__(self, wanted: bool, compiled: bool, parameters: Iterable[nn.Parameter]) -> None:
+        if wanted and not compiled:
+            raise ConfigError(
+                "train.cuda_graphs=true records compiled blocks, and train.compile=auto compiles nothing here (an "
+                "uncompiled run continues uncompiled); set train.cuda_graphs=false, or train.compile=true"
+            )
+        self.on = wanted
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._micro_batches = 0
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Around forward and backward pass of a micro-batch; without graphs it does nothing.
+
+        Args:
+            last: of its step: its gradients are used up before the next one begins.
+        """
+        if not self.on:
+            yield
+            return
+        # Each micro-batch makes its gradients in the graphs' memory, where the next one writes its own.
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        with compiling.recording():
+            yield
+        self._add(before, last)
+        self._micro_batches += 1
+        if self._micro_batches == _REPLAYED:
+            self._say()
+
+    @torch.no_grad()
+    def _add(self, before: list[Tensor | None], last: bool) -> None:
+        """Adds new gradients to those before, outside of the graphs' memory, as autograd would have done."""
+        copies, copied, sums, added = [], [], [], []
+        for parameter, old in zip(self._parameters, before, strict=True):
+            new = parameter.grad
+            if new is None:
+                parameter.grad = old
+            elif old is not None:
+                sums.append(old)
+                added.append(new)
+                parameter.grad = old
+            elif not last:
+                parameter.grad = torch.empty_like(new)
+                copies.append(parameter.grad)
+                copied.append(new)
+        if sums:
+            torch._foreach_add_(sums, added)
+        if copies:
+            torch._foreach_copy_(copies, copied)
+
+    def _say(self) -> None:
+        from torch._dynamo.utils import counters
+
+        if not torch.cuda.is_available():
+            return
+        size = sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0))
+        log.info("CUDA graphs: blocks are recorded; their memory, %.1f GB, is used by nothing else", size / 1e9)
+        if skipped := counters["inductor"]["cudagraph_skips"]:
+            log.warning(
+                "train.cuda_graphs=true: %d parts of the model cannot be recorded and run without graphs "
+                "(TORCH_LOGS=perf_hints says why)",
+                skipped,
+            )

@@ -1,0 +1,163 @@
+"""train.cuda_graphs without a GPU: what is refused, and that a micro-batch leaves nothing where the next one writes.
+
+That a GPU computes the same bits with graphs is in tests/gpu/test_compile_cuda.py.
+"""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from forgetting_transformer.ops import compiling
+from forgetting_transformer.training import ConfigError, parse
+from forgetting_transformer.training.config import check
+from forgetting_transformer.training.graphs import Graphs, check_device
+from tests.tiny import STEP
+from tests.training.conftest import Job, changed, checkpoint_tensors, refused
+
+#: For a training process on a CPU: as if it had graphs. What a micro-batch leaves in their memory is overwritten when
+#: the next one begins. Nothing is compiled, which takes time.
+STAND_IN = """
+import contextlib
+from forgetting_transformer.ops import compiling
+from forgetting_transformer.training import parts
+from forgetting_transformer.training.trainer import Trainer
+
+parts.check_device = lambda wanted, device: None
+compiling.compiled = lambda function, recordable=False: function
+step, memory, trainers = Trainer.step, [], []
+
+@contextlib.contextmanager
+def recording():
+    for gradient in memory:
+        gradient.fill_(float("nan"))
+    memory.clear()
+    yield
+    memory.extend(p.grad.detach() for p in trainers[-1].model.module.parameters() if p.grad is not None)
+    with open(trainers[-1].directory.root / "micro_batches", "a") as file:
+        file.write("x")
+
+def noted(self, batch):
+    trainers.append(self)
+    return step(self, batch)
+
+compiling.recording, Trainer.step = recording, noted
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "message"),
+    [
+        ({"train__compile": False}, 1, r"train\.compile=false compiles nothing; set train\.cuda_graphs=false, or"),
+        ({"train__gradient_checkpointing": True}, 1, r"does not work with train\.gradient_checkpointing=true"),
+        ({}, 2, r"train\.cuda_graphs=true works in one process, and this run has 2; set train\.cuda_graphs=false"),
+    ],
+)
+def test_what_graphs_do_not_work_with_is_refused_by_name(tiny, changes, world_size, message):
+    changes = {"train__cuda_graphs": True, **changes}
+    with pytest.raises(ConfigError, match=message):
+        check(parse(OmegaConf.create(changed(tiny, **changes))), world_size)
+    changes["train__cuda_graphs"] = False
+    check(parse(OmegaConf.create(changed(tiny, **changes))), world_size)
+
+
+def test_a_device_without_graphs_and_a_run_that_is_not_compiled_are_refused(tiny):
+    assert "train.cuda_graphs=true needs a CUDA GPU, and this run is on cpu" in refused(
+        changed(tiny, train__cuda_graphs=True)
+    )
+    check_device(False, torch.device("cpu"))
+    check_device(True, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"train\.compile=auto compiles nothing here"):
+        Graphs(True, compiled=False, parameters=[])
+
+
+@pytest.mark.parametrize("value", ["auto", "yes please"])
+def test_anything_but_true_and_false_is_refused(tiny, value):
+    with pytest.raises(ConfigError, match=r"train\.cuda_graphs"):
+        parse(OmegaConf.create(changed(tiny, train__cuda_graphs=value)))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_runs_with_and_without_graphs_continue_each_other_bitwise(tiny, tmp_path, micro_batches):
+    """With evaluations, and a moving average that is evaluated in the place of the weights."""
+    tiny = changed(tiny, train__grad_acc_tokens=STEP // micro_batches, train__compile=True, train__max_tokens=8 * STEP)
+    tiny |= {"callbacks": {"ema": {}}, "eval_interval": 3 * STEP}
+    folders = {}
+    for name, graphs in (("without", (False,)), ("with", (True,)), ("both", (True, False))):
+        config = changed(tiny, output_dir=str(tmp_path / name))
+        folders[name] = config["output_dir"]
+        for start, on in enumerate(graphs):
+            tokens = 8 * STEP if start == len(graphs) - 1 else 4 * STEP
+            job = Job(changed(config, train__cuda_graphs=on, train__max_tokens=tokens), patch=STAND_IN)
+            assert job.wait() == [0], job.errors()
+    wanted = checkpoint_tensors(folders["without"], 8 * STEP)
+    for name in ("with", "both"):
+        found = checkpoint_tensors(folders[name], 8 * STEP)
+        assert found.keys() == wanted.keys()
+        assert not [key for key, tensor in wanted.items() if not torch.equal(tensor, found[key])]
+        log = (tmp_path / name / "logs/rank-0.log").read_text()
+        assert "not bitwise from here" not in log and "yes, with CUDA graphs" in log
+        recorded = (tmp_path / name / "micro_batches").read_text()
+        assert len(recorded) == (8 if name == "with" else 4) * micro_batches
+    assert not (tmp_path / "without/micro_batches").exists()
+
+
+def test_gradients_add_up_as_autograd_adds_them():
+    """In mixed order: one parameter has its first gradient in the second micro-batch, one has none in the last."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(5, 3)) for _ in range(3)]
+    used = [(0, 2), (0, 1, 2), (0, 1)]
+    inputs = torch.randn(3, 5, 3)
+
+    def losses():
+        """One for each micro-batch."""
+        for chosen, x in zip(used, inputs, strict=True):
+            yield sum((parameters[i] * x).sin().sum() for i in chosen)
+
+    for loss in losses():
+        loss.backward()
+    wanted = [parameter.grad.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+
+    graphs, overwritten = Graphs(True, True, parameters), []
+    for number, loss in enumerate(losses()):
+        for gradient in overwritten:  # as the next replay would
+            gradient.fill_(torch.nan)
+        with graphs.micro_batch(last=number == 2):
+            assert all(parameter.grad is None for parameter in parameters)
+            loss.backward()
+            overwritten = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(parameters, wanted, strict=True))
+
+
+def test_the_gradients_of_a_single_micro_batch_are_not_copied():
+    parameter = nn.Parameter(torch.ones(3))
+    with Graphs(True, True, [parameter]).micro_batch(last=True):
+        parameter.sum().backward()
+        made = parameter.grad
+    assert parameter.grad is made
+
+
+def test_only_micro_batches_of_training_are_recorded(monkeypatch):
+    calls = []
+
+    def compile(function, dynamic, options):
+        def run(x):
+            calls.append("recorded" if options.get("triton.cudagraphs") else "plain")
+            return function(x)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    block, loss = compiling.compiled(torch.sin, recordable=True), compiling.compiled(torch.cos)
+    parameter = nn.Parameter(torch.ones(3))
+    for on in (True, False):
+        with Graphs(on, True, [parameter]).micro_batch(last=True):
+            loss(block(parameter)).sum().backward()
+        block(parameter)
+    assert calls == ["recorded", "plain", "plain", "plain", "plain", "plain"]
+    with pytest.raises(ValueError, match="a fault"), Graphs(True, True, [parameter]).micro_batch(last=True):
+        raise ValueError("a fault")
+    block(parameter)
+    assert calls[-1] == "plain"
