@@ -4,6 +4,7 @@ Models and batches are large enough for TorchInductor to have choices between la
 """
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import torch
 import zarr
 
 from forgetting_transformer.model import registry
-from tests.training.conftest import Job, changed, tiny_config, train
+from tests.training.conftest import Job, changed, checkpoint_tensors, tiny_config, train
 from tests.training.test_compile import assert_same_bits
+from tests.training.test_resume import lines, losses
 
 LENGTH, SEQUENCES, VOCABULARY = 512, 16, 2048
 STEP = LENGTH * SEQUENCES
@@ -43,6 +45,17 @@ CACHES = """
 import os
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = {folder!r} + "/inductor"
 os.environ["TRITON_CACHE_DIR"] = {folder!r} + "/triton"
+"""
+KILLED_IN_THE_SIXTH_STEP = """
+import os, signal
+from forgetting_transformer.training.trainer import Trainer
+step = Trainer.step
+def dying(self, batch):
+    if self.counters.batch_count == 5:
+        self.saver.collect(self, wait=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, batch)
+Trainer.step = dying
 """
 
 
@@ -82,10 +95,10 @@ def large_config(output_dir: Path, corpus: Path, name: str, strategy: str = "aut
     return config
 
 
-def run(config: dict, world_size: int, caches: Path) -> str:
+def run(config: dict, world_size: int, caches: Path, patch: str = "", code: int = 0) -> str:
     """Trains to the end with these caches; returns rank 0's log."""
-    job = Job(config, world_size, patch=CACHES.format(folder=str(caches)), accelerator="cuda")
-    assert job.wait() == [0] * world_size, job.errors()
+    job = Job(config, world_size, patch=CACHES.format(folder=str(caches)) + patch, accelerator="cuda")
+    assert job.wait() == [code] * world_size, job.errors()
     assert any(caches.rglob("*.py")), "nothing was compiled"
     return (Path(config["output_dir"]) / "logs/rank-0.log").read_text()
 
@@ -124,3 +137,52 @@ def test_auto_compiles_every_architecture_and_leaves_nothing_out(long_corpus, tm
     assert "runs uncompiled" not in log
     state = json.loads((tmp_path / f"run/checkpoints/step-{2 * STEP:015d}/trainer.json").read_text())
     assert state["execution"]["compile"] is True and state["execution"]["device"] == "cuda"
+
+
+def assert_identical(a: str, b: str, step: int) -> None:
+    """Weights, moments and averages, signs of zeros included, and what was logged and evaluated."""
+    first, second = checkpoint_tensors(a, step), checkpoint_tensors(b, step)
+    assert first.keys() == second.keys() and len(first) > 20
+    assert not [name for name, x in first.items() if x.numpy().tobytes() != second[name].numpy().tobytes()]
+    assert losses(a) == losses(b)
+    for kind in ("norm", "val", "val_ema"):
+        ours, theirs = ([_without_times(line) for line in lines(folder, kind)] for folder in (a, b))
+        assert ours == theirs and ours
+
+
+def _without_times(line: dict) -> dict:
+    return {key: value for key, value in line.items() if "time" not in key and "per_second" not in key}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "micro_batches", "corpus"),
+    [("adamw", 4, "longcrawl64"), ("adamw", 2, "packed"), ("muon", 1, "longcrawl64")],
+)
+def test_cuda_graphs_change_no_bit_and_survive_a_kill(long_corpus, tmp_path, optimizer, micro_batches, corpus):
+    """With evaluations in between, also of a moving average; the run without graphs was not interrupted."""
+    config = large_config(tmp_path / "graphs", long_corpus, "forgetting_transformer")
+    config |= {"skip_eval": False, "eval_interval": 3 * STEP, "callbacks": {"ema": {}}}
+    config["train"] |= {"grad_acc_tokens": STEP // micro_batches, "cuda_graphs": True, "max_grad_norm": 0.1}
+    config["optimizer"] |= {"name": optimizer}
+    config["datamodule"] |= {"name": corpus, "bos_token_id": 3}
+    plain = changed(config, output_dir=str(tmp_path / "plain"), train__cuda_graphs=False)
+    run(plain, 1, tmp_path / "caches")
+    run(config, 1, tmp_path / "caches", KILLED_IN_THE_SIXTH_STEP, code=-9)
+    log = run(config, 1, tmp_path / "caches")
+    assert_identical(plain["output_dir"], config["output_dir"], 8 * STEP)
+    assert "yes, with CUDA graphs" in log and f"step-{4 * STEP:015d}" in log
+    assert "cannot be recorded" not in log and "not bitwise from here" not in log and "runs uncompiled" not in log
+    (size,) = re.findall(
+        r"CUDA graphs: blocks are recorded; their memory, ([\d.]+) GB", log[log.rindex("about to train") :]
+    )
+    assert float(size) > 0.05
+
+
+@pytest.mark.parametrize("name", registry.model_names())
+def test_cuda_graphs_change_no_bit_of_any_architecture(long_corpus, tmp_path, name):
+    config = large_config(tmp_path / "graphs", long_corpus, name)
+    config["train"] |= {"max_tokens": 4 * STEP, "grad_acc_tokens": STEP // 2, "cuda_graphs": True}
+    plain = changed(config, output_dir=str(tmp_path / "plain"), train__cuda_graphs=False)
+    for one in (plain, config):
+        run(one, 1, tmp_path / "caches")
+    assert_same_bits(plain["output_dir"], config["output_dir"], 4 * STEP)
