@@ -11,6 +11,7 @@ from torch import nn
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.config import check
+from forgetting_transformer.training.failures import out_of_memory
 from forgetting_transformer.training.graphs import Graphs, check_device
 from tests.tiny import STEP
 from tests.training.conftest import Job, changed, checkpoint_tensors, refused
@@ -75,6 +76,13 @@ def test_a_device_without_graphs_and_a_run_that_is_not_compiled_are_refused(tiny
 def test_anything_but_true_and_false_is_refused(tiny, value):
     with pytest.raises(ConfigError, match=r"train\.cuda_graphs"):
         parse(OmegaConf.create(changed(tiny, train__cuda_graphs=value)))
+
+
+def test_where_memory_ends_the_keys_that_help_can_be_set_together(tiny):
+    config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs=True)))
+    said = out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), config, "training")
+    assert "with train.cuda_graphs=false or train.grad_acc_tokens=32" in said
+    assert " or train.gradient_checkpointing=true train.cuda_graphs=false or " in said
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])

@@ -1,5 +1,6 @@
 """preflight=true proposes the fastest settings that fit; a candidate that fails is a row, and the run is left alone."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -60,6 +61,24 @@ def test_a_larger_micro_batch_wins_where_it_is_as_fast():
     assert best([Point(shape, 1, problem="out of memory")]) is None
 
 
+@pytest.mark.parametrize("gain", [0.9, 1.3])
+@pytest.mark.parametrize(
+    "start", [Shape(False, True, "auto"), Shape(True, False, "auto"), Shape(False, True, "auto", True)]
+)
+def test_cuda_graphs_are_tried_with_the_best_so_far(start, gain):
+    choices = [Shape(checkpointing, compiled, "auto") for checkpointing in (False, True) for compiled in (True, False)]
+    with_graphs = Shape(False, True, "auto", graphs=True)
+    tried: list[Shape] = []
+
+    def measure(shape: Shape) -> list[Point]:
+        tried.append(shape)
+        return [Point(shape, 1, 100 * (gain if shape.graphs else 1) * (1 if shape.compile else 0.5))]
+
+    found = best(search(start, [*choices, with_graphs], measure))
+    assert found.shape.graphs == (gain > 1) and found.shape.compile
+    assert tried.count(with_graphs) == 1 and len(tried) == len(set(tried))
+
+
 def test_a_search_that_is_ended_keeps_what_it_has():
     answers = iter([[Point(CHOICES[0], 1, 10.0)], None])
     assert best(search(CHOICES[0], CHOICES, lambda shape: next(answers))).tokens_per_second == 10.0
@@ -76,6 +95,15 @@ def test_the_table_and_the_line_to_paste():
     line = "train.grad_acc_tokens=1024 train.gradient_checkpointing=true"
     assert overrides(points[0], 512, compiles=False, several=False) == line
     assert overrides(points[0], 512, True, True) == f"{line} train.compile=false strategy.name=fsdp"
+
+    graphs = Point(Shape(False, True, "auto", graphs=True), 1, 15000.0, 4e9)
+    assert (
+        table([graphs], 512).splitlines()[1]
+        == "no             yes, graphs  auto                  512    15,000  4.00 GB"
+    )
+    line = "train.grad_acc_tokens=512 train.gradient_checkpointing=false train.compile=true train.cuda_graphs=true"
+    assert overrides(graphs, 512, compiles=True, several=False, graphs=True) == line
+    assert overrides(points[0], 512, compiles=False, several=False, graphs=True).endswith("train.cuda_graphs=false")
 
 
 #: The process is the candidate; a stand-in for a device says how much memory each micro-batch takes.
