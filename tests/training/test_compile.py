@@ -187,7 +187,9 @@ def test_a_fork_chooses_for_itself(tiny, tmp_path):
 @pytest.fixture
 def captured(monkeypatch, tmp_path):
     """torch.compile that captures graphs and runs them as they are; counters that begin at 0."""
-    monkeypatch.setattr(compiling, "compiled", lambda function: torch.compile(function, dynamic=False, backend="eager"))
+    monkeypatch.setattr(
+        compiling, "compiled", lambda function, **_: torch.compile(function, dynamic=False, backend="eager")
+    )
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     cross_entropy._compiled_slice_loss.cache_clear()
     torch.compiler.reset()
@@ -275,7 +277,9 @@ def test_buckets_of_ddp_do_not_divide_a_block(captured, tiny, tmp_path, monkeypa
         pieces.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(compiling, "compiled", lambda function: torch.compile(function, dynamic=False, backend=count))
+    monkeypatch.setattr(
+        compiling, "compiled", lambda function, **_: torch.compile(function, dynamic=False, backend=count)
+    )
     tiny = changed(tiny, model__config__hidden_size=320, model__config__num_hidden_layers=1, train__compile=True)
     config = parse(OmegaConf.create(tiny))
     watch, ids = compilation_of(config), tokens(1, 16)

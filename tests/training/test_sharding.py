@@ -117,7 +117,9 @@ def test_what_is_gathered_in_bf16_is_what_autocast_rounds(tiny, tmp_path, name):
 
 def test_projections_that_are_computed_together_are_too(tiny, tmp_path, monkeypatch):
     """Compiled models stack the weights of projections of one input."""
-    monkeypatch.setattr(compiling, "compiled", lambda function: torch.compile(function, dynamic=False, backend="eager"))
+    monkeypatch.setattr(
+        compiling, "compiled", lambda function, **_: torch.compile(function, dynamic=False, backend="eager")
+    )
     monkeypatch.setattr(layers, "MIN_TOKENS_TOGETHER", 40)
     ids = torch.randint(1, VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
     stacked, found = [], []
