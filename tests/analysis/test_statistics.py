@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from forgetting_transformer.analysis import statistics
+from forgetting_transformer.analysis import position_loss, statistics
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,31 @@ def test_a_detectable_difference_is_found_as_often_as_it_says() -> None:
     errors = np.sqrt(draws.chisquare(6, 20000) / 6) * math.sqrt(2 / 3)
     found = abs(draws.normal(apart, math.sqrt(2 / 3), 20000)) > statistics.dunnett_quantile(3, 6) * errors
     assert found.mean() == pytest.approx(0.8, abs=0.012)  # four standard errors
+
+
+def test_clusters_widen_the_error_and_clusters_of_one_give_the_usual_one() -> None:
+    draws = np.random.default_rng(0)
+    folders = np.repeat(np.arange(40), 8)
+    values = np.repeat(draws.normal(size=40), 8)  # rows of a folder are the same
+    alone = statistics.mean_and_error(values)[1]
+    assert statistics.clustered_error(values, np.arange(320)) == pytest.approx(alone, rel=0.05)
+    of_folders = statistics.mean_and_error(values[::8])[1]
+    assert statistics.clustered_error(values, folders) == pytest.approx(of_folders, rel=0.05)
+    assert statistics.clustered_error(values[:8], folders[:8]) is None
+
+
+def test_models_are_compared_with_errors_over_groups_of_texts_where_they_are_known() -> None:
+    octaves = np.random.default_rng(0).normal(size=(8, 4)).repeat(4, axis=0)
+    group = np.arange(8).repeat(4)
+
+    def compared(groups: np.ndarray | None) -> list[dict]:
+        losses = {"a": np.zeros_like(octaves), "b": octaves}
+        results = [
+            position_loss.Result(name, np.ones(64), {"data": "x"}, loss, group_N=groups)
+            for name, loss in losses.items()
+        ]
+        return position_loss.compare(results)
+
+    known, unknown = compared(group), compared(None)
+    assert [row["loss"] for row in known] == [row["loss"] for row in unknown]
+    assert all(1.5 < row["loss_error"] / other["loss_error"] < 2.5 for row, other in zip(known, unknown, strict=True))

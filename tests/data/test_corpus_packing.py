@@ -96,3 +96,11 @@ def test_order_of_rows_is_a_permutation_and_fixed_for_ever() -> None:
 def test_too_little_text_says_what_to_change(n_tokens: int, changed: dict, message: str) -> None:
     with pytest.raises(CorpusError, match=message):
         make_split(table({"in/a": n_tokens}), settings(**changed))
+
+
+def test_each_held_out_row_names_the_group_that_holds_its_middle() -> None:
+    texts = {f"in/{folder}/{i}": 7 for folder in "abcdefghij" for i in range(8)}
+    split = make_split(table(texts), settings(heldout_docs=20))
+    group_of_token = np.repeat(np.arange(len(split.heldout.starts)), split.heldout.stops - split.heldout.starts)
+    expected = [group_of_token[row * 10 + 5] for row in split.heldout.order]
+    assert split.heldout.spans_of_rows().tolist() == expected and len(set(expected)) > 1

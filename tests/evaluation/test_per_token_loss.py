@@ -371,6 +371,21 @@ def test_an_export_knows_its_training_until_its_weights_change(quickstart, tmp_p
     assert (tuned.train_tokens, tuned.seed) == (None, None)
 
 
+def test_results_name_the_groups_of_texts_that_the_corpus_names(quickstart, model, tmp_path):
+    assert heldout(quickstart).groups() is None
+    shutil.copytree(quickstart.data / "words", tmp_path / "words")
+    file = tmp_path / "words" / "manifest.json"
+    manifest = json.loads(file.read_text()) if file.is_file() else {}
+    groups = [n // 2 for n in range(DOCUMENTS)]
+    file.write_text(json.dumps(manifest | {"split": {"group_of_heldout_row": groups}}))
+    data = per_token_loss.open_heldout(
+        tmp_path / "words", DOC_LEN // 2, 5 * DOC_LEN // 2, model.model.config.vocab_size, model.bos_token_id
+    )
+    per_token_loss.evaluate(model, data, tmp_path / "result", ALONE, batch_size=8)
+    found = position_loss.read_named(str(tmp_path / "result"))
+    assert found.group_N.tolist() == [0, 0, 0, 0, 1]
+
+
 def test_models_are_compared_sequence_by_sequence(quickstart, model, tmp_path):
     """Documents of very different difficulty hide nothing: the error is that of the differences."""
     data = heldout(quickstart)

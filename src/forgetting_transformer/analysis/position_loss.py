@@ -18,7 +18,7 @@ import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.evaluations import split_name
-from forgetting_transformer.analysis.statistics import mean_and_error
+from forgetting_transformer.analysis.statistics import clustered_error, mean_and_error
 from forgetting_transformer.analysis.tables import Table, with_error
 
 
@@ -117,6 +117,7 @@ class Result:
         octaves_NO: mean loss of each sequence in each octave; None in files of other programs.
         folder: where it lies.
         is_named: whether somebody chose the name, so that results of one name are seeds of one model.
+        group_N: the held-out group of texts that each sequence is from; None where that is not known.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Result:
     octaves_NO: np.ndarray | None = None
     folder: Path | None = None
     is_named: bool = False
+    group_N: np.ndarray | None = None
 
 
 def read_result(path: Path, name: str | None = None) -> Result:
@@ -143,13 +145,13 @@ def read_result(path: Path, name: str | None = None) -> Result:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             loss_T = np.asarray(arrays["val/loss_per_token"], dtype=np.float64)
-            octaves_NO = arrays.get("val/loss_per_octave")
+            octaves_NO, group_N = arrays.get("val/loss_per_octave"), arrays.get("group_of_sequence")
     except (OSError, ValueError, KeyError, EOFError) as error:
         raise AnalysisError(f"{file}: cannot read the array 'val/loss_per_token' ({error})") from error
     summary_file = file.with_suffix(".json")
     summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
     shown = name or summary.get("model") or file.parent.name
-    return Result(shown, loss_T, summary, octaves_NO, file.parent, is_named=name is not None)
+    return Result(shown, loss_T, summary, octaves_NO, file.parent, name is not None, group_N)
 
 
 def read_named(text: str) -> Result:
@@ -272,7 +274,8 @@ def compare(results: Sequence[Result], from_position: int = 1) -> list[dict[str,
 
     Returns:
         Per model and octave `begin` to `end` of positions: the mean difference in `loss`, and in its `change` from the
-        octave before (nats), each with its standard error over sequences, which is None for a single one.
+        octave before (nats), each with its standard error over sequences, which is None for a single one. Where the
+        groups of texts that sequences are from are known, whole groups are drawn for it (`statistics.clustered_error`).
     """
     by_name: dict[str, list[Result]] = {}
     for result in results:
@@ -291,10 +294,17 @@ def compare(results: Sequence[Result], from_position: int = 1) -> list[dict[str,
             np.mean([r.octaves_NO for r in by_name[key] if r.octaves_NO is not None], axis=0) for key in (first, name)
         )
         difference_NO = two - one
+        group_N = group[0].group_N
+
+        def with_its_error(values_N: np.ndarray, group_N: np.ndarray | None = group_N) -> tuple[float, float | None]:
+            if group_N is None:
+                return mean_and_error(values_N)
+            return float(values_N.mean()), clustered_error(values_N, group_N)
+
         for o in (o for o in range(1, difference_NO.shape[1]) if edges[o] >= from_position):
             row = {"model": name, "against": first, "begin": int(edges[o]), "end": int(edges[o + 1])}
-            row["loss"], row["loss_error"] = mean_and_error(difference_NO[:, o])
-            row["change"], row["change_error"] = mean_and_error(difference_NO[:, o] - difference_NO[:, o - 1])
+            row["loss"], row["loss_error"] = with_its_error(difference_NO[:, o])
+            row["change"], row["change_error"] = with_its_error(difference_NO[:, o] - difference_NO[:, o - 1])
             rows.append(row)
     return rows
 

@@ -39,6 +39,19 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else None
 
 
+def clustered_error(values: np.ndarray, clusters: np.ndarray, draws: int = 4000) -> float | None:
+    """The standard error of the mean of values `(n,)` of which those of one cluster are alike; None for one cluster.
+
+    Bootstrap: whole clusters are drawn with replacement, always the same ones for the same clusters.
+    """
+    labels, inverse = np.unique(clusters, return_inverse=True)
+    if len(labels) < 2:
+        return None
+    sums, counts = np.bincount(inverse, weights=values), np.bincount(inverse)
+    drawn = np.random.default_rng(0).integers(0, len(labels), (draws, len(labels)))
+    return float((sums[drawn].sum(1) / counts[drawn].sum(1)).std(ddof=1))
+
+
 def mean(losses: Sequence[float]) -> Estimate:
     """The mean over seeds with Student's t interval; `losses` has one loss per seed, at least one."""
     values = np.asarray(losses, dtype=np.float64)

@@ -76,6 +76,16 @@ class HeldOut:
         """What its folder is called."""
         return Path(self.array.path).resolve().parent.name
 
+    def groups(self) -> np.ndarray | None:
+        """For each sequence, the number of the held-out group of texts that it is from, `(sequences,)`.
+
+        None for a corpus whose manifest says nothing of them.
+        """
+        rows = read_manifest(Path(self.array.path).parent).get("split", {}).get("group_of_heldout_row")
+        if not isinstance(rows, list) or len(rows) != self.array.documents:
+            return None
+        return np.repeat(rows, self.array.doc_len // self.length)[: self.sequences]
+
     def read(self, sequence: int, kept: DecodedChunks | None = None) -> np.ndarray:
         """Tokens `(1, length)` of one sequence."""
         document, column = divmod(sequence, self.array.doc_len // self.length)
@@ -281,7 +291,7 @@ def evaluate(
     bar.close()
     results = summarise(sums, model, identity) | {"corpus": data.corpus}
     if workers.is_first:
-        _write_results(folder, results, sums)
+        _write_results(folder, results, sums, data.groups())
     return results
 
 
@@ -438,9 +448,11 @@ def _write_state(file: Path, sums: Sums, identity: dict[str, Any]) -> None:
     _savez(file, identity=json.dumps(identity), **vars(sums))
 
 
-def _write_results(folder: Path, results: dict[str, Any], sums: Sums) -> None:
+def _write_results(folder: Path, results: dict[str, Any], sums: Sums, group_N: np.ndarray | None) -> None:
     numbers = {key: value for key, value in results.items() if isinstance(value, (int, float))}
     arrays = {"val/loss_per_token": sums.loss_T / sums.sequences, "val/loss_per_octave": sums.octaves_NO}
+    if group_N is not None:
+        arrays["group_of_sequence"] = group_N
 
     def write_more(new: Path) -> None:
         _savez(new / "results.npz", **numbers, **arrays)

@@ -53,6 +53,11 @@ class Layout:
         """Tokens at the end of the array's own stream that no row holds."""
         return int((self.stops - self.starts).sum()) - self.n_documents * self.doc_len
 
+    def spans_of_rows(self) -> np.ndarray:
+        """For each stored row, the span that holds its middle token: int64 (documents,)."""
+        ends = np.cumsum(self.stops - self.starts)
+        return np.searchsorted(ends, self.order * self.doc_len + self.doc_len // 2, side="right")
+
     def gather(self, tokens: np.ndarray, first: int, last: int) -> np.ndarray:
         """Stored rows [first, last) out of the stream `tokens`: (last - first, doc_len), of its dtype."""
         ends = np.cumsum(self.stops - self.starts)  # of the spans, in the array's own stream

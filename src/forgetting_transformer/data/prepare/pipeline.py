@@ -231,6 +231,8 @@ def _build(settings: CorpusSettings, out: Path, work: Path, workers: int) -> dic
         "split": {
             "groups": split.n_groups,
             "groups_heldout": split.n_groups_heldout,
+            # Rows of one group are alike: what differs between models is known less well than the rows would say.
+            "group_of_heldout_row": split.heldout.spans_of_rows().tolist(),
             "a_text_is_on_both_sides": split.cut_text,
         },
         "dropped": counted["dropped"],
