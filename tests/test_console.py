@@ -223,6 +223,10 @@ def error_of(*overrides: str) -> str:
             ["optimizer.learning_rate=1e-3"],
             "ConfigError: unknown config key 'optimizer.learning_rate'; did you mean 'optimizer.lr'?",
         ),
+        (
+            ["strategy.keep_gathered=true"],
+            "ConfigError: unknown config key 'strategy.keep_gathered'; it is a key of strategy=fsdp and hsdp",
+        ),
         (["learning_rate=1e-3"], "ConfigError: unknown config key 'learning_rate'; did you mean 'optimizer.lr'?"),
         (["lr=1e-3"], "ConfigError: unknown config key 'lr'; did you mean 'optimizer.lr'?"),
         (["max_tokns=3"], "ConfigError: unknown config key 'max_tokns'; did you mean 'train.max_tokens'?"),

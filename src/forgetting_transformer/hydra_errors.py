@@ -76,6 +76,7 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
         title = f"keys of {section}" if dot and section != "model.config" else ""
         close = _why_gone(key) or closest(OTHER_NAMES.get(name, name), known, before=section + dot)
         close = close or closest(name, sorted(_OFFICIAL.get(section, ())), before=section + dot)
+        close = close or _in_other_choices(config_dirs, section, name)
         close = close or closest(name, known, title)
         if not close and not dot:
             close = closest_key(key, list(_keys_below(OmegaConf.to_container(cause.parent_node))))
@@ -130,6 +131,14 @@ def _in_groups_below(config_dirs: Sequence[Path], group: str, option: str, only_
         return ""
     groups = sorted({str(file.parent) for file in files})
     return f"; choices are in the groups {', '.join(groups)}, as in +{files[0].parent}={files[0].name}" if files else ""
+
+
+def _in_other_choices(config_dirs: Sequence[Path], group: str, name: str) -> str:
+    """Which choices of a group have a key that the chosen one lacks: strategy.keep_gathered is one of strategy=fsdp."""
+    has_key = re.compile(rf"^{re.escape(name)}:", re.MULTILINE)
+    files = [file for folder in config_dirs if group for file in (folder / group).glob("*.yaml")]
+    choices = sorted({file.stem for file in files if has_key.search(file.read_text(encoding="utf-8"))})
+    return f"; it is a key of {group}={' and '.join(choices)}" if choices else ""
 
 
 def _why_gone(key: str) -> str:
