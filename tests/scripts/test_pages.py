@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -145,3 +146,18 @@ def test_a_file_of_results_says_how_it_was_made_and_names_no_machine(file):
     # What a benchmark wrote knows its commit (BENCHMARK_COMMIT says it in a copy without .git); else `source` tells.
     assert place["commit"] or "source" in content
     assert not re.search(r"(?<![\w.…])/(?:tmp|root|home|work|mnt|var)/", text) and '"host"' not in text
+
+
+def test_recipes_of_the_study_are_compared_by_how_far_their_seeds_are_apart(tmp_path):
+    recipes = runpy.run_path(str(ROOT / "studies/seven_models/numbers.py"))["recipes"]
+    assert recipes(tmp_path / "recipes.jsonl") == "Not run yet."
+    runs = [
+        {"rate": rate, "warmup": 16, "seed": seed, "heldout_loss": [3.0 + rate * seed], "train_loss": [3.1]}
+        for rate in (1e-3, 2e-3)
+        for seed in (0, 100, 200)
+    ]
+    (tmp_path / "recipes.jsonl").write_text("".join(f"{json.dumps(run)}\n" for run in runs))
+    first, second = recipes(tmp_path / "recipes.jsonl").splitlines()[2:]
+    # Chi-squared of two degrees of freedom: 7.378 and 0.0506 at 97.5 and 2.5 %.
+    assert "3.1000 ± 0.2484 |   0.1000 (0.0521 to 0.6285) |" in first and "+0.000" in first
+    assert "0.2000 (0.1041 to 1.2569)" in second and "+0.100" in second
