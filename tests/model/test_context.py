@@ -52,7 +52,7 @@ MODELS = {
     ),
     "samba": ("samba", {"attn": {"num_heads": 4, "num_kv_heads": 2, "window_size": 11, "layers": None}}),
 }
-PACKED = ("fox_pro", "fox_rope", "transformer_llama", "transformer_swa")
+PACKED = ("fox_pro", "fox_rope", "transformer_llama", "transformer_swa", "mamba2", "mamba2_groups", "samba")
 
 
 def test_every_architecture_is_among_them():

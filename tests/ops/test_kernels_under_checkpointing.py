@@ -15,7 +15,7 @@ CALLS = {
     ),
     "SwiGLU": ("lambda h: swiglu_triton.gated(h)", [(2, 7, 24)]),
     "short convolution": (
-        "lambda x, w: short_convolution_triton.convolve(x, w, None, None, True, 0, 1e-6)[0]",
+        "lambda x, w: short_convolution_triton.convolve(x, w, None, None, None, True, 0, 1e-6)[0]",
         [(2, 7, 24), (24, 1, 4)],
     ),
     "selective scan": (
@@ -28,7 +28,7 @@ CALLS = {
     ),
     "convolution and SSD": (
         "lambda x, w, f, s: convolved_ssd.convolved_ssd(x, w, None, None, F.logsigmoid(f), F.softplus(s), None, None,"
-        " 1, 16, 1.0)[0]",
+        " None, None, 1, 16, 1.0)[0]",
         [(1, 9, 64), (64, 1, 4), (1, 9, 2), (1, 9, 2)],
     ),
     "forgetting attention": (

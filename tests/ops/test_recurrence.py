@@ -778,10 +778,15 @@ def test_boundaries_of_documents_that_do_not_fit_are_refused(cu_seqlens, message
         recurrence.recurrence(q, q, q, log_decay=log_decay, cu_seqlens=bounds)
 
 
-def test_packed_documents_take_no_initial_state():
+def test_the_first_document_of_each_row_goes_on_from_the_initial_state():
     x, dt, A, B, C, state = make_inputs("selective_scan", 5).values()
-    with pytest.raises(ValueError, match="cu_seqlens and initial_state are both given"):
-        recurrence.selective_scan(x, dt, A, B, C, initial_state_BIK=state, cu_seqlens=torch.tensor([0, 5, 10]))
+    got, _ = recurrence.selective_scan(
+        x, dt, A, B, C, initial_state_BIK=state, cu_seqlens=torch.tensor([0, 2, 5, 10]), output_final_state=True
+    )
+    whole, _ = reference.selective_scan(x, dt, A, B, C, state)
+    later, _ = reference.selective_scan(x[:1, 2:], dt[:1, 2:], A, B[:1, 2:], C[:1, 2:], torch.zeros_like(state[:1]))
+    want = torch.cat((torch.cat((whole[:1, :2], later), dim=1), whole[1:]))
+    torch.testing.assert_close(got, want)
 
 
 def test_a_scan_whose_kernels_do_not_compile_runs_in_pytorch(monkeypatch):

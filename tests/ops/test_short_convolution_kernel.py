@@ -22,16 +22,17 @@ def gradients(function, x, weight, bias, previous, d_y, d_last):
     torch.autograd.backward((y, last), (d_y, d_last))
     return [y.detach(), last.detach(), *(t.grad for t in leaves if t is not None)]
 
-def check(batch, length, channels, taps, heads, silu, with_bias, with_previous, dtype=torch.float32, tolerance=1e-5):
+def check(batch, length, channels, taps, heads, silu, with_bias, with_previous, dtype=torch.float32, tolerance=1e-5,
+          position=None):
     x, d_y = (torch.randn(batch, length, channels).to(dtype) for _ in range(2))
     weight = torch.randn(channels, 1, taps)
     bias = torch.randn(channels) if with_bias else None
     previous = torch.randn(batch, channels, taps - 1).to(dtype) if with_previous else None
     d_last = torch.randn(batch, channels, taps - 1).to(dtype)
     wide = [None if t is None else t.double() for t in (x, weight, bias, previous, d_y, d_last)]
-    want = gradients(lambda *given: public._in_pytorch(*given, silu, heads), *wide)
+    want = gradients(lambda *given: public._in_pytorch(*given, position, silu, heads), *wide)
     got = gradients(
-        lambda *given: launcher.convolve(*given, silu, heads, public._EPSILON),
+        lambda *given: launcher.convolve(*given, position, silu, heads, public._EPSILON),
         x, weight, bias, previous, d_y, d_last,
     )
     for a, e in zip(got, want, strict=True):
@@ -51,8 +52,8 @@ def gradient(function, dtype):
     y, _ = function(leaf, weight.to(dtype), bias.to(dtype).clone() if dtype == torch.float64 else bias)
     y.square().sum().backward()
     return y, leaf.grad
-got = gradient(lambda *given: launcher.convolve(*given, None, True, 0, public._EPSILON), torch.float32)
-want = gradient(lambda *given: public._in_pytorch(*given, None, True, 0), torch.float64)
+got = gradient(lambda *given: launcher.convolve(*given, None, None, True, 0, public._EPSILON), torch.float32)
+want = gradient(lambda *given: public._in_pytorch(*given, None, None, True, 0), torch.float64)
 for a, e in zip(got, want, strict=True):
     assert (a - e).norm() <= 1e-5 * e.norm()
 """
@@ -86,6 +87,22 @@ for _ in range(10):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("previous", [False, True])
+def test_inputs_of_one_packed_document_do_not_enter_another(previous):
+    interpret(
+        CHECK
+        + f"""
+draw = random.Random(3)
+for taps, heads, length in [(4, 0, 77), (4, 2, 40), (3, 0, 19), (2, 1, 5)]:
+    begins = torch.rand(2, length) < 0.3
+    places = torch.arange(length).expand(2, -1)
+    position = places - torch.where(begins, places, -draw.choice([0, 1, 5])).cummax(1).values
+    check(2, length, 24, taps, heads, True, True, {previous}, position=position.int())
+"""
+    )
+
+
+@pytest.mark.slow
 def test_sixteen_bits_round_the_results_alone():
     interpret(CHECK + "check(1, 70, 32, 4, 2, True, True, True, torch.float16, 1e-3)")
 
@@ -99,13 +116,13 @@ from forgetting_transformer.ops import short_convolution_triton as launcher
 x, weight = torch.randn(2, 9, 12)[..., 2:8].requires_grad_(), torch.randn(6, 1, 4, requires_grad=True)
 for bias, previous in [(None, None), (torch.randn(6, requires_grad=True), torch.randn(2, 6, 3, requires_grad=True))]:
     torch.library.opcheck(
-        torch.ops.forgetting_transformer.short_convolution, (x, weight, bias, previous, True, 2, 1e-6)
+        torch.ops.forgetting_transformer.short_convolution, (x, weight, bias, previous, None, True, 2, 1e-6)
     )
 """
     )
 
 
-def compile_kernel(name: str, capability: int, width: int, norm: bool, previous: bool) -> int:
+def compile_kernel(name: str, capability: int, width: int, norm: bool, previous: bool, packed: bool) -> int:
     """Bytes of shared memory of one program."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -116,13 +133,15 @@ def compile_kernel(name: str, capability: int, width: int, norm: bool, previous:
     kernel = getattr(launcher, f"convolution_{name}_kernel")
     block = max(16, triton.next_power_of_2(width))
     constants = {
-        "TAPS": 4, "HAS_PREVIOUS": previous, "SILU": True, "NORM": norm, "WIDTH": width, "BLOCK_C": block,
-        "GROUPS": launcher._TILES[name] // block,
+        "TAPS": 4, "HAS_PREVIOUS": previous, "HAS_DOCUMENTS": packed, "SILU": True, "NORM": norm,
+        "WIDTH": width, "BLOCK_C": block, "GROUPS": launcher._TILES[name] // block,
     }  # fmt: skip
     types, aligned = {}, {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
             types[argument] = "constexpr"
+        elif argument == "position_ptr":
+            types[argument] = "*i32"
         elif argument in ("weight_ptr", "bias_ptr", "part_ptr"):
             types[argument] = "*fp32"
         else:
@@ -136,16 +155,19 @@ def compile_kernel(name: str, capability: int, width: int, norm: bool, previous:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("width, norm, previous", [(128, True, False), (96, True, False), (128, False, True)])
+@pytest.mark.parametrize(
+    "width, norm, previous, packed",
+    [(128, True, False, False), (96, True, False, False), (128, False, True, False), (128, False, False, True)],
+)
 @pytest.mark.parametrize("capability", GENERATIONS)
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_it_compiles_for_every_generation_without_spilling(
-    name, capability, width, norm, previous, tmp_path, monkeypatch, capfd
+    name, capability, width, norm, previous, packed, tmp_path, monkeypatch, capfd
 ):
     """Heads of the 760M models: 128 channels of DeltaNet, 96 of Gated DeltaNet, all of Mamba-2. Values of the delta
     rules are those of Mamba-2 without a bias."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
-    used = compile_kernel(name, capability, width, norm, previous)
+    used = compile_kernel(name, capability, width, norm, previous, packed)
     assert "0 bytes spill stores" in capfd.readouterr().out
     assert used <= 16 * 1024

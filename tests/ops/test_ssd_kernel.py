@@ -196,7 +196,8 @@ def apart(x, weight, bias, previous, log_decay, step, skip, state):
     )
     return out, state, last
 def together(*tensors):
-    return convolved_ssd.convolved_ssd(*tensors, groups, keys, 0.7)
+    return convolved_ssd.convolved_ssd(*tensors, *documents, groups, keys, 0.7)
+documents = (None, None)
 def results(op, given, dtype):
     leaves = [None if x is None else x.to(dtype).detach().requires_grad_() for x in given]
     outs = op(*leaves)
@@ -211,5 +212,23 @@ for absent in ((), (2, 3), (6, 7)):
 leaves = [x.detach().clone().requires_grad_() for x in arguments]
 tests = ("test_schema", "test_autograd_registration", "test_faketensor")
 operator = torch.ops.forgetting_transformer.convolved_ssd.default
-torch.library.opcheck(operator, (*leaves, groups, keys, 0.7), test_utils=tests)
+torch.library.opcheck(operator, (*leaves, None, None, groups, keys, 0.7), test_utils=tests)
+
+# Packed documents: each row in parts, of which the first goes on from what came before it.
+bounds = [0, 3, 4, 33, 64, length]
+positions = torch.cat([torch.arange(b - a) for a, b in zip(bounds, bounds[1:])]).expand(batch, -1).contiguous()
+positions[:, :3] += 9
+documents = (positions.int(), (positions == 0).cumsum(1, dtype=torch.int32))
+def one_by_one(x, weight, bias, previous, log_decay, step, skip, state):
+    outs = []
+    for a, b in zip(bounds, bounds[1:]):
+        own = (previous, state) if a == 0 else (None, None)
+        out, last_state, _ = apart(
+            x[:, a:b], weight, bias, own[0], log_decay[:, a:b], step[:, a:b], skip, own[1]
+        )
+        outs.append(out)
+    return torch.cat(outs, dim=1), last_state, x[:, -(taps - 1):].transpose(1, 2)
+got, want = results(together, arguments, torch.float32), results(one_by_one, arguments, torch.float64)
+for a, b in zip(got, want, strict=True):
+    assert (a.double() - b).norm() <= 2e-6 * b.norm()
 """)

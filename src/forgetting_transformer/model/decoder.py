@@ -417,8 +417,8 @@ class DecoderModel(DecoderPreTrainedModel):
                 those with these numbers. `H·T·N` numbers each; for long texts see eval/forget_gates.
             cu_seqlens: packed documents: where each begins among the B·T tokens of all rows, one row after another, and
                 B·T, `(documents + 1,)`, int32 or int64, rising; ends may be repeated. A row begins a document. No
-                attention, shift or rotary position crosses from one document into another. Without a cache, padding,
-                maps and position_ids; not for models that carry a state.
+                attention, state, shift or rotary position crosses from one document into another. Without a cache,
+                padding, maps and position_ids; not for mixers that carry states across (`packs_documents`).
 
         Raises:
             ValueError, TypeError: arguments that do not fit together, or that this model has no use for. The message
@@ -520,7 +520,8 @@ class DecoderModel(DecoderPreTrainedModel):
         if stateful := self.stateful_mixers():
             raise ValueError(
                 f"cu_seqlens: {self.config.model_type.partition('-')[0]} carries a state from one document into the "
-                f"next ({', '.join(stateful)}); give every document its own row, or use an attention model"
+                f"next ({', '.join(stateful)}); give every document its own row, or use a model of attention, Mamba-2 "
+                "or Samba"
             )
         if any(x is not None for x in others):
             raise ValueError(

@@ -266,7 +266,7 @@ class ShortConvolution(nn.Conv1d):
             init.uniform_(self.bias, -bound, bound)
 
     def forward(  # type: ignore[override]  # the state goes in and out too
-        self, x_BTC: Tensor, previous_BCW: Tensor | None = None
+        self, x_BTC: Tensor, previous_BCW: Tensor | None = None, position_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the output `(B, T, C)` and the last W - 1 inputs `(B, C, W - 1)`, to go on from.
 
@@ -274,6 +274,7 @@ class ShortConvolution(nn.Conv1d):
             x_BTC: the sequence.
             previous_BCW: what a former call returned for the tokens before it. Default 0, or what another process has
                 of the sequence.
+            position_BT: of packed documents, the number of tokens before each in its own.
         """
         if previous_BCW is None and (before_BWC := context.before(x_BTC, self.weight.shape[-1] - 1)) is not None:
             previous_BCW = before_BWC.transpose(1, 2)
@@ -282,6 +283,7 @@ class ShortConvolution(nn.Conv1d):
             self.weight,
             self.bias,
             previous_BCW=previous_BCW,
+            position_BT=position_BT,
             silu=self.silu,
             unit_heads=self.unit_heads,
         )

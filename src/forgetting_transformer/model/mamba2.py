@@ -24,11 +24,14 @@ from forgetting_transformer.model.layers import (
     initial_dt_bias,
     is_plain,
 )
+from forgetting_transformer.model.padding import own_documents, positions_in_documents
 from forgetting_transformer.model.state_space import (
     StateSpaceConfig,
     StateSpaceForCausalLM,
     StateSpaceMixer,
     StateSpaceModel,
+    end_with_documents,
+    of_first_document,
 )
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
@@ -118,11 +121,17 @@ class Mamba2Mixer(StateSpaceMixer):
         return OpUse("simple_gla", self.num_heads, self.state_size, self.head_dim, key_heads=self.n_groups)
 
     def mix(
-        self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
+        self,
+        hidden_BTE: Tensor,
+        padding_BT: Tensor | None,
+        states: dict[str, Tensor],
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
+        position_BT = None if cu_seqlens is None else positions_in_documents(cu_seqlens, hidden_BTE)
         z_BTI, xBC_BTC, dt_BTH = self.in_proj(hidden_BTE).split(self.projected_sizes, dim=-1)
-        dt_BTH = F.softplus(dt_BTH.float() + self.dt_bias.float()).clamp(*self.time_step_limit)
-        log_decay_BTH = -self.A_log.float().exp() * dt_BTH
+        dtype = torch.promote_types(dt_BTH.dtype, torch.float32)
+        dt_BTH = F.softplus(dt_BTH.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.time_step_limit)
+        log_decay_BTH = -self.A_log.to(dtype).exp() * dt_BTH
         found = None
         if padding_BT is None and context.active() is None and is_plain(self.conv1d, ShortConvolution):
             found = run_convolved(
@@ -134,13 +143,15 @@ class Mamba2Mixer(StateSpaceMixer):
                 dt_BTH,
                 self.D,
                 states.get("ssm"),
+                position_BT=position_BT,
                 groups=self.n_groups,
                 key_dim=self.state_size,
                 scale=1.0,
             )
         if found is None:
-            xBC_BTC, conv_BCW = self.convolve(xBC_BTC, padding_BT, states.get("conv"))
-            y_BTHV, state_BHKV = self._read_states(xBC_BTC, dt_BTH, log_decay_BTH, states.get("ssm"))
+            xBC_BTC, conv_BCW = self.convolve(xBC_BTC, padding_BT, states.get("conv"), position_BT)
+            own = None if cu_seqlens is None else own_documents(cu_seqlens, hidden_BTE)
+            y_BTHV, state_BHKV = self._read_states(xBC_BTC, dt_BTH, log_decay_BTH, states.get("ssm"), position_BT, own)
         else:
             y_BTHV, state_BHKV, conv_BCW = found
         out_BTE = self._project(y_BTHV.flatten(-2), z_BTI)
@@ -156,16 +167,25 @@ class Mamba2Mixer(StateSpaceMixer):
         return self.out_proj(self.norm(y_BTI, z_BTI))
 
     def _read_states(
-        self, xBC_BTC: Tensor, dt_BTH: Tensor, log_decay_BTH: Tensor, before_BHKV: Tensor | None
+        self,
+        xBC_BTC: Tensor,
+        dt_BTH: Tensor,
+        log_decay_BTH: Tensor,
+        before_BHKV: Tensor | None,
+        position_BT: Tensor | None,
+        cu_seqlens: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """y `(B, T, H, V)` of convolved inputs, and the state after the last token."""
         x_BTI, B_BTC, C_BTC = xBC_BTC.split(self.conv_sizes, dim=-1)
         x_BTHV = x_BTI.unflatten(-1, (self.num_heads, self.head_dim))
         C_BTGK, B_BTGK = (x.unflatten(-1, (self.n_groups, self.state_size)) for x in (C_BTC, B_BTC))
         if before_BHKV is None and context.active() is not None:
-            before_BHKV = context.state_before(*last_state(B_BTGK, x_BTHV, log_decay_BTH, dt_BTH))
-        inputs = (C_BTGK, B_BTGK, x_BTHV)
-        return recurrence(*inputs, log_decay=log_decay_BTH, step=dt_BTH, skip=self.D, state=before_BHKV, scale=1.0)
+            before_BHKV = context.state_before(
+                *last_state(B_BTGK, x_BTHV, end_with_documents(log_decay_BTH, position_BT), dt_BTH)
+            )
+            before_BHKV = of_first_document(before_BHKV, position_BT)
+        gates = {"log_decay": log_decay_BTH, "step": dt_BTH, "skip": self.D, "cu_seqlens": cu_seqlens}
+        return recurrence(C_BTGK, B_BTGK, x_BTHV, **gates, state=before_BHKV, scale=1.0)
 
 
 class Mamba2Config(StateSpaceConfig):

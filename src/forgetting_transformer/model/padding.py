@@ -34,6 +34,22 @@ def positions_in_documents(cu_seqlens: Tensor, hidden_BTE: Tensor) -> Tensor:
     return document_positions(cu_seqlens, batch * length).view(batch, length)[:, shared.part(length)]
 
 
+def own_documents(cu_seqlens: Tensor, hidden_BTE: Tensor) -> Tensor:
+    """Return where documents begin and end among these tokens, all rows one after another; ends may be repeated.
+
+    They are `cu_seqlens` itself, except where processes share sequences: there a part's first document may have begun
+    in the part before it.
+    """
+    shared = context.active()
+    if shared is None:
+        return cu_seqlens
+    own = hidden_BTE.shape[1]
+    whole = own * shared.size
+    # The end of a row is the beginning of the next one, and lies behind the last row once.
+    row_N = (cu_seqlens // whole).clamp(max=len(hidden_BTE) - 1)
+    return row_N * own + (cu_seqlens - row_N * whole - shared.rank * own).clamp(0, own)
+
+
 def packed_positions(inputs: dict[str, Tensor]) -> Tensor | None:
     """Of a model's arguments, the position `(B, T)` of each token in its document; None unless documents are packed."""
     if "cu_seqlens" not in inputs:

@@ -64,9 +64,10 @@ class PathForgettingAttention(RecurrentMixer):
         seq_start_B: Tensor | None = None,
         cache: RecurrentCache | None = None,
         *mixer_inputs: Any,
+        **options: Any,
     ) -> tuple[Tensor, RecurrentCache | None]:
         # What comes after is of use, and made, with a cache alone.
-        return super().forward(hidden_BTE, seq_start_B, cache, cache is not None)  # type: ignore[arg-type]
+        return super().forward(hidden_BTE, seq_start_B, cache, cache is not None, **options)  # type: ignore[arg-type]
 
     def mix(
         self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor], returns_states: bool

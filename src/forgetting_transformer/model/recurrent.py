@@ -27,6 +27,7 @@ class RecurrentMixer(nn.Module):
         seq_start_B: Tensor | None = None,
         cache: RecurrentCache | None = None,
         *mixer_inputs: Tensor,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, RecurrentCache | None]:
         """Return the output `(B, T, E)` and the cache.
 
@@ -35,11 +36,14 @@ class RecurrentMixer(nn.Module):
             seq_start_B: index of the first real token, counted from the first cached one; None without left padding.
             cache: what `new_cache` returned, holding the tokens before these. Updated in place.
             mixer_inputs: further arguments of `mix`.
+            cu_seqlens: of packed documents, as `DecoderModel.forward` passes it, for mixers with `packs_documents`.
+                Where processes share sequences (`ops/context.py`), of whole ones.
         """
         num_past = 0 if cache is None else cache.get_seq_length()
         padding_BT = padding_mask(hidden_BTE, seq_start_B, num_past)
         states = {} if cache is None else cache.states
-        out_BTE, new_states = self.mix(hidden_BTE, padding_BT, states, *mixer_inputs)
+        packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        out_BTE, new_states = self.mix(hidden_BTE, padding_BT, states, *mixer_inputs, **packed)
         if cache is not None:
             cache.update(hidden_BTE.shape[1], **new_states)
         return out_BTE, cache
@@ -53,6 +57,8 @@ class RecurrentMixer(nn.Module):
             padding_BT: True for left padding, which must change no state (`zero_padding`); None if there is none.
             states: what the call for the tokens before these returned; empty if there are none.
             mixer_inputs: what the model's `mixer_inputs` returned for this block.
+
+        A mixer with `packs_documents` also takes the keyword `cu_seqlens`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define mix")
 

@@ -24,17 +24,20 @@ from forgetting_transformer.model.layers import (
     initial_dt_bias,
     swiglu_width,
 )
+from forgetting_transformer.model.padding import own_documents, positions_in_documents
 from forgetting_transformer.model.recurrent import state_before
 from forgetting_transformer.model.state_space import (
     StateSpaceConfig,
     StateSpaceForCausalLM,
     StateSpaceMixer,
     StateSpaceModel,
+    of_first_document,
 )
 from forgetting_transformer.model.transformer import AttentionLayer, check_attention_options
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.recurrence import selective_scan
+from forgetting_transformer.ops.recurrence.grouped import LOG_ZERO
 
 ATTN_KEYS = ("num_heads", "num_kv_heads", "window_size", "layers")
 
@@ -123,25 +126,35 @@ class MambaMixer(StateSpaceMixer):
         return OpUse("selective_scan", 1, self.state_size, self.inner_size)
 
     def mix(
-        self, hidden_BTE: Tensor, padding_BT: Tensor | None, states: dict[str, Tensor]
+        self,
+        hidden_BTE: Tensor,
+        padding_BT: Tensor | None,
+        states: dict[str, Tensor],
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
+        position_BT = None if cu_seqlens is None else positions_in_documents(cu_seqlens, hidden_BTE)
         x_BTI, z_BTI = self.in_proj(hidden_BTE).chunk(2, dim=-1)
-        x_BTI, conv_BIW = self.convolve(x_BTI, padding_BT, states.get("conv"))
+        x_BTI, conv_BIW = self.convolve(x_BTI, padding_BT, states.get("conv"), position_BT)
         dt_BTR, B_BTK, C_BTK = self.x_proj(x_BTI).split([self.time_step_rank, self.state_size, self.state_size], dim=-1)
         dt_BTI = self.dt_proj(dt_BTR)
 
         A_IK, before_BIK = -self.A_log.float().exp(), states.get("ssm")
         inputs = (x_BTI, dt_BTI, A_IK, B_BTK, C_BTK)
+        options: dict[str, Tensor] = {"dt_bias_I": self.dt_proj.bias}
+        if cu_seqlens is not None:
+            options["cu_seqlens"] = own_documents(cu_seqlens, hidden_BTE)
         if before_BIK is None and context.active() is not None:
             step_BTI = F.softplus(dt_BTI.float() + self.dt_proj.bias.float())
             log_decay_BIK = step_BTI.sum(1)[..., None] * A_IK
-            before_BIK = state_before(selective_scan, inputs, log_decay_BIK, dt_bias_I=self.dt_proj.bias)
+            if position_BT is not None:  # of a state before these tokens nothing is left behind a new document
+                log_decay_BIK = log_decay_BIK.masked_fill((position_BT == 0).any(1)[:, None, None], LOG_ZERO)
+            before_BIK = of_first_document(state_before(selective_scan, inputs, log_decay_BIK, **options), position_BT)
         y_BTI, state_BIK = selective_scan(
             *inputs,
             D_I=self.D,
-            dt_bias_I=self.dt_proj.bias,
             initial_state_BIK=before_BIK,
             output_final_state=True,
+            **options,
         )
         return self.out_proj(y_BTI * F.silu(z_BTI)), {"conv": conv_BIW, "ssm": state_BIK}
 

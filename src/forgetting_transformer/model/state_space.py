@@ -10,18 +10,44 @@ from torch import Tensor
 from forgetting_transformer.model.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel, check_silu
 from forgetting_transformer.model.layers import ShortConvolution, init_uniform
 from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
+from forgetting_transformer.ops.recurrence.grouped import LOG_ZERO
 
 
 class StateSpaceMixer(RecurrentMixer):
     """A recurrent mixer with a short convolution `conv1d` and SiLU in front of its state space."""
 
+    packs_documents = True
     conv1d: ShortConvolution
 
-    def convolve(self, x_BTC: Tensor, padding_BT: Tensor | None, previous_BCW: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return `silu(conv(x))`, 0 in padding, and the last inputs of the convolution."""
-        x_BTC, last_BCW = self.conv1d(zero_padding(x_BTC, padding_BT), previous_BCW)
+    def convolve(
+        self,
+        x_BTC: Tensor,
+        padding_BT: Tensor | None,
+        previous_BCW: Tensor | None,
+        position_BT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `silu(conv(x))`, 0 in padding, and the last inputs of the convolution.
+
+        Args:
+            position_BT: of packed documents, the number of tokens before each in its own.
+        """
+        x_BTC, last_BCW = self.conv1d(zero_padding(x_BTC, padding_BT), previous_BCW, position_BT)
         # A second time, because the convolution adds its bias to padding too.
         return zero_padding(x_BTC, padding_BT), last_BCW
+
+
+def end_with_documents(log_decay_BTX: Tensor, position_BT: Tensor | None) -> Tensor:
+    """Log decays `(B, T, …)` with which no state goes on into a new document."""
+    if position_BT is None:
+        return log_decay_BTX
+    return log_decay_BTX.masked_fill((position_BT == 0)[(..., *[None] * (log_decay_BTX.ndim - 2))], LOG_ZERO)
+
+
+def of_first_document(state_BX: Tensor | None, position_BT: Tensor | None) -> Tensor | None:
+    """The state before these tokens `(B, …)`, 0 for rows that begin a document."""
+    if state_BX is None or position_BT is None:
+        return state_BX
+    return state_BX.masked_fill((position_BT[:, 0] == 0).view(-1, *[1] * (state_BX.ndim - 1)), 0)
 
 
 class StateSpaceConfig(DecoderConfig):

@@ -22,6 +22,7 @@ def short_convolution(
     bias_C: Tensor | None = None,
     *,
     previous_BCW: Tensor | None = None,
+    position_BT: Tensor | None = None,
     silu: bool = False,
     unit_heads: int = 0,
 ) -> tuple[Tensor, Tensor]:
@@ -34,6 +35,8 @@ def short_convolution(
         weight_C1W: filters, any floating dtype.
         bias_C: added at every position, any floating dtype.
         previous_BCW: the W - 1 inputs before x[:, 0], oldest first: what an earlier call returned. Default 0.
+        position_BT: packed documents: how many tokens of its document are before each. No input of one document enters
+            another. Default: a row is one, and goes on from `previous`.
         silu: apply SiLU to y.
         unit_heads: then divide each of so many equal slices of the channels by its length (`l2_norm`), at every
             position. 0 for none.
@@ -59,7 +62,13 @@ def short_convolution(
             f"previous has shape {tuple(previous_BCW.shape)}; it must be {previous_shape}, "
             "the W - 1 inputs before x of every channel"
         )
-    given = (x_BTC, weight_C1W, bias_C, previous_BCW, silu, unit_heads)
+    if position_BT is not None:
+        if position_BT.shape != (batch, length):
+            raise ValueError(
+                f"position has shape {tuple(position_BT.shape)}; it must be {(batch, length)}, one per token of x"
+            )
+        position_BT = position_BT.int()
+    given = (x_BTC, weight_C1W, bias_C, previous_BCW, position_BT, silu, unit_heads)
     if x_BTC.is_cuda and kernel_serves(
         x_BTC.dtype, weight_C1W.shape[-1], channels // max(1, unit_heads), unit_heads, x_BTC.device.index
     ):
@@ -84,6 +93,7 @@ def _in_pytorch(
     weight_C1W: Tensor,
     bias_C: Tensor | None,
     previous_BCW: Tensor | None,
+    position_BT: Tensor | None,
     silu: bool,
     unit_heads: int,
 ) -> tuple[Tensor, Tensor]:
@@ -92,7 +102,14 @@ def _in_pytorch(
         previous_BCW = x_BTC.new_zeros(batch, channels, weight_C1W.shape[-1] - 1)
     inputs_BCS = torch.cat((previous_BCW.to(x_BTC.dtype), x_BTC.transpose(1, 2)), dim=-1)
     weight_C1W, bias_C = weight_C1W.to(x_BTC.dtype), None if bias_C is None else bias_C.to(x_BTC.dtype)
-    y_BTC = F.conv1d(inputs_BCS, weight_C1W, bias_C, groups=channels).transpose(1, 2)
+    if position_BT is None:
+        y_BTC = F.conv1d(inputs_BCS, weight_C1W, bias_C, groups=channels).transpose(1, 2)
+    else:
+        # Tap by tap, without the inputs of other documents.
+        last = weight_C1W.shape[-1] - 1
+        taps = (weight_C1W[:, 0, w] * inputs_BCS[..., w : w + length].transpose(1, 2) for w in range(last + 1))
+        kept = (y.masked_fill((position_BT < last - w)[..., None], 0) for w, y in enumerate(taps))
+        y_BTC = sum(kept, torch.zeros_like(x_BTC) if bias_C is None else bias_C)
     if silu:
         y_BTC = F.silu(y_BTC)
     if unit_heads:

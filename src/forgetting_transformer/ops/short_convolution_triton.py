@@ -60,8 +60,34 @@ def _rows(
 
 
 @triton.jit
+def _place(position_ptr, row, start, length, HAS_DOCUMENTS: tl.constexpr):
+    """How many tokens of its document are before each at `start + row`; anything where documents are not packed."""
+    place = tl.zeros_like(row)
+    if HAS_DOCUMENTS:
+        inside = (start + row >= 0) & (start + row < length)
+        place = tl.load(position_ptr + row, mask=inside, other=0)
+    return place
+
+
+@triton.jit
+def _within(x, place, DISTANCE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr):
+    """x of the positions whose document reaches DISTANCE tokens back, 0 of the others."""
+    if HAS_DOCUMENTS:
+        x = tl.where((place >= DISTANCE)[:, None], x, 0.0)
+    return x
+
+
+@triton.jit
 def _filter(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias):
     return x_0 * w_0[None, :] + x_1 * w_1[None, :] + x_2 * w_2[None, :] + x_3 * w_3[None, :] + bias[None, :]
+
+
+@triton.jit
+def _filter_at(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias, place, HAS_DOCUMENTS: tl.constexpr):
+    """The filter at the positions of x_3."""
+    x_0, x_1 = _within(x_0, place, 3, HAS_DOCUMENTS), _within(x_1, place, 2, HAS_DOCUMENTS)
+    x_2 = _within(x_2, place, 1, HAS_DOCUMENTS)
+    return _filter(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias)
 
 
 @triton.jit
@@ -79,14 +105,14 @@ def _store_activated(
 
 @triton.jit
 def convolution_forward_kernel(
-    x_ptr, x_batch, x_row, weight_ptr, bias_ptr, bias_channels, previous_ptr, y_ptr, length, channels, epsilon,
-    TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr,
+    x_ptr, x_batch, x_row, weight_ptr, bias_ptr, bias_channels, previous_ptr, position_ptr, y_ptr, length, channels,
+    epsilon, TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr,
+    NORM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """y of `4 · GROUPS` positions of WIDTH channels. Grid: (blocks of channels, blocks of positions, B).
 
     x `(B, T, C)` with strides (x_batch, x_row, 1); weight `(C, TAPS)`; bias `(C,)`; previous `(B, C, TAPS - 1)`;
-    y `(B, T, C)`, contiguous. bias_channels: channels, or 0 for no bias.
+    position `(B, T)` int32, in packed documents; y `(B, T, C)`, contiguous. bias_channels: channels, or 0 for no bias.
     """
     block, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     start = tl.program_id(1) * (4 * GROUPS)
@@ -96,6 +122,7 @@ def convolution_forward_kernel(
     row = 4 * tl.arange(0, GROUPS)
     x_ptr += batch * x_batch + start.to(tl.int64) * x_row
     y_ptr += (batch * length + start) * channels
+    position_ptr += batch * length + start
     previous_ptr += batch * channels * (TAPS - 1)
     w_0, w_1 = _tap(weight_ptr, channel, exists, 0, TAPS), _tap(weight_ptr, channel, exists, 1, TAPS)
     w_2, w_3 = _tap(weight_ptr, channel, exists, 2, TAPS), _tap(weight_ptr, channel, exists, 3, TAPS)
@@ -108,10 +135,14 @@ def convolution_forward_kernel(
     x_4 = _rows(x_ptr, row + 1, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
     x_5 = _rows(x_ptr, row + 2, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
     x_6 = _rows(x_ptr, row + 3, x_row, previous_ptr, channel, exists, start, length, TAPS, HAS_PREVIOUS)
-    z_0 = _filter(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias)
-    z_1 = _filter(x_1, x_2, x_3, x_4, w_0, w_1, w_2, w_3, bias)
-    z_2 = _filter(x_2, x_3, x_4, x_5, w_0, w_1, w_2, w_3, bias)
-    z_3 = _filter(x_3, x_4, x_5, x_6, w_0, w_1, w_2, w_3, bias)
+    p_0 = _place(position_ptr, row, start, length, HAS_DOCUMENTS)
+    z_0 = _filter_at(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias, p_0, HAS_DOCUMENTS)
+    p_1 = _place(position_ptr, row + 1, start, length, HAS_DOCUMENTS)
+    z_1 = _filter_at(x_1, x_2, x_3, x_4, w_0, w_1, w_2, w_3, bias, p_1, HAS_DOCUMENTS)
+    p_2 = _place(position_ptr, row + 2, start, length, HAS_DOCUMENTS)
+    z_2 = _filter_at(x_2, x_3, x_4, x_5, w_0, w_1, w_2, w_3, bias, p_2, HAS_DOCUMENTS)
+    p_3 = _place(position_ptr, row + 3, start, length, HAS_DOCUMENTS)
+    z_3 = _filter_at(x_3, x_4, x_5, x_6, w_0, w_1, w_2, w_3, bias, p_3, HAS_DOCUMENTS)
     _store_activated(z_0, y_ptr, row, channels, channel, exists, start, length, epsilon, SILU, NORM)
     _store_activated(z_1, y_ptr, row + 1, channels, channel, exists, start, length, epsilon, SILU, NORM)
     _store_activated(z_2, y_ptr, row + 2, channels, channel, exists, start, length, epsilon, SILU, NORM)
@@ -139,6 +170,24 @@ def _gradient(z, dy_ptr, row, dy_row, channel, exists, start, length, epsilon, S
 
 
 @triton.jit
+def _sum_of_taps(
+    d_0, d_1, d_2, d_3, x_0, x_1, x_2, x_3, p_0, p_1, p_2, p_3, DISTANCE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr
+):
+    """The gradient of the tap that weighs the input DISTANCE positions back, of four positions."""
+    d_0, d_1 = _within(d_0, p_0, DISTANCE, HAS_DOCUMENTS), _within(d_1, p_1, DISTANCE, HAS_DOCUMENTS)
+    d_2, d_3 = _within(d_2, p_2, DISTANCE, HAS_DOCUMENTS), _within(d_3, p_3, DISTANCE, HAS_DOCUMENTS)
+    return d_0 * x_0 + d_1 * x_1 + d_2 * x_2 + d_3 * x_3
+
+
+@triton.jit
+def _back(d_0, d_1, d_2, d_3, p_1, p_2, p_3, w_0, w_1, w_2, w_3, none, HAS_DOCUMENTS: tl.constexpr):
+    """The gradient of an input, from those of what the filter gave at its position and the three behind."""
+    d_1, d_2 = _within(d_1, p_1, 1, HAS_DOCUMENTS), _within(d_2, p_2, 2, HAS_DOCUMENTS)
+    d_3 = _within(d_3, p_3, 3, HAS_DOCUMENTS)
+    return _filter(d_0, d_1, d_2, d_3, w_3, w_2, w_1, w_0, none)
+
+
+@triton.jit
 def _store_gradient(
     dx, dx_ptr, row, dx_row, d_previous_ptr, channel, exists, start, length,
     TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr,
@@ -158,8 +207,8 @@ def _store_gradient(
 @triton.jit
 def convolution_backward_kernel(
     dy_ptr, dy_batch, dy_row, x_ptr, x_batch, x_row, weight_ptr, bias_ptr, bias_channels, previous_ptr,
-    dx_ptr, d_previous_ptr, part_ptr, length, channels, epsilon, steps,
-    TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr,
+    position_ptr, dx_ptr, d_previous_ptr, part_ptr, length, channels, epsilon, steps,
+    TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Gradients of `GROUPS · 4 · steps` positions of WIDTH channels. Grid: as of `convolution_forward_kernel`.
@@ -179,6 +228,7 @@ def convolution_backward_kernel(
     x_ptr += batch * x_batch + first.to(tl.int64) * x_row
     dy_ptr += batch * dy_batch + first.to(tl.int64) * dy_row
     dx_ptr += (batch * length + first) * channels
+    position_ptr += batch * length + first
     previous_ptr += batch * channels * (TAPS - 1)
     d_previous_ptr += batch * channels * (TAPS - 1)
     w_0, w_1 = _tap(weight_ptr, channel, exists, 0, TAPS), _tap(weight_ptr, channel, exists, 1, TAPS)
@@ -194,9 +244,12 @@ def convolution_backward_kernel(
     x_7 = _rows(x_ptr, row, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
     x_8 = _rows(x_ptr, row + 1, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
     x_9 = _rows(x_ptr, row + 2, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
-    z_4 = _filter(x_4, x_5, x_6, x_7, w_0, w_1, w_2, w_3, bias)
-    z_5 = _filter(x_5, x_6, x_7, x_8, w_0, w_1, w_2, w_3, bias)
-    z_6 = _filter(x_6, x_7, x_8, x_9, w_0, w_1, w_2, w_3, bias)
+    p_4 = _place(position_ptr, row, first, length, HAS_DOCUMENTS)
+    z_4 = _filter_at(x_4, x_5, x_6, x_7, w_0, w_1, w_2, w_3, bias, p_4, HAS_DOCUMENTS)
+    p_5 = _place(position_ptr, row + 1, first, length, HAS_DOCUMENTS)
+    z_5 = _filter_at(x_5, x_6, x_7, x_8, w_0, w_1, w_2, w_3, bias, p_5, HAS_DOCUMENTS)
+    p_6 = _place(position_ptr, row + 2, first, length, HAS_DOCUMENTS)
+    z_6 = _filter_at(x_6, x_7, x_8, x_9, w_0, w_1, w_2, w_3, bias, p_6, HAS_DOCUMENTS)
     d_4 = _gradient(z_4, dy_ptr, row, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
     d_5 = _gradient(z_5, dy_ptr, row + 1, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
     d_6 = _gradient(z_6, dy_ptr, row + 2, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
@@ -208,23 +261,27 @@ def convolution_backward_kernel(
         x_1 = _rows(x_ptr, row - 2, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
         x_2 = _rows(x_ptr, row - 1, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
         x_3 = _rows(x_ptr, row, x_row, previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
-        z_0 = _filter(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias)
-        z_1 = _filter(x_1, x_2, x_3, x_4, w_0, w_1, w_2, w_3, bias)
-        z_2 = _filter(x_2, x_3, x_4, x_5, w_0, w_1, w_2, w_3, bias)
-        z_3 = _filter(x_3, x_4, x_5, x_6, w_0, w_1, w_2, w_3, bias)
+        p_0 = _place(position_ptr, row, first, length, HAS_DOCUMENTS)
+        z_0 = _filter_at(x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, bias, p_0, HAS_DOCUMENTS)
+        p_1 = _place(position_ptr, row + 1, first, length, HAS_DOCUMENTS)
+        z_1 = _filter_at(x_1, x_2, x_3, x_4, w_0, w_1, w_2, w_3, bias, p_1, HAS_DOCUMENTS)
+        p_2 = _place(position_ptr, row + 2, first, length, HAS_DOCUMENTS)
+        z_2 = _filter_at(x_2, x_3, x_4, x_5, w_0, w_1, w_2, w_3, bias, p_2, HAS_DOCUMENTS)
+        p_3 = _place(position_ptr, row + 3, first, length, HAS_DOCUMENTS)
+        z_3 = _filter_at(x_3, x_4, x_5, x_6, w_0, w_1, w_2, w_3, bias, p_3, HAS_DOCUMENTS)
         d_0 = _gradient(z_0, dy_ptr, row, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
         d_1 = _gradient(z_1, dy_ptr, row + 1, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
         d_2 = _gradient(z_2, dy_ptr, row + 2, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
         d_3 = _gradient(z_3, dy_ptr, row + 3, dy_row, channel, exists, first, length, epsilon, SILU, NORM)
-        dw_0 += d_0 * x_0 + d_1 * x_1 + d_2 * x_2 + d_3 * x_3
-        dw_1 += d_0 * x_1 + d_1 * x_2 + d_2 * x_3 + d_3 * x_4
-        dw_2 += d_0 * x_2 + d_1 * x_3 + d_2 * x_4 + d_3 * x_5
+        dw_0 += _sum_of_taps(d_0, d_1, d_2, d_3, x_0, x_1, x_2, x_3, p_0, p_1, p_2, p_3, 3, HAS_DOCUMENTS)
+        dw_1 += _sum_of_taps(d_0, d_1, d_2, d_3, x_1, x_2, x_3, x_4, p_0, p_1, p_2, p_3, 2, HAS_DOCUMENTS)
+        dw_2 += _sum_of_taps(d_0, d_1, d_2, d_3, x_2, x_3, x_4, x_5, p_0, p_1, p_2, p_3, 1, HAS_DOCUMENTS)
         dw_3 += d_0 * x_3 + d_1 * x_4 + d_2 * x_5 + d_3 * x_6
         d_bias += d_0 + d_1 + d_2 + d_3
-        dx_0 = _filter(d_0, d_1, d_2, d_3, w_3, w_2, w_1, w_0, none)
-        dx_1 = _filter(d_1, d_2, d_3, d_4, w_3, w_2, w_1, w_0, none)
-        dx_2 = _filter(d_2, d_3, d_4, d_5, w_3, w_2, w_1, w_0, none)
-        dx_3 = _filter(d_3, d_4, d_5, d_6, w_3, w_2, w_1, w_0, none)
+        dx_0 = _back(d_0, d_1, d_2, d_3, p_1, p_2, p_3, w_0, w_1, w_2, w_3, none, HAS_DOCUMENTS)
+        dx_1 = _back(d_1, d_2, d_3, d_4, p_2, p_3, p_4, w_0, w_1, w_2, w_3, none, HAS_DOCUMENTS)
+        dx_2 = _back(d_2, d_3, d_4, d_5, p_3, p_4, p_5, w_0, w_1, w_2, w_3, none, HAS_DOCUMENTS)
+        dx_3 = _back(d_3, d_4, d_5, d_6, p_4, p_5, p_6, w_0, w_1, w_2, w_3, none, HAS_DOCUMENTS)
         _store_gradient(dx_0, dx_ptr, row, channels, d_previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS)
         _store_gradient(
             dx_1, dx_ptr, row + 1, channels, d_previous_ptr, channel, exists, first, length, TAPS, HAS_PREVIOUS
@@ -237,6 +294,7 @@ def convolution_backward_kernel(
         )
         x_4, x_5, x_6 = x_0, x_1, x_2
         d_4, d_5, d_6 = d_0, d_1, d_2
+        p_4, p_5, p_6 = p_0, p_1, p_2
     part_ptr += (batch * tl.num_programs(1) + tl.program_id(1)) * 5 * channels
     tl.store(part_ptr + channel, tl.sum(dw_0, axis=0), mask=exists)
     tl.store(part_ptr + channels + channel, tl.sum(dw_1, axis=0), mask=exists)
@@ -245,21 +303,30 @@ def convolution_backward_kernel(
     tl.store(part_ptr + 4 * channels + channel, tl.sum(d_bias, axis=0), mask=exists)
 
 
-def _options(kernel: str, x: Tensor, weight: Tensor, previous: Tensor | None, silu: bool, heads: int) -> dict[str, Any]:
+def _options(
+    kernel: str, x: Tensor, weight: Tensor, previous: Tensor | None, positions: Tensor | None, silu: bool, heads: int
+) -> dict[str, Any]:
     """Launch options. heads: how many are normalised, 0 for none."""
     width = x.shape[2] // heads if heads else _BLOCK_C
     block_c = max(16, triton.next_power_of_2(width))
     return {
-        "TAPS": weight.shape[-1], "HAS_PREVIOUS": previous is not None, "SILU": silu,
-        "NORM": heads > 0, "WIDTH": width, "BLOCK_C": block_c, "GROUPS": max(1, _TILES[kernel] // block_c),
-        "num_warps": 4, **FUSED,
+        "TAPS": weight.shape[-1], "HAS_PREVIOUS": previous is not None, "HAS_DOCUMENTS": positions is not None,
+        "SILU": silu, "NORM": heads > 0, "WIDTH": width, "BLOCK_C": block_c,
+        "GROUPS": max(1, _TILES[kernel] // block_c), "num_warps": 4, **FUSED,
     }  # fmt: skip
 
 
 @torch.library.custom_op("forgetting_transformer::short_convolution", mutates_args=())
 @on_device_of_first
 def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, previous: Tensor | None, silu: bool, heads: int, epsilon: float
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    previous: Tensor | None,
+    positions: Tensor | None,
+    silu: bool,
+    heads: int,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """`short_convolution` of up to four taps.
 
@@ -268,6 +335,7 @@ def convolve(
         weight: `(C, 1, W)`, any floating dtype; products and sums are float32.
         bias: `(C,)`.
         previous: `(B, C, W - 1)`.
+        positions: `(B, T)` int32, of each token in its packed document; None where a row is one.
         silu: apply SiLU.
         heads: then divide each of so many equal slices of the channels by its length; 0 for none.
         epsilon: added to the square of a length.
@@ -278,12 +346,12 @@ def convolve(
     x = with_whole_channels(x)
     batch, length, channels = x.shape
     y = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
-    options = _options("forward", x, weight, previous, silu, heads)
+    options = _options("forward", x, weight, previous, positions, silu, heads)
     grid = (triton.cdiv(channels, options["WIDTH"]), triton.cdiv(length, 4 * options["GROUPS"]), batch)
     convolution_forward_kernel[grid](
         x, x.stride(0), x.stride(1), weight.contiguous(), weight if bias is None else bias.contiguous(),
-        0 if bias is None else channels, x if previous is None else previous.contiguous(), y, length, channels, epsilon,
-        **options,
+        0 if bias is None else channels, x if previous is None else previous.contiguous(),
+        x if positions is None else positions.contiguous(), y, length, channels, epsilon, **options,
     )  # fmt: skip
     kept = weight.shape[-1] - 1
     inputs = x[:, max(0, length - kept) :].transpose(1, 2)
@@ -294,7 +362,7 @@ def convolve(
 
 
 @convolve.register_fake
-def _(x, weight, bias, previous, silu, heads, epsilon):
+def _(x, weight, bias, previous, positions, silu, heads, epsilon):
     return x.new_empty(x.shape), x.new_empty((x.shape[0], x.shape[2], weight.shape[-1] - 1))
 
 
@@ -307,6 +375,7 @@ def convolve_backward(
     weight: Tensor,
     bias: Tensor | None,
     previous: Tensor | None,
+    positions: Tensor | None,
     silu: bool,
     heads: int,
     epsilon: float,
@@ -318,15 +387,15 @@ def convolve_backward(
     d_previous = (
         dx.new_empty(0) if previous is None else torch.empty_like(previous, memory_format=torch.contiguous_format)
     )
-    options = _options("backward", x, weight, previous, silu, heads)
-    positions = length + (4 if previous is not None else 0)
-    blocks = triton.cdiv(positions, 4 * options["GROUPS"] * _STEPS)
+    options = _options("backward", x, weight, previous, positions, silu, heads)
+    covered = length + (4 if previous is not None else 0)
+    blocks = triton.cdiv(covered, 4 * options["GROUPS"] * _STEPS)
     part = torch.empty((batch * blocks, 5, channels), dtype=torch.float32, device=x.device)
     convolution_backward_kernel[triton.cdiv(channels, options["WIDTH"]), blocks, batch](
         dy, dy.stride(0), dy.stride(1), x, x.stride(0), x.stride(1), weight.contiguous(),
         weight if bias is None else bias.contiguous(), 0 if bias is None else channels,
-        x if previous is None else previous.contiguous(), dx, d_previous, part, length, channels, epsilon, _STEPS,
-        **options,
+        x if previous is None else previous.contiguous(), x if positions is None else positions.contiguous(),
+        dx, d_previous, part, length, channels, epsilon, _STEPS, **options,
     )  # fmt: skip
     *d_taps, d_bias = part.sum(0)
     d_weight = torch.stack(d_taps[MAX_TAPS - weight.shape[-1] :], dim=-1)[:, None].to(weight.dtype)
@@ -340,7 +409,7 @@ def convolve_backward(
 
 
 @convolve_backward.register_fake
-def _(dy, d_last, x, weight, bias, previous, silu, heads, epsilon):
+def _(dy, d_last, x, weight, bias, previous, positions, silu, heads, epsilon):
     d_bias, d_previous = (
         x.new_empty(0) if given is None else torch.empty_like(given, memory_format=torch.contiguous_format)
         for given in (bias, previous)
@@ -349,14 +418,15 @@ def _(dy, d_last, x, weight, bias, previous, silu, heads, epsilon):
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    x, weight, bias, previous, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight, bias, previous)
+    x, weight, bias, previous, positions, *ctx.rest = inputs
+    ctx.save_for_backward(x, weight, bias, previous, positions)
 
 
 def _autograd(ctx, dy: Tensor, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, weight, bias, previous = ctx.saved_tensors  # once: activation checkpointing gives them away
-    dx, d_weight, d_bias, d_previous = convolve_backward(dy, d_last, x, weight, bias, previous, *ctx.rest)
-    return dx, d_weight, None if bias is None else d_bias, None if previous is None else d_previous, None, None, None
+    x, weight, bias, previous, positions = ctx.saved_tensors  # once: activation checkpointing gives them away
+    dx, d_weight, d_bias, d_previous = convolve_backward(dy, d_last, x, weight, bias, previous, positions, *ctx.rest)
+    d_bias, d_previous = None if bias is None else d_bias, None if previous is None else d_previous
+    return dx, d_weight, d_bias, d_previous, None, None, None, None
 
 
 convolve.register_autograd(_autograd, setup_context=_save_for_backward)

@@ -218,7 +218,7 @@ def check_packs(model: Any, config: Config) -> None:
         raise ConfigError(
             f"datamodule.name={config.datamodule.name} keeps documents apart, and model.name={config.model.name} would "
             f"carry a state from one into the next ({', '.join(stateful)}); use "
-            "datamodule=corpus, or a model of attention"
+            "datamodule=corpus, or a model of attention, Mamba-2 or Samba"
         )
 
 

@@ -264,22 +264,19 @@ def selective_scan(
         D_I: adds `D·x` to the output. Default nothing.
         dt_bias_I: step sizes are `softplus(dt + dt_bias)`. Default: they are dt.
         initial_state_BIK: the state before the first token. Default 0.
-        cu_seqlens: packed documents, as of `recurrence`, each of which starts from a state of 0. Every row begins a
-            document, also where it is not named.
+        cu_seqlens: packed documents, as of `recurrence`. Every row begins a document, also where it is not named.
         output_final_state: whether to return the state after the last token.
 
     Returns:
         Outputs `(B, T, I)` in x's dtype, and the final state `(B, I, K)` or None, float32 (float64 for float64 inputs).
 
     Raises:
-        TypeError, ValueError: as `recurrence`; or both cu_seqlens and an initial state are given.
+        TypeError, ValueError: as `recurrence`.
     """
     inputs = {"x": (x_BTI, "BTI"), "dt": (dt_BTI, "BTI"), "A": (A_IK, "IK"), "B": (B_BTK, "BTK"), "C": (C_BTK, "BTK")}
     optional = {"D": (D_I, "I"), "dt_bias": (dt_bias_I, "I"), "initial_state": (initial_state_BIK, "BIK")}
     _check(inputs | optional, optional=tuple(optional))
     _check_documents(cu_seqlens, "x", x_BTI)
-    if cu_seqlens is not None and initial_state_BIK is not None:
-        raise ValueError("cu_seqlens and initial_state are both given; packed documents start from 0, so leave out one")
     with torch.autocast(x_BTI.device.type, enabled=False):
         if x_BTI.shape[1] > 1 and scan_takes_kernel(A_IK.shape[1], x_BTI.dtype, x_BTI.device):
             found = _scan_with_kernel(x_BTI, dt_BTI, A_IK, B_BTK, C_BTK, initial_state_BIK, D_I, dt_bias_I, cu_seqlens)
@@ -291,7 +288,7 @@ def selective_scan(
             dt_BTI = F.softplus(dt_BTI.to(dtype) + dt_bias_I.to(dtype))
         inputs_BT = (x_BTI, dt_BTI, B_BTK, C_BTK)
         if cu_seqlens is not None:
-            out, state = _scan_of_documents(inputs_BT, A_IK, cu_seqlens)
+            out, state = _scan_of_documents(inputs_BT, A_IK, cu_seqlens, initial_state_BIK)
         else:
             backend = reference if x_BTI.shape[1] == 1 else scan
             out, state = backend.selective_scan(x_BTI, dt_BTI, A_IK, B_BTK, C_BTK, initial_state_BIK)
@@ -325,13 +322,17 @@ def _scan_with_kernel(
         # One more than there are tokens, for the end; ends may be repeated.
         starts = torch.zeros(x_BTI.shape[0] * x_BTI.shape[1] + 1, dtype=torch.int8, device=x_BTI.device)
         starts_BT = starts.index_fill(0, cu_seqlens.long(), 1)[:-1].view(x_BTI.shape[:2])
+        # The first document of a row goes on from the initial state.
+        starts_BT = torch.cat((torch.zeros_like(starts_BT[:, :1]), starts_BT[:, 1:]), dim=1)
     state_BIK = None if initial_state_BIK is None else initial_state_BIK.float().contiguous()
     arguments = (x_BTI, dt_BTI, A_IK.float().contiguous(), B_BTK, C_BTK, D_I, dt_bias_I, starts_BT, state_BIK)
     found = backends.attempt("selective_scan", torch.ops.forgetting_transformer.scan_forward, *arguments)
     return None if found is None else found[:2]
 
 
-def _scan_of_documents(inputs_BT: tuple[Tensor, ...], A_IK: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+def _scan_of_documents(
+    inputs_BT: tuple[Tensor, ...], A_IK: Tensor, cu_seqlens: Tensor, initial_state_BIK: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The scan of packed documents, one after another, and the final state of each row; inputs x, dt, B and C."""
     x_BTI, *_ = inputs_BT
     batch, length, _ = x_BTI.shape
@@ -340,7 +341,10 @@ def _scan_of_documents(inputs_BT: tuple[Tensor, ...], A_IK: Tensor, cu_seqlens: 
     bounds = sorted({*cu_seqlens.tolist(), *range(0, batch * length + 1, length)})
     for start, stop in itertools.pairwise(bounds):
         x, dt, B, C = (tensor[:, start:stop] for tensor in flat)
-        out, state = scan.selective_scan(x, dt, A_IK, B, C, None)
+        row, before = start // length, None
+        if initial_state_BIK is not None and start % length == 0:
+            before = initial_state_BIK[row : row + 1]
+        out, state = scan.selective_scan(x, dt, A_IK, B, C, before)
         outs.append(out)
         if stop % length == 0:
             states.append(state)

@@ -31,6 +31,8 @@ def convolved_ssd(
     step: Tensor,
     skip: Tensor | None,
     initial_state: Tensor | None,
+    positions: Tensor | None,
+    documents: Tensor | None,
     groups: int,
     key_dim: int,
     scale: float,
@@ -39,17 +41,20 @@ def convolved_ssd(
 
     Args:
         x: `(B, T, C)`; with weight, bias and previous as `convolve` takes them.
-        log_decay, step, skip, initial_state, scale: as `ssd` takes them.
+        log_decay, step, skip, initial_state, documents, scale: as `ssd` takes them.
+        positions: as `convolve` takes them.
     """
-    y, last = convolve(x, weight, bias, previous, *_ACTIVATION)
+    y, last = convolve(x, weight, bias, previous, positions, *_ACTIVATION)
     v, k, q = _split(y, log_decay, groups, key_dim)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    final_state = ssd.forward_into(out, q, k, v, log_decay, step, skip, initial_state, None, scale)
+    final_state = ssd.forward_into(out, q, k, v, log_decay, step, skip, initial_state, documents, scale)
     return out, final_state, last
 
 
 @convolved_ssd.register_fake
-def _(x, weight, bias, previous, log_decay, step, skip, initial_state, groups, key_dim, scale):
+def _(
+    x, weight, bias, previous, log_decay, step, skip, initial_state, positions, documents, groups, key_dim, scale
+):  # fmt: skip
     (batch, length, heads), values = log_decay.shape, x.shape[2] - 2 * groups * key_dim
     state = x.new_empty((batch, heads, key_dim, values // heads), dtype=torch.float32)
     last = x.new_empty((batch, x.shape[2], weight.shape[-1] - 1))
@@ -70,26 +75,28 @@ def _backward(
     step: Tensor,
     skip: Tensor | None,
     initial_state: Tensor | None,
+    positions: Tensor | None,
+    documents: Tensor | None,
     groups: int,
     key_dim: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias, previous, log_decay, step, skip and initial_state; empty where there is none."""
-    y, _ = convolve(x, weight, bias, previous, *_ACTIVATION)
+    y, _ = convolve(x, weight, bias, previous, positions, *_ACTIVATION)
     v, k, q = _split(y, log_decay, groups, key_dim)
     dy = torch.empty_like(y)
     dv, dk, dq = _split(dy, log_decay, groups, key_dim)
     d_others = ssd.backward_into(
-        dq, dk, dv, d_out, d_final_state, q, k, v, log_decay, step, skip, initial_state, None, scale
+        dq, dk, dv, d_out, d_final_state, q, k, v, log_decay, step, skip, initial_state, documents, scale
     )
     del y, v, k, q
-    return *convolve_backward(dy, d_last, x, weight, bias, previous, *_ACTIVATION), *d_others
+    return *convolve_backward(dy, d_last, x, weight, bias, previous, positions, *_ACTIVATION), *d_others
 
 
 @_backward.register_fake
 def _(
-    d_out, d_final_state, d_last, x, weight, bias, previous, log_decay, step, skip, initial_state, groups, key_dim,
-    scale,
+    d_out, d_final_state, d_last, x, weight, bias, previous, log_decay, step, skip, initial_state, positions, documents,
+    groups, key_dim, scale,
 ):  # fmt: skip
     def like(given: Tensor | None) -> Tensor:
         return x.new_empty(0) if given is None else given.new_empty(given.shape)
@@ -102,8 +109,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:8])
-    ctx.rest = inputs[8:]
+    ctx.save_for_backward(*inputs[:10])
+    ctx.rest = inputs[10:]
 
 
 def _autograd(
@@ -116,7 +123,8 @@ def _autograd(
         values = x.shape[2] - 2 * groups * key_dim
         d_out = x.new_zeros((*log_decay.shape, values // log_decay.shape[2]))
     gradients = _backward(d_out, d_final_state, d_last, *inputs, *ctx.rest)
-    return *(d if x is not None else None for d, x in zip(gradients, inputs, strict=True)), None, None, None
+    given = zip(gradients, inputs[:8], strict=True)
+    return *(d if x is not None else None for d, x in given), None, None, None, None, None
 
 
 convolved_ssd.register_autograd(_autograd, setup_context=_save)
@@ -138,8 +146,8 @@ def _flops(x_shape: torch.Size, weight_shape: torch.Size, gate_shape: torch.Size
 
 @register_flop_formula(torch.ops.forgetting_transformer.convolved_ssd)
 def _forward_flops(
-    x_shape, weight_shape, bias_shape, previous_shape, gate_shape, step_shape, skip_shape, state_shape, groups,
-    key_dim, *args, **kwargs,
+    x_shape, weight_shape, bias_shape, previous_shape, gate_shape, step_shape, skip_shape, state_shape,
+    positions_shape, documents_shape, groups, key_dim, *args, **kwargs,
 ) -> int:  # fmt: skip
     return _flops(x_shape, weight_shape, gate_shape, groups, key_dim)
 
@@ -147,6 +155,6 @@ def _forward_flops(
 @register_flop_formula(torch.ops.forgetting_transformer.convolved_ssd_backward)
 def _backward_flops(
     d_out_shape, d_state_shape, d_last_shape, x_shape, weight_shape, bias_shape, previous_shape, gate_shape, step_shape,
-    skip_shape, state_shape, groups, key_dim, *args, **kwargs,
+    skip_shape, state_shape, positions_shape, documents_shape, groups, key_dim, *args, **kwargs,
 ) -> int:  # fmt: skip
     return 2 * _flops(x_shape, weight_shape, gate_shape, groups, key_dim)

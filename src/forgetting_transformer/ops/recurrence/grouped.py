@@ -13,7 +13,7 @@ _KEY_DIMS, _VALUE_DIMS = (16, 32, 64, 128, 256), (16, 32, 64, 128)
 # Numbers of a state, which programs hold whole in the shared memory of the smallest GPUs.
 _MAX_STATE = 128 * 128
 # Logarithm of a decay of 0, in float64 too; FLA's kernels take no -inf.
-_LOG_ZERO = -1000.0
+LOG_ZERO = -1000.0
 
 
 def serves(heads: int, groups: int, key_dim: int, value_dim: int, dtype: torch.dtype, device_index: int) -> bool:
@@ -60,6 +60,7 @@ def run_convolved(
     skip_H: Tensor | None,
     initial_state_BHKV: Tensor | None,
     *,
+    position_BT: Tensor | None = None,
     groups: int,
     key_dim: int,
     scale: float,
@@ -71,6 +72,7 @@ def run_convolved(
     Args:
         x_BTC, weight_C1W, bias_C, previous_BCW: of `short_convolution`.
         log_decay_BTH, step_BTH, skip_H, initial_state_BHKV, scale: of `recurrence`.
+        position_BT: packed documents, as `short_convolution` takes them. No state goes on from one into the next.
         groups, key_dim: G and K.
 
     Returns:
@@ -86,7 +88,10 @@ def run_convolved(
         return None
     with torch.autocast(x_BTC.device.type, enabled=False):
         gates = (log_decay_BTH, step_BTH.float(), _float(skip_H), _float(initial_state_BHKV))
-        given = (x_BTC, weight_C1W, bias_C, previous_BCW, *gates, groups, key_dim, scale)
+        documents: tuple[Tensor | None, Tensor | None] = (None, None)
+        if position_BT is not None:
+            documents = (position_BT.int(), (position_BT == 0).cumsum(1, dtype=torch.int32))
+        given = (x_BTC, weight_C1W, bias_C, previous_BCW, *gates, *documents, groups, key_dim, scale)
         return backends.attempt("simple_gla", torch.ops.forgetting_transformer.convolved_ssd, *given)
 
 
@@ -104,7 +109,7 @@ def documents(cu_seqlens: Tensor, like_BTX: Tensor) -> Tensor:
 def end_with_documents(log_decay_BTH: Tensor, document_BT: Tensor) -> Tensor:
     """Log decays with which no state goes on from one document into the next."""
     begins_BT = torch.cat((torch.zeros_like(document_BT[:, :1]), document_BT.diff(dim=1)), dim=1) != 0
-    return log_decay_BTH.masked_fill(begins_BT[..., None], _LOG_ZERO)
+    return log_decay_BTH.masked_fill(begins_BT[..., None], LOG_ZERO)
 
 
 def for_every_head(x_BTGK: Tensor, heads: int) -> Tensor:
