@@ -225,6 +225,29 @@ def against_others(others: Results, ours: Results) -> str:
     return table(["model", "other code", "activation checkpointing", "pruned", "its tokens/s", "ours"], rows)
 
 
+def peers(results: Results) -> str:
+    """Whole steps of our models and of other packages' models of the same sizes; or why there are none."""
+    codes = {"ours": "ours", "fla": "flash-linear-attention", "hf": "Hugging Face"}
+    rows = []
+    for row in sorted(results.rows(), key=lambda row: (_order(row["experiment"]), [*codes].index(row["code"]))):
+        cells = [name_of(row["experiment"]), codes[row["code"]], "yes" if row["compiled"] else "no"]
+        remark = row.get("remark") or ""
+        if row["status"] == "ok":
+            ms = statistics.median(row["step_seconds"]) * 1e3
+            cells += [
+                f"{ms:,.1f}",
+                f"{row['tokens_per_second']:,.0f}",
+                _optional(row["mfu"], lambda x: f"{x * 100:.1f} %"),
+            ]
+            cells += [_optional(row["peak_memory_bytes"], lambda x: f"{x / 1e9:.1f}"), remark]
+        else:
+            # The first sentence: a package's error may go on for long.
+            reason = row["status"].split(". ")[0].removeprefix("failed: RuntimeError: ")
+            cells += ["", "", "", "", "; ".join(filter(None, [reason, remark]))]
+        rows.append(cells)
+    return table(["model", "code", "compiled", "ms per step", "tokens/s", "MFU", "memory GB", "remark"], rows)
+
+
 def cold_start(results: Results) -> str:
     """Seconds from the start of a process to the end of its first step."""
     rows = []

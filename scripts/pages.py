@@ -110,6 +110,7 @@ def performance() -> dict[str, str]:
         "whole_run": ("whole_run*.json", tables.whole_run),
         "whole_models": ("training_760m*.json", tables.whole_models),
         "steps": ("steps_760m*.json", tables.steps),
+        "peers": ("peers*.json", tables.peers),
         "cold_start": ("cold_start*.json", tables.cold_start),
         "starts": ("start_*.json", tables.starts),
         "demo_losses": ("demo_losses*.json", tables.demo_losses),

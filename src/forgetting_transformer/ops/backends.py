@@ -79,7 +79,7 @@ class OpUse(NamedTuple):
         key_heads: attention: heads of keys and values; simple_gla: of queries and keys. Default as many as heads.
         is_gated: attention: whether it has forget gates; gated_norm: whether it has a gate.
         window: attention: keys that a query sees at most; None is all.
-        packed: attention: whether documents are packed, with `cu_seqlens`.
+        packed: attention, convolutions, Mamba and Mamba-2: whether documents are packed, with `cu_seqlens`.
         pruning: attention: how it is told what to skip: "threshold", "auto", or None for not at all.
     """
 

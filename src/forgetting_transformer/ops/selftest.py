@@ -277,9 +277,8 @@ def _attention_error(
     log_fgate = log_fgate.to(device)
     seq_start = torch.tensor([problem.padding], device=device) if problem.padding else None
     cu_seqlens = None
-    if use.packed:  # documents of several tiles, of a few tokens and of none
-        bounds = sorted([0, length // 2 + 3, length // 2 + 8, length - length // 4, length, length])
-        cu_seqlens = torch.tensor(bounds, device=device, dtype=torch.int32).clamp(max=length)
+    if use.packed:
+        cu_seqlens = _documents(length, device)
     if problem.decodes:
         return _decoding_error(q, k, v, log_fgate)
 
@@ -327,6 +326,12 @@ def _attention_error(
         for name, a, b, part in zip(names, got, want, [queries, *parts], strict=True):
             errors.append((_relative_error(a[:, :, part], b), name))
     return max(errors)
+
+
+def _documents(length: int, device: torch.device) -> Tensor:
+    """Bounds of packed documents of several tiles, of a few tokens and of none."""
+    bounds = sorted([0, length // 2 + 3, length // 2 + 8, length - length // 4, length, length])
+    return torch.tensor(bounds, device=device, dtype=torch.int32).clamp(max=length)
 
 
 @contextlib.contextmanager
@@ -397,7 +402,9 @@ def check_recurrence(
 
     def run(*tensors: Tensor) -> Tensor:
         q, k, v, *others = tensors
-        named = dict(zip(list(inputs)[3:], others, strict=True))
+        named: dict[str, Any] = dict(zip(list(inputs)[3:], others, strict=True))
+        if use.packed and is_grouped:
+            named["cu_seqlens"] = _documents(_RECURRENCE_LENGTH, q.device)
         return recurrence.recurrence(q, k, v, scale=1.0, **named)[0]
 
     def reference(*tensors: Tensor) -> Tensor:
@@ -434,8 +441,15 @@ def check_convolution(
         inputs[0] = inputs[0].to(dtype)
         d_out = torch.randn(shapes["x"], generator=generator).to(dtype)
 
-        def run(x: Tensor, weight: Tensor, bias: Tensor, previous: Tensor | None = None) -> Tensor:
+        def run(
+            x: Tensor, weight: Tensor, bias: Tensor, previous: Tensor | None = None, goes_on: bool = goes_on
+        ) -> Tensor:
             options: dict[str, Any] = {"previous_BCW": previous, "silu": True, "unit_heads": use.heads}
+            if use.packed:
+                token, bounds = torch.arange(x.shape[1], device=x.device), _documents(x.shape[1], x.device)
+                start = bounds[torch.searchsorted(bounds, token, right=True) - 1]
+                # The first document goes on from the previous inputs, if there are any.
+                options["position_BT"] = torch.where(start == 0, token + taps * goes_on, token - start)[None]
             return short_convolution.short_convolution(x, weight, bias, **options)[0]
 
         worst = max(worst, _compare(run, dict(zip(shapes, inputs, strict=True)), d_out, device))
@@ -489,7 +503,10 @@ def check_scan(
         x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, *state: Tensor
     ) -> Tensor:
         before = state[0] if state else None
-        out, _ = recurrence.selective_scan(x, dt, A, B, C, D_I=D, dt_bias_I=dt_bias, initial_state_BIK=before)
+        bounds = _documents(_SCAN_LENGTH, x.device) if use.packed else None
+        out, _ = recurrence.selective_scan(
+            x, dt, A, B, C, D_I=D, dt_bias_I=dt_bias, initial_state_BIK=before, cu_seqlens=bounds
+        )
         return out
 
     # In float64 PyTorch runs the scan on the GPU too.
