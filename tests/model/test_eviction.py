@@ -92,7 +92,7 @@ def test_a_prompt_may_be_read_in_parts_first(model):
 def test_what_cannot_evict_is_refused(model):
     with pytest.raises(ValueError, match="evict_below is 10; it is ln ε of a small ε"):
         model.new_cache(evict_below=10)
-    with pytest.raises(ValueError, match="evict_below is -10; TransformerModel has no forget gates"):
+    with pytest.raises(ValueError, match="evict_below is -10; TransformerModel has no attention with forget gates"):
         small("transformer").new_cache(evict_below=-10)
     with pytest.raises(ValueError, match="this layer has no qk_norm, without which scores have no bound"):
         small("forgetting_transformer").new_cache(evict_below=-10)

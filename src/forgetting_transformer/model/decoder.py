@@ -365,7 +365,9 @@ class DecoderModel(DecoderPreTrainedModel):
         if not -math.inf < evict_below < 0:
             raise ValueError(f"evict_below is {evict_below}; it is ln ε of a small ε, so negative and finite (-10)")
         if not any(hasattr(mixer, "new_evicting_cache") for mixer in mixers):
-            raise ValueError(f"evict_below is {evict_below}; {type(self).__name__} has no forget gates, leave it out")
+            raise ValueError(
+                f"evict_below is {evict_below}; {type(self).__name__} has no attention with forget gates, leave it out"
+            )
         return DecoderCache(
             [
                 mixer.new_evicting_cache(evict_below) if hasattr(mixer, "new_evicting_cache") else mixer.new_cache()
