@@ -110,7 +110,6 @@ def performance() -> dict[str, str]:
         "whole_run": ("whole_run*.json", tables.whole_run),
         "whole_models": ("training_760m*.json", tables.whole_models),
         "steps": ("steps_760m*.json", tables.steps),
-        "peers": ("peers*.json", tables.peers),
         "cold_start": ("cold_start*.json", tables.cold_start),
         "starts": ("start_*.json", tables.starts),
         "demo_losses": ("demo_losses*.json", tables.demo_losses),
@@ -122,9 +121,10 @@ def performance() -> dict[str, str]:
     sections = headline() | {"recurrences": study_tables.NOT_RUN, "recurrences_source": ""}
     if any(tables.RESULTS.glob("recurrence*.json")):
         made["recurrences"] = ("recurrence*.json", tables.recurrences)
-    sections |= {"scaling": "Not measured yet: `python benchmarks/scaling.py`.", "scaling_source": ""}
-    if any(tables.RESULTS.glob("scaling*.json")):
-        made["scaling"] = ("scaling*.json", tables.scaling)
+    for name, table in (("scaling", tables.scaling), ("peers", tables.peers)):
+        sections |= {name: f"Not measured yet: `python benchmarks/{name}.py`.", f"{name}_source": ""}
+        if any(tables.RESULTS.glob(f"{name}*.json")):
+            made[name] = (f"{name}*.json", table)
     for name, (pattern, table) in made.items():
         results = Results(pattern)
         sections |= {name: table(results), f"{name}_source": results.source}
