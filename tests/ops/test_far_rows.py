@@ -99,7 +99,7 @@ def norm_groups(x, gate, d_y):
 same(norm_groups, [torch.randn(1, ROWS, 24) for _ in range(3)], (1, 1, 1))
 
 def convolve(x, d_y):
-    arguments = x, torch.ones(24, 1, 4), None, None, True, 2, 1e-6
+    arguments = x, torch.ones(24, 1, 4), None, None, None, True, 2, 1e-6
     gradients = short_convolution_triton.convolve_backward(d_y, None, *arguments)
     return *short_convolution_triton.convolve(*arguments), *gradients[:2]
 
