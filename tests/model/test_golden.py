@@ -46,7 +46,7 @@ def build(golden: dict[str, Any], **changes: Any):
     return model.eval()
 
 
-def recurrence_with_the_official_defect(q, k, x, *, log_decay, scale, step, skip, state=None):
+def recurrence_with_the_official_defect(q, k, x, *, log_decay, scale, step, skip, state=None, cu_seqlens=None):
     """Mamba-2's recurrence as the official PyTorch path computes it, in chunks of 64.
 
     Within a chunk it is right. What enters chunk c should be Σ_{b < c} decay(b → c) · (state chunk b makes from 0). The

@@ -76,10 +76,11 @@ def assert_says_what_to_do(error: Exception, key: str, value: object) -> None:
     assert "\n" not in said, said
     assert key.rpartition(".")[2] in said, said
     given = value[0] if isinstance(value, list) else value
-    assert str(given) in said.replace(",", ""), said
+    # A key that is on or off reads -1 as on.
+    assert str(given) in said.replace(",", "") or (given == -1 and f"{key}=true" in said), said
     assert any(
         word in said
-        for word in ("must", "use ", "choose", "Set ", "more than", "give ", "unset", "cannot write", "None")
+        for word in ("must", "use ", "choose", "Set ", "set ", "more than", "give ", "unset", "cannot write", "None")
     ), said
 
 

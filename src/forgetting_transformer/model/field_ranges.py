@@ -36,6 +36,7 @@ RANGES = {
     "chunk_size": SIZE,
     "expand_ratio": SIZE,
     "time_step_rank": SIZE,
+    "w_rank": SIZE,
     "hidden_ratio": _RATIO,
     "attn_hidden_ratio": _RATIO,
     "mamba_hidden_ratio": _RATIO,

@@ -83,6 +83,12 @@ def divided(value: int, factor: int, key: str, name: str) -> int:
     return value // factor
 
 
+def _is_used(key: str, fields: Mapping[str, Any]) -> bool:
+    """Whether a field of `model.config` has an effect: a hybrid's YAML also describes mixers that no block has."""
+    group, _, rest = key.partition(".")
+    return group != "mixers" or "pattern" not in fields or rest.partition(".")[0] in fields["pattern"]
+
+
 def rung(
     compose: Callable[[Sequence[str]], Config],
     config_dir: Path,
@@ -108,7 +114,7 @@ def rung(
     sizes = {
         f"model.config.{key}": value
         for key, value in flatten(whole.model.config).items()
-        if key.rpartition(".")[2] in _DIVIDED and isinstance(value, int)
+        if key.rpartition(".")[2] in _DIVIDED and isinstance(value, int) and _is_used(key, whole.model.config)
     }
 
     def shrunk(factor: int) -> dict[str, int]:
