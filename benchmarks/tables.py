@@ -193,6 +193,8 @@ def steps(results: Results) -> str:
         place = file["environment"]
         for row in file["rows"]:
             name = f"{name_of(row['experiment'])}{', no pruning' if _unpruned(row) else ''}"
+            if file["settings"].get("attention") == "cudnn":
+                name += " with cuDNN's attention"
             commit = f"{place['commit'][:7]}{' with changes' if place['changed'] else ''}"
             ms = statistics.median(row["step_seconds"]) * 1e3
             rows.append((
@@ -204,6 +206,81 @@ def steps(results: Results) -> str:
             ))  # fmt: skip
     cells = [cells for _, cells in sorted(rows, key=lambda row: row[0])]
     return table(["model", "commit", "ms per step", "tokens/s", "MFU", "memory GB"], cells)
+
+
+# The pieces of a step of FoX (Pro) 760M in the order of the table: how its kernels are called, and the least that it
+# has to do: floating-point operations, or bytes, of `_Sizes`. The first pattern that fits has the kernel.
+_ATTENTION_BACKWARD = "^(backward|delta|finish|query_gradient|key_gradient|gate_sum|gate_gradient)_kernel$"
+PIECES: list[tuple[str, str, Callable[["_Sizes"], float] | None, Callable[["_Sizes"], float] | None]] = [
+    ("attention, forward", "^(forward|stretch|running|bound)_kernel$", lambda of: of.pairs, None),
+    ("attention, backward", _ATTENTION_BACKWARD, lambda of: 2.5 * of.pairs, None),
+    ("matrix products", "nvjet|gemm|cublas|cutlass", lambda of: 6 * of.tokens * of.matrices, None),
+    # Queries, keys and values: an input and an output forward; an input and two gradients backward.
+    ("token shift and norms of heads", "^shift_norm_", None, lambda of: 3 * (2 + 3) * of.activation(of.width)),
+    ("output norm and gate", "^norm_(forward|backward)_kernel$", None, lambda of: (3 + 5) * of.activation(of.width)),
+    ("SwiGLU", "^swiglu_", None, lambda of: (3 + 5) * of.activation(of.mlp)),
+    # Per block 6 and 12 bytes forward, 14 and 16 backward: the stream and its gradient have 4 bytes an element.
+    ("norms of the residual stream", "^(residual_norm_|sum_kernel$)", None, lambda of: 24 * of.activation(of.width)),
+    ("loss", "log_softmax|nll_loss", None, lambda of: 3 * 2 * of.tokens * of.vocabulary),
+    # The gradient is read for its norm; then read with the weight and two moments, of which three are written.
+    ("clipping and AdamW", "multi_tensor_apply|lpnorm", None, lambda of: 4 * 8 * of.parameters),
+]
+_REST = "casts, copies, embedding, gates and sums that PyTorch and TorchInductor make"
+FLOPS, BANDWIDTH = 700e12, 4.25e12
+
+
+class _Sizes:
+    """Of a step of `forgetting_transformer/pro_760m_16b`."""
+
+    layers, width, mlp = 24, 1536, 3584
+
+    def __init__(self, row: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        self.tokens, self.parameters, self.vocabulary = (
+            row["tokens_per_step"],
+            row["parameters"],
+            settings["vocab_size"],
+        )
+        self.matrices = self.parameters - self.vocabulary * self.width
+        # Two products per pair of a query and a key that it sees, each of two operations per channel.
+        self.pairs = 4 * self.layers * self.width * self.tokens * (settings["seq_len"] + 1) / 2
+
+    def activation(self, width: int) -> int:
+        """Bytes of a tensor of all layers, `(tokens, width)` each, in 16 bits."""
+        return 2 * self.layers * self.tokens * width
+
+
+def pieces(results: Results) -> str:
+    """Kernels of a step of FoX (Pro), pruned and not, by what they do, beside the least time for it.
+
+    Only rows whose kernels have names of their own: before, SwiGLU, norms and attention shared some.
+    """
+    found: dict[bool, tuple[dict[str, float], float]] = {}
+    for file in sorted(results.files, key=lambda file: file["environment"]["date"]):
+        for row in file["rows"]:
+            names = [kernel["name"] for kernel in row.get("kernels", ())]
+            if name_of(row["experiment"]) != "FoX (Pro)" or not any(name.startswith("swiglu_") for name in names):
+                continue
+            sizes, ms = _Sizes(row, file["settings"]), dict.fromkeys([*(piece[0] for piece in PIECES), _REST], 0.0)
+            for kernel in row["kernels"]:
+                ms[piece_of(kernel["name"])] += kernel["ms"]
+            found[_unpruned(row)] = ms, statistics.median(row["step_seconds"]) * 1e3
+    if not found:
+        raise LookupError("no file of results has a step of FoX (Pro) with kernels that have names of their own")
+    rows = []
+    for name, _, flops, bytes_ in PIECES:
+        limit = flops(sizes) / FLOPS if flops else bytes_(sizes) / BANDWIDTH if bytes_ else 0.0
+        rows.append([name, *(f"{ms[name]:.1f}" for ms, _ in found.values()), f"{limit * 1e3:.1f}"])
+    rows.append([_REST, *(f"{ms[_REST]:.1f}" for ms, _ in found.values()), ""])
+    rows.append(["all kernels", *(f"{sum(ms.values()):.1f}" for ms, _ in found.values()), ""])
+    rows.append(["a step", *(f"{step:.1f}" for _, step in found.values()), ""])
+    header = ["piece", *("ms, not pruned" if unpruned else "ms, pruned" for unpruned in found)]
+    header.append(f"limit ms, {FLOPS / 1e12:.0f} TFLOP/s or {BANDWIDTH / 1e12:.2f} TB/s")
+    return table(header, rows)
+
+
+def piece_of(kernel: str) -> str:
+    """The piece of a step that a kernel belongs to, from its name in a profile."""
+    return next((name for name, pattern, *_ in PIECES if re.search(pattern, kernel)), _REST)
 
 
 def _unpruned(row: Mapping[str, Any]) -> bool:

@@ -33,6 +33,7 @@ the output_dir of a run.
 """
 
 import argparse
+import contextlib
 import functools
 import gc
 import itertools
@@ -95,6 +96,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="measured steps (default 5)")
     parser.add_argument("--warmup_steps", type=int, default=2, help="steps before them, the first included (default 2)")
     parser.add_argument("--optimizer_step", action="store_true", help="a step includes clipping and AdamW")
+    parser.add_argument(
+        "--attention",
+        choices=("ours", "cudnn"),
+        default="ours",
+        help="kernels of attention without gates: ours, or cuDNN's through PyTorch, to compare with (default ours)",
+    )
     parser.add_argument("--precision", choices=("bf16-mixed", "32-true"))
     parser.add_argument(
         "--kernels", type=int, default=0, help="keep in --out the kernels that take most of a step, so many"
@@ -300,7 +307,8 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
         return loss.detach()
 
     flops_per_token = model.config.flops_per_token(args.seq_len)
-    times = measure_steps(args, step, inputs_BT.numel(), flops_per_token, device, cold, graphs=graphs.on)
+    with cudnn_attention() if args.attention == "cudnn" else contextlib.nullcontext():
+        times = measure_steps(args, step, inputs_BT.numel(), flops_per_token, device, cold, graphs=graphs.on)
     return {
         "trained": is_run(experiment),
         "compiled": model._is_compiled,
@@ -310,6 +318,22 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         **times,
     }
+
+
+@contextlib.contextmanager
+def cudnn_attention() -> Iterator[None]:
+    """Attention without gates runs in cuDNN, through `scaled_dot_product_attention`, and not in our kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from forgetting_transformer.ops import attention
+
+    takes_kernel = attention.takes_kernel
+    attention.takes_kernel = lambda *_, **__: False
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            yield
+    finally:
+        attention.takes_kernel = takes_kernel
 
 
 def measure_steps(

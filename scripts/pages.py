@@ -11,6 +11,7 @@ defines the names of each page.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import runpy
@@ -125,6 +126,9 @@ def performance() -> dict[str, str]:
         sections |= {name: f"Not measured yet: `python benchmarks/{name}.py`.", f"{name}_source": ""}
         if any(tables.RESULTS.glob(f"{name}*.json")):
             made[name] = (f"{name}*.json", table)
+    sections["pieces"] = "Not measured yet: `python benchmarks/training.py --optimizer_step --kernels 90`."
+    with contextlib.suppress(LookupError):  # older profiles do not tell kernels apart
+        sections["pieces"] = tables.pieces(Results("steps_760m*.json"))
     for name, (pattern, table) in made.items():
         results = Results(pattern)
         sections |= {name: table(results), f"{name}_source": results.source}

@@ -72,6 +72,16 @@ def test_overrides_change_a_run_where_its_weights_allow_it(benchmark, quickstart
         read("optimizer.rate=0.5")
 
 
+def test_attention_may_be_cudnns_to_compare_with(benchmark):
+    from forgetting_transformer.ops import attention
+
+    ours, flash = attention.takes_kernel, torch.backends.cuda.flash_sdp_enabled()
+    with benchmark.cudnn_attention():
+        assert not attention.takes_kernel(torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16))
+        assert torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
+    assert attention.takes_kernel is ours and torch.backends.cuda.flash_sdp_enabled() is flash
+
+
 def test_overrides_reach_the_model(benchmark):
     args = benchmark.parse_args([*SMALL, "--experiments", "demo/fox_pro", "--overrides", "scale.num_hidden_layers=1"])
     shallow = benchmark.measure(args, "demo/fox_pro", checkpointing=False, cold=True)

@@ -1,5 +1,6 @@
-"""On CUDA: SwiGLU and norms of the residual stream match float64, bitwise reproducible; compiled models have them."""
+"""On CUDA: SwiGLU, shifts and norms match float64, bitwise reproducible; compiled models have them."""
 
+import contextlib
 import random
 
 import pytest
@@ -13,10 +14,11 @@ from forgetting_transformer.ops import (
     residual_norm,
     residual_norm_triton,
     selftest,
+    shift_norm,
     swiglu,
     swiglu_triton,
 )
-from tests.model.small_models import small
+from tests.model.small_models import PRO, small
 
 LIMITS = selftest.ELEMENTWISE_TOLERANCES
 GPU = torch.device("cuda")
@@ -95,6 +97,39 @@ def test_random_cases_match_float64(seed, poisoned):
         )
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_shifts_and_norms_of_heads_match_float64(seed, poisoned):
+    """Of slices of wider projections, in packed documents and behind tokens that another process has."""
+    generator = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = generator.choice([torch.bfloat16, torch.bfloat16, torch.float16, torch.float32])
+    batch, length = generator.choice([(1, 16384), (3, 1001), (2, 2048)])
+    heads, head_dim = generator.choice([(24, 64), (12, 128), (5, 96), (3, 256), (7, 40)])
+    width, apart = heads * head_dim, generator.choice([0, 8, 3])
+    wide = torch.randn(batch, length, width + apart, device=GPU).to(dtype)
+    begins = torch.rand(batch, length, device=GPU) < 0.01 if generator.random() < 0.5 else None
+    weight = torch.randn(generator.choice([width, head_dim]), device=GPU)
+    d = torch.randn(batch, length, width, device=GPU).to(dtype)
+    shift = torch.randn(batch, length, heads, device=GPU).to(dtype)
+    previous = torch.randn(batch, width, device=GPU).to(dtype)
+    assert shift_norm._takes_kernel(wide, head_dim)
+
+    def shifted(wide, shift, previous, *weight):
+        options = {"shift_BTH": shift, "previous_BE": previous, "begins_BT": begins}
+        options |= {"weight": weight[0], "eps": 1e-5} if weight else {}
+        return shift_norm.shift_norm(wide[..., :width], heads, **options)
+
+    def normalised(wide, weight):
+        return shift_norm.shift_norm(wide[..., :width], heads, weight=weight, eps=1e-5)
+
+    for function, leaves in (
+        (shifted, [wide, shift, previous, weight]),
+        (shifted, [wide, shift, previous]),
+        (normalised, [wide, weight]),
+    ):
+        check(function, function, leaves, [d], LIMITS[dtype])
+
+
 @pytest.mark.slow
 def test_more_than_two_to_the_31_elements(poisoned):
     """The last rows, whose offsets need 64 bits."""
@@ -117,9 +152,9 @@ def test_more_than_two_to_the_31_elements(poisoned):
 
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_the_self_tests_pass(dtype):
-    model = small("forgetting_transformer")
+    model = small("forgetting_transformer", **PRO)
     found = selftest.choose_backends(model.op_uses(), dtype, torch.device("cuda", 0), [2048])
-    for op in ("swiglu", "residual_norm"):
+    for op in ("swiglu", "residual_norm", "shift_norm"):
         assert found[op].name == backends.TRITON and "from 1,024 tokens on" in found[op].text
 
 
@@ -136,7 +171,7 @@ def test_a_compiled_block_has_the_kernels_and_no_breaks(name):
 
     def train(served):
         torch._dynamo.reset()
-        model = small(name).to(GPU).train()
+        model = small(name, **(PRO if name == "forgetting_transformer" else {})).to(GPU).train()
         graphs = []
 
         def keep(graph, inputs):
@@ -145,7 +180,9 @@ def test_a_compiled_block_has_the_kernels_and_no_breaks(name):
 
         for block in model.decoder.layers:
             block._transform = torch.compile(block._transform, backend=keep, fullgraph=True)
-        with backends.without("swiglu", *served), backends.without("residual_norm", *served):
+        with contextlib.ExitStack() as stack:
+            for op in ("swiglu", "residual_norm", "shift_norm", "gated_norm"):
+                stack.enter_context(backends.without(op, *served))
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(input_ids=ids, labels=ids.roll(-1, 1)).loss.mean()
             loss.backward()
@@ -153,8 +190,9 @@ def test_a_compiled_block_has_the_kernels_and_no_breaks(name):
 
     got, graphs = train(())
     want, plain = train((backends.TRITON,))
-    for op in ("forgetting_transformer.residual_norm", "forgetting_transformer.swiglu"):
-        assert op in graphs and op not in plain
+    of_fox = ["shift_norm", "gated_rms_norm"] if name == "forgetting_transformer" else []
+    for op in ("residual_norm", "swiglu", *of_fox):
+        assert f"forgetting_transformer.{op}" in graphs and f"forgetting_transformer.{op}" not in plain
     norms = [x.float().norm() for x in want]
     for a, b, size in zip(got, want, norms, strict=True):
         assert (a.float() - b.float()).norm() <= 0.1 * size + 1e-2 * max(norms)

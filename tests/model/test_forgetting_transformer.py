@@ -49,7 +49,7 @@ def test_usage_example_of_the_layer():
     assert out.size() == x.size()
     lines = str(layer).splitlines()
     assert "  (k_proj): ShiftLinear(96, 96)" in lines
-    assert "  (output_norm): GroupRMSNorm(6, 96, eps=1e-06)" in lines
+    assert "  (output_norm): GatedRMSNorm(6, 96, eps=1e-06)" in lines
     assert "  (q_norm): GroupRMSNorm(6, 96, eps=1e-05)" in lines
 
 
@@ -209,7 +209,8 @@ def test_pruning_bound_holds_and_pruning_changes_nothing(qk_norm, shared):
     layer = model.model.layers[0].attn
     if qk_norm:
         torch.nn.init.normal_(layer.q_norm.weight)
-    q, k = layer._normalise(layer.q_norm, torch.randn(2, 9, 32)), layer._normalise(layer.k_norm, torch.randn(2, 9, 32))
+    norms = [layer.q_norm or torch.nn.Identity(), layer.k_norm or torch.nn.Identity()]
+    q, k = (layer._split_heads(norm(torch.randn(2, 9, 32))) for norm in norms)
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     options_of_op = layer._pruning_options(9)
     if qk_norm:

@@ -75,7 +75,7 @@ def test_layers():
         FAR
         + """
 from forgetting_transformer.ops import norm_triton, residual_norm_triton, swiglu_triton
-from forgetting_transformer.ops import short_convolution_triton
+from forgetting_transformer.ops import shift_norm_triton, short_convolution_triton
 
 def activate(h, d_out):
     return swiglu_triton.gated(h), swiglu_triton.gated_backward(d_out, h)
@@ -93,10 +93,17 @@ def norm_residual(x, branch, d_y, d_total):
 same(norm_residual, [torch.randn(1, ROWS, 24) for _ in range(4)], (1, 1, 1, 1))
 
 def norm_groups(x, gate, d_y):
-    arguments = x, gate, weight, 2, False, 1e-6
+    arguments = x, gate, weight, 2, False, True, 1e-6
     return norm_triton.normalise(*arguments), *norm_triton.normalise_backward(d_y, *arguments)
 
 same(norm_groups, [torch.randn(1, ROWS, 24) for _ in range(3)], (1, 1, 1))
+
+def shift(y, logits, d_out):
+    arguments = y, logits, None, None, weight, 2, 1e-6
+    gradients = shift_norm_triton.shift_and_normalise_backward(d_out, *arguments)
+    return shift_norm_triton.shift_and_normalise(*arguments), gradients[0], gradients[1], gradients[3]
+
+same(shift, [torch.randn(1, ROWS, n) for n in (24, 2, 24)], (1, 1, 1))
 
 def convolve(x, d_y):
     arguments = x, torch.ones(24, 1, 4), None, None, None, True, 2, 1e-6

@@ -16,7 +16,8 @@ from tests.ops.interpreter import interpret
 
 KERNELS = """
 import random
-from forgetting_transformer.ops import backends, norm, residual_norm, selftest, swiglu, swiglu_triton
+from forgetting_transformer.ops import backends, norm, residual_norm, selftest, shift_norm, swiglu, swiglu_triton
+from forgetting_transformer.ops import shift_norm_triton
 from forgetting_transformer.ops import residual_norm_triton as kernels
 
 def results(function, leaves, gradients):
@@ -164,6 +165,7 @@ residual_norm._takes_kernel = lambda x, dtype: residual_norm.kernel_serves(
     dtype, x.shape[-1], x.shape[:-1].numel(), 0
 )
 swiglu._takes_kernel = lambda h: swiglu.kernel_serves(h.dtype, h.shape[:-1].numel(), 0)
+shift_norm._takes_kernel = lambda y, head_dim: shift_norm.kernel_serves(y.dtype, head_dim, y.shape[:-1].numel(), 0)
 served = True
 """
 
@@ -174,13 +176,16 @@ def test_the_self_tests_pass_and_find_a_wrong_kernel():
         + SERVED
         + """
 def error(op, dtype):
-    use = backends.OpUse(op, 1, 24, 24)
+    use = backends.OpUse(op, 3, 24, 24)
     return selftest.check_layer(use, dtype, torch.device("cpu"), None, torch.Generator().manual_seed(0))[0]
 for dtype in (torch.float32, torch.float16):
-    for op in ("swiglu", "residual_norm"):
+    for op in ("swiglu", "residual_norm", "shift_norm"):
         assert error(op, dtype) < selftest.ELEMENTWISE_TOLERANCES[dtype]
 backends.attempt = lambda op, launch, h: h[..., :24] * 1
 assert error("swiglu", torch.float32) > 0.1
+unchanged = lambda y, others: y + sum(0 * x.sum() for x in others if torch.is_tensor(x))
+backends.attempt = lambda op, launch, y, *others: unchanged(y, others)
+assert error("shift_norm", torch.float32) > 0.1
 """
     )
 
@@ -201,9 +206,9 @@ def test_models_train_through_the_kernels(name, how):
         KERNELS
         + SERVED
         + f"""
-from tests.model.small_models import small
+from tests.model.small_models import PRO, small
 def run(how):
-    model = small({name!r}).train()
+    model = small({name!r}, **(PRO if {name!r} == "forgetting_transformer" else {{}})).train()
     if "checkpointed" in how:
         model.gradient_checkpointing_enable()
     if "compiled" in how:
@@ -214,15 +219,17 @@ def run(how):
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
-launched, options = [], kernels._options
-kernels._options = lambda *of: launched.append(of) or options(*of)
+launched, shifted = [], []
+for module, calls in ((kernels, launched), (shift_norm_triton, shifted)):
+    module._options = lambda *of, calls=calls, options=module._options: calls.append(of) or options(*of)
 served = False
 expected = run("plain")
-assert not launched
+assert not launched and not shifted
 served = True
 for a, e in zip(run({how!r}), expected):
     assert (a - e).norm() <= 1e-4 * e.norm() + 1e-7
 assert {{kernel for kernel, _ in launched}} == {{"forward", "backward"}}
+assert {{kernel for kernel, *_ in shifted}} == ({{"forward", "backward"}} if "forgetting" in {name!r} else set())
 """
     )
 

@@ -15,7 +15,7 @@ import torch
 from forgetting_transformer.model import registry
 from forgetting_transformer.ops import backends, recurrence, selftest
 from forgetting_transformer.ops.backends import FLA, GLUON, PYTORCH, TRITON, OpUse
-from tests.model.small_models import small
+from tests.model.small_models import PRO, small
 from tests.waiting import HANG
 
 FOX = OpUse("attention", heads=3, key_dim=16, value_dim=16, is_gated=True, pruning="threshold")
@@ -234,7 +234,7 @@ CASES = [(name, {}) for name in registry.model_names()] + [
 @pytest.mark.parametrize("name, fields", CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "default")
 def test_models_say_how_they_call_ops(name, fields, dtype, monkeypatch):
     model = small(name, **fields)
-    elsewhere = ("selective_scan", "short_convolution", "gated_norm", "swiglu", "residual_norm")
+    elsewhere = ("selective_scan", "short_convolution", "gated_norm", "swiglu", "residual_norm", "shift_norm")
     said = [use for use in model.op_uses() if use.op not in elsewhere]
     done = recorded_uses(model, dtype, monkeypatch)
     assert said or name == "samba"
@@ -283,13 +283,14 @@ def test_short_convolutions_are_tested_and_ruled_out_where_wrong(heads, monkeypa
 def test_models_say_how_they_call_gated_norms():
     said = {
         name: {use for use in small(name).op_uses() if use.op == "gated_norm"}
-        for name in ("delta_net", "gated_delta_net", "mamba2")
+        for name in ("delta_net", "gated_delta_net", "kda", "mamba2")
     }
     sizes = {name: small(name).config for name in said}
-    delta, gated, mamba = (sizes[name] for name in said)
+    delta, gated, kda, mamba = (sizes[name] for name in said)
     assert said == {
         "delta_net": {OpUse("gated_norm", 1, 0, delta.value_size // delta.num_heads, is_gated=delta.use_gate)},
         "gated_delta_net": {OpUse("gated_norm", 1, 0, gated.value_size // gated.num_heads, is_gated=True)},
+        "kda": {OpUse("gated_norm", 1, 0, kda.value_size // kda.num_heads, is_gated=True, activation="sigmoid")},
         "mamba2": {OpUse("gated_norm", mamba.n_groups, 1, mamba.num_heads * mamba.head_dim, is_gated=True)},
     }
 
@@ -313,11 +314,18 @@ def test_gated_norms_are_tested_and_ruled_out_where_wrong(use, monkeypatch):
 
 
 def test_models_say_how_they_call_layers():
-    model = small("forgetting_transformer", num_hidden_layers=1)
+    model = small("forgetting_transformer", num_hidden_layers=1, **PRO)
     width, mlp = model.config.hidden_size, model.config.mlp_width
+    heads = model.config.num_heads
     said = {use for use in model.op_uses() if use.op != "attention"}
-    assert said == {OpUse("residual_norm", 1, width, width), OpUse("swiglu", 1, mlp, mlp)}
-    assert not {"swiglu", "residual_norm"} & choose(*said).keys()
+    assert said == {
+        OpUse("residual_norm", 1, width, width),
+        OpUse("swiglu", 1, mlp, mlp),
+        OpUse("shift_norm", heads, 0, width),
+        OpUse("shift_norm", heads, width, width),
+        OpUse("gated_norm", heads, 0, width, is_gated=True, activation="sigmoid"),
+    }
+    assert not {"swiglu", "residual_norm", "shift_norm"} & choose(*said).keys()
 
 
 def test_samba_says_how_it_calls_the_scan():

@@ -161,3 +161,44 @@ def test_recipes_of_the_study_are_compared_by_how_far_their_seeds_are_apart(tmp_
     # Chi-squared of two degrees of freedom: 7.378 and 0.0506 at 97.5 and 2.5 %.
     assert "3.1000 ± 0.2484 |   0.1000 (0.0521 to 0.6285) |" in first and "+0.000" in first
     assert "0.2000 (0.1041 to 1.2569)" in second and "+0.100" in second
+
+
+def test_kernels_of_a_step_are_counted_once(pages, monkeypatch):
+    """By what they do; and a profile in which kernels share a name has no table."""
+    tables = pages.tables
+    names = {
+        "forward_kernel": "attention, forward",
+        "backward_kernel": "attention, backward",
+        "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": "matrix products",
+        "void cublasLt::splitKreduce_kernel<32, 16, int>": "matrix products",
+        "shift_norm_backward_kernel": "token shift and norms of heads",
+        "norm_forward_kernel": "output norm and gate",
+        "swiglu_forward_kernel": "SwiGLU",
+        "residual_norm_backward_kernel": "norms of the residual stream",
+        "triton_red_fused__log_softmax__to_copy_3": "loss",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "clipping and AdamW",
+        "triton_poi_fused__to_copy_forgetting_attention_backward_2": tables._REST,
+    }
+    assert {name: tables.piece_of(name) for name in names} == names
+    row = {
+        "experiment": "forgetting_transformer/pro_760m_16b",
+        "pruned": True,
+        "parameters": 836_707_392,
+        "tokens_per_step": 16384,
+        "step_seconds": [0.2, 0.1, 0.15],
+        "kernels": [{"name": name, "ms": 2.0} for name in names],
+    }
+    content = {
+        "environment": {"date": "2026-11-23"},
+        "settings": {"vocab_size": 50257, "seq_len": 16384},
+        "rows": [row],
+    }
+    results = tables.Results("steps_760m.json")
+    results.files = [content]
+    lines = tables.pieces(results).splitlines()
+    # The issue's numbers: products need 107 ms at 700 TFLOP/s.
+    assert re.search(r"\| matrix products +\| +4\.0 \| +106\.7 \|", "\n".join(lines))
+    assert re.search(r"\| all kernels +\| +22\.0 \|", lines[-2]) and re.search(r"\| a step +\| +150\.0 \|", lines[-1])
+    row["kernels"] = [kernel for kernel in row["kernels"] if not kernel["name"].startswith("swiglu_")]
+    with pytest.raises(LookupError, match="kernels that have names of their own"):
+        tables.pieces(results)

@@ -8,7 +8,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
@@ -21,8 +21,8 @@ from forgetting_transformer.model.cache import DecoderCache, EvictingCache, Forg
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.layers import (
     AttentionMaps,
+    GatedRMSNorm,
     GroupRMSNorm,
-    RMSNorm,
     ShiftLinear,
     apply_linear,
     attention_maps,
@@ -35,10 +35,10 @@ from forgetting_transformer.ops import context
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention, forgetting_attention_decode
+from forgetting_transformer.ops.norm import ACTIVATIONS
 from forgetting_transformer.ops.rotary import rotate
 
 FGATE_TYPES = ("full", "bias_only", "fixed", "none")
-OGATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
 # Fixed in the released models, whatever their norm_eps.
 QK_NORM_EPS = 1e-5
 # The op for decoding serves up to this many new tokens: one, or the guesses of assisted generation.
@@ -134,15 +134,17 @@ class ForgettingAttentionLayer(nn.Module):
         elif fgate_type == "fixed":
             self.register_buffer("fgate_bias", self._initial_fgate_bias())
         self.ogate_proj = nn.Linear(hidden_size, hidden_size, bias=False) if use_output_gate else None
-        self.output_norm = GroupRMSNorm(num_heads, hidden_size, norm_eps) if use_output_norm else None
-        self.q_norm: RMSNorm | GroupRMSNorm | None = None
-        self.k_norm: RMSNorm | GroupRMSNorm | None = None
-        if qk_norm and qk_norm_share_param_across_head:
-            self.q_norm = RMSNorm(self.head_dim, QK_NORM_EPS)
-            self.k_norm = RMSNorm(self.head_dim, QK_NORM_EPS)
-        elif qk_norm:
-            self.q_norm = GroupRMSNorm(num_heads, hidden_size, QK_NORM_EPS)
-            self.k_norm = GroupRMSNorm(num_heads, hidden_size, QK_NORM_EPS)
+        self.output_norm: GatedRMSNorm | None = None
+        if use_output_norm:
+            self.output_norm = GatedRMSNorm(
+                num_heads, hidden_size, norm_eps, has_gate=use_output_gate, activation=ogate_act
+            )
+        self.q_norm: GroupRMSNorm | None = None
+        self.k_norm: GroupRMSNorm | None = None
+        if qk_norm:
+            shared = qk_norm_share_param_across_head
+            self.q_norm = GroupRMSNorm(num_heads, hidden_size, QK_NORM_EPS, shared=shared)
+            self.k_norm = GroupRMSNorm(num_heads, hidden_size, QK_NORM_EPS, shared=shared)
         if initializer_range is not None:
             for module in self.modules():
                 if isinstance(module, nn.Linear):
@@ -229,10 +231,11 @@ class ForgettingAttentionLayer(nn.Module):
 
         begins_BT = None if cu_seqlens is None else positions_in_documents(cu_seqlens, hidden_BTE) == 0
         together = linear_together(hidden_BTE, self._projections())
-        q_BTE = apply_linear(self.q_proj, hidden_BTE, together)
-        k_BTE = self._project(self.k_proj, "key", hidden_BTE, padding_BT, cache, begins_BT, together)
-        v_BTE = self._project(self.v_proj, "value", hidden_BTE, padding_BT, cache, begins_BT, together)
-        q_BTHD, k_BTHD = self._normalise(self.q_norm, q_BTE), self._normalise(self.k_norm, k_BTE)
+        given = (hidden_BTE, padding_BT, cache, begins_BT, together)
+        q_BTE = self._project(self.q_proj, "query", self.q_norm, *given)
+        k_BTE = self._project(self.k_proj, "key", self.k_norm, *given)
+        v_BTE = self._project(self.v_proj, "value", None, *given)
+        q_BTHD, k_BTHD = self._split_heads(q_BTE), self._split_heads(k_BTE)
         if self.use_rope:
             position = num_past if position_BT is None else position_BT
             q_BTHD, k_BTHD = rotate(q_BTHD, position, self.rope_base), rotate(k_BTHD, position, self.rope_base)
@@ -266,10 +269,11 @@ class ForgettingAttentionLayer(nn.Module):
             out_BHTD = self._attend(q_BHTD, k_BHND, v_BHND, log_fgate_BHN, seq_start_B, cache, cu_seqlens, order)
             out_BTHD = out_BHTD.transpose(1, 2)
         out_BTE = context.to_sequence(out_BTHD, len(hidden_BTE), order).flatten(-2)
+        gate_BTE = None if self.ogate_proj is None else apply_linear(self.ogate_proj, hidden_BTE, together)
         if self.output_norm is not None:
-            out_BTE = self.output_norm(out_BTE)
-        if self.ogate_proj is not None:
-            out_BTE = OGATE_ACTIVATIONS[self.ogate_act](apply_linear(self.ogate_proj, hidden_BTE, together)) * out_BTE
+            out_BTE = self.output_norm(out_BTE, gate_BTE)
+        elif gate_BTE is not None:
+            out_BTE = ACTIVATIONS[self.ogate_act](gate_BTE) * out_BTE
         maps = None
         if output_attentions:
             all_log_fgate_BHN = log_fgate_BHN if cache is None else cache.log_fgate
@@ -368,27 +372,22 @@ class ForgettingAttentionLayer(nn.Module):
         self,
         projection: nn.Linear | ShiftLinear,
         name: str,
+        norm: GroupRMSNorm | None,
         hidden_BTE: Tensor,
         padding_BT: Tensor | None,
         cache: ForgettingAttentionCache | None,
         begins_BT: Tensor | None,
         together: Mapping[nn.Module, Tensor],
     ) -> Tensor:
-        """Apply the key or value projection, with token shift if it has one."""
+        """Apply the projection of queries, keys or values, with token shift and norm if it has them."""
         if not isinstance(projection, ShiftLinear):
-            return apply_linear(projection, hidden_BTE, together)
+            y_BTE = apply_linear(projection, hidden_BTE, together)
+            return y_BTE if norm is None else norm(y_BTE)
         previous_BE = None if cache is None else cache.last_shift_state(name)
-        shifted_BTE, y_BTE = projection(hidden_BTE, previous_BE, padding_BT, begins_BT, together)
+        shifted_BTE, y_BTE = projection(hidden_BTE, previous_BE, padding_BT, begins_BT, together, norm)
         if cache is not None:
             cache.update_shift_state(name, y_BTE)
         return shifted_BTE
-
-    def _normalise(self, norm: nn.Module | None, x_BTE: Tensor) -> Tensor:
-        """Split queries or keys into heads, and normalise each."""
-        if isinstance(norm, GroupRMSNorm):
-            return self._split_heads(norm(x_BTE))
-        x_BTHD = self._split_heads(x_BTE)
-        return x_BTHD if norm is None else norm(x_BTHD)
 
     def _split_heads(self, x_BTE: Tensor) -> Tensor:
         return x_BTE.unflatten(-1, (self.num_heads, self.head_dim))
@@ -468,8 +467,8 @@ def _check_options(options: "ForgettingAttentionLayer | ForgettingTransformerCon
             f"num_kv_heads is {options.num_kv_heads}; FoX has no grouped-query attention, leave it None (or "
             f"num_heads = {options.num_heads})"
         )
-    if options.ogate_act not in OGATE_ACTIVATIONS:
-        raise ValueError(f"ogate_act is {options.ogate_act!r}; it must be one of {', '.join(OGATE_ACTIVATIONS)}")
+    if options.ogate_act not in ACTIVATIONS:
+        raise ValueError(f"ogate_act is {options.ogate_act!r}; it must be one of {', '.join(ACTIVATIONS)}")
     if options.fgate_type not in FGATE_TYPES:
         raise ValueError(f"fgate_type is {options.fgate_type!r}; it must be one of {', '.join(FGATE_TYPES)}")
     if options.fgate_bias_init and options.fgate_type not in ("bias_only", "fixed"):

@@ -16,7 +16,7 @@ from transformers import initialization as init
 
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.delta_net import DeltaRuleConfig
-from forgetting_transformer.model.layers import GroupRMSNorm, ShortConvolution, exempt_from_decay, initial_dt_bias
+from forgetting_transformer.model.layers import GatedRMSNorm, ShortConvolution, exempt_from_decay, initial_dt_bias
 from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
@@ -70,7 +70,7 @@ class KimiDeltaAttention(RecurrentMixer):
         self.A_log = nn.Parameter(self._initial_A_log())
         self.dt_bias = nn.Parameter(self._initial_dt_bias())
         exempt_from_decay(self.A_log, self.dt_bias)
-        self.o_norm = GroupRMSNorm(1, self.value_dim, norm_eps)
+        self.o_norm = GatedRMSNorm(1, self.value_dim, norm_eps, activation="sigmoid")
         self.o_proj = nn.Linear(value_size, hidden_size, bias=False)
 
     def init_own_weights(self) -> None:
@@ -106,10 +106,11 @@ class KimiDeltaAttention(RecurrentMixer):
             log_decay=context.to_heads(-self.A_log.float().exp()[:, None] * step_BTHK),
             state=states.get("recurrent"),
         )
-        out_BTHV = self.o_norm(context.to_sequence(out_BTHV, len(hidden_BTE)))
-        gate_BTC = self.g_b_proj(self.g_a_proj(hidden_BTE)).sigmoid()
+        out_BTHV = context.to_sequence(out_BTHV, len(hidden_BTE))
+        gate_BTC = self.g_b_proj(self.g_a_proj(hidden_BTE))
+        out_BTHV = self.o_norm(out_BTHV, self.split_heads(gate_BTC))
         new_states = {"recurrent": state_BHKV, "q_conv": q_conv_BCW, "k_conv": k_conv_BCW, "v_conv": v_conv_BCW}
-        return self.o_proj(out_BTHV.flatten(-2) * gate_BTC), new_states
+        return self.o_proj(out_BTHV.flatten(-2)), new_states
 
 
 class KDAConfig(DeltaRuleConfig):

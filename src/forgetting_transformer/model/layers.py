@@ -19,9 +19,9 @@ from forgetting_transformer.ops.forgetting_attention.dispatch import first_visib
 from forgetting_transformer.ops.forgetting_attention.reference import attention_weights
 from forgetting_transformer.ops.norm import gated_rms_norm, rms_norm
 from forgetting_transformer.ops.residual_norm import add_rms_norm, wide_rms_norm
+from forgetting_transformer.ops.shift_norm import shift_norm
 from forgetting_transformer.ops.short_convolution import short_convolution
 from forgetting_transformer.ops.swiglu import swiglu
-from forgetting_transformer.ops.token_shift import token_shift
 
 
 class AttentionMaps(NamedTuple):
@@ -103,17 +103,42 @@ class FinalRMSNorm(RMSNorm):
 
 
 class GroupRMSNorm(nn.Module):
-    """RMSNorm within each of `num_groups` equal slices of the last axis; weight `(width,)`, slice after slice."""
+    """RMSNorm within each of `num_groups` equal slices of the last axis, the heads of an attention layer.
 
-    def __init__(self, num_groups: int, width: int, eps: float = 1e-6) -> None:
+    Args:
+        num_groups: H.
+        width: E, of the last axis.
+        eps: of the norm.
+        shared: one weight `(E / H,)` for all groups instead of `(E,)`, slice after slice.
+    """
+
+    def __init__(self, num_groups: int, width: int, eps: float = 1e-6, *, shared: bool = False) -> None:
         super().__init__()
         if width % num_groups:
             raise ValueError(f"width is {width}; it must be a multiple of num_groups = {num_groups}")
         self.num_groups, self.width, self.eps = num_groups, width, eps
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(width // num_groups if shared else width))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.num_groups)
+    def forward(
+        self,
+        x_BTE: Tensor,
+        shift_BTH: Tensor | None = None,
+        previous_BE: Tensor | None = None,
+        begins_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Return `(B, T, E)`. With `shift_BTH`, x is first mixed with its previous token, as in `ShiftLinear`."""
+        return shift_norm(
+            x_BTE,
+            self.num_groups,
+            shift_BTH=shift_BTH,
+            previous_BE=previous_BE,
+            begins_BT=begins_BT,
+            weight=self.weight,
+            eps=self.eps,
+        )
+
+    def op_use(self) -> OpUse:
+        return OpUse("shift_norm", self.num_groups, len(self.weight), self.width)
 
     def extra_repr(self) -> str:
         return f"{self.num_groups}, {self.width}, eps={self.eps}"
@@ -128,19 +153,42 @@ class GatedRMSNorm(GroupRMSNorm):
         eps: of the norm.
         gate_first: where the gate is.
         has_gate: False for calls without a gate, which are plain norms.
+        activation: of the gate, "silu" or "sigmoid".
     """
 
     def __init__(
-        self, num_groups: int, width: int, eps: float = 1e-6, *, gate_first: bool = False, has_gate: bool = True
+        self,
+        num_groups: int,
+        width: int,
+        eps: float = 1e-6,
+        *,
+        gate_first: bool = False,
+        has_gate: bool = True,
+        activation: str = "silu",
     ) -> None:
         super().__init__(num_groups, width, eps)
-        self.gate_first, self.has_gate = gate_first, has_gate
+        self.gate_first, self.has_gate, self.activation = gate_first, has_gate, activation
 
     def op_use(self) -> OpUse:
-        return OpUse("gated_norm", self.num_groups, int(self.gate_first), self.width, is_gated=self.has_gate)
+        return OpUse(
+            "gated_norm",
+            self.num_groups,
+            int(self.gate_first),
+            self.width,
+            is_gated=self.has_gate,
+            activation=self.activation,
+        )
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        return gated_rms_norm(x, gate, self.weight, self.eps, self.num_groups, gate_first=self.gate_first)
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:  # type: ignore[override]  # gates, not shifts
+        return gated_rms_norm(
+            x,
+            gate,
+            self.weight,
+            self.eps,
+            self.num_groups,
+            gate_first=self.gate_first,
+            activation=self.activation,
+        )
 
 
 #: Tokens from which a compiled model computes projections of one input together. Below, copying the weights costs more.
@@ -199,6 +247,7 @@ class ShiftLinear(nn.Module):
         padding_BT: Tensor | None = None,
         begins_BT: Tensor | None = None,
         together: Mapping[nn.Module, Tensor] = MappingProxyType({}),
+        norm: GroupRMSNorm | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the mixed sequence `(B, T, out_features)` and y, the same before mixing.
 
@@ -209,16 +258,21 @@ class ShiftLinear(nn.Module):
             padding_BT: True where y is to be taken as 0.
             begins_BT: True for the first token of each packed document, which mixes with 0.
             together: outputs of the two linear layers, if `linear_together` has computed them.
+            norm: normalises the heads of the mixed sequence.
         """
         y_BTE = apply_linear(self.linear, x_BTE, together)
         if padding_BT is not None:
             y_BTE = y_BTE.masked_fill(padding_BT[..., None], 0)
         if previous_BE is None and (before_B1E := context.before(y_BTE, 1)) is not None:
             previous_BE = before_B1E[:, 0]
-        alpha_BTH = apply_linear(self.shift_proj, x_BTE, together).float().sigmoid()
-        heads = (self.num_heads, -1)
-        previous_BHD = None if previous_BE is None else previous_BE.unflatten(-1, heads)
-        return token_shift(y_BTE.unflatten(-1, heads), alpha_BTH, previous_BHD, begins_BT).flatten(-2), y_BTE
+        shift_BTH = apply_linear(self.shift_proj, x_BTE, together)
+        if norm is not None:
+            return norm(y_BTE, shift_BTH, previous_BE, begins_BT), y_BTE
+        mixed_BTE = shift_norm(y_BTE, self.num_heads, shift_BTH=shift_BTH, previous_BE=previous_BE, begins_BT=begins_BT)
+        return mixed_BTE, y_BTE
+
+    def op_use(self) -> OpUse:
+        return OpUse("shift_norm", self.num_heads, 0, self.linear.out_features)
 
     def __repr__(self) -> str:
         return f"ShiftLinear({self.linear.in_features}, {self.linear.out_features})"

@@ -24,6 +24,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "short_convolution": (TRITON, PYTORCH),
     "gated_norm": (TRITON, PYTORCH),
     "swiglu": (TRITON, PYTORCH),
+    "shift_norm": (TRITON, PYTORCH),
     "residual_norm": (TRITON, PYTORCH),
     "selective_scan": (TRITON, PYTORCH),
     "simple_gla": (TRITON, FLA, PYTORCH),  # Triton where heads share queries and keys
@@ -47,6 +48,7 @@ _COSTS_OF_OP = {
     ("gated_norm", TRITON): "it takes several times as long",
     ("swiglu", TRITON): "a step takes a little longer",
     ("residual_norm", TRITON): "a step takes a little longer",
+    ("shift_norm", TRITON): "a step takes a little longer",
     ("simple_gla", TRITON): "it takes several times as long, and copies queries and keys for every head",
 }
 _CURES = {
@@ -74,11 +76,12 @@ class OpUse(NamedTuple):
         op: a name in `BACKENDS`, or another op, which runs in PyTorch.
         heads: query heads; short_convolution: heads that are normalised, 0 for none; gated_norm: groups.
         key_dim: channels of a head of queries and keys; short_convolution: taps; gated_norm: 1 with the gate before the
-            norm, 0 behind it; selective_scan: states per channel.
+            norm, 0 behind it; selective_scan: states per channel; shift_norm: weights of the norm, 0 without one.
         value_dim: channels of a head of values; short_convolution, gated_norm, selective_scan and layers: all channels.
         key_heads: attention: heads of keys and values; simple_gla: of queries and keys. Default as many as heads.
         is_gated: attention: whether it has forget gates; gated_norm: whether it has a gate.
         window: attention: keys that a query sees at most; None is all.
+        activation: gated_norm: of the gate.
         packed: attention, convolutions, Mamba and Mamba-2: whether documents are packed, with `cu_seqlens`.
         pruning: attention: how it is told what to skip: "threshold", "auto", or None for not at all.
     """
@@ -92,6 +95,7 @@ class OpUse(NamedTuple):
     window: int | None = None
     pruning: str | None = None
     packed: bool = False
+    activation: str = "silu"
 
 
 def is_usable(op: str, backend: str) -> bool:

@@ -1,11 +1,15 @@
 """Root-mean-square normalisation (Zhang and Sennrich 2019), over the whole width or per group of channels; L2."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.ops import backends
 
+#: Of gates.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "silu": F.silu}
 _MAX_KERNEL_WIDTH = 8192
 _KERNELS = "forgetting_transformer.ops.norm_triton"
 
@@ -29,15 +33,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tens
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, num_groups: int = 1, *, gate_first: bool = False
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    num_groups: int = 1,
+    *,
+    gate_first: bool = False,
+    activation: str = "silu",
 ) -> Tensor:
-    """Return `rms_norm(x) · silu(gate)`, or with gate_first `rms_norm(x · silu(gate))`; on a GPU in one Triton kernel.
+    """Return `rms_norm(x) · act(gate)`, or with gate_first `rms_norm(x · act(gate))`; on a GPU in one Triton kernel.
 
     Args:
         x: `(..., width)`.
         gate: `(..., width)`. None for `rms_norm(x)`.
         weight, eps, num_groups: of `rms_norm`.
         gate_first: apply the gate before the norm, as Mamba-2 does.
+        activation: a name in `ACTIVATIONS`.
 
     Returns:
         Tensor with x's shape and dtype.
@@ -49,14 +61,16 @@ def gated_rms_norm(
         raise ValueError(f"gate has shape {tuple(gate.shape)}; it must be x's, {tuple(x.shape)}")
     if x.is_cuda and gated_norm_takes_kernel(x.dtype, x.shape[-1] // num_groups, x.device.index):
         kernel = torch.ops.forgetting_transformer.gated_rms_norm
-        out = backends.attempt("gated_norm", kernel, x, gate, weight, num_groups, gate_first, eps)
+        given = (x, gate, weight, num_groups, gate_first, activation == "silu", eps)
+        out = backends.attempt("gated_norm", kernel, *given)
         if out is not None:
             return out
     if gate is None:
         return rms_norm(x, weight, eps, num_groups)
+    gate = ACTIVATIONS[activation](gate)
     if gate_first:
-        return rms_norm(x * F.silu(gate), weight, eps, num_groups)
-    return rms_norm(x, weight, eps, num_groups) * F.silu(gate)
+        return rms_norm(x * gate, weight, eps, num_groups)
+    return rms_norm(x, weight, eps, num_groups) * gate
 
 
 def gated_norm_takes_kernel(dtype: torch.dtype, width: int, device_index: int) -> bool:

@@ -1,4 +1,4 @@
-"""The RMS norm with a SiLU gate before or behind it in Triton: one kernel forward, one backward, inputs read once.
+"""The RMS norm with a gate before or behind it in Triton: one kernel forward, one backward, inputs read once.
 
 Only the inputs are kept for the backward pass. Gradients of weights are sums over positions: every program leaves its
 part, and the parts are added in a fixed order. So the same inputs give the same bits every time.
@@ -6,6 +6,7 @@ part, and the parts are added in a fixed order. So the same inputs give the same
 Axes: N rows, G groups of a row with C channels each, P programs along rows.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -22,13 +23,17 @@ _TILE, _STEPS = 256, 16
 @triton.jit
 def norm_forward_kernel(
     x_ptr, x_row, gate_ptr, gate_row, weight_ptr, y_ptr, rows, width, epsilon,
-    GATE: tl.constexpr, GATE_FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    UNIT: tl.constexpr, GATE: tl.constexpr, GATE_FIRST: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """y of ROWS rows of one group. Grid: (blocks of rows, groups).
+    """y of ROWS rows of one group. Grid: blocks of rows · groups.
 
-    x, gate and y `(N, G·WIDTH)`, rows x_row, gate_row and width elements apart; weight `(G·WIDTH,)`.
+    x, gate and y `(N, G·WIDTH)`, rows x_row, gate_row · UNIT and width elements apart; weight `(G·WIDTH,)`.
     """
-    group, row = tl.program_id(1), tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    groups = width // WIDTH
+    # Groups of a row lie side by side in memory, so programs that run at the same time have those.
+    group, row = tl.program_id(0) % groups, (tl.program_id(0) // groups).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    gate_row *= UNIT
     column = tl.arange(0, BLOCK)
     exists = (row < rows)[:, None] & (column < WIDTH)[None, :]
     channel = group * WIDTH + column
@@ -36,7 +41,7 @@ def norm_forward_kernel(
     x = tl.load(x_ptr + row[:, None] * x_row + channel[None, :], mask=exists, other=0.0).to(tl.float32)
     if GATE:
         gate = tl.load(gate_ptr + row[:, None] * gate_row + channel[None, :], mask=exists, other=0.0).to(tl.float32)
-        gate = gate * tl.sigmoid(gate)
+        gate = gate * tl.sigmoid(gate) if SILU else tl.sigmoid(gate)
         if GATE_FIRST:
             x = x * gate
     y = x * tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + epsilon)[:, None] * weight[None, :]
@@ -49,14 +54,17 @@ def norm_forward_kernel(
 def norm_backward_kernel(
     dy_ptr, dy_row, x_ptr, x_row, gate_ptr, gate_row, weight_ptr, dx_ptr, d_gate_ptr, part_ptr,
     rows, width, epsilon, steps,
-    GATE: tl.constexpr, GATE_FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    UNIT: tl.constexpr, GATE: tl.constexpr, GATE_FIRST: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of `ROWS · steps` rows of one group. Grid: (blocks of rows, groups).
+    """Gradients of `ROWS · steps` rows of one group. Grid: blocks of rows · groups.
 
     Beyond the forward kernel's: dy as x; dx and d_gate as y; part `(P, width)` float32: sums over a program's rows of
     the gradients of weights.
     """
-    group, block = tl.program_id(1), tl.program_id(0).to(tl.int64)
+    groups = width // WIDTH
+    group, block = tl.program_id(0) % groups, (tl.program_id(0) // groups).to(tl.int64)
+    gate_row *= UNIT
     column = tl.arange(0, BLOCK)
     channel = group * WIDTH + column
     weight = tl.load(weight_ptr + channel, mask=column < WIDTH, other=0.0).to(tl.float32)
@@ -68,9 +76,9 @@ def norm_backward_kernel(
         x = tl.load(x_ptr + row[:, None] * x_row + channel[None, :], mask=exists, other=0.0).to(tl.float32)
         if GATE:
             z = tl.load(gate_ptr + row[:, None] * gate_row + channel[None, :], mask=exists, other=0.0).to(tl.float32)
-            slope = tl.sigmoid(z)
-            gate = z * slope
-            slope = slope + gate * (1 - slope)
+            sigmoid = tl.sigmoid(z)
+            gate = z * sigmoid if SILU else sigmoid
+            slope = sigmoid + gate * (1 - sigmoid) if SILU else gate * (1 - gate)
         u = x
         if GATE and GATE_FIRST:
             u = x * gate
@@ -96,19 +104,22 @@ def _rows_of(x: Tensor) -> Tensor:
     return with_whole_channels(x).reshape(-1, x.shape[-1])
 
 
-def _options(x: Tensor, gate: Tensor | None, groups: int, gate_first: bool) -> dict[str, Any]:
+def _options(x: Tensor, gate: Tensor | None, groups: int, gate_first: bool, silu: bool) -> dict[str, Any]:
     width = x.shape[-1] // groups
     block = triton.next_power_of_2(width)
     warps = min(16, max(4, block // 512))
     return {
-        "GATE": gate is not None, "GATE_FIRST": gate_first, "WIDTH": width, "BLOCK": block,
+        "UNIT": 1 if gate is None else math.gcd(8, gate.stride(-2)), "GATE": gate is not None,
+        "GATE_FIRST": gate_first, "SILU": silu, "WIDTH": width, "BLOCK": block,
         "ROWS": max(1, _TILE * warps // block), "num_warps": warps, **FUSED,
     }  # fmt: skip
 
 
 @torch.library.custom_op("forgetting_transformer::gated_rms_norm", mutates_args=())
 @on_device_of_first
-def normalise(x: Tensor, gate: Tensor | None, weight: Tensor, groups: int, gate_first: bool, epsilon: float) -> Tensor:
+def normalise(
+    x: Tensor, gate: Tensor | None, weight: Tensor, groups: int, gate_first: bool, silu: bool, epsilon: float
+) -> Tensor:
     """`gated_rms_norm` of equal slices of up to 8,192 channels.
 
     Args:
@@ -117,6 +128,7 @@ def normalise(x: Tensor, gate: Tensor | None, weight: Tensor, groups: int, gate_
         weight: `(width,)`, any floating dtype; products and sums are float32.
         groups: how many slices.
         gate_first: the gate is applied before the norm.
+        silu: the gate's activation is SiLU, otherwise sigmoid.
         epsilon: added to the mean square.
 
     Returns:
@@ -124,44 +136,51 @@ def normalise(x: Tensor, gate: Tensor | None, weight: Tensor, groups: int, gate_
     """
     rows_x, rows_gate = _rows_of(x), None if gate is None else _rows_of(gate)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    options = _options(x, gate, groups, gate_first)
-    rows, width = rows_x.shape
     given = rows_x if rows_gate is None else rows_gate
-    norm_forward_kernel[triton.cdiv(rows, options["ROWS"]), groups](
-        rows_x, rows_x.stride(0), given, given.stride(0), weight.contiguous(), y, rows, width,
+    options = _options(x, rows_gate, groups, gate_first, silu)
+    rows, width = rows_x.shape
+    norm_forward_kernel[(triton.cdiv(rows, options["ROWS"]) * groups,)](
+        rows_x, rows_x.stride(0), given, given.stride(0) // options["UNIT"], weight.contiguous(), y, rows, width,
         epsilon, **options,
     )  # fmt: skip
     return y
 
 
 @normalise.register_fake
-def _(x, gate, weight, groups, gate_first, epsilon):
+def _(x, gate, weight, groups, gate_first, silu, epsilon):
     return x.new_empty(x.shape)
 
 
 @torch.library.custom_op("forgetting_transformer::gated_rms_norm_backward", mutates_args=())
 @on_device_of_first
 def normalise_backward(
-    dy: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, groups: int, gate_first: bool, epsilon: float
+    dy: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor,
+    groups: int,
+    gate_first: bool,
+    silu: bool,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, gate (empty without one) and weight."""
     rows_dy, rows_x, rows_gate = _rows_of(dy), _rows_of(x), None if gate is None else _rows_of(gate)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d_gate = dx.new_empty(0) if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
-    options = _options(x, gate, groups, gate_first)
-    rows, width = rows_x.shape
     given = rows_x if rows_gate is None else rows_gate
+    options = _options(x, rows_gate, groups, gate_first, silu)
+    rows, width = rows_x.shape
     blocks = triton.cdiv(rows, options["ROWS"] * _STEPS)
     part = torch.empty((blocks, width), dtype=torch.float32, device=x.device)
-    norm_backward_kernel[blocks, groups](
-        rows_dy, rows_dy.stride(0), rows_x, rows_x.stride(0), given, given.stride(0), weight.contiguous(), dx, d_gate,
-        part, rows, width, epsilon, _STEPS, **options,
+    norm_backward_kernel[(blocks * groups,)](
+        rows_dy, rows_dy.stride(0), rows_x, rows_x.stride(0), given, given.stride(0) // options["UNIT"],
+        weight.contiguous(), dx, d_gate, part, rows, width, epsilon, _STEPS, **options,
     )  # fmt: skip
     return dx, d_gate, part.sum(0).to(weight.dtype)
 
 
 @normalise_backward.register_fake
-def _(dy, x, gate, weight, groups, gate_first, epsilon):
+def _(dy, x, gate, weight, groups, gate_first, silu, epsilon):
     d_gate = x.new_empty(0) if gate is None else gate.new_empty(gate.shape)
     return x.new_empty(x.shape), d_gate, weight.new_empty(weight.shape)
 
@@ -174,7 +193,7 @@ def _save_for_backward(ctx, inputs, output) -> None:
 def _autograd(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, gate, weight = ctx.saved_tensors  # once: activation checkpointing gives them away
     dx, d_gate, d_weight = normalise_backward(dy, x, gate, weight, *ctx.rest)
-    return dx, None if gate is None else d_gate, d_weight, None, None, None
+    return dx, None if gate is None else d_gate, d_weight, None, None, None, None
 
 
 normalise.register_autograd(_autograd, setup_context=_save_for_backward)

@@ -174,11 +174,16 @@ def normalise_backward(
         part, count, width, rows_per_program,
         HAS_TOTAL=d_total is not None, HAS_BRANCH=branch_dtype is not None, **_options("backward", width),
     )  # fmt: skip
-    sum_kernel[(triton.cdiv(width, _SUM_BLOCK),)](
-        part, d_weight, part.shape[0], width, PARTS=triton.next_power_of_2(max(1, part.shape[0])), BLOCK=_SUM_BLOCK,
-        num_warps=8, **FUSED,
-    )  # fmt: skip
+    sum_parts(part, d_weight)
     return dx, d_branch, d_weight
+
+
+def sum_parts(part: Tensor, total: Tensor) -> None:
+    """Write the sum over rows of part `(parts, width)`, float32, into total `(width,)`, always in the same order."""
+    parts, width = part.shape
+    sum_kernel[(triton.cdiv(width, _SUM_BLOCK),)](
+        part, total, parts, width, PARTS=triton.next_power_of_2(max(1, parts)), BLOCK=_SUM_BLOCK, num_warps=8, **FUSED
+    )
 
 
 def _gradients_like(

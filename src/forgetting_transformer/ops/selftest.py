@@ -30,6 +30,7 @@ from forgetting_transformer.ops import (
     norm,
     recurrence,
     residual_norm,
+    shift_norm,
     short_convolution,
     swiglu,
 )
@@ -207,6 +208,9 @@ def _layer_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
     tokens = backends.MIN_KERNEL_TOKENS
     if use.op == "swiglu":
         return _triton_if(device, lambda index: swiglu.kernel_serves(dtype, tokens, index))
+    if use.op == "shift_norm":
+        head_dim = use.value_dim // use.heads
+        return _triton_if(device, lambda index: shift_norm.kernel_serves(dtype, head_dim, tokens, index))
     return _triton_if(device, lambda index: residual_norm.kernel_serves(dtype, use.value_dim, tokens, index))
 
 
@@ -471,7 +475,8 @@ def check_norm(
             inputs["gate"] = gate
 
         def run(x: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
-            return norm.gated_rms_norm(x, gate, weight, 1e-6, use.heads, gate_first=use.key_dim == 1)
+            options: dict[str, Any] = {"gate_first": use.key_dim == 1, "activation": use.activation}
+            return norm.gated_rms_norm(x, gate, weight, 1e-6, use.heads, **options)
 
         worst = max(worst, _compare(run, inputs, d_out, device))
     return worst
@@ -516,12 +521,13 @@ def check_scan(
 def check_layer(
     use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
 ) -> tuple[float, str]:
-    """As `check_attention`, for an op that treats every token alike, so that lengths do not matter.
+    """As `check_attention`, for an op that treats every token alike, or looks at the one before, so that lengths do not
+    matter.
 
     The reference runs on the device too: the kernels take no float64.
     """
     rows, width = backends.MIN_KERNEL_TOKENS + 5, use.value_dim
-    function, shapes = _LAYERS[use.op](rows, width)
+    function, shapes = _LAYERS[use.op](use, rows)
     inputs = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     rounded = [x.to(device, torch.float32 if name in ("x", "weight") else dtype) for name, x in inputs.items()]
     gradients = [torch.randn(rows, width, generator=generator).to(device) for _ in range(2)]
@@ -543,11 +549,26 @@ def check_layer(
     return max(zip(errors, names, strict=True))
 
 
-def _swiglu(rows: int, width: int) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
-    return swiglu.swiglu, {"gate and up": (rows, 2 * width)}
+def _swiglu(use: OpUse, rows: int) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
+    return swiglu.swiglu, {"gate and up": (rows, 2 * use.value_dim)}
 
 
-def _residual_norm(rows: int, width: int) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
+def _shift_norm(use: OpUse, rows: int) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
+    def shift(y: Tensor, logits: Tensor) -> Tensor:
+        return shift_norm.shift_norm(y[None], use.heads, shift_BTH=logits[None])[0]
+
+    def without_and_with_shift(y: Tensor, logits: Tensor, weight: Tensor) -> Tensor:
+        options: dict[str, Any] = {"weight": weight, "eps": 1e-5}
+        y = shift_norm.shift_norm(y[None], use.heads, **options)
+        return shift_norm.shift_norm(y, use.heads, shift_BTH=logits[None], **options)[0]
+
+    shapes: dict[str, tuple[int, ...]] = {"y": (rows, use.value_dim), "shift": (rows, use.heads)}
+    return (without_and_with_shift, shapes | {"weight": (use.key_dim,)}) if use.key_dim else (shift, shapes)
+
+
+def _residual_norm(use: OpUse, rows: int) -> tuple[Callable[..., Any], dict[str, tuple[int, ...]]]:
+    width = use.value_dim
+
     def twice(x: Tensor, branch: Tensor, weight: Tensor) -> Any:
         """Without a branch and with one."""
         y, x = residual_norm.add_rms_norm(x, None, weight, 1e-6)
@@ -556,9 +577,10 @@ def _residual_norm(rows: int, width: int) -> tuple[Callable[..., Any], dict[str,
     return twice, {"x": (rows, width), "branch": (rows, width), "weight": (width,)}
 
 
-# Ops of layers: what is run, of so many rows and channels, and the shapes of its inputs.
-_LAYERS: dict[str, Callable[[int, int], tuple[Callable[..., Any], dict[str, tuple[int, ...]]]]] = {
+# Ops of layers: what is run, of a use and so many rows, and the shapes of its inputs.
+_LAYERS: dict[str, Callable[[OpUse, int], tuple[Callable[..., Any], dict[str, tuple[int, ...]]]]] = {
     "swiglu": _swiglu,
+    "shift_norm": _shift_norm,
     "residual_norm": _residual_norm,
 }
 

@@ -1,0 +1,191 @@
+"""The Triton kernels of token shift and norms of heads in Triton's interpreter, and compiled for every GPU."""
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from forgetting_transformer.ops import norm
+from forgetting_transformer.ops.shift_norm import shift_norm
+from forgetting_transformer.ops.token_shift import token_shift
+from tests.ops.interpreter import interpret
+
+CHECK = """
+import random
+from forgetting_transformer.ops import shift_norm_triton as launcher
+from forgetting_transformer.ops.shift_norm import shift_norm
+
+def results(function, leaves, d_out):
+    leaves = [None if x is None else x.detach().clone().requires_grad_() for x in leaves]
+    # Slices of something wider, as of a projection that serves several.
+    wide = F.pad(leaves[0], (8, 3))
+    out = function(wide[..., 8:-3], *leaves[1:])
+    return [out.detach(), *torch.autograd.grad(out, [x for x in leaves if x is not None], d_out)]
+
+def check(batch, length, heads, head_dim, shift, norm, previous, begins, dtype=torch.float32, tolerance=1e-5):
+    width = heads * head_dim
+    y, d_out = (torch.randn(batch, length, width).to(dtype) for _ in range(2))
+    leaves = [
+        y,
+        torch.randn(batch, length, heads).to(dtype) if shift else None,
+        torch.randn(batch, width).to(dtype) if previous else None,
+        {"own": torch.randn(width), "shared": torch.randn(head_dim), "none": None}[norm],
+    ]
+    begins = torch.rand(batch, length) < 0.3 if begins else None
+    def kernel(y, shift, previous, weight):
+        return launcher.shift_and_normalise(y, shift, previous, begins, weight, heads, 1e-2)
+    def reference(y, shift, previous, weight):
+        return shift_norm(
+            y, heads, shift_BTH=shift, previous_BE=previous, begins_BT=begins, weight=weight, eps=1e-2
+        )
+    got, again = results(kernel, leaves, d_out), results(kernel, leaves, d_out)
+    want = results(reference, [None if x is None else x.double() for x in leaves], d_out.double())
+    for a, b, e in zip(got, again, want, strict=True):
+        assert a.shape == e.shape and torch.equal(a, b)
+        error = ((a.double() - e).norm() / e.norm().clamp(min=1e-3)).item()
+        assert error < tolerance, f"{error:.1e} at {tuple(e.shape)}"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shift, norm", [(True, "own"), (True, "none"), (False, "shared"), (True, "shared")])
+def test_it_computes_what_pytorch_does_in_float64(shift, norm):
+    """Stretches of 8 positions, so that some lie beyond the sequence, and most have a neighbour."""
+    interpret(
+        CHECK
+        + f"""
+launcher._STEPS, launcher._TILES = 2, {{"forward": 64, "backward": 64}}
+for length, previous, begins in ((1, True, False), (33, False, {shift}), (70, {shift}, False)):
+    check(2, length, 2, 16, {shift}, {norm!r}, previous and {shift}, begins)
+"""
+    )
+
+
+@pytest.mark.slow
+def test_random_shapes():
+    interpret(
+        CHECK
+        + """
+draw = random.Random(23)
+for _ in range(6):
+    launcher._STEPS, launcher._MAX_PARTS = draw.choice([1, 2, 8]), draw.choice([1, 2, 256])
+    shift = draw.random() < 0.7
+    norm = draw.choice(["own", "shared"] + ["none"] * shift)
+    check(draw.randint(1, 2), draw.randint(1, 100), draw.randint(1, 3), draw.choice([8, 16, 24, 100]), shift, norm,
+          shift and draw.random() < 0.5, shift and draw.random() < 0.5)
+"""
+    )
+
+
+@pytest.mark.slow
+def test_sixteen_bits_round_the_results_alone():
+    interpret(CHECK + 'check(1, 70, 2, 16, True, "own", True, True, torch.float16, 1e-3)')
+
+
+@pytest.mark.slow
+def test_what_stands_before_a_document_does_not_matter():
+    """Not even where it is not finite; and what stands behind it gets no gradient from there."""
+    interpret(
+        CHECK
+        + """
+y, shift, weight = torch.randn(1, 40, 32), torch.randn(1, 40, 2), torch.randn(32)
+begins = torch.zeros(1, 40, dtype=torch.bool)
+begins[0, 17] = True
+y[0, 16] = math.inf
+leaf = y.requires_grad_()
+out = launcher.shift_and_normalise(leaf, shift, None, begins, weight, 2, 1e-6)
+assert out[:, 17:].isfinite().all()
+gradient, = torch.autograd.grad(out[:, 17:].sum(), leaf)
+assert gradient[:, 17:].isfinite().all() and gradient[:, 17:].any()
+"""
+    )
+
+
+@pytest.mark.slow
+def test_it_is_one_operator_to_torch_compile():
+    """Its fakes have the shapes, strides and dtypes of its results, and its gradients are registered."""
+    interpret(
+        """
+from forgetting_transformer.ops import shift_norm_triton
+y, shift = torch.randn(2, 9, 20)[..., 4:].requires_grad_(), torch.randn(2, 9, 2, requires_grad=True)
+previous, begins = torch.randn(2, 16, requires_grad=True), torch.rand(2, 9) < 0.3
+op = torch.ops.forgetting_transformer.shift_norm
+for given in (
+    (y, shift, previous, begins, torch.randn(16, requires_grad=True)),
+    (y, shift, None, None, None),
+    (y, None, None, None, torch.randn(8, requires_grad=True)),
+):
+    torch.library.opcheck(op, (*given, 2, 1e-6))
+"""
+    )
+
+
+def test_without_a_gpu_it_is_pytorch():
+    """The same bits as shift and norm one after the other."""
+    y, shift, weight = torch.randn(2, 9, 24), torch.randn(2, 9, 3), torch.randn(24)
+    shifted = token_shift(y.unflatten(-1, (3, -1)), shift.sigmoid())
+    assert torch.equal(shift_norm(y, 3, shift_BTH=shift), shifted.flatten(-2))
+    both = shift_norm(y, 3, shift_BTH=shift, weight=weight, eps=1e-5)
+    assert torch.equal(both, norm.rms_norm(shifted.flatten(-2), weight, 1e-5, 3))
+    shared = shift_norm(y, 3, weight=weight[:8], eps=1e-5)
+    assert torch.equal(shared, norm.rms_norm(y.unflatten(-1, (3, -1)), weight[:8], 1e-5).flatten(-2))
+    assert shift_norm(y, 3) is y
+
+
+@pytest.mark.parametrize(
+    "heads, options, message",
+    [
+        (5, {}, "y has 24 channels; they must be a multiple of num_heads = 5"),
+        (3, {"weight": torch.ones(3)}, r"weight has shape \(3,\); it must be \(24,\), or \(8,\) for all"),
+        (3, {"shift_BTH": torch.ones(2, 9, 2)}, r"shift has shape \(2, 9, 2\); it must be \(2, 9, 3\)"),
+        (3, {"previous_BE": torch.ones(2, 8)}, r"previous has shape \(2, 8\); it must be \(2, 24\)"),
+        (3, {"begins_BT": torch.ones(1, 18)}, r"begins has shape \(1, 18\); it must be \(2, 9\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(heads, options, message):
+    with pytest.raises(ValueError, match=message):
+        shift_norm(torch.randn(2, 9, 24), heads, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize(
+    "width, shift, normalised, begins", [(64, True, True, False), (64, True, False, True), (128, False, True, False)]
+)
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_it_compiles_for_every_generation_without_spilling(
+    name, capability, width, shift, normalised, begins, tmp_path, monkeypatch, capfd
+):
+    """Heads of the 760M models as slices of one product, whose rows lie 6,216 elements apart: 8 divides it, not 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from forgetting_transformer.ops import shift_norm_triton as launcher
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DUMP_PTXAS_LOG", "1")
+    y = torch.empty(1, 16, 6216, device="meta")[..., :1536]
+    given = (y if shift else None, None, y if begins else None, y if normalised else None)
+    constants = launcher._options(name, y, *given, 1536 // width)
+    assert constants["UNIT"] == 8 and constants["WIDTH"] == width
+    options = {key: constants.pop(key) for key in ("num_warps", *launcher.FUSED)}
+    kernel = getattr(launcher, f"shift_norm_{name}_kernel")
+    types, aligned = {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            types[argument] = "constexpr"
+        elif argument in ("weight_ptr", "part_ptr", "begins_ptr"):
+            types[argument] = "*i8" if argument == "begins_ptr" else "*fp32"
+        else:
+            types[argument] = "*bf16" if argument.endswith("_ptr") else "fp32" if argument == "epsilon" else "i32"
+        if argument.endswith("_ptr") or argument in ("length", "d_out_row", "d_out_batch"):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, types, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert "0 bytes spill stores" in capfd.readouterr().out
+    assert compiled.metadata.shared <= 16 * 1024
+    # 16 bytes at a time, which strides and masks must not prevent.
+    assert "ld.global.v4.b32" in compiled.asm["ptx"] and "st.global.v4.b32" in compiled.asm["ptx"]
