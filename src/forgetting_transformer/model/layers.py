@@ -15,6 +15,7 @@ from transformers import initialization as init
 
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
+from forgetting_transformer.ops.columns import split_columns
 from forgetting_transformer.ops.forgetting_attention.dispatch import first_visible_key
 from forgetting_transformer.ops.forgetting_attention.reference import attention_weights
 from forgetting_transformer.ops.norm import gated_rms_norm, rms_norm
@@ -206,7 +207,7 @@ def linear_together(x_BTE: Tensor, linears: Sequence[nn.Linear]) -> dict[nn.Modu
     if not (torch.compiler.is_compiling() and tokens >= MIN_TOKENS_TOGETHER and all(map(is_plain, linears))):
         return {}
     weight = torch.cat([linear.weight for linear in linears])
-    outputs = F.linear(x_BTE, weight).split([linear.out_features for linear in linears], dim=-1)
+    outputs = split_columns(F.linear(x_BTE, weight), [linear.out_features for linear in linears])
     wide = torch.promote_types(outputs[0].dtype, torch.float32)
     return {
         linear: y if linear.bias is None else (y.to(wide) + linear.bias).to(y.dtype)

@@ -35,6 +35,7 @@ from forgetting_transformer.model.state_space import (
 )
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
+from forgetting_transformer.ops.columns import split_columns
 from forgetting_transformer.ops.recurrence import last_state, recurrence, simple_gla_flops_per_token
 from forgetting_transformer.ops.recurrence.grouped import run_convolved
 
@@ -128,7 +129,7 @@ class Mamba2Mixer(StateSpaceMixer):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         position_BT = None if cu_seqlens is None else positions_in_documents(cu_seqlens, hidden_BTE)
-        z_BTI, xBC_BTC, dt_BTH = self.in_proj(hidden_BTE).split(self.projected_sizes, dim=-1)
+        z_BTI, xBC_BTC, dt_BTH = split_columns(self.in_proj(hidden_BTE), self.projected_sizes)
         dtype = torch.promote_types(dt_BTH.dtype, torch.float32)
         dt_BTH = F.softplus(dt_BTH.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.time_step_limit)
         log_decay_BTH = -self.A_log.to(dtype).exp() * dt_BTH

@@ -14,10 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first, with_whole_channels
 
 # Elements of a tile per warp; backward: tiles of a program along rows.
 _TILE, _STEPS = 256, 16
+# Backward: bytes of shared memory for tiles of the next rows, loaded while these are computed. sm_86 has 100 KB.
+_PREFETCHED = 64 * 1024
+# Channels of a wide row per warp. Few warps to a row leave room for more rows at a time.
+_WARP_WIDTHS = {"forward": 512, "backward": 1024}
 
 
 @triton.jit
@@ -55,7 +60,7 @@ def norm_backward_kernel(
     dy_ptr, dy_row, x_ptr, x_row, gate_ptr, gate_row, weight_ptr, dx_ptr, d_gate_ptr, part_ptr,
     rows, width, epsilon, steps,
     UNIT: tl.constexpr, GATE: tl.constexpr, GATE_FIRST: tl.constexpr, SILU: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of `ROWS · steps` rows of one group. Grid: blocks of rows · groups.
 
@@ -69,7 +74,7 @@ def norm_backward_kernel(
     channel = group * WIDTH + column
     weight = tl.load(weight_ptr + channel, mask=column < WIDTH, other=0.0).to(tl.float32)
     d_weight = tl.zeros([ROWS, BLOCK], tl.float32)
-    for step in range(steps):
+    for step in tl.range(steps, num_stages=STAGES):
         row = (block * steps + step) * ROWS + tl.arange(0, ROWS)
         exists = (row < rows)[:, None] & (column < WIDTH)[None, :]
         dy = tl.load(dy_ptr + row[:, None] * dy_row + channel[None, :], mask=exists, other=0.0).to(tl.float32)
@@ -104,18 +109,22 @@ def _rows_of(x: Tensor) -> Tensor:
     return with_whole_channels(x).reshape(-1, x.shape[-1])
 
 
-def _options(x: Tensor, gate: Tensor | None, groups: int, gate_first: bool, silu: bool) -> dict[str, Any]:
+def _options(kernel: str, x: Tensor, gate: Tensor | None, groups: int, gate_first: bool, silu: bool) -> dict[str, Any]:
     width = x.shape[-1] // groups
     block = triton.next_power_of_2(width)
-    warps = min(16, max(4, block // 512))
-    return {
+    warps = min(16, max(4, block // _WARP_WIDTHS[kernel]))
+    options = {
         "UNIT": 1 if gate is None else math.gcd(8, gate.stride(-2)), "GATE": gate is not None,
         "GATE_FIRST": gate_first, "SILU": silu, "WIDTH": width, "BLOCK": block,
         "ROWS": max(1, _TILE * warps // block), "num_warps": warps, **FUSED,
     }  # fmt: skip
+    if kernel == "backward":
+        loaded = 3 * options["ROWS"] * block * x.element_size()
+        options["STAGES"] = 2 if 2 * loaded <= _PREFETCHED else 1
+    return options
 
 
-@torch.library.custom_op("forgetting_transformer::gated_rms_norm", mutates_args=())
+@operator("gated_rms_norm")
 @on_device_of_first
 def normalise(
     x: Tensor, gate: Tensor | None, weight: Tensor, groups: int, gate_first: bool, silu: bool, epsilon: float
@@ -137,7 +146,7 @@ def normalise(
     rows_x, rows_gate = _rows_of(x), None if gate is None else _rows_of(gate)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     given = rows_x if rows_gate is None else rows_gate
-    options = _options(x, rows_gate, groups, gate_first, silu)
+    options = _options("forward", x, rows_gate, groups, gate_first, silu)
     rows, width = rows_x.shape
     norm_forward_kernel[(triton.cdiv(rows, options["ROWS"]) * groups,)](
         rows_x, rows_x.stride(0), given, given.stride(0) // options["UNIT"], weight.contiguous(), y, rows, width,
@@ -151,7 +160,7 @@ def _(x, gate, weight, groups, gate_first, silu, epsilon):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("forgetting_transformer::gated_rms_norm_backward", mutates_args=())
+@operator("gated_rms_norm_backward")
 @on_device_of_first
 def normalise_backward(
     dy: Tensor,
@@ -168,7 +177,7 @@ def normalise_backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d_gate = dx.new_empty(0) if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
     given = rows_x if rows_gate is None else rows_gate
-    options = _options(x, rows_gate, groups, gate_first, silu)
+    options = _options("backward", x, rows_gate, groups, gate_first, silu)
     rows, width = rows_x.shape
     blocks = triton.cdiv(rows, options["ROWS"] * _STEPS)
     part = torch.empty((blocks, width), dtype=torch.float32, device=x.device)

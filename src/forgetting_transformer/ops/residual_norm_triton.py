@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first, with_whole_channels
 
 # Columns of a row that a warp has: 8 to a thread in the backward pass, which has more tensors in registers.
@@ -114,7 +115,7 @@ def _results_like(x: Tensor, branch: Tensor | None, dtype: torch.dtype) -> tuple
     return _empty(x, dtype), total, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
-@torch.library.custom_op("forgetting_transformer::residual_norm", mutates_args=())
+@operator("residual_norm")
 @on_device_of_first
 def normalise(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
@@ -143,7 +144,7 @@ def _(x, branch, weight, eps, dtype):
     return _results_like(x, branch, dtype)
 
 
-@torch.library.custom_op("forgetting_transformer::residual_norm_backward", mutates_args=())
+@operator("residual_norm_backward")
 @on_device_of_first
 def normalise_backward(
     dy: Tensor,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first, with_whole_channels
 from forgetting_transformer.ops.residual_norm_triton import sum_parts
 
@@ -260,7 +261,7 @@ def _given(
     )  # fmt: skip
 
 
-@torch.library.custom_op("forgetting_transformer::shift_norm", mutates_args=())
+@operator("shift_norm")
 @on_device_of_first
 def shift_and_normalise(
     y: Tensor,
@@ -300,7 +301,7 @@ def _(y, shift, previous, begins, weight, heads, epsilon):
     return y.new_empty(y.shape)
 
 
-@torch.library.custom_op("forgetting_transformer::shift_norm_backward", mutates_args=())
+@operator("shift_norm_backward")
 @on_device_of_first
 def shift_and_normalise_backward(
     d_out: Tensor,

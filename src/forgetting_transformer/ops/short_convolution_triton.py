@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first, with_whole_channels
 
 #: Taps of the kernels. Shorter filters have zeros in front.
@@ -316,7 +317,7 @@ def _options(
     }  # fmt: skip
 
 
-@torch.library.custom_op("forgetting_transformer::short_convolution", mutates_args=())
+@operator("short_convolution")
 @on_device_of_first
 def convolve(
     x: Tensor,
@@ -366,7 +367,7 @@ def _(x, weight, bias, previous, positions, silu, heads, epsilon):
     return x.new_empty(x.shape), x.new_empty((x.shape[0], x.shape[2], weight.shape[-1] - 1))
 
 
-@torch.library.custom_op("forgetting_transformer::short_convolution_backward", mutates_args=())
+@operator("short_convolution_backward")
 @on_device_of_first
 def convolve_backward(
     dy: Tensor,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import FUSED, on_device_of_first, with_whole_channels
 
 # Columns of a program, at most: 16 to a thread.
@@ -57,7 +58,7 @@ def _options(width: int) -> dict[str, Any]:
     return {"BLOCK": block, "num_warps": max(1, block // 512), **FUSED}
 
 
-@torch.library.custom_op("forgetting_transformer::swiglu", mutates_args=())
+@operator("swiglu")
 @on_device_of_first
 def gated(h: Tensor) -> Tensor:
     """`silu(gate) · up` `(…, F)` of h `(…, 2F)`, gate before up, any strides; in h's dtype, contiguous."""
@@ -78,7 +79,7 @@ def _(h):
     return _out_like(h)
 
 
-@torch.library.custom_op("forgetting_transformer::swiglu_backward", mutates_args=())
+@operator("swiglu_backward")
 @on_device_of_first
 def gated_backward(d_out: Tensor, h: Tensor) -> Tensor:
     """The gradient of h, in its shape and dtype, contiguous."""

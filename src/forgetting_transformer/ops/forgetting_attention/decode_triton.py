@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E
 from forgetting_transformer.ops.forgetting_attention.decode_kernels import merge_kernel, split_kernel
 from forgetting_transformer.ops.forgetting_attention.layout import (
@@ -31,7 +32,7 @@ _MIN_KEYS_PER_SPLIT = 256
 _MAX_SPLITS = 256
 
 
-@torch.library.custom_op("forgetting_transformer::forgetting_attention_decode", mutates_args=())
+@operator("forgetting_attention_decode")
 @on_device_of_first
 def decode(
     q: Tensor,

@@ -114,6 +114,12 @@ def empty_heads_like(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, _heads_within_positions(x.shape), dtype=x.dtype, device=x.device)
 
 
+def empty_gates_like(x: Tensor) -> Tensor:
+    """A tensor of x's shape `(B, H, T)`, in memory `(B, T, H)`."""
+    _, heads, length = x.shape
+    return torch.empty_strided(x.shape, (length * heads, 1, heads), dtype=x.dtype, device=x.device)
+
+
 def _heads_within_positions(size: tuple[int, ...]) -> tuple[int, ...]:
     _, heads, length, head_dim = size
     return length * heads * head_dim, head_dim, heads * head_dim, 1

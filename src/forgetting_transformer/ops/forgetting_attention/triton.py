@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from forgetting_transformer.ops import backends
+from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.eager import runs_eagerly
 from forgetting_transformer.ops.forgetting_attention.constants import LOG2_E, MIN_LOG_FGATE, STRETCH
 from forgetting_transformer.ops.forgetting_attention.decay import (
@@ -53,6 +54,7 @@ from forgetting_transformer.ops.forgetting_attention.layout import (
     Sizes,
     alignments,
     ceil_div,
+    empty_gates_like,
     empty_heads_like,
     fits_descriptor,
     on_device_of_first,
@@ -103,7 +105,7 @@ def _bounds_like(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor, Te
     return empty(sizes.blocks), empty(sizes.blocks), empty(sizes.stretches)
 
 
-_bounds = torch.library.custom_op("forgetting_transformer::forgetting_attention_bounds", find_bounds, mutates_args=())
+_bounds = operator("forgetting_attention_bounds")(find_bounds)
 
 
 @_bounds.register_fake
@@ -192,7 +194,7 @@ def _decay_like(log_fgate: Tensor, num_queries: int) -> Decay:
     return _empty_decay(_fields_of_decay(Sizes.of_gates(log_fgate.shape, num_queries)), log_fgate.device)
 
 
-_decay = torch.library.custom_op("forgetting_transformer::forgetting_attention_decay", sum_decay, mutates_args=())
+_decay = operator("forgetting_attention_decay")(sum_decay)
 
 
 @_decay.register_fake
@@ -265,7 +267,7 @@ def forward(
     return log_normaliser
 
 
-@torch.library.custom_op("forgetting_transformer::forgetting_attention_forward", mutates_args=())
+@operator("forgetting_attention_forward")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -408,7 +410,7 @@ def backward(
 
     if not wants_gates:
         return dq, dk, dv, log_fgate.new_empty(0)
-    d_log_fgate = torch.empty_like(log_fgate)
+    d_log_fgate = empty_gates_like(log_fgate)
     sums = torch.empty(prepared.sums, dtype=torch.float64, device=device)
     prepared.gate_sum(column_sum, row_sum, sums, sizes.queries, sizes.keys)
     prepared.gate_gradient(
@@ -417,7 +419,7 @@ def backward(
     return dq, dk, dv, d_log_fgate
 
 
-@torch.library.custom_op("forgetting_transformer::forgetting_attention_backward", mutates_args=())
+@operator("forgetting_attention_backward")
 def _backward(
     d_out: Tensor,
     d_log_normaliser: Tensor | None,
@@ -448,7 +450,7 @@ def _(
     d_out, d_log_normaliser, q, k, v, log_fgate, suffix, running, reference, first_stretch, end_block, first_key, out,
     log_normaliser, sm_scale, wants_gates,
 ):  # fmt: skip
-    d_log_fgate = torch.empty_like(log_fgate) if wants_gates else log_fgate.new_empty(0)
+    d_log_fgate = empty_gates_like(log_fgate) if wants_gates else log_fgate.new_empty(0)
     return *(empty_heads_like(x) for x in (q, k, v)), d_log_fgate
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import on_device_of_first
 from forgetting_transformer.ops.recurrence import ssd
 from forgetting_transformer.ops.short_convolution_triton import convolve, convolve_backward
@@ -20,7 +21,7 @@ from forgetting_transformer.ops.short_convolution_triton import convolve, convol
 _ACTIVATION = (True, 0, 0.0)
 
 
-@torch.library.custom_op("forgetting_transformer::convolved_ssd", mutates_args=())
+@operator("convolved_ssd")
 @on_device_of_first
 def convolved_ssd(
     x: Tensor,
@@ -61,7 +62,7 @@ def _(
     return x.new_empty((batch, length, heads, values // heads)), state, last
 
 
-@torch.library.custom_op("forgetting_transformer::convolved_ssd_backward", mutates_args=())
+@operator("convolved_ssd_backward")
 @on_device_of_first
 def _backward(
     d_out: Tensor,

@@ -21,6 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
+from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import (
     FUSED,
     multiprocessors,
@@ -70,7 +71,7 @@ _LAUNCH: dict[str, Any] = {"num_warps": 1, "num_stages": 1, **FUSED}
 _BACKWARD_LAUNCH = _LAUNCH
 
 
-@torch.library.custom_op("forgetting_transformer::scan_forward", mutates_args=())
+@operator("scan_forward")
 @on_device_of_first
 def _forward(
     x: Tensor,
@@ -136,7 +137,7 @@ def _carry(A: Tensor, spans: Tensor, states: Tensor, first: Tensor | None, last:
     )  # fmt: skip
 
 
-@torch.library.custom_op("forgetting_transformer::scan_backward", mutates_args=())
+@operator("scan_backward")
 @on_device_of_first
 def _backward(
     dy: Tensor,

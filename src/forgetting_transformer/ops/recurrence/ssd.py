@@ -23,6 +23,7 @@ import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.forgetting_attention.layout import (
     FUSED,
     on_device_of_first,
@@ -124,7 +125,7 @@ class _Call(NamedTuple):
         return self.batch * self.chunks * (self.tiles.chunk // self.tiles.tile)
 
 
-@torch.library.custom_op("forgetting_transformer::ssd", mutates_args=())
+@operator("ssd")
 @on_device_of_first
 def ssd(
     q: Tensor,
@@ -190,7 +191,7 @@ def forward_into(
     return final_state
 
 
-@torch.library.custom_op("forgetting_transformer::ssd_backward", mutates_args=())
+@operator("ssd_backward")
 @on_device_of_first
 def _backward(
     d_out: Tensor,
