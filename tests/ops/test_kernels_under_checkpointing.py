@@ -7,8 +7,15 @@ from tests.ops.interpreter import interpret
 
 #: How each operator is called, and the shapes of the inputs with gradients.
 CALLS = {
-    "gated norm": ("lambda x, g, w: norm_triton.normalise(x, g, w, 3, False, 1e-6)", [(2, 7, 24), (2, 7, 24), (24,)]),
-    "norm": ("lambda x, w: norm_triton.normalise(x, None, w, 3, False, 1e-6)", [(2, 7, 24), (24,)]),
+    "gated norm": (
+        "lambda x, g, w: norm_triton.normalise(x, g, w, 3, False, True, 1e-6)",
+        [(2, 7, 24), (2, 7, 24), (24,)],
+    ),
+    "norm": ("lambda x, w: norm_triton.normalise(x, None, w, 3, False, True, 1e-6)", [(2, 7, 24), (24,)]),
+    "token shift and norm": (
+        "lambda y, s, p, w: shift_norm_triton.shift_and_normalise(y, s, p, None, w, 3, 1e-6)",
+        [(2, 7, 24), (2, 7, 3), (2, 24), (8,)],
+    ),
     "residual norm": (
         "lambda x, y, w: residual_norm_triton.ResidualNorm.apply(x, y, w, 1e-6, torch.float32, False)",
         [(2, 7, 24), (2, 7, 24), (24,)],
@@ -45,7 +52,8 @@ def test_checkpointed_gradients_are_the_plain_ones(name):
     interpret(
         f"""
 from torch.utils.checkpoint import checkpoint
-from forgetting_transformer.ops import norm_triton, residual_norm_triton, short_convolution_triton, swiglu_triton
+from forgetting_transformer.ops import norm_triton, residual_norm_triton, shift_norm_triton
+from forgetting_transformer.ops import short_convolution_triton, swiglu_triton
 from forgetting_transformer.ops.recurrence import convolved_ssd, scan_triton, ssd
 
 leaves = [torch.randn(shape, requires_grad=True) for shape in {shapes}]

@@ -159,7 +159,8 @@ def test_a_resume_takes_the_choice_of_its_checkpoint(tiny, tmp_path, monkeypatch
         assert log.count("compiling, ") == compiles
         assert log.count("the first step is done, loss ") == 1
         state = json.loads(trainer_state(config, steps).read_text())
-        assert state["execution"] == {"compile": compiles, "device": "cpu", "backends": {"attention": "pytorch"}}
+        backends = {"attention": "pytorch", "gated_norm": "pytorch"}
+        assert state["execution"] == {"compile": compiles, "device": "cpu", "backends": backends}
         assert state["config"]["train"]["compile"] == choice
 
     def as_an_old_version(state: dict) -> None:

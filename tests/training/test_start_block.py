@@ -39,7 +39,7 @@ def test_a_run_says_what_it_is_before_its_first_step(tiny, tmp_path):
     train(changed(fork, optimizer__lr=2e-2, schedule__name="constant", schedule__total_tokens=None))
     new, continued = blocks(tiny["output_dir"])
     checkpoint = f"{tiny['output_dir']}/checkpoints/step-{8 * STEP:015d} ({8 * STEP:,} tokens)"
-    assert len(new) == 14
+    assert len(new) == 15
     assert new["model"].startswith("forgetting_transformer, ") and new["model"].count("parameters") == 1
     assert new["corpus"] == f"{tiny['data_dir']}/tiny/train.zarr, 6,144 tokens in 96 documents"
     assert new["batch"] == "4 x 32 = 128 tokens; each process 2 sequences, 2 at a time"
@@ -51,7 +51,7 @@ def test_a_run_says_what_it_is_before_its_first_step(tiny, tmp_path):
         == "comparison of ranks off (each holds other shards); checkpoints compared with what is loaded"
     )
     assert continued["corruption"].startswith("comparison of ranks off (there is one); checkpoints")
-    assert new["attention"] == "PyTorch" and new["compiled"] == "no"
+    assert new["attention"] == new["gated_norm"] == "PyTorch" and new["compiled"] == "no"
     assert new["optimizer"] == "adamw, lr 0.01, betas 0.9, 0.95, eps 1e-08, weight decay 0.1"
     assert new["schedule"] == f"warmup_cosine, warm-up 512 tokens, ends at {20 * STEP:,} with lr 0"
     assert (new["output_dir"], new["wandb"], new["start"]) == (tiny["output_dir"], "disabled", "a new run")
