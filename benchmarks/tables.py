@@ -195,17 +195,45 @@ def steps(results: Results) -> str:
             name = f"{name_of(row['experiment'])}{', no pruning' if _unpruned(row) else ''}"
             if file["settings"].get("attention") == "cudnn":
                 name += " with cuDNN's attention"
+            if row.get("cuda_graphs"):
+                name += ", CUDA graphs"
             commit = f"{place['commit'][:7]}{' with changes' if place['changed'] else ''}"
             ms = statistics.median(row["step_seconds"]) * 1e3
             rows.append((
                 (_order(row["experiment"]), _unpruned(row), place["date"]),
                 [
                     name, commit, f"{ms:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['mfu'] * 100:.1f} %",
-                    f"{row['peak_memory_bytes'] / 1e9:.1f}",
+                    _optional(row["peak_memory_bytes"], lambda x: f"{x / 1e9:.1f}"),
                 ],
             ))  # fmt: skip
     cells = [cells for _, cells in sorted(rows, key=lambda row: row[0])]
     return table(["model", "commit", "ms per step", "tokens/s", "MFU", "memory GB"], cells)
+
+
+def graphs(results: Results) -> str:
+    """Steps with `train.cuda_graphs` and without."""
+    rows = []
+    for file in results.files:
+        for row in file["rows"]:
+            ms = statistics.median(row["step_seconds"]) * 1e3
+            rows.append([
+                _sized_name(row["experiment"]), f"{row['tokens_per_step']:,}", "yes" if row["cuda_graphs"] else "no",
+                f"{ms:.1f}", f"{row['tokens_per_second']:,.0f}",
+            ])  # fmt: skip
+    header = ["model", "tokens of the micro-batch", "CUDA graphs", "ms per step", "tokens/s"]
+    return table(header, sorted(rows, key=lambda cells: cells[:3]))
+
+
+def memory(results: Results) -> str:
+    """Peaks of training steps on long sequences."""
+    rows = []
+    for file in results.files:
+        for row in sorted(file["rows"], key=lambda row: (row["seq_len"], row["inputs"])):
+            cells = [_sized_name(file["settings"]["experiment"]), f"{row['seq_len']:,}", row["inputs"]]
+            found = f"{row['peak_memory_bytes'] / 1e9:.1f}" if row["status"] == "ok" else row["status"]
+            seconds = row.get("step_seconds")
+            rows.append([*cells, found, _optional(seconds, lambda x: f"{statistics.median(x):.2f}")])
+    return table(["model", "tokens", "block inputs on the", "peak GB", "s per step"], rows)
 
 
 # The pieces of a step of FoX (Pro) 760M in the order of the table: how its kernels are called, and the least that it

@@ -274,8 +274,7 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     if is_run(experiment):
         model, config, tokens_BT = read_run(args, experiment, checkpointing)
     else:
-        config = compose(experiment, args.overrides)
-        config.train.gradient_checkpointing = checkpointing
+        config = compose(experiment, overrides(args, checkpointing))
         model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0))
         tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
     config.train.check()
@@ -443,12 +442,11 @@ def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> 
 
     stored = OmegaConf.load(Path(output_dir) / "config.yaml")
     # A run's config.yaml is resolved: it has values, and no groups to choose from.
-    for override in args.overrides:
+    for override in overrides(args, checkpointing):
         key, equals, _ = override.partition("=")
         if not equals or not key.replace(".", "").isidentifier() or OmegaConf.is_dict(OmegaConf.select(stored, key)):
             raise ConfigError(f"--overrides {override}: for a run, give KEY=VALUE with a key of its config.yaml")
-    config = parse(OmegaConf.merge(stored, OmegaConf.from_dotlist(args.overrides)))
-    config.train.gradient_checkpointing = checkpointing
+    config = parse(OmegaConf.merge(stored, OmegaConf.from_dotlist(overrides(args, checkpointing))))
     trained = load_model(output_dir).model
     vocabulary = SimpleNamespace(vocab_size=trained.config.vocab_size, bos_token_id=trained.config.bos_token_id)
     model = setup.build_model(config, vocabulary)
@@ -458,6 +456,11 @@ def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> 
     labels_BT = torch.from_numpy(np.concatenate([data.read(i) for i in range(args.batch_size)]).astype(np.int64))
     first_B1 = torch.full((args.batch_size, 1), data.bos_token_id)
     return model, config, torch.cat([first_B1, labels_BT], dim=1)
+
+
+def overrides(args: argparse.Namespace, checkpointing: bool) -> list[str]:
+    """Those of a row. CUDA graphs and activation checkpointing exclude each other, so no config may have both first."""
+    return [f"train.gradient_checkpointing={str(checkpointing).lower()}", *args.overrides]
 
 
 def compose(experiment: str, overrides: list[str]) -> Any:

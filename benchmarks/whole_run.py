@@ -68,6 +68,8 @@ KEPT_LINE = re.compile(
     r"gluon|triton|flash-linear-attention|\bFLA\b|(?<!loading )pytorch|cudnn|compil|self-test|first step is done",
     re.IGNORECASE,
 )
+#: Folders of a file's absolute path, which say nothing about the measurement and much about the machine.
+FOLDERS = re.compile(r"(?<![\w.…])/(?:[^\s/,;:()]+/)+")
 #: How often a run logs. The host waits for the GPU at each.
 LINES = 20
 HEADER = (
@@ -185,7 +187,7 @@ def train(experiment: str, args: argparse.Namespace, config: Any, output_dir: Pa
     return {
         "first_loss_seconds": first_loss,
         "wall_seconds": seconds,
-        "log": [line.replace(str(output_dir), "OUTPUT_DIR") for line in lines if KEPT_LINE.search(line)],
+        "log": [FOLDERS.sub("…/", line) for line in lines if KEPT_LINE.search(line)],
         **speeds(output_dir),
     }
 

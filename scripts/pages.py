@@ -111,6 +111,7 @@ def performance() -> dict[str, str]:
         "whole_run": ("whole_run*.json", tables.whole_run),
         "whole_models": ("training_760m*.json", tables.whole_models),
         "steps": ("steps_760m*.json", tables.steps),
+        "graphs": ("graphs*.json", tables.graphs),
         "cold_start": ("cold_start*.json", tables.cold_start),
         "starts": ("start_*.json", tables.starts),
         "demo_losses": ("demo_losses*.json", tables.demo_losses),
@@ -139,11 +140,13 @@ def performance() -> dict[str, str]:
 
 
 def long_contexts() -> dict[str, str]:
+    memory = Results("memory*.json")
+    sections = {"memory": tables.memory(memory), "memory_source": memory.source}
     if not any(tables.RESULTS.glob("long_contexts*.json")):
         waiting = "Not measured yet: `python benchmarks/long_contexts.py`."
-        return {"long_contexts": waiting, "long_contexts_source": "", "long_contexts_predicted": waiting}
+        return sections | {"long_contexts": waiting, "long_contexts_source": "", "long_contexts_predicted": waiting}
     results = Results("long_contexts*.json")
-    return {
+    return sections | {
         "long_contexts": tables.long_contexts(results),
         "long_contexts_source": results.source,
         "long_contexts_predicted": tables.long_contexts_predicted(results),

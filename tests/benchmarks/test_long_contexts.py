@@ -1,9 +1,12 @@
 """benchmarks/long_contexts.py: its rows, what it reads off a trace, and the formula of the page."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+import forgetting_transformer.ops
 from tests.benchmarks.conftest import load
 from tests.benchmarks.test_scaling import event
 
@@ -23,6 +26,18 @@ def test_a_trace_tells_attention_exchange_and_gradients_apart():
         event("aten::mm", 0, 9000, "cpu_op"),
     ])  # fmt: skip
     assert found == pytest.approx({"attention_ms": 7.5, "exchange_ms": 2.0, "gradients_ms": 1.0, "other_ms": 1.0})
+
+
+def test_kernels_of_mixers_are_known_and_all_others_are_not():
+    """By the name that a trace gives them, which is that of their function."""
+    ops, mixers = Path(forgetting_transformer.ops.__file__).parent, load("long_contexts").MIXERS
+    kernels = [
+        (file.parent != ops, name)
+        for file in ops.glob("**/*.py")
+        for name in re.findall(r"^@(?:triton|gluon)\.jit.*\ndef (\w+_kernel)\(", file.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert len(kernels) > 30
+    assert [name for is_mixer, name in kernels if bool(mixers.search(name)) != is_mixer] == []
 
 
 def results(tmp_path, monkeypatch, rows):

@@ -82,6 +82,18 @@ def test_attention_may_be_cudnns_to_compare_with(benchmark):
     assert attention.takes_kernel is ours and torch.backends.cuda.flash_sdp_enabled() is flash
 
 
+def test_a_row_without_checkpointing_may_have_cuda_graphs_where_the_experiment_checkpoints(benchmark):
+    args = benchmark.parse_args([*SMALL, "--overrides", "train.cuda_graphs=true"])
+    name = "forgetting_transformer/pro_760m_16b"
+    assert benchmark.compose(name, []).train.gradient_checkpointing
+    config = benchmark.compose(name, benchmark.overrides(args, False))
+    assert config.train.cuda_graphs and not config.train.gradient_checkpointing
+    with pytest.raises(
+        ValueError, match=r"train.cuda_graphs=true does not work with train.gradient_checkpointing=true"
+    ):
+        benchmark.compose(name, benchmark.overrides(args, True))
+
+
 def test_overrides_reach_the_model(benchmark):
     args = benchmark.parse_args([*SMALL, "--experiments", "demo/fox_pro", "--overrides", "scale.num_hidden_layers=1"])
     shallow = benchmark.measure(args, "demo/fox_pro", checkpointing=False, cold=True)

@@ -48,6 +48,11 @@ def test_it_starts_the_command_of_the_readme_and_keeps_its_learning_rates(benchm
     assert config.train == plain.train
 
 
+def test_the_kept_log_names_no_folders(benchmark):
+    line = "compiled code is in /home/me/.cache/inductor/v1, kernels/s 1.5/2, read (/data/x/train.zarr)"
+    assert benchmark.FOLDERS.sub("…/", line) == "compiled code is in …/v1, kernels/s 1.5/2, read (…/train.zarr)"
+
+
 def test_without_the_fabric_command_its_module_is_started(benchmark, monkeypatch, tmp_path):
     args = benchmark.parse_args(["--device", "cpu", "--data_dir", str(tmp_path)])
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

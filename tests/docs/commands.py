@@ -260,9 +260,12 @@ def check_overrides(script: str, options: argparse.Namespace) -> None:
     elif script in ("benchmarks/training.py", "benchmarks/whole_run.py"):
         from tests.benchmarks.conftest import load
 
+        training, overrides = load("training"), options.overrides
+        if script == "benchmarks/training.py":
+            overrides = training.overrides(options, training.CHECKPOINTING[options.checkpointing][0])
         # The parser has looked for the others.
         with _refusals(ConfigError, HydraException):
-            load("training").compose(options.experiments[0], options.overrides)
+            training.compose(options.experiments[0], overrides)
 
 
 def check_fabric(arguments: Sequence[str], partial: bool) -> None:

@@ -196,9 +196,30 @@ def test_kernels_of_a_step_are_counted_once(pages, monkeypatch):
     results = tables.Results("steps_760m.json")
     results.files = [content]
     lines = tables.pieces(results).splitlines()
-    # The numbers: products need 107 ms at 700 TFLOP/s.
+    # 6 operations per weight and token at 700 TFLOP/s.
     assert re.search(r"\| matrix products +\| +4\.0 \| +106\.7 \|", "\n".join(lines))
     assert re.search(r"\| all kernels +\| +22\.0 \|", lines[-2]) and re.search(r"\| a step +\| +150\.0 \|", lines[-1])
     row["kernels"] = [kernel for kernel in row["kernels"] if not kernel["name"].startswith("swiglu_")]
     with pytest.raises(LookupError, match="kernels that have names of their own"):
         tables.pieces(results)
+
+
+def test_memory_and_graphs_are_rows_of_their_tables(pages):
+    tables = pages.tables
+    step = {"experiment": "forgetting_transformer/pro_125m_2b", "tokens_per_step": 16384}
+    results = tables.Results("graphs*.json")
+    results.files = [
+        {"rows": [{**step, "cuda_graphs": used, "step_seconds": [seconds, 9.0, 0.01], "tokens_per_second": 1e5}]}
+        for used, seconds in ((True, 0.05), (False, 0.07))
+    ]
+    without, used = ([c.strip() for c in line.split("|")[1:-1]] for line in tables.graphs(results).splitlines()[2:])
+    assert without == ["FoX (Pro) 125M", "16,384", "no", "70.0", "100,000"] and used[2:4] == ["yes", "50.0"]
+    peaks = tables.Results("memory*.json")
+    rows = [
+        {"seq_len": 2048, "inputs": "host", "status": "out of memory"},
+        {"seq_len": 1024, "inputs": "gpu", "status": "ok", "peak_memory_bytes": 7e9, "step_seconds": [2.0, 4.0]},
+    ]
+    peaks.files = [{"settings": {"experiment": step["experiment"]}, "rows": rows}]
+    first, second = ([c.strip() for c in line.split("|")[1:-1]] for line in tables.memory(peaks).splitlines()[2:])
+    assert first == ["FoX (Pro) 125M", "1,024", "gpu", "7.0", "3.00"]
+    assert second == ["FoX (Pro) 125M", "2,048", "host", "out of memory", ""]
