@@ -63,6 +63,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--experiments", nargs="+", default=models, metavar="NAME")
     parser.add_argument("--seq_len", type=int, nargs="+", default=[16384, 65536, 131072, 262144])
     parser.add_argument("--devices", type=int, default=2, help="that share a sequence (default 2)")
+    parser.add_argument(
+        "--alone", action=argparse.BooleanOptionalAction, default=True, help="one GPU alone, too (default)"
+    )
     parser.add_argument("--steps", type=int, default=2, help="measured steps (default 2)")
     parser.add_argument(
         "--time_constants",
@@ -121,7 +124,7 @@ def cases_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [
         {"experiment": experiment, "pruned": pruned, "tokens": length, "context": size}
         for length in args.seq_len
-        for size in sorted({1, args.devices})
+        for size in sorted({1, args.devices} if args.alone else {args.devices})
         for experiment in args.experiments
         for pruned in ((True, False) if prunes(experiment) else (None,))
     ]

@@ -136,6 +136,18 @@ def _optional(value: float | None, text: Callable[[float], str]) -> str:
     return "" if value is None else text(value)
 
 
+def files() -> str:
+    """Every file of results, with the command that made it."""
+    lines = []
+    for path in sorted(RESULTS.glob("*.json")):
+        file = json.loads(path.read_text(encoding="utf-8"))
+        place = file["environment"]
+        command = f"`{place['command']}`" if place["command"].startswith("python ") else place["command"]
+        made = ", ".join(filter(None, [place["date"][:10], (place["commit"] or "")[:7]]))
+        lines.append(f"- `{path.stem}`{' *' if 'source' in file else ''} ({made}): {command}")
+    return "\n".join(lines)
+
+
 # Training.
 
 

@@ -267,6 +267,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "README.md": headline,
     "docs/performance.md": performance,
     "docs/long_contexts.md": long_contexts,
+    "benchmarks/results/README.md": lambda: {"files": tables.files()},
     "docs/longcrawl64.md": longcrawl64,
     "docs/reliability.md": reliability,
     "docs/sweep.md": sweep,

@@ -1,0 +1,115 @@
+"""benchmarks/measure.py: every command that it knows would start, and what happens to those that end, fail and wait."""
+
+import json
+import shlex
+import threading
+import types
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.conftest import load
+from tests.docs.commands import check_command
+from tests.waiting import wait_until
+
+#: Takes a while, fails or writes its file, by its first option.
+SCRIPT = """
+import argparse, pathlib, subprocess, sys, time
+parser = argparse.ArgumentParser()
+parser.add_argument("--how")
+parser.add_argument("--out", type=pathlib.Path)
+args = parser.parse_args()
+print("measuring", args.how, flush=True)
+if args.how == "fails":
+    sys.exit(3)
+if args.how == "waits":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    new = args.out.with_suffix(".new")
+    new.write_text(str(child.pid))
+    new.replace(args.out.with_suffix(".pid"))
+    time.sleep(3600)
+args.out.write_text("{}")
+"""
+
+
+@pytest.fixture
+def measure(monkeypatch, tmp_path):
+    """The script with other commands."""
+    module = load("measure")
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/fake.py").write_text(SCRIPT)
+    (tmp_path / "commands.yaml").write_text("""
+first:
+  one: {command: fake.py --how ends}
+  broken: {command: fake.py --how fails}
+second:
+  many_{gpus}: {gpus: [0, 4], command: "fake.py --how on_{gpus}"}
+third:
+  slow: {gpus: 0, command: fake.py --how waits}
+after:
+  late: {gpus: 0, command: fake.py --how late}
+""")
+    monkeypatch.setattr(module, "FOLDER", tmp_path / "scripts")
+    monkeypatch.setattr(module, "COMMANDS", tmp_path / "commands.yaml")
+    monkeypatch.setattr(module.signal, "signal", lambda *_: None)  # of the process of the tests
+    return module
+
+
+def test_every_command_of_the_file_would_be_taken():
+    found = load("measure").measurements()
+    assert len({m.name for m in found}) == len(found) > 30
+    for measurement in found:
+        check_command(shlex.split(f"python benchmarks/{measurement.command} --out {measurement.name}.json"))
+    longest = {m.command for m in found if m.name.startswith("long_contexts_8")}
+    assert any("--devices 8" in command and "1048576" in command for command in longest)
+    assert all(m.gpus == int(m.command.split("--devices ")[1].split()[0]) for m in found if "--devices" in m.command)
+
+
+def test_what_is_finished_is_not_measured_again_and_what_fails_is_named(measure, tmp_path, capfd):
+    out = tmp_path / "out"
+    assert measure.main(["first", "second", "--folder", str(out), "--gpus", "1"]) == 1
+    said = capfd.readouterr().out
+    assert "one: finished" in said and "many_0: finished" in said
+    assert f"broken: failed with exit code 3; its output is in {out / 'broken.log'}" in said
+    assert "many_4: not run: needs 4 GPUs, there are 1" in said
+    assert (out / "broken.log").read_text() == "measuring fails\n"
+    (out / "one.json").write_text("changed")
+    measure.main(["first", "--folder", str(out), "--gpus", "1"])
+    assert (out / "one.json").read_text() == "changed" and (out / "broken.log").read_text() == 2 * "measuring fails\n"
+    assert sorted(json.loads((out / ".finished.json").read_text())) == ["many_0", "one"]
+    assert measure.main(["one", "many_0", "many_4", "--folder", str(out), "--gpus", "1"]) == 0
+
+
+def test_a_command_is_ended_with_all_that_it_started_when_time_is_over(measure, monkeypatch, tmp_path, capfd):
+    out, clock = tmp_path / "out", types.SimpleNamespace(now=0.0)
+
+    class Timer(threading.Timer):
+        """Its time is over as soon as the command has started a process of its own."""
+
+        def run(self):
+            wait_until(lambda: (out / "slow.pid").is_file())
+            clock.now = self.interval
+            self.function(*self.args)
+
+    monkeypatch.setattr(measure, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(measure, "threading", types.SimpleNamespace(Timer=Timer))
+    assert measure.main(["third", "after", "--folder", str(out), "--gpus", "1", "--time_limit", "60"]) == 1
+    said = capfd.readouterr().out
+    assert "measuring waits" in said and "slow: out of time; the same command goes on" in said
+    assert "late: not measured yet" in said and "measuring late" not in said
+    started = int((out / "slow.pid").read_text())
+    wait_until(lambda: not runs(started))
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process, and not only its exit code."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_an_unknown_name_is_refused_with_the_groups(measure, capsys):
+    with pytest.raises(SystemExit):
+        measure.parse_args(["firts"])
+    assert "'firts' is no group and no file; groups are first, second, third, after," in capsys.readouterr().err
