@@ -110,13 +110,15 @@ def convolution_forward_kernel(
     epsilon, TAPS: tl.constexpr, HAS_PREVIOUS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, SILU: tl.constexpr,
     NORM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """y of `4 · GROUPS` positions of WIDTH channels. Grid: (blocks of channels, blocks of positions, B).
+    """y of `4 · GROUPS` positions of WIDTH channels. Grid: (blocks of positions · blocks of channels, B).
+
+    Both share an axis because the others end at 65,535 programs, which a sequence of a million tokens may need.
 
     x `(B, T, C)` with strides (x_batch, x_row, 1); weight `(C, TAPS)`; bias `(C,)`; previous `(B, C, TAPS - 1)`;
     position `(B, T)` int32, in packed documents; y `(B, T, C)`, contiguous. bias_channels: channels, or 0 for no bias.
     """
-    block, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    start = tl.program_id(1) * (4 * GROUPS)
+    blocks, batch = tl.cdiv(channels, WIDTH), tl.program_id(1).to(tl.int64)
+    block, start = tl.program_id(0) % blocks, tl.program_id(0) // blocks * (4 * GROUPS)
     column = tl.arange(0, BLOCK_C)
     channel = block * WIDTH + column
     exists = (column < WIDTH) & (channel < channels)
@@ -348,8 +350,8 @@ def convolve(
     batch, length, channels = x.shape
     y = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
     options = _options("forward", x, weight, previous, positions, silu, heads)
-    grid = (triton.cdiv(channels, options["WIDTH"]), triton.cdiv(length, 4 * options["GROUPS"]), batch)
-    convolution_forward_kernel[grid](
+    blocks = triton.cdiv(channels, options["WIDTH"]) * triton.cdiv(length, 4 * options["GROUPS"])
+    convolution_forward_kernel[blocks, batch](
         x, x.stride(0), x.stride(1), weight.contiguous(), weight if bias is None else bias.contiguous(),
         0 if bias is None else channels, x if previous is None else previous.contiguous(),
         x if positions is None else positions.contiguous(), y, length, channels, epsilon, **options,

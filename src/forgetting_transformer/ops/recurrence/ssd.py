@@ -334,7 +334,7 @@ def _scores(call: _Call, q: Tensor, k: Tensor) -> Tensor:
     """`q_i·k_j` within chunks, float32 `(B, n, G, chunk, chunk)`."""
     chunk, tiles = call.tiles.chunk, call.tiles.chunk // call.tiles.tile
     scores = torch.empty(call.batch, call.chunks, call.groups, chunk, chunk, dtype=torch.float32, device=q.device)
-    kernels.score_kernel[(tiles**2, call.batch * call.chunks, call.groups)](
+    kernels.score_kernel[(tiles**2 * call.batch * call.chunks, call.groups)](
         *_locate(q), *_locate(k), scores, call.length, call.chunks, call.groups,
         KEYS=call.keys, PRECISION="ieee",
         **call.options("score"),
@@ -351,7 +351,7 @@ def _states(
     end = torch.empty(call.batch, call.heads, call.keys, call.values, dtype=torch.float32, device=k.device)
     tiles = call.tiles
     block_k, block_v = min(tiles.state_block[0], call.keys), min(tiles.state_block[1], call.values)
-    kernels.state_kernel[(call.keys // block_k * (call.values // block_v), call.rows)](
+    kernels.state_kernel[(call.keys // block_k * (call.values // block_v) * call.rows,)](
         *_locate(k), *_locate(v), sums, steps, documents, None if start is None else start.float().contiguous(),
         states, end, call.heads, call.group, call.length, call.chunks, scale,
         REVERSE=reverse, HAS_START=start is not None, HAS_DOCUMENTS=documents is not None,

@@ -122,10 +122,10 @@ def score_kernel(
     q_ptr, q_0, q_1, q_2, k_ptr, k_0, k_1, k_2, scores_ptr, length, num_chunks, groups,
     CHUNK: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q_i·k_j of the pairs of a chunk, one tile; tiles with i < j are left unwritten."""
+    """q_i·k_j of the pairs of a chunk, one tile; tiles with i < j are left unwritten. Grid: (chunks · tiles, groups)."""
     TILES: tl.constexpr = CHUNK // TILE
-    i, j = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    chunk, group = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i, j = tl.program_id(0) // TILES % TILES, tl.program_id(0) % TILES
+    chunk, group = (tl.program_id(0) // (TILES * TILES)).to(tl.int64), tl.program_id(1)
     if i >= j:
         sequence, first = chunk // num_chunks, (chunk % num_chunks).to(tl.int32) * CHUNK
         q = _rows(q_ptr + sequence * q_0 + group * q_2, q_1, first + i * TILE, length, TILE, KEYS)
@@ -145,12 +145,13 @@ def state_kernel(
     """A block of the state of one head before each chunk, and after the last one; walks the chunks in order.
 
     In reverse, with queries for keys and gradients of outputs for values: the gradient of the state after each chunk,
-    and of the state before the first one.
+    and of the state before the first one. Grid: heads of all sequences · blocks of a state.
     """
-    z = tl.program_id(1).to(tl.int64)
+    BLOCKS: tl.constexpr = (KEYS // BLOCK_K) * (VALUES // BLOCK_V)
+    z, block = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS
     sequence, head = z // heads, z % heads
-    key = tl.program_id(0) % (KEYS // BLOCK_K) * BLOCK_K
-    value = tl.program_id(0) // (KEYS // BLOCK_K) * BLOCK_V
+    key = block % (KEYS // BLOCK_K) * BLOCK_K
+    value = block // (KEYS // BLOCK_K) * BLOCK_V
     cell = (key + tl.arange(0, BLOCK_K))[:, None] * VALUES + (value + tl.arange(0, BLOCK_V))[None, :]
     k = k_ptr + sequence * k_0 + head // group * k_2 + key
     v = v_ptr + sequence * v_0 + head * v_2 + value
