@@ -176,6 +176,7 @@ def test_sets_may_change_and_a_resume_cuts_their_lines(config, finished, sets):
         ("ü", "must be of letters"),
         ("x" * 41, "must be of letters"),
         ("data_info", "is that of a file of every run"),
+        ("ema", r"val_ema\.jsonl is for the losses of callbacks=\[ema\]"),
     ],
 )
 def test_odd_names_are_refused(tiny, name, message):

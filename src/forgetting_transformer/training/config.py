@@ -309,6 +309,8 @@ class Config:
                 )
             if f"{VAL_SET}{name}" in KINDS:
                 raise ConfigError(f"eval_sets: the name {name!r} is that of a file of every run; choose another name")
+            if name == "ema":  # also without the callback now: another start of the run may have it
+                raise ConfigError("eval_sets: val_ema.jsonl is for the losses of callbacks=[ema]; choose another name")
             if not path.strip():
                 raise ConfigError(
                     f"eval_sets.{name}={path!r} is empty (a variable that is not set?); give the folder of a corpus"

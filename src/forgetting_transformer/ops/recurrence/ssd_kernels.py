@@ -122,7 +122,7 @@ def score_kernel(
     q_ptr, q_0, q_1, q_2, k_ptr, k_0, k_1, k_2, scores_ptr, length, num_chunks, groups,
     CHUNK: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q_i·k_j of the pairs of a chunk, one tile; tiles with i < j are left unwritten. Grid: (chunks · tiles, groups)."""
+    """q_i·k_j of the pairs of a chunk, one tile; tiles with i < j stay unwritten. Grid: (chunks · tiles, groups)."""
     TILES: tl.constexpr = CHUNK // TILE
     i, j = tl.program_id(0) // TILES % TILES, tl.program_id(0) % TILES
     chunk, group = (tl.program_id(0) // (TILES * TILES)).to(tl.int64), tl.program_id(1)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from forgetting_transformer import plugins
 from forgetting_transformer.ranges import COUNT, TOKENS, Range, within
 from forgetting_transformer.training.callbacks.base import Callback, Interval, Step
-from forgetting_transformer.training.config import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,12 +57,6 @@ class Ema(Callback):
         self.summary = f"decay {config.decay:g}, updated every {every}{start}"
 
     def on_start(self, trainer: TrainerInterface) -> None:
-        """
-        Raises:
-            ConfigError: the kind of lines that it writes is that of an evaluation set.
-        """
-        if "ema" in trainer.eval_sets:
-            raise ConfigError("eval_sets.ema has the name of the callback ema, which writes val_ema.jsonl; rename it")
         from forgetting_transformer.training.callbacks.held_out import HeldOut
 
         if self.evaluates and not trainer.config.skip_eval:
