@@ -4,6 +4,8 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -169,6 +171,62 @@ trainer.Trainer.step = step
         found["status"] == "failed"
         and "rank 1 has failed: the start did not get beyond 'first batch'" in found["reason"]
     )
+
+
+def test_a_rank_that_is_stopped_is_named_though_it_can_say_nothing(tiny):
+    """By SIGSTOP or a debugger: its sentinel stands still with it."""
+    patch = """
+import os, signal
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 5:
+        self.sentinel.timeout = 2
+        if self.fabric.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    job = Job(changed(tiny, strategy__timeout_seconds=3600), 2, patch=patch)
+    job.processes[0].join(HANG)
+    job.kill()
+    found = status(tiny)
+    assert job.processes[0].exitcode == 1 and found["status"] == "failed"
+    assert f"rank 1 (process {job.processes[1].pid} on " in found["reason"], found
+    assert "is stopped, as by SIGSTOP or a debugger; no step ended for " in found["reason"]
+
+
+@pytest.mark.quick
+def test_of_ranks_that_end_only_those_are_blamed_that_do_not_wait_for_another(monkeypatch):
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    process, ended = (
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(seconds,), daemon=True)
+        for seconds in (HANG, 0)
+    )
+    process.start()
+    ended.start()
+    ended.join()
+    others = [peers.Peers() for _ in range(3)]
+    for rank, other in enumerate(others, 1):
+        other.rank, other.world_size, other._store = rank, 4, torch.distributed.PrefixStore("peers", store)
+        other._publish(f"{rank}", f"{(process if rank == 3 else ended).pid} {peers._place()}")
+    here = peers.Peers()
+    here.join(0, 4)
+    assert here.blame() == f"rank 1 (process {ended.pid} on {socket.gethostname()}) was killed or has crashed"
+    others[1].failed(f"TrainingError: {peers._ANOTHER}")
+    others[0].failed("no step ended for 9 s; this rank waits for another, whose log says where it stands")
+    assert here.blame() is None
+    others[1].failed("no step ended for 9 s; this rank stands still, or waits for another, whose log then says so")
+    assert here.blame().startswith("rank 2 has failed: no step ended for 9 s; this rank stands still, or")
+    os.kill(process.pid, signal.SIGSTOP)
+    wait_until(lambda: here.blame().startswith(f"rank 3 (process {process.pid} on "), process.is_alive)
+    assert here.blame().endswith("is stopped, as by SIGSTOP or a debugger")
+    process.kill()
+    process.join()
+    assert here.blame().endswith("was killed or has crashed")
+    others[1].failed("ValueError: no such thing")
+    assert here.blame() == "rank 2 has failed: ValueError: no such thing"
 
 
 def test_a_start_that_hangs_ends_with_its_stage_in_the_status(tiny):

@@ -1,8 +1,8 @@
 """Which rank a failure began on, for the ranks that only see that another one is gone.
 
 What a rank sees then is a connection that was closed, or a collective operation that did not end. Each rank leaves who
-it is, and why it fails, in the store over which the processes found each other. A rank that was killed left no reason:
-on the same machine its process is looked for.
+it is, and why it fails, in the store over which the processes found each other. A rank that was killed left no reason,
+and one that was stopped (SIGSTOP, a debugger) cannot: on the same machine their processes are looked at.
 """
 
 import contextlib
@@ -23,6 +23,9 @@ _CLOSED = re.compile(
 _PERHAPS = re.compile(r"connection|timed? ?out|socket|broken pipe|NCCL|gloo", re.IGNORECASE)
 #: What a rank says that was not the first to fail.
 _ANOTHER = "another rank is gone, and its log says why"
+#: What the sentinel of such a rank says, if it knows, and if it cannot know.
+WAITS = "this rank waits for another"
+PERHAPS_WAITS = "or waits for another"
 #: A connection ends a moment before the process behind it is seen to have ended.
 _SECONDS_TO_DIE = 3.0
 #: All ranks have just found each other when they say who they are. One that takes longer is not looked after.
@@ -76,17 +79,25 @@ class Peers:
         deadline = time.monotonic() + (_SECONDS_TO_DIE if wait else 0.0)
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         while self._store is not None:
-            for rank in others:
-                reason = self._published(f"{rank} failed")
-                if reason and _ANOTHER not in reason:
-                    return f"rank {rank} has failed: {reason}"
-            for rank in others:
-                process, _, place = (self._published(f"{rank}") or "").partition(" ")
-                if process and place == _place() and _is_gone(int(process)):
-                    return f"rank {rank} (process {process} on {socket.gethostname()}) was killed or has crashed"
+            reasons = {rank: self._published(f"{rank} failed") or "" for rank in others}
+            told = {rank: text for rank, text in reasons.items() if text and not _for_another(text)}
+            sure = [rank for rank, text in told.items() if PERHAPS_WAITS not in text]
+            if not sure and (seen := self._seen([rank for rank in others if not reasons[rank]])):
+                return seen
+            if first := (sure or list(told))[:1]:
+                return f"rank {first[0]} has failed: {told[first[0]]}"
             if time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
+        return None
+
+    def _seen(self, silent: list[int]) -> str | None:
+        """Of ranks that did not say why they fail, one whose process on this machine has ended or is stopped."""
+        for states, what in (("ZX", "was killed or has crashed"), ("Tt", "is stopped, as by SIGSTOP or a debugger")):
+            for rank in silent:
+                process, _, place = (self._published(f"{rank}") or "").partition(" ")
+                if process and place == _place() and _state(int(process)) in states:
+                    return f"rank {rank} (process {process} on {socket.gethostname()}) {what}"
         return None
 
     def explain(self, error: BaseException) -> str | None:
@@ -121,12 +132,21 @@ def _place() -> str:
     return socket.gethostname()
 
 
+def _for_another(reason: str) -> bool:
+    """Whether a rank that ends so was not the first to fail."""
+    return _ANOTHER in reason or WAITS in reason
+
+
 def _is_gone(process: int) -> bool:
     """Whether a process of this machine has ended, noticed by its parent or not. Elsewhere than on Linux: False."""
+    return _state(process) in "ZX"
+
+
+def _state(process: int) -> str:
+    """The letter that Linux has for it: "T" or "t" if it is stopped, "Z" or "X" if it has ended. Elsewhere "?"."""
     if not Path("/proc/self/stat").exists():
-        return False
+        return "?"
     try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return True
-    return state in "ZX"
+        return "X"

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from forgetting_transformer.training import peers
+
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -197,11 +199,11 @@ class Sentinel:
             where = "this rank stands still"
             main = frames.get(self._main or 0)
             if any("/torch/distributed/" in f.filename for f in traceback.extract_stack(main)):
-                where = "this rank waits for another, whose log says where it stands"
+                where = f"{peers.WAITS}, whose log says where it stands"
             elif dist.is_initialized():
                 # In a backward pass, or when it asks the device, a rank that waits for another looks like one that
                 # hangs.
-                where += ", or waits for another, whose log then says where it stands"
+                where += f", {peers.PERHAPS_WAITS}, whose log then says where it stands"
         room = (
             f" and {START_SECONDS:.0f} s for compiling" if self._stage is not None and self._writer_of is None else ""
         )
