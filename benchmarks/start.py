@@ -92,25 +92,17 @@ def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, 
     config = compose(experiment, [f"fabric.accelerator={args.accelerator}", *args.overrides])
     data, folder = config.datamodule, output.parent
     write_corpus(folder / "data/random", data.train_batch_len, data.train_batch_size)
-    group, _, choice = str(experiment_file(experiment).relative_to(CONFIGS).with_suffix("")).rpartition("/")
-    arguments = [
-        f"+{group}={choice}", f"output_dir={output}", f"data_dir={folder / 'data'}", "datamodule.dataset=random",
-        f"datamodule.vocab_size={VOCABULARY}", "datamodule.bos_token_id=0", "skip_eval=true", "log_interval=1",
+    command = [
+        *launch_command(args.devices, args.accelerator, args.launcher),
+        *on_random_tokens(experiment, output, folder / "data"), "log_interval=1",
         f"train.max_tokens={data.train_batch_len * data.train_batch_size}",
         f"schedule.total_tokens={config.schedule.total_tokens or 'null'}", *args.overrides,
     ]  # fmt: skip
-    train = str(CONFIGS.parent / "train.py")
-    if args.devices == 1:
-        command = [sys.executable, train, "fabric.devices=1", f"fabric.accelerator={args.accelerator}"]
-    else:
-        fabric = str(Path(sys.executable).with_name("fabric"))
-        launcher = [fabric, "run", train] if args.launcher == "fabric" else [sys.executable, str(LAUNCH)]
-        command = [*launcher, "--devices", str(args.devices), "--accelerator", args.accelerator]
     caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     log, began, seconds = output / "logs/rank-0.log", time.perf_counter(), None
     with Path(f"{output}.txt").open("w+", encoding="utf-8", errors="replace") as said:
         process = subprocess.Popen(
-            [*command, *arguments], env=os.environ | caches, stdout=said, stderr=said, preexec_fn=end_with_parent
+            command, env=os.environ | caches, stdout=said, stderr=said, preexec_fn=end_with_parent
         )
         try:
             while process.poll() is None and time.perf_counter() - began < args.time_limit:
@@ -129,8 +121,27 @@ def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, 
     return {"status": "ok", "first_line_seconds": seconds, "launcher_seconds": launcher, "stages": stages}
 
 
-def write_corpus(folder: Path, length: int, documents: int) -> None:
-    """As many random documents as a step reads."""
+def launch_command(devices: int, accelerator: str, launcher: str) -> list[str]:
+    """What starts train.py on so many devices, with `launcher` ("fabric" or "launch.py") on several."""
+    train = str(CONFIGS.parent / "train.py")
+    if devices == 1:
+        return [sys.executable, train, "fabric.devices=1", f"fabric.accelerator={accelerator}"]
+    fabric = str(Path(sys.executable).with_name("fabric"))
+    started = [fabric, "run", train] if launcher == "fabric" else [sys.executable, str(LAUNCH)]
+    return [*started, "--devices", str(devices), "--accelerator", accelerator]
+
+
+def on_random_tokens(experiment: str, output: Path, data_dir: Path, vocabulary: int = VOCABULARY) -> list[str]:
+    """Arguments of train.py: the experiment in `output`, on what `write_corpus` has written to `data_dir`/random."""
+    group, _, choice = str(experiment_file(experiment).relative_to(CONFIGS).with_suffix("")).rpartition("/")
+    return [
+        f"+{group}={choice}", f"output_dir={output}", f"data_dir={data_dir}", "datamodule.dataset=random",
+        f"datamodule.vocab_size={vocabulary}", "datamodule.bos_token_id=0", "skip_eval=true",
+    ]  # fmt: skip
+
+
+def write_corpus(folder: Path, length: int, documents: int, vocabulary: int = VOCABULARY) -> None:
+    """Random documents, as many as the steps of a run read."""
     import numpy as np
     import zarr
 
@@ -138,7 +149,7 @@ def write_corpus(folder: Path, length: int, documents: int) -> None:
         return
     generator = np.random.default_rng(0)
     for split in ("train", "heldout"):
-        tokens = generator.integers(0, VOCABULARY, size=(documents, length)).astype(np.uint16)
+        tokens = generator.integers(0, vocabulary, size=(documents, length)).astype(np.uint16)
         array = zarr.create_array(folder / f"{split}.zarr", shape=tokens.shape, dtype="uint16", chunks=(1, length))
         array[:] = tokens
 
