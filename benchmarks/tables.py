@@ -420,6 +420,59 @@ def scaling(results: Results) -> str:
     return table([*header, "exposed ms", "hidden ms", "idle ms", "memory GB"], rows)
 
 
+#: Columns of benchmarks/interruptions.py.
+INTERRUPTIONS = (
+    "check", "devices", "first step s", "to the end s", "exit code", "steps lost", "tokens", "losses", "remark",
+)  # fmt: skip
+
+
+def interruption_cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of a row of benchmarks/interruptions.py, among the others of its file."""
+    cells = dict.fromkeys(INTERRUPTIONS, "")
+    cells |= {"check": row["check"], "devices": " → ".join(map(str, row["devices"]))}
+    found = {
+        "first step s": ", ".join(f"{seconds:.1f}" for seconds in row.get("first_step_seconds", ()) if seconds),
+        "to the end s": _optional(row.get("seconds_to_end"), "{:.1f}".format),
+        "exit code": _optional(row.get("exit_code"), str),
+        "steps lost": _optional(row.get("steps_lost"), str),
+        "tokens": {True: "same", False: "other", None: ""}[row.get("same_tokens")],
+        "losses": _interruption_losses(row, rows),
+        "remark": _interruption_remark(row),
+    }
+    return [text.replace("|", "/").replace("\n", " ") for text in (cells | found).values()]
+
+
+def _interruption_losses(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    if row.get("bitwise"):
+        return "bitwise"
+    if row.get("largest_difference") is None:
+        return ""
+    text = f"{row['largest_difference']:.1e}"
+    straight = [r["losses"] for r in rows if r["check"] == "straight" and r["status"] == "ok"]
+    if row["check"] != "world_sizes" or len(straight) < 2:
+        return text
+    return f"{text} ({max(abs(a - b) for a, b in zip(*straight[:2], strict=True)):.1e})"
+
+
+def _interruption_remark(row: Mapping[str, Any]) -> str:
+    if row["status"] != "ok":
+        return row["status"]
+    if row["check"] == "checkpoint_stall":
+        beside = _optional(row["step_seconds_meanwhile"], lambda x: f", {1e3 * x:.0f} ms beside the writing")
+        whole = f"{row['stall_seconds']:.2f} s lost in all; written in {row['write_seconds']:.1f} s"
+        return f"{1e3 * row['step_seconds']:.0f} ms per step{beside}; {whole}"
+    if row["check"] == "straight":
+        return f"{1e3 * row['step_seconds']:.0f} ms per step"
+    said = row.get("reason", "").partition(";")[0].partition(" (seen here")[0].removeprefix("TrainingError: ")
+    return f"{said} ({row['seconds_to_status']:.0f} s)" if said and row["outcome"] == "failed" else ""
+
+
+def interruptions(results: Results) -> str:
+    """What becomes of runs on several devices that are interrupted."""
+    cells = [interruption_cells(row, file["rows"]) for file in results.files for row in file["rows"]]
+    return table(list(INTERRUPTIONS), cells)
+
+
 def long_contexts(results: Results) -> str:
     """Steps on sequences that several GPUs share, beside one GPU alone."""
     rows = []
