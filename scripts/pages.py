@@ -172,7 +172,15 @@ def longcrawl64() -> dict[str, str]:
 def reliability() -> dict[str, str]:
     results, corruption = Results("checkpoint*.json"), Results("corruption*.json")
     seconds = results.rows()[0]["reserve_seconds"]
+    interruptions = {
+        "interruptions": "Not measured yet: `python benchmarks/interruptions.py`.",
+        "interruptions_source": "",
+    }
+    if any(tables.RESULTS.glob("interruptions*.json")):
+        found = Results("interruptions*.json")
+        interruptions = {"interruptions": tables.interruptions(found), "interruptions_source": found.source}
     return {
+        **interruptions,
         "corruption": tables.corruption(corruption),
         "corruption_source": corruption.source,
         "checkpoints": tables.checkpoints(results),
