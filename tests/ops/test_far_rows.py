@@ -105,6 +105,9 @@ def shift(y, logits, d_out):
 
 same(shift, [torch.randn(1, ROWS, n) for n in (24, 2, 24)], (1, 1, 1))
 
+APART = 2**31 + 8  # of sequences: 32 bits hold this in units of 8 elements, not in elements
+same(shift, [torch.randn(2, 9, n).half() for n in (24, 2, 24)], (0, 0, 0))
+
 def convolve(x, d_y):
     arguments = x, torch.ones(24, 1, 4), None, None, None, True, 2, 1e-6
     gradients = short_convolution_triton.convolve_backward(d_y, None, *arguments)

@@ -88,7 +88,7 @@ def shift_norm_forward_kernel(
     channel, exists = head * WIDTH + column, column < WIDTH
     row = block.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     y_row *= UNIT
-    y_ptr += batch * (y_batch * UNIT)
+    y_ptr += batch * y_batch * UNIT
     before, here, _ = _weights(
         shift_ptr + batch * shift_batch + head, row, shift_row, begins_ptr + batch * length, length, SHIFT, HAS_BEGINS
     )
@@ -160,7 +160,7 @@ def shift_norm_backward_kernel(
     start = (block.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)) * (4 * steps)
     d_out_ptr += batch * d_out_batch
     y_row *= UNIT
-    y_ptr += batch * (y_batch * UNIT)
+    y_ptr += batch * y_batch * UNIT
     shift_ptr += batch * shift_batch + head
     previous_ptr += batch * heads * WIDTH
     begins_ptr += batch * length
