@@ -98,6 +98,13 @@ out = launcher.shift_and_normalise(leaf, shift, None, begins, weight, 2, 1e-6)
 assert out[:, 17:].isfinite().all()
 gradient, = torch.autograd.grad(out[:, 17:].sum(), leaf)
 assert gradient[:, 17:].isfinite().all() and gradient[:, 17:].any()
+# Backward the same: the last token of a document gets nothing from the first of the next, finite or not.
+y = torch.randn(1, 40, 32)
+y[0, 17] = math.inf
+leaf = y.requires_grad_()
+out = launcher.shift_and_normalise(leaf, shift, None, begins, weight, 2, 1e-6)
+gradient, = torch.autograd.grad(out.sum(), leaf)
+assert gradient[:, :17].isfinite().all() and gradient[:, :17].any()
 """
     )
 

@@ -118,6 +118,15 @@ def _gradient(z, d, weight, epsilon, WIDTH: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
+def _to_before(d, before, HAS_BEGINS: tl.constexpr):
+    """What gradients d leave to the rows before. A document leaves nothing to another, not even what is not finite."""
+    carry = before[:, None] * d
+    if HAS_BEGINS:
+        carry = tl.where((before == 0)[:, None], 0.0, carry)
+    return carry
+
+
+@triton.jit
 def _step_back(
     y_before, y, d, carry, row, shift_ptr, shift_row, begins_ptr, weight, dy_ptr, d_shift_ptr, heads, channel,
     exists, length, epsilon,
@@ -137,7 +146,7 @@ def _step_back(
         y_before = tl.where((before == 0)[:, None], 0.0, y_before)
         d_shift = tl.sum(d * (y_before - y), axis=1) * slope
         tl.store(d_shift_ptr + row * heads, d_shift.to(d_shift_ptr.dtype.element_ty), mask=inside)
-        carry = before[:, None] * d
+        carry = _to_before(d, before, HAS_BEGINS)
     return carry, d_weight
 
 
@@ -180,7 +189,7 @@ def shift_norm_backward_kernel(
         d, _ = _gradient(
             z, _load_rows(d_out_ptr, row, d_out_row, channel, exists, length), weight, epsilon, WIDTH, NORM
         )
-        carry = tl.where((row < length)[:, None], before[:, None] * d, 0.0)
+        carry = tl.where((row < length)[:, None], _to_before(d, before, HAS_BEGINS), 0.0)
 
     d_weight = tl.zeros([GROUPS, BLOCK], tl.float32)
     for step in range(steps):
