@@ -22,6 +22,8 @@ def test_the_operator_says_the_truth_about_its_output():
     parts = [torch.randn(2, 5, size)[:, ::2] for size in SIZES]
     torch.library.opcheck(torch.ops.forgetting_transformer.join_columns, (parts,))
     assert columns.join_columns(parts).equal(torch.cat(parts, -1))
+    images = [torch.randn(2, 3, 4, size).to(memory_format=torch.channels_last) for size in SIZES]
+    torch.library.opcheck(torch.ops.forgetting_transformer.join_columns, (images,))
 
 
 @pytest.mark.slow

@@ -26,7 +26,8 @@ def split_columns(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
 @operator("join_columns")
 def join_columns(parts: list[Tensor]) -> Tensor:
     """Return `torch.cat(parts, dim=-1)`, contiguous."""
-    return torch.cat(parts, dim=-1)
+    # Of four axes with the channels innermost, `cat` would keep that order.
+    return torch.cat(parts, dim=-1).contiguous()
 
 
 @join_columns.register_fake
