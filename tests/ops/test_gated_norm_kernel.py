@@ -5,6 +5,7 @@ import os
 import pytest
 
 pytest.importorskip("triton")
+from forgetting_transformer.ops import norm
 from tests.ops.interpreter import interpret
 
 GENERATIONS = (80, 86, 89, 90, 100, 120)
@@ -68,6 +69,15 @@ for given in (None, gate):
     torch.library.opcheck(torch.ops.forgetting_transformer.gated_rms_norm, (x, given, weight, 3, True, True, 1e-6))
 """
     )
+
+
+def test_an_unknown_activation_is_refused():
+    """The kernel knows SiLU, and would take anything else for a sigmoid."""
+    import torch
+
+    x = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="activation is 'swish'; it must be one of sigmoid, silu"):
+        norm.gated_rms_norm(x, x, torch.ones(8), 1e-6, activation="swish")
 
 
 @pytest.mark.slow

@@ -55,8 +55,10 @@ def gated_rms_norm(
         Tensor with x's shape and dtype.
 
     Raises:
-        ValueError: gate does not have x's shape.
+        ValueError: gate does not have x's shape, or activation is no name in `ACTIVATIONS`.
     """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
     if gate is not None and gate.shape != x.shape:
         raise ValueError(f"gate has shape {tuple(gate.shape)}; it must be x's, {tuple(x.shape)}")
     if x.is_cuda and gated_norm_takes_kernel(x.dtype, x.shape[-1] // num_groups, x.device.index):
