@@ -277,6 +277,11 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
         config = compose(experiment, overrides(args, checkpointing))
         model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0))
         tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
+    with_cudnn = args.attention == "cudnn"
+    if with_cudnn and not any(use.op == "attention" and not use.is_gated for use in model.op_uses()):
+        raise ValueError("--attention cudnn: no layer of this model has attention without gates; leave it out")
+    if with_cudnn and device.type != "cuda":
+        raise ValueError("--attention cudnn needs a GPU")
     config.train.check()
     check_device(config.train.cuda_graphs, device)
     undecayed = undecayed_parameters(model, config.train)
@@ -306,14 +311,17 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
         return loss.detach()
 
     flops_per_token = model.config.flops_per_token(args.seq_len)
-    with cudnn_attention() if args.attention == "cudnn" else contextlib.nullcontext():
+    with cudnn_attention() if with_cudnn else contextlib.nullcontext():
         times = measure_steps(args, step, inputs_BT.numel(), flops_per_token, device, cold, graphs=graphs.on)
+    backends = {op: backend.text for op, backend in chosen.items()}
+    if with_cudnn:
+        backends["attention"] = "cuDNN"
     return {
         "trained": is_run(experiment),
         "compiled": model._is_compiled,
         "cuda_graphs": graphs.on,
         "pruned": getattr(model.config, "log_pruning_tolerance", None) is not None,
-        "backends": {op: backend.text for op, backend in chosen.items()},
+        "backends": backends,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         **times,
     }

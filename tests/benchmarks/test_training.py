@@ -94,6 +94,17 @@ def test_a_row_without_checkpointing_may_have_cuda_graphs_where_the_experiment_c
         benchmark.compose(name, benchmark.overrides(args, True))
 
 
+def test_cudnns_attention_is_asked_of_models_that_could_use_it(benchmark):
+    """Gates would go on in our kernels, and the row would say that it is cuDNN's."""
+    args = benchmark.parse_args([*SMALL, "--experiments", "demo/fox_pro"])
+    args.attention = "cudnn"
+    for experiment in ("demo/fox_pro", "demo/mamba2"):
+        with pytest.raises(ValueError, match="--attention cudnn: no layer of this model has attention without gates"):
+            benchmark.measure(args, experiment, checkpointing=False, cold=True)
+    with pytest.raises(ValueError, match="--attention cudnn needs a GPU"):
+        benchmark.measure(args, "demo/transformer_llama", checkpointing=False, cold=True)
+
+
 def test_overrides_reach_the_model(benchmark):
     args = benchmark.parse_args([*SMALL, "--experiments", "demo/fox_pro", "--overrides", "scale.num_hidden_layers=1"])
     shallow = benchmark.measure(args, "demo/fox_pro", checkpointing=False, cold=True)
