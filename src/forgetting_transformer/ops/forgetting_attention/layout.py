@@ -98,7 +98,9 @@ def with_whole_channels(x: Tensor) -> Tensor:
 
 
 def side_by_side(x: Tensor | None) -> Tensor | None:
-    """A vector with one number per head or channel as kernels read it: not every second number of a wider one."""
+    """A tensor that kernels read as one piece of memory, such as a vector with one number per head. Operators say so
+    themselves: `.contiguous()` before the call does not keep compiled code from padding rows.
+    """
     return None if x is None else x.contiguous()
 
 

@@ -58,6 +58,7 @@ from forgetting_transformer.ops.forgetting_attention.layout import (
     empty_heads_like,
     fits_descriptor,
     on_device_of_first,
+    side_by_side,
     signature,
     with_whole_channels,
 )
@@ -88,7 +89,7 @@ def find_bounds(q: Tensor, k: Tensor, first_key: Tensor | None, sm_scale: float)
         float32, base 2: the largest norm of a query times the scale `(Z, Q)`, the least score of a query with itself
         `(Z, Q)`, the largest norm of a key `(Z, S)`.
     """
-    q, k = with_whole_channels(q), with_whole_channels(k)
+    q, k, first_key = with_whole_channels(q), with_whole_channels(k), side_by_side(first_key)
     prepared = _prepare_bounds(signature(q), signature(k), alignments(first_key), q.device)
     query_norm, self_score, key_norm = _bounds_like(prepared.sizes, q.device)
     prepared.launch(
@@ -161,6 +162,7 @@ def sum_decay(
     """
     if threshold is not None:
         threshold = threshold.float().contiguous()
+    first_key = side_by_side(first_key)
     others = alignments(threshold, query_norm, self_score, key_norm, first_key)
     prepared = _prepare_sums(signature(log_fgate), num_queries, others, _MAX_CHUNK, log_fgate.device)
     decay = _empty_decay(prepared.fields, log_fgate.device)
@@ -252,6 +254,7 @@ def forward(
             Queries that see nothing give 0 and a log-normaliser of -inf.
     """
     q, k, v = with_whole_channels(q), with_whole_channels(k), with_whole_channels(v)
+    first_key = side_by_side(first_key)
     tensors = signature(q), signature(k), signature(v)
     inputs = _prepare_forward(tensors, alignments(first_key, *decay), q.device)
     log_normaliser = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -369,6 +372,7 @@ def backward(
     d_out, q, k, v = with_whole_channels(d_out), with_whole_channels(q), with_whole_channels(k), with_whole_channels(v)
     if d_log_normaliser is not None:
         d_log_normaliser = d_log_normaliser.contiguous()
+    first_key = side_by_side(first_key)
     tensors = signature(q), signature(k), signature(v), signature(d_out)
     others = alignments(first_key, d_log_normaliser, log_normaliser, *decay)
     prepared = _prepare_backward(tensors, signature(out), signature(log_fgate), others, q.device)
@@ -389,9 +393,7 @@ def backward(
             end_query = None
             if first_key is not None:
                 positions = torch.arange(sizes.keys, dtype=torch.int32, device=device).expand(sizes.batch, -1)
-                end_query = torch.searchsorted(
-                    first_key.contiguous(), positions.contiguous(), right=True, out_int32=True
-                )
+                end_query = torch.searchsorted(first_key, positions.contiguous(), right=True, out_int32=True)
             keys = prepared.kept(_KeyGradient)
             in_q, in_k, in_v, in_d_out = keys.located
             keys.launch(

@@ -324,8 +324,8 @@ def _scan_with_kernel(
         starts_BT = starts.index_fill(0, cu_seqlens.long(), 1)[:-1].view(x_BTI.shape[:2])
         # The first document of a row goes on from the initial state.
         starts_BT = torch.cat((torch.zeros_like(starts_BT[:, :1]), starts_BT[:, 1:]), dim=1)
-    state_BIK = None if initial_state_BIK is None else initial_state_BIK.float().contiguous()
-    arguments = (x_BTI, dt_BTI, A_IK.float().contiguous(), B_BTK, C_BTK, D_I, dt_bias_I, starts_BT, state_BIK)
+    state_BIK = None if initial_state_BIK is None else initial_state_BIK.float()
+    arguments = (x_BTI, dt_BTI, A_IK.float(), B_BTK, C_BTK, D_I, dt_bias_I, starts_BT, state_BIK)
     found = backends.attempt("selective_scan", torch.ops.forgetting_transformer.scan_forward, *arguments)
     return None if found is None else found[:2]
 

@@ -88,11 +88,12 @@ def _forward(
 
     Args:
         x, dt, A, B, C, D, dt_bias, initial_state: as of the package's `selective_scan`, not float64; A and the initial
-            state float32 and contiguous, of at most 16 states per channel.
+            state float32, of at most 16 states per channel.
         starts: `(B, T)` int8, 1 for the first token of each packed document.
     """
     x, dt, B, C = (with_whole_channels(tensor) for tensor in (x, dt, B, C))
-    D, dt_bias = side_by_side(D), side_by_side(dt_bias)
+    A, D, dt_bias = A.contiguous(), side_by_side(D), side_by_side(dt_bias)
+    starts, initial_state = side_by_side(starts), side_by_side(initial_state)
     batch, length, channels = x.shape
     states = A.shape[1]
     chunks = triton.cdiv(length, CHUNK)
@@ -154,8 +155,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dt, A, B, C, D, dt_bias and the initial state; those of a missing D or bias are empty."""
     x, dt, B, C = (with_whole_channels(tensor) for tensor in (x, dt, B, C))
-    D, dt_bias = side_by_side(D), side_by_side(dt_bias)
-    dy = dy.contiguous()
+    A, D, dt_bias = A.contiguous(), side_by_side(D), side_by_side(dt_bias)
+    dy, starts = dy.contiguous(), side_by_side(starts)
     batch, length, channels = x.shape
     states, chunks = A.shape[1], before.shape[1]
     options = {"SOFTPLUS": dt_bias is not None, "HAS_STARTS": starts is not None, "CHUNK": CHUNK, "STATES": states}

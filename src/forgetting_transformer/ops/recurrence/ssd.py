@@ -177,7 +177,7 @@ def forward_into(
 ) -> Tensor:
     """Writes the outputs into `out`, whose channels lie side by side, and returns the final state."""
     q, k, v = (with_whole_channels(x) for x in (q, k, v))
-    skip = side_by_side(skip)
+    skip, documents = side_by_side(skip), side_by_side(documents)
     call = _Call.of(q, v)
     sums, steps = _decays(call, log_decay, step, q)
     scores = _scores(call, q, k)
@@ -244,7 +244,7 @@ def backward_into(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Writes gradients of q, k and v into dq, dk and dv, whose channels lie side by side; returns the others."""
     d_out, q, k, v = (with_whole_channels(x) for x in (d_out, q, k, v))
-    skip = side_by_side(skip)
+    skip, documents = side_by_side(skip), side_by_side(documents)
     call = _Call.of(q, v)
     sums, steps = _decays(call, log_decay, step, q)
     scores = _scores(call, q, k)
