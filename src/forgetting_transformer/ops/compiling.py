@@ -21,9 +21,10 @@ _is_recording = False
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Registers a function that launches kernels as `torch.ops.forgetting_transformer.<name>`; it changes no input.
 
-    Kernels read any strides, and the layout of their outputs depends on shapes only. So compiled code may hand inputs
-    over as they lie in memory. Without this it would keep to the layout of the eager model, and since TorchInductor
-    pads the rows of its matrix products, that would cost a copy of each slice of them.
+    The function takes any strides: what a kernel reads as one piece it makes contiguous itself, since callers cannot.
+    The layout of its outputs depends on shapes only. So compiled code may hand inputs over as they lie in memory.
+    Without this it would keep to the layout of the eager model, and since TorchInductor pads the rows of its matrix
+    products, that would cost a copy of each slice of them.
     """
     tags = (torch.Tag.flexible_layout,)
     return torch.library.custom_op(f"forgetting_transformer::{name}", mutates_args=(), tags=tags)
