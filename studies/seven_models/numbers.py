@@ -128,8 +128,6 @@ def recipes(file: Path) -> str:
     """FoX (Pro) with several seeds for each learning rate and warm-up: a row per recipe, from a JSON line per run."""
     if not file.is_file():
         return study_tables.NOT_RUN
-    from scipy import stats
-
     found: dict[tuple[float, int], list[dict[str, Any]]] = {}
     for line in file.read_text("utf-8").splitlines():
         run = json.loads(line)
@@ -137,18 +135,27 @@ def recipes(file: Path) -> str:
     rows = []
     for (rate, warmup), runs in sorted(found.items()):
         losses, train = ([run[which][0] for run in runs] for which in ("heldout_loss", "train_loss"))
-        deviation, freedom = statistics.stdev(losses), len(losses) - 1
-        # Of a standard deviation, from the chi-squared distribution.
-        low, high = (deviation * math.sqrt(freedom / stats.chi2.ppf(p, freedom)) for p in (0.975, 0.025))
         rows.append(
             [
                 rate_text(rate),
                 str(warmup),
                 str(len(runs)),
                 mean(losses).text(),
-                f"{deviation:.4f} ({low:.4f} to {high:.4f})",
+                _deviation(losses),
                 f"{statistics.mean(losses) - statistics.mean(train):+.3f}",
             ]
         )
     header = ["rate", "warm-up steps", "seeds", "held-out loss", "standard deviation of a run", "above training loss"]
     return markdown_table(header, rows, "rrrrrr")
+
+
+def _deviation(losses: Sequence[float]) -> str:
+    """Standard deviation of a run and its 95 % interval by the chi-squared distribution; a dash for a single run."""
+    from scipy import stats
+
+    freedom = len(losses) - 1
+    if not freedom:
+        return "–"
+    deviation = statistics.stdev(losses)
+    low, high = (deviation * math.sqrt(freedom / stats.chi2.ppf(p, freedom)) for p in (0.975, 0.025))
+    return f"{deviation:.4f} ({low:.4f} to {high:.4f})"

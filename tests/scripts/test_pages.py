@@ -161,6 +161,10 @@ def test_recipes_of_the_study_are_compared_by_how_far_their_seeds_are_apart(tmp_
     # Chi-squared of two degrees of freedom: 7.378 and 0.0506 at 97.5 and 2.5 %.
     assert "3.1000 ± 0.2484 |   0.1000 (0.0521 to 0.6285) |" in first and "+0.000" in first
     assert "0.2000 (0.1041 to 1.2569)" in second and "+0.100" in second
+    # One seed says nothing of how far runs are apart.
+    (tmp_path / "recipes.jsonl").write_text(f"{json.dumps(runs[-1])}\n")
+    (only,) = recipes(tmp_path / "recipes.jsonl").splitlines()[2:]
+    assert [cell.strip() for cell in only.split("|")[1:-1]] == ["2e-3", "16", "1", "3.4000", "–", "+0.300"]
 
 
 def test_kernels_of_a_step_are_counted_once(pages, monkeypatch):
