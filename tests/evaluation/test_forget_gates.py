@@ -93,10 +93,10 @@ def test_heads_of_a_group_share_its_keys(fields):
     shared, weight = torch.randn(1, length, width), 1 + torch.rand(width)
     layer.k_norm = GroupRMSNorm(1, width)
     layer.k_norm.weight.data = weight
-    grouped = forget_gates._attention_inputs(0, layer, hidden, q, shared)
+    (grouped,) = forget_gates._attention_inputs(0, layer, hidden, q, shared)
     layer.k_norm = GroupRMSNorm(layer.num_heads, layer.hidden_size)
     layer.k_norm.weight.data = weight.repeat(layer.num_heads)
-    apart = forget_gates._attention_inputs(0, layer, hidden, q, shared.repeat(1, 1, layer.num_heads))
+    (apart,) = forget_gates._attention_inputs(0, layer, hidden, q, shared.repeat(1, 1, layer.num_heads))
     assert grouped.k_HTD.shape == (layer.num_heads, length, width)
     torch.testing.assert_close(vars(grouped), vars(apart))
 

@@ -4,8 +4,10 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import zarr
 
 from tests.training.conftest import STEP, Job, changed, refused
 from tests.training.test_export import word_tokenizer
@@ -148,6 +150,33 @@ def test_gate_statistics_are_the_memory_lengths_of_the_finished_model(tiny, fini
     heads = [value for key, value in found[-1].items() if "/head_" in key]
     assert len(heads) == 4 and found[-1]["gates/longest"] == max(heads) > 1
     assert found[-1]["gates/shortest"] == min(heads) <= found[-1]["gates/median"]
+    assert not any("gates/pruned" in entry for entry in found), "this model does not prune"
+
+
+def test_gate_statistics_of_a_model_that_prunes_have_the_share_that_is_skipped(tiny, tmp_path):
+    from forgetting_transformer.data import LongCrawl64DataModule
+    from forgetting_transformer.evaluation.forget_gates import report_model
+    from forgetting_transformer.evaluation.models import load_model
+    from forgetting_transformer.training import parse
+
+    # Three tiles of 128 positions, and gates that are nearly shut.
+    for split in ("train", "heldout"):
+        tokens = np.random.default_rng(0).integers(1, 64, size=(8, 384)).astype(np.uint16)
+        zarr.create_array(tmp_path / "data/tiny" / f"{split}.zarr", data=tokens, chunks=(4, 384))
+    gates = {"fgate_type": "fixed", "fgate_bias_init": True, "decay_time_min": 0.1, "decay_time_max": 1}
+    for key, value in ({"log_pruning_tolerance": -10.0} | gates).items():
+        tiny = changed(tiny, **{f"model__config__{key}": value})
+    lengths = {"train_batch_len": 384, "train_batch_size": 1, "eval_batch_len": 384, "eval_tokens": 4 * 384}
+    tiny = changed(tiny, data_dir=str(tmp_path / "data"), **{f"datamodule__{k}": v for k, v in lengths.items()})
+    tiny = changed(tiny, train={"max_tokens": 2 * 384, "grad_acc_tokens": 384}, skip_eval=True)
+    job = Job(changed(tiny, callbacks__gate_statistics={"interval": 2 * 384}))
+    assert job.wait() == [0], job.errors()
+    model, shape = load_model(tiny["output_dir"]).model, vars(parse(tiny).datamodule)
+    data = LongCrawl64DataModule(tiny["data_dir"], **{key: value for key, value in shape.items() if key != "name"})
+    texts = next(iter(data.eval_loader(0, 1)))["input_ids"]
+    heads = [head for text in texts for head in report_model(model, text, -20.0)]
+    share = lines(tiny["output_dir"], "gates")[-1]["gates/pruned"]
+    assert len(texts) == 4 and share == pytest.approx(sum(head.pruned for head in heads) / len(heads)) and share > 0
 
 
 def test_gate_statistics_of_a_model_without_gates_are_refused(tiny):

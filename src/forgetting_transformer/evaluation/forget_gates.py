@@ -9,10 +9,11 @@ of 16k tokens needs no more memory than a strip and the picture.
 Axes: `forgetting_transformer/ops/__init__.py`. P is the pixels of a picture's side.
 """
 
+import contextlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,17 @@ def visit(model: Any, input_ids_T: Tensor, layers: Sequence[int], use: Callable[
         if layer not in available:
             known = ", ".join(map(str, available))
             raise EvaluationError(f"--layers={layer}: the model's forgetting-attention layers are {known}")
+    with watching({layer: available[layer] for layer in layers}, use):
+        # The blocks alone: this evaluation needs no logits.
+        model.decoder(input_ids=input_ids_T[None], use_cache=False)
+
+
+@contextlib.contextmanager
+def watching(mixers: Mapping[int, ForgettingAttentionLayer], use: Callable[[AttentionInputs], None]) -> Iterator[None]:
+    """While inside, `use` gets the inputs of attention of these layers, by block index, whenever the model runs.
+
+    It is called after each layer, once for every sequence of the batch, in their order.
+    """
     held: dict[str, Tensor] = {}
     handles = []
 
@@ -100,20 +112,19 @@ def visit(model: Any, input_ids_T: Tensor, layers: Sequence[int], use: Callable[
 
     def hand_over(layer: int) -> Callable:
         def hook(mixer: ForgettingAttentionLayer, args: tuple, _out: tuple) -> None:
-            use(_attention_inputs(layer, mixer, args[0], held.pop("q"), held.pop("k")))
+            for inputs in _attention_inputs(layer, mixer, args[0], held.pop("q"), held.pop("k")):
+                use(inputs)
 
         return hook
 
-    for layer in layers:
-        mixer = available[layer]
+    for layer, mixer in mixers.items():
         handles += [
             (mixer.q_norm or mixer.q_proj).register_forward_hook(keep("q")),
             (mixer.k_norm or mixer.k_proj).register_forward_hook(keep("k")),
             mixer.register_forward_hook(hand_over(layer)),
         ]
     try:
-        # The blocks alone: this evaluation needs no logits.
-        model.decoder(input_ids=input_ids_T[None], use_cache=False)
+        yield
     finally:
         for handle in handles:
             handle.remove()
@@ -121,15 +132,17 @@ def visit(model: Any, input_ids_T: Tensor, layers: Sequence[int], use: Callable[
 
 def _attention_inputs(
     layer: int, mixer: ForgettingAttentionLayer, hidden_BTE: Tensor, q: Tensor, k: Tensor
-) -> AttentionInputs:
-    per_head = (1, hidden_BTE.shape[1], -1, mixer.head_dim)
+) -> Iterator[AttentionInputs]:
+    """Of every sequence of the batch."""
+    per_head = (*hidden_BTE.shape[:2], -1, mixer.head_dim)
     q_BTHD, k_BTHD = (x.float().reshape(per_head) for x in (q, k))
     if mixer.use_rope:
         q_BTHD, k_BTHD = (rotate(x, 0, mixer.rope_base) for x in (q_BTHD, k_BTHD))
-    q_HTD, k_HTD = q_BTHD[0].transpose(0, 1), _per_query_head(k_BTHD[0].transpose(0, 1), mixer.num_heads)
-    log_fgate_HT = mixer.log_forget_gate(hidden_BTE)[0].T.double()
+    log_fgate_BTH = mixer.log_forget_gate(hidden_BTE)
     bound_H = None if mixer.q_norm is None else mixer.score_bound()
-    return AttentionInputs(layer, q_HTD, k_HTD, log_fgate_HT, bound_H, mixer.log_pruning_tolerance)
+    for q_THD, k_THD, log_fgate_TH in zip(q_BTHD, k_BTHD, log_fgate_BTH, strict=True):
+        q_HTD, k_HTD = q_THD.transpose(0, 1), _per_query_head(k_THD.transpose(0, 1), mixer.num_heads)
+        yield AttentionInputs(layer, q_HTD, k_HTD, log_fgate_TH.T.double(), bound_H, mixer.log_pruning_tolerance)
 
 
 def _per_query_head(values: Tensor, num_heads: int) -> Tensor:

@@ -1,18 +1,19 @@
-"""The callback `gate_statistics`: how far back each head of a FoX model sees, while it is trained.
+"""The callback `gate_statistics`: while a FoX model is trained, how far back each head sees and what pruning skips.
 
 Heads of a Transformer (Pro) have no gates: their memory length is the whole context, and the log says so.
 
     python train.py … callbacks=[gate_statistics] callbacks.gate_statistics.interval=1000000000
 
 Writes gates.jsonl: `gates/layer_<l>/head_<h>`, the memory length of a head in tokens (forget_gates.memory_lengths),
-mean over the first held-out batch of every rank; and `gates/shortest`, `gates/median` and `gates/longest` of all heads.
+mean over the first held-out batch of every rank; `gates/shortest`, `gates/median` and `gates/longest` of all heads.
+For a model that prunes also `gates/pruned`, the share of tiles that pruning skips, mean over heads and the same texts.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forgetting_transformer import plugins
 from forgetting_transformer.ranges import TOKENS, within
@@ -22,6 +23,7 @@ from forgetting_transformer.training.config import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forgetting_transformer.evaluation.forget_gates import AttentionInputs
     from forgetting_transformer.training.interface import TrainerInterface
 
 
@@ -67,35 +69,40 @@ class GateStatistics(Callback):
         fabric = trainer.fabric
         batch = fabric.to_device(next(iter(trainer.data.eval_loader(fabric.global_rank, fabric.world_size))))
         with torch.no_grad():
-            memory_LH = self._memory(trainer, batch)
+            memory_LH, pruned_LH = self._measure(trainer, batch)
         trainer.sum_over_ranks(memory_LH)
         memory_LH /= fabric.world_size
         rows = zip(self._layers, memory_LH.tolist(), strict=True)
         heads = {f"gates/layer_{layer}/head_{h}": value for layer, row in rows for h, value in enumerate(row)}
         least, median, most = memory_LH.min().item(), memory_LH.median().item(), memory_LH.max().item()
-        trainer.report("gates", {"gates/shortest": least, "gates/median": median, "gates/longest": most, **heads})
+        found = {"gates/shortest": least, "gates/median": median, "gates/longest": most, **heads}
+        if pruned_LH is not None:
+            trainer.sum_over_ranks(pruned_LH)
+            found["gates/pruned"] = pruned_LH.mean().item() / fabric.world_size
+        trainer.report("gates", found)
 
-    def _memory(self, trainer: TrainerInterface, batch: dict[str, Tensor]) -> Tensor:
-        """Memory length of every head, `(L, H)` float64, mean over the sequences of this rank's batch."""
+    def _measure(self, trainer: TrainerInterface, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Of every head, `(L, H)` float64, mean over the sequences of this rank's batch: its memory length, and the
+        share of tiles that pruning skips, None for a model without pruning.
+        """
         import torch
 
         from forgetting_transformer.data.corpus import model_inputs
-        from forgetting_transformer.evaluation.forget_gates import memory_lengths
+        from forgetting_transformer.evaluation.forget_gates import memory_lengths, pruned_share, watching
 
-        found: list[Tensor] = []
+        memory: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
+        pruned: dict[int, list[Tensor]] = {layer: [] for layer in self._layers}
 
-        def measure(mixer: Any, inputs: tuple[Any, ...], _output: Any) -> None:
-            log_fgate_BTH = mixer.log_forget_gate(inputs[0])
-            lengths_BH = [memory_lengths(log_fgate_TH.T)[0] for log_fgate_TH in log_fgate_BTH]
-            found.append(torch.stack(lengths_BH).mean(0))
+        def measure(inputs: AttentionInputs) -> None:
+            memory[inputs.layer].append(memory_lengths(inputs.log_fgate_HT)[0])
+            if inputs.tolerance is not None:
+                pruned[inputs.layer].append(pruned_share(inputs, inputs.tolerance))
 
-        handles = [mixer.register_forward_hook(measure) for mixer in self._layers.values()]
+        def means(of: dict[int, list[Tensor]]) -> Tensor:
+            return torch.stack([torch.stack(of_layer).mean(0) for of_layer in of.values()])
+
         trainer.model.eval()
-        try:
-            # The whole model, in which shards of weights come together when they are needed.
-            with trainer.uncompiled():
-                trainer.model(**model_inputs(batch))
-        finally:
-            for handle in handles:
-                handle.remove()
-        return torch.stack(found)
+        # The whole model, in which shards of weights come together when they are needed.
+        with watching(self._layers, measure), trainer.uncompiled():
+            trainer.model(**model_inputs(batch))
+        return means(memory), means(pruned) if all(pruned.values()) else None
