@@ -1,0 +1,51 @@
+#!/usr/bin/env python
+"""Makes downstream tasks of the held-out texts of a corpus of code, for a machine without a network.
+
+    python scripts/code_tasks.py --data_path data/python_code --out output/tasks
+    python eval/longbench/run_longbench.py --model_path runs/fox --data_dir output/tasks --sets lcc \\
+        --save_dir output/longbench
+    python eval/lm_eval_harness/run_lm_eval.py --model_path runs/fox --include_path output/tasks --tasks next_line \\
+        --save_dir output/lm_eval
+
+OUT receives lcc.jsonl (LongBench's format: write the next line) and next_line.yaml with next_line.jsonl (lm_eval's:
+which of four lines comes next?). The same corpus gives the same questions. Scores of models with one corpus are
+comparable with each other, and not with those of LongBench's own set.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from forgetting_transformer import command_line
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--data_path", type=command_line.name, required=True, help="folder of a corpus with heldout.zarr and tokenizer"
+    )
+    parser.add_argument("--questions", type=int, default=500, help="of each task, at most; default %(default)s")
+    parser.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
+    args = parser.parse_args(argv)
+    if args.questions < 1:
+        parser.error(f"--questions={args.questions} must be at least 1")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    from forgetting_transformer.data import DataError
+    from forgetting_transformer.evaluation.code_tasks import make_tasks
+    from forgetting_transformer.evaluation.models import EvaluationError
+
+    try:
+        count = make_tasks(args.data_path, args.out, args.questions)
+    except (EvaluationError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{count} questions in {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(command_line.run(main))

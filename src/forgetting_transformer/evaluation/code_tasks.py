@@ -1,0 +1,144 @@
+"""Downstream tasks that need no network, made of the held-out texts of a corpus of code: which line comes next?
+
+Both evaluations read them as they read tasks of others:
+
+    lcc.jsonl                       LongBench's format and its prompt for code: a model writes the next line, and the
+                                    score is how similar it is to the true one
+    next_line.yaml, next_line.jsonl lm_eval's format: which of four lines comes next? The wrong ones are lines of the
+                                    same text that are indented like the true one. Chance is 25 %
+
+The same corpus gives the same questions. Texts are held out, so no model was trained on them.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forgetting_transformer.evaluation.models import EvaluationError
+from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
+from forgetting_transformer.files import replacing
+
+#: Characters before the line that is asked for: at most in either task, and at least.
+LONG, SHORT, FEWEST = 12_000, 1_500, 400
+#: Wrong choices beside the true line.
+_WRONG = 3
+_TASK = """\
+# Which of four lines of code comes next? Made by scripts/code_tasks.py; chance is 25 %.
+task: next_line
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+output_type: multiple_choice
+test_split: test
+doc_to_text: code
+doc_to_choice: choices
+doc_to_target: label
+target_delimiter: ""
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+  - metric: acc_norm
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
+    """Writes both tasks into a folder, and returns how many questions each has.
+
+    Args:
+        data_path: folder of a corpus with its tokenizer.
+        questions: how many at most, spread evenly over the held-out rows.
+
+    Raises:
+        EvaluationError: the corpus has no tokenizer, or its texts have no line to ask for.
+        DataError: the corpus has no held-out texts.
+    """
+    from forgetting_transformer.tokenizer import load_tokenizer
+
+    folder = find_heldout(data_path)
+    if not (folder / "tokenizer").is_dir():
+        raise EvaluationError(
+            f"{folder} has no tokenizer, so that its texts cannot be read: name a corpus that has one"
+        )
+    tokenizer, data = load_tokenizer(folder / "tokenizer"), open_heldout(folder)
+    per_row = math.ceil(questions / data.sequences)
+    asked: list[dict[str, Any]] = []
+    for row in range(data.sequences):
+        text = tokenizer.decode(data.read(row)[0].tolist(), skip_special_tokens=True)
+        asked += list(ask(text, per_row, np.random.default_rng(row)))
+    # Evenly over the rows, if there are a few too many.
+    kept = [asked[i] for i in np.linspace(0, len(asked) - 1, min(questions, len(asked))).round().astype(int)]
+    if not kept:
+        raise EvaluationError(f"the held-out texts of {folder} have no line of code to ask for")
+    out.mkdir(parents=True, exist_ok=True)
+    _write(out / "lcc.jsonl", [_for_longbench(number, question) for number, question in enumerate(kept)])
+    _write(out / "next_line.jsonl", [_for_lm_eval(question) for question in kept])
+    with replacing(out / "next_line.yaml") as stream:
+        stream.write(_TASK.format(file=json.dumps(str((out / "next_line.jsonl").absolute()))).encode())
+    return len(kept)
+
+
+def ask(text: str, count: int, random: np.random.Generator) -> Iterator[dict[str, Any]]:
+    """Up to `count` questions about a text: the text `before` a line, the `line`, and `wrong` ones."""
+    lines = text.split("\n")
+    starts = np.cumsum([0, *(len(line) + 1 for line in lines)])
+    by_indent: dict[int, list[int]] = {}
+    for number, line in enumerate(lines[1:-1], start=1):  # the first and the last may be cut
+        if is_code(line):
+            by_indent.setdefault(_indent(line), []).append(number)
+    eligible = [
+        number
+        for numbers in by_indent.values()
+        for number in numbers
+        if starts[number] >= FEWEST and len({lines[other] for other in numbers} - {lines[number]}) >= _WRONG
+    ]
+    for number in sorted(random.permutation(sorted(eligible))[:count].tolist()):
+        line = lines[number]
+        others = sorted({lines[other] for other in by_indent[_indent(line)]} - {line})
+        wrong = [others[i] for i in random.permutation(len(others))[:_WRONG]]
+        yield {
+            "before": text[: starts[number]],
+            "line": line,
+            "wrong": wrong,
+            "place": int(random.integers(_WRONG + 1)),
+        }
+
+
+def is_code(line: str) -> bool:
+    """Whether a line is worth asking for: code of some length, and nothing that LongBench's score leaves out."""
+    found = line.strip()
+    has_marks = any(mark in found for mark in ("#", "`", "//", '"""', "'''"))
+    return 10 <= len(found) <= 120 and not has_marks and any(mark in found for mark in "=(.:")
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _last(text: str, characters: int) -> str:
+    """Whole lines at the end of a text."""
+    return text if len(text) <= characters else text[-characters:].partition("\n")[2]
+
+
+def _for_longbench(number: int, question: dict[str, Any]) -> dict[str, Any]:
+    context = _last(question["before"], LONG)
+    about = {"length": len(context.split()), "dataset": "lcc", "language": "python", "all_classes": None}
+    return {"input": "", "context": context, "answers": [question["line"]], **about, "_id": f"heldout-{number}"}
+
+
+def _for_lm_eval(question: dict[str, Any]) -> dict[str, Any]:
+    place = question["place"]
+    choices = [*question["wrong"][:place], question["line"], *question["wrong"][place:]]
+    return {"code": _last(question["before"], SHORT), "choices": choices, "label": place}
+
+
+def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with replacing(file) as stream:
+        stream.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
