@@ -4,7 +4,7 @@
 # studies/seven_models/README.md.
 #
 #   bash scripts/study.sh FOLDER               everything; the same command continues where it stopped
-#   bash scripts/study.sh FOLDER corpus|train|evaluate|collect …    only these stages
+#   bash scripts/study.sh FOLDER corpus|train|evaluate|downstream|collect …    only these stages
 #
 # Uses all GPUs in CUDA_VISIBLE_DEVICES, or all there are, and `python` (PYTHON=… names another), with this project
 # installed. Results are in FOLDER/report. A stage does what it can with what is there and says what it skips;
@@ -22,6 +22,11 @@
 #   MODELS             the slowest first
 #   SOURCES            folders with the texts of the corpus, without near-duplicates; VOCABULARY, DOC_LEN, HELDOUT_DOCS
 #   OVERRIDES          more overrides of train.py for all runs
+#   SPEED_SEEDS        seeds whose speeds are measured (default: the first)
+#   QUESTIONS          of the tasks that `downstream` makes of held-out texts
+#   NEEDLE             options of eval/niah/run_niah.py: lengths, depths and so on of the needle in a haystack
+#   LONGBENCH_DATA     LongBench's own data, which is then answered too; LM_EVAL_TASKS names tasks of lm_eval, with commas
+#                      between them, whose data is in the cache of Hugging Face
 set -euo pipefail
 # Ctrl-C, which training answers by saving, must not lead to the next stage.
 trap 'exit 130' INT
@@ -54,7 +59,7 @@ if command -v flock >/dev/null && ! flock --nonblock 9; then
 fi
 echo $$ >"$folder/study.lock"
 stages=("${@:2}")
-[ ${#stages[@]} -gt 0 ] || stages=(corpus train evaluate collect)
+[ ${#stages[@]} -gt 0 ] || stages=(corpus train evaluate downstream collect)
 cd "$root"
 export HF_HUB_OFFLINE=1
 
@@ -166,11 +171,62 @@ position_loss() { # run
 }
 
 speed() { # run
-    local results="$folder/speed/$1.json"
-    ! { [ -f "$results" ] && grep -q '"status": "ok"' "$results" && is_current "$results" "$1"; } || return 0
-    "$python" benchmarks/training.py --experiments "$folder/runs/$1" --seq_len "${SPEED_LEN:-4096}" \
+    measure_speed "$1" "$folder/speed/$1.json" || return
+    # What pruning is worth: the same weights without it.
+    ! grep -qs 'log_pruning_tolerance: -' "$folder/runs/$1/config.yaml" ||
+        measure_speed "$1" "$folder/speed/unpruned/$1.json" --overrides model.config.log_pruning_tolerance=null
+}
+
+measure_speed() { # run results option …
+    local run=$1 results=$2
+    ! { [ -f "$results" ] && grep -q '"status": "ok"' "$results" && is_current "$results" "$run"; } || return 0
+    mkdir -p "$(dirname "$results")"
+    "$python" benchmarks/training.py --experiments "$folder/runs/$run" --seq_len "${SPEED_LEN:-4096}" \
         --batch_size "${SPEED_BATCH:-16}" --checkpointing off --optimizer_step --steps 5 --time_limit 120 --replace \
-        --out "$results" >"$folder/logs/speed-$1.log" 2>&1
+        --out "$results" "${@:3}" >>"$folder/logs/speed-$run.log" 2>&1
+}
+
+# Whether there is nothing to ask of a run: it is not finished, or has been asked. Answers of older weights are removed.
+is_asked() { # file of results, in their folder; run
+    if ! grep -qs '"status": "done"' "$folder/runs/$2/status.json"; then
+        echo "downstream tasks of $2 are skipped: it is not finished"
+        return 0
+    fi
+    ! is_current "$1" "$2" || return 0
+    local folder_of_results=${1%/*}
+    [ ! -d "$folder_of_results" ] || [ "$folder_of_results/settings.json" -nt "$folder/runs/$2/checkpoints" ] ||
+        rm -r "$folder_of_results"
+    return 1
+}
+
+# Only the words right after the prompt are scored, so that the paper's 1,024 tokens of an answer would be a waste.
+needle() { # run
+    local mode options
+    read -ra options <<<"${NEEDLE:---max_length 8000 --num_lengths 8 --num_depths 6}"
+    for mode in paper paper_easy; do
+        is_asked "$folder/downstream/needle/$1/$mode/scores.json" "$1" ||
+            "$python" eval/niah/run_niah.py --model_path "$folder/runs/$1" --mode "$mode" --max_new_tokens 64 \
+                --local_batch_size 6 --save_dir "$folder/downstream/needle" "${options[@]}" \
+                >>"$folder/logs/needle-$1.log" 2>&1 || return
+    done
+}
+
+# Writing the next line of code, and LongBench's own sets where their data is.
+longbench() { # run
+    is_asked "$folder/downstream/next_line/$1/results.json" "$1" ||
+        "$python" eval/longbench/run_longbench.py --model_path "$folder/runs/$1" --data_dir "$folder/tasks" --sets lcc \
+            --save_dir "$folder/downstream/next_line" >>"$folder/logs/longbench-$1.log" 2>&1 || return
+    [ -z "${LONGBENCH_DATA:-}" ] || is_asked "$folder/downstream/longbench/$1/results.json" "$1" ||
+        "$python" eval/longbench/run_longbench.py --model_path "$folder/runs/$1" --data_dir "$LONGBENCH_DATA" \
+            --save_dir "$folder/downstream/longbench" >>"$folder/logs/longbench-$1.log" 2>&1
+}
+
+# Choosing the next line of code, and lm_eval's own tasks where their data is.
+lm_eval() { # run
+    is_asked "$folder/downstream/lm_eval/$1/results.json" "$1" ||
+        "$python" eval/lm_eval_harness/run_lm_eval.py --model_path "$folder/runs/$1" --include_path "$folder/tasks" \
+            --tasks "next_line${LM_EVAL_TASKS:+,$LM_EVAL_TASKS}" --batch_size 16 --save_dir "$folder/downstream/lm_eval" \
+            >>"$folder/logs/lm_eval-$1.log" 2>&1
 }
 
 for stage in "${stages[@]}"; do
@@ -195,16 +251,31 @@ for stage in "${stages[@]}"; do
         step "loss at every position"
         for_each_run 4 position_loss "${seeds[@]}" || status=1
         step "tokens per second, each model alone on a GPU"
-        for_each_run 1 speed "${seeds[0]}" || status=1
+        read -ra speed_seeds <<<"${SPEED_SEEDS:-${seeds[0]}}"
+        for_each_run 1 speed "${speed_seeds[@]}" || status=1
+        ;;
+    downstream)
+        step "needle in a haystack"
+        for_each_run 4 needle "${seeds[@]}" || status=1
+        step "next line of code"
+        [ -f "$folder/tasks/next_line.yaml" ] || "$python" scripts/code_tasks.py --data_path "$corpus" \
+            --questions "${QUESTIONS:-500}" --out "$folder/tasks" || status=1
+        for_each_run 4 longbench "${seeds[@]}" || status=1
+        if "$python" -c 'import lm_eval' 2>/dev/null; then
+            for_each_run 4 lm_eval "${seeds[@]}" || status=1
+        else
+            echo "lm_eval is skipped: it is an extra, pip install -e '.[eval]'"
+        fi
         ;;
     collect)
         step "report"
         shopt -s nullglob
         "$python" scripts/study_report.py collect "$folder" --plan "$study" --data_path "$corpus" --position_loss "$folder/position_loss" \
-            --speed "$folder"/speed/*.json --out "$folder/report" || status=$?
+            --speed "$folder"/speed/*.json "$folder"/speed/unpruned/*.json \
+            --downstream "$folder/downstream" --out "$folder/report" || status=$?
         ;;
     *)
-        echo "stages are corpus, train, evaluate and collect, not $stage" >&2
+        echo "stages are corpus, train, evaluate, downstream and collect, not $stage" >&2
         exit 2
         ;;
     esac

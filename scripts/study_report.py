@@ -7,10 +7,13 @@
 
 collect writes OUT/study.json (all numbers of the tables), OUT/study.yaml (the plan of the study), OUT/positions.npz
 (loss at every position) and figures: per_token_loss.png, compare.png (training), search.png (learning rates),
-memory.png (of the first model with forget gates). It also works on an unfinished study and names what it skips. tables
-replaces the text between <!-- NAME --> and <!-- end of NAME --> in a page. NAME is source, models, search, octaves,
-positions, comparison, variants, models_noise, variants_noise, or the name of a figure followed by _figure. The page
-links to the figures in their folder. (scripts/pages.py fills studies/seven_models/README.md.)
+memory.png (of the first model with forget gates), heads.png (while models with gates were trained), differences.png
+(held-out losses against the baseline). It also works on an unfinished study and names what it skips.
+
+tables replaces the text between <!-- NAME --> and <!-- end of NAME --> in a page. NAME is source, models, search,
+octaves, positions, comparison, variants, equal_loss, needle, downstream, claims, claim_rules, models_noise,
+variants_noise, or the name of a figure followed by _figure. The page links to the figures in their folder.
+(scripts/pages.py fills studies/seven_models/README.md.)
 """
 
 import argparse
@@ -28,7 +31,8 @@ from forgetting_transformer import command_line
 COMPARED_FROM = 256
 #: What collect writes, besides study.yaml.
 COMMAND = "scripts/study_report.py"
-FILES = ("study.json", "positions.npz", "search.png", "octaves.png", "compare.png", "per_token_loss.png", "memory.png")
+FILES = ("study.json", "positions.npz", "search.png", "octaves.png", "compare.png", "per_token_loss.png", "memory.png",
+         "differences.png", "heads.png")  # fmt: skip
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -48,6 +52,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     collect.add_argument(
         "--speed", type=command_line.path, nargs="*", default=[], help="files of benchmarks/training.py --out"
+    )
+    collect.add_argument(
+        "--downstream", type=command_line.path, help="folder of the stage of that name of scripts/study.sh"
     )
     collect.add_argument(
         "--documents", type=int, default=8, help="texts that the pruned share is a mean of; %(default)s"
@@ -95,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def collect(args: argparse.Namespace) -> None:
-    from forgetting_transformer.analysis import comparisons, outputs, position_loss, studies, study_tables
+    from forgetting_transformer.analysis import comparisons, outputs, position_loss, studies, study_scores, study_tables
     from forgetting_transformer.analysis.conditions import conditions
     from forgetting_transformer.analysis.plots.losses import loss_against_position
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
@@ -112,6 +119,10 @@ def collect(args: argparse.Namespace) -> None:
     runs = studies.runs_in(args.study, "runs", study["names"])
     positions = studies.read_positions(study, args.position_loss)
     study["comparison"] = position_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
+    study["changes"] = studies.position_changes(study, positions)
+    study["scores"] = (
+        study_scores.read_scores(args.downstream, studies.evaluated_runs(study)) if args.downstream else {}
+    )
 
     def name(model: str) -> str:
         return studies.display_name(study, model)
@@ -140,6 +151,15 @@ def collect(args: argparse.Namespace) -> None:
                 new / "memory.png",
                 study["names"],
             )
+            finished: dict[str, list[Path]] = {}
+            for run, model in studies.evaluated_runs(study):
+                finished.setdefault(model, []).append(args.study / "runs" / run)
+            study["pruning_loss"] = {
+                model: losses
+                for model, paths in finished.items()
+                if model in study["pruned"]
+                and (losses := losses_without_pruning(paths, args.data_path, args.documents))
+            }
             write_json(new / "study.json", study)
     except (EvaluationError, DataError) as error:
         skip(f"the share of tiles that is pruned: {error}")
@@ -150,10 +170,13 @@ def collect(args: argparse.Namespace) -> None:
 
 
 def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
-    """Draws the figures that study.json alone suffices for, and returns them: learning rates, loss by octave."""
+    """Draws the figures that study.json alone suffices for, and returns them: learning rates, loss by octave,
+    differences of losses, and heads over training.
+    """
     from forgetting_transformer.analysis.plots.losses import loss_by_octave
+    from forgetting_transformer.analysis.plots.studies import differences_to_baseline, heads_over_training
     from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
-    from forgetting_transformer.analysis.studies import display_name
+    from forgetting_transformer.analysis.studies import baseline_of, contrasts, display_name
 
     machine = study.get("environment", {}).get("machine", {}).get("device")
     made_on = [f"on {machine}"] if machine else []
@@ -191,6 +214,26 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
         }
         figures.append(folder / "octaves.png")
         loss_by_octave(octaves, study["comparison"], figures[-1], made_with, lengths)
+    panels = {}
+    for kind in ("models", "variants"):
+        found = contrasts(study, kind)
+        if found is not None and any(not math.isnan(apart.value) for apart in found.against.values()):
+            tokens = {model["budget"] for model in study[kind].values()}
+            budget = f", {tokens.pop() / 1e6:,.3g}M tokens" if len(tokens) == 1 else ""
+            seeds = f"{found.seeds} seed{'s' * (found.seeds != 1)}"
+            panels[f"{kind}{budget}, {seeds}"] = (display_name(study, baseline_of(study, kind)), found)
+    if panels:
+        figures.append(folder / "differences.png")
+        differences_to_baseline(panels, study.get("names", {}), figures[-1], made_on)
+    recorded = {
+        display_name(study, name): heads
+        for name, model in study["models"].items()
+        if (heads := [heads for heads in model.get("heads", ()) if heads])
+    }
+    if recorded:
+        lengths = {model.get("train_length") for model in study["models"].values()}
+        figures.append(folder / "heads.png")
+        heads_over_training(recorded, figures[-1], lengths.pop() if len(lengths) == 1 else None, made_on)
     return figures
 
 
@@ -249,6 +292,38 @@ def pruned_shares(
             made_with = [*conditions([read_run(path)]), f"one held-out text of {len(ids[0]):,} tokens"]
             heatmaps.heads_by_layer(*columns, figure, title, made_with)
     return shares
+
+
+def losses_without_pruning(runs: Sequence[Path], data_path: str, documents: int) -> dict[str, list[float]]:
+    """Held-out loss of each run with the pruning that it was trained with, and without, on the same texts, in nats.
+
+    Returns:
+        "pruned" and "unpruned", each with a loss per run; {} for models that do not prune.
+    """
+    import torch
+
+    from forgetting_transformer.evaluation import forget_gates, per_token_loss
+    from forgetting_transformer.evaluation.models import load_model, pick_device, precision_context, token_losses
+
+    data = per_token_loss.open_heldout(per_token_loss.find_heldout(data_path))
+    chosen = range(0, data.sequences, max(1, data.sequences // documents))[:documents]
+    found: dict[str, list[float]] = {"pruned": [], "unpruned": []}
+    for path in runs:
+        model = load_model(str(path), device=pick_device())
+        layers = forget_gates.attention_layers(model.model).values()
+        if all(layer.log_pruning_tolerance is None for layer in layers):
+            return {}
+        for which, losses in found.items():
+            if which == "unpruned":
+                for layer in layers:
+                    layer.log_pruning_tolerance = None
+            total = 0.0
+            for i in chosen:
+                ids_T = torch.from_numpy(data.read(i)[0].astype("int64")).to(model.device)
+                with torch.no_grad(), precision_context("auto", model.device):
+                    total += token_losses(model.model, ids_T[None, :-1], ids_T[None, 1:]).double().mean().item()
+            losses.append(total / len(chosen))
+    return found
 
 
 if __name__ == "__main__":

@@ -25,9 +25,19 @@ esac
 """
 
 
+#: What the script reads of its environment, which a test sets or leaves at its default.
+SETTINGS = (
+    "STUDY", "TOKENS", "SEARCH_TOKENS", "ABLATION_TOKENS", "SEEDS", "SPEED_SEEDS", "JOBS_PER_GPU", "MODELS", "SOURCES",
+    "VOCABULARY", "DOC_LEN", "HELDOUT_DOCS", "OVERRIDES", "SECONDS_TO_TRAIN", "QUESTIONS", "NEEDLE", "LONGBENCH_DATA",
+    "LM_EVAL_TASKS", "SPEED_LEN", "SPEED_BATCH", "EVAL_BATCH",
+)  # fmt: skip
+
+
 @pytest.fixture
-def study_sh(tmp_path):
+def study_sh(tmp_path, monkeypatch):
     """Runs stages of the script on runs that are there; returns exit code, output and the calls of Python."""
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
     python = tmp_path / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -98,6 +108,51 @@ def test_what_was_evaluated_is_not_evaluated_again_until_the_run_goes_on(study_s
         code, out, made = study_sh("evaluate")
         assert code == 0 and len(made) == calls and "position_loss/fox_pro_seed0/results.json is there already" in out
     assert all("runs/mamba2_seed0" in call for call in made) and "--no-resume" in made[0]
+
+
+def test_finished_runs_are_asked_once_and_again_when_they_have_gone_on(study_sh, tmp_path):
+    study_sh("train")  # makes the folders of two runs
+    run = tmp_path / "study/runs/fox_pro_seed0"
+    (run / "status.json").write_text('{"status": "done"}')
+    code, out, calls = study_sh("downstream")
+    assert code == 0 and "downstream tasks of mamba2_seed0 are skipped: it is not finished" in out
+    assert "needle of hgrn2_seed0 is skipped: there is no such run yet" in out
+    scripts = [call.split()[0] for call in calls]
+    assert scripts == [
+        "eval/niah/run_niah.py", "eval/niah/run_niah.py", "scripts/code_tasks.py", "eval/longbench/run_longbench.py",
+        "eval/lm_eval_harness/run_lm_eval.py",
+    ]  # fmt: skip
+    assert "--mode paper " in calls[0] and "--mode paper_easy " in calls[1] and "fox_pro_seed0" in calls[0]
+    results = [
+        tmp_path / "study/downstream" / name
+        for name in (
+            "needle/fox_pro_seed0/paper/scores.json", "needle/fox_pro_seed0/paper_easy/scores.json",
+            "next_line/fox_pro_seed0/results.json", "lm_eval/fox_pro_seed0/results.json",
+        )
+    ]  # fmt: skip
+    for file in [*results, tmp_path / "study/tasks/next_line.yaml"]:
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+        (file.parent / "settings.json").write_text("{}")
+    newest = max(file.stat().st_mtime for file in results)
+    os.utime(run / "checkpoints", (newest - 10, newest - 10))
+    code, out, calls = study_sh("downstream")
+    assert code == 0 and not calls and "next_line/fox_pro_seed0/results.json is there already" in out
+    # Answers that are not complete go on, as long as they are of these weights.
+    results[0].unlink()
+    assert ["--mode paper " in call for call in study_sh("downstream")[2]] == [True]
+    assert (results[0].parent / "settings.json").is_file()
+    os.utime(run / "checkpoints", (newest + 10, newest + 10))
+    assert len(study_sh("downstream")[2]) == 4 and not any(file.parent.exists() for file in results)
+
+
+def test_models_that_prune_are_timed_without_pruning_too(study_sh, tmp_path):
+    study_sh("train")
+    (tmp_path / "study/runs/fox_pro_seed0/config.yaml").write_text("    log_pruning_tolerance: -10.0\n")
+    (tmp_path / "study/runs/mamba2_seed0/config.yaml").write_text("    log_pruning_tolerance: null\n")
+    calls = [call for call in study_sh("evaluate")[2] if call.startswith("benchmarks/")]
+    unpruned = [call for call in calls if call.endswith("--overrides model.config.log_pruning_tolerance=null")]
+    assert len(calls) == 3 and len(unpruned) == 1 and "speed/unpruned/fox_pro_seed0.json" in unpruned[0]
 
 
 def test_ablations_are_those_of_the_models_that_were_chosen(study_sh):

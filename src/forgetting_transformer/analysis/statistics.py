@@ -5,7 +5,7 @@ what another corpus would.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,6 +74,23 @@ def difference(losses: Sequence[float], baseline: Sequence[float]) -> Estimate:
     return Estimate(value, quantile(freedom) * math.sqrt(shares.sum()))
 
 
+def with_texts_and_seeds(values_SN: np.ndarray, group_N: np.ndarray | None = None) -> Estimate:
+    """The mean of something measured with some seeds on some texts, and its 95 % interval.
+
+    Two parts add up as variances: other texts would change the mean of the seeds (whole groups of texts are drawn,
+    `clustered_error`; without groups, texts count as independent), and other seeds would change the mean over the texts
+    (Student's t). Without a second seed or text there is no interval.
+
+    Args:
+        values_SN: a value of each seed on each text.
+        group_N: the group of texts that each is from.
+    """
+    by_text_N, by_seed_S = values_SN.mean(0), values_SN.mean(1)
+    error = mean_and_error(by_text_N)[1] if group_N is None else clustered_error(by_text_N, group_N)
+    value, half_width = mean(by_seed_S.tolist())
+    return Estimate(value, math.nan if error is None else math.hypot(quantile(math.inf) * error, half_width))
+
+
 def quantile(degrees_of_freedom: float) -> float:
     """Student's t that a two-sided 95 % interval takes."""
     from scipy import stats  # a second to import, and only needed with several seeds
@@ -108,7 +125,9 @@ class Contrasts:
         return detectable(self.deviation, self.seeds, self.freedom, self.freedom // (self.seeds - 1), power)
 
 
-def against_baseline(losses: Mapping[str, Mapping[int, float]], baseline: str) -> Contrasts:
+def against_baseline(
+    losses: Mapping[str, Mapping[int, float]], baseline: str, compared: Collection[str] | None = None
+) -> Contrasts:
     """Compare models with a baseline by what they reach with the same seeds.
 
     The model is a two-way layout without interaction: what a seed does to all models cancels in differences, and the
@@ -117,6 +136,8 @@ def against_baseline(losses: Mapping[str, Mapping[int, float]], baseline: str) -
 
     Args:
         losses: model -> seed -> loss.
+        compared: the models that are compared with the baseline, for which the intervals hold at once; None: all. The
+            noise is estimated from all models.
     """
     seeds = sorted(seed for seed, loss in losses[baseline].items() if math.isfinite(loss))
     table = {
@@ -131,10 +152,11 @@ def against_baseline(losses: Mapping[str, Mapping[int, float]], baseline: str) -
     if freedom:
         residual_MS = loss_MS - loss_MS.mean(1, keepdims=True) - loss_MS.mean(0, keepdims=True) + loss_MS.mean()
         deviation = math.sqrt(float((residual_MS**2).sum()) / freedom)
-        half_width = dunnett_quantile(n_models - 1, freedom) * deviation * math.sqrt(2 / n_seeds)
+        asked = len(table.keys() - {baseline} if compared is None else table.keys() & set(compared))
+        half_width = dunnett_quantile(max(1, asked), freedom) * deviation * math.sqrt(2 / n_seeds)
     against = {}
     for name, of in losses.items():
-        if name == baseline:
+        if name == baseline or (compared is not None and name not in compared):
             continue
         common = [seed for seed in seeds if math.isfinite(of.get(seed, math.nan))]
         apart = float(np.mean([of[seed] - losses[baseline][seed] for seed in common])) if common else math.nan

@@ -1,5 +1,6 @@
 """Reads the results of a study (sweep/study.py) from its folder: all numbers, as one small JSON file."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -8,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.analysis import AnalysisError, position_loss
+from forgetting_transformer.analysis import AnalysisError, position_loss, statistics
+from forgetting_transformer.analysis.claim_rules import GLOBAL, LOCAL
 from forgetting_transformer.analysis.comparisons import Decisive, differing_settings
 from forgetting_transformer.analysis.conditions import conditions
 from forgetting_transformer.analysis.evaluations import read_json
@@ -19,6 +21,8 @@ from forgetting_transformer.nested import flatten
 
 #: States of a run.
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
+#: What benchmarks/training.py measures runs without pruning with.
+UNPRUNED = "log_pruning_tolerance=null"
 #: Points of a training curve that are kept.
 _CURVE_POINTS = 200
 
@@ -43,10 +47,17 @@ def read_study(folder: Path) -> dict[str, Any]:
     study = read_json(folder / "study.json")
     if (file := folder / "study.yaml").is_file():
         plan = read_plan(file)
-        study |= {"names": plan.names, "baseline": plan.baseline}
+        study |= _said_by(plan)
         if tokens := plan.overrides.get("search", {}).get("train.max_tokens"):
             study.setdefault("search_made_with", [f"{tokens:,} training tokens each"])
     return study
+
+
+def _said_by(plan: StudyPlan | None) -> dict[str, Any]:
+    """What tables need of a study's YAML."""
+    plan = plan or StudyPlan("", {})
+    claims = [dataclasses.asdict(claim) for claim in plan.claims]
+    return {"names": plan.names, "baseline": plan.baseline, "equal_loss": dict(plan.equal_loss), "claims": claims}
 
 
 def split_seed(run: str) -> tuple[str, int]:
@@ -98,7 +109,8 @@ def collect(
         decisive: what must be the same in the configs of a model's seeds, `training.continuing.decisive`.
 
     Returns:
-        Among others an empty "pruned", for model -> text length -> share of tiles that pruning skips.
+        Among others an empty "pruned", for model -> text length -> share of tiles that pruning skips, and an empty
+        "changes", for `position_changes`.
 
     Raises:
         AnalysisError: there is no run in the folder, or runs of one model differ in more than their seed.
@@ -118,15 +130,16 @@ def collect(
             loss = math.nan if run.diverged else run.final_loss(run.heldout_loss.size > 0)
             rates[rate_text(run.config["optimizer"]["lr"])] = loss if math.isfinite(loss) else None
     found: dict[str, Any] = {
-        "names": names,
-        "baseline": plan.baseline if plan else None,
+        **_said_by(plan),
         "models": {name: _describe(paths, decisive) for name, paths in runs.items()},
         "search": {name: search[name] for name in in_order(list(search), names)},
         "search_made_with": conditions([read_run(path) for path in searched]),
         "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
         "variants": {name: _describe(paths, decisive) for name, paths in variants.items()},
         "speed": _speeds(speed, {paths[0].name: name for name, paths in runs.items()}),
+        "pruning_speed": _pruning_speeds(speed, {path.name: name for name, paths in runs.items() for path in paths}),
         "pruned": {},
+        "changes": [],
     }
     for name, paths in runs.items():
         if (file := positions / paths[0].name / "results.json").is_file():
@@ -175,7 +188,30 @@ def _describe(paths: Sequence[Path], decisive: Decisive) -> dict[str, Any]:
         ],
         "heldout_loss": [_heldout_at_end(run) for run in runs],
         "curve": [_curve(run) for run in runs],
+        "heldout_curve": [
+            [[int(t), round(float(loss), 5)] for t, loss in zip(*run.heldout, strict=True)] for run in runs
+        ],
+        "train_length": config["datamodule"].get("train_batch_len"),
+        "heads": [_heads(run) for run in runs],
     }
+
+
+def _heads(run: Run) -> list[dict[str, float]]:
+    """What the callback gate_statistics recorded, an entry per measurement; [] where it was not there.
+
+    Returns:
+        Training `tokens`; `shortest`, `median` and `longest` memory of a head, in tokens; the shares of `local` and
+        `global` heads (claim_rules.py); and of the blocks that pruning skips, `pruned`, where there is pruning.
+    """
+    length = run.config["datamodule"].get("train_batch_len") or math.inf
+    found = []
+    for line in run.records("gates"):
+        memory = np.array([value for key, value in line.items() if "/head_" in key])
+        entry = {"tokens": line["step"], **{key: line[f"gates/{key}"] for key in ("shortest", "median", "longest")}}
+        entry["local"] = float((memory < LOCAL * length).mean())
+        entry["global"] = float((memory >= GLOBAL * length).mean())
+        found.append(entry | ({"pruned": line["gates/pruned"]} if "gates/pruned" in line else {}))
+    return found
 
 
 def _state(run: Run) -> str:
@@ -201,19 +237,68 @@ def _finite(value: float) -> float | None:
 
 def _speeds(files: Sequence[Path], models: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Model -> what the benchmark measured of its run; `models` maps the names of the runs of interest to them."""
-    speeds: dict[str, dict[str, Any]] = {}
-    for file in files:
-        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
-            if row["status"] == "ok" and row["trained"] and (run := Path(row["experiment"]).name) in models:
-                kept = ("tokens_per_second", "mfu", "peak_memory_bytes", "tokens_per_step")
-                speeds[models[run]] = {key: row[key] for key in kept}
+    kept = ("tokens_per_second", "mfu", "peak_memory_bytes", "tokens_per_step")
+    rows = _measured(files)
+    return {models[run]: {key: row[key] for key in kept} for run, pruned, row in rows if run in models and pruned}
+
+
+def _pruning_speeds(files: Sequence[Path], models: Mapping[str, str]) -> dict[str, dict[str, list[float]]]:
+    """Model -> tokens per second of its runs as they were trained, "pruned", and with pruning switched off, "unpruned".
+
+    Only runs of which both were measured.
+    """
+    rates: dict[bool, dict[str, float]] = {True: {}, False: {}}
+    for run, pruned, row in _measured(files):
+        rates[pruned][run] = row["tokens_per_second"]
+    speeds: dict[str, dict[str, list[float]]] = {}
+    for run in (run for run in models if run in rates[True] and run in rates[False]):
+        both = speeds.setdefault(models[run], {"pruned": [], "unpruned": []})
+        both["pruned"].append(rates[True][run])
+        both["unpruned"].append(rates[False][run])
     return speeds
+
+
+def _measured(files: Sequence[Path]) -> list[tuple[str, bool, dict[str, Any]]]:
+    """Rows of benchmarks/training.py of trained runs: name of the run, whether with the run's own pruning, the row."""
+    found = []
+    for file in files:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        own = not any(override.endswith(UNPRUNED) for override in content.get("settings", {}).get("overrides") or ())
+        rows = [row for row in content["rows"] if row["status"] == "ok" and row["trained"]]
+        found += [(Path(row["experiment"]).name, own, row) for row in rows]
+    return found
 
 
 def counted_seeds(model: Mapping[str, Any]) -> list[int]:
     """Indices of the seeds whose losses are averaged, those that have one: the finished ones, or all while none is."""
     losses = zip(model["train_loss"], model["heldout_loss"], strict=True)
     return [i for i, either in enumerate(losses) if either != (None, None)]
+
+
+def baseline_of(study: Mapping[str, Any], kind: str) -> str:
+    """The model that the others of "models" or "variants" are compared with."""
+    named = study.get("baseline")
+    return str(named if named in study[kind] else next(iter(study[kind])))
+
+
+def contrasts(
+    study: Mapping[str, Any], kind: str, than: str | None = None, compared: Collection[str] | None = None
+) -> statistics.Contrasts | None:
+    """Held-out losses of "models" or "variants" against the baseline's; None where it has none.
+
+    Args:
+        than: another model than the study's baseline, and of `compared` models, for which the intervals hold at once.
+    """
+    if not study[kind]:
+        return None
+    losses = {
+        name: {seed: loss for seed, loss in zip(model["seeds"], model["heldout_loss"], strict=True) if loss is not None}
+        for name, model in study[kind].items()
+    }
+    baseline = baseline_of(study, kind)
+    if than is None or than == baseline:
+        than, compared = baseline, None
+    return statistics.against_baseline(losses, than, compared) if losses.get(than) else None
 
 
 def evaluated_runs(study: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -231,11 +316,53 @@ def read_positions(study: Mapping[str, Any], folder: Path) -> dict[str, position
     }
 
 
+def position_changes(study: Mapping[str, Any], results: Mapping[str, position_loss.Result]) -> list[dict[str, Any]]:
+    """How the loss changes with every doubling of the context, with intervals over seeds and texts.
+
+    Args:
+        results: loss at every position, by the names of the runs' folders (`read_positions`).
+
+    Returns:
+        An entry per model and position i, for the change from the octave before i to the octave after it in nats:
+        `value`, `half_width` of its 95 % interval (`statistics.with_texts_and_seeds`; None where there is none) and how
+        many `seeds`. And one per pair of models that a claim compares, seed by seed on the same texts, which has the
+        other model as `than`.
+    """
+    octaves: dict[str, dict[int, tuple[Any, np.ndarray, position_loss.Result]]] = {}
+    for run, model in evaluated_runs(study):
+        result = results.get(run)
+        if result is not None and result.octaves_NO is not None:
+            texts = (result.summary.get("data"), result.loss_T.size, len(result.octaves_NO))
+            octaves.setdefault(model, {})[split_seed(run)[1]] = (texts, result.octaves_NO, result)
+    pairs = [
+        (claim["than"], m) for claim in study["claims"] if claim["rule"] == "falls_behind" for m in claim["models"]
+    ]
+    entries = []
+    for than, model in [*((None, model) for model in octaves), *dict.fromkeys(pairs)]:
+        own, other = octaves.get(model, {}), octaves.get(than, {}) if than else None
+        seeds = [seed for seed in own if other is None or (seed in other and other[seed][0] == own[seed][0])]
+        seeds = [seed for seed in seeds if own[seed][0] == own[seeds[0]][0]]
+        if not seeds:
+            continue
+        loss_SNO = np.stack([own[seed][1] - (other[seed][1] if other else 0.0) for seed in seeds])
+        change_SNO = np.diff(loss_SNO, axis=2)
+        first = own[seeds[0]][2]
+        edges = position_loss.octave_edges(first.loss_T.size)
+        for o in range(change_SNO.shape[2]):
+            value, half_width = statistics.with_texts_and_seeds(change_SNO[:, :, o], first.group_N)
+            entry = {"model": model, "than": than, "position": edges[o + 1], "value": value}
+            entries.append(entry | {"half_width": _finite(half_width), "seeds": len(seeds)})
+    return entries
+
+
 def save_positions(results: Mapping[str, position_loss.Result], file: Path) -> None:
-    """Loss at every position `(T,)`, and per document and octave `(documents, octaves)`, of every run in one .npz."""
+    """Loss at every position `(T,)`, and per document and octave `(documents, octaves)`, and the group of each
+    document, of every run in one .npz."""
     arrays: dict[str, Any] = {}
     for run, result in results.items():
         arrays[run] = result.loss_T.astype(np.float32)
         if result.octaves_NO is not None:
             arrays[f"{run}/octaves"] = result.octaves_NO
+        if result.group_N is not None:
+            arrays[f"{run}/groups"] = result.group_N
     np.savez_compressed(file, allow_pickle=False, **arrays)

@@ -14,6 +14,15 @@
     variants:                         # model: experiments that are run at its rate
       fox_pro: [fox_pro, fox_pro_rope]
     baseline: fox_pro                 # the variant that the others are compared with; default the first
+    equal_loss: {fox_pro_muon: fox_pro}  # model: the other one whose final loss it may reach after fewer tokens
+    claims:                           # what the study decides, each by a rule of claim_rules.py
+      - claim: FoX reaches a lower loss than the Transformer
+        rule: lower
+        models: [fox_pro]             # one verdict for each
+        than: transformer_pro         # the other model
+        of: variants                  # whose losses; default runs
+      - {claim: The loss keeps falling, rule: falls, models: [fox_pro], at: 0.5}  # position over training length
+      - {claim: RoPE changes little, rule: same, models: [fox_pro_rope], than: fox_pro, within: 0.05}  # nats
 
 Only `group` and `models` are required. studies/seven_models/study.yaml is the study of studies/seven_models/README.md.
 """
@@ -34,6 +43,20 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from forgetting_transformer.analysis import AnalysisError
+from forgetting_transformer.analysis.claim_rules import RULES
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a study decides for each of some models; see the module docstring."""
+
+    claim: str = ""
+    rule: str = ""
+    models: list[str] = field(default_factory=list)
+    than: str | None = None
+    of: str | None = None
+    at: float | None = None
+    within: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +71,8 @@ class StudyPlan:
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     variants: dict[str, list[str]] = field(default_factory=dict)
     baseline: str | None = None
+    equal_loss: dict[str, str] = field(default_factory=dict)
+    claims: list[Claim] = field(default_factory=list)
 
     @property
     def names(self) -> dict[str, str]:
@@ -73,6 +98,8 @@ EXPECTED = {
     "overrides": "a mapping of runs, search or variants to overrides, such as {runs: {train.max_tokens: 1000000}}",
     "variants": "a mapping of models to lists of experiments, such as {fox_pro: [fox_pro, fox_pro_rope]}",
     "baseline": "the name of a model or variant",
+    "equal_loss": "a mapping of models to other models, such as {fox_pro_muon: fox_pro}",
+    "claims": "a list of claims, such as [{claim: …, rule: lower, models: [fox_pro], than: transformer_pro}]",
 }
 PARTS = ("runs", "search", "variants")
 
@@ -162,6 +189,14 @@ def _check(plan: StudyPlan) -> None:
     known = {*plan.models, *(name for names in plan.variants.values() for name in names)}
     if plan.baseline is not None and plan.baseline not in known:
         raise AnalysisError(f"baseline={plan.baseline!r} must be a model or variant: {', '.join(sorted(known))}")
+    for model, other in plan.equal_loss.items():
+        if not {model, other} <= set(plan.models) or model == other:
+            raise AnalysisError(f"equal_loss.{model}={other!r} must name two of the models: {', '.join(plan.models)}")
+    for number, claim in enumerate(plan.claims):
+        try:
+            _check_claim(claim, plan)
+        except AnalysisError as error:
+            raise AnalysisError(f"claims[{number}]: {error}") from error
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)*", plan.group):
         raise AnalysisError(f"group={plan.group!r} must be {EXPECTED['group']}")
     for key, experiments in {"models": plan.models, "variants": known}.items():
@@ -173,6 +208,38 @@ def _check(plan: StudyPlan) -> None:
                 _check_override(override)
         except AnalysisError as error:
             raise AnalysisError(f"overrides.{part}: {error}") from error
+
+
+def _check_claim(claim: Claim, plan: StudyPlan) -> None:
+    """
+    Raises:
+        AnalysisError: its rule is unknown, or a key is missing, too many or out of its range.
+    """
+    if not claim.claim.strip():
+        raise AnalysisError("claim is missing; it must be a text that says what is claimed")
+    if (rule := RULES.get(claim.rule)) is None:
+        raise AnalysisError(f"rule={claim.rule!r} must be one of {', '.join(RULES)}")
+    given = {key for key in ("than", "of", "at", "within") if getattr(claim, key) is not None}
+    if missing := [key for key in rule.needs if key not in given]:
+        raise AnalysisError(f"a claim of the rule {claim.rule} needs {', '.join(missing)}")
+    if unused := sorted(given - {*rule.needs, *rule.may}):
+        raise AnalysisError(f"a claim of the rule {claim.rule} has no {', '.join(unused)}")
+    if claim.of not in (None, "runs", "variants"):
+        raise AnalysisError(f"of={claim.of!r} must be runs or variants")
+    of_variants = claim.of == "variants"
+    known = {name for names in plan.variants.values() for name in names} if of_variants else {*plan.models}
+    named = [*claim.models, *([] if claim.than is None else [claim.than])]
+    if unknown := [name for name in named if name not in known]:
+        kind = "variants" if of_variants else "models"
+        raise AnalysisError(f"{unknown[0]!r} is none of the {kind}: {', '.join(sorted(known))}")
+    if not claim.models or len(set(named)) < len(named):
+        raise AnalysisError(
+            f"models={claim.models} must name at least one model, and each once, and not {claim.than!r}"
+        )
+    if claim.at is not None and not (claim.at > 0 and math.log2(claim.at).is_integer()):
+        raise AnalysisError(f"at={claim.at} must be a power of two, such as 0.5: octaves of positions end there")
+    if claim.within is not None and not 0 < claim.within < math.inf:
+        raise AnalysisError(f"within={claim.within} must be a positive number of nats")
 
 
 def _check_override(override: str) -> None:

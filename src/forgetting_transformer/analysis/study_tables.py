@@ -10,11 +10,15 @@ from forgetting_transformer.analysis import position_loss, statistics
 from forgetting_transformer.analysis.studies import (
     DIVERGED,
     FINISHED,
+    baseline_of,
+    contrasts,
     counted_seeds,
     display_name,
     in_order,
     read_study,
 )
+from forgetting_transformer.analysis.study_claims import claims_table, equal_loss_table, rules_list
+from forgetting_transformer.analysis.study_scores import downstream_table, needle_table
 from forgetting_transformer.analysis.tables import markdown_table, rate_text
 
 #: In the place of a table or figure of which there is nothing.
@@ -26,7 +30,7 @@ def models_table(study: Mapping[str, Any]) -> str:
     models = study["models"]
     if not models:
         return NOT_RUN
-    baseline = _baseline(study, "models")
+    baseline = baseline_of(study, "models")
     against = _against(contrasts(study, "models"))
     rows = []
     for name, model in models.items():
@@ -106,7 +110,7 @@ def variants_table(study: Mapping[str, Any]) -> str:
     """One row per variant, the baseline's differences left out."""
     if not study["variants"]:
         return NOT_RUN
-    baseline = _baseline(study, "variants")
+    baseline = baseline_of(study, "variants")
     against = _against(contrasts(study, "variants"))
     rows = [
         [
@@ -170,24 +174,6 @@ def _mean(model: Mapping[str, Any], which: str = "heldout_loss") -> statistics.E
     return statistics.mean(losses) if losses else None
 
 
-def _baseline(study: Mapping[str, Any], kind: str) -> str:
-    """The model that the others of "models" or "variants" are compared with."""
-    named = study.get("baseline")
-    return str(named if named in study[kind] else next(iter(study[kind])))
-
-
-def contrasts(study: Mapping[str, Any], kind: str) -> statistics.Contrasts | None:
-    """Held-out losses of "models" or "variants" against the baseline's; None where it has none."""
-    if not study[kind]:
-        return None
-    losses = {
-        name: {seed: loss for seed, loss in zip(model["seeds"], model["heldout_loss"], strict=True) if loss is not None}
-        for name, model in study[kind].items()
-    }
-    baseline = _baseline(study, kind)
-    return statistics.against_baseline(losses, baseline) if losses[baseline] else None
-
-
 def _against(found: statistics.Contrasts | None) -> dict[str, str]:
     """Model -> cell of its difference to the baseline."""
     against = found.against if found else {}
@@ -234,6 +220,7 @@ def missing(study: Mapping[str, Any]) -> list[str]:
             lines += [
                 f"{kind}{name}_seed{seed}: others have a run with it" for seed in seeds if seed not in model["seeds"]
             ]
+    scored = study.get("scores", {})
     for what, have in (
         ("a run at the rate found", study["models"]),
         ("loss at every position", {n for n, model in study["models"].items() if "per_token_loss" in model}),
@@ -242,6 +229,8 @@ def missing(study: Mapping[str, Any]) -> list[str]:
         known = in_order([*{**study["search"], **study["models"]}], study.get("names", ()))
         if lacking := [name for name in known if name not in have]:
             lines.append(f"{what}: none of {', '.join(lacking)}")
+    if lacking := [name for name in in_order([*study["models"]], study.get("names", ())) if name not in scored]:
+        lines.append(f"needle and tasks: none of {', '.join(lacking)}")
     if not study["variants"]:
         lines.append("variants: none has run")
     return lines
@@ -269,6 +258,8 @@ FIGURES = {
     "per_token_loss": "loss at every position (mean over ± 10 %), and perplexity over the context",
     "memory": "memory length of every head of the first model that forgets",
     "search": "loss against learning rate",
+    "differences": "held-out loss of every model and variant against the baseline, with intervals",
+    "heads": "memory lengths of heads, and the share of blocks that pruning skips, against training tokens",
 }
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "models": models_table,
@@ -277,6 +268,10 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "positions": positions_table,
     "comparison": comparison_table,
     "variants": variants_table,
+    "equal_loss": equal_loss_table,
+    "needle": needle_table,
+    "downstream": downstream_table,
+    "claims": claims_table,
 }
 
 
@@ -289,6 +284,7 @@ def sections(report: Path, page: Path) -> dict[str, str]:
     """
     study = read_study(report)
     found = {name: table(study) for name, table in TABLES.items()} | {"source": source(study)}
+    found["claim_rules"] = rules_list(study)
     found |= {f"{kind}_noise": noise(study, kind) for kind in ("models", "variants")}
     for name, title in FIGURES.items():
         figure = report / f"{name}.png"
