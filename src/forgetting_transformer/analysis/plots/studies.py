@@ -85,7 +85,10 @@ def heads_over_training(
             for measured in seeds:
                 tokens = np.array([entry["tokens"] for entry in measured])
                 for which, line in (("shortest", ":"), ("median", "-"), ("longest", "--")):
-                    left.plot(tokens, [entry[which] for entry in measured], line, color=style.colour, linewidth=1.2)
+                    # A memory of no token has no place on a logarithmic axis.
+                    left.plot(
+                        tokens, [max(1.0, entry[which]) for entry in measured], line, color=style.colour, linewidth=1.2
+                    )
                 if all("pruned" in entry for entry in measured):
                     share = [100 * entry["pruned"] for entry in measured]
                     right.plot(tokens, share, style.line, color=style.colour, marker=style.marker, markersize=3.5)
@@ -93,7 +96,7 @@ def heads_over_training(
         if train_length:
             drawn.handles.append(reference_line(left, train_length, f"training length ({train_length:,} tokens)"))
         log_axis(left)
-        left.set(ylabel="memory of a head (tokens)")
+        left.set(ylabel="memory of a head (tokens, at least 1)")
         left.set_title("shortest (dotted), median, longest (dashed)", loc="left")
         right.set(ylabel="blocks that pruning skips (%)", ylim=(0, 100))
         right.set_title("adaptive computation pruning", loc="left")
