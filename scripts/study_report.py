@@ -4,6 +4,7 @@
     python scripts/study_report.py collect output/study --data_path data/python_code --position_loss output/positions \\
         --speed output/speed/*.json --out output/report
     python scripts/study_report.py tables output/report my_study.md
+    python scripts/study_report.py recipes output/recipes --out recipes.jsonl
 
 collect writes OUT/study.json (all numbers of the tables), OUT/study.yaml (the plan of the study), OUT/positions.npz
 (loss at every position) and figures: per_token_loss.png, compare.png (training), search.png (learning rates),
@@ -65,6 +66,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     collect.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
     figures = commands.add_parser("figures", help="again, those that the numbers alone suffice for")
     figures.add_argument("report", type=command_line.path, help="OUT of collect")
+    recipes = commands.add_parser(
+        "recipes", help="final losses of runs of one model that differ in seed, rate, warm-up"
+    )
+    recipes.add_argument(
+        "runs", type=command_line.path, nargs="+", help="output_dir of runs, or folders that hold them"
+    )
+    recipes.add_argument(
+        "--out", type=command_line.path, required=True, metavar="FILE", help="gets a JSON line per run"
+    )
     tables = commands.add_parser("tables", help="and figures, into a page")
     tables.add_argument("report", type=command_line.path, help="OUT of collect")
     tables.add_argument("page", type=command_line.path)
@@ -89,6 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 drawn = draw_figures(study, new)
             for path in drawn:
                 print(args.report / path.name)
+        elif args.command == "recipes":
+            lines = [json.dumps(line) for line in recipes_of(args.runs)]
+            write_atomically(args.out, "".join(f"{line}\n" for line in lines), durable=False)
+            print(f"{len(lines)} finished runs in {args.out}")
         else:
             try:
                 page = fill_in(args.page.read_text(encoding="utf-8"), study_tables.sections(args.report, args.page))
@@ -235,6 +249,32 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
         figures.append(folder / "heads.png")
         heads_over_training(recorded, figures[-1], lengths.pop() if len(lengths) == 1 else None, made_on)
     return figures
+
+
+def recipes_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Finished runs: learning `rate`, `warmup` in steps, `seed`, and the losses at the end, as a study has them."""
+    from forgetting_transformer.analysis import comparisons, studies
+    from forgetting_transformer.analysis.runs import read_run
+
+    found = []
+    for path in comparisons.find_runs(folders):
+        run = read_run(path)
+        config, data = run.config, run.config["datamodule"]
+        if not run.finished(config["train"]["max_tokens"]):
+            skip(f"{path}: not finished")
+            continue
+        described = studies.describe([path])
+        found.append(
+            {
+                "rate": config["optimizer"]["lr"],
+                "warmup": round(
+                    config["schedule"]["warmup_tokens"] / data["train_batch_len"] / data["train_batch_size"]
+                ),
+                "seed": config["seed"],
+                **{key: described[key] for key in ("heldout_loss", "train_loss")},
+            }
+        )
+    return sorted(found, key=lambda one: (one["rate"], one["warmup"], one["seed"]))
 
 
 def is_old_report(path: Path) -> bool:

@@ -300,13 +300,27 @@ def test_a_study_without_evaluation_is_collected_and_its_page_shows_the_figures_
     assert report.main(collect) == 0
     skipped = [line for line in capfd.readouterr().err.splitlines() if line.startswith("skipped: ")]
     assert [line.removeprefix("skipped: ").partition(":")[0] for line in skipped] == [
-        "the share of tiles that is pruned", "loss at every position", "speed", "variants",
+        "the share of tiles that is pruned", "loss at every position", "speed", "needle and tasks", "variants",
     ]  # fmt: skip
-    assert all("fox_pro, mamba2" in line for line in skipped[1:3])
+    assert all("fox_pro, mamba2" in line for line in skipped[1:4])
     assert report.main(["tables", "report", str(page)]) == 0
     shown = re.findall(r"!\[.+\]\((.+)\)", page.read_text())
-    assert shown == ["../report/compare.png", "../report/search.png"]
+    assert shown == ["../report/compare.png", "../report/search.png", "../report/differences.png"]
     assert all((page.parent / image).is_file() for image in shown)
+
+
+def test_runs_of_a_grid_of_recipes_are_a_line_each(study, faults, tmp_path, capfd):
+    faults["noise"] = 0
+    faults["preempt"] = "runs/fox_pro_seed1"
+    study("--models", "fox_pro", "--seeds", "0", "1")
+    assert load_script("study_report").main(["recipes", "out/runs", "out/search", "--out", "recipes.jsonl"]) == 0
+    assert "runs/fox_pro_seed1: not finished" in capfd.readouterr().err
+    found = [json.loads(line) for line in (tmp_path / "recipes.jsonl").read_text().splitlines()]
+    # 131,072 tokens of warm-up in steps of 4,096.
+    assert [(one["rate"], one["warmup"], one["seed"]) for one in found] == [
+        (1e-3, 32, 0), (2e-3, 32, 0), (2e-3, 32, 0), (5e-3, 32, 0),
+    ]  # fmt: skip
+    assert found[1]["heldout_loss"] == [3.0] and found[0]["heldout_loss"] == [pytest.approx(3 + 0.1 * np.log(2) ** 2)]
 
 
 def test_a_second_study_is_a_second_yaml(faults, tmp_path, monkeypatch, capfd):

@@ -131,11 +131,11 @@ def collect(
             rates[rate_text(run.config["optimizer"]["lr"])] = loss if math.isfinite(loss) else None
     found: dict[str, Any] = {
         **_said_by(plan),
-        "models": {name: _describe(paths, decisive) for name, paths in runs.items()},
+        "models": {name: describe(paths, decisive) for name, paths in runs.items()},
         "search": {name: search[name] for name in in_order(list(search), names)},
         "search_made_with": conditions([read_run(path) for path in searched]),
         "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
-        "variants": {name: _describe(paths, decisive) for name, paths in variants.items()},
+        "variants": {name: describe(paths, decisive) for name, paths in variants.items()},
         "speed": _speeds(speed, {paths[0].name: name for name, paths in runs.items()}),
         "pruning_speed": _pruning_speeds(speed, {path.name: name for name, paths in runs.items() for path in paths}),
         "pruned": {},
@@ -158,7 +158,7 @@ def collect(
     return found
 
 
-def _describe(paths: Sequence[Path], decisive: Decisive) -> dict[str, Any]:
+def describe(paths: Sequence[Path], decisive: Decisive = flatten) -> dict[str, Any]:
     """Runs that differ in their seed: what they share, and of each its losses."""
     runs = [read_run(path) for path in paths]
     for other in runs[1:]:
