@@ -203,13 +203,14 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
             for model, losses in study["search"].items()
         }
         figures.append(folder / "search.png")
+        searched = study.get("search_made_with", [])
         loss_against_learning_rate(
             curves,
             study["search_loss"],
             figures[-1],
             ring_each=True,
             title=f"Learning-rate search of {len(curves)} models",
-            conditions=list(dict.fromkeys([*study.get("search_made_with", ()), *made_on])),
+            conditions=searched if any(said.startswith("on ") for said in searched) else [*searched, *made_on],
         )
     octaves = {
         display_name(study, name): {entry["position"]: entry["after"] for entry in model["per_token_loss"]["slope"]}

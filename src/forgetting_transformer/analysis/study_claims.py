@@ -258,7 +258,7 @@ def equal_loss_table(study: Study) -> str:
         losses = [statistics.mean([loss for loss in one["heldout_loss"] if loss is not None]) for one in both]
         reached = all(math.isfinite(share) for share in shares.values())
         mean = statistics.mean([*shares.values()]) if reached else None
-        tokens = "" if mean is None else f"{mean.value * both[1]['budget'] / 1e6:,.1f}M"
+        tokens = "" if mean is None else f"{mean.value * both[1]['budget'] / 1e6:,.3g}M"
         share = "not reached" if mean is None else _text(mean, True).removeprefix("+")
         names = [display_name(study, name) for name in (model, other)]
         rows.append([*names, *(loss.text() for loss in losses), tokens, share, str(len(shares))])

@@ -86,9 +86,8 @@ def heads_over_training(
                 tokens = np.array([entry["tokens"] for entry in measured])
                 for which, line in (("shortest", ":"), ("median", "-"), ("longest", "--")):
                     # A memory of no token has no place on a logarithmic axis.
-                    left.plot(
-                        tokens, [max(1.0, entry[which]) for entry in measured], line, color=style.colour, linewidth=1.2
-                    )
+                    memory = [max(1.0, entry[which]) for entry in measured]
+                    left.plot(tokens, memory, line, color=style.colour, marker=".", markersize=4, linewidth=1.2)
                 if all("pruned" in entry for entry in measured):
                     share = [100 * entry["pruned"] for entry in measured]
                     right.plot(tokens, share, style.line, color=style.colour, marker=style.marker, markersize=3.5)
