@@ -194,8 +194,9 @@ is_asked() { # file of results, in their folder; run
     fi
     ! is_current "$1" "$2" || return 0
     local folder_of_results=${1%/*}
-    [ ! -d "$folder_of_results" ] || [ "$folder_of_results/settings.json" -nt "$folder/runs/$2/checkpoints" ] ||
-        rm -r "$folder_of_results"
+    # Only what an evaluation wrote has its settings.
+    [ ! -f "$folder_of_results/settings.json" ] ||
+        [ "$folder_of_results/settings.json" -nt "$folder/runs/$2/checkpoints" ] || rm -r "$folder_of_results"
     return 1
 }
 
