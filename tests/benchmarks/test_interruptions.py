@@ -139,22 +139,33 @@ def test_without_a_straight_run_nothing_is_compared(monkeypatch, capsys):
     assert "failed: there is no straight run to compare with |" in said
 
 
-@pytest.mark.slow
-def test_two_processes_are_stopped_killed_and_moved_and_end_as_if_they_had_not_been(tmp_path):
-    """With a limit that a hang reaches on a busy machine too, and no other time."""
+def measured(tmp_path, *options: str) -> dict[tuple[str, int], dict]:
+    """Rows of two processes by check and devices, with a limit that a hang reaches on a busy machine too."""
     out = tmp_path / "out.json"
     command = [*COMMAND, "2", "--out", str(out), "--time_limit", "1800", "--timeout", "30", "--folder", str(tmp_path)]
     tiny = ["datamodule.train_batch_len=32", "train.grad_acc_tokens=32", "eval.min_val_length=8"]
-    code = load("interruptions").main([*command, "--vocabulary", "64", "--overrides", *tiny])
+    code = load("interruptions").main([*command, "--vocabulary", "64", "--overrides", *tiny, *options])
     rows = {(row["check"], row["devices"][0]): row for row in json.loads(out.read_text())["rows"]}
     assert code == 0, {key: row["status"] for key, row in rows.items()}
-    assert len(rows) == 7 and rows["straight", 2]["losses"] != rows["straight", 1]["losses"]
+    return rows
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_of_which_one_is_killed_ends_as_if_none_had_been(tmp_path):
+    rows = measured(tmp_path, "--checks", "sigkill")
+    kill = rows["sigkill", 2]
+    assert kill["outcome"] == "failed" and kill["exit_code"] == 1 and "was killed or has crashed" in kill["reason"]
+    assert kill["bitwise"] and 0 <= kill["steps_lost"] < 24
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_two_processes_are_stopped_and_moved_and_end_as_if_they_had_not_been(tmp_path):
+    rows = measured(tmp_path, "--checks", "world_sizes", "sigterm", "hang", "checkpoint_stall")
+    assert len(rows) == 6 and rows["straight", 2]["losses"] != rows["straight", 1]["losses"]
     assert rows["straight", 2]["tokens"] == rows["straight", 1]["tokens"] and None not in rows["straight", 1]["tokens"]
-    moved = rows["world_sizes", 2]
+    moved, term, hang = (rows[check, 2] for check in ("world_sizes", "sigterm", "hang"))
     assert moved["devices"] == [2, 1, 2] and moved["same_tokens"] and moved["largest_difference"] < 1e-5
-    term, kill, hang = (rows[check, 2] for check in ("sigterm", "sigkill", "hang"))
-    assert (term["outcome"], term["exit_code"], term["steps_lost"]) == ("preempted", 75, 0)
-    assert kill["outcome"] == hang["outcome"] == "failed" and kill["exit_code"] == hang["exit_code"] == 1
-    assert term["bitwise"] and kill["bitwise"] and 0 <= kill["steps_lost"] < 24
-    assert "was killed or has crashed" in kill["reason"] and "is stopped" in hang["reason"]
+    assert (term["outcome"], term["exit_code"], term["steps_lost"]) == ("preempted", 75, 0) and term["bitwise"]
+    assert hang["outcome"] == "failed" and hang["exit_code"] == 1 and "is stopped" in hang["reason"]
     assert rows["checkpoint_stall", 2]["write_seconds"] > 0
