@@ -71,13 +71,15 @@ for given in (None, gate):
     )
 
 
-def test_an_unknown_activation_is_refused():
-    """The kernel knows SiLU, and would take anything else for a sigmoid."""
+def test_an_unknown_activation_and_an_epsilon_of_zero_are_refused():
+    """The kernel would take anything else for a sigmoid, and make NaN of rows beyond the end."""
     import torch
 
     x = torch.zeros(2, 8)
     with pytest.raises(ValueError, match="activation is 'swish'; it must be one of sigmoid, silu"):
         norm.gated_rms_norm(x, x, torch.ones(8), 1e-6, activation="swish")
+    with pytest.raises(ValueError, match=r"eps is 0\.0; it must be positive"):
+        norm.gated_rms_norm(x, None, torch.ones(8), 0.0)
 
 
 @pytest.mark.slow

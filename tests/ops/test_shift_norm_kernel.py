@@ -148,9 +148,10 @@ def test_without_a_gpu_it_is_pytorch():
         (3, {"shift_BTH": torch.ones(2, 9, 2)}, r"shift has shape \(2, 9, 2\); it must be \(2, 9, 3\)"),
         (3, {"previous_BE": torch.ones(2, 8)}, r"previous has shape \(2, 8\); it must be \(2, 24\)"),
         (3, {"begins_BT": torch.ones(1, 18)}, r"begins has shape \(1, 18\); it must be \(2, 9\)"),
+        (3, {"weight": torch.ones(24)}, r"eps is 0\.0; it must be positive where there is a weight"),
     ],
 )
-def test_shapes_that_do_not_fit_are_named(heads, options, message):
+def test_what_does_not_fit_is_named(heads, options, message):
     with pytest.raises(ValueError, match=message):
         shift_norm(torch.randn(2, 9, 24), heads, **options)
 

@@ -47,7 +47,7 @@ def gated_rms_norm(
     Args:
         x: `(..., width)`.
         gate: `(..., width)`. None for `rms_norm(x)`.
-        weight, eps, num_groups: of `rms_norm`.
+        weight, eps, num_groups: of `rms_norm`; eps is positive.
         gate_first: apply the gate before the norm, as Mamba-2 does.
         activation: a name in `ACTIVATIONS`.
 
@@ -55,8 +55,10 @@ def gated_rms_norm(
         Tensor with x's shape and dtype.
 
     Raises:
-        ValueError: gate does not have x's shape, or activation is no name in `ACTIVATIONS`.
+        ValueError: gate does not have x's shape, activation is no name in `ACTIVATIONS`, or eps is not positive.
     """
+    if not eps > 0:
+        raise ValueError(f"eps is {eps}; it must be positive")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
     if gate is not None and gate.shape != x.shape:

@@ -33,13 +33,13 @@ def shift_norm(
         previous_BE: the token before the first. Default 0.
         begins_BT: True for the first token of each packed document, before which y counts as 0.
         weight: of the norm, `(E,)`, or `(E / H,)` for all heads. None for no norm.
-        eps: added to mean squares.
+        eps: added to mean squares; positive where there is a norm.
 
     Returns:
         `(B, T, E)` in y's dtype, computed in float32 or wider.
 
     Raises:
-        ValueError: shapes do not fit.
+        ValueError: shapes do not fit, or a norm has no positive eps.
     """
     batch, length, width = y_BTE.shape
     if width % num_heads:
@@ -54,6 +54,8 @@ def shift_norm(
     ):
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}")
+    if weight is not None and not eps > 0:
+        raise ValueError(f"eps is {eps}; it must be positive where there is a weight")
     if shift_BTH is None and weight is None:
         return y_BTE
     if _takes_kernel(y_BTE, head_dim):
