@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -197,6 +198,19 @@ def test_the_papers_models_have_the_papers_parameter_counts(name):
     embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
     assert total - embedding.numel() == PAPER[name].parameters
     assert total - embedding.numel() - head.numel() == PAPER[name].body
+
+
+def test_the_page_knows_the_sizes_of_the_models_beyond_the_paper():
+    page = (Path(__file__).parents[2] / "docs/train.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\| (\d+)M \|", page, re.MULTILINE)
+    assert len(rows) == 4
+    smaller = [("gated_delta_net", "681", "model.config.hidden_ratio=3")]
+    for name, millions, *overrides in [*rows, *smaller]:
+        model = experiment("experiment/longcrawl64/forgetting_transformer/pro_760m_16b", f"model={name}", *overrides)
+        lm = on_meta(model.model)
+        body = sum(parameter.numel() for parameter in lm.get_decoder().parameters())
+        assert round((body - lm.get_input_embeddings().weight.numel()) / 1e6) == int(millions), name
+    assert "has 681M" in page and "FoX (Pro) has 682M" in page
 
 
 @pytest.mark.parametrize(
