@@ -186,17 +186,21 @@ measure_speed() { # run results option …
         --out "$results" "${@:3}" >>"$folder/logs/speed-$run.log" 2>&1
 }
 
-# Whether there is nothing to ask of a run: it is not finished, or has been asked. Answers of older weights are removed.
+# Whether there is nothing to ask of a run: it is not finished, or has been asked. Answers of older weights are moved aside,
+# since users may have put files of their own beside them.
 is_asked() { # file of results, in their folder; run
     if ! grep -qs '"status": "done"' "$folder/runs/$2/status.json"; then
         echo "downstream tasks of $2 are skipped: it is not finished"
         return 0
     fi
     ! is_current "$1" "$2" || return 0
-    local folder_of_results=${1%/*}
+    local results=${1%/*} aside number=1
     # Only what an evaluation wrote has its settings.
-    [ ! -f "$folder_of_results/settings.json" ] ||
-        [ "$folder_of_results/settings.json" -nt "$folder/runs/$2/checkpoints" ] || rm -r "$folder_of_results"
+    [ -f "$results/settings.json" ] && [ ! "$results/settings.json" -nt "$folder/runs/$2/checkpoints" ] || return 1
+    aside="$folder/downstream/previous/${results#"$folder/downstream/"}"
+    while [ -e "$aside.$number" ]; do number=$((number + 1)); done
+    echo "answers of older weights are in ${aside#"$folder"/}.$number now"
+    mkdir -p "$(dirname "$aside")" && mv "$results" "$aside.$number"
     return 1
 }
 

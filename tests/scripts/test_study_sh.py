@@ -146,6 +146,21 @@ def test_finished_runs_are_asked_once_and_again_when_they_have_gone_on(study_sh,
     assert len(study_sh("downstream")[2]) == 4 and not any(file.parent.exists() for file in results)
 
 
+def test_answers_of_older_weights_are_moved_aside_with_what_else_lies_there(study_sh, tmp_path):
+    run, downstream = tmp_path / "study/runs/fox_pro_seed0", tmp_path / "study/downstream"
+    answers, aside = downstream / "next_line/fox_pro_seed0", downstream / "previous/next_line"
+    study_sh("train")
+    (run / "status.json").write_text('{"status": "done"}')
+    for notes in ("first", "second"):
+        answers.mkdir(parents=True)
+        (answers / "settings.json").write_text("{}")
+        (answers / "my_notes.md").write_text(notes)
+        newer = (answers / "settings.json").stat().st_mtime + 10
+        os.utime(run / "checkpoints", (newer, newer))
+        assert study_sh("downstream")[0] == 0 and not answers.exists()
+    assert {file.read_text() for file in aside.glob("*/my_notes.md")} == {"first", "second"}
+
+
 def test_models_that_prune_are_timed_without_pruning_too(study_sh, tmp_path):
     study_sh("train")
     (tmp_path / "study/runs/fox_pro_seed0/config.yaml").write_text("    log_pruning_tolerance: -10.0\n")
