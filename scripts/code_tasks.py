@@ -8,8 +8,9 @@
         --save_dir output/lm_eval
 
 OUT receives lcc.jsonl (LongBench's format: write the next line) and next_line.yaml with next_line.jsonl (lm_eval's:
-which of four lines comes next?). The same corpus gives the same questions. Scores of models with one corpus are
-comparable with each other, and not with those of LongBench's own set.
+which of four lines comes next?). A folder that has such files of others, as LongBench's own lcc.jsonl, is refused.
+The same corpus gives the same questions. Scores of models with one corpus are comparable with each other, and not with
+those of LongBench's own set.
 """
 
 import argparse
@@ -34,13 +35,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    from forgetting_transformer.analysis import AnalysisError
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation.code_tasks import make_tasks
     from forgetting_transformer.evaluation.models import EvaluationError
 
     try:
         count = make_tasks(args.data_path, args.out, args.questions)
-    except (EvaluationError, DataError) as error:
+    except (AnalysisError, EvaluationError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{count} questions in {args.out}")

@@ -3,8 +3,10 @@
 import json
 
 import numpy as np
+import pytest
 import yaml
 
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.evaluation import code_tasks
 from forgetting_transformer.evaluation.longbench import read_examples
 
@@ -58,6 +60,11 @@ def test_tasks_are_in_the_formats_of_both_evaluations(tmp_path, monkeypatch):
     monkeypatch.setattr(code_tasks, "find_heldout", lambda path: tmp_path / "corpus")
     monkeypatch.setattr(code_tasks, "open_heldout", lambda folder: HeldOut())
     monkeypatch.setattr("forgetting_transformer.tokenizer.load_tokenizer", lambda folder: Tokenizer())
+    (tmp_path / "longbench").mkdir()
+    (tmp_path / "longbench/lcc.jsonl").write_text("LongBench's own")
+    with pytest.raises(AnalysisError, match=r"longbench/lcc\.jsonl is not as scripts/code_tasks\.py has written it"):
+        code_tasks.make_tasks("corpus", tmp_path / "longbench", 10)
+    assert [file.read_text() for file in (tmp_path / "longbench").iterdir()] == ["LongBench's own"]
     assert code_tasks.make_tasks("corpus", tmp_path / "tasks", 10) == 10
     first = {file.name: file.read_bytes() for file in (tmp_path / "tasks").iterdir()}
     examples = read_examples("lcc", tmp_path / "tasks")

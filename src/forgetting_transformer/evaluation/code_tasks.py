@@ -18,10 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from forgetting_transformer.analysis import outputs
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
-from forgetting_transformer.files import replacing
+from forgetting_transformer.files import write_atomically
 
+COMMAND = "scripts/code_tasks.py"
+FILES = ("lcc.jsonl", "next_line.jsonl", "next_line.yaml")
 #: Characters before the line that is asked for: at most in either task, and at least.
 LONG, SHORT, FEWEST = 12_000, 1_500, 400
 #: Wrong choices beside the true line.
@@ -57,6 +60,7 @@ def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
         questions: how many at most, spread evenly over the held-out rows.
 
     Raises:
+        AnalysisError: the folder holds a file of such a name that is somebody else's, as LongBench's own lcc.jsonl.
         EvaluationError: the corpus has no tokenizer, or its texts have no line to ask for.
         DataError: the corpus has no held-out texts.
     """
@@ -67,6 +71,7 @@ def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
         raise EvaluationError(
             f"{folder} has no tokenizer, so that its texts cannot be read: name a corpus that has one"
         )
+    outputs.check(out, COMMAND, FILES)
     tokenizer, data = load_tokenizer(folder / "tokenizer"), open_heldout(folder)
     per_row = math.ceil(questions / data.sequences)
     asked: list[dict[str, Any]] = []
@@ -77,11 +82,11 @@ def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
     kept = [asked[i] for i in np.linspace(0, len(asked) - 1, min(questions, len(asked))).round().astype(int)]
     if not kept:
         raise EvaluationError(f"the held-out texts of {folder} have no line of code to ask for")
-    out.mkdir(parents=True, exist_ok=True)
-    _write(out / "lcc.jsonl", [_for_longbench(number, question) for number, question in enumerate(kept)])
-    _write(out / "next_line.jsonl", [_for_lm_eval(question) for question in kept])
-    with replacing(out / "next_line.yaml") as stream:
-        stream.write(_TASK.format(file=json.dumps(str((out / "next_line.jsonl").absolute()))).encode())
+    with outputs.writing(out, COMMAND) as new:
+        _write(new / "lcc.jsonl", [_for_longbench(number, question) for number, question in enumerate(kept)])
+        _write(new / "next_line.jsonl", [_for_lm_eval(question) for question in kept])
+        task = _TASK.format(file=json.dumps(str((out / "next_line.jsonl").absolute())))
+        write_atomically(new / "next_line.yaml", task)
     return len(kept)
 
 
@@ -140,5 +145,4 @@ def _for_lm_eval(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    with replacing(file) as stream:
-        stream.write("".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    write_atomically(file, "".join(f"{json.dumps(row)}\n" for row in rows))
