@@ -100,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for path in drawn:
                 print(args.report / path.name)
         elif args.command == "recipes":
+            if args.out.exists() and not is_recipes(args.out):
+                raise AnalysisError(f"{args.out} holds something else than recipes; give another --out")
             lines = [json.dumps(line) for line in recipes_of(args.runs)]
             write_atomically(args.out, "".join(f"{line}\n" for line in lines), durable=False)
             print(f"{len(lines)} finished runs in {args.out}")
@@ -253,17 +255,25 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def recipes_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Finished runs: learning `rate`, `warmup` in steps, `seed`, and the losses at the end, as a study has them."""
-    from forgetting_transformer.analysis import comparisons, studies
+    """Finished runs: learning `rate`, `warmup` in steps, `seed`, and the losses at the end, as a study has them.
+
+    Raises:
+        AnalysisError: there are none, or they are of several models, which a line does not tell apart.
+    """
+    from forgetting_transformer.analysis import AnalysisError, comparisons, studies
     from forgetting_transformer.analysis.runs import read_run
 
-    found = []
+    found: list[dict[str, Any]] = []
+    first: tuple[Path, Any] | None = None
     for path in comparisons.find_runs(folders):
         run = read_run(path)
         config, data = run.config, run.config["datamodule"]
         if not run.finished(config["train"]["max_tokens"]):
             skip(f"{path}: not finished")
             continue
+        first = first or (path, config["model"])
+        if config["model"] != first[1]:
+            raise AnalysisError(f"{path} is a run of another model than {first[0]}; give runs of one model")
         described = studies.describe([path])
         found.append(
             {
@@ -275,7 +285,18 @@ def recipes_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
                 **{key: described[key] for key in ("heldout_loss", "train_loss")},
             }
         )
+    if not found:
+        raise AnalysisError("none of the runs is finished; the same command writes their lines when they are")
     return sorted(found, key=lambda one: (one["rate"], one["warmup"], one["seed"]))
+
+
+def is_recipes(file: Path) -> bool:
+    """Whether an earlier `recipes` wrote the file, or nothing is in it."""
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return False
+    return all(isinstance(line, dict) and {"rate", "warmup", "seed"} <= line.keys() for line in lines)
 
 
 def is_old_report(path: Path) -> bool:

@@ -323,6 +323,27 @@ def test_runs_of_a_grid_of_recipes_are_a_line_each(study, faults, tmp_path, capf
     assert found[1]["heldout_loss"] == [3.0] and found[0]["heldout_loss"] == [pytest.approx(3 + 0.1 * np.log(2) ** 2)]
 
 
+def test_recipes_replace_no_file_of_others_and_are_those_of_one_model(study, faults, tmp_path, capfd):
+    faults["noise"] = 0
+    study("--models", "fox_pro", "mamba2", "--seeds", "0")
+    recipes, out = load_script("study_report").main, tmp_path / "recipes.jsonl"
+    assert recipes(["recipes", "out/runs", "--out", "recipes.jsonl"]) == 1 and not out.exists()
+    assert "runs/mamba2_seed0 is a run of another model than" in capfd.readouterr().err
+    for others in ("my notes\n", '{"mine": 1}\n'):
+        out.write_text(others)
+        assert recipes(["recipes", "out/runs/fox_pro_seed0", "--out", "recipes.jsonl"]) == 1
+        assert "recipes.jsonl holds something else than recipes" in capfd.readouterr().err
+        assert out.read_text() == others
+    out.unlink()
+    for _ in range(2):
+        assert recipes(["recipes", "out/runs/fox_pro_seed0", "--out", "recipes.jsonl"]) == 0
+    before = out.read_text()
+    faults["preempt"] = "runs/fox_pro_seed1"
+    study("--models", "fox_pro", "--seeds", "0", "1")
+    assert recipes(["recipes", "out/runs/fox_pro_seed1", "--out", "recipes.jsonl"]) == 1 and out.read_text() == before
+    assert "error: none of the runs is finished" in capfd.readouterr().err
+
+
 def test_a_second_study_is_a_second_yaml(faults, tmp_path, monkeypatch, capfd):
     """From its YAML to its page: no library code knows its models."""
     monkeypatch.chdir(tmp_path)
