@@ -9,7 +9,8 @@
 commands.yaml beside this script has the commands. Each writes its file into --folder, row by row (record.py). The same
 command goes on where the last one ended: what is finished is left alone, and an unfinished file gets its missing rows.
 A command that needs more GPUs than there are is not run. A command that fails is named at the end, and the others still
-run. What a command prints is also in a .log beside its file.
+run. What a command prints is also in a .log beside its file. After a change of the code give another --folder: a file
+takes the rows of one commit only.
 """
 
 import argparse
@@ -68,6 +69,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         if name not in names:
             groups = dict.fromkeys(found.group for found in known)
             parser.error(f"{name!r} is no group and no file; groups are {', '.join(groups)}, and --list shows all")
+    if args.time_limit is not None and not 0 < args.time_limit < math.inf:
+        parser.error(
+            f"--time_limit {args.time_limit:g} must be a number of seconds above zero; leave it out for no limit"
+        )
+    if args.gpus is not None and args.gpus < 0:
+        parser.error(f"--gpus {args.gpus} must be at least 0")
     if args.gpus is None:
         import torch
 
@@ -91,10 +98,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a command that runs is ended too
     chosen = [m for m in measurements() if not args.wanted or m.group in args.wanted or m.name in args.wanted]
-    finished, deadline = read_finished(args.folder), args.time_limit and time.monotonic() + args.time_limit
+    try:
+        finished = read_finished(args.folder)
+    except (ValueError, TypeError):
+        cure = "delete it: commands that are finished run once more, and keep their rows"
+        print(f"error: {args.folder / FINISHED} is damaged; {cure}", file=sys.stderr)
+        return 2
+    deadline = args.time_limit and time.monotonic() + args.time_limit
     states: dict[str, str] = {}
     for found in chosen:
-        if finished.get(found.name) == found.command:
+        if finished.get(found.name) == found.command and (args.folder / f"{found.name}.json").is_file():
             states[found.name] = "finished"
         elif found.gpus > args.gpus:
             states[found.name] = (
@@ -116,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"  {found.name}: {states[found.name]}")
         if args.list:
             print(f"      python benchmarks/{found.command}")
-    return 0 if args.list or all(state == "finished" or "not run" in state for state in states.values()) else 1
+    return 0 if args.list or all(state.startswith(("finished", "not run: ")) for state in states.values()) else 1
 
 
 def run(found: Measurement, folder: Path, deadline: float | None) -> str:
@@ -159,8 +172,12 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def read_finished(folder: Path) -> dict[str, str]:
+    """
+    Raises:
+        ValueError, TypeError: the file is damaged.
+    """
     file = folder / FINISHED
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {**json.loads(file.read_text(encoding="utf-8"))} if file.is_file() else {}
 
 
 def write_finished(folder: Path, finished: dict[str, str]) -> None:
@@ -170,4 +187,4 @@ def write_finished(folder: Path, finished: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main, "interrupted; the same command goes on"))

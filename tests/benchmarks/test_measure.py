@@ -1,6 +1,8 @@
 """benchmarks/measure.py: every command that it knows would start, and what happens to those that end, fail and wait."""
 
+import fnmatch
 import json
+import re
 import shlex
 import threading
 import types
@@ -113,3 +115,46 @@ def test_an_unknown_name_is_refused_with_the_groups(measure, capsys):
     with pytest.raises(SystemExit):
         measure.parse_args(["firts"])
     assert "'firts' is no group and no file; groups are first, second, third, after," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--time_limit", "0"], "--time_limit 0 must be a number of seconds above zero; leave it out for no limit"),
+        (["--time_limit", "-1"], "--time_limit -1 must be"),
+        (["--time_limit", "nan"], "--time_limit nan must be"),
+        (["--time_limit", "inf"], "--time_limit inf must be"),
+        (["--gpus", "-1"], "--gpus -1 must be at least 0"),
+    ],
+)
+def test_limits_that_mean_nothing_are_refused(measure, options, said, capsys):
+    with pytest.raises(SystemExit):
+        measure.parse_args(["first", *options])
+    assert said in capsys.readouterr().err
+
+
+def test_a_list_of_what_is_finished_that_is_damaged_is_named(measure, tmp_path, capsys):
+    for text in ("{broken", '["one"]'):
+        (tmp_path / ".finished.json").write_text(text)
+        assert measure.main(["one", "--folder", str(tmp_path), "--gpus", "1"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {tmp_path}/.finished.json is damaged") and said.count("\n") == 1
+
+
+def test_what_is_finished_and_whose_file_is_gone_is_measured_again(measure, tmp_path):
+    command = ["one", "--folder", str(tmp_path), "--gpus", "1"]
+    assert measure.main(command) == 0
+    (tmp_path / "one.json").unlink()
+    assert measure.main(command) == 0 and (tmp_path / "one.json").is_file()
+
+
+def test_a_failure_is_one_whatever_the_folder_is_called(measure, tmp_path):
+    assert measure.main(["broken", "--folder", str(tmp_path / "not run yet"), "--gpus", "1"]) == 1
+
+
+def test_every_file_is_one_that_a_page_takes():
+    """What is copied to benchmarks/results under its name would be in no table otherwise."""
+    source = (Path(__file__).parents[2] / "scripts/pages.py").read_text()
+    patterns = {*re.findall(r'"(\w+\*\.json)"', source), "scaling*.json", "peers*.json"}
+    names = [found.name for found in load("measure").measurements()]
+    assert [name for name in names if not any(fnmatch.fnmatch(f"{name}.json", each) for each in patterns)] == []
