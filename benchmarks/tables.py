@@ -203,35 +203,51 @@ def steps(results: Results) -> str:
     rows = []
     for file in results.files:
         place = file["environment"]
-        for row in file["rows"]:
+        for row in _told(file):
             name = f"{name_of(row['experiment'])}{', no pruning' if _unpruned(row) else ''}"
             if file["settings"].get("attention") == "cudnn":
                 name += " with cuDNN's attention"
             if row.get("cuda_graphs"):
                 name += ", CUDA graphs"
             commit = f"{place['commit'][:7]}{' with changes' if place['changed'] else ''}"
-            ms = statistics.median(row["step_seconds"]) * 1e3
-            rows.append((
-                (_order(row["experiment"]), _unpruned(row), place["date"]),
-                [
-                    name, commit, f"{ms:.1f}", f"{row['tokens_per_second']:,.0f}", f"{row['mfu'] * 100:.1f} %",
-                    _optional(row["peak_memory_bytes"], lambda x: f"{x / 1e9:.1f}"),
-                ],
-            ))  # fmt: skip
+            mfu = _optional(row.get("mfu"), lambda x: f"{x * 100:.1f} %")
+            memory = _optional(row.get("peak_memory_bytes"), lambda x: f"{x / 1e9:.1f}")
+            order = (_order(row["experiment"]), _unpruned(row), place["date"])
+            rows.append((order, [name, commit, *_speed(row), mfu, memory]))
     cells = [cells for _, cells in sorted(rows, key=lambda row: row[0])]
     return table(["model", "commit", "ms per step", "tokens/s", "MFU", "memory GB"], cells)
+
+
+def _told(file: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of steps. One without a measurement says of its case only the experiment; the rest is in the command."""
+    rows = []
+    for row in file["rows"]:
+        case = {}
+        if row.get("status", "ok") != "ok":
+            settings = file["settings"]
+            case = {
+                "pruned": "model.config.log_pruning_tolerance=null" not in settings["overrides"],
+                "cuda_graphs": "train.cuda_graphs=true" in settings["overrides"],
+                "tokens_per_step": settings["seq_len"] * settings["batch_size"],
+            }
+        rows.append({**case, **row})
+    return rows
+
+
+def _speed(row: Mapping[str, Any]) -> list[str]:
+    """Milliseconds of a step and tokens per second, or why there are none."""
+    if row.get("status", "ok") != "ok":
+        return ["", row["status"].replace("|", "/")]
+    return [f"{statistics.median(row['step_seconds']) * 1e3:.1f}", f"{row['tokens_per_second']:,.0f}"]
 
 
 def graphs(results: Results) -> str:
     """Steps with `train.cuda_graphs` and without."""
     rows = []
     for file in results.files:
-        for row in file["rows"]:
-            ms = statistics.median(row["step_seconds"]) * 1e3
-            rows.append([
-                _sized_name(row["experiment"]), f"{row['tokens_per_step']:,}", "yes" if row["cuda_graphs"] else "no",
-                f"{ms:.1f}", f"{row['tokens_per_second']:,.0f}",
-            ])  # fmt: skip
+        for row in _told(file):
+            used = "yes" if row["cuda_graphs"] else "no"
+            rows.append([_sized_name(row["experiment"]), f"{row['tokens_per_step']:,}", used, *_speed(row)])
     header = ["model", "tokens of the micro-batch", "CUDA graphs", "ms per step", "tokens/s"]
     return table(header, sorted(rows, key=lambda cells: cells[:3]))
 

@@ -227,3 +227,17 @@ def test_memory_and_graphs_are_rows_of_their_tables(pages):
     first, second = ([c.strip() for c in line.split("|")[1:-1]] for line in tables.memory(peaks).splitlines()[2:])
     assert first == ["FoX (Pro) 125M", "1,024", "gpu", "7.0", "3.00"]
     assert second == ["FoX (Pro) 125M", "2,048", "host", "out of memory", ""]
+
+
+def test_steps_that_did_not_fit_are_rows_and_break_no_page(pages, tmp_path, monkeypatch):
+    """As on a GPU with less memory: such rows have an experiment and a status."""
+    tables = pages.tables
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for name in ("steps_760m", "graphs_125m"):
+        content = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        row = content["rows"][0]
+        lost = {"experiment": row["experiment"], "checkpointing": False, "status": "out of memory"}
+        (tmp_path / f"{name}.json").write_text(json.dumps({**content, "rows": [{**row, "status": "ok"}, lost]}))
+        table = tables.steps if name == "steps_760m" else tables.graphs
+        lines = table(tables.Results(f"{name}.json")).splitlines()[2:]
+        assert len(lines) == 2 and sum("out of memory" in line for line in lines) == 1
