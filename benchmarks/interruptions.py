@@ -93,7 +93,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=int, default=20, help="strategy.timeout_seconds of `hang` (default 20)")
     # NCCL chooses an algorithm by message, topology and version, and each adds in another order. A ring adds in one.
     parser.add_argument("--nccl_algo", default="Ring", help="NCCL_ALGO of all runs, for equal bits (default Ring)")
-    parser.add_argument("--folder", type=command_line.path, help="where runs write; default: a temporary folder")
+    parser.add_argument(
+        "--folder", type=command_line.path, help="where runs write, for the time of the call (default /tmp)"
+    )
     parser.add_argument("--time_limit", type=float, default=540, help="seconds for all (default 540)")
     add_options(parser)
     args = parser.parse_args(argv)
@@ -126,6 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(f"{args.devices} x {device_name(record.environment)}")
     print(f"| {' | '.join(INTERRUPTIONS)} |\n{'|---' * len(INTERRUPTIONS)}|", flush=True)
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         runs = Runs(args, Path(folder))
         failed = False
@@ -162,8 +166,11 @@ def measured(runs: Runs, case: dict[str, Any], record: Record) -> dict[str, Any]
             return hang(runs, output)
         if check == "checkpoint_stall":
             return checkpoint_stall(runs, output)
-        reference = record.find({"check": "straight", "devices": [runs.args.devices], "status": "ok"})
+        straight_run = {"check": "straight", "devices": [runs.args.devices]}
+        reference = record.find({**straight_run, "status": "ok"})
         if reference is None:
+            if any(row["status"].startswith("stopped") for row in record.rows if row.items() >= straight_run.items()):
+                raise TimeOver
             raise Failure("there is no straight run to compare with")
         if check == "world_sizes":
             return continued_elsewhere(runs, output, devices, reference)
@@ -294,4 +301,4 @@ def judged(row: dict[str, Any], promises: dict[str, bool]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line.run(main, "interrupted; the same command with --out goes on"))

@@ -139,6 +139,15 @@ def test_without_a_straight_run_nothing_is_compared(monkeypatch, capsys):
     assert "failed: there is no straight run to compare with |" in said
 
 
+def test_checks_whose_straight_run_was_stopped_are_stopped_and_have_not_failed(tmp_path, capsys):
+    folder = tmp_path / "not there/yet"
+    command = [*COMMAND, "2", "--checks", "sigterm", "--time_limit", "0", "--folder", str(folder)]
+    assert load("interruptions").main(command) == 1
+    said = capsys.readouterr().out
+    assert said.count("stopped after 0 s; the same command with --out goes on here") == 2 and "failed" not in said
+    assert list(folder.iterdir()) == [], "the folder is made, and what runs left there is gone"
+
+
 def measured(tmp_path, *options: str) -> dict[tuple[str, int], dict]:
     """Rows of two processes by check and devices, with a limit that a hang reaches on a busy machine too."""
     out = tmp_path / "out.json"
