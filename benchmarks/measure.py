@@ -158,7 +158,22 @@ def run(found: Measurement, folder: Path, deadline: float | None) -> str:
             _end(process)
     if code and deadline and time.monotonic() >= deadline:
         return "out of time; the same command goes on"
+    # Some commands have a limit of their own, after which they end as if all were well.
+    statuses = statuses_of(file) if code in (0, 1) else []
+    stopped = [status for status in statuses if status.startswith("stopped")]
+    if stopped and not any(status.startswith("failed") for status in statuses):
+        rows = f"{len(stopped)} row{'s' * (len(stopped) > 1)}"
+        return f"{rows} {stopped[0].partition(';')[0]}; the same command goes on"
     return "finished" if code == 0 else f"failed with exit code {code}; its output is in {log}"
+
+
+def statuses_of(file: Path) -> list[str]:
+    """Those of the rows of a file of results; none if it is not one."""
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        return [str(row["status"]) for row in rows if "status" in row]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

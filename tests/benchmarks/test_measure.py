@@ -30,7 +30,8 @@ if args.how == "waits":
     new.write_text(str(child.pid))
     new.replace(args.out.with_suffix(".pid"))
     time.sleep(3600)
-args.out.write_text("{}")
+status = "stopped after 900 s" if args.how == "stops" else "ok"
+args.out.write_text('{"rows": [{"status": "ok"}, {"status": "%s"}]}' % status)
 """
 
 
@@ -50,6 +51,8 @@ third:
   slow: {gpus: 0, command: fake.py --how waits}
 after:
   late: {gpus: 0, command: fake.py --how late}
+fourth:
+  long: {gpus: 0, command: fake.py --how stops}
 """)
     monkeypatch.setattr(module, "FOLDER", tmp_path / "scripts")
     monkeypatch.setattr(module, "COMMANDS", tmp_path / "commands.yaml")
@@ -114,7 +117,7 @@ def runs(pid: int) -> bool:
 def test_an_unknown_name_is_refused_with_the_groups(measure, capsys):
     with pytest.raises(SystemExit):
         measure.parse_args(["firts"])
-    assert "'firts' is no group and no file; groups are first, second, third, after," in capsys.readouterr().err
+    assert "'firts' is no group and no file; groups are first, second, third, after, fourth," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -158,3 +161,11 @@ def test_every_file_is_one_that_a_page_takes():
     patterns = {*re.findall(r'"(\w+\*\.json)"', source), "scaling*.json", "peers*.json"}
     names = [found.name for found in load("measure").measurements()]
     assert [name for name in names if not any(fnmatch.fnmatch(f"{name}.json", each) for each in patterns)] == []
+
+
+def test_what_stopped_at_its_own_limit_is_not_finished(measure, tmp_path, capfd):
+    for _ in range(2):
+        assert measure.main(["long", "--folder", str(tmp_path), "--gpus", "1"]) == 1
+        said = capfd.readouterr().out
+        assert "measuring stops" in said and "long: 1 row stopped after 900 s; the same command goes on" in said
+    assert not (tmp_path / ".finished.json").exists()
