@@ -140,3 +140,14 @@ def test_tokens_to_equal_loss_are_between_two_evaluations():
     del models["adamw"]
     assert verdicts(study, rule="sooner", models=["muon"], than="adamw") == [NOT_RUN]
     assert study_claims.equal_loss_table(study) == "Not run yet."
+
+
+def test_claims_on_runs_hold_at_once_whether_they_say_runs_or_leave_it_out():
+    losses = np.array([[3.0, 3.01, 2.98], [3.2, 3.19, 3.22], [3.4, 3.41, 3.4], [3.5, 3.5, 3.52]])
+    study = {"variants": {}, "baseline": "a", "names": {}}
+    study["models"] = {name: model(row) for name, row in zip("abcd", losses.tolist(), strict=True)}
+    common = {"claim": "…", "rule": "higher", "at": None, "within": None, "than": "b"}
+    study["claims"] = [{**common, "models": ["c"], "of": None}, {**common, "models": ["d"], "of": "runs"}]
+    together = {**common, "models": ["c", "d"], "of": None}
+    wanted = [finding.measured for finding in study_claims.findings({**study, "claims": [together]}, together)]
+    assert [study_claims.findings(study, claim)[0].measured for claim in study["claims"]] == wanted

@@ -151,7 +151,8 @@ def _difference(study: Study, claim: Claim, model: str) -> tuple[Estimate | None
 
 def _compared(study: Study, claim: Claim) -> set[str]:
     """The models that claims compare with the same other one: their intervals hold at once."""
-    same = [c for c in study["claims"] if (c.get("than"), c.get("of")) == (claim["than"], claim.get("of"))]
+    kind = claim.get("of") or "runs"
+    same = [c for c in study["claims"] if (c.get("than"), c.get("of") or "runs") == (claim["than"], kind)]
     return {model for c in same if RULES[c["rule"]] in _OF_LOSSES for model in c["models"]}
 
 
