@@ -5,6 +5,7 @@ import torch
 
 from forgetting_transformer.data.corpus import cu_seqlens_of
 from forgetting_transformer.ops import backends
+from forgetting_transformer.ops.forgetting_attention import forgetting_attention
 from forgetting_transformer.ops.selftest import choose_backends
 from tests.model.small_models import PRO, small
 
@@ -49,3 +50,19 @@ def test_the_self_test_covers_packed_documents():
     uses = [use._replace(packed=True) for use in model.op_uses()]
     found = choose_backends(uses, torch.bfloat16, torch.device("cuda"), [1024])
     assert found["attention"].name == backends.TRITON and "self-test within" in found["attention"].text
+
+
+@pytest.mark.parametrize("given", [{"window_size": 100}, {"seq_start": [0, 700, 3]}])
+def test_compiled_attention_sees_the_keys_of_each_sequence(given):
+    """1,500 first visible keys per sequence: TorchInductor pads rows of such a length."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(3, 1500, 2, 64, device="cuda", generator=generator, dtype=torch.bfloat16) for _ in range(3))
+    log_fgate = torch.nn.functional.logsigmoid(torch.randn(3, 1500, 2, device="cuda", generator=generator) + 4)
+    if "seq_start" in given:
+        given = {"seq_start": torch.tensor(given["seq_start"], device="cuda")}
+
+    def attend(q, k, v, log_fgate):
+        return forgetting_attention(q, k, v, log_fgate, **given)
+
+    out = torch.compile(attend, dynamic=False)(q, k, v, log_fgate)
+    torch.testing.assert_close(out, attend(q, k, v, log_fgate), rtol=0, atol=2e-2)
