@@ -221,6 +221,7 @@ class Bench:
         inputs, labels = tokens[:, :-1][:, part].contiguous(), tokens[:, 1:][:, part].contiguous()
 
         def step() -> Any:
+            self.exchanged = 0
             model.zero_grad(set_to_none=True)
             with context.sharing(shared):
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -251,13 +252,11 @@ class Bench:
 
         def timed() -> None:
             synchronize(self.device)
-            self.exchanged, began = 0, time.perf_counter()
+            began = time.perf_counter()
             losses.append(step())
             synchronize(self.device)
             seconds.append(time.perf_counter() - began)
-            sent.append(self.exchanged)
 
-        sent: list[int] = []
         losses: list[Any] = []
         for _ in range(self.args.steps - 1):
             timed()
@@ -277,7 +276,7 @@ class Bench:
             "step_seconds": seconds,
             "tokens_per_second": length / statistics.median(seconds),
             "peak_memory_bytes": torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None,
-            "exchange_bytes": sent[-1],
+            "exchange_bytes": self.exchanged,
             "compiled": model._is_compiled,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             **traced,
@@ -316,7 +315,7 @@ class Bench:
         return self.model
 
     def _count_bytes(self) -> None:
-        """Adds up what this GPU sends to others among those that share a sequence."""
+        """Adds up what this GPU sends in a step to others among those that share a sequence."""
         import torch.distributed as dist
 
         original = dist.all_to_all_single

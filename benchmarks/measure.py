@@ -196,9 +196,9 @@ def read_finished(folder: Path) -> dict[str, str]:
 
 
 def write_finished(folder: Path, finished: dict[str, str]) -> None:
-    from forgetting_transformer.files import write_atomically
+    from forgetting_transformer.files import write_json
 
-    write_atomically(folder / FINISHED, f"{json.dumps(finished, indent=1)}\n")
+    write_json(folder / FINISHED, finished)
 
 
 if __name__ == "__main__":
