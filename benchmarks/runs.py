@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -74,6 +75,9 @@ class Runs:
             TimeOver: --time_limit is reached.
             Failure: it ended before the signal.
         """
+        # Imported here: it imports PyTorch, for which --help need not wait.
+        from forgetting_transformer.training.peers import is_gone
+
         if time.monotonic() > self.deadline:
             raise TimeOver
         data, notes = self.folder / "data", output.with_name(f"{output.name}.notes-{len(notes_of(output))}")
@@ -88,7 +92,7 @@ class Runs:
         with printed.open("w", encoding="utf-8") as said:
             process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, preexec_fn=end_with_parent)
             try:
-                while process.poll() is None or any(map(is_there, processes(notes, devices))):
+                while process.poll() is None or not all(map(is_gone, processes(notes, devices))):
                     if time.monotonic() > self.deadline:
                         raise TimeOver
                     if first is None and FIRST_LINE in printed.read_text(encoding="utf-8", errors="replace"):
@@ -99,7 +103,7 @@ class Runs:
                         struck_at = time.monotonic()
                     time.sleep(0.01)
             finally:
-                for rank in filter(is_there, processes(notes, devices)):
+                for rank in itertools.filterfalse(is_gone, processes(notes, devices)):
                     kill(rank)
                 process.kill()
                 process.wait()
@@ -123,15 +127,6 @@ class Runs:
 def processes(notes: Path, devices: int) -> list[int]:
     """Those of all ranks that began to train."""
     return [process for rank in range(devices) if (process := process_of(notes, rank)) is not None]
-
-
-def is_there(process: int) -> bool:
-    """Whether it has not ended, noticed by its parent or not."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
 
 
 def kill(process: int) -> None:

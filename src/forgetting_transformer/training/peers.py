@@ -55,12 +55,12 @@ class Peers:
             self._store.wait([f"{rank}" for rank in others], timedelta(seconds=_SECONDS_TO_JOIN))
             for rank in others:
                 process, _, place = (self._published(f"{rank}") or "").partition(" ")
-                if place == _place() and not _is_gone(int(process)):
+                if place == _place() and not is_gone(int(process)):
                     self._visible[rank] = int(process)
 
     def gone(self) -> int | None:
         """A rank on this machine whose process has ended; None if there is none. Asks nobody, so it cannot hang."""
-        return next((rank for rank, process in self._visible.items() if _is_gone(process)), None)
+        return next((rank for rank, process in self._visible.items() if is_gone(process)), None)
 
     def failed(self, reason: str) -> None:
         """This rank ends, and why. Never raises."""
@@ -137,7 +137,7 @@ def _for_another(reason: str) -> bool:
     return _ANOTHER in reason or WAITS in reason
 
 
-def _is_gone(process: int) -> bool:
+def is_gone(process: int) -> bool:
     """Whether a process of this machine has ended, noticed by its parent or not. Elsewhere than on Linux: False."""
     return _state(process) in "ZX"
 
