@@ -17,6 +17,8 @@ output_dir/variants/VARIANT_seed0. Ctrl-C or SIGTERM saves the running jobs. The
 """
 
 import argparse
+import contextlib
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -45,6 +47,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--guess", type=float, metavar="RATE", help="learning rate where searches start; default: each config's rate"
     )
     parser.add_argument(
+        "--rates",
+        nargs="+",
+        default=[],
+        metavar="MODEL=RATE",
+        help="learning rates that are known, as in mamba2=5e-3: these models are not searched",
+    )
+    parser.add_argument(
         "--seeds",
         nargs="+",
         type=int,
@@ -64,6 +73,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--variant", nargs="+", default=[], metavar="OVERRIDE", help="overrides of the variants")
     parser.add_argument("--no_variants", action="store_true", help="leave out the variants of --study")
     args = parser.parse_intermixed_args(argv)
+    try:
+        args.rates = dict(map(known_rate, args.rates))
+    except ValueError as error:
+        parser.error(str(error))
     if args.study is not None:
         try:
             add_plan(args)
@@ -72,6 +85,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.group is None or not args.models:
         parser.error("the following arguments are required: --study, or --group and --models")
     return args
+
+
+def known_rate(given: str) -> tuple[str, float]:
+    """
+    Raises:
+        ValueError: the text is not MODEL=RATE.
+    """
+    model, _, rate = given.partition("=")
+    with contextlib.suppress(ValueError):
+        if model and 0 < float(rate) < math.inf:
+            return model, float(rate)
+    raise ValueError(f"--rates {given} must be MODEL=RATE with a positive rate, as in mamba2=5e-3")
 
 
 def add_plan(args: argparse.Namespace) -> None:
@@ -87,6 +112,7 @@ def add_plan(args: argparse.Namespace) -> None:
     args.models = args.models or plan.start_order
     args.seeds = args.seeds or list(plan.seeds)
     args.guess = plan.start_rate if args.guess is None else args.guess
+    args.rates = {model: rate for model, rate in plan.learning_rates.items() if model in args.models} | args.rates
     if not args.variants and not args.no_variants:
         args.variants = [[model, *names] for model, names in plan.variants.items() if model in args.models]
     args.overrides = on_top(plan.overrides_of("runs"), args.overrides)
@@ -133,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.guess,
             {model: {name: experiment(name) for name in names} for model, names in variants.items()},
             args.variant,
+            args.rates,
         )
         results = study.run(composer.machine())
     except (SweepError, ConfigError) as error:

@@ -19,10 +19,11 @@
 #   SEEDS              of the runs and variants, as in "0 1 2"; the searches, speeds and shares pruned are of the first, which
 #                      must stay the first when seeds are added
 #   JOBS_PER_GPU       jobs that share a GPU: one starts while others compute
+#   EVAL_JOBS          evaluations that share a GPU (default 4)
 #   MODELS             the slowest first
 #   SOURCES            folders with the texts of the corpus, without near-duplicates; VOCABULARY, DOC_LEN, HELDOUT_DOCS
 #   OVERRIDES          more overrides of train.py for all runs
-#   SPEED_SEEDS        seeds whose speeds are measured (default: the first)
+#   SPEED_SEEDS        seeds whose speeds are measured (default: the first; empty for none)
 #   QUESTIONS          of the tasks that `downstream` makes of held-out texts
 #   NEEDLE             options of eval/niah/run_niah.py: lengths, depths and so on of the needle in a haystack
 #   LONGBENCH_DATA     LongBench's own data, which is then answered too; LM_EVAL_TASKS names tasks of lm_eval, with commas
@@ -116,7 +117,7 @@ is_current() { # file run
 # While the CPUs make the corpus, the GPUs are idle: kernels that are compiled now are in the disk caches when runs start.
 compile_kernels() {
     local number
-    [ -n "${gpus[0]}" ] && [ ${#overrides[@]} -eq 0 ] && [ ! -d "$folder/search" ] || return 0
+    [ -n "${gpus[0]}" ] && [ ${#overrides[@]} -eq 0 ] && [ ! -d "$folder/search" ] && [ ! -d "$folder/runs" ] || return 0
     for number in "${!models[@]}"; do
         CUDA_VISIBLE_DEVICES=${gpus[number % ${#gpus[@]}]} OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 \
             timeout 120 "$python" benchmarks/training.py --experiments "$group/${models[number]}" --vocab_size "$vocabulary" \
@@ -254,20 +255,20 @@ for stage in "${stages[@]}"; do
         ;;
     evaluate)
         step "loss at every position"
-        for_each_run 4 position_loss "${seeds[@]}" || status=1
-        step "tokens per second, each model alone on a GPU"
-        read -ra speed_seeds <<<"${SPEED_SEEDS:-${seeds[0]}}"
+        for_each_run "${EVAL_JOBS:-4}" position_loss "${seeds[@]}" || status=1
+        read -ra speed_seeds <<<"${SPEED_SEEDS-${seeds[0]}}"
+        [ ${#speed_seeds[@]} -eq 0 ] || step "tokens per second, each model alone on a GPU"
         for_each_run 1 speed "${speed_seeds[@]}" || status=1
         ;;
     downstream)
         step "needle in a haystack"
-        for_each_run 4 needle "${seeds[@]}" || status=1
+        for_each_run "${EVAL_JOBS:-4}" needle "${seeds[@]}" || status=1
         step "next line of code"
         [ -f "$folder/tasks/next_line.yaml" ] || "$python" scripts/code_tasks.py --data_path "$corpus" \
             --questions "${QUESTIONS:-500}" --out "$folder/tasks" || status=1
-        for_each_run 4 longbench "${seeds[@]}" || status=1
+        for_each_run "${EVAL_JOBS:-4}" longbench "${seeds[@]}" || status=1
         if "$python" -c 'import lm_eval' 2>/dev/null; then
-            for_each_run 4 lm_eval "${seeds[@]}" || status=1
+            for_each_run "${EVAL_JOBS:-4}" lm_eval "${seeds[@]}" || status=1
         else
             echo "lm_eval is skipped: it is an extra, pip install -e '.[eval]'"
         fi

@@ -34,6 +34,7 @@ def test_only_group_and_models_are_required(read):
 @pytest.mark.parametrize("written", ["2e-3", "2.0e-3", "0.002"])
 def test_a_rate_is_written_as_people_write_it(read, written):
     assert read(f"{MODELS}start_rate: {written}").start_rate == 0.002
+    assert read(f"{MODELS}learning_rates: {{a: {written}}}").learning_rates == {"a": 0.002}
 
 
 def test_overrides_are_what_hydra_reads(read):
@@ -71,7 +72,10 @@ def test_overrides_are_what_hydra_reads(read):
         (f"{MODELS}equal_loss: {{a: a}}", "equal_loss.a='a' must name two of the models: a, b"),
         ("a text", "the file"),
         (f"{MODELS}1: a", "the file has the key 1, which is no text; quote it"),
-        (f"{MODELS}sseds: [0]", "unknown key 'sseds'; known are baseline, claims, equal_loss, group, models"),
+        (
+            f"{MODELS}sseds: [0]",
+            "unknown key 'sseds'; known are baseline, claims, equal_loss, group, learning_rates, models",
+        ),
         (f"{MODELS}slowest_first: [a]", "slowest_first=.* must name each of the models once: a, b"),
         (f"{MODELS}slowest_first: 3", "slowest_first=3 must be a list of the models"),
         (f"{MODELS}seeds: 0 1", "seeds='0 1' must be a list of different whole numbers"),
@@ -83,6 +87,10 @@ def test_overrides_are_what_hydra_reads(read):
         (f"{MODELS}start_rate: -1.0", "start_rate=-1.0 must be a positive number, such as 2e-3"),
         (f"{MODELS}start_rate: .nan", "start_rate=nan must be a positive number, such as 2e-3"),
         (f"{MODELS}start_rate: ${{x}}", "start_rate='.*' must be a positive number, such as 2e-3"),
+        (f"{MODELS}learning_rates: 2e-3", "learning_rates=0.002 must be a mapping of models to positive numbers"),
+        (f"{MODELS}learning_rates: {{c: 2e-3}}", "learning_rates has an unknown key 'c'; known are a"),
+        (f"{MODELS}learning_rates: {{a: fast}}", r"learning_rates=.* \(wrong is learning_rates.a\)"),
+        (f"{MODELS}learning_rates: {{a: 0}}", "learning_rates.a=0.0 must be a positive number, such as 2e-3"),
         (f"{MODELS}variants: {{c: [a]}}", "variants has an unknown key 'c'; known are a"),
         (f"{MODELS}variants: {{a: ab}}", r"variants=.* must be a mapping .*\(wrong is variants.a\)"),
         (f"{MODELS}variants: {{a: }}", r"variants=.* must be a mapping .*\(wrong is variants.a\)"),

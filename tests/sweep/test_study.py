@@ -67,6 +67,21 @@ def test_each_model_is_searched_run_at_its_best_rate_and_then_its_variants(study
     assert budgets == {"search": (4096, "demo"), "runs": (1572864, "demo"), "variants": (1572864, "short")}
 
 
+def test_a_model_whose_rate_is_known_is_not_searched(study, tmp_path):
+    code, out, order = study("--rates", "mamba2=3e-3", "--variants", "mamba2", "hgrn2")
+    assert code == 0, out
+    assert [job for job in order if job.startswith("search/mamba2")] == [] and "search/fox_pro/lr2e-3_seed0" in order
+    for folder in ("runs/mamba2_seed0", "variants/hgrn2_seed0"):
+        assert studies.read_run(tmp_path / "out" / folder).config["optimizer"]["lr"] == 3e-3
+    assert study("--rates", "mamba2=3e-3", "--variants", "mamba2", "hgrn2")[2] == []
+
+
+@pytest.mark.parametrize("rate", ["mamba2", "mamba2=", "mamba2=-1", "mamba2=inf", "=1e-3", "mamba2=fast"])
+def test_a_known_rate_is_a_model_and_a_positive_number(study, rate):
+    with pytest.raises(SystemExit):
+        study("--rates", rate)
+
+
 def test_started_again_it_runs_only_what_is_missing(study, faults, tmp_path):
     faults["preempt"] = "search/fox_pro/lr5e-3"
     code, out, _ = study()
@@ -83,6 +98,7 @@ def test_started_again_it_runs_only_what_is_missing(study, faults, tmp_path):
     ("arguments", "message"),
     [
         ("--variants hgrn2 fox_llama", "variants of hgrn2"),
+        ("--rates hgrn2=1e-3", "learning rates of hgrn2: the study has the models mamba2, fox_pro"),
         ("--variants fox_pro no_such_experiment", "no_such_experiment"),
         ("--variants fox_pro fox_llama --variants mamba2 fox_llama", "would both write to output_dir="),
         ("--variants fox_pro fox_llama --variant train.max_tokns=4096", "train.max_tokns"),

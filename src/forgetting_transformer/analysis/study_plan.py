@@ -7,6 +7,7 @@
     slowest_first: [mamba2, fox_pro]  # the order in which searches start; default that of the models
     seeds: [0, 1, 2]                  # of runs and variants; searches have the first. Default: the experiments' own
     start_rate: 2.0e-3                # where each search of the grid {1, 2, 5} × 10^i starts; default: the experiment's
+    learning_rates: {mamba2: 5.0e-3}  # of models whose best rate is known: they are not searched
     overrides:                        # of train.py, for
       runs: {train.max_tokens: 100663296}      # all; searches and variants add theirs
       search: {train.max_tokens: 6291456}
@@ -68,6 +69,7 @@ class StudyPlan:
     slowest_first: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     start_rate: float | None = None
+    learning_rates: dict[str, float] = field(default_factory=dict)
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     variants: dict[str, list[str]] = field(default_factory=dict)
     baseline: str | None = None
@@ -95,6 +97,7 @@ EXPECTED = {
     "slowest_first": "a list of the models, such as [mamba2, fox_pro]",
     "seeds": "a list of different whole numbers from 0 on, such as [0, 1, 2]",
     "start_rate": "a positive number, such as 2e-3",
+    "learning_rates": "a mapping of models to positive numbers, such as {mamba2: 5e-3}",
     "overrides": "a mapping of runs, search or variants to overrides, such as {runs: {train.max_tokens: 1000000}}",
     "variants": "a mapping of models to lists of experiments, such as {fox_pro: [fox_pro, fox_pro_rope]}",
     "baseline": "the name of a model or variant",
@@ -182,6 +185,10 @@ def _check(plan: StudyPlan) -> None:
         raise AnalysisError(f"seeds={plan.seeds} must be {EXPECTED['seeds']}")
     if plan.start_rate is not None and not (math.isfinite(plan.start_rate) and plan.start_rate > 0):
         raise AnalysisError(f"start_rate={plan.start_rate} must be {EXPECTED['start_rate']}")
+    _check_keys("learning_rates", plan.learning_rates, plan.models, EXPECTED["learning_rates"])
+    for model, rate in plan.learning_rates.items():
+        if not (math.isfinite(rate) and rate > 0):
+            raise AnalysisError(f"learning_rates.{model}={rate} must be a positive number, such as 2e-3")
     _check_keys("variants", plan.variants, plan.models, EXPECTED["variants"])
     for model, names in plan.variants.items():
         if not names or len(set(names)) < len(names):

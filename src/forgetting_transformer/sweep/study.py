@@ -1,5 +1,6 @@
 """A comparison of several models in one queue of jobs: each gets its own learning-rate search, then a run at the rate
-found, then runs of its variants at the same rate. Runs and variants may be repeated with other seeds.
+found, then runs of its variants at the same rate. Runs and variants may be repeated with other seeds. A model whose
+rate is known needs no search.
 
 The searches, runs and variants of all models wait together. One model's long run goes on while another is still
 searched, and GPUs are idle only when nothing is left to start. Runs with the first seed start before searches, since
@@ -34,13 +35,14 @@ class Study:
         guess: learning rate to start the searches from; None: each model's own.
         variants: model -> (name -> overrides) of runs at that model's rate.
         variant: overrides of these runs.
+        rates: model -> its learning rate, of models that are not to be searched.
 
     Attributes:
         failures: model -> why its search could not go on; the other models are not affected.
 
     Raises:
-        SweepError: two runs would share a folder, a seed is negative or given twice, or the variants are of a model
-            that is not in the study.
+        SweepError: two runs would share a folder, a seed is negative or given twice, or variants or a rate are of a
+            model that is not in the study.
         ConfigError: a run or variant that train.py would refuse. All are composed here, since they start hours later.
     """
 
@@ -56,6 +58,7 @@ class Study:
         guess: float | None = None,
         variants: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
         variant: Sequence[str] = (),
+        rates: Mapping[str, float] | None = None,
     ) -> None:
         self.script, self.compose, self.folder = script, compose, folder
         self.models, self.shared, self.seeds = models, shared, seeds
@@ -66,8 +69,13 @@ class Study:
             raise SweepError(
                 f"variants of {', '.join(unknown)}: their rate is that of a model of the study, {', '.join(models)}"
             )
+        self.rates = rates or {}
+        if unknown := sorted(self.rates.keys() - models.keys()):
+            raise SweepError(f"learning rates of {', '.join(unknown)}: the study has the models {', '.join(models)}")
         self.searches: dict[str, LearningRateSweep] = {}
         for name, own in models.items():
+            if name in self.rates:
+                continue
             first = f"seed={seeds[0]}"
             overrides = [*own, *shared, first, *search, f"output_dir={quote(str(folder / 'search' / name))}"]
             rate = compose(overrides).optimizer.lr if guess is None else guess
@@ -78,7 +86,7 @@ class Study:
         self._model_of: dict[str, str] = {}
         self.failures: dict[str, str] = {}
         # As they will be, but for the rate.
-        self._planned = [job for name in models for job in self._runs(name, grid_text(self.searches[name].start))]
+        self._planned = [job for name in models for job in self._runs(name, self._likely_rate(name))]
         runner.check_folders(self._planned)
 
     def run(self, machine: runner.Machine) -> list[runner.JobResult]:
@@ -92,14 +100,21 @@ class Study:
         for search in self.searches.values():
             search.open()
         first = []
-        for name, search in self.searches.items():
-            self._rounds[name] = search.rounds()
-            first += self._advance(name, None)
+        for name in self.models:
+            if name in self.rates:
+                first += self._runs(name, self.rate(name))
+            else:
+                self._rounds[name] = self.searches[name].rounds()
+                first += self._advance(name, None)
         return runner.run_jobs(first, machine, self.folder / "logs", on_result=self._on_result)
 
     def rate(self, model: str) -> str:
-        """The best learning rate of a model's search, as text."""
-        return grid_text(self.searches[model].winner()[1])
+        """The learning rate of a model, that which is known or the best of its search, as text."""
+        return str(self.rates[model]) if model in self.rates else grid_text(self.searches[model].winner()[1])
+
+    def _likely_rate(self, model: str) -> str:
+        """The same before the search."""
+        return self.rate(model) if model in self.rates else grid_text(self.searches[model].start)
 
     def _on_result(self, result: runner.JobResult) -> list[Job]:
         name = self._model_of.get(result.job.name)
