@@ -241,3 +241,22 @@ def test_steps_that_did_not_fit_are_rows_and_break_no_page(pages, tmp_path, monk
         table = tables.steps if name == "steps_760m" else tables.graphs
         lines = table(tables.Results(f"{name}.json")).splitlines()[2:]
         assert len(lines) == 2 and sum("out of memory" in line for line in lines) == 1
+
+
+def test_what_did_not_fit_on_several_gpus_is_a_row_of_its_table(pages, tmp_path, monkeypatch):
+    """Beside what was measured, which has what it had without such rows."""
+    tables = pages.tables
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for name, table in (("scaling_125m", tables.scaling), ("start_760m_two_gpus", tables.starts)):
+        content = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        before = cells_of(table(tables.Results(f"{name}.json")))
+        lost = {key: content["rows"][0].get(key) for key in ("experiment", "case", "micro_batches", "caches")}
+        content["rows"].append({**lost, "status": "out of memory"})
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        *after, last = cells_of(table(tables.Results(f"{name}.json")))
+        assert after == before and last.count("out of memory") == 1 and last[:3] == before[0][:3]
+
+
+def cells_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
