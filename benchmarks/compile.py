@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for way in args.ways:
             row = record.row({"experiment": experiment, "way": way}, functools.partial(measure, args, experiment, way))
             print(describe(row), flush=True)
-    return 1 if any(row["status"] != "ok" for row in record.rows) else 0
+    return 1 if record.failed else 0
 
 
 def measure(args: argparse.Namespace, experiment: str, way: str) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"\n{device_name(record.environment)}; a step is forward, backward, clipping and AdamW without activation "
         "checkpointing. MFU: causal-exact FLOPs of our model, pruned attention as if full, over dense peak."
     )
-    return 1 if any(row["status"].startswith("failed") for row in record.rows) else 0
+    return 1 if record.failed else 0
 
 
 def cases(args: argparse.Namespace, experiment: str, code: str) -> list[dict[str, Any]]:

@@ -116,6 +116,11 @@ class Record:
         self.rows.clear()
 
     @property
+    def failed(self) -> bool:
+        """Whether a row has failed. Running out of memory, or of the time that it was given, is a result."""
+        return any(str(row.get("status")).startswith("failed") for row in self.rows)
+
+    @property
     def content(self) -> dict[str, Any]:
         """What the file holds."""
         head = {"benchmark": self.name, "environment": self.environment, "settings": self.settings}

@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in run_in_process(args, experiment, missing, list(sys.argv[1:] if argv is None else argv)):
                 print(describe_row(record.add(row)), flush=True)
     print(footer(record.content))
-    return 1 if any(row["status"].startswith("failed") for row in record.rows) else 0
+    return 1 if record.failed else 0
 
 
 def run_in_process(

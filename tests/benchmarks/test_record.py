@@ -74,6 +74,17 @@ def test_the_same_command_measures_what_is_missing_and_what_failed(record, tmp_p
     assert open_record(record, *arguments, "--replace").rows == []
 
 
+@pytest.mark.parametrize(
+    ("status", "is_failure"),
+    [("ok", False), ("out of memory", False), ("stopped after 9 s", False), ("failed: no kernel", True)],
+)
+def test_only_what_failed_is_a_failure(record, status, is_failure):
+    opened = open_record(record)
+    opened.add({"case": 1})
+    opened.add({"case": 2, "status": status})
+    assert opened.failed == is_failure
+
+
 @pytest.mark.parametrize("key", ["settings.steps", "commit", "versions.torch", "hardware.cpu", "benchmark"])
 def test_results_of_something_else_are_refused_and_stay(record, tmp_path, key):
     file = tmp_path / "results.json"
