@@ -35,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, end_with_parent
+from record import Record, RecordError, add_options, device_name, run_main
 from scaling import OUT_OF_MEMORY, overlap, run, wait_for_all, waiting_group
 
 from training import compose, experiment_file
@@ -98,7 +98,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.worker:
-        end_with_parent()
         work(args, Path(args.worker))
         return 0
     try:
@@ -364,4 +363,4 @@ def by_kind(events: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -32,7 +32,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import end_with_parent
+from record import end_with_parent, run_main
 
 from forgetting_transformer import command_line
 
@@ -202,4 +202,4 @@ def write_finished(folder: Path, finished: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run(main, "interrupted; the same command goes on"))
+    sys.exit(run_main(main, "interrupted; the rows so far are saved, and the same command goes on"))

@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, end_with_parent
+from record import Record, RecordError, add_options, device_name, run_main
 
 import training
 
@@ -104,7 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.worker:
         experiment, code, file = args.worker
-        end_with_parent()
         work(args, experiment, code, Path(file))
         return 0
     try:
@@ -379,4 +378,4 @@ def describe_row(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -47,7 +47,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, end_with_parent
+from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 from training import compose, experiment_file, time_steps
 
@@ -95,7 +95,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.worker:
-        end_with_parent()
         work(args, Path(args.worker))
         return 0
     try:
@@ -159,6 +158,7 @@ def start(
             subprocess.Popen(
                 command,
                 env=os.environ | {key: str(value) for key, value in (shared | {"RANK": k, "LOCAL_RANK": k}).items()},
+                preexec_fn=end_with_parent,
             )
             for k in range(args.devices)
         ]
@@ -454,4 +454,4 @@ def describe(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, end_with_parent
+from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 from forgetting_transformer import command_line
 from training import CONFIGS, compose, experiment_file
@@ -110,7 +110,8 @@ def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, 
         finally:
             if process.poll() is None:
                 process.terminate()
-        if process.wait() != 0 or seconds is None:
+            process.wait()  # it may be writing into a folder that is about to be removed
+        if process.returncode != 0 or seconds is None:
             status = output / "status.json"
             if status.is_file() and "out of memory in " in json.loads(status.read_text(encoding="utf-8"))["reason"]:
                 return {"status": "out of memory"}
@@ -164,4 +165,4 @@ def describe(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))
