@@ -42,6 +42,8 @@ NAMES = {
     "demo/samba": "Samba",
 }
 GATES = {"half": "all ½", "spread": "time constants 4…10⁶", "one": "all 1"}
+#: The override that turns pruning off.
+NO_PRUNING = "model.config.log_pruning_tolerance=null"
 PACKAGES = {"torch": "PyTorch", "triton": "Triton", "fla-core": "fla-core"}
 PARTS = {
     "train": "`train.py`",
@@ -226,7 +228,7 @@ def _told(file: Mapping[str, Any]) -> list[dict[str, Any]]:
         if row.get("status", "ok") != "ok":
             settings = file["settings"]
             case = {
-                "pruned": "model.config.log_pruning_tolerance=null" not in settings["overrides"],
+                "pruned": NO_PRUNING not in settings["overrides"],
                 "cuda_graphs": "train.cuda_graphs=true" in settings["overrides"],
                 "tokens_per_step": settings["seq_len"] * settings["batch_size"],
             }
@@ -404,7 +406,10 @@ def starts(results: Results) -> str:
     rows = []
     for file in results.files:
         for row in file["rows"]:
-            cells = [name_of(row["experiment"]), str(file["settings"]["devices"]), row["caches"]]
+            devices = str(file["settings"]["devices"])
+            if file["settings"].get("launcher") == "launch.py":  # the first files do not say it, and had `fabric run`
+                devices += " with launch.py"
+            cells = [name_of(row["experiment"]), devices, row["caches"]]
             if row["status"] != "ok":
                 rows.append([*cells, _reason(row), "", "", "", ""])
                 continue
@@ -428,7 +433,11 @@ def scaling(results: Results) -> str:
     for file in results.files:
         for row in file["rows"]:
             batch = file["settings"].get("batch_size", 1)  # the first files do not say it
-            case = [_sized_name(row["experiment"]), f"{row['micro_batches']} × {batch}", names[row["case"]]]
+            model = _sized_name(row["experiment"])
+            if NO_PRUNING in file["settings"]["overrides"]:
+                model += ", no pruning"
+            devices = f"{'1 of ' * (row['case'] == 'one')}{file['settings']['devices']}"
+            case = [model, devices, f"{row['micro_batches']} × {batch}", names[row["case"]]]
             if row["status"] != "ok":
                 rows.append([*case, "", _reason(row), "", "", "", "", ""])
                 continue
@@ -442,7 +451,7 @@ def scaling(results: Results) -> str:
                 *(_optional(row.get(f"{key}_ms"), "{:.1f}".format) for key in ("exposed", "hidden", "idle")),
                 _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}"),
             ])  # fmt: skip
-    header = ["model", "micro-batches", "strategy", "ms per step", "tokens/s of a GPU", "of one alone"]
+    header = ["model", "GPUs", "micro-batches", "strategy", "ms per step", "tokens/s of a GPU", "of one alone"]
     return table([*header, "exposed ms", "hidden ms", "idle ms", "memory GB"], rows)
 
 
