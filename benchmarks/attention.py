@@ -38,7 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name
+from record import Record, RecordError, add_options, device_name, run_main
 
 SHAPES = ["1,16384,24,64", "1,16384,12,128", "1,65536,24,64", "8,2048,24,64"]
 PRUNE_SHAPES = ["1,16384,24,64", "8,2048,24,64"]
@@ -326,4 +326,4 @@ def footer(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options
+from record import Record, RecordError, add_options, run_main
 
 from forgetting_transformer import command_line
 from training import compose
@@ -135,4 +135,4 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

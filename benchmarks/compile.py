@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, end_with_parent
+from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 import training
 
@@ -61,7 +61,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.worker:
-        end_with_parent()
         work(args, *args.worker)
         return 0
     try:
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for way in args.ways:
             row = record.row({"experiment": experiment, "way": way}, functools.partial(measure, args, experiment, way))
             print(describe(row), flush=True)
-    return 1 if any(row["status"] != "ok" for row in record.rows) else 0
+    return 1 if record.failed else 0
 
 
 def measure(args: argparse.Namespace, experiment: str, way: str) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def measure(args: argparse.Namespace, experiment: str, way: str) -> dict[str, An
         command += ["--batch_size", str(args.batch_size), "--worker", experiment, way, str(file)]
         if args.seq_len:
             command += ["--seq_len", str(args.seq_len)]
-        done = subprocess.run(command, env=os.environ | caches)
+        done = subprocess.run(command, env=os.environ | caches, preexec_fn=end_with_parent)
         if not file.exists():
             return {"status": f"failed: the process ended with code {done.returncode}"}
         return json.loads(file.read_text(encoding="utf-8"))
@@ -121,4 +120,4 @@ def describe(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -23,21 +23,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numcodecs
-import numpy as np
-import torch
-import zarr
-from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
-from zarr.storage import LocalStore, WrapperStore
-
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options
+from record import INTERRUPTED, Record, RecordError, add_options, run_main
 
 from forgetting_transformer import command_line
-from forgetting_transformer.data import LongCrawl64DataModule, ReadingOrder
-from forgetting_transformer.data.longcrawl64 import PREFETCHED_BATCHES
+
+with command_line.interruptible(INTERRUPTED):
+    import numcodecs
+    import numpy as np
+    import torch
+    import zarr
+    from torch.utils.data import DataLoader, Dataset
+    from tqdm import tqdm
+    from zarr.storage import LocalStore, WrapperStore
+
+    from forgetting_transformer.data import LongCrawl64DataModule, ReadingOrder
+    from forgetting_transformer.data.longcrawl64 import PREFETCHED_BATCHES
 
 CHUNK = (2048, 2048)
 #: Zipf's exponent for which Blosc lz4 leaves 88 % of a chunk; of LongCrawl64 about 92 % are left.
@@ -236,4 +238,4 @@ def describe_row(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from attention import footer, replayed_ms
-from record import Record, RecordError, add_options
+from record import Record, RecordError, add_options, run_main
 
 SHAPES = ["1,24,24,64,16384", "1,24,24,64,65536", "8,24,24,64,16384", "1,24,4,64,16384", "8,24,4,64,16384"]
 KERNELS = ("decode", "half", "spread", "whole", "flash", "cudnn")
@@ -178,4 +178,4 @@ def describe_row(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options
+from record import Record, RecordError, add_options, run_main
 
 RANKS, SEQUENCES, LENGTH, VOCAB = 4, 2, 128, 256
 #: Steps at the end over which losses are averaged.
@@ -217,4 +217,4 @@ def fixed_gate() -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

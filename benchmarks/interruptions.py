@@ -48,7 +48,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name
+from record import Record, RecordError, add_options, device_name, run_main
 from runs import (
     Ended,
     Failure,
@@ -301,4 +301,4 @@ def judged(row: dict[str, Any], promises: dict[str, bool]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run(main, "interrupted; the same command with --out goes on"))
+    sys.exit(run_main(main))

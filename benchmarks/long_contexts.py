@@ -9,7 +9,7 @@ A step is forward and backward of one sequence of random tokens with activation 
 over the GPUs that share it (`strategy.context`). Weights are random. FoX is measured with pruning and without. Its
 gates have time constants spread logarithmically over the heads of a layer, in no order (--time_constants). A row is
 printed and saved to --out (record.py) when it is measured; the same command measures missing rows. Lengths are measured
-in the order of --seq_len, cells of one GPU on all GPUs at the same time.
+in the order of --seq_len, cells of one GPU on all GPUs at the same time. Running out of memory is a result.
 
 tokens/s     tokens of the sequence / median seconds of --steps steps, on all GPUs together
 attention    milliseconds of a step in kernels of attention or of a recurrence; exchange, gradients: in the collectives
@@ -35,8 +35,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, end_with_parent
-from scaling import overlap, run, wait_for_all, waiting_group
+from record import Record, RecordError, add_options, device_name, run_main
+from scaling import OUT_OF_MEMORY, overlap, run, wait_for_all, waiting_group
 
 from training import compose, experiment_file
 
@@ -98,7 +98,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.worker:
-        end_with_parent()
         work(args, Path(args.worker))
         return 0
     try:
@@ -116,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         for row in run(args, missing, list(sys.argv[1:] if argv is None else argv), __file__):
             print(describe(record.add(row), record.rows), flush=True)
-    return 0 if all(row["status"] in ("ok", "out of memory") for row in record.rows) else 1
+    return 1 if record.failed else 0
 
 
 def cases_of(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -183,6 +182,7 @@ def work(args: argparse.Namespace, job: Path) -> None:
         if rank == 0:
             with job.with_name("rows.jsonl").open("a", encoding="utf-8") as stream:
                 stream.writelines(json.dumps(row) + "\n" for row in everybodys[:count])
+        wait_for_all()  # as in scaling.py: none begins the next case until this one has its row
     dist.destroy_process_group()
 
 
@@ -205,7 +205,7 @@ class Bench:
             error.__traceback__ = None
             self.name = self.model = None
             if case["context"] > 1:
-                raise  # the others may wait in the middle of a step
+                os._exit(OUT_OF_MEMORY)  # the others may wait in the middle of a step
             return {**case, "status": "out of memory"}
 
     def measure(self, case: dict[str, Any]) -> dict[str, Any]:
@@ -363,4 +363,4 @@ def by_kind(events: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

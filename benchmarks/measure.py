@@ -32,9 +32,10 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import end_with_parent
+from record import end_with_parent, run_main
 
 from forgetting_transformer import command_line
+from forgetting_transformer.versions import installed_versions
 
 FOLDER = Path(__file__).resolve().parent
 COMMANDS = FOLDER / "commands.yaml"
@@ -84,12 +85,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measurements() -> list[Measurement]:
     """Those of commands.yaml, one for each number of GPUs."""
+    triton = installed_versions(["triton"]).get("triton", "none")
     found = []
     for group, entries in yaml.safe_load(COMMANDS.read_text(encoding="utf-8")).items():
         for name, entry in entries.items():
             command, several = " ".join(entry["command"].split()), "{gpus}" in name
             for gpus in entry["gpus"] if several else [entry.get("gpus", 1)]:
-                filled = (text.replace("{gpus}", str(gpus)) for text in (name, command))
+                filled = (text.replace("{gpus}", str(gpus)).replace("{triton}", triton) for text in (name, command))
                 found.append(Measurement(group, *filled, gpus))
     return found
 
@@ -202,4 +204,4 @@ def write_finished(folder: Path, finished: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command_line.run(main, "interrupted; the same command goes on"))
+    sys.exit(run_main(main, "interrupted; the rows so far are saved, and the same command goes on"))

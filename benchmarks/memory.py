@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options
+from record import Record, RecordError, add_options, run_main
 
 from training import CONFIGS, compose, experiment_file
 
@@ -186,4 +186,4 @@ def describe(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, end_with_parent
+from record import Record, RecordError, add_options, device_name, run_main
 
 import training
 
@@ -104,7 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.worker:
         experiment, code, file = args.worker
-        end_with_parent()
         work(args, experiment, code, Path(file))
         return 0
     try:
@@ -134,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"\n{device_name(record.environment)}; a step is forward, backward, clipping and AdamW without activation "
         "checkpointing. MFU: causal-exact FLOPs of our model, pruned attention as if full, over dense peak."
     )
-    return 1 if any(row["status"].startswith("failed") for row in record.rows) else 0
+    return 1 if record.failed else 0
 
 
 def cases(args: argparse.Namespace, experiment: str, code: str) -> list[dict[str, Any]]:
@@ -379,4 +378,4 @@ def describe_row(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -35,6 +35,8 @@ COMMIT_VARIABLE = "BENCHMARK_COMMIT"
 _OUTPUT_OPTIONS = ("out", "replace")
 #: Rows whose status begins with one of these measured nothing, and are tried again.
 _UNFINISHED = ("failed", "stopped")
+#: What Ctrl-C is answered with.
+INTERRUPTED = "interrupted; with --out the rows so far are saved, and the same command goes on"
 
 
 class RecordError(ValueError):
@@ -114,6 +116,11 @@ class Record:
         """Forgets the rows; the file keeps them until the first new one."""
         print(f"{self.file}: {reason}; measuring again from the first row", file=sys.stderr)
         self.rows.clear()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a row has failed. Running out of memory, or of the time that it was given, is a result."""
+        return any(str(row.get("status")).startswith("failed") for row in self.rows)
 
     @property
     def content(self) -> dict[str, Any]:
@@ -196,8 +203,18 @@ def device_name(environment: Mapping[str, Any]) -> str:
     return hardware.get("device") or hardware["cpu"]
 
 
+def run_main(main: Callable[[], int | None], interrupted: str = INTERRUPTED) -> int | None:
+    """Calls a benchmark's `main` and returns the exit code. Ctrl-C is answered with the line `interrupted`."""
+    return command_line.run(main, interrupted)
+
+
 def end_with_parent() -> None:
-    """Asks Linux to end this process when the one that started it ends, however it ends: the GPU would stay taken."""
+    """Makes a process that is being started (preexec_fn) end with the one that starts it.
+
+    Linux ends it when its parent has ended, however that was: the GPU would stay taken. Ctrl-C, which a terminal sends
+    to both, is left to the parent.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from attention import time_both_ways
-from record import Record, RecordError, add_options, device_name
+from record import Record, RecordError, add_options, device_name, run_main
 
 #: op: heads, key channels, value channels.
 SHAPES = {
@@ -117,4 +117,4 @@ def describe_row(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

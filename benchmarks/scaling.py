@@ -10,7 +10,7 @@ A step is forward and backward of each micro-batch (--batch_size sequences of ra
 of gradients, clipping and AdamW, with random weights. Every case sees the same tokens. Steps follow each other without
 waiting, as in training. The paper's experiments take half a million tokens a step: on two GPUs 16 micro-batches of one
 sequence. A row is printed and saved to --out (record.py) as soon as it is measured. All cases share one start of the
-processes.
+processes; after a case that runs out of memory, which is a result and not an error, they are started again.
 
 one           rank 0 alone, the others wait
 ddp           strategy=ddp
@@ -40,19 +40,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, end_with_parent
+from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 from training import compose, experiment_file, time_steps
 
 CASES = ("one", "fsdp_plain", "fsdp", "fsdp_kept", "ddp", "ddp_rebuilt")
 VOCABULARY = 50257
+#: What a worker exits with when a case does not fit: ENOMEM.
+OUT_OF_MEMORY = 12
 #: Steps of a trace, and steps before the first measured one, the one that compiles included.
 TRACED, WARMUP = 2, 3
 HEADER = (
@@ -93,7 +95,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.worker:
-        end_with_parent()
         work(args, Path(args.worker))
         return 0
     try:
@@ -117,13 +118,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         for row in run(args, missing, list(sys.argv[1:] if argv is None else argv)):
             print(describe(record.add(row), record.rows), flush=True)
-    return 0 if all(row["status"] == "ok" for row in record.rows) else 1
+    return 1 if record.failed else 0
 
 
 def run(
     args: argparse.Namespace, cases: list[dict[str, Any]], argv: list[str], script: str = __file__
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the cases as they are measured; those that were not say why. `script`: whose workers measure them."""
+    """Rows of the cases as they are measured; those that were not say why.
+
+    Args:
+        script: whose workers measure them. One argument is added: the file with the cases. A worker appends a line of
+            JSON for each to rows.jsonl beside it, and ends with OUT_OF_MEMORY where one does not fit.
+    """
+    deadline = time.monotonic() + args.time_limit
+    while cases:
+        done, problem = yield from start(args, cases, argv, script, deadline)
+        # Where one did not fit, the next ones may.
+        given_up = cases[done : done + 1] if problem == "out of memory" else cases[done:]
+        yield from ({**case, "status": problem} for case in given_up)
+        cases = cases[done + len(given_up) :]
+
+
+def start(
+    args: argparse.Namespace, cases: list[dict[str, Any]], argv: list[str], script: str, deadline: float
+) -> Generator[dict[str, Any], None, tuple[int, str]]:
+    """One start of the processes. Returns how many cases it measured, and why it ended there."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -139,15 +158,18 @@ def run(
             subprocess.Popen(
                 command,
                 env=os.environ | {key: str(value) for key, value in (shared | {"RANK": k, "LOCAL_RANK": k}).items()},
+                preexec_fn=end_with_parent,
             )
             for k in range(args.devices)
         ]
-        deadline, done, problem = time.monotonic() + args.time_limit, 0, ""
+        done, problem = 0, ""
         try:
             while not problem:
                 time.sleep(0.2)
                 codes = [process.poll() for process in processes]
-                if any(codes):
+                if OUT_OF_MEMORY in codes:
+                    problem = "out of memory"
+                elif any(codes):
                     problem = f"failed: processes ended with {codes}"
                 elif time.monotonic() > deadline:
                     problem = f"stopped after {args.time_limit:g} s"
@@ -162,8 +184,7 @@ def run(
                 process.kill()
             for process in processes:
                 process.wait()
-    for case in cases[done:]:
-        yield {**case, "status": problem}
+    return done, problem
 
 
 # A worker: one rank of all cases.
@@ -195,17 +216,20 @@ def work(args: argparse.Namespace, job: Path) -> None:
             if case["case"] != "one" or rank == 0:
                 row |= measure(args, case, config, initial[name], compilation, device)
         except torch.OutOfMemoryError:
-            row["status"] = "out of memory"
+            # At once: the others may wait in the middle of a step, and what this process has open may wait for them.
+            os._exit(OUT_OF_MEMORY)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+        # A rank that runs out of memory does so in the first case without a row: all have measured a case before it has
+        # one, and none begins the next one until it does.
+        if dist.is_initialized():
+            wait_for_all()
         if rank == 0:
             with job.with_name("rows.jsonl").open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(row) + "\n")
         if dist.is_initialized():
             wait_for_all()
-        if row["status"] != "ok":
-            sys.exit(1)  # the others may wait in the middle of a step
     _destroy_dist_connection()
 
 
@@ -420,8 +444,8 @@ def describe(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     name = f"| {row['experiment']} | {row['case']} | {row['micro_batches']} |"
     if row["status"] != "ok":
         return f"{name} {row['status'].replace('|', '/')} | | | | | | |"
-    same = ("experiment", "micro_batches")
-    alone = next((r for r in rows if r["case"] == "one" and all(r[k] == row[k] for k in same)), None)
+    same = {key: row[key] for key in ("experiment", "micro_batches")} | {"case": "one", "status": "ok"}
+    alone = next((r for r in rows if same.items() <= r.items()), None)
     efficiency = "–" if alone is None else f"{row['tokens_per_second'] / alone['tokens_per_second']:.1%}"
     times = [f"{row[key]:.1f}" if key in row else "–" for key in ("exposed_ms", "hidden_ms", "idle_ms")]
     memory = "–" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.1f}"
@@ -430,4 +454,4 @@ def describe(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

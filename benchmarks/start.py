@@ -13,7 +13,7 @@ launcher     of these, the time before the process of rank 0 began: `fabric run`
 stages       from there on, as the run logs them (docs/reliability.md)
 
 Everything is written to a temporary folder, which needs space for two checkpoints. --out saves each row as soon as it
-is measured (record.py).
+is measured (record.py). A run that does not fit into memory is a result.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, end_with_parent
+from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 from forgetting_transformer import command_line
 from training import CONFIGS, compose, experiment_file
@@ -67,7 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{args.devices} x {device_name(record.environment)}", flush=True)
-    failed = False
     for experiment in args.experiments:
         rows = [record.find({"experiment": experiment, "caches": caches}) for caches in CACHES]
         if None in rows:
@@ -83,8 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(describe(rows[i]), flush=True)
         else:
             print(*map(describe, rows), sep="\n", flush=True)
-        failed |= any(row["status"] != "ok" for row in rows)
-    return 1 if failed else 0
+    return 1 if record.failed else 0
 
 
 def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, Any]:
@@ -112,7 +110,11 @@ def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, 
         finally:
             if process.poll() is None:
                 process.terminate()
-        if process.wait() != 0 or seconds is None:
+            process.wait()  # it may be writing into a folder that is about to be removed
+        if process.returncode != 0 or seconds is None:
+            status = output / "status.json"
+            if status.is_file() and "out of memory in " in json.loads(status.read_text(encoding="utf-8"))["reason"]:
+                return {"status": "out of memory"}
             said.seek(0)
             ended = f"ended with code {process.returncode} after {time.perf_counter() - began:.0f} s"
             return {"status": f"failed: {ended}: {said.read()[-2000:]}"}
@@ -163,4 +165,4 @@ def describe(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -42,6 +42,8 @@ NAMES = {
     "demo/samba": "Samba",
 }
 GATES = {"half": "all ½", "spread": "time constants 4…10⁶", "one": "all 1"}
+#: The override that turns pruning off.
+NO_PRUNING = "model.config.log_pruning_tolerance=null"
 PACKAGES = {"torch": "PyTorch", "triton": "Triton", "fla-core": "fla-core"}
 PARTS = {
     "train": "`train.py`",
@@ -226,7 +228,7 @@ def _told(file: Mapping[str, Any]) -> list[dict[str, Any]]:
         if row.get("status", "ok") != "ok":
             settings = file["settings"]
             case = {
-                "pruned": "model.config.log_pruning_tolerance=null" not in settings["overrides"],
+                "pruned": NO_PRUNING not in settings["overrides"],
                 "cuda_graphs": "train.cuda_graphs=true" in settings["overrides"],
                 "tokens_per_step": settings["seq_len"] * settings["batch_size"],
             }
@@ -237,8 +239,13 @@ def _told(file: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _speed(row: Mapping[str, Any]) -> list[str]:
     """Milliseconds of a step and tokens per second, or why there are none."""
     if row.get("status", "ok") != "ok":
-        return ["", row["status"].replace("|", "/")]
+        return ["", _reason(row)]
     return [f"{statistics.median(row['step_seconds']) * 1e3:.1f}", f"{row['tokens_per_second']:,.0f}"]
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    """Why a row has no measurement, for a cell."""
+    return " ".join(row["status"].replace("|", "/").split())
 
 
 def graphs(results: Results) -> str:
@@ -399,11 +406,17 @@ def starts(results: Results) -> str:
     rows = []
     for file in results.files:
         for row in file["rows"]:
+            devices = str(file["settings"]["devices"])
+            if file["settings"].get("launcher") == "launch.py":  # the first files do not say it, and had `fabric run`
+                devices += " with launch.py"
+            cells = [name_of(row["experiment"]), devices, row["caches"]]
+            if row["status"] != "ok":
+                rows.append([*cells, _reason(row), "", "", "", ""])
+                continue
             stages = row["stages"]
             model = stages["self-test"] + stages["model"]
             parts = (row["first_line_seconds"], row["launcher_seconds"], stages["imports"], model, stages["first step"])
-            devices = str(file["settings"]["devices"])
-            rows.append([name_of(row["experiment"]), devices, row["caches"], *(f"{seconds:.1f}" for seconds in parts)])
+            rows.append([*cells, *(f"{seconds:.1f}" for seconds in parts)])
     return table(
         ["model", "GPUs", "caches", "first loss after s", "launcher", "imports", "self-test and model", "first step"],
         rows,
@@ -418,21 +431,27 @@ def scaling(results: Results) -> str:
     }  # fmt: skip
     rows = []
     for file in results.files:
-        done = [row for row in file["rows"] if row["status"] == "ok"]
-        for row in done:
-            same = [r for r in done if all(r[key] == row[key] for key in ("experiment", "micro_batches"))]
-            alone = next((r["tokens_per_second"] for r in same if r["case"] == "one"), None)
+        for row in file["rows"]:
             batch = file["settings"].get("batch_size", 1)  # the first files do not say it
+            model = _sized_name(row["experiment"])
+            if NO_PRUNING in file["settings"]["overrides"]:
+                model += ", no pruning"
+            devices = f"{'1 of ' * (row['case'] == 'one')}{file['settings']['devices']}"
+            case = [model, devices, f"{row['micro_batches']} × {batch}", names[row["case"]]]
+            if row["status"] != "ok":
+                rows.append([*case, "", _reason(row), "", "", "", "", ""])
+                continue
+            same = {key: row[key] for key in ("experiment", "micro_batches")} | {"case": "one", "status": "ok"}
+            alone = next((r["tokens_per_second"] for r in file["rows"] if same.items() <= r.items()), None)
             tokens = row["micro_batches"] * batch * file["settings"]["seq_len"]
             rows.append([
-                _sized_name(row["experiment"]), f"{row['micro_batches']} × {batch}",
-                names[row["case"]],
+                *case,
                 f"{1000 * tokens / row['tokens_per_second']:.1f}", f"{row['tokens_per_second']:,.0f}",
                 _optional(alone, lambda rate, row=row: f"{row['tokens_per_second'] / rate:.1%}".replace("%", " %")),
                 *(_optional(row.get(f"{key}_ms"), "{:.1f}".format) for key in ("exposed", "hidden", "idle")),
                 _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}"),
             ])  # fmt: skip
-    header = ["model", "micro-batches", "strategy", "ms per step", "tokens/s of a GPU", "of one alone"]
+    header = ["model", "GPUs", "micro-batches", "strategy", "ms per step", "tokens/s of a GPU", "of one alone"]
     return table([*header, "exposed ms", "hidden ms", "idle ms", "memory GB"], rows)
 
 
@@ -492,7 +511,11 @@ def interruptions(results: Results) -> str:
 def long_contexts(results: Results) -> str:
     """Steps on sequences that several GPUs share, beside one GPU alone."""
     rows = []
-    for row in _by_length(results):
+    for row in _by_length(results.rows()):
+        if row["status"] != "ok":
+            case = [_pruned_name(row), f"{row['tokens']:,}", str(row["context"])]
+            rows.append([*case, "", _reason(row), "", "", "", "", ""])
+            continue
         alone, shares = _alone(row, results), ("attention_ms", "exchange_ms")
         gain = None if row["context"] == 1 or alone is None else row["tokens_per_second"] / alone["tokens_per_second"]
         whole = 1000 * statistics.median(row["step_seconds"])
@@ -511,7 +534,7 @@ def long_contexts_predicted(results: Results) -> str:
     """What a formula says of GPUs that share a sequence, held to those that were measured."""
     rates = exchange_rates(results)
     rows = []
-    for row in _by_length(results):
+    for row in _by_length(results.rows(status="ok")):
         alone = _alone(row, results)
         # Recurrences pass states on, for which the formula does not hold.
         if row["context"] == 1 or alone is None or row["experiment"].startswith("mamba2"):
@@ -577,13 +600,13 @@ def _summed_bytes(row: Mapping[str, Any], size: int) -> float:
     return 2 * (size - 1) / size * 4 * row["parameters"]
 
 
-def _by_length(results: Results) -> list[dict[str, Any]]:
-    """What was measured of long contexts: model by model, pruned first, then by length and number of GPUs."""
+def _by_length(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of long contexts: model by model, pruned first, then by length and number of GPUs."""
 
     def key(row: Mapping[str, Any]) -> tuple:
         return _order(row["experiment"]), row["pruned"] is False, row["tokens"], row["context"]
 
-    return sorted(results.rows(status="ok"), key=key)
+    return sorted(rows, key=key)
 
 
 def _alone(row: Mapping[str, Any], results: Results) -> dict[str, Any] | None:

@@ -52,7 +52,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from record import Record, RecordError, add_options, device_name, end_with_parent
+from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 STARTED = time.perf_counter()
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -154,7 +154,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     if args.worker:
         experiment, file = args.worker
-        end_with_parent()
         work(args, experiment, Path(file))
         return 0
     try:
@@ -174,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in run_in_process(args, experiment, missing, list(sys.argv[1:] if argv is None else argv)):
                 print(describe_row(record.add(row)), flush=True)
     print(footer(record.content))
-    return 1 if any(row["status"].startswith("failed") for row in record.rows) else 0
+    return 1 if record.failed else 0
 
 
 def run_in_process(
@@ -204,7 +203,7 @@ def rows_of_process(
         environ = dict(os.environ)
         if empty_kernel_cache:
             environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        process = subprocess.Popen([*command, str(file)], env=environ)
+        process = subprocess.Popen([*command, str(file)], env=environ, preexec_fn=end_with_parent)
         deadline, done = time.monotonic() + time_limit, 0
         problem = None
         try:
@@ -523,4 +522,4 @@ def describe_row(row: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -8,9 +8,11 @@
         --save_dir output/lm_eval
 
 OUT receives lcc.jsonl (LongBench's format: write the next line) and next_line.yaml with next_line.jsonl (lm_eval's:
-which of four lines comes next?). A folder that has such files of others, as LongBench's own lcc.jsonl, is refused.
-The same corpus gives the same questions. Scores of models with one corpus are comparable with each other, and not with
-those of LongBench's own set.
+which of four lines comes next?). It may be moved. The same corpus gives the same questions. Scores of models with one
+corpus are comparable with each other, and not with those of LongBench's own set.
+
+Two kinds of folders are refused: one that has such files of others, as LongBench's own lcc.jsonl, and one with other
+questions, because answers to them may be there.
 """
 
 import argparse

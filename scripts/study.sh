@@ -24,7 +24,7 @@
 #   SOURCES            folders with the texts of the corpus, without near-duplicates; VOCABULARY, DOC_LEN, HELDOUT_DOCS
 #   OVERRIDES          more overrides of train.py for all runs
 #   SPEED_SEEDS        seeds whose speeds are measured (default: the first; empty for none)
-#   QUESTIONS          of the tasks that `downstream` makes of held-out texts
+#   QUESTIONS          of the tasks that `downstream` makes of held-out texts (default: 500); the same for all models
 #   NEEDLE             options of eval/niah/run_niah.py: lengths, depths and so on of the needle in a haystack
 #   LONGBENCH_DATA     LongBench's own data, which is then answered too; LM_EVAL_TASKS names tasks of lm_eval, with commas
 #                      between them, whose data is in the cache of Hugging Face
@@ -264,8 +264,12 @@ for stage in "${stages[@]}"; do
         step "needle in a haystack"
         for_each_run "${EVAL_JOBS:-4}" needle "${seeds[@]}" || status=1
         step "next line of code"
-        [ -f "$folder/tasks/next_line.yaml" ] || "$python" scripts/code_tasks.py --data_path "$corpus" \
-            --questions "${QUESTIONS:-500}" --out "$folder/tasks" || status=1
+        # Every time: it refuses if the questions were to become others than those that models have answered.
+        if ! "$python" scripts/code_tasks.py --data_path "$corpus" --questions "${QUESTIONS:-500}" --out "$folder/tasks"; then
+            echo "no model is asked for the next line of code, and none of LongBench and lm_eval: see the error above" >&2
+            status=1
+            continue
+        fi
         for_each_run "${EVAL_JOBS:-4}" longbench "${seeds[@]}" || status=1
         if "$python" -c 'import lm_eval' 2>/dev/null; then
             for_each_run "${EVAL_JOBS:-4}" lm_eval "${seeds[@]}" || status=1

@@ -87,6 +87,7 @@ def sections(folder: Path) -> dict[str, str]:
         **{f"{kind}_{name}": f"{value:.2f}" for name, both in after.items() for kind, value in both.items()},
     }
     values |= {
+        "power_two": f"{detectable(0.05, seeds=3, freedom=math.inf):.2f}",
         "power_seven": f"{detectable(0.05, seeds=3, freedom=12, comparisons=6):.2f}",
         "power_five": f"{detectable(0.05, seeds=5, freedom=24, comparisons=6):.2f}",
     }

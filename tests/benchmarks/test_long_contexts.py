@@ -1,10 +1,13 @@
 """benchmarks/long_contexts.py: its rows, what it reads off a trace, and the formula of the page."""
 
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import forgetting_transformer.ops
 from tests.benchmarks.conftest import load
@@ -98,6 +101,18 @@ def test_tables_of_the_page_have_gains_shares_and_the_formula(tmp_path, monkeypa
     assert "3,125" in line and "+0.0 %" in line
 
 
+def test_a_length_that_one_gpu_cannot_hold_is_a_row(tmp_path, monkeypatch):
+    alone, shared = rows_of(6000, 10, 100, 20)
+    alone = {key: alone[key] for key in ("experiment", "pruned", "tokens", "context")} | {"status": "out of memory"}
+    tables, found = results(tmp_path, monkeypatch, [alone, shared])
+    first, second = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in tables.long_contexts(found).splitlines()[2:]
+    )
+    assert first[:5] == ["FoX (Pro) 760M", "131,072", "1", "", "out of memory"]
+    assert second[:5] == ["FoX (Pro) 760M", "131,072", "2", "3.12", "41,943"]
+    assert len(tables.long_contexts_predicted(found).splitlines()) == 2
+
+
 def test_what_cannot_be_measured_is_refused_before_anything_starts(capsys):
     for options, message in [
         (["--seq_len", "1025"], "--seq_len 1025 tokens have no equal parts for --devices 2"),
@@ -106,6 +121,23 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(capsys):
         with pytest.raises(SystemExit):
             load("long_contexts").parse_args(options)
         assert message in capsys.readouterr().err
+
+
+def test_a_rank_that_has_no_room_ends_where_others_may_wait_for_it(monkeypatch):
+    long_contexts = load("long_contexts")
+
+    class Bench(long_contexts.Bench):
+        def __init__(self):
+            pass
+
+        def measure(self, case):
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    assert Bench().row({"context": 1}) == {"context": 1, "status": "out of memory"}
+    with pytest.raises(SystemExit) as end:
+        Bench().row({"context": 2})
+    assert end.value.code == load("scaling").OUT_OF_MEMORY
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.conftest import load
+from tests.benchmarks.conftest import FOLDER, load
 from tests.docs.commands import check_command
 from tests.waiting import wait_until
 
@@ -161,6 +161,49 @@ def test_every_file_is_one_that_a_page_takes():
     patterns = {*re.findall(r'"(\w+\*\.json)"', source), "scaling*.json", "peers*.json"}
     names = [found.name for found in load("measure").measurements()]
     assert [name for name in names if not any(fnmatch.fnmatch(f"{name}.json", each) for each in patterns)] == []
+
+
+RESULTS = {file.stem: json.loads(file.read_text()) for file in (FOLDER / "results").glob("*.json")}
+
+
+def names_of(kind: str) -> list[str]:
+    return [name for name, content in RESULTS.items() if content["benchmark"] == kind]
+
+
+@pytest.mark.parametrize("name", [*names_of("attention"), *names_of("recurrence")])
+def test_a_copy_replaces_what_was_measured_with_the_same_triton(monkeypatch, name):
+    """Two files that say different things about one case would both be in a table."""
+    measure, versions = load("measure"), RESULTS[name]["environment"]["versions"]
+    monkeypatch.setattr(measure, "installed_versions", lambda _: versions)
+    assert name in {found.name for found in measure.measurements()}
+
+
+#: Options that tell the cases of two files apart, and the values that the first files do not have.
+CASE = {"experiments": None, "devices": None, "overrides": None}
+CASES = {"scaling": CASE | {"batch_size": 1, "micro_batches": None}, "start": CASE | {"launcher": "fabric"}}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_copy_replaces_what_was_measured_on_as_many_gpus(kind):
+    """What is of an older commit or another machine is kept beside it, under a longer name."""
+    script, replaced = load(kind), set()
+    for found in load("measure").measurements():
+        words = shlex.split(found.command)
+        if words[0] != f"{kind}.py":
+            continue
+        options = vars(script.parse_args(words[1:]))
+        for name in names_of(kind):
+            settings = {key: RESULTS[name]["settings"].get(key, value) for key, value in CASES[kind].items()}
+            if settings.items() <= options.items():
+                assert name == found.name or name.startswith(f"{found.name}_")
+                replaced |= {name} & {found.name}
+    assert replaced
+
+
+def test_without_triton_there_is_a_name_too(monkeypatch):
+    measure = load("measure")
+    monkeypatch.setattr(measure, "installed_versions", lambda _: {"python": "3.11.7"})
+    assert "recurrence_triton_none" in {m.name for m in measure.measurements()}
 
 
 def test_what_stopped_at_its_own_limit_is_not_finished(measure, tmp_path, capfd):

@@ -1,17 +1,22 @@
 """benchmarks/record.py: rows are on disk once measured, a killed command continues, no file mixes two commands."""
 
 import argparse
+import builtins
 import json
 import os
+import re
+import runpy
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.benchmarks.conftest import load, run_until_killed
-from tests.waiting import wait_until
+from tests.benchmarks.conftest import FOLDER, load, run_until_killed
+from tests.waiting import HANG, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +77,17 @@ def test_the_same_command_measures_what_is_missing_and_what_failed(record, tmp_p
     assert again.environment["date"] == first.environment["date"]
     assert open_record(record, *arguments).rows == [{"case": 1, "ms": 1.0}, {"case": 2, "status": "ok"}]
     assert open_record(record, *arguments, "--replace").rows == []
+
+
+@pytest.mark.parametrize(
+    ("status", "is_failure"),
+    [("ok", False), ("out of memory", False), ("stopped after 9 s", False), ("failed: no kernel", True)],
+)
+def test_only_what_failed_is_a_failure(record, status, is_failure):
+    opened = open_record(record)
+    opened.add({"case": 1})
+    opened.add({"case": 2, "status": status})
+    assert opened.failed == is_failure
 
 
 @pytest.mark.parametrize("key", ["settings.steps", "commit", "versions.torch", "hardware.cpu", "benchmark"])
@@ -210,6 +226,62 @@ def test_checkpoints_are_measured_again_from_the_first_row(tmp_path, monkeypatch
     monkeypatch.setattr(benchmark, "measure", lambda args: never())
     assert benchmark.main(arguments) == 0
     assert [json.loads(line) for line in capfd.readouterr().out.splitlines()][-3:] == wanted
+
+
+SCRIPTS = [file.name for file in sorted(FOLDER.glob("*.py")) if "__main__" in file.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("moment", ["importing", "working"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_is_one_line_that_says_what_is_saved(script, moment, monkeypatch, capsys):
+    really_import = builtins.__import__
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted_import(name: str, *arguments: object, **options: object) -> object:
+        if name.partition(".")[0] == "torch":
+            raise KeyboardInterrupt
+        return really_import(name, *arguments, **options)
+
+    monkeypatch.setattr(sys, "argv", [script, *(["--seq_len", "64"] if script == "memory.py" else [])])
+    if moment == "importing":
+        monkeypatch.setattr(builtins, "__import__", interrupted_import)
+    else:
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", interrupted)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(FOLDER / script), run_name="__main__")
+    said = capsys.readouterr().err
+    assert end.value.code == 130 and said.count("\n") == 1
+    assert re.match("interrupted; .*the rows so far are saved, and the same command goes on$", said)
+
+
+def test_scripts_are_found():
+    assert len(SCRIPTS) > 15
+
+
+def test_ctrl_c_in_a_terminal_leaves_no_traceback_of_workers_either(tmp_path):
+    """It goes to all processes of the command. This worker says that it has begun, and waits."""
+    (tmp_path / "worker.py").write_text("print('begun', flush=True)\nwhile True:\n    __import__('time').sleep(1)\n")
+    program = f"""
+import sys
+sys.path.insert(0, {str(FOLDER)!r})
+import record, training
+def main():
+    list(training.rows_of_process([sys.executable, {str(tmp_path / "worker.py")!r}], [{{}}], 1e6))
+sys.exit(record.run_main(main))
+"""
+    printed = tmp_path / "printed"
+    with printed.open("w") as said:
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=said, stderr=said, start_new_session=True)
+    try:
+        wait_until(lambda: printed.read_text() == "begun\n", lambda: process.poll() is None, printed.read_text)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(HANG) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert re.fullmatch("begun\ninterrupted; .*\n", printed.read_text())
 
 
 #: Stands in for the process that measures an experiment.

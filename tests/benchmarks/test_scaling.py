@@ -1,10 +1,31 @@
 """benchmarks/scaling.py: what it reads off a trace, its rows, and that all ways to shard are one computation."""
 
 import json
+import os
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.benchmarks.conftest import load
+
+#: Stands in for a worker of two: rank 1 has no room for a case that is called large, and rank 0 waits for it for ever.
+WORKER = """
+import json, os, pathlib, sys, time
+job, rank = pathlib.Path(sys.argv[-1]), int(os.environ["RANK"])
+rows = job.with_name("rows.jsonl")
+for number, case in enumerate(json.loads(job.read_text()), 1):
+    if case["case"].startswith("large") and rank == 1:
+        sys.exit({out_of_memory})
+    if case["case"] == "broken" and rank == 1:
+        sys.exit(1)
+    if rank == 0 and case["case"] == "small":
+        with rows.open("a") as stream:
+            stream.write(json.dumps(case | {{"status": "ok"}}) + "\\n")
+    while rows.read_text().count("\\n") < number:
+        time.sleep(0.01)
+"""
 
 
 def event(name: str, start: float, length: float, cat: str = "kernel") -> dict:
@@ -44,6 +65,69 @@ def test_rows_are_kept_as_they_come_and_a_case_that_fails_says_why(monkeypatch, 
     assert "| demo/fox_pro | fsdp | 2 | 500.0 | 97 | 97.0% | 1.5 | 2.5 | 0.0 | – |" in said
     assert "| demo/fox_pro | ddp | 2 | failed: processes ended with [None, 1] |" in said
     assert len(json.loads(out.read_text())["rows"]) == 3
+
+
+def test_several_gpus_may_hold_what_one_does_not(tmp_path):
+    row = {"experiment": "demo/fox_pro", "micro_batches": 2, "step_seconds": [0.5], "tokens_per_second": 97.0}
+    row |= {"case": "fsdp", "status": "ok", "peak_memory_bytes": None}
+    alone = {"experiment": "demo/fox_pro", "micro_batches": 2, "case": "one", "status": "out of memory"}
+    describe = load("scaling").describe
+    assert describe(row, [alone, row]) == "| demo/fox_pro | fsdp | 2 | 500.0 | 97 | – | – | – | – | – |"
+    assert describe(alone, [alone, row]) == "| demo/fox_pro | one | 2 | out of memory | | | | | | |"
+
+
+def statuses(scaling, tmp_path, *names: str, time_limit: float = 900.0) -> list[str]:
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER.format(out_of_memory=scaling.OUT_OF_MEMORY))
+    args = SimpleNamespace(devices=2, accelerator="cpu", time_limit=time_limit)
+    rows = list(scaling.run(args, [{"case": name} for name in names], [], str(worker)))
+    assert [row["case"] for row in rows] == [*names]
+    return [row["status"] for row in rows]
+
+
+def test_a_case_that_does_not_fit_is_a_row_and_those_after_it_are_measured(tmp_path):
+    names = ["small", "large", "large too", "small", "small"]
+    assert statuses(load("scaling"), tmp_path, *names) == ["ok", "out of memory", "out of memory", "ok", "ok"]
+    assert statuses(load("scaling"), tmp_path, "small", "large") == ["ok", "out of memory"]
+
+
+def test_after_a_process_that_fails_nothing_is_measured(tmp_path):
+    ok, *failed = statuses(load("scaling"), tmp_path, "small", "broken", "small")
+    assert ok == "ok" and len(failed) == 2
+    assert all(status.startswith("failed: processes ended with [") for status in failed)
+
+
+@pytest.mark.parametrize("name", ["scaling", "long_contexts"])
+def test_what_does_not_fit_is_a_result_and_not_tried_again(monkeypatch, tmp_path, name):
+    benchmark, asked = load(name), []
+
+    def fake(args, cases, *_):
+        asked.extend(cases)
+        return ({**case, "status": "out of memory"} for case in cases)
+
+    monkeypatch.setattr(benchmark, "run", fake)
+    command = ["--experiments", "demo/fox_pro", "--accelerator", "cpu", "--out", str(tmp_path / "out.json")]
+    assert benchmark.main(command) == 0 and asked
+    asked.clear()
+    assert benchmark.main(command) == 0 and not asked
+
+
+@pytest.mark.slow
+def test_a_worker_says_that_a_case_does_not_fit_by_how_it_ends(monkeypatch, tmp_path):
+    scaling = load("scaling")
+
+    def too_large(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(scaling, "measure", too_large)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    args = scaling.parse_args(["--experiments", "demo/fox_pro", "--accelerator", "cpu", "--devices", "1"])
+    (tmp_path / "job.json").write_text(json.dumps([{"experiment": "demo/fox_pro", "case": "fsdp", "micro_batches": 1}]))
+    with pytest.raises(SystemExit) as end:
+        scaling.work(args, tmp_path / "job.json")
+    assert end.value.code == scaling.OUT_OF_MEMORY
 
 
 @pytest.mark.slow

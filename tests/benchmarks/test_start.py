@@ -1,9 +1,12 @@
 """benchmarks/start.py and compile.py: which starts they make, and what they keep of them."""
 
 import json
+import sys
 
 import pytest
+import torch
 
+from forgetting_transformer.training.failures import out_of_memory
 from tests.benchmarks.conftest import load
 
 
@@ -46,6 +49,38 @@ def test_a_start_that_fails_is_a_row_and_an_exit_code(monkeypatch, tmp_path):
     monkeypatch.setattr(start, "start", lambda *_: {"status": "failed: no GPU"})
     command = ["--experiments", "demo/fox_pro", "--accelerator", "cpu", "--out", str(tmp_path / "out.json")]
     assert start.main(command) == 1
+
+
+#: Stands in for train.py, and ends with this reason.
+TRAIN = """
+import json, pathlib, sys
+(output,) = (pathlib.Path(word.partition("=")[2]) for word in sys.argv if word.startswith("output_dir="))
+output.mkdir()
+(output / "status.json").write_text(json.dumps({{"status": "failed", "reason": {reason!r}}}))
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (torch.OutOfMemoryError("Tried to allocate 3.00 GiB"), "out of memory", 0),
+        (RuntimeError("no such kernel"), "failed: ended with code 1 after ", 1),
+    ],
+)
+def test_a_run_that_does_not_fit_is_a_result(monkeypatch, tmp_path, error, status, code):
+    start = load("start")
+    reason = str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        config = start.compose("demo/fox_pro", ["fabric.accelerator=cpu"])
+        reason = f"TrainingError: {out_of_memory(error, config, 'training')}"
+    program = TRAIN.format(reason=reason)
+    monkeypatch.setattr(start, "write_corpus", lambda folder, *_: folder.parent.mkdir(exist_ok=True))
+    monkeypatch.setattr(start, "launch_command", lambda *_: [sys.executable, "-c", program])
+    out = tmp_path / "out.json"
+    command = ["--experiments", "demo/fox_pro", "--accelerator", "cpu", "--out", str(out)]
+    assert start.main(command) == code
+    assert [row["status"].startswith(status) for row in json.loads(out.read_text())["rows"]] == [True, True]
 
 
 @pytest.mark.parametrize("way", ["timed", "by rule", "reductions"])

@@ -1,14 +1,15 @@
 """Tasks made of held-out code: both evaluations can read them, and the questions are about the text."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
-from forgetting_transformer.analysis import AnalysisError
+from forgetting_transformer.analysis import AnalysisError, outputs
 from forgetting_transformer.evaluation import code_tasks
 from forgetting_transformer.evaluation.longbench import read_examples
+from forgetting_transformer.evaluation.models import EvaluationError
 
 TEXT = "".join(
     f"def function_{n}(value):\n    result = value + {n}\n    other = compute(result)\n    return other.name\n\n"
@@ -45,10 +46,14 @@ def test_lines_that_no_score_could_tell_are_not_asked_for():
     assert list(code_tasks.ask("short = text()\n" * 5, 5, np.random.default_rng(0))) == []
 
 
-def test_tasks_are_in_the_formats_of_both_evaluations(tmp_path, monkeypatch):
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    """Three held-out texts, which the test may change."""
+    texts = [TEXT.replace("function", f"function_{n}") for n in range(3)]
+
     class Tokenizer:
         def decode(self, ids, skip_special_tokens):
-            return TEXT.replace("function", f"function_{ids[0]}")
+            return texts[ids[0]]
 
     class HeldOut:
         sequences = 3
@@ -60,22 +65,69 @@ def test_tasks_are_in_the_formats_of_both_evaluations(tmp_path, monkeypatch):
     monkeypatch.setattr(code_tasks, "find_heldout", lambda path: tmp_path / "corpus")
     monkeypatch.setattr(code_tasks, "open_heldout", lambda folder: HeldOut())
     monkeypatch.setattr("forgetting_transformer.tokenizer.load_tokenizer", lambda folder: Tokenizer())
-    (tmp_path / "longbench").mkdir()
-    (tmp_path / "longbench/lcc.jsonl").write_text("LongBench's own")
-    with pytest.raises(AnalysisError, match=r"longbench/lcc\.jsonl is not as scripts/code_tasks\.py has written it"):
-        code_tasks.make_tasks("corpus", tmp_path / "longbench", 10)
-    assert [file.read_text() for file in (tmp_path / "longbench").iterdir()] == ["LongBench's own"]
+    return texts
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+def test_tasks_are_in_the_formats_of_both_evaluations(corpus, tmp_path):
     assert code_tasks.make_tasks("corpus", tmp_path / "tasks", 10) == 10
-    first = {file.name: file.read_bytes() for file in (tmp_path / "tasks").iterdir()}
+    first = contents(tmp_path / "tasks")
     examples = read_examples("lcc", tmp_path / "tasks")
     assert len(examples) == 10 and {e["context"].split("(")[0] for e in examples} == {
         f"def function_{n}_0" for n in range(3)
     }
-    task = yaml.safe_load(first["next_line.yaml"])
-    assert task["dataset_kwargs"]["data_files"]["test"] == str(tmp_path / "tasks/next_line.jsonl")
     rows = [json.loads(line) for line in first["next_line.jsonl"].decode().splitlines()]
     for row, example in zip(rows, examples, strict=True):
         assert row["choices"][row["label"]] == example["answers"][0] and example["context"].endswith(row["code"])
         assert len(row["code"]) <= code_tasks.SHORT
     code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
-    assert first == {file.name: file.read_bytes() for file in (tmp_path / "tasks").iterdir()}
+    assert first == contents(tmp_path / "tasks")
+
+
+def test_lm_eval_finds_the_questions_wherever_the_folder_is(corpus, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval", reason="the extra `eval` is not installed")
+    import datasets
+
+    from forgetting_transformer.evaluation import harness
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
+    (tmp_path / "tasks").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    task = harness.load_task("next_line", harness.task_manager(Path("moved")))["next_line"]
+    rows = [json.loads(line) for line in (tmp_path / "moved/next_line.jsonl").read_text().splitlines()]
+    assert list(task.test_docs()) == rows and len(rows) == 10
+
+
+def test_files_of_others_and_other_questions_are_left_as_they_are(corpus, tmp_path):
+    (tmp_path / "longbench").mkdir()
+    (tmp_path / "longbench/lcc.jsonl").write_text("LongBench's own")
+    with pytest.raises(AnalysisError, match=r"longbench/lcc\.jsonl is not as scripts/code_tasks\.py has written it"):
+        code_tasks.make_tasks("corpus", tmp_path / "longbench", 10)
+    assert contents(tmp_path / "longbench") == {"lcc.jsonl": b"LongBench's own"}
+    code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
+    first = contents(tmp_path / "tasks")
+    with pytest.raises(
+        EvaluationError, match=r"tasks/lcc\.jsonl has 10 questions, other than the 20 of --questions=20: "
+    ):
+        code_tasks.make_tasks("corpus", tmp_path / "tasks", 20)
+    corpus[1] = corpus[1].replace("other = compute", "third = compute")
+    with pytest.raises(EvaluationError, match=r"lcc\.jsonl has 10 questions, other than the 10 of --questions=10"):
+        code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
+    assert first == contents(tmp_path / "tasks")
+    assert code_tasks.make_tasks("corpus", tmp_path / "more", 20) == 20
+
+
+def test_tasks_of_an_earlier_version_get_what_it_did_not_write_and_keep_their_questions(corpus, tmp_path):
+    """Its next_line.yaml had the absolute path of the questions."""
+    code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
+    first = contents(tmp_path / "tasks")
+    with outputs.writing(tmp_path / "tasks", code_tasks.COMMAND) as new:
+        (new / "next_line.yaml").write_text("as it was")
+    (tmp_path / "tasks/next_line.py").unlink()
+    code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
+    second = contents(tmp_path / "tasks")
+    assert {name: second[name] for name in code_tasks.FILES} == {name: first[name] for name in code_tasks.FILES}

@@ -241,3 +241,40 @@ def test_steps_that_did_not_fit_are_rows_and_break_no_page(pages, tmp_path, monk
         table = tables.steps if name == "steps_760m" else tables.graphs
         lines = table(tables.Results(f"{name}.json")).splitlines()[2:]
         assert len(lines) == 2 and sum("out of memory" in line for line in lines) == 1
+
+
+def test_rows_of_several_gpus_tell_their_cases_apart(pages, tmp_path, monkeypatch):
+    """As measure.py has them: on 2 and on 4 GPUs, without pruning, and with another launcher."""
+    tables = pages.tables
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    unpruned = {"overrides": ["model.config.log_pruning_tolerance=null"]}
+    for name, table, other, told in (
+        ("scaling_760m_2_gpus", tables.scaling, unpruned, (0, "FoX (Pro) 760M, no pruning")),
+        ("start_760m_2_gpus", tables.starts, {"launcher": "launch.py"}, (1, "2 with launch.py")),
+    ):
+        content = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        content["rows"] = content["rows"][:1]
+        for number, settings in enumerate(({}, {"devices": 4}, other)):
+            changed = content | {"settings": content["settings"] | settings}
+            (tmp_path / f"{name}_{number}.json").write_text(json.dumps(changed))
+        two, four, last = cells_of(table(tables.Results(f"{name}*.json")))
+        assert (two[1], four[1]) in (("2", "4"), ("1 of 2", "1 of 4")) and last[told[0]] == told[1]
+
+
+def test_what_did_not_fit_on_several_gpus_is_a_row_of_its_table(pages, tmp_path, monkeypatch):
+    """Beside what was measured, which has what it had without such rows."""
+    tables = pages.tables
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    for name, table in (("scaling_125m_2_gpus", tables.scaling), ("start_760m_2_gpus", tables.starts)):
+        content = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        before = cells_of(table(tables.Results(f"{name}.json")))
+        lost = {key: content["rows"][0].get(key) for key in ("experiment", "case", "micro_batches", "caches")}
+        content["rows"].append({**lost, "status": "out of memory"})
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        *after, last = cells_of(table(tables.Results(f"{name}.json")))
+        assert after == before and last.count("out of memory") == 1 and last[:3] == before[0][:3]
+
+
+def cells_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]

@@ -20,6 +20,7 @@ echo "$*" >> "$CALLS"
 case "$1" in
 scripts/study.py) sleep "${TRAIN_SECONDS:-0}"; exit "${TRAIN_CODE:-0}" ;;
 eval/per_token_loss/*) [[ "$4$*" != *"runs/${FAILING:-none} "* ]] ;;
+scripts/code_tasks.py) exit "${TASKS_CODE:-0}" ;;
 *) exit 0 ;;
 esac
 """
@@ -130,20 +131,32 @@ def test_finished_runs_are_asked_once_and_again_when_they_have_gone_on(study_sh,
             "next_line/fox_pro_seed0/results.json", "lm_eval/fox_pro_seed0/results.json",
         )
     ]  # fmt: skip
-    for file in [*results, tmp_path / "study/tasks/next_line.yaml"]:
+    for file in results:
         file.parent.mkdir(parents=True)
         file.write_text("{}")
         (file.parent / "settings.json").write_text("{}")
     newest = max(file.stat().st_mtime for file in results)
     os.utime(run / "checkpoints", (newest - 10, newest - 10))
     code, out, calls = study_sh("downstream")
-    assert code == 0 and not calls and "next_line/fox_pro_seed0/results.json is there already" in out
+    assert code == 0 and [call.split()[0] for call in calls] == ["scripts/code_tasks.py"]
+    assert "next_line/fox_pro_seed0/results.json is there already" in out
     # Answers that are not complete go on, as long as they are of these weights.
     results[0].unlink()
-    assert ["--mode paper " in call for call in study_sh("downstream")[2]] == [True]
+    assert ["--mode paper " in call for call in study_sh("downstream")[2]] == [True, False]
     assert (results[0].parent / "settings.json").is_file()
     os.utime(run / "checkpoints", (newest + 10, newest + 10))
-    assert len(study_sh("downstream")[2]) == 4 and not any(file.parent.exists() for file in results)
+    assert len(study_sh("downstream")[2]) == 5 and not any(file.parent.exists() for file in results)
+
+
+def test_no_model_is_asked_other_questions_than_the_others_were(study_sh, tmp_path):
+    study_sh("train")
+    (tmp_path / "study/runs/fox_pro_seed0/status.json").write_text('{"status": "done"}')
+    (tmp_path / "study/tasks").mkdir()
+    (tmp_path / "study/tasks/next_line.yaml").write_text("of 500 questions")
+    code, out, calls = study_sh("downstream", "collect", QUESTIONS="20", TASKS_CODE="1")
+    assert code == 1 and "no model is asked for the next line of code" in out
+    assert [call.split()[0] for call in calls[2:]] == ["scripts/code_tasks.py", "scripts/study_report.py"]
+    assert " --questions 20 " in calls[2]
 
 
 def test_answers_of_older_weights_are_moved_aside_with_what_else_lies_there(study_sh, tmp_path):

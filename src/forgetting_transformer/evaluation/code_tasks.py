@@ -6,6 +6,7 @@ Both evaluations read them as they read tasks of others:
                                     score is how similar it is to the true one
     next_line.yaml, next_line.jsonl lm_eval's format: which of four lines comes next? The wrong ones are lines of the
                                     same text that are indented like the true one. Chance is 25 %
+    next_line.py                    tells lm_eval where next_line.jsonl is, wherever the folder has been moved to
 
 The same corpus gives the same questions. Texts are held out, so no model was trained on them.
 """
@@ -24,18 +25,26 @@ from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_
 from forgetting_transformer.files import write_atomically
 
 COMMAND = "scripts/code_tasks.py"
-FILES = ("lcc.jsonl", "next_line.jsonl", "next_line.yaml")
+FILES = ("lcc.jsonl", "next_line.jsonl", "next_line.py", "next_line.yaml")
 #: Characters before the line that is asked for: at most in either task, and at least.
 LONG, SHORT, FEWEST = 12_000, 1_500, 400
 #: Wrong choices beside the true line.
 _WRONG = 3
+#: lm_eval takes the path of a data file from the current folder, and only `!function` from the folder of the task.
+_PLACE = '''\
+"""Where the questions of next_line.yaml are. Made by scripts/code_tasks.py."""
+
+from pathlib import Path
+
+FILE = str(Path(__file__).with_name("next_line.jsonl"))
+'''
 _TASK = """\
 # Which of four lines of code comes next? Made by scripts/code_tasks.py; chance is 25 %.
 task: next_line
 dataset_path: json
 dataset_kwargs:
   data_files:
-    test: {file}
+    test: !function next_line.FILE
 output_type: multiple_choice
 test_split: test
 doc_to_text: code
@@ -55,13 +64,16 @@ metric_list:
 def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
     """Writes both tasks into a folder, and returns how many questions each has.
 
+    Questions that are there already stay: models have answered them, and answers to others are not comparable.
+
     Args:
         data_path: folder of a corpus with its tokenizer.
         questions: how many at most, spread evenly over the held-out rows.
 
     Raises:
         AnalysisError: the folder holds a file of such a name that is somebody else's, as LongBench's own lcc.jsonl.
-        EvaluationError: the corpus has no tokenizer, or its texts have no line to ask for.
+        EvaluationError: the corpus has no tokenizer, its texts have no line to ask for, or the folder has other
+            questions.
         DataError: the corpus has no held-out texts.
     """
     from forgetting_transformer.tokenizer import load_tokenizer
@@ -82,11 +94,21 @@ def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
     kept = [asked[i] for i in np.linspace(0, len(asked) - 1, min(questions, len(asked))).round().astype(int)]
     if not kept:
         raise EvaluationError(f"the held-out texts of {folder} have no line of code to ask for")
-    with outputs.writing(out, COMMAND) as new:
-        _write(new / "lcc.jsonl", [_for_longbench(number, question) for number, question in enumerate(kept)])
-        _write(new / "next_line.jsonl", [_for_lm_eval(question) for question in kept])
-        task = _TASK.format(file=json.dumps(str((out / "next_line.jsonl").absolute())))
-        write_atomically(new / "next_line.yaml", task)
+    new = {
+        "lcc.jsonl": _lines([_for_longbench(number, question) for number, question in enumerate(kept)]),
+        "next_line.jsonl": _lines([_for_lm_eval(question) for question in kept]),
+        "next_line.py": _PLACE,
+        "next_line.yaml": _TASK,
+    }
+    for file in (out / name for name in new if name.endswith(".jsonl")):
+        if file.exists() and (there := file.read_text(encoding="utf-8")) != new[file.name]:
+            raise EvaluationError(
+                f"{file} has {len(there.splitlines())} questions, other than the {len(kept)} of --questions="
+                f"{questions}: choose another --out, or move the folder and the answers to its questions away"
+            )
+    with outputs.writing(out, COMMAND) as written:
+        for name, text in new.items():
+            write_atomically(written / name, text)
     return len(kept)
 
 
@@ -144,5 +166,5 @@ def _for_lm_eval(question: dict[str, Any]) -> dict[str, Any]:
     return {"code": _last(question["before"], SHORT), "choices": choices, "label": place}
 
 
-def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    write_atomically(file, "".join(f"{json.dumps(row)}\n" for row in rows))
+def _lines(rows: Sequence[dict[str, Any]]) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
