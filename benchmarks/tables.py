@@ -221,10 +221,13 @@ def steps(results: Results) -> str:
 
 
 def _told(file: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of steps. One without a measurement says of its case only the experiment; the rest is in the command."""
+    """Rows of steps, each with the experiment of its own model.
+
+    A row without a measurement says of its case only the experiment; the rest is in the command.
+    """
     rows = []
     for row in file["rows"]:
-        case = {}
+        case = {"experiment": _experiment(row["experiment"], file["settings"].get("overrides") or ())}
         if row.get("status", "ok") != "ok":
             settings = file["settings"]
             case = {
@@ -232,8 +235,14 @@ def _told(file: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "cuda_graphs": "train.cuda_graphs=true" in settings["overrides"],
                 "tokens_per_step": settings["seq_len"] * settings["batch_size"],
             }
-        rows.append({**case, **row})
+        rows.append({**row, **case})
     return rows
+
+
+def _experiment(experiment: str, overrides: Sequence[str]) -> str:
+    """An experiment with the folder of the model that is measured, which may be another one: model=NAME."""
+    chosen = [override.removeprefix("model=") for override in overrides if override.startswith("model=")]
+    return f"{chosen[-1]}/{experiment.partition('/')[2]}" if chosen else experiment
 
 
 def _speed(row: Mapping[str, Any]) -> list[str]:
@@ -365,11 +374,17 @@ def against_others(others: Results, ours: Results) -> str:
     return table(["model", "other code", "activation checkpointing", "pruned", "its tokens/s", "ours"], rows)
 
 
-def peers(results: Results) -> str:
-    """Whole steps of our models and of other packages' models of the same sizes; or why there are none."""
+def peers(results: Results, steps: Results) -> str:
+    """Whole steps of our models and of other packages' models of the same sizes; or why there are none.
+
+    Where peers.py measured other packages alone, ours are those that the same commit has in `steps`, from the same GPU.
+    """
     codes = {"ours": "ours", "fla": "flash-linear-attention", "hf": "Hugging Face"}
     rows = []
-    for row in sorted(results.rows(), key=lambda row: (_order(row["experiment"]), [*codes].index(row["code"]))):
+    for row in sorted(
+        [*results.rows(), *_ours(results, steps)],
+        key=lambda row: (_order(row["experiment"]), [*codes].index(row["code"])),
+    ):
         cells = [name_of(row["experiment"]), codes[row["code"]], "yes" if row["compiled"] else "no"]
         remark = row.get("remark") or ""
         if row["status"] == "ok":
@@ -386,6 +401,22 @@ def peers(results: Results) -> str:
             cells += ["", "", "", "", "; ".join(filter(None, [reason, remark]))]
         rows.append(cells)
     return table(["model", "code", "compiled", "ms per step", "tokens/s", "MFU", "memory GB", "remark"], rows)
+
+
+def _ours(results: Results, steps: Results) -> list[dict[str, Any]]:
+    """Rows of `steps` for the models of other packages that have none of ours beside them."""
+    ours = {row["experiment"] for row in results.rows(code="ours")}
+    missing = {row["experiment"] for row in results.rows()} - ours
+    made = {(device_name(file["environment"]), file["environment"]["commit"]) for file in results.files}
+    found = []
+    for file in steps.files:
+        place = file["environment"]
+        if (device_name(place), place["commit"]) in made and file["settings"].get("attention") != "cudnn":
+            for row in _told(file):
+                remark = "CUDA graphs" if row["cuda_graphs"] else None
+                ours_here = row["experiment"] in missing and row.get("status", "ok") == "ok"
+                found += [row | {"code": "ours", "remark": remark}] if ours_here else []
+    return found
 
 
 def cold_start(results: Results) -> str:

@@ -106,6 +106,11 @@ def headline() -> dict[str, str]:
     }
 
 
+def front() -> dict[str, str]:
+    three_seeds = ROOT / "studies" / "three_seeds"
+    return headline() | runpy.run_path(str(three_seeds / "numbers.py"))["numbers"](three_seeds)
+
+
 def performance() -> dict[str, str]:
     made = {
         "whole_run": ("whole_run*.json", tables.whole_run),
@@ -123,7 +128,8 @@ def performance() -> dict[str, str]:
     sections = headline() | {"recurrences": study_tables.NOT_RUN, "recurrences_source": ""}
     if any(tables.RESULTS.glob("recurrence*.json")):
         made["recurrences"] = ("recurrence*.json", tables.recurrences)
-    for name, table in (("scaling", tables.scaling), ("peers", tables.peers)):
+    peers = functools.partial(tables.peers, steps=Results("steps_760m*.json"))
+    for name, table in (("scaling", tables.scaling), ("peers", peers)):
         sections |= {name: f"Not measured yet: `python benchmarks/{name}.py`.", f"{name}_source": ""}
         if any(tables.RESULTS.glob(f"{name}*.json")):
             made[name] = (f"{name}*.json", table)
@@ -272,7 +278,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
         f"studies/{file.parent.name}/README.md": functools.partial(study, file.parent.name)
         for file in sorted(ROOT.glob("studies/*/numbers.py"))
     },
-    "README.md": headline,
+    "README.md": front,
     "docs/performance.md": performance,
     "docs/long_contexts.md": long_contexts,
     "benchmarks/results/README.md": lambda: {"files": tables.files()},

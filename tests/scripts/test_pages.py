@@ -213,7 +213,10 @@ def test_memory_and_graphs_are_rows_of_their_tables(pages):
     step = {"experiment": "forgetting_transformer/pro_125m_2b", "tokens_per_step": 16384}
     results = tables.Results("graphs*.json")
     results.files = [
-        {"rows": [{**step, "cuda_graphs": used, "step_seconds": [seconds, 9.0, 0.01], "tokens_per_second": 1e5}]}
+        {
+            "settings": {},
+            "rows": [{**step, "cuda_graphs": used, "step_seconds": [seconds, 9.0, 0.01], "tokens_per_second": 1e5}],
+        }
         for used, seconds in ((True, 0.05), (False, 0.07))
     ]
     without, used = ([c.strip() for c in line.split("|")[1:-1]] for line in tables.graphs(results).splitlines()[2:])
@@ -241,6 +244,37 @@ def test_steps_that_did_not_fit_are_rows_and_break_no_page(pages, tmp_path, monk
         table = tables.steps if name == "steps_760m" else tables.graphs
         lines = table(tables.Results(f"{name}.json")).splitlines()[2:]
         assert len(lines) == 2 and sum("out of memory" in line for line in lines) == 1
+
+
+def test_a_row_is_called_after_the_model_that_was_measured(pages, tmp_path, monkeypatch):
+    """Gated DeltaNet has no experiment of its own: it was called DeltaNet, at two thirds of its speed."""
+    tables = pages.tables
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    content = json.loads((ROOT / "benchmarks/results/steps_760m_gated_delta_net.json").read_text())
+    assert content["rows"][0]["experiment"] == "delta_net/760m_16b"
+    (tmp_path / "steps_760m.json").write_text(json.dumps(content))
+    assert [row[0] for row in cells_of(tables.steps(tables.Results("steps_760m.json")))] == [
+        "Gated DeltaNet, CUDA graphs"
+    ]
+
+
+def test_other_packages_stand_beside_our_steps_of_the_same_commit_and_gpu(pages, tmp_path, monkeypatch):
+    tables = pages.tables
+    theirs = json.loads((ROOT / "benchmarks/results/peers_760m.json").read_text())
+    ours = json.loads((ROOT / "benchmarks/results/steps_760m_models.json").read_text())
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    older = {**ours, "environment": ours["environment"] | {"commit": "0" * 40}}
+    for name, content in (("peers", theirs), ("steps_1", ours), ("steps_2", older)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    peers, steps = tables.Results("peers.json"), tables.Results("steps_*.json")
+    rows = [row[:2] for row in cells_of(tables.peers(peers, steps))]
+    fla = "flash-linear-attention"
+    expected = [["HGRN2", "ours"], ["HGRN2", fla], ["DeltaNet", "ours"], ["DeltaNet", fla], ["Gated DeltaNet", fla]]
+    assert rows == expected
+    # Those that peers.py measured itself are not doubled.
+    own = dict(theirs["rows"][0], code="ours")
+    (tmp_path / "peers.json").write_text(json.dumps({**theirs, "rows": [*theirs["rows"], own]}))
+    assert [row[:2] for row in cells_of(tables.peers(tables.Results("peers.json"), steps))] == expected
 
 
 def test_rows_of_several_gpus_tell_their_cases_apart(pages, tmp_path, monkeypatch):

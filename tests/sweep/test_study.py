@@ -238,7 +238,7 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults,
         slope = [
             {"position": 256, "before": 3.0, "after": 2.5, "per_doubling": -0.5, "standard_error": 0.01, "per_token": 0}
         ]
-        (folder / "results.json").write_text(json.dumps({"data": "x", "slope": slope}))
+        (folder / "results.json").write_text(json.dumps({"data": "x", "slope": slope, "source": str(folder)}))
         octaves = np.full((4, 7), {"mamba2_seed0": 3.0, "fox_pro_seed0": 2.5, "fox_pro_seed1": 2.7}[name])
         octaves += np.arange(4)[:, None]
         np.savez(folder / "results.npz", **{"val/loss_per_token": np.ones(512), "val/loss_per_octave": octaves})
@@ -251,6 +251,7 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults,
     found = studies.collect(tmp_path / "out", tmp_path / "positions", [tmp_path / "speed.json"], decisive, plan)
     found["pruned"] = {"fox_pro": {"4,096": 0.25}}
     assert json.loads(json.dumps(found)) == found
+    assert str(tmp_path) not in json.dumps(found), "a report is published, and folders of this machine are not"
     runs = studies.runs_in(tmp_path / "out", "runs")
     assert {model: [path.name for path in paths] for model, paths in runs.items()} == {
         "fox_pro": ["fox_pro_seed0", "fox_pro_seed1"],

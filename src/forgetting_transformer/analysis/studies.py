@@ -143,7 +143,8 @@ def collect(
     }
     for name, paths in runs.items():
         if (file := positions / paths[0].name / "results.json").is_file():
-            found["models"][name]["per_token_loss"] = json.loads(file.read_text(encoding="utf-8"))
+            results = json.loads(file.read_text(encoding="utf-8"))
+            found["models"][name]["per_token_loss"] = _without(results, "source")
     for path in [*(paths[0] for paths in runs.values()), *searched]:
         if starts := read_run(path).starts:
             start = starts[0]
@@ -153,9 +154,14 @@ def collect(
                 "commit": start["git"].get("commit"),
             }
             found["started"] = start["time"]
-            found["corpus"] = read_run(path).info("train_data")
+            found["corpus"] = _without(read_run(path).info("train_data"), "path")
             break
     return found
+
+
+def _without(found: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Without its path: where something lies on this machine means nothing elsewhere."""
+    return {key: value for key, value in found.items() if key != path}
 
 
 def describe(paths: Sequence[Path], decisive: Decisive = flatten) -> dict[str, Any]:

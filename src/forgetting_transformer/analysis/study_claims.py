@@ -164,7 +164,9 @@ def _unpruned(study: Study, _claim: Claim, model: str) -> tuple[Estimate | None,
     if not losses:
         return None, ""
     apart = [one - other for one, other in zip(losses["pruned"], losses["unpruned"], strict=True)]
-    return statistics.mean(apart), f"largest difference {max(map(abs, apart)):.1e}, {_seeds(len(apart))}"
+    largest = max(map(abs, apart))
+    said = f"largest difference {largest:.1e}" if largest else "the same in all bits"
+    return statistics.mean(apart), f"{said}, {_seeds(len(apart))}"
 
 
 def _share_of_heads(which: str) -> Callable[[Study, Claim, str], tuple[Estimate | None, str]]:
