@@ -4,6 +4,7 @@
     python scripts/study_report.py collect output/study --data_path data/python_code --position_loss output/positions \\
         --speed output/speed/*.json --out output/report
     python scripts/study_report.py tables output/report my_study.md
+    python scripts/study_report.py join output/report other_machine/report --out output/joined
     python scripts/study_report.py recipes output/recipes --out recipes.jsonl
 
 collect writes OUT/study.json (all numbers of the tables), OUT/study.yaml (the plan of the study), OUT/positions.npz
@@ -14,7 +15,11 @@ memory.png (of the first model with forget gates), heads.png (while models with 
 tables replaces the text between <!-- NAME --> and <!-- end of NAME --> in a page. NAME is source, models, search,
 octaves, positions, comparison, variants, equal_loss, needle, downstream, claims, claim_rules, models_noise,
 variants_noise, or the name of a figure followed by _figure. The page links to the figures in their folder.
-(scripts/pages.py fills studies/seven_models/README.md.)
+(scripts/pages.py fills the pages in studies/.)
+
+join makes one report of several, whose runs were made in other places or at other times on the same corpus: other
+models, variants, or seeds of the same models with the same settings. Intervals and verdicts are computed again.
+compare.png and memory.png, which need the runs, stay with the reports that were joined.
 """
 
 import argparse
@@ -75,6 +80,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     recipes.add_argument(
         "--out", type=command_line.path, required=True, metavar="FILE", help="gets a JSON line per run"
     )
+    join = commands.add_parser("join", help="reports of parts of one study, into one report")
+    join.add_argument("reports", type=command_line.path, nargs="+", metavar="REPORT", help="OUT of collect, or of join")
+    join.add_argument(
+        "--plan",
+        type=command_line.path,
+        metavar="YAML",
+        help="of the joined study; default: what the first report says",
+    )
+    join.add_argument("--out", type=command_line.path, required=True, metavar="DIR")
     tables = commands.add_parser("tables", help="and figures, into a page")
     tables.add_argument("report", type=command_line.path, help="OUT of collect")
     tables.add_argument("page", type=command_line.path)
@@ -93,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command == "collect":
             collect(args)
+        elif args.command == "join":
+            join(args)
         elif args.command == "figures":
             study = read_study(args.report)
             with outputs.writing(args.report, COMMAND, is_old_report) as new:
@@ -179,6 +195,45 @@ def collect(args: argparse.Namespace) -> None:
             write_json(new / "study.json", study)
     except (EvaluationError, DataError) as error:
         skip(f"the share of tiles that is pruned: {error}")
+    for title, table in study_tables.TABLES.items():
+        print(f"{title}:\n\n{table(study)}\n")
+    for missing in study_tables.missing(study):
+        skip(missing)
+
+
+def join(args: argparse.Namespace) -> None:
+    from forgetting_transformer.analysis import (
+        AnalysisError,
+        outputs,
+        position_loss,
+        studies,
+        study_parts,
+        study_tables,
+    )
+    from forgetting_transformer.analysis.plots.losses import loss_against_position
+    from forgetting_transformer.analysis.study_plan import read_plan
+    from forgetting_transformer.files import write_json
+
+    if args.out.resolve() in [report.resolve() for report in args.reports]:
+        raise AnalysisError(f"--out {args.out} is one of the reports, which would be lost; name another folder")
+    parts = {report: studies.read_study(report) for report in args.reports}
+    plan = None if args.plan is None else read_plan(args.plan)
+    study = study_parts.join({str(report): part for report, part in parts.items()}, plan)
+    positions = study_parts.read_positions(parts)
+    # In the order of the models: the first is the one that others are compared with.
+    results = {run: positions[run] for run, _ in studies.evaluated_runs(study) if run in positions}
+    study["comparison"] = position_loss.compare([*results.values()], COMPARED_FROM) if results else []
+    study["changes"] = studies.position_changes(study, results)
+    with outputs.writing(args.out, COMMAND, is_old_report) as new:
+        write_json(new / "study.json", study)
+        studies.save_positions(results, new / "positions.npz")
+        source = args.plan or args.reports[0] / "study.yaml"
+        if source.is_file():
+            shutil.copyfile(source, new / "study.yaml")
+        draw_figures(study, new)
+        if results:
+            lengths = {result.name: result.summary.get("train_length") for result in results.values()}
+            loss_against_position(position_loss.group_seeds([*results.values()]), new / "per_token_loss.png", lengths)
     for title, table in study_tables.TABLES.items():
         print(f"{title}:\n\n{table(study)}\n")
     for missing in study_tables.missing(study):

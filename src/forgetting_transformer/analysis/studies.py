@@ -47,13 +47,13 @@ def read_study(folder: Path) -> dict[str, Any]:
     study = read_json(folder / "study.json")
     if (file := folder / "study.yaml").is_file():
         plan = read_plan(file)
-        study |= _said_by(plan)
+        study |= said_by(plan)
         if tokens := plan.overrides.get("search", {}).get("train.max_tokens"):
             study.setdefault("search_made_with", [f"{tokens:,} training tokens each"])
     return study
 
 
-def _said_by(plan: StudyPlan | None) -> dict[str, Any]:
+def said_by(plan: StudyPlan | None) -> dict[str, Any]:
     """What tables need of a study's YAML."""
     plan = plan or StudyPlan("", {})
     claims = [dataclasses.asdict(claim) for claim in plan.claims]
@@ -130,7 +130,7 @@ def collect(
             loss = math.nan if run.diverged else run.final_loss(run.heldout_loss.size > 0)
             rates[rate_text(run.config["optimizer"]["lr"])] = loss if math.isfinite(loss) else None
     found: dict[str, Any] = {
-        **_said_by(plan),
+        **said_by(plan),
         "models": {name: describe(paths, decisive) for name, paths in runs.items()},
         "search": {name: search[name] for name in in_order(list(search), names)},
         "search_made_with": conditions([read_run(path) for path in searched]),

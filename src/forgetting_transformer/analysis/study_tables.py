@@ -237,18 +237,21 @@ def missing(study: Mapping[str, Any]) -> list[str]:
 
 
 def source(study: Mapping[str, Any]) -> str:
-    """On what and from what the study was made, in a sentence or two."""
-    if "environment" not in study:
-        return ""
-    environment, corpus = study["environment"], study["corpus"]
+    """On what and from what the study was made, in a sentence or two for each of its parts."""
+    made = [_source(part) for part in study.get("parts", [study]) if "environment" in part]
+    return made[0] if len(made) == 1 else "\n".join(f"* {text}" for text in made)
+
+
+def _source(part: Mapping[str, Any]) -> str:
+    environment, corpus = part["environment"], part["corpus"]
     machine, versions = environment["machine"], environment["versions"]
-    day = study["started"][:10]
+    day = part["started"][:10]
     text = (
         f"Started on {day} on {machine['device']}, PyTorch {versions['torch']}, commit "
         f"{(environment['commit'] or 'unknown')[:7]}; {corpus['total_tokens']:,} training tokens."
     )
     # Only where something else than `collect` wrote the file.
-    return f"{text} {study['source'][0].upper()}{study['source'][1:]}." if "source" in study else text
+    return f"{text} {part['source'][0].upper()}{part['source'][1:]}." if "source" in part else text
 
 
 #: Figures that `collect` of scripts/study_report.py draws, and what they show.

@@ -1,0 +1,108 @@
+"""Joins reports of one study whose runs were made in several places or at several times: by models, or by seeds."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forgetting_transformer.analysis import AnalysisError, position_loss
+from forgetting_transformer.analysis.studies import display_name, evaluated_runs, in_order, said_by
+from forgetting_transformer.analysis.study_plan import StudyPlan
+
+#: Of a model, what has an entry per seed.
+_BY_SEED = ("seeds", "states", "tokens", "train_loss", "heldout_loss", "curve", "heldout_curve", "heads")
+#: What seeds of one model must share.
+_SHARED = ("budget", "learning_rate", "parameters", "body_parameters", "flops_per_token", "train_length")
+#: Of the first seed alone.
+_OF_FIRST_SEED = ("speed", "pruned")
+
+
+def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None) -> dict[str, Any]:
+    """One study of all models and seeds of several, without what depends on loss by position of all of them.
+
+    Args:
+        studies: where each is from, for messages -> its study.json.
+        plan: of the joined study: names, claims and baseline; default that of the first, with the names of all.
+
+    Raises:
+        AnalysisError: one has another corpus or does not say which, or two have the same run, or seeds of one model
+            with other settings.
+    """
+    places, parts = list(studies), list(studies.values())
+    first = parts[0]
+    said = {key: first[key] for key in ("baseline", "equal_loss", "claims")}
+    said["names"] = {model: name for part in reversed(parts) for model, name in part["names"].items()}
+    joined: dict[str, Any] = {
+        **(said if plan is None else said_by(plan)),
+        **{key: {} for key in ("models", "variants", "search", "speed", "pruned", "pruning_speed", "pruning_loss")},
+        "scores": {},
+        "search_loss": first["search_loss"],
+        "search_made_with": [],
+        "parts": [],
+    }
+    for place, part in zip(places, parts, strict=True):
+        if "fingerprint" not in part.get("corpus", {}):
+            raise AnalysisError(f"{place} does not say on which corpus it was made; collect it again from its runs")
+        if part["corpus"]["fingerprint"] != first["corpus"]["fingerprint"]:
+            raise AnalysisError(f"{place} is of another corpus than {places[0]}, so their losses cannot be compared")
+        for kind in ("models", "variants"):
+            for name, model in part[kind].items():
+                known = joined[kind].get(name)
+                joined[kind][name] = dict(model) if known is None else _with_seeds(name, known, model, place)
+        for name, losses in part["search"].items():
+            if joined["search"].setdefault(name, losses) != losses:
+                raise AnalysisError(f"{place} has another search of {name} than an earlier report; leave one out")
+        joined["search_made_with"] = joined["search_made_with"] or part.get("search_made_with", [])
+        for key in _OF_FIRST_SEED:
+            joined[key] = {**part[key], **joined[key]}
+        for key in ("pruning_speed", "pruning_loss"):
+            for name, lists in part.get(key, {}).items():
+                known = joined[key].get(name, {})
+                joined[key][name] = {which: [*known.get(which, []), *values] for which, values in lists.items()}
+        for name, runs in part.get("scores", {}).items():
+            joined["scores"][name] = joined["scores"].get(name, {}) | runs
+        joined["parts"] += part.get("parts") or [
+            {key: part[key] for key in ("environment", "started", "corpus", "source") if key in part}
+        ]
+    for kind in ("models", "variants"):
+        joined[kind] = {name: joined[kind][name] for name in in_order([*joined[kind]], joined["names"])}
+    return joined | {key: first[key] for key in ("environment", "started", "corpus") if key in first}
+
+
+def _with_seeds(name: str, known: Mapping[str, Any], model: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """A model with the seeds of another report."""
+    if twice := sorted(set(known["seeds"]) & set(model["seeds"])):
+        seeds = ", ".join(map(str, twice))
+        raise AnalysisError(f"{place} has {name} with seed {seeds}, and so has an earlier report; leave one out")
+    if other := [key for key in _SHARED if known.get(key) != model.get(key)]:
+        values = ", ".join(f"{key} {model.get(key)} and not {known.get(key)}" for key in other)
+        raise AnalysisError(f"{place} has {name} with {values}: seeds of one model need the same settings")
+    return {**known, **{key: [*known[key], *model[key]] for key in _BY_SEED}}
+
+
+def read_positions(studies: Mapping[Path, Mapping[str, Any]]) -> dict[str, position_loss.Result]:
+    """Loss at every position of all runs, by the names of their folders, from positions.npz of the reports.
+
+    Args:
+        studies: folder of a report -> its study.json.
+
+    Raises:
+        AnalysisError: such a file is damaged.
+    """
+    found = {}
+    for folder, study in studies.items():
+        file = folder / "positions.npz"
+        if not file.is_file():
+            continue
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                for run, model in evaluated_runs(study):
+                    if run in arrays:
+                        summary = study["models"][model].get("per_token_loss", {})
+                        own = (arrays.get(f"{run}/octaves"), folder, True, arrays.get(f"{run}/groups"))
+                        loss_T = np.asarray(arrays[run], dtype=np.float64)
+                        found[run] = position_loss.Result(display_name(study, model), loss_T, summary, *own)
+        except (OSError, ValueError, EOFError) as error:
+            raise AnalysisError(f"{file} cannot be read ({error}); collect the report again") from error
+    return found

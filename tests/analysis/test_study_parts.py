@@ -1,0 +1,94 @@
+"""A study whose parts were made at several times is, joined, the study made at once."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forgetting_transformer.analysis import study_tables
+from forgetting_transformer.analysis.studies import read_study
+from forgetting_transformer.analysis.study_parts import _BY_SEED
+from tests.sweep.conftest import ROOT, load_script
+
+STUDY = ROOT / "studies" / "three_seeds"
+
+
+def part_of(models, seeds) -> dict:
+    """The committed study, as if only these models and seeds had been run."""
+    study = json.loads((STUDY / "study.json").read_text(encoding="utf-8"))
+    part = copy.deepcopy(study) | {"changes": [], "comparison": []}
+    for key in ("models", "pruned", "pruning_loss"):
+        part[key] = {name: value for name, value in part[key].items() if name in models}
+    for name, model in part["models"].items():
+        kept = [model["seeds"].index(seed) for seed in seeds]
+        part["models"][name] = {k: [v[i] for i in kept] if k in _BY_SEED else v for k, v in model.items()}
+    for name, losses in part["pruning_loss"].items():
+        part["pruning_loss"][name] = {which: [values[i] for i in seeds] for which, values in losses.items()}
+    return part
+
+
+def write(folder: Path, part: dict) -> str:
+    folder.mkdir()
+    (folder / "study.json").write_text(json.dumps(part), encoding="utf-8")
+    shutil.copyfile(STUDY / "study.yaml", folder / "study.yaml")
+    runs = {f"{name}_seed{seed}" for name, model in part["models"].items() for seed in model["seeds"]}
+    with np.load(STUDY / "positions.npz") as arrays:
+        np.savez(folder / "positions.npz", **{k: arrays[k] for k in arrays if k.partition("/")[0] in runs})
+    return str(folder)
+
+
+def test_parts_by_model_and_by_seed_give_the_tables_of_the_whole(tmp_path, capfd):
+    models = [*json.loads((STUDY / "study.json").read_text(encoding="utf-8"))["models"]]
+    reports = [
+        write(tmp_path / "first", part_of(models[3:], [0, 1, 2])),
+        write(tmp_path / "second", part_of(models[:3], [0])),
+        write(tmp_path / "third", part_of(models[:3], [1, 2])),
+    ]
+    joined = tmp_path / "joined"
+    report = load_script("study_report")
+    # In two steps: what was joined can be joined again.
+    assert report.main(["join", *reports[:2], "--out", str(tmp_path / "two")]) == 0
+    assert report.main(["join", str(tmp_path / "two"), reports[2], "--out", str(joined)]) == 0
+    found, whole = read_study(joined), read_study(STUDY)
+    assert [*found["models"]] == models
+    for name, table in study_tables.TABLES.items():
+        assert table(found) == table(whole), name
+    assert study_tables.noise(found, "models") == study_tables.noise(whole, "models")
+    assert study_tables.source(found).count("* Started on") == 3
+    with np.load(joined / "positions.npz") as ours, np.load(STUDY / "positions.npz") as theirs:
+        assert {*ours} == {*theirs} and all(np.array_equal(ours[key], theirs[key]) for key in ours)
+    figures = {file.name for file in joined.glob("*.png")}
+    assert figures == {"octaves.png", "differences.png", "heads.png", "per_token_loss.png"}
+    assert "claims:" in capfd.readouterr().out
+
+
+def change(part: dict, key: str, value) -> dict:
+    part["models"]["fox_pro"][key] = value
+    return part
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: part_of(["fox_pro"], [1, 2]), "has fox_pro with seed 1, and so has an earlier report"),
+        (lambda: change(part_of(["fox_pro"], [2]), "learning_rate", 1e-3), "with learning_rate 0.001 and not 0.002"),
+        (lambda: part_of(["mamba2"], [0]) | {"corpus": {"fingerprint": "x"}}, "is of another corpus than"),
+        (lambda: part_of(["mamba2"], [0]) | {"corpus": {}}, "does not say on which corpus it was made"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(tmp_path, capfd, other, message):
+    reports = [write(tmp_path / "a", part_of(["fox_pro"], [0, 1])), write(tmp_path / "b", other())]
+    out = tmp_path / "joined"
+    assert load_script("study_report").main(["join", *reports, "--out", str(out)]) == 1
+    error = capfd.readouterr().err
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1 and not out.exists()
+
+
+def test_a_report_is_not_joined_into_itself(tmp_path, capfd):
+    reports = [write(tmp_path / "a", part_of(["fox_pro"], [0])), write(tmp_path / "b", part_of(["fox_pro"], [1]))]
+    assert load_script("study_report").main(["join", *reports, "--out", reports[0]]) == 1
+    assert "is one of the reports" in capfd.readouterr().err
+    assert [*read_study(tmp_path / "a")["models"]["fox_pro"]["seeds"]] == [0]
