@@ -86,10 +86,9 @@ def headline() -> dict[str, str]:
     """Numbers that sentences of README.md and docs/performance.md share."""
     run = Results("whole_run_125m*.json")
     steps = {part: run.row(part=part)["tokens_per_second"] for part in ("train", "step", "step_unpruned")}
-    ours = Results("training_760m*.json").row(
-        experiment=MODEL_760M, checkpointing=True, pruned=True, compiled=True, trained=False
-    )
-    theirs = Results("others_760m*.json").row(experiment=MODEL_760M, checkpointing=True, pruned=True)
+    ours = Results("steps_760m.json").row(experiment=MODEL_760M)
+    unpruned = Results("steps_760m_unpruned.json").row(experiment=MODEL_760M)
+    theirs = Results("others_760m*.json").row(experiment=MODEL_760M, checkpointing=False, pruned=False)
     attention = Results("attention_triton*.json").rows(
         table="kernels", kernel="forgetting attention", shape=[1, 16384, 12, 128]
     )[-1]
@@ -99,8 +98,9 @@ def headline() -> dict[str, str]:
         "unpruned_rate": thousands(steps["step_unpruned"]),
         "pruning_gain": f"{steps['step'] / steps['step_unpruned']:.1f}",
         "trained_tokens": f"{run.row(part='train')['tokens'] / 1e6:.0f}",
-        "our_rate": f"{ours['tokens_per_second']:,.0f}",
-        "their_rate": f"{theirs['tokens_per_second']:,.0f}",
+        "our_rate": thousands(ours["tokens_per_second"]),
+        "our_unpruned_rate": thousands(unpruned["tokens_per_second"]),
+        "their_unpruned_rate": thousands(theirs["tokens_per_second"]),
         "attention_tflops": f"{attention['tflops']:.0f}",
         "attention_triton": attention["triton"],
     }
