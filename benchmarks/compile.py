@@ -55,6 +55,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     on_gpu = ["forgetting_transformer/pro_125m_2b", "forgetting_transformer/pro_760m_16b"]
     args.experiments = args.experiments or (on_gpu if args.device == "cuda" else ["demo/fox_pro"])
+    for name in args.experiments:
+        if not training.experiment_file(name).is_file():
+            parser.error(f"there is no experiment {name!r} in configs/experiment")
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, and PyTorch finds no GPU; give --device cpu")
     return args
 
 

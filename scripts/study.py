@@ -27,6 +27,9 @@ from pathlib import Path
 from forgetting_transformer import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
+#: What this writes into the folder of the study, beside the runs.
+COMMAND = "scripts/study.py"
+FILES = ("study.yaml", "study.md")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -74,9 +77,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no_variants", action="store_true", help="leave out the variants of --study")
     args = parser.parse_intermixed_args(argv)
     try:
-        args.rates = dict(map(known_rate, args.rates))
+        rates = [known_rate(given) for given in args.rates]
     except ValueError as error:
         parser.error(str(error))
+    args.rates = dict(rates)
+    if len(args.rates) < len(rates):
+        parser.error(f"--rates {' '.join(f'{model}={rate:g}' for model, rate in rates)} names a model twice")
+    if args.rates and (given := [override for override in args.overrides if override.startswith("optimizer.lr=")]):
+        parser.error(f"{given[0]} and --rates both set the learning rate; leave one out")
     if args.study is not None:
         try:
             add_plan(args)
@@ -129,6 +137,7 @@ def on_top(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     # Only now, so that --help is quick.
+    from forgetting_transformer.analysis import AnalysisError, outputs
     from forgetting_transformer.sweep import SweepError, runner
     from forgetting_transformer.sweep.composition import Composer
     from forgetting_transformer.sweep.study import Study, unfinished
@@ -161,15 +170,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.variant,
             args.rates,
         )
+
+        def is_old(file: Path) -> bool:
+            """Whether an earlier version, which kept no list of its files, may have written it."""
+            if file.name == "study.md":
+                return file.read_text(encoding="utf-8", errors="replace").startswith("| job ")
+            return args.study is not None and file.read_bytes() == args.study.read_bytes()
+
+        if study.folder.is_dir():
+            outputs.check(study.folder, COMMAND, FILES if args.study is not None else FILES[1:], is_old)
         results = study.run(composer.machine())
-    except (SweepError, ConfigError) as error:
+    except (SweepError, ConfigError, AnalysisError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     failures = [f"{model}: its search stopped, and it was not run: {why}" for model, why in study.failures.items()]
     text = "\n\n".join([runner.summary(results), *failures])
-    if args.study is not None:
-        shutil.copyfile(args.study, study.folder / "study.yaml")
-    (study.folder / "study.md").write_text(f"{text}\n", encoding="utf-8")
+    with outputs.writing(study.folder, COMMAND, is_old) as new:
+        (new / "study.md").write_text(f"{text}\n", encoding="utf-8")
+        if args.study is not None:
+            shutil.copyfile(args.study, new / "study.yaml")
     print(f"\n{text}\n")
     left = unfinished(results)
     if left:

@@ -69,6 +69,13 @@ read -ra models <<<"${MODELS:-${plan[0]:-}}"
 read -ra seeds <<<"${SEEDS:-${plan[1]:-0}}"
 group=${plan[2]:-study}
 [[ "${seeds[*]}" =~ ^[0-9]+(\ [0-9]+)*$ ]] || { echo "SEEDS=$SEEDS: give numbers, as in SEEDS=\"0 1 2\"" >&2 && exit 2; }
+read -ra speed_seeds <<<"${SPEED_SEEDS-${seeds[0]}}"
+for seed in "${speed_seeds[@]}"; do
+    [[ " ${seeds[*]} " == *" $seed "* ]] || { echo "SPEED_SEEDS=$SPEED_SEEDS: give some of the seeds, ${seeds[*]}" >&2 && exit 2; }
+done
+for name in EVAL_JOBS JOBS_PER_GPU; do
+    [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || { echo "$name=${!name}: give a number of jobs, 1 or more" >&2 && exit 2; }
+done
 read -ra overrides <<<"${OVERRIDES:-}"
 corpus="$folder/data/python_code"
 mapfile -t gpus < <("$python" -c 'from forgetting_transformer.sweep.machines import visible_gpus as v; print("\n".join(v()))')
@@ -256,7 +263,6 @@ for stage in "${stages[@]}"; do
     evaluate)
         step "loss at every position"
         for_each_run "${EVAL_JOBS:-4}" position_loss "${seeds[@]}" || status=1
-        read -ra speed_seeds <<<"${SPEED_SEEDS-${seeds[0]}}"
         [ ${#speed_seeds[@]} -eq 0 ] || step "tokens per second, each model alone on a GPU"
         for_each_run 1 speed "${speed_seeds[@]}" || status=1
         ;;
@@ -266,7 +272,8 @@ for stage in "${stages[@]}"; do
         step "next line of code"
         # Every time: it refuses if the questions were to become others than those that models have answered.
         if ! "$python" scripts/code_tasks.py --data_path "$corpus" --questions "${QUESTIONS:-500}" --out "$folder/tasks"; then
-            echo "no model is asked for the next line of code, and none of LongBench and lm_eval: see the error above" >&2
+            echo "no model is asked for the next line of code, and none of LongBench and lm_eval: see the error above. For other" \
+                "QUESTIONS, move $folder/tasks and $folder/downstream away; for the same ones, set QUESTIONS as before" >&2
             status=1
             continue
         fi

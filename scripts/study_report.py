@@ -148,7 +148,7 @@ def collect(args: argparse.Namespace) -> None:
     file = args.plan or args.study / "study.yaml"
     plan = read_plan(file) if args.plan or file.is_file() else None
     study = studies.collect(args.study, args.position_loss, args.speed, decisive, plan)
-    runs = studies.runs_in(args.study, "runs", study["names"])
+    runs = studies.runs_in(args.study, "runs", study["names"], plan.seeds if plan else ())
     positions = studies.read_positions(study, args.position_loss)
     study["comparison"] = position_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
     study["changes"] = studies.position_changes(study, positions)
@@ -247,7 +247,7 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
     from forgetting_transformer.analysis.plots.losses import loss_by_octave
     from forgetting_transformer.analysis.plots.studies import differences_to_baseline, heads_over_training
     from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
-    from forgetting_transformer.analysis.studies import baseline_of, contrasts, display_name
+    from forgetting_transformer.analysis.studies import baseline_of, contrasts, counted_seeds, display_name
 
     machine = study.get("environment", {}).get("machine", {}).get("device")
     made_on = [f"on {machine}"] if machine else []
@@ -278,7 +278,9 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
         tokens = {model["budget"] for model in study["models"].values()}
         seeds = sorted({seed for model in study["models"].values() for seed in model["seeds"][:1]})
         made_with = [f"{tokens.pop():,} training tokens"] if len(tokens) == 1 else []
-        made_with += [f"seed {', '.join(map(str, seeds))}", *made_on]
+        several = max(len(counted_seeds(model)) for model in study["models"].values())
+        left = f"seed {', '.join(map(str, seeds))}"
+        made_with += [left if several == 1 else f"left: {left}; right: mean of {several} seeds", *made_on]
         lengths = {
             display_name(study, name): model["per_token_loss"].get("train_length", study.get("train_length"))
             for name, model in study["models"].items()

@@ -1,5 +1,6 @@
 """Numbers in the sentences of README.md, from study.json; scripts/pages.py puts them there."""
 
+import statistics
 from pathlib import Path
 
 from forgetting_transformer.analysis import study_tables
@@ -14,22 +15,33 @@ def sections(folder: Path) -> dict[str, str]:
 def numbers(folder: Path) -> dict[str, str]:
     """Those of the sentences, some of which README.md of the project has too."""
     study = read_study(folder)
+    if missing := [
+        name for name in study["names"] if None in study["models"].get(name, {}).get("heldout_loss", [None])
+    ]:
+        raise LookupError(
+            f"{folder / 'study.json'} lacks held-out losses of {', '.join(missing)}: finish the study first"
+        )
     found, within_llama = contrasts(study, "models"), contrasts(study, "models", "fox_llama", ["transformer_llama"])
-    assert found is not None and within_llama is not None
+    assert found is not None and within_llama is not None, "the losses are there"
     recurrent = sorted(found.against[name].value for name in ("mamba2", "hgrn2", "delta_net"))
     octaves = {name: model["per_token_loss"]["slope"] for name, model in study["models"].items()}
     beyond = {name: slopes[-1]["after"] - slopes[-3]["after"] for name, slopes in octaves.items()}
-    pruned = [heads for heads in study["models"]["fox_pro"]["heads"] if heads]
+    heads = {name: study["models"][name]["heads"] for name in ("fox_pro", "fox_llama")}
+
+    def mean(name: str, which: int, key: str) -> float:
+        """Over seeds, of the first or last measurement."""
+        return statistics.mean(of_seed[which][key] for of_seed in heads[name])
+
     return {
         "pro_gain": found.against["transformer_pro"].text(),
         "llama_gain": within_llama.against["transformer_llama"].text(),
         "behind_least": f"{recurrent[0]:.2f}",
         "behind_most": f"{recurrent[-1]:.2f}",
-        "deviation": f"{found.deviation:.3f}",
-        "detectable": f"{found.detectable():.2f}",
         "beyond_fox": f"{beyond['fox_pro']:+.2f}",
         "beyond_transformer_pro": f"{beyond['transformer_pro']:+.2f}",
         "beyond_transformer_llama": f"{beyond['transformer_llama']:+.2f}",
-        "pruned_first": f"{100 * sum(heads[0]['pruned'] for heads in pruned) / len(pruned):.0f} %",
-        "pruned_last": f"{100 * sum(heads[-1]['pruned'] for heads in pruned) / len(pruned):.0f} %",
+        "pruned_first": f"{100 * mean('fox_pro', 0, 'pruned'):.0f} %",
+        "pruned_last": f"{100 * mean('fox_pro', -1, 'pruned'):.0f} %",
+        **{f"longest_first_{name}": f"{mean(name, 0, 'longest'):,.0f}" for name in heads},
+        **{f"longest_last_{name}": f"{mean(name, -1, 'longest'):,.0f}" for name in heads},
     }

@@ -110,6 +110,20 @@ def test_a_missing_file_is_named(pages, copy, capsys):
     assert "decode*.json: no such file of results" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("losses", [None, [1.0, None, 2.0]])
+def test_a_study_that_is_not_finished_is_named_and_changes_no_page(pages, copy, capsys, losses):
+    def edit(study):
+        if losses is None:
+            study["models"].pop("fox_llama")
+        else:
+            study["models"]["fox_llama"]["heldout_loss"] = losses
+
+    change(copy / "studies/three_seeds/study.json", edit)
+    assert pages.main([]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "study.json lacks held-out losses of fox_llama: finish the study first" in error
+
+
 def test_failed_measurements_are_shown(pages, copy):
     def edit(content):
         content["rows"].append({"experiment": "samba/760m_16b", "checkpointing": True, "status": "out of memory"})

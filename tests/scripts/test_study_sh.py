@@ -30,7 +30,7 @@ esac
 SETTINGS = (
     "STUDY", "TOKENS", "SEARCH_TOKENS", "ABLATION_TOKENS", "SEEDS", "SPEED_SEEDS", "JOBS_PER_GPU", "MODELS", "SOURCES",
     "VOCABULARY", "DOC_LEN", "HELDOUT_DOCS", "OVERRIDES", "SECONDS_TO_TRAIN", "QUESTIONS", "NEEDLE", "LONGBENCH_DATA",
-    "LM_EVAL_TASKS", "SPEED_LEN", "SPEED_BATCH", "EVAL_BATCH",
+    "LM_EVAL_TASKS", "SPEED_LEN", "SPEED_BATCH", "EVAL_BATCH", "EVAL_JOBS",
 )  # fmt: skip
 
 
@@ -218,6 +218,11 @@ def test_every_seed_is_evaluated_and_the_speed_of_the_first_is_measured(study_sh
 
 
 def test_seeds_that_are_no_numbers_are_refused(study_sh):
+    for name, value in (("EVAL_JOBS", "0"), ("EVAL_JOBS", "2.5"), ("JOBS_PER_GPU", "many"), ("SPEED_SEEDS", "1")):
+        code, out, calls = study_sh("evaluate", SEEDS="0", **{name: value})
+        assert code == 2 and f"{name}={value}: give" in out and not calls
+    code, out, calls = study_sh("evaluate", SEEDS="0", SPEED_SEEDS="")
+    assert code == 0 and calls and not any("benchmarks/training.py" in call for call in calls)
     code, out, calls = study_sh("train", SEEDS="0,1")
     assert code == 2 and 'SEEDS=0,1: give numbers, as in SEEDS="0 1 2"' in out and not calls
 

@@ -74,6 +74,20 @@ def test_a_model_whose_rate_is_known_is_not_searched(study, tmp_path):
     for folder in ("runs/mamba2_seed0", "variants/hgrn2_seed0"):
         assert studies.read_run(tmp_path / "out" / folder).config["optimizer"]["lr"] == 3e-3
     assert study("--rates", "mamba2=3e-3", "--variants", "mamba2", "hgrn2")[2] == []
+    # Seeds at two rates would be averaged.
+    code, out, order = study("--rates", "mamba2=1e-3", "--seeds", "0", "1")
+    assert (code, order) == (
+        1,
+        [],
+    ) and "mamba2_seed0 was trained with a learning rate of 0.003, and the study now" in out
+
+
+@pytest.mark.parametrize("given", [["mamba2=1e-3", "mamba2=2e-3"], ["mamba2=1e-3", "optimizer.lr=0.1"]])
+def test_a_rate_is_given_once(study, given, capfd):
+    rates, overrides = [one for one in given if "lr" not in one], [one for one in given if "lr" in one]
+    with pytest.raises(SystemExit):
+        study(*overrides, "--rates", *rates)
+    assert "names a model twice" in (error := capfd.readouterr().err) or "both set the learning rate" in error
 
 
 @pytest.mark.parametrize("rate", ["mamba2", "mamba2=", "mamba2=-1", "mamba2=inf", "=1e-3", "mamba2=fast"])
@@ -268,7 +282,7 @@ def test_what_is_kept_has_the_losses_rates_and_speeds_of_the_runs(study, faults,
     fox, llama = tables["variants"][2:]
     # Student's t of one degree of freedom, 12.706, times the standard error of the mean, 0.1.
     assert (fox[6], fox[8], llama[8]) == ("3.1000 ± 1.2706", "", "-0.1000 ± 1.2706")
-    assert "a run is 0.1000 (pooled; degrees of freedom: 1)" in study_tables.noise(found, "variants")
+    assert "a run is 0.1000 (pooled; degrees of freedom: 1; of one" in study_tables.noise(found, "variants")
     assert "**3.0000**" in tables["search"][2] and tables["search"][0][2:5] == ["1e-3", "2e-3", "5e-3"]
     assert "-0.500 ± 0.010" in tables["positions"][2] and "2.5000" in tables["octaves"][2]
     found["comparison"] = position_loss.compare([*positions.values()], 256)
@@ -382,6 +396,37 @@ def test_a_second_study_is_a_second_yaml(faults, tmp_path, monkeypatch, capfd):
     names = [row.split("|")[1].strip() for row in rows if "---" not in row]
     assert names == ["model", "A state space model", "With gates", "model", "With gates", "fox_llama"]
     assert rows[4].endswith(" against fox_llama |")
+
+
+def test_the_first_seed_is_the_plans_where_nothing_was_searched(study, tmp_path):
+    assert study("--rates", "mamba2=2e-3", "fox_pro=2e-3", "--seeds", "1", "0")[0] == 0
+    row = {"status": "ok", "trained": True, "experiment": "out/runs/mamba2_seed1", "tokens_per_second": 5.0}
+    row |= {"mfu": None, "peak_memory_bytes": 0, "tokens_per_step": 1}
+    (tmp_path / "speed.json").write_text(json.dumps({"rows": [row]}))
+    plan = StudyPlan("demo", {"fox_pro": "FoX (Pro)", "mamba2": "Mamba-2"}, seeds=[1, 0])
+    found = studies.collect(tmp_path / "out", tmp_path / "none", [tmp_path / "speed.json"], decisive, plan)
+    assert found["models"]["mamba2"]["seeds"] == [1, 0] and found["speed"]["mamba2"]["tokens_per_second"] == 5.0
+
+
+def test_what_the_user_keeps_in_the_folder_of_a_study_stays(faults, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    plan = tmp_path / "two.yaml"
+    plan.write_text("group: demo\nmodels: {mamba2: A}\nlearning_rates: {mamba2: 2.0e-3}\n")
+    out = tmp_path / "out"
+    out.mkdir()
+    started = ["output_dir=out", "data_dir=data", "fabric.accelerator=cpu", "--study"]
+    run = load_script("study").main
+    for name in ("study.md", "study.yaml"):
+        (out / name).write_text("# My own\n")
+        assert run([*started, str(plan)]) == 1 and (out / name).read_text() == "# My own\n"
+        assert f"{name} is not as scripts/study.py has written it" in capfd.readouterr().err
+        assert not (out / "runs").exists()
+        (out / name).unlink()
+    assert run([*started, str(plan)]) == 0 and (out / "study.yaml").read_bytes() == plan.read_bytes()
+    # The copy may be given too.
+    assert run([*started, "out/study.yaml"]) == 0 and (out / "study.md").read_text().startswith("| job ")
+    plan.write_text(plan.read_text().replace("A", "Another name"))
+    assert run([*started, str(plan)]) == 0 and (out / "study.yaml").read_bytes() == plan.read_bytes()
 
 
 def test_pages_show_no_figures_that_are_not_there():

@@ -74,8 +74,8 @@ def difference(losses: Sequence[float], baseline: Sequence[float]) -> Estimate:
     return Estimate(value, quantile(freedom) * math.sqrt(shares.sum()))
 
 
-def with_texts_and_seeds(values_SN: np.ndarray, group_N: np.ndarray | None = None) -> Estimate:
-    """The mean of something measured with some seeds on some texts, and its 95 % interval.
+def with_texts_and_seeds(values_SN: np.ndarray, group_N: np.ndarray | None = None) -> tuple[Estimate, float, float]:
+    """The mean of something measured with some seeds on some texts, and its 95 % interval with its two parts.
 
     Two parts add up as variances: other texts would change the mean of the seeds (whole groups of texts are drawn,
     `clustered_error`; without groups, texts count as independent), and other seeds would change the mean over the texts
@@ -84,11 +84,15 @@ def with_texts_and_seeds(values_SN: np.ndarray, group_N: np.ndarray | None = Non
     Args:
         values_SN: a value of each seed on each text.
         group_N: the group of texts that each is from.
+
+    Returns:
+        The mean with its interval; the half-widths that texts alone and seeds alone would give, NaN where unknown.
     """
     by_text_N, by_seed_S = values_SN.mean(0), values_SN.mean(1)
     error = mean_and_error(by_text_N)[1] if group_N is None else clustered_error(by_text_N, group_N)
-    value, half_width = mean(by_seed_S.tolist())
-    return Estimate(value, math.nan if error is None else math.hypot(quantile(math.inf) * error, half_width))
+    value, of_seeds = mean(by_seed_S.tolist())
+    of_texts = math.nan if error is None else quantile(math.inf) * error
+    return Estimate(value, math.hypot(of_texts, of_seeds)), of_texts, of_seeds
 
 
 def quantile(degrees_of_freedom: float) -> float:

@@ -72,23 +72,24 @@ def split_seed(run: str) -> tuple[str, int]:
     return model, int(seed)
 
 
-def runs_in(study: Path, kind: str, names: Collection[str] = ()) -> dict[str, list[Path]]:
+def runs_in(study: Path, kind: str, names: Collection[str] = (), seeds: Collection[int] = ()) -> dict[str, list[Path]]:
     """Runs of a study that have logged: model -> a run per seed, that of the searches first.
 
     Args:
         study: its folder.
         kind: "runs" or "variants".
         names: of models, in the order of the tables.
+        seeds: of the plan, whose first one comes first where nothing was searched.
     """
-    first = {split_seed(path.name)[1] for path in study.glob("search/*/lr*_seed*")}
+    first = [split_seed(path.name)[1] for path in study.glob("search/*/lr*_seed*")][:1] or list(seeds)[:1]
     found: dict[str, dict[int, Path]] = {}
     for file in (study / kind).glob("*/metrics/jsonlines/train.jsonl"):
         model, seed = split_seed(file.parents[2].name)
         found.setdefault(model, {})[seed] = file.parents[2]
     runs: dict[str, list[Path]] = {}
     for model in in_order(list(found), names):
-        seeds = sorted(found[model], key=lambda seed: (seed not in first, seed))
-        runs[model] = [found[model][seed] for seed in seeds]
+        ordered = sorted(found[model], key=lambda seed: (seed not in first, seed))
+        runs[model] = [found[model][seed] for seed in ordered]
     return runs
 
 
@@ -115,8 +116,8 @@ def collect(
     Raises:
         AnalysisError: there is no run in the folder, or runs of one model differ in more than their seed.
     """
-    names = plan.names if plan else {}
-    runs, variants = (runs_in(folder, kind, names) for kind in ("runs", "variants"))
+    names, seeds = (plan.names, plan.seeds) if plan else ({}, [])
+    runs, variants = (runs_in(folder, kind, names, seeds) for kind in ("runs", "variants"))
     searched = sorted(path for path in (folder / "search").glob("*/lr*_seed*") if path.is_dir())
     if not runs and not searched:
         raise AnalysisError(f"{folder}: neither search/ nor runs/ holds a run; give the output_dir of scripts/study.py")
@@ -330,9 +331,9 @@ def position_changes(study: Mapping[str, Any], results: Mapping[str, position_lo
 
     Returns:
         An entry per model and position i, for the change from the octave before i to the octave after it in nats:
-        `value`, `half_width` of its 95 % interval (`statistics.with_texts_and_seeds`; None where there is none) and how
-        many `seeds`. And one per pair of models that a claim compares, seed by seed on the same texts, which has the
-        other model as `than`.
+        `value`; `half_width` of its 95 % interval (`statistics.with_texts_and_seeds`; None where there is none), and
+        the parts of it `of_texts` and `of_seeds`; how many `seeds`. And one per pair of models that a claim compares,
+        seed by seed on the same texts, which has the other model as `than`.
     """
     octaves: dict[str, dict[int, tuple[Any, np.ndarray, position_loss.Result]]] = {}
     for run, model in evaluated_runs(study):
@@ -355,9 +356,10 @@ def position_changes(study: Mapping[str, Any], results: Mapping[str, position_lo
         first = own[seeds[0]][2]
         edges = position_loss.octave_edges(first.loss_T.size)
         for o in range(change_SNO.shape[2]):
-            value, half_width = statistics.with_texts_and_seeds(change_SNO[:, :, o], first.group_N)
-            entry = {"model": model, "than": than, "position": edges[o + 1], "value": value}
-            entries.append(entry | {"half_width": _finite(half_width), "seeds": len(seeds)})
+            change, *parts = statistics.with_texts_and_seeds(change_SNO[:, :, o], first.group_N)
+            entry = {"model": model, "than": than, "position": edges[o + 1], "value": change.value}
+            entry |= zip(("half_width", "of_texts", "of_seeds"), map(_finite, (change.half_width, *parts)), strict=True)
+            entries.append(entry | {"seeds": len(seeds)})
     return entries
 
 

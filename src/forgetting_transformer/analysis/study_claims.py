@@ -117,7 +117,10 @@ def _change(study: Study, claim: Claim, model: str) -> tuple[Estimate | None, st
     for entry in study.get("changes", ()):
         if (entry["model"], entry["than"], entry["position"]) == (model, claim.get("than"), position):
             half_width = math.nan if entry["half_width"] is None else entry["half_width"]
-            return Estimate(entry["value"], half_width), f"position {position:,}, {_seeds(entry['seeds'])}"
+            detail = f"position {position:,}, {_seeds(entry['seeds'])}"
+            if entry.get("of_texts") is not None and entry.get("of_seeds") is not None:
+                detail += f" (± {entry['of_texts']:.3f} of texts, {entry['of_seeds']:.3f} of seeds)"
+            return Estimate(entry["value"], half_width), detail
     return _change_of_first_seed(study, claim, model, position)
 
 

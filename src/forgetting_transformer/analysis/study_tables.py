@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from forgetting_transformer.analysis import position_loss, statistics
@@ -185,8 +186,11 @@ def noise(study: Mapping[str, Any], kind: str) -> str:
     found = contrasts(study, kind)
     if found is None or not found.freedom:
         return "Each has one seed, so no interval can be given."
+    every = [losses for model in study[kind].values() if len(losses := _losses(model)) > 1]
+    alone = sorted(stdev(losses) for losses in every)
     return (
-        f"The standard deviation of a run is {found.deviation:.4f} (pooled; degrees of freedom: {found.freedom}). "
+        f"The standard deviation of a run is {found.deviation:.4f} (pooled; degrees of freedom: {found.freedom}; "
+        f"of one model alone between {alone[0]:.4f} and {alone[-1]:.4f}). "
         f"With {found.seeds} seeds each, a difference of {found.detectable():.3f} is found with a probability of 80 %."
     )
 

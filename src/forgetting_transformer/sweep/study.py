@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
+from forgetting_transformer.analysis.runs import read_run
 from forgetting_transformer.sweep import SweepError, runner
 from forgetting_transformer.sweep.jobs import Job, State, quote
 from forgetting_transformer.sweep.learning_rate import LearningRateSweep, grid_text
@@ -97,6 +98,7 @@ class Study:
                 was started then.
         """
         machine.check(self._planned)
+        self._check_rates()
         for search in self.searches.values():
             search.open()
         first = []
@@ -107,6 +109,21 @@ class Study:
                 self._rounds[name] = self.searches[name].rounds()
                 first += self._advance(name, None)
         return runner.run_jobs(first, machine, self.folder / "logs", on_result=self._on_result)
+
+    def _check_rates(self) -> None:
+        """A run whose rate is known keeps the one that it was trained with.
+
+        Raises:
+            SweepError: it was trained with another one.
+        """
+        for job in (job for name in self.rates for job in self._runs(name, self.rate(name))):
+            if (job.output_dir / "config.yaml").is_file():
+                before, now = read_run(job.output_dir).config["optimizer"]["lr"], job.config.optimizer.lr
+                if before != now:
+                    raise SweepError(
+                        f"{job.output_dir} was trained with a learning rate of {before:g}, and the study now says "
+                        f"{now:g}: give the rate that it had, or another output_dir"
+                    )
 
     def rate(self, model: str) -> str:
         """The learning rate of a model, that which is known or the best of its search, as text."""
