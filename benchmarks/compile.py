@@ -58,10 +58,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in args.experiments:
         if not training.experiment_file(name).is_file():
             parser.error(f"there is no experiment {name!r} in configs/experiment")
-    import torch
-
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda, and PyTorch finds no GPU; give --device cpu")
     return args
 
 
@@ -70,6 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker:
         work(args, *args.worker)
         return 0
+    import torch
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("error: --device cuda (the default), and PyTorch sees no GPU; give --device cpu", file=sys.stderr)
+        return 2
     try:
         record = Record("compile", args, argv, args.device, leave_out=("worker",))
     except RecordError as error:

@@ -273,7 +273,14 @@ sys.exit(record.run_main(main))
 """
     printed = tmp_path / "printed"
     with printed.open("w") as said:
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=said, stderr=said, start_new_session=True)
+        # As a terminal starts it: what runs in the background of a script ignores Ctrl-C, and so do these tests there.
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     try:
         wait_until(lambda: printed.read_text() == "begun\n", lambda: process.poll() is None, printed.read_text)
         os.killpg(process.pid, signal.SIGINT)

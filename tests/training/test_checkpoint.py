@@ -74,6 +74,7 @@ def _save_and_die(folder: Path, moment: int, background: bool) -> None:
             if count == moment:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    torch.set_num_threads(1)  # threads that the parent started are not there after a fork, and would be waited for
     sys.addaudithook(hook)
     save(folder, 2, background)
 
