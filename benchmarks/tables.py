@@ -230,7 +230,7 @@ def _told(file: Mapping[str, Any]) -> list[dict[str, Any]]:
         case = {"experiment": _experiment(row["experiment"], file["settings"].get("overrides") or ())}
         if row.get("status", "ok") != "ok":
             settings = file["settings"]
-            case = {
+            case |= {
                 "pruned": NO_PRUNING not in settings["overrides"],
                 "cuda_graphs": "train.cuda_graphs=true" in settings["overrides"],
                 "tokens_per_step": settings["seq_len"] * settings["batch_size"],

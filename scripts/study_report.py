@@ -219,7 +219,7 @@ def join(args: argparse.Namespace) -> None:
     parts = {report: studies.read_study(report) for report in args.reports}
     plan = None if args.plan is None else read_plan(args.plan)
     study = study_parts.join({str(report): part for report, part in parts.items()}, plan)
-    positions = study_parts.read_positions(parts)
+    positions = study_parts.read_positions(parts, study)
     # In the order of the models: the first is the one that others are compared with.
     results = {run: positions[run] for run, _ in studies.evaluated_runs(study) if run in positions}
     study["comparison"] = position_loss.compare([*results.values()], COMPARED_FROM) if results else []
@@ -227,9 +227,9 @@ def join(args: argparse.Namespace) -> None:
     with outputs.writing(args.out, COMMAND, is_old_report) as new:
         write_json(new / "study.json", study)
         studies.save_positions(results, new / "positions.npz")
-        source = args.plan or args.reports[0] / "study.yaml"
-        if source.is_file():
-            shutil.copyfile(source, new / "study.yaml")
+        # Without one, study.json has the names of all parts.
+        if args.plan is not None:
+            shutil.copyfile(args.plan, new / "study.yaml")
         draw_figures(study, new)
         if results:
             lengths = {result.name: result.summary.get("train_length") for result in results.values()}

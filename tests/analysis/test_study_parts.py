@@ -65,6 +65,23 @@ def test_parts_by_model_and_by_seed_give_the_tables_of_the_whole(tmp_path, capfd
     assert "claims:" in capfd.readouterr().out
 
 
+def test_names_are_those_of_every_part_or_of_the_plan(tmp_path):
+    reports = [write(tmp_path / "a", part_of(["fox_pro"], [0, 1])), write(tmp_path / "b", part_of(["mamba2"], [0, 1]))]
+    for report, plan in zip(reports, ("{fox_pro: FoX}", "{mamba2: Mamba}"), strict=True):
+        (Path(report) / "study.yaml").write_text(f"group: study\nmodels: {plan}\n", encoding="utf-8")
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("group: study\nmodels: {fox_pro: With gates, mamba2: State space}\n", encoding="utf-8")
+    join = load_script("study_report").main
+    for out, options, names in (
+        ("own", [], ("FoX", "Mamba")),
+        ("plan", ["--plan", str(plan)], ("With gates", "State space")),
+    ):
+        assert join(["join", *reports, "--out", str(tmp_path / out), *options]) == 0
+        joined = read_study(tmp_path / out)
+        assert joined["names"] == dict(zip(("fox_pro", "mamba2"), names, strict=True))
+        assert {(row["model"], row["against"]) for row in joined["comparison"]} == {names[::-1]}
+
+
 def change(part: dict, key: str, value) -> dict:
     part["models"]["fox_pro"][key] = value
     return part

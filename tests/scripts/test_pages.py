@@ -267,9 +267,10 @@ def test_a_row_is_called_after_the_model_that_was_measured(pages, tmp_path, monk
     content = json.loads((ROOT / "benchmarks/results/steps_760m_gated_delta_net.json").read_text())
     assert content["rows"][0]["experiment"] == "delta_net/760m_16b"
     (tmp_path / "steps_760m.json").write_text(json.dumps(content))
-    assert [row[0] for row in cells_of(tables.steps(tables.Results("steps_760m.json")))] == [
-        "Gated DeltaNet, CUDA graphs"
-    ]
+    lost = {"experiment": "delta_net/760m_16b", "checkpointing": False, "status": "out of memory"}
+    (tmp_path / "steps_760m_lost.json").write_text(json.dumps({**content, "rows": [lost]}))
+    rows = cells_of(tables.steps(tables.Results("steps_760m*.json")))
+    assert [row[0] for row in rows] == ["Gated DeltaNet, CUDA graphs"] * 2
 
 
 def test_other_packages_stand_beside_our_steps_of_the_same_commit_and_gpu(pages, tmp_path, monkeypatch):

@@ -32,7 +32,9 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
     places, parts = list(studies), list(studies.values())
     first = parts[0]
     said = {key: first[key] for key in ("baseline", "equal_loss", "claims")}
-    said["names"] = {model: name for part in reversed(parts) for model, name in part["names"].items()}
+    said["names"] = {}
+    for part in parts:
+        said["names"] |= {model: name for model, name in part["names"].items() if model not in said["names"]}
     joined: dict[str, Any] = {
         **(said if plan is None else said_by(plan)),
         **{key: {} for key in ("models", "variants", "search", "speed", "pruned", "pruning_speed", "pruning_loss")},
@@ -81,11 +83,14 @@ def _with_seeds(name: str, known: Mapping[str, Any], model: Mapping[str, Any], p
     return {**known, **{key: [*known[key], *model[key]] for key in _BY_SEED}}
 
 
-def read_positions(studies: Mapping[Path, Mapping[str, Any]]) -> dict[str, position_loss.Result]:
+def read_positions(
+    studies: Mapping[Path, Mapping[str, Any]], joined: Mapping[str, Any]
+) -> dict[str, position_loss.Result]:
     """Loss at every position of all runs, by the names of their folders, from positions.npz of the reports.
 
     Args:
         studies: folder of a report -> its study.json.
+        joined: of them, which names the models.
 
     Raises:
         AnalysisError: such a file is damaged.
@@ -102,7 +107,7 @@ def read_positions(studies: Mapping[Path, Mapping[str, Any]]) -> dict[str, posit
                         summary = study["models"][model].get("per_token_loss", {})
                         own = (arrays.get(f"{run}/octaves"), folder, True, arrays.get(f"{run}/groups"))
                         loss_T = np.asarray(arrays[run], dtype=np.float64)
-                        found[run] = position_loss.Result(display_name(study, model), loss_T, summary, *own)
+                        found[run] = position_loss.Result(display_name(joined, model), loss_T, summary, *own)
         except (OSError, ValueError, EOFError) as error:
             raise AnalysisError(f"{file} cannot be read ({error}); collect the report again") from error
     return found
