@@ -107,8 +107,7 @@ def headline() -> dict[str, str]:
 
 
 def front() -> dict[str, str]:
-    three_seeds = ROOT / "studies" / "three_seeds"
-    return headline() | runpy.run_path(str(three_seeds / "numbers.py"))["numbers"](three_seeds)
+    return headline() | study("three_seeds", "numbers")
 
 
 def performance() -> dict[str, str]:
@@ -162,9 +161,9 @@ def long_contexts() -> dict[str, str]:
 # Studies: each with a page has numbers.py beside it, which says what the sentences of the page want.
 
 
-def study(name: str) -> dict[str, str]:
+def study(name: str, what: str = "sections") -> dict[str, str]:
     folder = ROOT / "studies" / name
-    return runpy.run_path(str(folder / "numbers.py"))["sections"](folder)
+    return runpy.run_path(str(folder / "numbers.py"))[what](folder)
 
 
 # Other pages.

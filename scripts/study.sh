@@ -76,6 +76,7 @@ done
 for name in EVAL_JOBS JOBS_PER_GPU; do
     [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || { echo "$name=${!name}: give a number of jobs, 1 or more" >&2 && exit 2; }
 done
+eval_jobs=${EVAL_JOBS:-4}
 read -ra overrides <<<"${OVERRIDES:-}"
 corpus="$folder/data/python_code"
 mapfile -t gpus < <("$python" -c 'from forgetting_transformer.sweep.machines import visible_gpus as v; print("\n".join(v()))')
@@ -262,13 +263,13 @@ for stage in "${stages[@]}"; do
         ;;
     evaluate)
         step "loss at every position"
-        for_each_run "${EVAL_JOBS:-4}" position_loss "${seeds[@]}" || status=1
+        for_each_run "$eval_jobs" position_loss "${seeds[@]}" || status=1
         [ ${#speed_seeds[@]} -eq 0 ] || step "tokens per second, each model alone on a GPU"
         for_each_run 1 speed "${speed_seeds[@]}" || status=1
         ;;
     downstream)
         step "needle in a haystack"
-        for_each_run "${EVAL_JOBS:-4}" needle "${seeds[@]}" || status=1
+        for_each_run "$eval_jobs" needle "${seeds[@]}" || status=1
         step "next line of code"
         # Every time: it refuses if the questions were to become others than those that models have answered.
         if ! "$python" scripts/code_tasks.py --data_path "$corpus" --questions "${QUESTIONS:-500}" --out "$folder/tasks"; then
@@ -277,9 +278,9 @@ for stage in "${stages[@]}"; do
             status=1
             continue
         fi
-        for_each_run "${EVAL_JOBS:-4}" longbench "${seeds[@]}" || status=1
+        for_each_run "$eval_jobs" longbench "${seeds[@]}" || status=1
         if "$python" -c 'import lm_eval' 2>/dev/null; then
-            for_each_run "${EVAL_JOBS:-4}" lm_eval "${seeds[@]}" || status=1
+            for_each_run "$eval_jobs" lm_eval "${seeds[@]}" || status=1
         else
             echo "lm_eval is skipped: it is an extra, pip install -e '.[eval]'"
         fi

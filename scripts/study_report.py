@@ -27,11 +27,14 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forgetting_transformer import command_line
+
+if TYPE_CHECKING:
+    from forgetting_transformer.analysis import position_loss
 
 #: Position from which models are compared document by document.
 COMPARED_FROM = 256
@@ -134,9 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def collect(args: argparse.Namespace) -> None:
-    from forgetting_transformer.analysis import comparisons, outputs, position_loss, studies, study_scores, study_tables
+    from forgetting_transformer.analysis import comparisons, outputs, studies, study_scores
     from forgetting_transformer.analysis.conditions import conditions
-    from forgetting_transformer.analysis.plots.losses import loss_against_position
     from forgetting_transformer.analysis.plots.sweeps import loss_against_tokens_and_flops
     from forgetting_transformer.analysis.study_plan import read_plan
     from forgetting_transformer.data import DataError
@@ -150,8 +152,7 @@ def collect(args: argparse.Namespace) -> None:
     study = studies.collect(args.study, args.position_loss, args.speed, decisive, plan)
     runs = studies.runs_in(args.study, "runs", study["names"], plan.seeds if plan else ())
     positions = studies.read_positions(study, args.position_loss)
-    study["comparison"] = position_loss.compare([*positions.values()], COMPARED_FROM) if positions else []
-    study["changes"] = studies.position_changes(study, positions)
+    add_positions(study, positions)
     study["scores"] = (
         study_scores.read_scores(args.downstream, studies.evaluated_runs(study)) if args.downstream else {}
     )
@@ -169,10 +170,7 @@ def collect(args: argparse.Namespace) -> None:
         draw_figures(study, new)
         if models:
             loss_against_tokens_and_flops(models, new / "compare.png", conditions=made_with)
-        if results := list(positions.values()):
-            curves = position_loss.group_seeds(results)
-            lengths = {result.name: result.summary.get("train_length") for result in results}
-            loss_against_position(curves, new / "per_token_loss.png", lengths, conditions=made_with)
+        draw_positions([*positions.values()], new, made_with)
     # Last, because it runs models, which takes long: everything else is there by then.
     try:
         with outputs.writing(args.out, COMMAND, is_old_report) as new:
@@ -195,22 +193,11 @@ def collect(args: argparse.Namespace) -> None:
             write_json(new / "study.json", study)
     except (EvaluationError, DataError) as error:
         skip(f"the share of tiles that is pruned: {error}")
-    for title, table in study_tables.TABLES.items():
-        print(f"{title}:\n\n{table(study)}\n")
-    for missing in study_tables.missing(study):
-        skip(missing)
+    show(study)
 
 
 def join(args: argparse.Namespace) -> None:
-    from forgetting_transformer.analysis import (
-        AnalysisError,
-        outputs,
-        position_loss,
-        studies,
-        study_parts,
-        study_tables,
-    )
-    from forgetting_transformer.analysis.plots.losses import loss_against_position
+    from forgetting_transformer.analysis import AnalysisError, outputs, studies, study_parts
     from forgetting_transformer.analysis.study_plan import read_plan
     from forgetting_transformer.files import write_json
 
@@ -222,8 +209,7 @@ def join(args: argparse.Namespace) -> None:
     positions = study_parts.read_positions(parts, study)
     # In the order of the models: the first is the one that others are compared with.
     results = {run: positions[run] for run, _ in studies.evaluated_runs(study) if run in positions}
-    study["comparison"] = position_loss.compare([*results.values()], COMPARED_FROM) if results else []
-    study["changes"] = studies.position_changes(study, results)
+    add_positions(study, results)
     with outputs.writing(args.out, COMMAND, is_old_report) as new:
         write_json(new / "study.json", study)
         studies.save_positions(results, new / "positions.npz")
@@ -231,9 +217,33 @@ def join(args: argparse.Namespace) -> None:
         if args.plan is not None:
             shutil.copyfile(args.plan, new / "study.yaml")
         draw_figures(study, new)
-        if results:
-            lengths = {result.name: result.summary.get("train_length") for result in results.values()}
-            loss_against_position(position_loss.group_seeds([*results.values()]), new / "per_token_loss.png", lengths)
+        draw_positions([*results.values()], new)
+    show(study)
+
+
+def add_positions(study: dict[str, Any], results: "Mapping[str, position_loss.Result]") -> None:
+    """What a study says of loss at every position, of runs by the names of their folders."""
+    from forgetting_transformer.analysis import position_loss, studies
+
+    study["comparison"] = position_loss.compare([*results.values()], COMPARED_FROM) if results else []
+    study["changes"] = studies.position_changes(study, results)
+
+
+def draw_positions(results: "Sequence[position_loss.Result]", folder: Path, conditions: Sequence[str] = ()) -> None:
+    """Draws the loss at every position, if there is any."""
+    from forgetting_transformer.analysis import position_loss
+    from forgetting_transformer.analysis.plots.losses import loss_against_position
+
+    if results:
+        lengths = {result.name: result.summary.get("train_length") for result in results}
+        curves = position_loss.group_seeds(results)
+        loss_against_position(curves, folder / "per_token_loss.png", lengths, conditions=conditions)
+
+
+def show(study: dict[str, Any]) -> None:
+    """Prints all tables, and what the study lacks."""
+    from forgetting_transformer.analysis import study_tables
+
     for title, table in study_tables.TABLES.items():
         print(f"{title}:\n\n{table(study)}\n")
     for missing in study_tables.missing(study):

@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import builtins
 import os
 import runpy
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from forgetting_transformer import command_line
+from tests.interrupting import code_when_interrupted
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [
@@ -132,26 +132,13 @@ def test_ctrl_c_is_one_line_and_130(capsys):
 @pytest.mark.parametrize("script", ["save_model.py", *(f"scripts/{name}.py" for name in (
     "generate", "report", "verify_data", "prepare_data", "download_longcrawl64"))])  # fmt: skip
 def test_ctrl_c_ends_each_command_in_that_way(script, moment, monkeypatch, capsys):
-    really_import = builtins.__import__
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    def interrupted_import(name: str, *arguments: object, **options: object) -> object:
-        if name.startswith("forgetting_transformer."):
-            raise KeyboardInterrupt
-        return really_import(name, *arguments, **options)
-
     arguments = ["--hf_load_dir=run", "--hf_save_dir=hf"] if "save" in script else ["x"]
     monkeypatch.setattr(sys, "argv", [script, *arguments])
-    if moment == "importing":
-        monkeypatch.setattr(builtins, "__import__", interrupted_import)
-    else:
-        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", interrupted)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+    code = code_when_interrupted(
+        ROOT / script, moment, lambda name: name.startswith("forgetting_transformer."), monkeypatch
+    )
     said = capsys.readouterr().err
-    assert end.value.code == 130 and said.startswith("interrupted") and said.count("\n") == 1
+    assert code == 130 and said.startswith("interrupted") and said.count("\n") == 1
 
 
 def test_a_folder_below_a_file_is_one_line(tmp_path, capsys):

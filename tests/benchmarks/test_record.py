@@ -1,11 +1,9 @@
 """benchmarks/record.py: rows are on disk once measured, a killed command continues, no file mixes two commands."""
 
 import argparse
-import builtins
 import json
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 from tests.benchmarks.conftest import FOLDER, load, run_until_killed
+from tests.interrupting import code_when_interrupted
 from tests.waiting import HANG, wait_until
 
 
@@ -234,25 +233,10 @@ SCRIPTS = [file.name for file in sorted(FOLDER.glob("*.py")) if "__main__" in fi
 @pytest.mark.parametrize("moment", ["importing", "working"])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_ctrl_c_is_one_line_that_says_what_is_saved(script, moment, monkeypatch, capsys):
-    really_import = builtins.__import__
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    def interrupted_import(name: str, *arguments: object, **options: object) -> object:
-        if name.partition(".")[0] == "torch":
-            raise KeyboardInterrupt
-        return really_import(name, *arguments, **options)
-
     monkeypatch.setattr(sys, "argv", [script, *(["--seq_len", "64"] if script == "memory.py" else [])])
-    if moment == "importing":
-        monkeypatch.setattr(builtins, "__import__", interrupted_import)
-    else:
-        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", interrupted)
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(FOLDER / script), run_name="__main__")
+    code = code_when_interrupted(FOLDER / script, moment, lambda name: name.partition(".")[0] == "torch", monkeypatch)
     said = capsys.readouterr().err
-    assert end.value.code == 130 and said.count("\n") == 1
+    assert code == 130 and said.count("\n") == 1
     assert re.match("interrupted; .*the rows so far are saved, and the same command goes on$", said)
 
 

@@ -9,6 +9,7 @@ that what is stopped early has something of everything.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
@@ -86,9 +87,11 @@ class Study:
         self._results: dict[str, dict[str, runner.JobResult | None]] = {}
         self._model_of: dict[str, str] = {}
         self.failures: dict[str, str] = {}
-        # As they will be, but for the rate.
-        self._planned = [job for name in models for job in self._runs(name, self._likely_rate(name))]
-        runner.check_folders(self._planned)
+        likely = {name: grid_text(search.start) for name, search in self.searches.items()}
+        likely |= {name: str(rate) for name, rate in self.rates.items()}
+        #: Model -> its jobs as they will be, but for the rate where that is to be searched.
+        self._planned = {name: self._runs(name, likely[name]) for name in models}
+        runner.check_folders([*itertools.chain(*self._planned.values())])
 
     def run(self, machine: runner.Machine) -> list[runner.JobResult]:
         """Runs all that is not finished, and returns the results of all jobs.
@@ -97,14 +100,14 @@ class Study:
             SweepError: the folder holds a study with other settings, or the machine cannot run one of the jobs. Nothing
                 was started then.
         """
-        machine.check(self._planned)
+        machine.check([*itertools.chain(*self._planned.values())])
         self._check_rates()
         for search in self.searches.values():
             search.open()
         first = []
         for name in self.models:
             if name in self.rates:
-                first += self._runs(name, self.rate(name))
+                first += self._planned[name]
             else:
                 self._rounds[name] = self.searches[name].rounds()
                 first += self._advance(name, None)
@@ -116,7 +119,7 @@ class Study:
         Raises:
             SweepError: it was trained with another one.
         """
-        for job in (job for name in self.rates for job in self._runs(name, self.rate(name))):
+        for job in itertools.chain(*(self._planned[name] for name in self.rates)):
             if (job.output_dir / "config.yaml").is_file():
                 before, now = read_run(job.output_dir).config["optimizer"]["lr"], job.config.optimizer.lr
                 if before != now:
@@ -126,12 +129,8 @@ class Study:
                     )
 
     def rate(self, model: str) -> str:
-        """The learning rate of a model, that which is known or the best of its search, as text."""
-        return str(self.rates[model]) if model in self.rates else grid_text(self.searches[model].winner()[1])
-
-    def _likely_rate(self, model: str) -> str:
-        """The same before the search."""
-        return self.rate(model) if model in self.rates else grid_text(self.searches[model].start)
+        """The best learning rate of a model's search, as text."""
+        return grid_text(self.searches[model].winner()[1])
 
     def _on_result(self, result: runner.JobResult) -> list[Job]:
         name = self._model_of.get(result.job.name)
