@@ -3,13 +3,15 @@
 
     python benchmarks/long_contexts.py                               # FoX (Pro), Transformer, Mamba-2 760M on two GPUs
     python benchmarks/long_contexts.py --devices 8 --seq_len 524288 1048576 --out results.json
+    python benchmarks/long_contexts.py --devices 1                   # what one GPU does alone
     python benchmarks/long_contexts.py --accelerator cpu --experiments demo/fox_pro --seq_len 256 512   # to try it
 
 A step is forward and backward of one sequence of random tokens with activation checkpointing, and the sum of gradients
 over the GPUs that share it (`strategy.context`). Weights are random. FoX is measured with pruning and without. Its
 gates have time constants spread logarithmically over the heads of a layer, in no order (--time_constants). A row is
 printed and saved to --out (record.py) when it is measured; the same command measures missing rows. Lengths are measured
-in the order of --seq_len, cells of one GPU on all GPUs at the same time. Running out of memory is a result.
+in the order of --seq_len, cells of one GPU on all GPUs at the same time. With --devices 1, models are measured one by
+one, each at all lengths. Running out of memory is a result.
 
 tokens/s     tokens of the sequence / median seconds of --steps steps, on all GPUs together
 attention    milliseconds of a step in kernels of attention or of a recurrence; exchange, gradients: in the collectives
@@ -62,7 +64,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     models = ["forgetting_transformer/pro_760m_16b", "transformer/llama_760m_16b", "mamba2/760m_16b"]
     parser.add_argument("--experiments", nargs="+", default=models, metavar="NAME")
     parser.add_argument("--seq_len", type=int, nargs="+", default=[16384, 65536, 131072, 262144])
-    parser.add_argument("--devices", type=int, default=2, help="that share a sequence (default 2)")
+    parser.add_argument("--devices", type=int, default=2, help="that share a sequence (default 2; 1: alone)")
     parser.add_argument(
         "--alone", action=argparse.BooleanOptionalAction, default=True, help="one GPU alone, too (default)"
     )
@@ -119,14 +121,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def cases_of(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Length by length, one GPU before all of them."""
-    return [
+    """Length by length, one GPU before all of them; model by model where there is only one GPU."""
+    cases = [
         {"experiment": experiment, "pruned": pruned, "tokens": length, "context": size}
         for length in args.seq_len
         for size in sorted({1, args.devices} if args.alone else {args.devices})
         for experiment in args.experiments
         for pruned in ((True, False) if prunes(experiment) else (None,))
     ]
+    if args.devices == 1:
+        cases.sort(key=lambda case: (args.experiments.index(case["experiment"]), case["pruned"] is False))
+    return cases
 
 
 def prunes(experiment: str) -> bool:

@@ -563,6 +563,8 @@ def long_contexts(results: Results) -> str:
 
 def long_contexts_predicted(results: Results) -> str:
     """What a formula says of GPUs that share a sequence, held to those that were measured."""
+    if not any(row["context"] > 1 for row in results.rows(status="ok")):
+        return "Not measured on several GPUs yet: `python benchmarks/long_contexts.py`."
     rates = exchange_rates(results)
     rows = []
     for row in _by_length(results.rows(status="ok")):

@@ -75,6 +75,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--variant", nargs="+", default=[], metavar="OVERRIDE", help="overrides of the variants")
     parser.add_argument("--no_variants", action="store_true", help="leave out the variants of --study")
+    parser.add_argument(
+        "--no_runs",
+        action="store_true",
+        help="leave out the runs of the models, for example because another folder has them: only variants, at known "
+        "rates. `scripts/study_report.py join` makes one report of both",
+    )
     args = parser.parse_intermixed_args(argv)
     try:
         rates = [known_rate(given) for given in args.rates]
@@ -121,11 +127,14 @@ def add_plan(args: argparse.Namespace) -> None:
     args.seeds = args.seeds or list(plan.seeds)
     args.guess = plan.start_rate if args.guess is None else args.guess
     args.rates = {model: rate for model, rate in plan.learning_rates.items() if model in args.models} | args.rates
-    if not args.variants and not args.no_variants:
-        args.variants = [[model, *names] for model, names in plan.variants.items() if model in args.models]
     args.overrides = on_top(plan.overrides_of("runs"), args.overrides)
     args.search = on_top(plan.overrides_of("search"), args.search)
     args.variant = on_top(plan.overrides_of("variants"), args.variant)
+    if not args.variants and not args.no_variants:
+        groups = {model: names for model, names in plan.variants.items() if model in args.models}
+        if not args.variant:  # then a model's run is what the model would be among its variants
+            groups = {model: [name for name in names if name != model] for model, names in groups.items()}
+        args.variants = [[model, *names] for model, names in groups.items() if names]
 
 
 def on_top(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
@@ -169,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             {model: {name: experiment(name) for name in names} for model, names in variants.items()},
             args.variant,
             args.rates,
+            not args.no_runs,
         )
 
         def is_old(file: Path) -> bool:

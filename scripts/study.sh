@@ -16,6 +16,8 @@
 #   TOKENS             budget of the runs
 #   SEARCH_TOKENS      budget of the runs of the learning-rate searches
 #   ABLATION_TOKENS    budget of the variants, 0 for none
+#   RUNS               0 leaves out the runs of the models, which another folder has: only the variants are trained, at the
+#                      learning_rates of the study; `scripts/study_report.py join` makes one report of both
 #   SEEDS              of the runs and variants, as in "0 1 2"; the searches, speeds and shares pruned are of the first, which
 #                      must stay the first when seeds are added
 #   JOBS_PER_GPU       jobs that share a GPU: one starts while others compute
@@ -125,7 +127,7 @@ is_current() { # file run
 # While the CPUs make the corpus, the GPUs are idle: kernels that are compiled now are in the disk caches when runs start.
 compile_kernels() {
     local number
-    [ -n "${gpus[0]}" ] && [ ${#overrides[@]} -eq 0 ] && [ ! -d "$folder/search" ] && [ ! -d "$folder/runs" ] || return 0
+    [ -n "${gpus[0]}" ] && [ "${RUNS:-1}" != 0 ] && [ ${#overrides[@]} -eq 0 ] && [ ! -d "$folder/search" ] && [ ! -d "$folder/runs" ] || return 0
     for number in "${!models[@]}"; do
         CUDA_VISIBLE_DEVICES=${gpus[number % ${#gpus[@]}]} OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 \
             timeout 120 "$python" benchmarks/training.py --experiments "$group/${models[number]}" --vocab_size "$vocabulary" \
@@ -163,6 +165,7 @@ train() {
     elif [ -n "${ABLATION_TOKENS:-}" ]; then
         variants+=(--variant "train.max_tokens=$ABLATION_TOKENS" "schedule.warmup_tokens=$((ABLATION_TOKENS / 16))")
     fi
+    [ "${RUNS:-1}" != 0 ] || variants+=(--no_runs)
     ${SECONDS_TO_TRAIN:+timeout --foreground --signal=TERM "$SECONDS_TO_TRAIN"} "$python" scripts/study.py \
         "output_dir=$folder" "data_dir=$folder/data" fabric.devices=1 "hydra.launcher.jobs_per_gpu=${JOBS_PER_GPU:-3}" \
         "${shared[@]}" "${overrides[@]}" \

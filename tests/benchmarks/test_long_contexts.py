@@ -77,6 +77,18 @@ def rows_of(step_ms: float, idle_ms: float, exchange_ms: float, gradients_ms: fl
     return rows
 
 
+def test_one_gpu_measures_model_by_model_and_is_a_table_without_a_formula(tmp_path, monkeypatch):
+    long_contexts = load("long_contexts")
+    args = long_contexts.parse_args(["--devices", "1", "--experiments", "demo/mamba2", "demo/fox_pro"])
+    cases = [(case["experiment"], case["pruned"]) for case in long_contexts.cases_of(args)]
+    pairs = [("demo/mamba2", None), ("demo/fox_pro", True), ("demo/fox_pro", False)]
+    assert cases == [pair for pair in pairs for _ in args.seq_len]
+    assert all(case["context"] == 1 for case in long_contexts.cases_of(args))
+    tables, found = results(tmp_path, monkeypatch, rows_of(1000, 100, 20, 10)[:1])
+    assert "| FoX (Pro) 760M | 131,072 |    1 |       1.00 |" in tables.long_contexts(found)
+    assert tables.long_contexts_predicted(found).startswith("Not measured on several GPUs yet")
+
+
 def test_the_formula_gives_back_what_it_was_made_from_and_divides_what_more_gpus_send(tmp_path, monkeypatch):
     tables, found = results(tmp_path, monkeypatch, rows_of(6000, 10, 100, 20))
     rates = tables.exchange_rates(found)

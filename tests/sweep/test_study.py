@@ -82,6 +82,16 @@ def test_a_model_whose_rate_is_known_is_not_searched(study, tmp_path):
     ) and "mamba2_seed0 was trained with a learning rate of 0.003, and the study now" in out
 
 
+def test_variants_are_run_without_the_runs_where_all_rates_are_known(study, tmp_path):
+    code, out, order = study("--no_runs", "--rates", "fox_pro=3e-3", "--variants", "fox_pro", "fox_llama", "fox_pro")
+    assert code == 0, out
+    # mamba2 has no variants, so nothing is searched for it.
+    assert order == ["variants/fox_llama_seed0", "variants/fox_pro_seed0"] and not (tmp_path / "out/runs").exists()
+    found = studies.collect(tmp_path / "out", tmp_path / "none", [], decisive)
+    assert found["models"] == {} and [*found["variants"]] == ["fox_llama", "fox_pro"]
+    assert found["variants"]["fox_llama"]["learning_rate"] == 3e-3
+
+
 @pytest.mark.parametrize("given", [["mamba2=1e-3", "mamba2=2e-3"], ["mamba2=1e-3", "optimizer.lr=0.1"]])
 def test_a_rate_is_given_once(study, given, capfd):
     rates, overrides = [one for one in given if "lr" not in one], [one for one in given if "lr" in one]
@@ -113,6 +123,8 @@ def test_started_again_it_runs_only_what_is_missing(study, faults, tmp_path):
     [
         ("--variants hgrn2 fox_llama", "variants of hgrn2"),
         ("--rates hgrn2=1e-3", "learning rates of hgrn2: the study has the models mamba2, fox_pro"),
+        ("--no_runs", "nothing left to run: none of the models has variants"),
+        ("--no_runs --variants fox_pro fox_llama", "without runs the learning rates of fox_pro must be known"),
         ("--variants fox_pro no_such_experiment", "no_such_experiment"),
         ("--variants fox_pro fox_llama --variants mamba2 fox_llama", "would both write to output_dir="),
         ("--variants fox_pro fox_llama --variant train.max_tokns=4096", "train.max_tokns"),
@@ -396,6 +408,37 @@ def test_a_second_study_is_a_second_yaml(faults, tmp_path, monkeypatch, capfd):
     names = [row.split("|")[1].strip() for row in rows if "---" not in row]
     assert names == ["model", "A state space model", "With gates", "model", "With gates", "fox_llama"]
     assert rows[4].endswith(" against fox_llama |")
+
+
+def test_a_models_run_is_its_variant_where_variants_have_no_settings_of_their_own(faults, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    plan = "group: demo\nmodels: {fox_pro: With gates}\nlearning_rates: {fox_pro: 2.0e-3}\n"
+    Path("one.yaml").write_text(f"{plan}variants: {{fox_pro: [fox_llama, fox_pro]}}\nbaseline: fox_pro\n")
+    started = ["data_dir=data", "fabric.accelerator=cpu", "--study", "one.yaml"]
+    study, report = load_script("study"), load_script("study_report")
+    collect = ["--data_path", "nowhere", "--position_loss", "nowhere", "--plan", "one.yaml"]
+
+    def variants(*command: str) -> dict:
+        assert report.main([*command, "--out", command[1] + "_report"]) == 0
+        return studies.read_study(Path(command[1] + "_report"))["variants"]
+
+    def started_by(*arguments: str) -> list[str]:
+        assert study.main([*started, *arguments]) == 0
+        return [line.split()[1] for line in capfd.readouterr().err.splitlines() if line.startswith("started")]
+
+    assert started_by("output_dir=whole") == ["runs/fox_pro_seed0", "variants/fox_llama_seed0"]
+    whole = variants("collect", "whole", *collect)
+    assert [*whole] == ["fox_llama", "fox_pro"]  # in the order of the YAML
+    # The same from two folders.
+    assert started_by("output_dir=a", "--no_variants") == ["runs/fox_pro_seed0"]
+    assert started_by("output_dir=b", "--no_runs") == ["variants/fox_llama_seed0"]
+    assert [*variants("collect", "a", *collect)] == ["fox_pro"]
+    assert [*variants("collect", "b", *collect)] == ["fox_llama"]
+    for part in map(Path, ("a_report/study.json", "b_report/study.json")):
+        part.write_text(json.dumps(json.loads(part.read_text()) | {"corpus": {"fingerprint": "same"}}))
+    assert variants("join", "a_report", "b_report", "--plan", "one.yaml") == whole
+    # With a budget of their own it is run again.
+    assert "variants/fox_pro_seed0" in started_by("output_dir=c", "--variant", "exp=short")
 
 
 def test_the_first_seed_is_the_plans_where_nothing_was_searched(study, tmp_path):

@@ -119,8 +119,10 @@ def collect(
     names, seeds = (plan.names, plan.seeds) if plan else ({}, [])
     runs, variants = (runs_in(folder, kind, names, seeds) for kind in ("runs", "variants"))
     searched = sorted(path for path in (folder / "search").glob("*/lr*_seed*") if path.is_dir())
-    if not runs and not searched:
-        raise AnalysisError(f"{folder}: neither search/ nor runs/ holds a run; give the output_dir of scripts/study.py")
+    if not (runs or variants or searched):
+        raise AnalysisError(
+            f"{folder}: none of search/, runs/ and variants/ holds a run; give the output_dir of scripts/study.py"
+        )
     search: dict[str, dict[str, float | None]] = {}
     heldout = False
     for path in searched:
@@ -146,7 +148,8 @@ def collect(
         if (file := positions / paths[0].name / "results.json").is_file():
             results = json.loads(file.read_text(encoding="utf-8"))
             found["models"][name]["per_token_loss"] = _without(results, "source")
-    for path in [*(paths[0] for paths in runs.values()), *searched]:
+    add_own_variants(found, plan)
+    for path in [*(paths[0] for paths in (*runs.values(), *variants.values())), *searched]:
         if starts := read_run(path).starts:
             start = starts[0]
             found["environment"] = {
@@ -158,6 +161,17 @@ def collect(
             found["corpus"] = _without(read_run(path).info("train_data"), "path")
             break
     return found
+
+
+def add_own_variants(study: dict[str, Any], plan: StudyPlan | None) -> None:
+    """Where variants have the settings of the runs, a model among its own variants is its run."""
+    if plan is None or plan.overrides.get("variants"):
+        return
+    for model, names in plan.variants.items():
+        if model in names and model in study["models"]:
+            study["variants"].setdefault(model, study["models"][model])
+    order = [*(name for names in plan.variants.values() for name in names), *plan.models]
+    study["variants"] = {name: study["variants"][name] for name in in_order([*study["variants"]], order)}
 
 
 def _without(found: Mapping[str, Any], path: str) -> dict[str, Any]:

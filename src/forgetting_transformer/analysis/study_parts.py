@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError, position_loss
-from forgetting_transformer.analysis.studies import display_name, evaluated_runs, in_order, said_by
+from forgetting_transformer.analysis.studies import add_own_variants, display_name, evaluated_runs, in_order, said_by
 from forgetting_transformer.analysis.study_plan import StudyPlan
 
 #: Of a model, what has an entry per seed.
@@ -69,6 +69,7 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
         ]
     for kind in ("models", "variants"):
         joined[kind] = {name: joined[kind][name] for name in in_order([*joined[kind]], joined["names"])}
+    add_own_variants(joined, plan)
     return joined | {key: first[key] for key in ("environment", "started", "corpus") if key in first}
 
 

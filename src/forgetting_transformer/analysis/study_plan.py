@@ -12,8 +12,8 @@
       runs: {train.max_tokens: 100663296}      # all; searches and variants add theirs
       search: {train.max_tokens: 6291456}
       variants: {train.max_tokens: 16777216}
-    variants:                         # model: experiments that are run at its rate
-      fox_pro: [fox_pro, fox_pro_rope]
+    variants:                         # model: experiments that are run at its rate. The model itself may be one: it is
+      fox_pro: [fox_pro, fox_pro_rope]       # run again where overrides has variants, else its run is used
     baseline: fox_pro                 # the variant that the others are compared with; default the first
     equal_loss: {fox_pro_muon: fox_pro}  # model: the other one whose final loss it may reach after fewer tokens
     claims:                           # what the study decides, each by a rule of claim_rules.py

@@ -38,13 +38,14 @@ class Study:
         variants: model -> (name -> overrides) of runs at that model's rate.
         variant: overrides of these runs.
         rates: model -> its learning rate, of models that are not to be searched.
+        with_runs: False leaves out the runs of the models: only their variants are run, at rates that are known.
 
     Attributes:
         failures: model -> why its search could not go on; the other models are not affected.
 
     Raises:
-        SweepError: two runs would share a folder, a seed is negative or given twice, or variants or a rate are of a
-            model that is not in the study.
+        SweepError: two runs would share a folder, a seed is negative or given twice, variants or a rate are of a
+            model that is not in the study, or there would be nothing to run, or nothing to search a rate for.
         ConfigError: a run or variant that train.py would refuse. All are composed here, since they start hours later.
     """
 
@@ -61,9 +62,10 @@ class Study:
         variants: Mapping[str, Mapping[str, Sequence[str]]] | None = None,
         variant: Sequence[str] = (),
         rates: Mapping[str, float] | None = None,
+        with_runs: bool = True,
     ) -> None:
         self.script, self.compose, self.folder = script, compose, folder
-        self.models, self.shared, self.seeds = models, shared, seeds
+        self.models, self.shared, self.seeds, self.with_runs = models, shared, seeds, with_runs
         if len(set(seeds)) < len(seeds) or min(seeds, default=-1) < 0:
             raise SweepError(f"seeds {', '.join(map(str, seeds))}: at least one, each once, none negative")
         self.variants, self.variant = variants or {}, variant
@@ -74,8 +76,18 @@ class Study:
         self.rates = rates or {}
         if unknown := sorted(self.rates.keys() - models.keys()):
             raise SweepError(f"learning rates of {', '.join(unknown)}: the study has the models {', '.join(models)}")
+        if not with_runs:
+            # Of the others there is nothing to run.
+            self.models = {name: own for name, own in models.items() if self.variants.get(name)}
+            if not self.models:
+                raise SweepError("without runs there is nothing left to run: none of the models has variants")
+            if unknown := sorted(self.models.keys() - self.rates.keys()):
+                raise SweepError(
+                    f"without runs the learning rates of {', '.join(unknown)} must be known: give them with --rates, "
+                    "or as learning_rates of the study"
+                )
         self.searches: dict[str, LearningRateSweep] = {}
-        for name, own in models.items():
+        for name, own in self.models.items():
             if name in self.rates:
                 continue
             first = f"seed={seeds[0]}"
@@ -90,7 +102,7 @@ class Study:
         likely = {name: grid_text(search.start) for name, search in self.searches.items()}
         likely |= {name: str(rate) for name, rate in self.rates.items()}
         #: Model -> its jobs as they will be, but for the rate where that is to be searched.
-        self._planned = {name: self._runs(name, likely[name]) for name in models}
+        self._planned = {name: self._runs(name, likely[name]) for name in self.models}
         runner.check_folders([*itertools.chain(*self._planned.values())])
 
     def run(self, machine: runner.Machine) -> list[runner.JobResult]:
@@ -119,7 +131,7 @@ class Study:
         Raises:
             SweepError: it was trained with another one.
         """
-        for job in itertools.chain(*(self._planned[name] for name in self.rates)):
+        for job in itertools.chain(*(jobs for name, jobs in self._planned.items() if name in self.rates)):
             if (job.output_dir / "config.yaml").is_file():
                 before, now = read_run(job.output_dir).config["optimizer"]["lr"], job.config.optimizer.lr
                 if before != now:
@@ -166,8 +178,9 @@ class Study:
         jobs = []
         for number, seed in enumerate(self.seeds):
             shared = [*self.shared, f"seed={seed}"]
-            overrides = [*self.models[name], *shared, rate]
-            jobs.append(self._job(f"runs/{name}_seed{seed}", overrides, self._priority(number, _RUN, name)))
+            if self.with_runs:
+                overrides = [*self.models[name], *shared, rate]
+                jobs.append(self._job(f"runs/{name}_seed{seed}", overrides, self._priority(number, _RUN, name)))
             for variant, own in self.variants.get(name, {}).items():
                 overrides = [*own, *shared, *self.variant, rate]
                 priority = self._priority(number, _VARIANT, name)
