@@ -13,7 +13,7 @@ printed and saved to --out (record.py) when it is measured; the same command mea
 in the order of --seq_len, cells of one GPU on all GPUs at the same time. With --devices 1, models are measured one by
 one, each at all lengths. Running out of memory is a result.
 
-tokens/s     tokens of the sequence / median seconds of --steps steps, on all GPUs together
+tokens/s     tokens of the sequence / median seconds of --steps steps (more where they are short), on all GPUs together
 attention    milliseconds of a step in kernels of attention or of a recurrence; exchange, gradients: in the collectives
              among the GPUs, with the time that this GPU waits there for others; other: in all other kernels
 exposed      milliseconds in which a GPU communicates and computes nothing; idle: neither
@@ -24,6 +24,7 @@ memory       peak of PyTorch's allocator: weights, gradients, activations, witho
 import argparse
 import gc
 import json
+import math
 import os
 import re
 import statistics
@@ -49,6 +50,8 @@ HEADER = (
 )
 #: Seconds from which on the last measured step is the one that is traced.
 LONG_STEP = 5
+#: Seconds that short steps are measured for, with --steps of at least 2.
+SHORT_STEPS = 3
 #: Kernels of attention and of recurrences: ours by name, those of other packages by parts of their names. What is in no
 #: list is "other".
 MIXERS = re.compile(
@@ -68,7 +71,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--alone", action=argparse.BooleanOptionalAction, default=True, help="one GPU alone, too (default)"
     )
-    parser.add_argument("--steps", type=int, default=2, help="measured steps (default 2)")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps, or more while they take 3 s (default 2)")
     parser.add_argument(
         "--time_constants",
         type=float,
@@ -263,17 +266,19 @@ class Bench:
             seconds.append(time.perf_counter() - began)
 
         losses: list[Any] = []
-        for _ in range(self.args.steps - 1):
+        if self.args.steps > 1:
             timed()
-        # A long step takes as long with a trace as without. Ranks that share a sequence take the same steps.
-        is_long = [bool(seconds) and seconds[-1] > LONG_STEP]
+        # Ranks that share a sequence take the same steps.
+        first = [seconds[0] if seconds else None]
         if shared is not None:
-            torch.distributed.broadcast_object_list(is_long, src=0, group=waiting_group())
+            torch.distributed.broadcast_object_list(first, src=0, group=waiting_group())
+        for _ in range(further_steps(self.args.steps, first[0])):
+            timed()
         traced: dict[str, Any] = {}
         if self.device.type != "cuda":
             timed()
-        elif is_long[0]:
-            traced = trace(timed)
+        elif first[0] is not None and first[0] > LONG_STEP:
+            traced = trace(timed)  # takes as long with a trace as without
         else:
             timed()
             traced = trace(step)
@@ -330,6 +335,15 @@ class Bench:
             return original(received, sent, **options)
 
         dist.all_to_all_single = counted
+
+
+def further_steps(steps: int, first_seconds: float | None) -> int:
+    """How many steps to measure between the first and the last: where they are short, a pause of the host is as long as
+    one of them.
+    """
+    if first_seconds is None:
+        return 0
+    return max(steps, math.ceil(SHORT_STEPS / first_seconds)) - 2
 
 
 def synchronize(device: Any) -> None:

@@ -547,14 +547,16 @@ def long_contexts(results: Results) -> str:
             case = [_pruned_name(row), f"{row['tokens']:,}", str(row["context"])]
             rows.append([*case, "", _reason(row), "", "", "", "", ""])
             continue
-        alone, shares = _alone(row, results), ("attention_ms", "exchange_ms")
-        gain = None if row["context"] == 1 or alone is None else row["tokens_per_second"] / alone["tokens_per_second"]
+        shared, alone = row["context"] > 1, _alone(row, results)
+        gain = row["tokens_per_second"] / alone["tokens_per_second"] if shared and alone else None
         whole = 1000 * statistics.median(row["step_seconds"])
+        exposed = row["exposed_ms"] / whole if shared else None
         rows.append([
             _pruned_name(row), f"{row['tokens']:,}", str(row["context"]), f"{whole / 1000:.2f}",
             f"{row['tokens_per_second']:,.0f}", _optional(gain, "{:.2f}".format),
-            *(f"{row[key] / whole:.0%}".replace("%", " %") for key in shares),
-            f"{row['exposed_ms'] / whole:.1%}".replace("%", " %"),
+            f"{row['attention_ms'] / whole:.0%}".replace("%", " %"),
+            _optional(row["exchange_ms"] / whole if shared else None, "{:.0%}".format).replace("%", " %"),
+            _optional(exposed, "{:.1%}".format).replace("%", " %"),
             _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}"),
         ])  # fmt: skip
     header = ["model", "tokens", "GPUs", "s per step", "tokens/s", "times one GPU", "attention", "exchange", "exposed"]

@@ -77,6 +77,12 @@ def rows_of(step_ms: float, idle_ms: float, exchange_ms: float, gradients_ms: fl
     return rows
 
 
+def test_short_steps_are_measured_more_often():
+    further_steps = load("long_contexts").further_steps
+    assert [further_steps(2, first) for first in (50.0, 3.0, 1.6, 0.25)] == [0, 0, 0, 10]
+    assert (further_steps(5, 50.0), further_steps(1, None)) == (3, 0)
+
+
 def test_one_gpu_measures_model_by_model_and_is_a_table_without_a_formula(tmp_path, monkeypatch):
     long_contexts = load("long_contexts")
     args = long_contexts.parse_args(["--devices", "1", "--experiments", "demo/mamba2", "demo/fox_pro"])
