@@ -6,6 +6,9 @@ from pathlib import Path
 from forgetting_transformer.analysis import study_tables
 from forgetting_transformer.analysis.studies import contrasts, read_study
 
+#: The models that the sentences are about.
+MODELS = ("fox_pro", "fox_llama", "transformer_pro", "transformer_llama", "mamba2", "hgrn2", "delta_net")
+
 
 def sections(folder: Path) -> dict[str, str]:
     """What stands between the marks of README.md; `folder` is this study's."""
@@ -15,14 +18,14 @@ def sections(folder: Path) -> dict[str, str]:
 def numbers(folder: Path) -> dict[str, str]:
     """Those of the sentences, some of which README.md of the project has too."""
     study = read_study(folder)
-    if missing := [
-        name for name in study["names"] if None in study["models"].get(name, {}).get("heldout_loss", [None])
-    ]:
+    if missing := [name for name in MODELS if None in study["models"].get(name, {}).get("heldout_loss", [None])]:
         raise LookupError(
             f"{folder / 'study.json'} lacks held-out losses of {', '.join(missing)}: finish the study first"
         )
     found, within_llama = contrasts(study, "models"), contrasts(study, "models", "fox_llama", ["transformer_llama"])
     assert found is not None and within_llama is not None, "the losses are there"
+    variants = contrasts(study, "variants")
+    assert variants is not None, "the losses are there"
     recurrent = sorted(found.against[name].value for name in ("mamba2", "hgrn2", "delta_net"))
     octaves = {name: model["per_token_loss"]["slope"] for name, model in study["models"].items()}
     beyond = {name: slopes[-1]["after"] - slopes[-3]["after"] for name, slopes in octaves.items()}
@@ -32,11 +35,24 @@ def numbers(folder: Path) -> dict[str, str]:
         """Over seeds, of the first or last measurement."""
         return statistics.mean(of_seed[which][key] for of_seed in heads[name])
 
+    def apart(variant: str, model: str) -> str:
+        """Difference of each seed that the variant has."""
+        own, other = (
+            dict(zip(found["seeds"], found["heldout_loss"], strict=True))
+            for found in (study["variants"][variant], study["models"][model])
+        )
+        *first, last = [f"{own[seed] - other[seed]:+.3f}" for seed in sorted(own)]
+        return f"{', '.join(first)} and {last}" if first else last
+
     return {
         "pro_gain": found.against["transformer_pro"].text(),
         "llama_gain": within_llama.against["transformer_llama"].text(),
         "behind_least": f"{recurrent[0]:.2f}",
         "behind_most": f"{recurrent[-1]:.2f}",
+        **{f"variant_{name}": apart.text() for name, apart in variants.against.items()},
+        "fixed_gain": f"{found.against['transformer_pro'].value - variants.against['fox_pro_fixed_gate'].value:.2f}",
+        "rope_pairs": apart("fox_pro_rope", "fox_pro"),
+        "rope_pairs_llama": apart("fox_llama_rope", "fox_llama"),
         "beyond_fox": f"{beyond['fox_pro']:+.2f}",
         "beyond_transformer_pro": f"{beyond['transformer_pro']:+.2f}",
         "beyond_transformer_llama": f"{beyond['transformer_llama']:+.2f}",

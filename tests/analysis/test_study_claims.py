@@ -11,17 +11,17 @@ from forgetting_transformer.analysis.claim_rules import RULES
 from forgetting_transformer.analysis.statistics import Estimate
 
 SEEN, NOT_SEEN, UNDECIDED = "seen", "not seen", "not decidable at this size"
-ONE_SEED, NOT_RUN = "none (one seed)", "not run"
+FEW_SEEDS, NOT_RUN = "none (too few seeds)", "not run"
 
 
 @pytest.mark.parametrize(
     ("rule", "value", "half_width", "verdict"),
     [
         ("higher", 0.2, 0.1, SEEN), ("higher", 0.1, 0.2, UNDECIDED), ("higher", -0.2, 0.1, NOT_SEEN),
-        ("higher", 0.2, math.nan, ONE_SEED), ("higher", math.nan, math.nan, NOT_RUN),
+        ("higher", 0.2, math.nan, FEW_SEEDS), ("higher", math.nan, math.nan, NOT_RUN),
         ("lower", -0.2, 0.1, SEEN), ("lower", -0.1, 0.2, UNDECIDED), ("lower", 0.2, 0.1, NOT_SEEN),
         ("same", 0.01, 0.03, SEEN), ("same", -0.04, 0.02, UNDECIDED), ("same", -0.2, 0.1, NOT_SEEN),
-        ("same", 0.0, 0.2, UNDECIDED), ("same", 0.0, math.nan, ONE_SEED),
+        ("same", 0.0, 0.2, UNDECIDED), ("same", 0.0, math.nan, FEW_SEEDS),
         ("sooner", math.inf, 0.0, NOT_SEEN), ("sooner", math.inf, math.inf, UNDECIDED),
     ],
 )  # fmt: skip
@@ -66,6 +66,10 @@ def test_losses_are_compared_as_in_the_tables_and_pairs_beside_them_with_the_noi
     assert measured.value == pytest.approx(-0.3)
     assert measured.half_width == pytest.approx(statistics.dunnett_quantile(2, 6) * deviation * math.sqrt(2 / 3))
     assert against_a.half_width > measured.half_width, "three comparisons"
+    # With fewer seeds than the model it is compared with there is no interval, and the page says how many there are.
+    study["variants"]["e"] = model([3.4, 3.5])
+    few = study_claims.findings(study, study["claims"][0])[-1]
+    assert (few.verdict, few.detail) == (FEW_SEEDS, "2 of 3 seeds") and few.measured.value == pytest.approx(0.45)
 
 
 def test_positions_have_intervals_over_seeds_and_texts():
@@ -92,7 +96,7 @@ def test_positions_have_intervals_over_seeds_and_texts():
     assert verdicts(study, rule="falls", models=["fox", "mamba"], at=0.5) == [UNDECIDED, UNDECIDED]
     assert verdicts(study, rule="falls_behind", models=["mamba"], than="fox", at=0.5) == [SEEN]
     assert verdicts(study, rule="falls_behind", models=["mamba"], than="fox", at=0.0625) == [UNDECIDED]
-    assert verdicts(study, rule="falls", models=["one"], at=0.5) == [ONE_SEED]
+    assert verdicts(study, rule="falls", models=["one"], at=0.5) == [FEW_SEEDS]
     assert verdicts(study, rule="falls", models=["fox"], at=1.0) == [NOT_RUN], "nothing is known beyond 512"
     entry = next(e for e in study["changes"] if (e["model"], e["than"], e["position"]) == ("mamba", "fox", 256))
     apart = np.stack([results[f"mamba_seed{s}"].octaves_NO - results[f"fox_seed{s}"].octaves_NO for s in range(3)])
@@ -120,7 +124,7 @@ def test_heads_and_pruning_over_training():
     study["pruning_loss"] = {"fox": {"pruned": [2.0, 2.1, 2.2], "unpruned": [2.0, 2.1, 2.2 + 1e-6]}}
     assert verdicts(study, rule="same_unpruned", models=["fox", "none"], within=0.001) == [SEEN, NOT_RUN]
     study["pruning_speed"] = {"fox": {"pruned": [150.0], "unpruned": [100.0]}}
-    assert verdicts(study, rule="prunes_faster", models=["fox"]) == [ONE_SEED]
+    assert verdicts(study, rule="prunes_faster", models=["fox"]) == [FEW_SEEDS]
     assert "150 and 100 tokens/s" in study_claims.claims_table(study) and "+50.0 %" in study_claims.claims_table(study)
 
 

@@ -29,7 +29,7 @@ def test_differences_are_ordered_and_those_without_an_interval_have_no_bar(figur
     bars = [container for container in axes.containers if container.has_xerr]
     assert len(axes.containers) == 3 and len(bars) == 2
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "interval excludes zero", "interval includes zero", "no interval (one seed)",
+        "interval excludes zero", "interval includes zero", "no interval (too few seeds)",
     ]  # fmt: skip
     assert (tmp_path / "a.png").stat().st_size > 0
 

@@ -16,8 +16,8 @@ from tests.sweep.conftest import ROOT, load_script
 STUDY = ROOT / "studies" / "three_seeds"
 
 
-def part_of(models, seeds) -> dict:
-    """The committed study, as if only these models and seeds had been run."""
+def part_of(models, seeds, variants=False) -> dict:
+    """The committed study, as if only these models and seeds had been run, and variants or none."""
     study = json.loads((STUDY / "study.json").read_text(encoding="utf-8"))
     part = copy.deepcopy(study) | {"changes": [], "comparison": []}
     for key in ("models", "pruned", "pruning_loss"):
@@ -25,6 +25,12 @@ def part_of(models, seeds) -> dict:
     for name, model in part["models"].items():
         kept = [model["seeds"].index(seed) for seed in seeds]
         part["models"][name] = {k: [v[i] for i in kept] if k in _BY_SEED else v for k, v in model.items()}
+    # A model among its own variants is its run.
+    for name in study["variants"]:
+        if name in part["models"]:
+            part["variants"][name] = part["models"][name]
+        elif name in study["models"] or not variants:
+            del part["variants"][name]
     for name, losses in part["pruning_loss"].items():
         part["pruning_loss"][name] = {which: [values[i] for i in seeds] for which, values in losses.items()}
     return part
@@ -46,18 +52,20 @@ def test_parts_by_model_and_by_seed_give_the_tables_of_the_whole(tmp_path, capfd
         write(tmp_path / "first", part_of(models[3:], [0, 1, 2])),
         write(tmp_path / "second", part_of(models[:3], [0])),
         write(tmp_path / "third", part_of(models[:3], [1, 2])),
+        write(tmp_path / "fourth", part_of([], [], variants=True)),
     ]
     joined = tmp_path / "joined"
     report = load_script("study_report")
     # In two steps: what was joined can be joined again.
     assert report.main(["join", *reports[:2], "--out", str(tmp_path / "two")]) == 0
-    assert report.main(["join", str(tmp_path / "two"), reports[2], "--out", str(joined)]) == 0
+    plan = ["--plan", str(STUDY / "study.yaml")]
+    assert report.main(["join", str(tmp_path / "two"), *reports[2:], *plan, "--out", str(joined)]) == 0
     found, whole = read_study(joined), read_study(STUDY)
     assert [*found["models"]] == models
     for name, table in study_tables.TABLES.items():
         assert table(found) == table(whole), name
-    assert study_tables.noise(found, "models") == study_tables.noise(whole, "models")
-    assert study_tables.source(found).count("* Started on") == 3
+    for kind in ("models", "variants"):
+        assert study_tables.noise(found, kind) == study_tables.noise(whole, kind)
     with np.load(joined / "positions.npz") as ours, np.load(STUDY / "positions.npz") as theirs:
         assert {*ours} == {*theirs} and all(np.array_equal(ours[key], theirs[key]) for key in ours)
     figures = {file.name for file in joined.glob("*.png")}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 SEEN, NOT_SEEN, UNDECIDED = "seen", "not seen", "not decidable at this size"
 #: In the place of a verdict.
-ONE_SEED, NOT_RUN = "none (one seed)", "not run"
+FEW_SEEDS, NOT_RUN = "none (too few seeds)", "not run"
 
 #: A head is local or global by its memory length, as a share of the training length.
 LOCAL, GLOBAL = 1 / 16, 1 / 2

@@ -168,8 +168,10 @@ def add_own_variants(study: dict[str, Any], plan: StudyPlan | None) -> None:
     if plan is None or plan.overrides.get("variants"):
         return
     for model, names in plan.variants.items():
-        if model in names and model in study["models"]:
-            study["variants"].setdefault(model, study["models"][model])
+        run, own = (study[kind].get(model) for kind in ("models", "variants"))
+        # One with settings of its own, which the command line may have given, stays.
+        if model in names and run and (own is None or all(own[key] == run[key] for key in ("budget", "learning_rate"))):
+            study["variants"][model] = run
     order = [*(name for names in plan.variants.values() for name in names), *plan.models]
     study["variants"] = {name: study["variants"][name] for name in in_order([*study["variants"]], order)}
 

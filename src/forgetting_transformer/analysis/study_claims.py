@@ -2,7 +2,8 @@
 
 A claim that holds above zero is seen where the whole interval is above zero, not seen where the whole interval is below
 zero, and not decidable at this size otherwise. A claim that holds near zero is seen where the whole interval is within
-its margin, and not seen where the whole interval is outside of it. One seed has no interval and gives no verdict.
+its margin, and not seen where the whole interval is outside of it. One seed has no interval and gives no verdict, and
+neither does a model that lacks seeds of the other one.
 """
 
 import math
@@ -14,9 +15,9 @@ import numpy as np
 
 from forgetting_transformer.analysis import statistics
 from forgetting_transformer.analysis.claim_rules import (
+    FEW_SEEDS,
     NOT_RUN,
     NOT_SEEN,
-    ONE_SEED,
     RULES,
     SEEN,
     SOME_HEADS,
@@ -51,7 +52,7 @@ def decide(claim: Claim, measured: Estimate | None) -> str:
     if measured is None or math.isnan(measured.value):
         return NOT_RUN
     if math.isnan(measured.half_width):
-        return ONE_SEED
+        return FEW_SEEDS
     holds, (value, half_width) = RULES[claim["rule"]].holds, measured
     if holds == "0":
         # The part of the interval that is farthest from zero, and the nearest.
@@ -149,7 +150,14 @@ def _difference(study: Study, claim: Claim, model: str) -> tuple[Estimate | None
     if found is None or model not in found.against or math.isnan(found.against[model].value):
         return None, ""
     apart = found.against[model]
-    return apart, _seeds(1 if math.isnan(apart.half_width) else found.seeds)
+    if not math.isnan(apart.half_width):
+        return apart, _seeds(found.seeds)
+    common = len(_finished_seeds(study[kind][model]) & _finished_seeds(study[kind][claim["than"]]))
+    return apart, _seeds(common) if common == found.seeds else f"{common} of {_seeds(found.seeds)}"
+
+
+def _finished_seeds(model: Mapping[str, Any]) -> set[int]:
+    return {seed for seed, loss in zip(model["seeds"], model["heldout_loss"], strict=True) if loss is not None}
 
 
 def _compared(study: Study, claim: Claim) -> set[str]:

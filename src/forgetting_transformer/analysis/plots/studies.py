@@ -25,7 +25,7 @@ from forgetting_transformer.analysis.statistics import Contrasts
 #: Marker, legend and colour of a difference.
 _APART = ("o", "interval excludes zero", ACCENT)
 _TOGETHER = ("o", "interval includes zero", MAIN)
-_ONE_SEED = ("D", "no interval (one seed)", GREY)
+_FEW_SEEDS = ("D", "no interval (too few seeds)", GREY)
 
 
 def differences_to_baseline(
@@ -48,7 +48,7 @@ def differences_to_baseline(
             order = sorted(known, key=lambda model: -known[model].value)
             for place, model in enumerate(order):
                 value, half_width = known[model]
-                look = _ONE_SEED if math.isnan(half_width) else _APART if known[model].excludes_zero else _TOGETHER
+                look = _FEW_SEEDS if math.isnan(half_width) else _APART if known[model].excludes_zero else _TOGETHER
                 error = None if math.isnan(half_width) else half_width
                 axes.errorbar([value], [place], xerr=error, fmt=look[0], color=look[2], markersize=4.5, capsize=2.5)
                 looks.add(look)
@@ -58,9 +58,9 @@ def differences_to_baseline(
             axes.grid(axis="y", visible=False)
             axes.set_xlabel(f"difference to {plain_text(baseline, 30)}\n(nats per token)")
             axes.set_title(heading, loc="left")
-        drawn.handles += [marker_handle(*look) for look in (_APART, _TOGETHER, _ONE_SEED) if look in looks]
+        drawn.handles += [marker_handle(*look) for look in (_APART, _TOGETHER, _FEW_SEEDS) if look in looks]
         drawn.notes += conditions
-        if looks != {_ONE_SEED}:
+        if looks != {_FEW_SEEDS}:
             drawn.notes.append("bars: 95 % intervals that hold for a panel at once (Dunnett)")
 
 
