@@ -143,13 +143,18 @@ def result(output: Path) -> dict[str, Any]:
     tokens: dict[int, str] = {}
     for notes in notes_of(output):
         tokens |= tokens_by_step(notes, len(list(notes.iterdir())))
-    newest = max(output.glob("checkpoints/step-*/trainer.json"))
-    digests = json.loads(newest.read_text(encoding="utf-8"))["digests"]
     return {
         "losses": [json.loads(line)["train/loss"] for line in lines],
         "tokens": [tokens.get(step) for step in range(len(lines))],
-        "weights": hashlib.blake2b(json.dumps(digests, sort_keys=True).encode(), digest_size=8).hexdigest(),
+        "weights": weights_digest(output),
     }
+
+
+def weights_digest(output: Path) -> str:
+    """Of all weights and moments in a run's newest checkpoint."""
+    newest = max(output.glob("checkpoints/step-*/trainer.json"))
+    digests = json.loads(newest.read_text(encoding="utf-8"))["digests"]
+    return hashlib.blake2b(json.dumps(digests, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def notes_of(output: Path) -> list[Path]:

@@ -539,6 +539,46 @@ def interruptions(results: Results) -> str:
     return table(list(INTERRUPTIONS), cells)
 
 
+def long_run_header(length: int) -> list[str]:
+    """Columns of benchmarks/long_run.py at one length."""
+    header = ["model", "run", "tokens", "GPUs", "steps", "s per step", "memory GB", "losses"]
+    return [*header, *(f"loss from {begin:,}" for begin in _loss_columns(length))]
+
+
+def _loss_columns(length: int) -> list[int]:
+    """Where the means of a long run's losses begin: each is over two octaves."""
+    begins = [length // 4]
+    while begins[0] // 4 >= 256:
+        begins.insert(0, begins[0] // 4)
+    return begins
+
+
+def long_run_cells(row: Mapping[str, Any]) -> list[str]:
+    """Of a row of benchmarks/long_run.py."""
+    case = [_sized_name(row["experiment"]), row["part"], f"{row['seq_len']:,}", str(row["devices"])]
+    begins = _loss_columns(row["seq_len"])
+    if row["status"] != "ok":
+        return [*case, "", "", "", _reason(row).replace("\n", " ").replace("|", "/"), *("" for _ in begins)]
+    losses = "bitwise" if row.get("bitwise") else _optional(row.get("largest_difference"), "{:.1e}".format)
+    if row["stopped_after"] is not None:
+        losses = f"{losses}, stopped after {row['stopped_after']}".removeprefix(", ")
+    peak = _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}")
+    octaves = dict(map(tuple, row["octaves"]))
+    # The second of two octaves has twice as many positions.
+    means = ((octaves[begin] + 2 * octaves[2 * begin]) / 3 for begin in begins)
+    return [
+        *case, str(len(row["losses"])), f"{row['step_seconds']:.2f}", peak, losses, *map("{:.3f}".format, means),
+    ]  # fmt: skip
+
+
+def long_runs(results: Results) -> str:
+    """Training runs on long sequences, a table per length."""
+    rows = results.rows()
+    lengths = sorted({row["seq_len"] for row in rows})
+    made = [(length, [long_run_cells(row) for row in rows if row["seq_len"] == length]) for length in lengths]
+    return "\n\n".join(table(long_run_header(length), cells) for length, cells in made)
+
+
 def long_contexts(results: Results) -> str:
     """Steps on sequences that several GPUs share, beside one GPU alone."""
     rows = []

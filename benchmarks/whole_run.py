@@ -173,8 +173,9 @@ def measure(experiment: str, args: argparse.Namespace, record: Record) -> Iterat
 
 def train(experiment: str, args: argparse.Namespace, config: Any, output_dir: Path, tokens: int) -> dict[str, Any]:
     """A run from its start: speeds, losses, and what its log says of backends."""
-    data_dir = corpus(args, config)
-    batch = config.datamodule.train_batch_len * config.datamodule.train_batch_size
+    length = config.datamodule.train_batch_len
+    data_dir = corpus(args, args.dataset, length) if args.data_dir is None else args.data_dir.absolute()
+    batch = length * config.datamodule.train_batch_size
     total = -(-tokens // batch) * batch
     every = max(1, total // batch // LINES) * batch
     command = train_command(experiment, args, output_dir, data_dir)
@@ -275,21 +276,18 @@ def speeds(output_dir: Path) -> dict[str, Any]:
     }
 
 
-def corpus(args: argparse.Namespace, config: Any) -> Path:
-    """The folder that holds the corpus; makes it if none was given, and does nothing if it is there.
+def corpus(args: argparse.Namespace, dataset: str, length: int, heldout_docs: int = 32) -> Path:
+    """The folder of a corpus of documents of so many tokens; makes it in `args.folder`, unless it is there.
 
     Raises:
         BenchmarkError: it could not be made.
     """
-    if args.data_dir is not None:
-        return args.data_dir.absolute()
     data_dir = args.folder.absolute() / "data"
-    length = config.datamodule.train_batch_len
     paths = sysconfig.get_paths()
     command = [
         sys.executable, str(ROOT / "scripts" / "prepare_data.py"), paths["stdlib"], paths["purelib"], "--glob", "*.py",
         "--max_bytes", args.max_bytes, "--tokenizer", f"train:{args.vocabulary}", "--doc_len", str(length),
-        "--heldout_docs", "32", "--out", str(data_dir / args.dataset),
+        "--heldout_docs", str(heldout_docs), "--out", str(data_dir / dataset),
     ]  # fmt: skip
     follow(command, args.folder.absolute() / "corpus.log")
     return data_dir

@@ -146,7 +146,15 @@ def performance() -> dict[str, str]:
 
 def long_contexts() -> dict[str, str]:
     memory = Results("memory*.json")
-    sections = {"memory": tables.memory(memory), "memory_source": memory.source}
+    sections = {
+        "memory": tables.memory(memory),
+        "memory_source": memory.source,
+        "long_run": "Not measured yet: `python benchmarks/long_run.py`.",
+        "long_run_source": "",
+    }
+    if any(tables.RESULTS.glob("long_run*.json")):
+        runs = Results("long_run*.json")
+        sections |= {"long_run": tables.long_runs(runs), "long_run_source": runs.source}
     if not any(tables.RESULTS.glob("long_contexts*.json")):
         waiting = "Not measured yet: `python benchmarks/long_contexts.py`."
         return sections | {"long_contexts": waiting, "long_contexts_source": "", "long_contexts_predicted": waiting}
