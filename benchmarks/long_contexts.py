@@ -24,7 +24,6 @@ memory       peak of PyTorch's allocator: weights, gradients, activations, witho
 import argparse
 import gc
 import json
-import math
 import os
 import re
 import statistics
@@ -50,7 +49,7 @@ HEADER = (
 )
 #: Seconds from which on the last measured step is the one that is traced.
 LONG_STEP = 5
-#: Seconds that short steps are measured for, with --steps of at least 2.
+#: Seconds that short steps are measured for at least, with --steps of at least 2.
 SHORT_STEPS = 3
 #: Kernels of attention and of recurrences: ours by name, those of other packages by parts of their names. What is in no
 #: list is "other".
@@ -71,7 +70,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--alone", action=argparse.BooleanOptionalAction, default=True, help="one GPU alone, too (default)"
     )
-    parser.add_argument("--steps", type=int, default=2, help="measured steps, or more while they take 3 s (default 2)")
+    parser.add_argument("--steps", type=int, default=2, help="to measure at least (default 2); short ones for 3 s")
     parser.add_argument(
         "--time_constants",
         type=float,
@@ -266,18 +265,12 @@ class Bench:
             seconds.append(time.perf_counter() - began)
 
         losses: list[Any] = []
-        if self.args.steps > 1:
-            timed()
-        # Ranks that share a sequence take the same steps.
-        first = [seconds[0] if seconds else None]
-        if shared is not None:
-            torch.distributed.broadcast_object_list(first, src=0, group=waiting_group())
-        for _ in range(further_steps(self.args.steps, first[0])):
+        while agreed(another(self.args.steps, seconds), shared):
             timed()
         traced: dict[str, Any] = {}
         if self.device.type != "cuda":
             timed()
-        elif first[0] is not None and first[0] > LONG_STEP:
+        elif agreed(bool(seconds) and min(seconds) > LONG_STEP, shared):
             traced = trace(timed)  # takes as long with a trace as without
         else:
             timed()
@@ -337,13 +330,23 @@ class Bench:
         dist.all_to_all_single = counted
 
 
-def further_steps(steps: int, first_seconds: float | None) -> int:
-    """How many steps to measure between the first and the last: where they are short, a pause of the host is as long as
-    one of them.
-    """
-    if first_seconds is None:
-        return 0
-    return max(steps, math.ceil(SHORT_STEPS / first_seconds)) - 2
+def another(steps: int, seconds: Sequence[float]) -> bool:
+    """Whether to measure one more step before the last. A pause of the host is as long as a short step."""
+    if len(seconds) < steps - 1:
+        return True
+    if steps == 1 or min(seconds) > LONG_STEP:
+        return False
+    return len(seconds) < 2 or len(seconds) * min(seconds) < SHORT_STEPS
+
+
+def agreed(decision: bool, shared: Any) -> bool:
+    """What rank 0 decides, among ranks that share a sequence and must take the same steps."""
+    import torch.distributed as dist
+
+    decided = [decision]
+    if shared is not None:
+        dist.broadcast_object_list(decided, src=0, group=waiting_group())
+    return decided[0]
 
 
 def synchronize(device: Any) -> None:

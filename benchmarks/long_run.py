@@ -82,9 +82,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         import torch
 
         args.devices = torch.cuda.device_count() if args.accelerator == "cuda" else 1
-    if args.devices < 1:
-        parser.error("--devices must be at least 1, and this machine has no GPU; try --accelerator cpu")
-    args.context = args.context or args.devices
+    args.context = args.context or max(1, args.devices)
     if args.context < 1 or args.devices % args.context or args.seq_len % args.context:
         parser.error(
             f"--context {args.context} must divide --devices {args.devices} and --seq_len {args.seq_len}: groups of so "
@@ -99,6 +97,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    if args.devices < 1:
+        print("error: this needs a GPU, and there is none; try --accelerator cpu", file=sys.stderr)
+        return 2
     try:
         record = Record("long_run", args, argv, args.accelerator, leave_out=("folder",))
     except RecordError as error:

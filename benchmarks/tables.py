@@ -681,13 +681,14 @@ def _by_length(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     def key(row: Mapping[str, Any]) -> tuple:
         return _order(row["experiment"]), row["pruned"] is False, row["tokens"], row["context"]
 
-    return sorted(rows, key=key)
+    # Files of several GPUs have what one does alone, too: each case is shown once.
+    return sorted({key(row): row for row in rows}.values(), key=key)
 
 
 def _alone(row: Mapping[str, Any], results: Results) -> dict[str, Any] | None:
     """The row of one GPU beside a row of several."""
     case = {key: row[key] for key in ("experiment", "pruned", "tokens")}
-    return next(iter(results.rows(**case, context=1, status="ok")), None)
+    return next(iter(reversed(results.rows(**case, context=1, status="ok"))), None)
 
 
 def _pruned_name(row: Mapping[str, Any]) -> str:

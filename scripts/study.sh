@@ -78,6 +78,8 @@ done
 for name in EVAL_JOBS JOBS_PER_GPU; do
     [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || { echo "$name=${!name}: give a number of jobs, 1 or more" >&2 && exit 2; }
 done
+[[ ${RUNS:-1} =~ ^[01]$ ]] || { echo "RUNS=$RUNS: give 0 or 1" >&2 && exit 2; }
+[ "${RUNS:-1}" != 0 ] || [ "${ABLATION_TOKENS:-}" != 0 ] || { echo "RUNS=0 and ABLATION_TOKENS=0 leave nothing to train" >&2 && exit 2; }
 eval_jobs=${EVAL_JOBS:-4}
 read -ra overrides <<<"${OVERRIDES:-}"
 corpus="$folder/data/python_code"

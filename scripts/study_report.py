@@ -203,6 +203,8 @@ def join(args: argparse.Namespace) -> None:
 
     if args.out.resolve() in [report.resolve() for report in args.reports]:
         raise AnalysisError(f"--out {args.out} is one of the reports, which would be lost; name another folder")
+    if len({report.resolve() for report in args.reports}) < len(args.reports):
+        raise AnalysisError(f"{' '.join(map(str, args.reports))} names a report twice")
     parts = {report: studies.read_study(report) for report in args.reports}
     plan = None if args.plan is None else read_plan(args.plan)
     study = study_parts.join({str(report): part for report, part in parts.items()}, plan)
@@ -217,7 +219,9 @@ def join(args: argparse.Namespace) -> None:
         if args.plan is not None:
             shutil.copyfile(args.plan, new / "study.yaml")
         draw_figures(study, new)
-        draw_positions([*results.values()], new)
+        tokens = {model["budget"] for model in study["models"].values()}
+        budget = [f"{tokens.pop():,} training tokens"] if len(tokens) == 1 else []
+        draw_positions([*results.values()], new, [*budget, *made_on(study)])
     show(study)
 
 
@@ -250,6 +254,12 @@ def show(study: dict[str, Any]) -> None:
         skip(missing)
 
 
+def made_on(study: dict[str, Any]) -> list[str]:
+    """The machine of a study, for figures."""
+    machine = study.get("environment", {}).get("machine", {}).get("device")
+    return [f"on {machine}"] if machine else []
+
+
 def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
     """Draws the figures that study.json alone suffices for, and returns them: learning rates, loss by octave,
     differences of losses, and heads over training.
@@ -259,9 +269,7 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
     from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
     from forgetting_transformer.analysis.studies import baseline_of, contrasts, counted_seeds, display_name
 
-    machine = study.get("environment", {}).get("machine", {}).get("device")
-    made_on = [f"on {machine}"] if machine else []
-    figures = []
+    on_machine, figures = made_on(study), []
     if study["search"]:
         curves = {
             display_name(study, model): {
@@ -277,7 +285,7 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
             figures[-1],
             ring_each=True,
             title=f"Learning-rate search of {len(curves)} models",
-            conditions=searched if any(said.startswith("on ") for said in searched) else [*searched, *made_on],
+            conditions=searched if any(said.startswith("on ") for said in searched) else [*searched, *on_machine],
         )
     octaves = {
         display_name(study, name): {entry["position"]: entry["after"] for entry in model["per_token_loss"]["slope"]}
@@ -290,7 +298,7 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
         made_with = [f"{tokens.pop():,} training tokens"] if len(tokens) == 1 else []
         several = max(len(counted_seeds(model)) for model in study["models"].values())
         left = f"seed {', '.join(map(str, seeds))}"
-        made_with += [left if several == 1 else f"left: {left}; right: mean of {several} seeds", *made_on]
+        made_with += [left if several == 1 else f"left: {left}; right: mean of {several} seeds", *on_machine]
         lengths = {
             display_name(study, name): model["per_token_loss"].get("train_length", study.get("train_length"))
             for name, model in study["models"].items()
@@ -304,11 +312,12 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
         if found is not None and any(not math.isnan(apart.value) for apart in found.against.values()):
             tokens = {model["budget"] for model in study[kind].values()}
             budget = f", {tokens.pop() / 1e6:,.3g}M tokens" if len(tokens) == 1 else ""
-            seeds = f"{found.seeds} seed{'s' * (found.seeds != 1)}"
+            complete = all(len(counted_seeds(model)) >= found.seeds for model in study[kind].values())
+            seeds = f"{'' if complete else 'up to '}{found.seeds} seed{'s' * (found.seeds != 1)}"
             panels[f"{kind}{budget}, {seeds}"] = (display_name(study, baseline_of(study, kind)), found)
     if panels:
         figures.append(folder / "differences.png")
-        differences_to_baseline(panels, study.get("names", {}), figures[-1], made_on)
+        differences_to_baseline(panels, study.get("names", {}), figures[-1], on_machine)
     recorded = {
         display_name(study, name): heads
         for name, model in study["models"].items()
@@ -317,7 +326,7 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
     if recorded:
         lengths = {model.get("train_length") for model in study["models"].values()}
         figures.append(folder / "heads.png")
-        heads_over_training(recorded, figures[-1], lengths.pop() if len(lengths) == 1 else None, made_on)
+        heads_over_training(recorded, figures[-1], lengths.pop() if len(lengths) == 1 else None, on_machine)
     return figures
 
 

@@ -6,8 +6,13 @@ from pathlib import Path
 from forgetting_transformer.analysis import study_tables
 from forgetting_transformer.analysis.studies import contrasts, read_study
 
-#: The models that the sentences are about.
+#: The models and variants that the sentences are about.
 MODELS = ("fox_pro", "fox_llama", "transformer_pro", "transformer_llama", "mamba2", "hgrn2", "delta_net")
+VARIANTS = (
+    "fox_pro_bias_only", "fox_pro_fixed_gate", "fox_pro_no_forget_gate", "fox_pro_rope", "fox_llama_rope",
+    "fox_pro_no_output_gate", "fox_pro_no_output_norm", "fox_pro_no_qk_norm", "fox_pro_no_k_shift",
+    "fox_pro_no_v_shift",
+)  # fmt: skip
 
 
 def sections(folder: Path) -> dict[str, str]:
@@ -18,7 +23,8 @@ def sections(folder: Path) -> dict[str, str]:
 def numbers(folder: Path) -> dict[str, str]:
     """Those of the sentences, some of which README.md of the project has too."""
     study = read_study(folder)
-    if missing := [name for name in MODELS if None in study["models"].get(name, {}).get("heldout_loss", [None])]:
+    parts = [("models", name) for name in MODELS] + [("variants", name) for name in VARIANTS]
+    if missing := [name for kind, name in parts if None in study[kind].get(name, {}).get("heldout_loss", [None])]:
         raise LookupError(
             f"{folder / 'study.json'} lacks held-out losses of {', '.join(missing)}: finish the study first"
         )
@@ -52,6 +58,7 @@ def numbers(folder: Path) -> dict[str, str]:
         **{f"variant_{name}": apart.text() for name, apart in variants.against.items()},
         "fixed_gain": f"{found.against['transformer_pro'].value - variants.against['fox_pro_fixed_gate'].value:.2f}",
         "rope_pairs": apart("fox_pro_rope", "fox_pro"),
+        "output_gate_pairs": apart("fox_pro_no_output_gate", "fox_pro"),
         "rope_pairs_llama": apart("fox_llama_rope", "fox_llama"),
         "beyond_fox": f"{beyond['fox_pro']:+.2f}",
         "beyond_transformer_pro": f"{beyond['transformer_pro']:+.2f}",

@@ -77,10 +77,18 @@ def rows_of(step_ms: float, idle_ms: float, exchange_ms: float, gradients_ms: fl
     return rows
 
 
-def test_short_steps_are_measured_more_often():
-    further_steps = load("long_contexts").further_steps
-    assert [further_steps(2, first) for first in (50.0, 3.0, 1.6, 0.25)] == [0, 0, 0, 10]
-    assert (further_steps(5, 50.0), further_steps(1, None)) == (3, 0)
+def steps_of(seconds, steps=2):
+    """How many steps are measured, the last one included, that take so long each."""
+    another, taken = load("long_contexts").another, []
+    while another(steps, taken):
+        taken.append(seconds[min(len(taken), len(seconds) - 1)])
+    return len(taken) + 1
+
+
+def test_short_steps_are_measured_so_often_that_a_pause_is_not_the_median():
+    assert [steps_of([one]) for one in (50.0, 3.0, 1.6, 0.25)] == [2, 3, 3, 13]
+    assert steps_of([2.7, 0.3]) == 11 and steps_of([4.0, 2.0]) == 3, "a pause in the first step"
+    assert (steps_of([50.0], steps=5), steps_of([50.0], steps=1)) == (5, 1)
 
 
 def test_one_gpu_measures_model_by_model_and_is_a_table_without_a_formula(tmp_path, monkeypatch):
@@ -93,6 +101,12 @@ def test_one_gpu_measures_model_by_model_and_is_a_table_without_a_formula(tmp_pa
     tables, found = results(tmp_path, monkeypatch, rows_of(1000, 100, 20, 10)[:1])
     assert "| FoX (Pro) 760M | 131,072 |    1 |       1.00 |" in tables.long_contexts(found)
     assert tables.long_contexts_predicted(found).startswith("Not measured on several GPUs yet")
+    # A file of two GPUs has that row too, and the table once.
+    again = json.loads((tmp_path / "long_contexts.json").read_text())
+    again["rows"] = rows_of(2000, 100, 20, 10)
+    (tmp_path / "long_contexts_2.json").write_text(json.dumps(again))
+    lines = tables.long_contexts(tables.Results("long_contexts*.json")).splitlines()[2:]
+    assert [line.split("|")[3].strip() for line in lines] == ["1", "2"] and "2.00" in lines[0]
 
 
 def test_the_formula_gives_back_what_it_was_made_from_and_divides_what_more_gpus_send(tmp_path, monkeypatch):

@@ -227,6 +227,16 @@ def test_seeds_that_are_no_numbers_are_refused(study_sh):
     assert code == 2 and 'SEEDS=0,1: give numbers, as in SEEDS="0 1 2"' in out and not calls
 
 
+def test_ablations_may_be_trained_without_the_runs(study_sh):
+    (train,) = [call for call in study_sh("train", RUNS="0")[2] if call.startswith("scripts/study.py")]
+    assert "--no_runs" in train.split()
+    (train,) = [call for call in study_sh("train", RUNS="1")[2] if call.startswith("scripts/study.py")]
+    assert "--no_runs" not in train
+    for settings in ({"RUNS": "no"}, {"RUNS": " 0"}, {"RUNS": "0", "ABLATION_TOKENS": "0"}):
+        code, out, calls = study_sh("train", **settings)
+        assert code == 2 and f"RUNS={settings['RUNS']}" in out and not any("study.py" in call for call in calls)
+
+
 def test_usage_is_the_comment_and_nothing_else():
     done = subprocess.run(["bash", "scripts/study.sh"], cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()

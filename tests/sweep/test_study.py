@@ -432,13 +432,26 @@ def test_a_models_run_is_its_variant_where_variants_have_no_settings_of_their_ow
     # The same from two folders.
     assert started_by("output_dir=a", "--no_variants") == ["runs/fox_pro_seed0"]
     assert started_by("output_dir=b", "--no_runs") == ["variants/fox_llama_seed0"]
-    assert [*variants("collect", "a", *collect)] == ["fox_pro"]
+    assert variants("collect", "a", *collect) == {}
     assert [*variants("collect", "b", *collect)] == ["fox_llama"]
-    for part in map(Path, ("a_report/study.json", "b_report/study.json")):
+    # With settings of their own the model is run again, and stays what variants are compared with.
+    short = ["--variant", "train.max_tokens=32768", "schedule.warmup_tokens=2048"]
+    assert "variants/fox_pro_seed0" in started_by("output_dir=c", "--no_runs", *short)
+    assert "of_run" not in variants("collect", "c", *collect)["fox_pro"]
+    # Without it, a run of other settings is not put in its place.
+    shutil.rmtree("c/variants/fox_pro_seed0")
+    shutil.copytree("c/variants", "a/variants")
+    assert [*variants("collect", "a", *collect)] == ["fox_llama"]
+    shutil.rmtree("a/variants")
+    variants("collect", "a", *collect)
+    for part in map(Path, ("a_report/study.json", "b_report/study.json", "whole_report/study.json")):
         part.write_text(json.dumps(json.loads(part.read_text()) | {"corpus": {"fingerprint": "same"}}))
-    assert variants("join", "a_report", "b_report", "--plan", "one.yaml") == whole
-    # With a budget of their own it is run again.
-    assert "variants/fox_pro_seed0" in started_by("output_dir=c", "--variant", "exp=short")
+    assert variants("join", "a_report", "b_report", "--plan", "one.yaml") == whole and whole["fox_pro"]["of_run"]
+    # Without a plan, what the reports say of the groups counts. What was found for one report is found again.
+    assert report.main(["join", "b_report", "a_report", "--out", "again"]) == 0
+    assert studies.read_study(Path("again"))["variants"] == whole
+    assert report.main(["join", "a_report", "a_report", "--out", "twice"]) == 1
+    assert "names a report twice" in capfd.readouterr().err
 
 
 def test_the_first_seed_is_the_plans_where_nothing_was_searched(study, tmp_path):

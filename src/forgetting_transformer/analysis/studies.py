@@ -23,6 +23,8 @@ from forgetting_transformer.nested import flatten
 FINISHED, DIVERGED, UNFINISHED = "finished", "diverged", "unfinished"
 #: What benchmarks/training.py measures runs without pruning with.
 UNPRUNED = "log_pruning_tolerance=null"
+#: What a run must share with variants to stand among them.
+_VARIANT_SHARES = ("budget", "learning_rate", "warmup_tokens")
 #: Points of a training curve that are kept.
 _CURVE_POINTS = 200
 
@@ -57,7 +59,10 @@ def said_by(plan: StudyPlan | None) -> dict[str, Any]:
     """What tables need of a study's YAML."""
     plan = plan or StudyPlan("", {})
     claims = [dataclasses.asdict(claim) for claim in plan.claims]
-    return {"names": plan.names, "baseline": plan.baseline, "equal_loss": dict(plan.equal_loss), "claims": claims}
+    # With settings of their own, variants need the model at these settings too.
+    groups = {} if plan.overrides.get("variants") else dict(plan.variants)
+    said = {"names": plan.names, "baseline": plan.baseline, "equal_loss": dict(plan.equal_loss), "claims": claims}
+    return said | {"variant_groups": groups}
 
 
 def split_seed(run: str) -> tuple[str, int]:
@@ -148,7 +153,7 @@ def collect(
         if (file := positions / paths[0].name / "results.json").is_file():
             results = json.loads(file.read_text(encoding="utf-8"))
             found["models"][name]["per_token_loss"] = _without(results, "source")
-    add_own_variants(found, plan)
+    add_own_variants(found)
     for path in [*(paths[0] for paths in (*runs.values(), *variants.values())), *searched]:
         if starts := read_run(path).starts:
             start = starts[0]
@@ -163,17 +168,24 @@ def collect(
     return found
 
 
-def add_own_variants(study: dict[str, Any], plan: StudyPlan | None) -> None:
-    """Where variants have the settings of the runs, a model among its own variants is its run."""
-    if plan is None or plan.overrides.get("variants"):
-        return
-    for model, names in plan.variants.items():
-        run, own = (study[kind].get(model) for kind in ("models", "variants"))
-        # One with settings of its own, which the command line may have given, stays.
-        if model in names and run and (own is None or all(own[key] == run[key] for key in ("budget", "learning_rate"))):
-            study["variants"][model] = run
-    order = [*(name for names in plan.variants.values() for name in names), *plan.models]
-    study["variants"] = {name: study["variants"][name] for name in in_order([*study["variants"]], order)}
+def add_own_variants(study: dict[str, Any]) -> None:
+    """A model that is listed among its own variants, and was not trained as one, is its run.
+
+    Only where the study's variants have no settings of their own (`variant_groups`), and the variants that were trained
+    have the run's budget, learning rate and warm-up. It is marked as `of_run`, since it may have more seeds later.
+    """
+    groups: Mapping[str, Sequence[str]] = study["variant_groups"]
+    trained = {name: variant for name, variant in study["variants"].items() if not variant.get("of_run")}
+    found = dict(trained)
+    for model, names in groups.items():
+        run, others = study["models"].get(model), [trained[name] for name in names if name in trained]
+        if model not in names or model in trained or run is None or not others:
+            continue
+        # Older reports do not have all of these.
+        if all(run.get(key, other.get(key)) == other.get(key) for other in others for key in _VARIANT_SHARES):
+            found[model] = {**run, "of_run": True}
+    order = [*(name for names in groups.values() for name in names), *study["names"]]
+    study["variants"] = {name: found[name] for name in in_order([*found], order)}
 
 
 def _without(found: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -196,6 +208,7 @@ def describe(paths: Sequence[Path], decisive: Decisive = flatten) -> dict[str, A
     return {
         "budget": config["train"]["max_tokens"],
         "learning_rate": config["optimizer"]["lr"],
+        "warmup_tokens": config.get("schedule", {}).get("warmup_tokens"),
         "parameters": info["total_params"],
         # Without embedding and output layer, which have the same size in all models.
         "body_parameters": info["total_params"] - 2 * info["embedding_params"],

@@ -13,7 +13,9 @@ from forgetting_transformer.analysis.study_plan import StudyPlan
 #: Of a model, what has an entry per seed.
 _BY_SEED = ("seeds", "states", "tokens", "train_loss", "heldout_loss", "curve", "heldout_curve", "heads")
 #: What seeds of one model must share.
-_SHARED = ("budget", "learning_rate", "parameters", "body_parameters", "flops_per_token", "train_length")
+_SHARED = (
+    "budget", "learning_rate", "warmup_tokens", "parameters", "body_parameters", "flops_per_token", "train_length",
+)  # fmt: skip
 #: Of the first seed alone.
 _OF_FIRST_SEED = ("speed", "pruned")
 
@@ -32,9 +34,10 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
     places, parts = list(studies), list(studies.values())
     first = parts[0]
     said = {key: first[key] for key in ("baseline", "equal_loss", "claims")}
-    said["names"] = {}
-    for part in parts:
-        said["names"] |= {model: name for model, name in part["names"].items() if model not in said["names"]}
+    for key in ("names", "variant_groups"):
+        said[key] = {}
+        for part in parts:
+            said[key] |= {model: value for model, value in part.get(key, {}).items() if model not in said[key]}
     joined: dict[str, Any] = {
         **(said if plan is None else said_by(plan)),
         **{key: {} for key in ("models", "variants", "search", "speed", "pruned", "pruning_speed", "pruning_loss")},
@@ -50,6 +53,8 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
             raise AnalysisError(f"{place} is of another corpus than {places[0]}, so their losses cannot be compared")
         for kind in ("models", "variants"):
             for name, model in part[kind].items():
+                if model.get("of_run"):
+                    continue  # of which another part may have more seeds
                 known = joined[kind].get(name)
                 joined[kind][name] = dict(model) if known is None else _with_seeds(name, known, model, place)
         for name, losses in part["search"].items():
@@ -69,7 +74,7 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
         ]
     for kind in ("models", "variants"):
         joined[kind] = {name: joined[kind][name] for name in in_order([*joined[kind]], joined["names"])}
-    add_own_variants(joined, plan)
+    add_own_variants(joined)
     return joined | {key: first[key] for key in ("environment", "started", "corpus") if key in first}
 
 
@@ -78,7 +83,8 @@ def _with_seeds(name: str, known: Mapping[str, Any], model: Mapping[str, Any], p
     if twice := sorted(set(known["seeds"]) & set(model["seeds"])):
         seeds = ", ".join(map(str, twice))
         raise AnalysisError(f"{place} has {name} with seed {seeds}, and so has an earlier report; leave one out")
-    if other := [key for key in _SHARED if known.get(key) != model.get(key)]:
+    # Older reports do not have all of these.
+    if other := [key for key in _SHARED if known.get(key, model.get(key)) != model.get(key, known.get(key))]:
         values = ", ".join(f"{key} {model.get(key)} and not {known.get(key)}" for key in other)
         raise AnalysisError(f"{place} has {name} with {values}: seeds of one model need the same settings")
     return {**known, **{key: [*known[key], *model[key]] for key in _BY_SEED}}

@@ -186,7 +186,7 @@ def noise(study: Mapping[str, Any], kind: str) -> str:
     found = contrasts(study, kind)
     if found is None or not found.freedom:
         return "Each has one seed, so no interval can be given."
-    every = [losses for model in study[kind].values() if len(losses := _losses(model)) > 1]
+    every = [losses for model in study[kind].values() if len(losses := _losses(model)) >= found.seeds]
     alone = sorted(stdev(losses) for losses in every)
     return (
         f"The standard deviation of a run is {found.deviation:.4f} (pooled; degrees of freedom: {found.freedom}; "

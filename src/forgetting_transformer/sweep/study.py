@@ -83,8 +83,8 @@ class Study:
                 raise SweepError("without runs there is nothing left to run: none of the models has variants")
             if unknown := sorted(self.models.keys() - self.rates.keys()):
                 raise SweepError(
-                    f"without runs the learning rates of {', '.join(unknown)} must be known: give them with --rates, "
-                    "or as learning_rates of the study"
+                    f"without runs the learning rates of {', '.join(unknown)} must be known: give them as "
+                    "learning_rates of the study's YAML, or with --rates"
                 )
         self.searches: dict[str, LearningRateSweep] = {}
         for name, own in self.models.items():
