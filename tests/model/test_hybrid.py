@@ -1,10 +1,16 @@
 """Blocks with mixers of several architectures."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from forgetting_transformer.model import HybridConfig, registry
 from tests.model.small_models import small
+
+ROOT = Path(__file__).resolve().parents[2]
 
 FOX = {"architecture": "forgetting_transformer", "num_heads": 2, "qk_norm": True, "use_k_shift": True}
 ATTENTION = {"architecture": "transformer", "num_heads": 2}
@@ -63,7 +69,8 @@ def test_packed_documents_need_mixers_that_keep_them_apart_in_every_block():
 
 
 def test_entries_that_no_block_has_are_left_out_of_the_export(tmp_path):
-    model = hybrid(["fox"], {"fox": FOX, "unused": {"architecture": "mamba2", "num_heads": None}})
+    unused = {"unused": {"architecture": "mamba2", "num_heads": None}, "without_architecture": {"num_heads": 2}}
+    model = hybrid(["fox"], {"fox": FOX, **unused})
     model.save_pretrained(tmp_path)
     assert HybridConfig.from_pretrained(tmp_path).mixers == {"fox": FOX}
 
@@ -80,9 +87,20 @@ def test_a_name_without_an_entry_is_an_architecture_with_its_defaults():
         ({"pattern": "fox"}, "pattern is 'fox'; it must list the mixers"),
         ({"pattern": ["fax"]}, r"pattern has .fax., which is neither in mixers \(fox\) nor an architecture"),
         ({"mixers": {"fox": {"num_heads": 2}}}, "mixers.fox has no architecture; set mixers.fox.archi"),
-        ({"mixers": {"fox": FOX, "fax": {"num_heads": 2}}}, "mixers.fax has no architecture"),
+        ({"pattern": ["fos"]}, "did you mean 'fox'"),
+        ({"mixers": {"fox": {**FOX, "hidden_ratio": 2}}}, "mixers.fox has 'hidden_ratio', which mixers do not use"),
+        ({"mixers": {"fox": {**FOX, "tie_word_embeddings": True}}}, "'tie_word_embeddings', which mixers do not use"),
+        ({"mixers": {"fox": None}}, "mixers.fox is None; it must have architecture and that one's fields"),
         ({"pattern": 3 * ["fox"], "num_hidden_layers": 2}, "pattern has 3 mixers and the model 2 blocks"),
-        ({"mixers": {"fox": 3}}, "it must have architecture and that one's fields"),
+        ({"mixers": {"fox": 3}}, "mixers.fox is 3; it must have architecture"),
+        (
+            {
+                "pattern": ["samba", "fox"],
+                "num_hidden_layers": 4,
+                "mixers": {"samba": {"architecture": "samba", "attn": {"num_heads": 2, "layers": [2]}}, "fox": FOX},
+            },
+            "mixers.samba.attn.layers has 2: its blocks are counted among themselves, and there are 2, from 0 on",
+        ),
         ({"mixers": {"fox": {**FOX, "num_headz": 2}}}, "mixers.fox: .* no field 'num_headz'; did you mean 'num_heads'"),
         ({"mixers": {"fox": {**FOX, "num_heads": 5}}}, "mixers.fox: hidden_size is 32; it must be a multiple"),
         ({"mixers": {"fox": {**FOX, "hidden_size": 64}}}, "mixers.fox has 'hidden_size', which all blocks share"),
@@ -120,3 +138,22 @@ def test_an_architecture_that_shares_parameters_unsaid_is_refused(monkeypatch):
     monkeypatch.setattr(registry.MODELS["transformer"].model_class, "mixer_inputs", lambda self: [])
     with pytest.raises(ValueError, match=r"mixers.attention: the blocks of transformer share parameters"):
         hybrid(["attention"], {"attention": ATTENTION})
+
+
+@pytest.mark.parametrize("scale", ["125m_2b", "760m_16b"])
+def test_the_yaml_has_sizes_for_the_architectures_by_their_own_names(scale):
+    """A name without an entry has the defaults of its class, whatever the width of the model."""
+    names = ["forgetting_transformer", "transformer", "gated_delta_net", "delta_net", "kda", "path_fox", "hgrn2"]
+    experiment = f"+experiment/longcrawl64/forgetting_transformer=pro_{scale}"
+    pattern = f"model.config.pattern=[{','.join([*names, 'mamba2', 'sliding_window'])}]"
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        composed = compose("config", overrides=[experiment, "model=hybrid", pattern, "output_dir=o", "data_dir=d"])
+    config = OmegaConf.to_container(composed.model.config, resolve=True)
+    assert {*names} < {*config["mixers"]}
+    mixers = HybridConfig(**{**config, "vocab_size": 100})
+    built = {name: mixers._mixer_config(name) for name in names}
+    for name in ("forgetting_transformer", "transformer", "path_fox"):
+        assert config["hidden_size"] // built[name].num_heads == 64
+    for name in ("gated_delta_net", "delta_net", "kda"):
+        assert config["hidden_size"] // built[name].num_heads == 128
+    assert built["forgetting_transformer"].qk_norm and built["transformer"].use_rope

@@ -343,6 +343,11 @@ def test_what_cannot_work_is_refused_with_the_fix(override, world_size, message)
         check(demo(override), world_size)
 
 
+def test_muon_whose_gradients_have_no_weight_is_refused():
+    with pytest.raises(ConfigError, match=r"optimizer.momentum=1.0 must be a number in \[0, 1\)"):
+        check(demo("optimizer=muon", "optimizer.momentum=1"), 1)
+
+
 def test_only_changes_that_alter_the_run_count():
     before = {"optimizer": {"lr": 1e-3}, "log_interval": 5, "strategy": {"name": "ddp"}, "model": {"config": {"a": 1}}}
     after = {"optimizer": {"lr": 2e-3}, "log_interval": 9, "strategy": {"name": "fsdp"}, "model": {"config": {"b": 1}}}

@@ -7,6 +7,7 @@ Models", 2024.
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
+import difflib
 from typing import Any, ClassVar
 
 from torch import nn
@@ -23,6 +24,10 @@ from forgetting_transformer.model.decoder import (
 _SHARED = ("hidden_size", "num_hidden_layers", "initializer_range", "vocab_size", "pad_token_id")
 
 
+#: Fields of a whole model, which have no effect in a mixer.
+_OF_THE_MODEL = registry.fields_of(SwiGLUDecoderConfig) - {"norm_eps", *_SHARED}
+
+
 def _architectures() -> list[str]:
     return [name for name in registry.model_names() if name != "hybrid"]
 
@@ -33,8 +38,9 @@ class HybridConfig(SwiGLUDecoderConfig):
     Fields:
         pattern: names of the mixers of blocks 0, 1, 2, …; it is repeated, and may end in the middle at the last block.
         mixers: name in the pattern -> `architecture`, a registered one, whose mixer the block gets, and that
-            architecture's own fields. Its sizes of the whole model are the hybrid's; its MLP is not used. A name that
-            is not here is an architecture with its defaults.
+            architecture's own fields. Its sizes of the whole model are the hybrid's; its MLP is not used. Entries that
+            are not in the pattern are ignored. A name that is not here is an architecture with the defaults of its
+            class, whose number of heads does not depend on hidden_size.
     """
 
     model_type = "hybrid-project_fox"
@@ -51,25 +57,29 @@ class HybridConfig(SwiGLUDecoderConfig):
                 f"pattern is {pattern!r}; it must list the mixers of blocks 0, 1, 2, …, as in "
                 "[gated_delta_net,gated_delta_net,gated_delta_net,forgetting_transformer]"
             )
-        if not isinstance(mixers, dict) or not all(isinstance(fields, dict) for fields in mixers.values()):
+        if not isinstance(mixers, dict):
             raise ValueError(f"mixers is {mixers!r}; for each name it must have architecture and that one's fields")
         if unknown := next((name for name in pattern if name not in {*mixers, *_architectures()}), None):
             known = ", ".join(mixers) or "no entries"
+            close = difflib.get_close_matches(unknown, {*mixers, *_architectures()}, n=1)
             raise ValueError(
                 f"pattern has {unknown!r}, which is neither in mixers ({known}) nor an architecture "
-                f"({', '.join(_architectures())})"
+                f"({', '.join(_architectures())})" + (f"; did you mean {close[0]!r}?" if close else "")
             )
         if len(pattern) > self.num_hidden_layers:
             raise ValueError(
                 f"pattern has {len(pattern)} mixers and the model {self.num_hidden_layers} blocks, so some have none; "
                 "shorten it, or raise num_hidden_layers"
             )
-        if without := next((name for name, fields in mixers.items() if "architecture" not in fields), None):
-            raise ValueError(
-                f"mixers.{without} has no architecture; set mixers.{without}.architecture to one of "
-                f"{', '.join(_architectures())}"
-            )
         # Those that no block has may stand in a YAML file for other patterns to choose from.
+        for name, fields in ((name, mixers[name]) for name in pattern if name in mixers):
+            if not isinstance(fields, dict):
+                raise ValueError(f"mixers.{name} is {fields!r}; it must have architecture and that one's fields")
+            if "architecture" not in fields:
+                raise ValueError(
+                    f"mixers.{name} has no architecture; set mixers.{name}.architecture to one of "
+                    f"{', '.join(_architectures())}"
+                )
         self.mixers = {name: dict(mixers.get(name, {"architecture": name})) for name in dict.fromkeys(pattern)}
         self.pattern = list(pattern)
         super().__post_init__(**kwargs)
@@ -100,6 +110,8 @@ class HybridConfig(SwiGLUDecoderConfig):
             )
         if own := [key for key in _SHARED if key in fields]:
             raise ValueError(f"mixers.{name} has {own[0]!r}, which all blocks share; set it for the whole model")
+        if own := [key for key in fields if key in _OF_THE_MODEL]:
+            raise ValueError(f"mixers.{name} has {own[0]!r}, which mixers do not use; set it for the whole model")
         shared = {key: getattr(self, key) for key in _SHARED}
         try:
             config = registry.build_config(architecture, **shared, **fields)
@@ -115,6 +127,14 @@ class HybridConfig(SwiGLUDecoderConfig):
             raise ValueError(
                 f"mixers.{name}.{key} is {getattr(config, key)!r}: its blocks would share parameters, which a hybrid "
                 "does not have; leave it out"
+            )
+        blocks = [self.pattern[block % len(self.pattern)] for block in range(self.num_hidden_layers)].count(name)
+        attn = getattr(config, "attn", None)  # Samba's, whose layers are numbers of its own blocks here
+        numbers = attn.get("layers") if isinstance(attn, dict) else None
+        if beyond := [number for number in numbers or () if number >= blocks]:
+            raise ValueError(
+                f"mixers.{name}.attn.layers has {beyond[0]}: its blocks are counted among themselves, and there are "
+                f"{blocks}, from 0 on; name some of these"
             )
         return config
 

@@ -12,12 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forgetting_transformer.model.cache import RecurrentCache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
 from forgetting_transformer.model.layers import ShortConvolution
-from forgetting_transformer.model.recurrent import RecurrentCache, RecurrentMixer, zero_padding
+from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.path_attention import Past, path_attention, path_attention_flops_per_token
+
+
+class PathCache(RecurrentCache):
+    """States of `PathForgettingAttention`, some of which have a position for every token."""
+
+    @property
+    def memory_bytes(self) -> int:
+        growing = (self.states.get(name) for name in Past._fields)
+        return sum(state.untyped_storage().nbytes() for state in growing if state is not None)
 
 
 class PathForgettingAttention(RecurrentMixer):
@@ -57,6 +67,9 @@ class PathForgettingAttention(RecurrentMixer):
 
     def op_use(self) -> OpUse:
         return OpUse("path_attention", self.num_heads, self.head_dim, self.head_dim)
+
+    def new_cache(self) -> RecurrentCache:
+        return PathCache()
 
     def forward(
         self,

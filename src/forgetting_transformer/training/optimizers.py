@@ -59,6 +59,11 @@ class MuonConfig(AdamWConfig):
     #: AdamW's learning rate relative to Muon's.
     adamw_lr_scale: float = within(POSITIVE, 1.0)
 
+    def check(self) -> None:
+        super().check()
+        if self.momentum == 1:  # gradients would have no weight, and no matrix would learn
+            raise ConfigError("optimizer.momentum=1.0 must be a number in [0, 1), such as 0.95")
+
 
 @OPTIMIZERS.register("muon", config=MuonConfig)
 def muon(model: "nn.Module", undecayed: set[str], config: MuonConfig) -> "torch.optim.Optimizer":
