@@ -2,10 +2,12 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from forgetting_transformer.training import ConfigError, setup
 from tests.training.conftest import STEP, changed, checkpoint_tensors, refused, train
 from tests.training.test_compile import run
 from tests.training.test_resume import assert_same_run, lines, losses
@@ -152,3 +154,17 @@ def test_compiled_graphs_go_through_the_exchange(shared, finished, tmp_path, mon
 )
 def test_what_ranks_cannot_share_is_refused_by_name(tiny, changes, world_size, message):
     assert message in refused(changed(tiny, **changes), world_size)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "fix"),
+    [
+        (["AttentionLayer has 6 heads"], "use a number that divides the heads, or strategy.context=1"),
+        (["AttentionLayer has 6 heads", "Retention takes whole sequences only"], "use strategy.context=1"),
+    ],
+)
+def test_no_number_is_advised_where_none_helps(reasons, fix):
+    config = SimpleNamespace(strategy=SimpleNamespace(context=4), model=SimpleNamespace(name="hybrid"))
+    with pytest.raises(ConfigError) as refusal:
+        setup.check_shares(SimpleNamespace(whole_sequence_mixers=lambda size: reasons), config)
+    assert str(refusal.value).endswith(f"({', '.join(reasons)}); {fix}")

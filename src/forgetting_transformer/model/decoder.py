@@ -63,6 +63,8 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 #: Conventions for labels: that of the FoX paper's code, and that of Hugging Face's models and Trainer.
 LOSSES = ("per_token", "causal_lm")
+#: Why no number of processes can share the sequences of a mixer.
+WHOLE_SEQUENCES = "takes whole sequences only"
 
 
 @dataclass
@@ -504,7 +506,7 @@ class DecoderModel(DecoderPreTrainedModel):
         for mixer in (block.sequence_mixer for block in self.layers):
             heads = getattr(mixer, "context_heads", None)
             if heads is None:
-                found.add(f"{type(mixer).__name__} takes whole sequences only")
+                found.add(f"{type(mixer).__name__} {WHOLE_SEQUENCES}")
             elif heads % size:
                 found.add(f"{type(mixer).__name__} has {heads} heads")
         return sorted(found)
@@ -522,7 +524,7 @@ class DecoderModel(DecoderPreTrainedModel):
         if stateful := self.stateful_mixers():
             raise ValueError(
                 f"cu_seqlens: {self.config.model_type.partition('-')[0]} carries a state from one document into the "
-                f"next ({', '.join(stateful)}); give every document its own row, or use a model of attention, Mamba-2 "
+                f"next ({', '.join(stateful)}); give every document its own row, or use FoX, a Transformer, Mamba-2 "
                 "or Samba"
             )
         if any(x is not None for x in others):

@@ -27,7 +27,7 @@ from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
 from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.decoder import DecoderConfig
+from forgetting_transformer.model.decoder import WHOLE_SEQUENCES, DecoderConfig
 from forgetting_transformer.plugins import CORPORA, OPTIMIZERS
 from forgetting_transformer.training import initialisation, status
 from forgetting_transformer.training.checkpoint import steps_in
@@ -218,7 +218,7 @@ def check_packs(model: Any, config: Config) -> None:
         raise ConfigError(
             f"datamodule.name={config.datamodule.name} keeps documents apart, and model.name={config.model.name} would "
             f"carry a state from one into the next ({', '.join(stateful)}); use "
-            "datamodule=corpus, or a model of attention, Mamba-2 or Samba"
+            "datamodule=corpus, or FoX, a Transformer, Mamba-2 or Samba"
         )
 
 
@@ -229,12 +229,14 @@ def check_shares(model: Any, config: Config) -> None:
     """
     if (sharing := config.strategy.context) == 1:
         return
-    takes_whole = [f"{type(model).__name__} takes whole sequences only"]
+    takes_whole = [f"{type(model).__name__} {WHOLE_SEQUENCES}"]
     reasons = model.whole_sequence_mixers(sharing) if hasattr(model, "whole_sequence_mixers") else takes_whole
     if reasons:
+        no_heads = any(reason.endswith(WHOLE_SEQUENCES) for reason in reasons)
+        fix = "use strategy.context=1" if no_heads else "use a number that divides the heads, or strategy.context=1"
         raise ConfigError(
             f"strategy.context={sharing}: that many ranks cannot share a sequence of model.name={config.model.name} "
-            f"({', '.join(reasons)}); use a number that divides the heads, or strategy.context=1"
+            f"({', '.join(reasons)}); {fix}"
         )
 
 
