@@ -13,7 +13,7 @@ from forgetting_transformer.model import registry
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.training import parse, setup
 from forgetting_transformer.training.metrics import duration
-from forgetting_transformer.training.start_block import human_count, start_block
+from forgetting_transformer.training.start_block import _blocks, human_count, start_block
 from tests.model.small_models import SMALL_FIELDS, small
 from tests.training.conftest import STEP, Job, changed, train
 
@@ -138,6 +138,16 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
     assert "corruption  ranks compared every 100 steps and before checkpoints; checkpoints" in start_block(trainer)
     assert rows["wandb"] == "online, https://wandb.ai/me/fox/runs/1"
     assert len({line.index(rows[line.split()[0]]) for line in text.splitlines()}) == 1, "aligned"
+
+
+def test_a_hybrid_says_what_its_blocks_are():
+    fox = {"architecture": "forgetting_transformer", "num_heads": 2}
+    mamba = {"architecture": "mamba2", "num_heads": 4, "head_dim": 16, "state_size": 8}
+    hybrid = small(
+        "hybrid", pattern=["mamba2", "mamba2", "fox"], mixers={"mamba2": mamba, "fox": fox}, num_hidden_layers=3
+    )
+    assert _blocks(hybrid) == "mamba2 (4 heads) x 2, fox (2 heads), in turns"
+    assert _blocks(small("forgetting_transformer")) == "" == _blocks(torch.nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
