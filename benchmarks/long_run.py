@@ -23,7 +23,6 @@ loss from    mean held-out loss at the end over the positions from there to the 
 
 import argparse
 import itertools
-import json
 import signal
 import statistics
 import subprocess
@@ -36,13 +35,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
-from runs import largest_difference, read_status, weights_digest
-from start import launch_command
+from runs import largest_difference, read_status, weights_digest, whole_lines
+from start import launch_command, ran_out_of_memory
 from tables import long_run_cells, long_run_header
 from whole_run import BenchmarkError, corpus
 
 from forgetting_transformer import command_line
-from training import CONFIGS, experiment_file
+from training import experiment_file, experiment_override
 
 PARTS = ("straight", "resumed")
 DATASET = "python_code"
@@ -70,7 +69,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, help="ids of the corpus; default GPT-2's 50,257 on a GPU")
     parser.add_argument("--max_bytes", help="text of the corpus (default 160MB on a GPU, about 40M tokens)")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more overrides of train.py")
-    parser.add_argument("--folder", type=command_line.path, help="for corpus and runs; kept (default: a temporary one)")
+    parser.add_argument("--folder", type=command_line.path, help="for the corpus, which stays, and runs, which do not")
     add_options(parser)
     args = parser.parse_args(argv)
     for key, value in (ON_GPU if args.accelerator == "cuda" else ON_CPU).items():
@@ -134,8 +133,7 @@ def measured(args: argparse.Namespace, part: str, scratch: Path, record: Record)
         start(command, output.with_name(f"{part}.log"))
         found = result(output)
     except BenchmarkError as error:
-        memory = output / "status.json"
-        if memory.is_file() and "out of memory in " in read_status(output)["reason"]:
+        if ran_out_of_memory(output):
             return {"status": "out of memory"}
         return {"status": f"failed: {error}"}
     straight = record.find({"part": "straight", "status": "ok"})
@@ -164,10 +162,9 @@ def step_tokens(args: argparse.Namespace) -> int:
 
 
 def train_command(args: argparse.Namespace, output: Path, data_dir: Path) -> list[str]:
-    group, _, choice = str(experiment_file(args.experiment).relative_to(CONFIGS).with_suffix("")).rpartition("/")
     return [
-        *launch_command(args.devices, args.accelerator, "launch.py"), f"+{group}={choice}", f"output_dir={output}",
-        f"data_dir={data_dir}", *settings(args), *args.overrides,
+        *launch_command(args.devices, args.accelerator, "launch.py"), experiment_override(args.experiment),
+        f"output_dir={output}", f"data_dir={data_dir}", *settings(args), *args.overrides,
     ]  # fmt: skip
 
 
@@ -204,9 +201,7 @@ def start(command: Sequence[str], log: Path, stop: Callable[[], bool] | None = N
 
 def trained(output: Path) -> int:
     """Tokens after which a run has logged its last loss."""
-    file = output / "metrics/jsonlines/train.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines(True) if file.is_file() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=0)
+    return max((line["step"] for line in whole_lines(output / "metrics/jsonlines/train.jsonl")), default=0)
 
 
 def result(output: Path) -> dict[str, Any]:

@@ -183,12 +183,12 @@ def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def process_of(folder: Path, rank: int) -> int | None:
     """The rank's process; None before training begins."""
-    return next((line["pid"] for line in _lines(folder / f"rank-{rank}.jsonl")), None)
+    return next((line["pid"] for line in whole_lines(folder / f"rank-{rank}.jsonl")), None)
 
 
 def times(folder: Path, rank: int = 0) -> dict[int, float]:
     """When the rank took the batch of each step."""
-    return {line["step"]: line["time"] for line in _lines(folder / f"rank-{rank}.jsonl")[1:]}
+    return {line["step"]: line["time"] for line in whole_lines(folder / f"rank-{rank}.jsonl")[1:]}
 
 
 def tokens_by_step(folder: Path, devices: int) -> dict[int, str]:
@@ -199,7 +199,7 @@ def tokens_by_step(folder: Path, devices: int) -> dict[int, str]:
     # Ranks that share sequences (strategy.context) take the same ones.
     shares: dict[int, dict[int, list[str]]] = {}
     for rank in range(devices):
-        if lines := _lines(folder / f"rank-{rank}.jsonl"):
+        if lines := whole_lines(folder / f"rank-{rank}.jsonl"):
             shares[lines[0]["share"]] = {line["step"]: line["sequences"] for line in lines[1:]}
     ranks = [shares[share] for share in sorted(shares)]
     steps = set.intersection(*map(set, ranks)) if ranks else set()
@@ -207,7 +207,7 @@ def tokens_by_step(folder: Path, devices: int) -> dict[int, str]:
     return {step: hashlib.blake2b("".join(names).encode(), digest_size=8).hexdigest() for step, names in whole.items()}
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def whole_lines(file: Path) -> list[dict[str, Any]]:
     """Those that are written to their end."""
     try:
         text = file.read_text(encoding="utf-8")

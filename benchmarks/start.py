@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 from forgetting_transformer import command_line
-from training import CONFIGS, compose, experiment_file
+from training import CONFIGS, compose, experiment_file, experiment_override
 
 CACHES = ("empty", "warm")
 LAUNCH = CONFIGS.parent / "scripts/launch.py"
@@ -112,8 +112,7 @@ def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, 
                 process.terminate()
             process.wait()  # it may be writing into a folder that is about to be removed
         if process.returncode != 0 or seconds is None:
-            status = output / "status.json"
-            if status.is_file() and "out of memory in " in json.loads(status.read_text(encoding="utf-8"))["reason"]:
+            if ran_out_of_memory(output):
                 return {"status": "out of memory"}
             said.seek(0)
             ended = f"ended with code {process.returncode} after {time.perf_counter() - began:.0f} s"
@@ -121,6 +120,12 @@ def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, 
     stages = json.loads((output / "goodput.json").read_text(encoding="utf-8"))["starts"][-1]["stages"]
     launcher = seconds - sum(stages.values())
     return {"status": "ok", "first_line_seconds": seconds, "launcher_seconds": launcher, "stages": stages}
+
+
+def ran_out_of_memory(output: Path) -> bool:
+    """Whether a run says that it ended so."""
+    status = output / "status.json"
+    return status.is_file() and "out of memory in " in json.loads(status.read_text(encoding="utf-8"))["reason"]
 
 
 def launch_command(devices: int, accelerator: str, launcher: str) -> list[str]:
@@ -135,9 +140,8 @@ def launch_command(devices: int, accelerator: str, launcher: str) -> list[str]:
 
 def on_random_tokens(experiment: str, output: Path, data_dir: Path, vocabulary: int = VOCABULARY) -> list[str]:
     """Arguments of train.py: the experiment in `output`, on what `write_corpus` has written to `data_dir`/random."""
-    group, _, choice = str(experiment_file(experiment).relative_to(CONFIGS).with_suffix("")).rpartition("/")
     return [
-        f"+{group}={choice}", f"output_dir={output}", f"data_dir={data_dir}", "datamodule.dataset=random",
+        experiment_override(experiment), f"output_dir={output}", f"data_dir={data_dir}", "datamodule.dataset=random",
         f"datamodule.vocab_size={vocabulary}", "datamodule.bos_token_id=0", "skip_eval=true",
     ]  # fmt: skip
 

@@ -470,17 +470,21 @@ def overrides(args: argparse.Namespace, checkpointing: bool) -> list[str]:
     return [f"train.gradient_checkpointing={str(checkpointing).lower()}", *args.overrides]
 
 
+def experiment_override(experiment: str) -> str:
+    """What train.py is given to choose an experiment."""
+    group, name = str(experiment_file(experiment).relative_to(CONFIGS).with_suffix("")).rsplit("/", 1)
+    return f"+{group}={name}"
+
+
 def compose(experiment: str, overrides: list[str]) -> Any:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
     from forgetting_transformer.training.parsing import parse
 
-    group, name = str(experiment_file(experiment).relative_to(CONFIGS).with_suffix("")).rsplit("/", 1)
+    chosen = experiment_override(experiment)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return parse(
-            hydra_compose("config", overrides=[f"+{group}={name}", *overrides, "output_dir=unused", "data_dir=unused"])
-        )
+        return parse(hydra_compose("config", overrides=[chosen, *overrides, "output_dir=unused", "data_dir=unused"]))
 
 
 # The table: HEADER, a line per row, and the footer.

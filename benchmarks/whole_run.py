@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
 from forgetting_transformer import command_line
-from training import compose, experiment_file
+from training import compose, experiment_file, experiment_override
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("train", "train_unpruned", "step", "step_unpruned")
@@ -198,12 +198,11 @@ def train_command(experiment: str, args: argparse.Namespace, output_dir: Path, d
     fabric = Path(sys.executable).with_name("fabric")
     # Where packages are on PYTHONPATH only, there is no `fabric` command.
     start = [str(fabric), "run"] if fabric.exists() else [sys.executable, "-m", "lightning.fabric.cli"]
-    group, name = str(experiment_file(experiment).relative_to(ROOT / "configs").with_suffix("")).rsplit("/", 1)
     return [
         *start, str(ROOT / "train.py"), "--devices", str(args.devices),
         *(["--accelerator", "cpu"] if args.device == "cpu" else []),
-        f"+{group}={name}", f"output_dir={output_dir}", f"data_dir={data_dir}", f"datamodule.dataset={args.dataset}",
-        "datamodule.repeat=true", "wandb.mode=offline",
+        experiment_override(experiment), f"output_dir={output_dir}", f"data_dir={data_dir}",
+        f"datamodule.dataset={args.dataset}", "datamodule.repeat=true", "wandb.mode=offline",
     ]  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 from forgetting_transformer.analysis import study_tables
-from forgetting_transformer.analysis.studies import contrasts, read_study
+from forgetting_transformer.analysis.studies import contrasts, losses_by_seed, read_study
 
 #: The models and variants that the sentences are about.
 MODELS = ("fox_pro", "fox_llama", "transformer_pro", "transformer_llama", "mamba2", "hgrn2", "delta_net")
@@ -41,12 +41,9 @@ def numbers(folder: Path) -> dict[str, str]:
         """Over seeds, of the first or last measurement."""
         return statistics.mean(of_seed[which][key] for of_seed in heads[name])
 
-    def apart(variant: str, model: str) -> str:
+    def pairs(variant: str, model: str) -> str:
         """Difference of each seed that the variant has."""
-        own, other = (
-            dict(zip(found["seeds"], found["heldout_loss"], strict=True))
-            for found in (study["variants"][variant], study["models"][model])
-        )
+        own, other = losses_by_seed(study["variants"][variant]), losses_by_seed(study["models"][model])
         *first, last = [f"{own[seed] - other[seed]:+.3f}" for seed in sorted(own)]
         return f"{', '.join(first)} and {last}" if first else last
 
@@ -57,9 +54,9 @@ def numbers(folder: Path) -> dict[str, str]:
         "behind_most": f"{recurrent[-1]:.2f}",
         **{f"variant_{name}": apart.text() for name, apart in variants.against.items()},
         "fixed_gain": f"{found.against['transformer_pro'].value - variants.against['fox_pro_fixed_gate'].value:.2f}",
-        "rope_pairs": apart("fox_pro_rope", "fox_pro"),
-        "output_gate_pairs": apart("fox_pro_no_output_gate", "fox_pro"),
-        "rope_pairs_llama": apart("fox_llama_rope", "fox_llama"),
+        "rope_pairs": pairs("fox_pro_rope", "fox_pro"),
+        "output_gate_pairs": pairs("fox_pro_no_output_gate", "fox_pro"),
+        "rope_pairs_llama": pairs("fox_llama_rope", "fox_llama"),
         "beyond_fox": f"{beyond['fox_pro']:+.2f}",
         "beyond_transformer_pro": f"{beyond['transformer_pro']:+.2f}",
         "beyond_transformer_llama": f"{beyond['transformer_llama']:+.2f}",

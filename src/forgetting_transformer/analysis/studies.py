@@ -311,6 +311,12 @@ def counted_seeds(model: Mapping[str, Any]) -> list[int]:
     return [i for i, either in enumerate(losses) if either != (None, None)]
 
 
+def losses_by_seed(model: Mapping[str, Any]) -> dict[int, float]:
+    """Held-out loss at the end of each seed that has one."""
+    losses = zip(model["seeds"], model["heldout_loss"], strict=True)
+    return {seed: loss for seed, loss in losses if loss is not None}
+
+
 def baseline_of(study: Mapping[str, Any], kind: str) -> str:
     """The model that the others of "models" or "variants" are compared with."""
     named = study.get("baseline")
@@ -327,10 +333,7 @@ def contrasts(
     """
     if not study[kind]:
         return None
-    losses = {
-        name: {seed: loss for seed, loss in zip(model["seeds"], model["heldout_loss"], strict=True) if loss is not None}
-        for name, model in study[kind].items()
-    }
+    losses = {name: losses_by_seed(model) for name, model in study[kind].items()}
     baseline = baseline_of(study, kind)
     if than is None or than == baseline:
         than, compared = baseline, None

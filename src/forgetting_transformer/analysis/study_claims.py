@@ -25,7 +25,7 @@ from forgetting_transformer.analysis.claim_rules import (
     meaning,
 )
 from forgetting_transformer.analysis.statistics import Estimate
-from forgetting_transformer.analysis.studies import FINISHED, contrasts, display_name
+from forgetting_transformer.analysis.studies import FINISHED, contrasts, display_name, losses_by_seed
 from forgetting_transformer.analysis.tables import markdown_table
 
 Claim = Mapping[str, Any]
@@ -152,12 +152,8 @@ def _difference(study: Study, claim: Claim, model: str) -> tuple[Estimate | None
     apart = found.against[model]
     if not math.isnan(apart.half_width):
         return apart, _seeds(found.seeds)
-    common = len(_finished_seeds(study[kind][model]) & _finished_seeds(study[kind][claim["than"]]))
+    common = len(losses_by_seed(study[kind][model]).keys() & losses_by_seed(study[kind][claim["than"]]).keys())
     return apart, _seeds(common) if common == found.seeds else f"{common} of {_seeds(found.seeds)}"
-
-
-def _finished_seeds(model: Mapping[str, Any]) -> set[int]:
-    return {seed for seed, loss in zip(model["seeds"], model["heldout_loss"], strict=True) if loss is not None}
 
 
 def _compared(study: Study, claim: Claim) -> set[str]:
@@ -240,10 +236,10 @@ def equal_loss(study: Study, model: str, other: str) -> dict[int, float]:
     found, reference = study["models"].get(model), study["models"].get(other)
     if not found or not reference:
         return {}
-    ends = dict(zip(reference["seeds"], reference["heldout_loss"], strict=True))
+    ends = losses_by_seed(reference)
     shares = {}
     for seed, curve in zip(found["seeds"], found.get("heldout_curve", ()), strict=False):
-        if len(curve) > 1 and ends.get(seed) is not None and found["states"][found["seeds"].index(seed)] == FINISHED:
+        if len(curve) > 1 and seed in ends and found["states"][found["seeds"].index(seed)] == FINISHED:
             shares[seed] = _first_reached(curve, ends[seed]) / reference["budget"]
     return shares
 

@@ -63,8 +63,6 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 #: Conventions for labels: that of the FoX paper's code, and that of Hugging Face's models and Trainer.
 LOSSES = ("per_token", "causal_lm")
-#: Why no number of processes can share the sequences of a mixer.
-WHOLE_SEQUENCES = "takes whole sequences only"
 
 
 @dataclass
@@ -506,7 +504,7 @@ class DecoderModel(DecoderPreTrainedModel):
         for mixer in (block.sequence_mixer for block in self.layers):
             heads = getattr(mixer, "context_heads", None)
             if heads is None:
-                found.add(f"{type(mixer).__name__} {WHOLE_SEQUENCES}")
+                found.add(f"{type(mixer).__name__} takes whole sequences only")
             elif heads % size:
                 found.add(f"{type(mixer).__name__} has {heads} heads")
         return sorted(found)

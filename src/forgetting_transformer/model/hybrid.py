@@ -128,7 +128,7 @@ class HybridConfig(SwiGLUDecoderConfig):
                 f"mixers.{name}.{key} is {getattr(config, key)!r}: its blocks would share parameters, which a hybrid "
                 "does not have; leave it out"
             )
-        blocks = [self.pattern[block % len(self.pattern)] for block in range(self.num_hidden_layers)].count(name)
+        blocks = self._names(self.num_hidden_layers).count(name)
         attn = getattr(config, "attn", None)  # Samba's, whose layers are numbers of its own blocks here
         numbers = attn.get("layers") if isinstance(attn, dict) else None
         if beyond := [number for number in numbers or () if number >= blocks]:
@@ -141,9 +141,13 @@ class HybridConfig(SwiGLUDecoderConfig):
     def mixer_config(self, layer_idx: int) -> DecoderConfig:
         return self._mixer_config(self.pattern[layer_idx % len(self.pattern)])
 
+    def _names(self, blocks: int) -> list[str]:
+        """Of the mixers of the first blocks."""
+        return [self.pattern[block % len(self.pattern)] for block in range(blocks)]
+
     def _number(self, layer_idx: int) -> int:
         """How many blocks below have the same mixer: layers of an architecture may differ by their number."""
-        names = [self.pattern[block % len(self.pattern)] for block in range(layer_idx + 1)]
+        names = self._names(layer_idx + 1)
         return names.count(names[-1]) - 1
 
     def build_mixer(self, layer_idx: int) -> nn.Module:

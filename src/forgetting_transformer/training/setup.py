@@ -27,7 +27,7 @@ from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.remote_cache import LARGEST_TOKENIZER_FILE
 from forgetting_transformer.data.vocabulary import Vocabulary
 from forgetting_transformer.model import registry
-from forgetting_transformer.model.decoder import WHOLE_SEQUENCES, DecoderConfig
+from forgetting_transformer.model.decoder import DecoderConfig
 from forgetting_transformer.plugins import CORPORA, OPTIMIZERS
 from forgetting_transformer.training import initialisation, status
 from forgetting_transformer.training.checkpoint import steps_in
@@ -229,11 +229,13 @@ def check_shares(model: Any, config: Config) -> None:
     """
     if (sharing := config.strategy.context) == 1:
         return
-    takes_whole = [f"{type(model).__name__} {WHOLE_SEQUENCES}"]
-    reasons = model.whole_sequence_mixers(sharing) if hasattr(model, "whole_sequence_mixers") else takes_whole
-    if reasons:
-        no_heads = any(reason.endswith(WHOLE_SEQUENCES) for reason in reasons)
-        fix = "use strategy.context=1" if no_heads else "use a number that divides the heads, or strategy.context=1"
+    takes_whole = [f"{type(model).__name__} takes whole sequences only"]
+    reasons_for = getattr(model, "whole_sequence_mixers", lambda size: takes_whole)
+    if reasons := reasons_for(sharing):
+        # 1 divides all heads: what is left then has none to divide.
+        fix = (
+            "use strategy.context=1" if reasons_for(1) else "use a number that divides the heads, or strategy.context=1"
+        )
         raise ConfigError(
             f"strategy.context={sharing}: that many ranks cannot share a sequence of model.name={config.model.name} "
             f"({', '.join(reasons)}); {fix}"
