@@ -267,7 +267,7 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
     from forgetting_transformer.analysis.plots.losses import loss_by_octave
     from forgetting_transformer.analysis.plots.studies import differences_to_baseline, heads_over_training
     from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
-    from forgetting_transformer.analysis.studies import baseline_of, contrasts, counted_seeds, display_name
+    from forgetting_transformer.analysis.studies import baseline_of, contrasts, counted_seeds, differences, display_name
 
     on_machine, figures = made_on(study), []
     if study["search"]:
@@ -308,16 +308,19 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
         loss_by_octave(octaves, study["comparison"], figures[-1], made_with, lengths)
     panels = {}
     for kind in ("models", "variants"):
-        found = contrasts(study, kind)
-        if found is not None and any(not math.isnan(apart.value) for apart in found.against.values()):
+        by_family = contrasts(study, kind)
+        found = differences(by_family)
+        if any(not math.isnan(apart.value) for apart in found.values()):
             tokens = {model["budget"] for model in study[kind].values()}
             budget = f", {tokens.pop() / 1e6:,.3g}M tokens" if len(tokens) == 1 else ""
-            complete = all(len(counted_seeds(model)) >= found.seeds for model in study[kind].values())
-            seeds = f"{'' if complete else 'up to '}{found.seeds} seed{'s' * (found.seeds != 1)}"
+            most = by_family[0].seeds
+            complete = all(len(counted_seeds(model)) >= most for model in study[kind].values())
+            seeds = f"{'' if complete else 'up to '}{most} seed{'s' * (most != 1)}"
             panels[f"{kind}{budget}, {seeds}"] = (display_name(study, baseline_of(study, kind)), found)
     if panels:
         figures.append(folder / "differences.png")
-        differences_to_baseline(panels, study.get("names", {}), figures[-1], on_machine)
+        families = len(contrasts(study, "models")) > 1
+        differences_to_baseline(panels, study.get("names", {}), figures[-1], on_machine, families)
     recorded = {
         display_name(study, name): heads
         for name, model in study["models"].items()

@@ -426,6 +426,9 @@ def test_an_architecture_looks_the_same_in_every_figure_and_no_two_models_do_in_
     seeds = curve_styles(["fox_pro_seed0", "fox_pro_seed1", "mamba2"])
     assert len(set(seeds)) == 3 and seeds[0] == found[0] and seeds[2] == found[1]
     assert len(curve_styles([f"run {n}" for n in range(40)])) == 40
+    # More than there are colours: the second of two that want the same is told from the first by line and marker.
+    many = curve_styles([*names, "FoX (Pro), Muon", *(f"run {n}" for n in range(9 - len(names) + 10))])
+    assert len(set(many)) == 20 and many[: len(names)] == found
 
 
 @pytest.mark.parametrize("notes", [0, 1, 40])

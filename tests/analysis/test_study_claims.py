@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from forgetting_transformer.analysis import position_loss, statistics, studies, study_claims
+from forgetting_transformer.analysis import position_loss, statistics, studies, study_claims, study_tables
 from forgetting_transformer.analysis.claim_rules import RULES
 from forgetting_transformer.analysis.statistics import Estimate
 
@@ -55,7 +55,7 @@ def test_losses_are_compared_as_in_the_tables_and_pairs_beside_them_with_the_noi
     study["variants"] = {name: model(row) for name, row in zip("abcd", losses.tolist(), strict=True)}
     asked = {"rule": "higher", "of": "variants"}
     assert verdicts(study, models=["b", "c", "d", "e"], than="a", **asked) == [SEEN, UNDECIDED, SEEN, NOT_RUN]
-    against_a = studies.contrasts(study, "variants").against["b"]
+    against_a = studies.differences(studies.contrasts(study, "variants"))["b"]
     assert study_claims.findings(study, study["claims"][0])[0].measured == against_a
     assert verdicts(study, models=["b"], than="d", **asked) == [NOT_SEEN]
     assert verdicts(study, models=["c"], than="d", rule="lower", of="variants") == [SEEN]
@@ -70,6 +70,31 @@ def test_losses_are_compared_as_in_the_tables_and_pairs_beside_them_with_the_noi
     study["variants"]["e"] = model([3.4, 3.5])
     few = study_claims.findings(study, study["claims"][0])[-1]
     assert (few.verdict, few.detail) == (FEW_SEEDS, "2 of 3 seeds") and few.measured.value == pytest.approx(0.45)
+
+
+def test_the_noise_of_a_family_is_that_of_its_models_and_the_baseline_alone():
+    quiet = {"a": [3.0, 3.02, 2.98], "b": [3.2, 3.19, 3.21], "c": [3.1, 3.12, 3.11]}
+    noisy = {"d": [3.5, 4.1, 3.0], "e": [3.6, 3.1, 4.4]}
+    models = {name: model(losses) for name, losses in (quiet | noisy).items()}
+    families = [["a", "b", "c"], ["c", "d", "e"]]
+    study = {"models": models, "baseline": "a", "names": {}, "claims": [], "families": families}
+    alone = statistics.against_baseline({name: dict(enumerate(losses)) for name, losses in quiet.items()}, "a")
+    found = studies.contrasts(study, "models")
+    assert [family.estimated_from for family in found] == [("a", "b", "c"), ("a", "c", "d", "e")]
+    apart = studies.differences(found)
+    assert apart["b"] == alone.against["b"] and apart["c"] == alone.against["c"], "c is in two: the first counts"
+    assert apart["d"].half_width > 10 * apart["b"].half_width
+    # A pair is compared within the first family that has both.
+    assert verdicts(study, rule="higher", models=["b"], than="c") == [SEEN]
+    assert verdicts(study, rule="higher", models=["d"], than="c") == [UNDECIDED]
+    first, second = study_tables.noise(study, "models").splitlines()
+    assert first.startswith("* a; b; c: the standard deviation of a run is 0.0") and "chance" not in first
+    assert second.startswith("* a; c; d; e: ") and "differ more than by chance (Bartlett's test, p = 0.0" in second
+    # Models that the plan does not know are one more family, and without families there is one.
+    study["families"] = [["a", "b", "c"]]
+    assert [family.estimated_from for family in studies.contrasts(study, "models")][1] == ("a", "d", "e")
+    study["families"] = []
+    assert [family.estimated_from for family in studies.contrasts(study, "models")] == [("a", "b", "c", "d", "e")]
 
 
 def test_positions_have_intervals_over_seeds_and_texts():

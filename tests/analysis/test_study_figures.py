@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from forgetting_transformer.analysis.plots import studies
-from forgetting_transformer.analysis.statistics import Contrasts, Estimate
+from forgetting_transformer.analysis.statistics import Estimate
 
 
 @pytest.fixture
@@ -21,8 +21,7 @@ def figures(monkeypatch):
 def test_differences_are_ordered_and_those_without_an_interval_have_no_bar(figures, tmp_path):
     against = {"a": Estimate(0.1, 0.05), "b": Estimate(-0.02, 0.05), "c": Estimate(0.3, math.nan)}
     against["d"] = Estimate(math.nan, math.nan)
-    found = Contrasts(against, 0.02, 4, 3)
-    studies.differences_to_baseline({"models": ("FoX", found)}, {"a": "Model A"}, tmp_path / "a.png")
+    studies.differences_to_baseline({"models": ("FoX", against)}, {"a": "Model A"}, tmp_path / "a.png")
     (figure,) = figures
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["c", "Model A", "b"], "d has no number"

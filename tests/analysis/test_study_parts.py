@@ -69,7 +69,7 @@ def test_parts_by_model_and_by_seed_give_the_tables_of_the_whole(tmp_path, capfd
     with np.load(joined / "positions.npz") as ours, np.load(STUDY / "positions.npz") as theirs:
         assert {*ours} == {*theirs} and all(np.array_equal(ours[key], theirs[key]) for key in ours)
     figures = {file.name for file in joined.glob("*.png")}
-    assert figures == {"octaves.png", "differences.png", "heads.png", "per_token_loss.png"}
+    assert figures == {"octaves.png", "differences.png", "heads.png", "per_token_loss.png", "search.png"}
     assert "claims:" in capfd.readouterr().out
 
 

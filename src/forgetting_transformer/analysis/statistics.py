@@ -115,12 +115,14 @@ class Contrasts:
         deviation: of the noise, one for all models; NaN where there is nothing to estimate it from.
         freedom: its degrees of freedom, (models - 1) (seeds - 1).
         seeds: how many every model has.
+        estimated_from: the models that have all of these seeds, the baseline among them.
     """
 
     against: dict[str, Estimate]
     deviation: float
     freedom: int
     seeds: int
+    estimated_from: tuple[str, ...]
 
     def detectable(self, power: float = 0.8) -> float:
         """Difference to the baseline that an interval excludes zero for, with this probability; NaN if unknown."""
@@ -165,7 +167,19 @@ def against_baseline(
         common = [seed for seed in seeds if math.isfinite(of.get(seed, math.nan))]
         apart = float(np.mean([of[seed] - losses[baseline][seed] for seed in common])) if common else math.nan
         against[name] = Estimate(apart, half_width if name in table else math.nan)
-    return Contrasts(against, deviation, freedom, n_seeds)
+    return Contrasts(against, deviation, freedom, n_seeds, tuple(table))
+
+
+def equal_noise(losses: Sequence[Sequence[float]]) -> float:
+    """The probability that deviations of models differ so much by chance (M. S. Bartlett, 1937); NaN if unknown.
+
+    Args:
+        losses: of each model, by seed.
+    """
+    from scipy import stats
+
+    several = [of for of in losses if len(of) > 1 and len(set(of)) > 1]
+    return float(stats.bartlett(*several).pvalue) if len(several) > 1 else math.nan
 
 
 def dunnett_quantile(comparisons: int, freedom: float) -> float:

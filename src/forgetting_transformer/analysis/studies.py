@@ -62,7 +62,7 @@ def said_by(plan: StudyPlan | None) -> dict[str, Any]:
     # With settings of their own, variants need the model at these settings too.
     groups = {} if plan.overrides.get("variants") else dict(plan.variants)
     said = {"names": plan.names, "baseline": plan.baseline, "equal_loss": dict(plan.equal_loss), "claims": claims}
-    return said | {"variant_groups": groups}
+    return said | {"variant_groups": groups, "families": [list(family) for family in plan.families]}
 
 
 def split_seed(run: str) -> tuple[str, int]:
@@ -129,10 +129,11 @@ def collect(
             f"{folder}: none of search/, runs/ and variants/ holds a run; give the output_dir of scripts/study.py"
         )
     search: dict[str, dict[str, float | None]] = {}
-    heldout = False
+    heldout, counted = False, []
     for path in searched:
         run = read_run(path)
         if run.finished(run.config.get("train", {}).get("max_tokens", math.inf)) or run.diverged:
+            counted.append(run)
             rates = search.setdefault(path.parent.name, {})
             heldout = heldout or run.heldout_loss.size > 0
             loss = math.nan if run.diverged else run.final_loss(run.heldout_loss.size > 0)
@@ -141,7 +142,7 @@ def collect(
         **said_by(plan),
         "models": {name: describe(paths, decisive) for name, paths in runs.items()},
         "search": {name: search[name] for name in in_order(list(search), names)},
-        "search_made_with": conditions([read_run(path) for path in searched]),
+        "search_made_with": conditions(counted),
         "search_loss": "held-out loss" if heldout else f"training loss, last {TRAIN_WINDOW:.0%} of tokens",
         "variants": {name: describe(paths, decisive) for name, paths in variants.items()},
         "speed": _speeds(speed, {paths[0].name: name for name, paths in runs.items()}),
@@ -325,19 +326,36 @@ def baseline_of(study: Mapping[str, Any], kind: str) -> str:
 
 def contrasts(
     study: Mapping[str, Any], kind: str, than: str | None = None, compared: Collection[str] | None = None
-) -> statistics.Contrasts | None:
-    """Held-out losses of "models" or "variants" against the baseline's; None where it has none.
+) -> list[statistics.Contrasts]:
+    """Held-out losses of "models" or "variants" against the baseline's, for each family of models.
+
+    None where the model that they are compared with has no losses.
 
     Args:
         than: another model than the study's baseline, and of `compared` models, for which the intervals hold at once.
+            Only families that it is in.
     """
     if not study[kind]:
-        return None
+        return []
     losses = {name: losses_by_seed(model) for name, model in study[kind].items()}
     baseline = baseline_of(study, kind)
     if than is None or than == baseline:
         than, compared = baseline, None
-    return statistics.against_baseline(losses, than, compared) if losses.get(than) else None
+    if not losses.get(than):
+        return []
+    named = [{baseline, *family} for family in study.get("families", ()) if kind == "models"]
+    # Models of none, as where the command line named other models than the study, are one more.
+    named.append({baseline, *(losses.keys() - set().union(*named))})
+    return [
+        statistics.against_baseline({name: of for name, of in losses.items() if name in family}, than, compared)
+        for family in named
+        if than in family and not family.isdisjoint(losses.keys() - {than})
+    ]
+
+
+def differences(found: Sequence[statistics.Contrasts]) -> dict[str, statistics.Estimate]:
+    """Model -> its difference to the baseline, in the first family that it is in."""
+    return {model: apart for family in reversed(found) for model, apart in family.against.items()}
 
 
 def evaluated_runs(study: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -146,8 +146,9 @@ def _train_length(study: Study, model: str) -> int | None:
 def _difference(study: Study, claim: Claim, model: str) -> tuple[Estimate | None, str]:
     """Of held-out losses, with the intervals of the table where that compares with the same model."""
     kind = "variants" if claim.get("of") == "variants" else "models"
-    found = contrasts(study, kind, claim["than"], _compared(study, claim))
-    if found is None or model not in found.against or math.isnan(found.against[model].value):
+    families = contrasts(study, kind, claim["than"], _compared(study, claim))
+    found = next((family for family in families if model in family.against), None)
+    if found is None or math.isnan(found.against[model].value):
         return None, ""
     apart = found.against[model]
     if not math.isnan(apart.half_width):

@@ -15,6 +15,8 @@
     variants:                         # model: experiments that are run at its rate. The model itself may be one: it is
       fox_pro: [fox_pro, fox_pro_rope]       # run again where overrides has variants, else its run is used
     baseline: fox_pro                 # the variant that the others are compared with; default the first
+    families:                         # of models whose noise is pooled and whose intervals hold at once; each has
+      - [fox_pro, mamba2]             # the baseline too. Default: all models are one
     equal_loss: {fox_pro_muon: fox_pro}  # model: the other one whose final loss it may reach after fewer tokens
     claims:                           # what the study decides, each by a rule of claim_rules.py
       - claim: FoX reaches a lower loss than the Transformer
@@ -73,6 +75,7 @@ class StudyPlan:
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     variants: dict[str, list[str]] = field(default_factory=dict)
     baseline: str | None = None
+    families: list[list[str]] = field(default_factory=list)
     equal_loss: dict[str, str] = field(default_factory=dict)
     claims: list[Claim] = field(default_factory=list)
 
@@ -101,6 +104,7 @@ EXPECTED = {
     "overrides": "a mapping of runs, search or variants to overrides, such as {runs: {train.max_tokens: 1000000}}",
     "variants": "a mapping of models to lists of experiments, such as {fox_pro: [fox_pro, fox_pro_rope]}",
     "baseline": "the name of a model or variant",
+    "families": "a list of lists of models, in which each model is, such as [[fox_pro, mamba2], [hybrid]]",
     "equal_loss": "a mapping of models to other models, such as {fox_pro_muon: fox_pro}",
     "claims": "a list of claims, such as [{claim: …, rule: lower, models: [fox_pro], than: transformer_pro}]",
 }
@@ -196,6 +200,10 @@ def _check(plan: StudyPlan) -> None:
     known = {*plan.models, *(name for names in plan.variants.values() for name in names)}
     if plan.baseline is not None and plan.baseline not in known:
         raise AnalysisError(f"baseline={plan.baseline!r} must be a model or variant: {', '.join(sorted(known))}")
+    in_families = {name for family in plan.families for name in family}
+    for name in sorted(in_families ^ plan.models.keys()) if plan.families else ():
+        wrong_with = "is in none of them" if name in plan.models else f"is none of the models: {', '.join(plan.models)}"
+        raise AnalysisError(f"families={plan.families}: {name!r} {wrong_with}; it must be {EXPECTED['families']}")
     for model, other in plan.equal_loss.items():
         if not {model, other} <= set(plan.models) or model == other:
             raise AnalysisError(f"equal_loss.{model}={other!r} must name two of the models: {', '.join(plan.models)}")

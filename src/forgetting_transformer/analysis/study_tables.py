@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import stdev
 from typing import Any
@@ -14,6 +14,7 @@ from forgetting_transformer.analysis.studies import (
     baseline_of,
     contrasts,
     counted_seeds,
+    differences,
     display_name,
     in_order,
     read_study,
@@ -24,6 +25,8 @@ from forgetting_transformer.analysis.tables import markdown_table, rate_text
 
 #: In the place of a table or figure of which there is nothing.
 NOT_RUN = "Not run yet."
+#: A page says that models differ in their noise where chance makes such differences less often than this.
+UNEQUAL = 0.01
 
 
 def models_table(study: Mapping[str, Any]) -> str:
@@ -175,24 +178,34 @@ def _mean(model: Mapping[str, Any], which: str = "heldout_loss") -> statistics.E
     return statistics.mean(losses) if losses else None
 
 
-def _against(found: statistics.Contrasts | None) -> dict[str, str]:
+def _against(found: Sequence[statistics.Contrasts]) -> dict[str, str]:
     """Model -> cell of its difference to the baseline."""
-    against = found.against if found else {}
-    return {name: apart.text("+") for name, apart in against.items() if not math.isnan(apart.value)}
+    return {name: apart.text("+") for name, apart in differences(found).items() if not math.isnan(apart.value)}
 
 
 def noise(study: Mapping[str, Any], kind: str) -> str:
-    """What the intervals of a table are, and which differences its seeds can show."""
-    found = contrasts(study, kind)
-    if found is None or not found.freedom:
+    """What the intervals of a table are, and which differences its seeds can show; a line for each family."""
+    found = [family for family in contrasts(study, kind) if family.freedom]
+    if not found:
         return "Each has one seed, so no interval can be given."
-    every = [losses for model in study[kind].values() if len(losses := _losses(model)) >= found.seeds]
-    alone = sorted(stdev(losses) for losses in every)
-    return (
-        f"The standard deviation of a run is {found.deviation:.4f} (pooled; degrees of freedom: {found.freedom}; "
-        f"of one model alone between {alone[0]:.4f} and {alone[-1]:.4f}). "
-        f"With {found.seeds} seeds each, a difference of {found.detectable():.3f} is found with a probability of 80 %."
-    )
+    lines = []
+    for family in found:
+        every = [_losses(study[kind][name]) for name in family.estimated_from]
+        alone = sorted(map(stdev, every))
+        text = (
+            f"The standard deviation of a run is {family.deviation:.4f} (pooled; degrees of freedom: {family.freedom}; "
+            f"of one model alone between {alone[0]:.4f} and {alone[-1]:.4f}). "
+            f"With {family.seeds} seeds each, a difference of {family.detectable():.3f} is found with a probability of "
+            "80 %."
+        )
+        if (chance := statistics.equal_noise(every)) < UNEQUAL:
+            text += (
+                f" These deviations differ more than by chance (Bartlett's test, p = {chance:.1g}), so that intervals "
+                "are too wide for the models with little noise and too narrow for the others."
+            )
+        names = "; ".join(display_name(study, name) for name in family.estimated_from)
+        lines.append(text if len(found) == 1 else f"* {names}: {text[0].lower()}{text[1:]}")
+    return "\n".join(lines)
 
 
 def _text(estimate: statistics.Estimate | None) -> str:

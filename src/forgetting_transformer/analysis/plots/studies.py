@@ -20,7 +20,7 @@ from forgetting_transformer.analysis.plots.style import (
     reference_line,
     token_axis,
 )
-from forgetting_transformer.analysis.statistics import Contrasts
+from forgetting_transformer.analysis.statistics import Estimate
 
 #: Marker, legend and colour of a difference.
 _APART = ("o", "interval excludes zero", ACCENT)
@@ -29,7 +29,11 @@ _FEW_SEEDS = ("D", "no interval (too few seeds)", GREY)
 
 
 def differences_to_baseline(
-    panels: Mapping[str, tuple[str, Contrasts]], names: Mapping[str, str], path: Path, conditions: Sequence[str] = ()
+    panels: Mapping[str, tuple[str, Mapping[str, Estimate]]],
+    names: Mapping[str, str],
+    path: Path,
+    conditions: Sequence[str] = (),
+    families: bool = False,
 ) -> None:
     """Draws the difference of every model to a baseline with its interval, a panel for each table of a study.
 
@@ -38,13 +42,14 @@ def differences_to_baseline(
         names: what models are called.
         path: where to write; the suffix chooses the format.
         conditions: for the foot of the figure.
+        families: whether intervals hold for a part of the models only.
     """
     looks: set[tuple[str, str, str]] = set()
-    rows = max(len(found.against) for _, found in panels.values())
+    rows = max(len(found) for _, found in panels.values())
     title = "Held-out loss against a baseline"
     with picture(path, title, (4.6 * len(panels), 1.0 + 0.24 * rows), columns=len(panels)) as drawn:
         for axes, (heading, (baseline, found)) in zip(drawn.axes[0], panels.items(), strict=True):
-            known = {model: apart for model, apart in found.against.items() if not math.isnan(apart.value)}
+            known = {model: apart for model, apart in found.items() if not math.isnan(apart.value)}
             order = sorted(known, key=lambda model: -known[model].value)
             for place, model in enumerate(order):
                 value, half_width = known[model]
@@ -61,7 +66,8 @@ def differences_to_baseline(
         drawn.handles += [marker_handle(*look) for look in (_APART, _TOGETHER, _FEW_SEEDS) if look in looks]
         drawn.notes += conditions
         if looks != {_FEW_SEEDS}:
-            drawn.notes.append("bars: 95 % intervals that hold for a panel at once (Dunnett)")
+            together = "each family of models" if families else "a panel"
+            drawn.notes.append(f"bars: 95 % intervals that hold for {together} at once (Dunnett)")
 
 
 def heads_over_training(

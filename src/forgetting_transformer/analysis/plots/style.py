@@ -74,6 +74,11 @@ _STYLES = (
     CurveStyle("#999933", "-", ">"),
     CurveStyle("#777777", "--", "h"),
 )
+#: For figures with more curves: the same colours with other lines and markers.
+_FURTHER = tuple(
+    CurveStyle(style.colour, _STYLES[number - 1].line, marker)
+    for number, (style, marker) in enumerate(zip(_STYLES, 2 * "*pd8H", strict=True))
+)
 
 
 def curve_styles(names: Sequence[str]) -> list[CurveStyle]:
@@ -82,13 +87,14 @@ def curve_styles(names: Sequence[str]) -> list[CurveStyle]:
     A name with a known model in it ("fox_pro", "FoX (Pro)", "demo_fox_pro_seed1") gets that model's colour in
     every figure, any other name one that depends on the name alone. Where two want the same, the first has it.
     """
+    styles = _STYLES + _FURTHER
     wanted = [_preferred(name) for name in names]
     found: list[int] = []
     for number, style in enumerate(wanted):
         # The styles that no other name wants come before those that one further down is waiting for.
-        order = [style, *(i for i in range(len(_STYLES)) if i not in wanted), *range(len(_STYLES))]
-        found.append(next((i for i in order if i not in found), number % len(_STYLES)))
-    return [_STYLES[i] for i in found]
+        order = [style, *(i for i in range(len(_STYLES)) if i not in wanted), *range(len(styles))]
+        found.append(next((i for i in order if i not in found), number % len(styles)))
+    return [styles[i] for i in found]
 
 
 def _preferred(name: str) -> int:
