@@ -26,6 +26,7 @@ NAMES = {
     "hgrn2/": "HGRN2",
     "delta_net/": "DeltaNet",
     "gated_delta_net/": "Gated DeltaNet",
+    "kda/": "KDA",
     "mamba2/": "Mamba-2",
     "samba/": "Samba",
     "demo/fox_pro": "FoX (Pro)",

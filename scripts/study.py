@@ -202,7 +202,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{text}\n")
     left = unfinished(results)
     if left:
-        print(f"{len(left)} jobs are not finished; the same command goes on with them", file=sys.stderr)
+        jobs = "1 job is not finished; the same command goes on with it"
+        if len(left) > 1:
+            jobs = f"{len(left)} jobs are not finished; the same command goes on with them"
+        print(jobs, file=sys.stderr)
     return 1 if left or failures else 0
 
 

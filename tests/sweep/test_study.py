@@ -109,7 +109,7 @@ def test_a_known_rate_is_a_model_and_a_positive_number(study, rate):
 def test_started_again_it_runs_only_what_is_missing(study, faults, tmp_path):
     faults["preempt"] = "search/fox_pro/lr5e-3"
     code, out, _ = study()
-    assert code == 1 and "1 jobs are not finished" in out
+    assert code == 1 and "1 job is not finished; the same command goes on with it" in out
     # One model's trouble does not keep another from being run.
     assert starts(tmp_path / "out/runs/mamba2_seed0") and not starts(tmp_path / "out/runs/fox_pro_seed0")
     del faults["preempt"]
