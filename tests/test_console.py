@@ -393,3 +393,24 @@ def test_the_entry_point_is_the_one_of_the_tests():
     text = (ROOT / "pyproject.toml").read_text()
     assert '[project.entry-points."torchrun.handlers"]' in text
     assert 'forgetting_transformer = "forgetting_transformer.elastic:quieten"' in text
+
+
+def test_a_process_whose_gpu_failed_ends_without_pythons_clean_up():
+    """Tensors of a GPU that failed would abort it there."""
+    script = """
+import os
+from forgetting_transformer import console, train, training
+from forgetting_transformer.training.errors import DeviceError
+class OnTheGpu:
+    def __del__(self):
+        os.abort()
+tensor = OnTheGpu()
+def fails(config):
+    raise DeviceError("cuda:0 of here failed")
+training.run = fails
+console.start_log()
+train.train(None)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 1 and "CRITICAL DeviceError: cuda:0 of here failed" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr

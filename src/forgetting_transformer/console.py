@@ -121,13 +121,14 @@ def exit_code(outcome: str) -> int:
     return elastic.PREEMPTED_EXIT_CODE
 
 
-def fail(reason: str, trace: bool = False, once: bool = True) -> NoReturn:
+def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = False) -> NoReturn:
     """Logs why this process ends, and ends it with code 1.
 
     Args:
         reason: one line.
         trace: add the traceback of the exception being handled.
         once: the other processes of the node have probably failed for the same reason, and leave it to the first.
+        at_once: without Python's clean-up, in which tensors on a GPU that failed would abort the process.
     """
     elastic.report_outcome("failed")
     reason = redact(reason)
@@ -142,6 +143,11 @@ def fail(reason: str, trace: bool = False, once: bool = True) -> NoReturn:
         leave_it_to_the_first()
     if not speaks or not _has_log:
         print(text, file=sys.stderr)
+    if at_once:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
     sys.exit(1)
 
 

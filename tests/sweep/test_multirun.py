@@ -69,6 +69,20 @@ def test_a_failed_job_is_reported_and_the_rest_still_run(faults, train_main, tmp
     assert "3 of 5 jobs did not finish: seed=1, seed=2, seed=4" in printed.err and "Traceback" not in printed.err
 
 
+def test_a_job_whose_gpu_failed_goes_on_once_after_the_others(faults, train_main, tmp_path, capsys):
+    faults |= {"device": "seed=0", "device_always": "seed=1"}
+    assert train_main("-m", *DEMO, "output_dir=out", "seed=0,1,2") == 1
+    printed = capsys.readouterr()
+    rows = {line.split("|")[1].strip(): line for line in printed.out.splitlines() if line.startswith("| seed")}
+    assert "finished" in rows["seed=0"] and "failed" in rows["seed=1"] and "finished" in rows["seed=2"]
+    assert [len(starts(tmp_path / f"out/seed={seed}")) for seed in (0, 1, 2)] == [2, 2, 1]
+    order = [line.split()[:2] for line in printed.err.splitlines() if line.split()[:1] in (["started"], ["again"])]
+    wanted = ["started 0", "again 0:", "started 1", "again 1:", "started 2", "started 0", "started 1"]
+    assert [f"{what} {name.removeprefix('seed=')}" for what, name in order] == wanted
+    log = (tmp_path / "out/seed=0/metrics/jsonlines/train.jsonl").read_text().splitlines()
+    assert len(log) == 10, "it went on from where it was"
+
+
 def test_jobs_get_the_config_dir_and_name_of_the_command(faults, train_main, tmp_path, monkeypatch):
     (tmp_path / "mine/experiment").mkdir(parents=True)
     experiment = "# @package _global_\ndefaults: [/recipe/demo, {override /datamodule: corpus}, _self_]\ntag: mine\n"

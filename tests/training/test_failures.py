@@ -117,6 +117,24 @@ def test_out_of_memory_is_one_line_with_the_keys_that_help(tiny, what, world_siz
     assert said in status["reason"], status["reason"]
 
 
+def test_a_gpu_that_fails_is_one_line_that_says_where_and_how_to_go_on(tiny):
+    patch = """
+import torch
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count > 4:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure\\nSearch for `cudaErrorLaunchFailure'")
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    job = Job(tiny, patch=patch)
+    assert job.wait() == [1], job.errors()
+    reason = json.loads((Path(tiny["output_dir"]) / "status.json").read_text())["reason"]
+    assert reason.startswith("DeviceError: cpu of ") and "Search" not in reason
+    assert "failed: unspecified launch failure; the last good checkpoint is at 512 tokens. Start the same" in reason
+
+
 def test_an_evaluation_that_fails_costs_the_steps_since_the_last_checkpoint_and_no_bit(tiny, finished):
     """Nothing is saved at the failure: what failed may have left other weights in the model."""
     straight = finished(tiny)

@@ -75,9 +75,9 @@ def run_jobs(
 ) -> list[JobResult]:
     """Runs every job and returns their results in the order of `jobs`, and of those that came of them.
 
-    A job that is finished already, by its own files, is not started. Ctrl-C or SIGTERM asks the running ones to end,
-    waits for them and returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A
-    second Ctrl-C kills them.
+    A job that is finished already, by its own files, is not started. One whose GPU failed is started once more, after
+    those that wait, and goes on from its last checkpoint. Ctrl-C or SIGTERM asks the running ones to end, waits for
+    them and returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A second Ctrl-C kills them.
 
     Args:
         log_dir: gets what each job prints, `<name>.log`.
@@ -92,6 +92,7 @@ def run_jobs(
     results: dict[str, JobResult] = {}
     waiting: list[Job] = []
     running: list[_Running] = []
+    again: set[str] = set()
 
     def add(jobs: Sequence[Job]) -> None:
         check_folders([*known, *jobs])
@@ -122,6 +123,11 @@ def run_jobs(
                 for one in [one for one in running if one.process.poll() is not None]:
                     running.remove(one)
                     result = _result(one)
+                    if result.state == State.FAILED and _device_failed(one, result) and one.job.name not in again:
+                        again.add(one.job.name)
+                        waiting.append(one.job)
+                        _print_line(f"again     {describe(result)}")
+                        continue
                     _print_line(f"{result.state:<9} {describe(result)}")
                     record(result)
                 records = {one.job.name: read_run(one.job.output_dir) for one in running}
@@ -197,6 +203,13 @@ def _result(one: _Running) -> JobResult:
     else:
         state, note = State.FAILED, f"exit code {code}: {_reason(one)}"
     return JobResult(one.job, state, run, seconds, note)
+
+
+def _device_failed(one: _Running, result: JobResult) -> bool:
+    """Whether its GPU did, so that it may end well if it goes on from its last checkpoint (training/errors.py)."""
+    status = result.run.status
+    reason = str(status.get("reason", ""))
+    return one.job.config.resume and status != one.status_before and reason.startswith("DeviceError: ")
 
 
 def _reason(one: _Running) -> str:

@@ -184,13 +184,15 @@ def train(config: "Config") -> None:
     from forgetting_transformer import training
     from forgetting_transformer.data import DataError
     from forgetting_transformer.training.checkpoint import CheckpointError
-    from forgetting_transformer.training.errors import TrainingError
+    from forgetting_transformer.training.errors import DeviceError, TrainingError
     from forgetting_transformer.training.preflight import PreflightError
     from forgetting_transformer.training.run_directory import RunDirectoryError
 
     warnings.filterwarnings("ignore", message=".*tensorboardX.*|.*srun.*")
     try:
         code = console.exit_code(training.run(config))
+    except DeviceError as error:
+        console.fail(f"{type(error).__name__}: {error}", once=False, at_once=True)
     except (
         training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError, PreflightError
     ) as error:  # fmt: skip

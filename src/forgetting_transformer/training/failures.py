@@ -1,5 +1,7 @@
 """One run from its config to its end, in which whatever goes wrong ends in one line that says what to do."""
 
+import contextlib
+import platform
 import re
 
 import torch
@@ -7,7 +9,7 @@ import torch
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training import status
 from forgetting_transformer.training.config import Config
-from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.errors import DeviceError, TrainingError
 from forgetting_transformer.training.feed import DataWorkerError
 from forgetting_transformer.training.peers import Peers
 from forgetting_transformer.training.run_directory import RunDirectory, describe_os_error
@@ -61,6 +63,12 @@ def train(config: Config) -> str:
             problem = TrainingError(f"{reason}; {trainer.saver.last_good_checkpoint}")
             trainer.failed(problem)
             raise problem from error
+        except torch.AcceleratorError as error:
+            with contextlib.suppress(torch.AcceleratorError):  # what was copied to the host can still be written
+                trainer.saver.wait_for_save()
+            problem = DeviceError(device_failed(error, trainer.fabric.device, trainer.saver.last_good_checkpoint))
+            trainer.failed(problem)
+            raise problem from error
         except Exception as error:
             if (blame := peers.explain(error)) is not None:
                 last_good = trainer.saver.last_good_checkpoint
@@ -71,6 +79,15 @@ def train(config: Config) -> str:
             raise
         finally:
             trainer.close()
+
+
+def device_failed(error: torch.AcceleratorError, device: torch.device, last_good: str) -> str:
+    """One line: where which error came, and how to go on."""
+    what = str(error).partition("\n")[0].removeprefix("CUDA error: ")
+    return (
+        f"{device} of {platform.node()} failed: {what}; {last_good}. Start the same command again. If it fails again, "
+        "see with `dmesg | grep -i xid` what the driver noticed, and learn where with CUDA_LAUNCH_BLOCKING=1"
+    )
 
 
 def out_of_memory(error: torch.OutOfMemoryError, config: Config, during: str = "the start", world_size: int = 1) -> str:
