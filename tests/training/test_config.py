@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from forgetting_transformer.model import DecoderForCausalLM, registry
 from forgetting_transformer.nested import flatten
-from forgetting_transformer.train import _multirun_first
+from forgetting_transformer.train import _options_first
 from forgetting_transformer.training.config import ConfigError, ModelConfig, check
 from forgetting_transformer.training.continuing import changes_that_alter_the_run
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
@@ -263,13 +263,20 @@ def test_the_parts_of_a_mixture_are_checked_before_anything_is_read(parts, messa
         experiment("experiment/longcrawl64/forgetting_transformer/pro_125m_2b", "datamodule=mixture", *given)
 
 
-def test_a_sweep_may_be_asked_for_anywhere_on_the_command_line():
-    assert _multirun_first(["+experiment/demo=fox_pro", "-m", "seed=0,1"]) == [
-        "-m",
-        "+experiment/demo=fox_pro",
-        "seed=0,1",
-    ]
-    assert _multirun_first(["seed=0"]) == ["seed=0"]
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (["+experiment/demo=fox_pro", "-m", "seed=0,1"], ["-m", "+experiment/demo=fox_pro", "seed=0,1"]),
+        (["seed=0", "--config-dir", "mine", "tag=a"], ["--config-dir", "mine", "seed=0", "tag=a"]),
+        (["seed=0", "--config-dir=mine", "tag=a"], ["--config-dir=mine", "seed=0", "tag=a"]),
+        (["seed=0", "--cfg", "job", "tag=a", "--resolve"], ["--cfg", "job", "--resolve", "seed=0", "tag=a"]),
+        (["a=1", "--info", "b=2", "-i", "defaults", "c=3"], ["--info", "-i", "defaults", "a=1", "b=2", "c=3"]),
+        (["seed=0", "-cd"], ["-cd", "seed=0"]),
+        (["seed=0"], ["seed=0"]),
+    ],
+)
+def test_options_of_hydra_may_stand_anywhere_on_the_command_line(given, wanted):
+    assert _options_first(given) == wanted
 
 
 def test_an_unknown_key_is_refused_with_the_closest_known_one():

@@ -1,6 +1,7 @@
 """Optimizers besides AdamW: they resume bitwise, and a bad step is left out even if they know nothing of it."""
 
 import copy
+import re
 import shutil
 from pathlib import Path
 
@@ -82,6 +83,8 @@ def test_a_run_with_muon_that_was_interrupted_is_the_one_that_was_not(tiny, fini
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= moments
     reached = losses(tiny["output_dir"])
     assert reached[20 * STEP] < 0.9 * reached[STEP], "it learns"
+    log = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+    assert re.search(r"optimizer +muon, .*, Muon for \S+ and AdamW for \S+ parameters, ignores", log)
 
 
 @pytest.mark.slow
@@ -105,6 +108,9 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
     assert [group.get("lr_scale", 1.0) for group in optimizer.param_groups] == [1.0, 0.25, 0.25]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
     assert not decides_on_device(optimizer)
+    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    of_muon = sum(counts[name] for name in first)
+    assert optimizer.parameter_counts() == {"Muon": of_muon, "AdamW": sum(counts.values()) - of_muon}
 
 
 def test_an_optimizer_that_leaves_parameters_out_is_refused_with_one_of_them():

@@ -47,6 +47,15 @@ def config_dir() -> Path:
     return installed if installed.is_dir() else package.parents[1] / "configs"
 
 
+#: Options of Hydra whose value is the argument after them, where no = joins it to them.
+_WITH_VALUE = (
+    "--cfg", "-c", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--package", "-p",
+    "--experimental-rerun",
+)  # fmt: skip
+#: What --info may be followed by.
+_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+
+
 def config_dirs() -> list[Path]:
     """All folders where choices may be: the project's, the one that the command line adds, and those of plug-ins."""
     own = [value for name, value in _options() if name in ("--config-dir", "-cd")]
@@ -136,7 +145,7 @@ def compose_or_explain() -> DictConfig | None:
             if not folder.is_dir():
                 raise CompactHydraException(f"ConfigError: --config-dir={folder}: there is no such folder")
         load_plugins()
-        sys.argv[1:] = _multirun_first(official_names.admit(sys.argv[1:]))
+        sys.argv[1:] = _options_first(official_names.admit(sys.argv[1:]))
         with console.one_voice():
             compose()
     except (HydraException, OmegaConfBaseException) as error:
@@ -163,10 +172,21 @@ def compose_or_explain() -> DictConfig | None:
     return _composed.pop() if _composed else None
 
 
-def _multirun_first(arguments: Sequence[str]) -> list[str]:
-    """The arguments with -m in front: Hydra's parser takes no option between two overrides."""
-    flags = [argument for argument in arguments if argument in ("-m", "--multirun")]
-    return [*flags[:1], *(argument for argument in arguments if argument not in flags)]
+def _options_first(arguments: Sequence[str]) -> list[str]:
+    """The arguments with Hydra's options in front: its parser takes none between two overrides."""
+    options: list[str] = []
+    overrides: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("-"):
+            overrides.append(argument)
+            continue
+        options.append(argument)
+        takes = rest and (argument in _WITH_VALUE or (argument in ("--info", "-i") and rest[0] in _INFO))
+        if takes:
+            options.append(rest.pop(0))
+    return [*options, *overrides]
 
 
 def parse(composed: DictConfig) -> "Config":

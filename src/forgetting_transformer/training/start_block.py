@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forgetting_transformer.training.combined_optimizer import CombinedOptimizer
 from forgetting_transformer.training.step_guard import decides_on_device
 
 if TYPE_CHECKING:
@@ -120,6 +121,9 @@ def _optimizer(trainer: TrainerInterface) -> str:
     """Its name and its keys as the config has them."""
     keys = dict(vars(trainer.config.optimizer))
     parts = [keys.pop("name"), *(f"{key.replace('_', ' ')} {_written(keys[key])}" for key in keys)]
+    if isinstance(trainer.optimizer.optimizer, CombinedOptimizer):
+        counts = trainer.optimizer.optimizer.parameter_counts()
+        parts.append(" and ".join(f"{name} for {human_count(n)}" for name, n in counts.items()) + " parameters")
     if not decides_on_device(trainer.optimizer.optimizer):
         parts.append("ignores found_inf: the host waits in every step to learn whether it counts")
     return ", ".join(parts)
