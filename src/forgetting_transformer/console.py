@@ -144,10 +144,12 @@ def fail(reason: str, trace: bool = False, once: bool = True, at_once: bool = Fa
     if not speaks or not _has_log:
         print(text, file=sys.stderr)
     if at_once:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        try:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(1)
     sys.exit(1)
 
 

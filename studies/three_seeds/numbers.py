@@ -18,7 +18,7 @@ VARIANTS = (
     "fox_pro_no_output_gate", "fox_pro_no_k_shift", "fox_pro_no_kv_shift", "fox_pro_no_v_shift", "fox_llama_qk_norm",
     "fox_llama_qk_norm_output_gate", "transformer_llama_no_rope",
 )  # fmt: skip
-PAPER = MODELS[:7]
+NO_HYBRIDS = [name for name in MODELS if not name.startswith("hybrid")]
 
 
 def sections(folder: Path) -> dict[str, str]:
@@ -59,7 +59,7 @@ def numbers(folder: Path) -> dict[str, str]:
     def pairs(variant: str, model: str) -> str:
         """Difference of each seed that the variant has."""
         own, other = losses_by_seed(study["variants"][variant]), losses[model]
-        return in_words([own[seed] - other[seed] for seed in sorted(own)], "+")
+        return in_words([own[seed] - other[seed] for seed in sorted(own)], sign="+")
 
     return {
         "pro_gain": found["transformer_pro"].text(),
@@ -78,7 +78,10 @@ def numbers(folder: Path) -> dict[str, str]:
         "muon_gain": claimed("Muon reaches", "fox_pro_muon").removeprefix("-"),
         "muon_share": f"{100 * mean_of(equal_loss(study, 'fox_pro_muon', 'fox_pro').values()):.0f} %",
         "forget_gate_in_hybrids": claimed("the forget gate helps", "hybrid_gated_delta_net_transformer"),
-        "hybrid_range": f"{max(max(of.values()) - min(of.values()) for of in losses.values()):.2f}",
+        "hybrid_range": f"{max(losses['hybrid'].values()) - min(losses['hybrid'].values()):.2f}",
+        "hybrid_pairs": in_words(
+            [losses["hybrid_gated_delta_net_transformer"][seed] - loss for seed, loss in losses["hybrid"].items()], 2
+        ),
         "half_hybrid": in_words(
             [dict(curve)[16_777_216] for curve in study["models"]["hybrid_mamba2_fox"]["heldout_curve"]]
         ),
@@ -86,7 +89,7 @@ def numbers(folder: Path) -> dict[str, str]:
         **{f"seeds_{name}": in_words([of[seed] for seed in sorted(of)]) for name, of in losses.items()},
         "pooled_all": f"{pooled.half_width:.2f}",
         "bartlett_all": f"{statistics.equal_noise([[*of.values()] for of in losses.values()]):.0e}",
-        "bartlett_models": f"{statistics.equal_noise([[*losses[name].values()] for name in PAPER]):.2f}",
+        "bartlett_models": f"{statistics.equal_noise([[*losses[name].values()] for name in NO_HYBRIDS]):.2f}",
         "beyond_fox": f"{beyond['fox_pro']:+.2f}",
         "beyond_transformer_pro": f"{beyond['transformer_pro']:+.2f}",
         "beyond_transformer_llama": f"{beyond['transformer_llama']:+.2f}",
@@ -97,7 +100,7 @@ def numbers(folder: Path) -> dict[str, str]:
     }
 
 
-def in_words(values: Sequence[float], sign: str = "") -> str:
+def in_words(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
     """As in "1.234, 2.345 and 3.456"; `sign` "+" shows plus signs."""
-    *first, last = [f"{value:{sign}.3f}" for value in values]
+    *first, last = [f"{value:{sign}.{digits}f}" for value in values]
     return f"{', '.join(first)} and {last}" if first else last

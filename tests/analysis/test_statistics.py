@@ -115,3 +115,17 @@ def test_models_are_compared_with_errors_over_groups_of_texts_where_they_are_kno
     known, unknown = compared(group), compared(None)
     assert [row["loss"] for row in known] == [row["loss"] for row in unknown]
     assert all(1.5 < row["loss_error"] / other["loss_error"] < 2.5 for row, other in zip(known, unknown, strict=True))
+
+
+def test_a_model_that_is_bitwise_the_baseline_says_nothing_about_the_noise():
+    losses = {"a": {0: 3.0, 1: 3.1, 2: 3.05}, "b": {0: 3.2, 1: 3.25, 2: 3.3}}
+    alone = statistics.against_baseline(losses, "a")
+    found = statistics.against_baseline(losses | {"a again": dict(losses["a"])}, "a")
+    assert found.deviation == pytest.approx(alone.deviation) and found.freedom == alone.freedom == 2
+    assert found.against["a again"].value == 0 and found.against["b"].half_width > alone.against["b"].half_width, "two"
+
+
+def test_deviations_that_differ_more_than_by_chance_are_noticed():
+    quiet, noisy = [3.0, 3.01, 2.99], [3.0, 4.0, 2.0]
+    assert statistics.equal_noise([quiet, noisy]) < 0.01 < 0.5 < statistics.equal_noise([quiet, [5.0, 5.01, 4.99]])
+    assert math.isnan(statistics.equal_noise([quiet, [3.0, 3.0, 3.0], [1.0]])), "of one model alone nothing is known"

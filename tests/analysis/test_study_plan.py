@@ -71,6 +71,11 @@ def test_overrides_are_what_hydra_reads(read):
         (f"{MODELS}claims: [{{rule: falls, models: [a], at: 1}}]", r"claims\[0\]: claim is missing; it must be a text"),
         (f"{MODELS}families: [[a]]", "'b' is in none of them; it must be a list of lists"),
         (f"{MODELS}families: [[a, b], [c]]", "'c' is none of the models: a, b"),
+        (
+            "group: demo\nmodels: {a: A, b: B, c: C}\nfamilies: [[a, b], [c]]\nclaims:\n"
+            "  - {claim: x, rule: lower, models: [c], than: a}\n  - {claim: x, rule: lower, models: [b], than: c}\n",
+            r"claims\[1\]: b and c are in no family together",
+        ),
         (f"{MODELS}equal_loss: {{a: a}}", "equal_loss.a='a' must name two of the models: a, b"),
         ("a text", "the file"),
         (f"{MODELS}1: a", "the file has the key 1, which is no text; quote it"),

@@ -63,7 +63,8 @@ def main() -> None:
             sys.exit(1)
         starts = len((output_dir / "starts.txt").read_text().splitlines())
         if step >= STEPS // 2 and ("device_always" in hit or ("device" in hit and starts == 1)):
-            write_status(output_dir, "failed", f"DeviceError: cuda:0 of here failed in start {starts}: ECC error")
+            of = "" if "device" in hit else "TrainingError: rank 1 has failed: "
+            write_status(output_dir, "failed", f"{of}DeviceError: cuda:0 of here failed in start {starts}: ECC error")
             sys.exit(1)
         if "preempt" in hit and step >= STEPS // 2:
             write_status(output_dir, "preempted", "SIGTERM")

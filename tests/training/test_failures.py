@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forgetting_transformer.training import failures
 from tests.processes import ROOT, Command, free_port, run_command, shell_environment
 from tests.training.conftest import STEP, Job, changed, refused, train
 from tests.training.test_resume import assert_same_run, lines, losses
@@ -115,6 +116,25 @@ def test_out_of_memory_is_one_line_with_the_keys_that_help(tiny, what, world_siz
     assert all(job.wait())
     status = json.loads((Path(tiny["output_dir"]) / "status.json").read_text())
     assert said in status["reason"], status["reason"]
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nFor"), "uncorrectable ECC error enc"),
+        (RuntimeError("Triton Error [CUDA]: unspecified launch failure"), "unspecified launch failure"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublas`"), "CUBLAS_STATUS_EXECUTION"),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), None),
+        (torch.AcceleratorError("CUDA error: out of memory"), None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), None),
+        (RuntimeError("Triton Error [CUDA]: invalid argument"), None),
+        (ValueError("CUDA error: unspecified launch failure"), None),
+        (RuntimeError("shapes do not fit"), None),
+    ],
+)
+def test_errors_of_the_program_are_not_taken_for_those_of_a_gpu(error, what):
+    found = failures.device_error(error)
+    assert found is None if what is None else found is not None and found.startswith(what)
 
 
 def test_a_gpu_that_fails_is_one_line_that_says_where_and_how_to_go_on(tiny):

@@ -152,6 +152,9 @@ def against_baseline(
         if all(math.isfinite(of.get(seed, math.nan)) for seed in seeds)
     }
     loss_MS = np.array([table[name] for name in table], dtype=np.float64)
+    # Models with the same losses in all bits say nothing new about the noise.
+    if 1 < len(distinct_MS := np.unique(loss_MS, axis=0)) < len(loss_MS):
+        loss_MS = distinct_MS
     n_models, n_seeds = loss_MS.shape
     freedom = max(0, (n_models - 1) * (n_seeds - 1))
     deviation = half_width = math.nan
@@ -172,6 +175,8 @@ def against_baseline(
 
 def equal_noise(losses: Sequence[Sequence[float]]) -> float:
     """The probability that deviations of models differ so much by chance (M. S. Bartlett, 1937); NaN if unknown.
+
+    A rough check: what seeds do to all models alike is in the deviations too.
 
     Args:
         losses: of each model, by seed.

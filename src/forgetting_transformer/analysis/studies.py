@@ -327,9 +327,7 @@ def baseline_of(study: Mapping[str, Any], kind: str) -> str:
 def contrasts(
     study: Mapping[str, Any], kind: str, than: str | None = None, compared: Collection[str] | None = None
 ) -> list[statistics.Contrasts]:
-    """Held-out losses of "models" or "variants" against the baseline's, for each family of models.
-
-    None where the model that they are compared with has no losses.
+    """Held-out losses of "models" or "variants" against the baseline's, for each family of models that has both.
 
     Args:
         than: another model than the study's baseline, and of `compared` models, for which the intervals hold at once.

@@ -34,7 +34,7 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
     places, parts = list(studies), list(studies.values())
     first = parts[0]
     said = {key: first[key] for key in ("baseline", "equal_loss", "claims")}
-    said["families"] = first.get("families", [])
+    said["families"] = next((part["families"] for part in parts if part.get("families")), [])
     for key in ("names", "variant_groups"):
         said[key] = {}
         for part in parts:

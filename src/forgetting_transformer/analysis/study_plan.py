@@ -207,7 +207,12 @@ def _check(plan: StudyPlan) -> None:
     for model, other in plan.equal_loss.items():
         if not {model, other} <= set(plan.models) or model == other:
             raise AnalysisError(f"equal_loss.{model}={other!r} must name two of the models: {', '.join(plan.models)}")
+    together = [{plan.baseline or next(iter(plan.models)), *family} for family in plan.families]
     for number, claim in enumerate(plan.claims):
+        compares = claim.rule in ("lower", "higher", "same") and claim.of != "variants" and claim.than in plan.models
+        for model in claim.models if together and compares else ():
+            if not any({model, claim.than} <= family for family in together):
+                raise AnalysisError(f"claims[{number}]: {model} and {claim.than} are in no family together")
         try:
             _check_claim(claim, plan)
         except AnalysisError as error:

@@ -185,27 +185,30 @@ def _against(found: Sequence[statistics.Contrasts]) -> dict[str, str]:
 
 def noise(study: Mapping[str, Any], kind: str) -> str:
     """What the intervals of a table are, and which differences its seeds can show; a line for each family."""
-    found = [family for family in contrasts(study, kind) if family.freedom]
-    if not found:
-        return "Each has one seed, so no interval can be given."
+    families = contrasts(study, kind)
     lines = []
-    for family in found:
+    for family in families:
+        if not family.freedom:
+            continue
         every = [_losses(study[kind][name]) for name in family.estimated_from]
         alone = sorted(map(stdev, every))
         text = (
             f"The standard deviation of a run is {family.deviation:.4f} (pooled; degrees of freedom: {family.freedom}; "
-            f"of one model alone between {alone[0]:.4f} and {alone[-1]:.4f}). "
-            f"With {family.seeds} seeds each, a difference of {family.detectable():.3f} is found with a probability of "
-            "80 %."
+            f"of one model alone between {alone[0]:.4f} and {alone[-1]:.4f})."
         )
+        if not math.isnan(detectable := family.detectable()):
+            text += (
+                f" With {family.seeds} seeds each, a difference of {detectable:.3f} is found with a probability of "
+                "80 %."
+            )
         if (chance := statistics.equal_noise(every)) < UNEQUAL:
             text += (
                 f" These deviations differ more than by chance (Bartlett's test, p = {chance:.1g}), so that intervals "
                 "are too wide for the models with little noise and too narrow for the others."
             )
         names = "; ".join(display_name(study, name) for name in family.estimated_from)
-        lines.append(text if len(found) == 1 else f"* {names}: {text[0].lower()}{text[1:]}")
-    return "\n".join(lines)
+        lines.append(text if len(families) == 1 else f"* {names}: {text[0].lower()}{text[1:]}")
+    return "\n".join(lines) or "No interval can be given: that takes two models with the same two seeds or more."
 
 
 def _text(estimate: statistics.Estimate | None) -> str:

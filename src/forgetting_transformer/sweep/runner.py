@@ -208,8 +208,9 @@ def _result(one: _Running) -> JobResult:
 def _device_failed(one: _Running, result: JobResult) -> bool:
     """Whether its GPU did, so that it may end well if it goes on from its last checkpoint (training/errors.py)."""
     status = result.run.status
-    reason = str(status.get("reason", ""))
-    return one.job.config.resume and status != one.status_before and reason.startswith("DeviceError: ")
+    # On rank 0, or on another one, of which rank 0 has heard.
+    said = re.search(r"(^|has failed: )DeviceError: ", str(status.get("reason", "")))
+    return one.job.config.resume and status != one.status_before and said is not None
 
 
 def _reason(one: _Running) -> str:

@@ -38,6 +38,8 @@ def train(config: Config) -> str:
                 problem = TrainingError(f"cannot start: {blame}. Start the same command again")
             elif isinstance(error, torch.OutOfMemoryError):
                 problem = TrainingError(f"cannot start: {out_of_memory(error, config)}")
+            elif (what := device_error(error)) is not None:
+                problem = DeviceError(f"cannot start: a GPU of {platform.node()} failed: {what}. {AFTER_DEVICE_ERROR}")
             reason = f"{type(problem).__name__}: {problem}"
             peers.failed(reason)
             status.end(directory, reason)
@@ -63,13 +65,14 @@ def train(config: Config) -> str:
             problem = TrainingError(f"{reason}; {trainer.saver.last_good_checkpoint}")
             trainer.failed(problem)
             raise problem from error
-        except torch.AcceleratorError as error:
-            with contextlib.suppress(torch.AcceleratorError):  # what was copied to the host can still be written
-                trainer.saver.wait_for_save()
-            problem = DeviceError(device_failed(error, trainer.fabric.device, trainer.saver.last_good_checkpoint))
-            trainer.failed(problem)
-            raise problem from error
         except Exception as error:
+            if (what := device_error(error)) is not None:
+                with contextlib.suppress(RuntimeError):  # what was copied to the host can still be written
+                    trainer.saver.wait_for_save()
+                where, last_good = f"{trainer.fabric.device} of {platform.node()}", trainer.saver.last_good_checkpoint
+                problem = DeviceError(f"{where} failed: {what}; {last_good}. {AFTER_DEVICE_ERROR}")
+                trainer.failed(problem)
+                raise problem from error
             if (blame := peers.explain(error)) is not None:
                 last_good = trainer.saver.last_good_checkpoint
                 problem = TrainingError(f"{blame}; {last_good}. Start the same command again")
@@ -81,13 +84,20 @@ def train(config: Config) -> str:
             trainer.close()
 
 
-def device_failed(error: torch.AcceleratorError, device: torch.device, last_good: str) -> str:
-    """One line: where which error came, and how to go on."""
-    what = str(error).partition("\n")[0].removeprefix("CUDA error: ")
-    return (
-        f"{device} of {platform.node()} failed: {what}; {last_good}. Start the same command again. If it fails again, "
-        "see with `dmesg | grep -i xid` what the driver noticed, and learn where with CUDA_LAUNCH_BLOCKING=1"
-    )
+#: What helps where a GPU has failed.
+AFTER_DEVICE_ERROR = (
+    "Start the same command again. If it fails again, see with `dmesg | grep -i xid` what the driver noticed, and "
+    "learn where with CUDA_LAUNCH_BLOCKING=1"
+)
+_DEVICE_ERROR = re.compile(r"(?:CUDA error|Triton Error \[CUDA\]): (.+)")
+#: Of these the program is to blame, or the memory that there is, and they would come again.
+_OF_THE_PROGRAM = re.compile("device-side assert|invalid|no kernel image|out of (memory|resource)|ALLOC_FAILED")
+
+
+def device_error(error: BaseException) -> str | None:
+    """What PyTorch, Triton or cuBLAS says of a GPU that failed; None for any other error."""
+    said = _DEVICE_ERROR.search(str(error)) if isinstance(error, RuntimeError) else None
+    return None if said is None or _OF_THE_PROGRAM.search(said[1]) else said[1]
 
 
 def out_of_memory(error: torch.OutOfMemoryError, config: Config, during: str = "the start", world_size: int = 1) -> str:
