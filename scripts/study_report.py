@@ -18,7 +18,8 @@ variants_noise, or the name of a figure followed by _figure. The page links to t
 (scripts/pages.py fills the pages in studies/.)
 
 join makes one report of several, whose runs were made in other places or at other times on the same corpus: other
-models, variants, or seeds of the same models with the same settings. Intervals and verdicts are computed again.
+models, variants, or seeds of the same models with the same settings. Intervals and verdicts are computed again. Runs
+that were made again with the same losses in all bits count once, and bring what was missing, such as answers to tasks.
 compare.png and memory.png, which need the runs, stay with the reports that were joined.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgetting_transformer.analysis import study_tables
+from forgetting_transformer.analysis import AnalysisError, study_parts, study_tables
 from forgetting_transformer.analysis.studies import read_study
 from forgetting_transformer.analysis.study_parts import _BY_SEED
 from tests.sweep.conftest import ROOT, load_script
@@ -110,6 +110,21 @@ def test_parts_that_do_not_fit_together_are_refused(tmp_path, capfd, other, mess
     assert load_script("study_report").main(["join", *reports, "--out", str(out)]) == 1
     error = capfd.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1 and not out.exists()
+
+
+def test_runs_that_were_made_again_count_once_and_bring_what_was_missing(tmp_path):
+    first, again = part_of(["fox_pro", "mamba2"], [0, 1, 2]), part_of(["fox_pro"], [0])
+    del first["models"]["fox_pro"]["per_token_loss"]
+    again["scores"] = {"fox_pro": {"fox_pro_seed0": {"needle": {"easy": 0.5}}}}
+    found = study_parts.join({"first": first, "again": again})
+    fox = found["models"]["fox_pro"]
+    assert fox["seeds"] == [0, 1, 2] and fox["heldout_loss"] == first["models"]["fox_pro"]["heldout_loss"]
+    assert fox["per_token_loss"] == again["models"]["fox_pro"]["per_token_loss"]
+    assert found["scores"] == again["scores"]
+    assert found["pruning_loss"]["fox_pro"] == first["pruning_loss"]["fox_pro"]
+    again["models"]["fox_pro"]["heldout_loss"][0] += 1e-9
+    with pytest.raises(AnalysisError, match="again has fox_pro with seed 0, and so has an earlier report"):
+        study_parts.join({"first": first, "again": again})
 
 
 def test_a_report_is_not_joined_into_itself(tmp_path, capfd):

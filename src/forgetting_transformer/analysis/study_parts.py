@@ -23,13 +23,16 @@ _OF_FIRST_SEED = ("speed", "pruned")
 def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None) -> dict[str, Any]:
     """One study of all models and seeds of several, without what depends on loss by position of all of them.
 
+    Runs that were made again, with the same losses in all bits, count once: the later report adds what the earlier one
+    lacks, such as answers to tasks, for which weights were no longer there.
+
     Args:
         studies: where each is from, for messages -> its study.json.
         plan: of the joined study: names, claims and baseline; default that of the first, with the names of all.
 
     Raises:
-        AnalysisError: one has another corpus or does not say which, or two have the same run, or seeds of one model
-            with other settings.
+        AnalysisError: one has another corpus or does not say which, or two have a run with other losses each, or seeds
+            of one model with other settings.
     """
     places, parts = list(studies), list(studies.values())
     first = parts[0]
@@ -52,12 +55,17 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
             raise AnalysisError(f"{place} does not say on which corpus it was made; collect it again from its runs")
         if part["corpus"]["fingerprint"] != first["corpus"]["fingerprint"]:
             raise AnalysisError(f"{place} is of another corpus than {places[0]}, so their losses cannot be compared")
+        again = set()
         for kind in ("models", "variants"):
             for name, model in part[kind].items():
                 if model.get("of_run"):
                     continue  # of which another part may have more seeds
                 known = joined[kind].get(name)
-                joined[kind][name] = dict(model) if known is None else _with_seeds(name, known, model, place)
+                if known is not None and _has_all_of(known, model):
+                    again.add(name)
+                    joined[kind][name] = {**model, **known}
+                else:
+                    joined[kind][name] = dict(model) if known is None else _with_seeds(name, known, model, place)
         for name, losses in part["search"].items():
             if joined["search"].setdefault(name, losses) != losses:
                 raise AnalysisError(f"{place} has another search of {name} than an earlier report; leave one out")
@@ -67,6 +75,8 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
         for key in ("pruning_speed", "pruning_loss"):
             for name, lists in part.get(key, {}).items():
                 known = joined[key].get(name, {})
+                if known and name in again:
+                    continue
                 joined[key][name] = {which: [*known.get(which, []), *values] for which, values in lists.items()}
         for name, runs in part.get("scores", {}).items():
             joined["scores"][name] = joined["scores"].get(name, {}) | runs
@@ -77,6 +87,16 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
         joined[kind] = {name: joined[kind][name] for name in in_order([*joined[kind]], joined["names"])}
     add_own_variants(joined)
     return joined | {key: first[key] for key in ("environment", "started", "corpus") if key in first}
+
+
+def _has_all_of(known: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+    """Whether the runs of a model are known already: the same seeds with the same losses in all bits."""
+
+    def losses(of: Mapping[str, Any]) -> dict[int, list[Any]]:
+        each = zip(of["seeds"], *(of[key] for key in ("tokens", "train_loss", "heldout_loss", "curve")), strict=True)
+        return {seed: values for seed, *values in each}
+
+    return losses(model).items() <= losses(known).items()
 
 
 def _with_seeds(name: str, known: Mapping[str, Any], model: Mapping[str, Any], place: str) -> dict[str, Any]:
