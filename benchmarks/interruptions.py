@@ -55,13 +55,12 @@ from runs import (
     Runs,
     TimeOver,
     largest_difference,
-    read_status,
     result,
     step_seconds,
     taken_once,
     times,
 )
-from start import VOCABULARY
+from start import VOCABULARY, read_status
 from tables import INTERRUPTIONS, interruption_cells
 
 from forgetting_transformer import command_line

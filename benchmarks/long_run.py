@@ -35,8 +35,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
-from runs import largest_difference, read_status, weights_digest, whole_lines
-from start import launch_command, ran_out_of_memory
+from runs import largest_difference, weights_digest, whole_lines
+from start import launch_command, ran_out_of_memory, read_status
 from tables import long_run_cells, long_run_header
 from whole_run import BenchmarkError, corpus
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from record import end_with_parent
-from start import FIRST_LINE, launch_command, on_random_tokens, write_corpus
+from start import FIRST_LINE, launch_command, on_random_tokens, read_status, write_corpus
 
 from training import compose
 
@@ -166,10 +166,6 @@ def taken_once(output: Path) -> bool:
     """Whether no step was taken by two starts."""
     steps = [step for notes in notes_of(output) for step in times(notes)]
     return len(steps) == len({*steps})
-
-
-def read_status(output: Path) -> dict[str, Any]:
-    return json.loads((output / "status.json").read_text(encoding="utf-8"))
 
 
 def step_seconds(taken: dict[int, float]) -> dict[int, float]:

@@ -124,8 +124,11 @@ def start(args: argparse.Namespace, experiment: str, output: Path) -> dict[str, 
 
 def ran_out_of_memory(output: Path) -> bool:
     """Whether a run says that it ended so."""
-    status = output / "status.json"
-    return status.is_file() and "out of memory in " in json.loads(status.read_text(encoding="utf-8"))["reason"]
+    return (output / "status.json").is_file() and "out of memory in " in read_status(output)["reason"]
+
+
+def read_status(output: Path) -> dict[str, Any]:
+    return json.loads((output / "status.json").read_text(encoding="utf-8"))
 
 
 def launch_command(devices: int, accelerator: str, launcher: str) -> list[str]:

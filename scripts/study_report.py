@@ -307,10 +307,11 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
         }
         figures.append(folder / "octaves.png")
         loss_by_octave(octaves, study["comparison"], figures[-1], made_with, lengths)
-    panels = {}
+    panels, families = {}, False
     for kind in ("models", "variants"):
         by_family = contrasts(study, kind)
         found = differences(by_family)
+        families = families or len(by_family) > 1
         if any(not math.isnan(apart.value) for apart in found.values()):
             tokens = {model["budget"] for model in study[kind].values()}
             budget = f", {tokens.pop() / 1e6:,.3g}M tokens" if len(tokens) == 1 else ""
@@ -320,7 +321,6 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
             panels[f"{kind}{budget}, {seeds}"] = (display_name(study, baseline_of(study, kind)), found)
     if panels:
         figures.append(folder / "differences.png")
-        families = len(contrasts(study, "models")) > 1
         differences_to_baseline(panels, study.get("names", {}), figures[-1], on_machine, families)
     recorded = {
         display_name(study, name): heads

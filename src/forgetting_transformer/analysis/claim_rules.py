@@ -32,6 +32,11 @@ class Rule:
     may: tuple[str, ...] = ()
     unit: str = "nats"
 
+    @property
+    def compares_losses(self) -> bool:
+        """Whether it is of held-out losses at the end, of runs or variants."""
+        return "of" in self.may
+
 
 _CHANGE = "change of the loss when the context doubles at a position, from the octave before it to the octave after it"
 _LOSS = "held-out loss at the end minus that of the other model"

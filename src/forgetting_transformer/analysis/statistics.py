@@ -4,6 +4,7 @@ Seeds differ in initial weights and not in data, so the intervals say what other
 what another corpus would.
 """
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ class Contrasts:
         against: model -> difference of means, with an interval that holds for all models together (Dunnett); without
             one for a model that lacks seeds of the baseline.
         deviation: of the noise, one for all models; NaN where there is nothing to estimate it from.
-        freedom: its degrees of freedom, (models - 1) (seeds - 1).
+        freedom: its degrees of freedom, (models - 1) (seeds - 1); models with the same losses count once.
         seeds: how many every model has.
         estimated_from: the models that have all of these seeds, the baseline among them.
     """
@@ -128,7 +129,7 @@ class Contrasts:
         """Difference to the baseline that an interval excludes zero for, with this probability; NaN if unknown."""
         if not self.freedom or not self.deviation > 0:
             return math.nan
-        return detectable(self.deviation, self.seeds, self.freedom, self.freedom // (self.seeds - 1), power)
+        return detectable(self.deviation, self.seeds, self.freedom, len(self.estimated_from) - 1, power)
 
 
 def against_baseline(
@@ -187,6 +188,7 @@ def equal_noise(losses: Sequence[Sequence[float]]) -> float:
     return float(stats.bartlett(*several).pvalue) if len(several) > 1 else math.nan
 
 
+@functools.cache
 def dunnett_quantile(comparisons: int, freedom: float) -> float:
     """Critical value of two-sided 95 % intervals for means of equal size against one more, which cover all at once.
 

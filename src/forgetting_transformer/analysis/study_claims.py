@@ -161,10 +161,7 @@ def _compared(study: Study, claim: Claim) -> set[str]:
     """The models that claims compare with the same other one: their intervals hold at once."""
     kind = claim.get("of") or "runs"
     same = [c for c in study["claims"] if (c.get("than"), c.get("of") or "runs") == (claim["than"], kind)]
-    return {model for c in same if RULES[c["rule"]] in _OF_LOSSES for model in c["models"]}
-
-
-_OF_LOSSES = [RULES[name] for name in ("lower", "higher", "same")]
+    return {model for c in same if RULES[c["rule"]].compares_losses for model in c["models"]}
 
 
 def _unpruned(study: Study, _claim: Claim, model: str) -> tuple[Estimate | None, str]:

@@ -207,12 +207,7 @@ def _check(plan: StudyPlan) -> None:
     for model, other in plan.equal_loss.items():
         if not {model, other} <= set(plan.models) or model == other:
             raise AnalysisError(f"equal_loss.{model}={other!r} must name two of the models: {', '.join(plan.models)}")
-    together = [{plan.baseline or next(iter(plan.models)), *family} for family in plan.families]
     for number, claim in enumerate(plan.claims):
-        compares = claim.rule in ("lower", "higher", "same") and claim.of != "variants" and claim.than in plan.models
-        for model in claim.models if together and compares else ():
-            if not any({model, claim.than} <= family for family in together):
-                raise AnalysisError(f"claims[{number}]: {model} and {claim.than} are in no family together")
         try:
             _check_claim(claim, plan)
         except AnalysisError as error:
@@ -256,6 +251,11 @@ def _check_claim(claim: Claim, plan: StudyPlan) -> None:
         raise AnalysisError(
             f"models={claim.models} must name at least one model, and each once, and not {claim.than!r}"
         )
+    if plan.families and rule.compares_losses and not of_variants:
+        together = [{plan.baseline or next(iter(plan.models)), *family} for family in plan.families]
+        for model in claim.models:
+            if not any({model, claim.than} <= family for family in together):
+                raise AnalysisError(f"{model} and {claim.than} are in no family together")
     if claim.at is not None and not (claim.at > 0 and math.log2(claim.at).is_integer()):
         raise AnalysisError(f"at={claim.at} must be a power of two, such as 0.5: octaves of positions end there")
     if claim.within is not None and not 0 < claim.within < math.inf:

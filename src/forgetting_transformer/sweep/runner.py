@@ -75,9 +75,9 @@ def run_jobs(
 ) -> list[JobResult]:
     """Runs every job and returns their results in the order of `jobs`, and of those that came of them.
 
-    A job that is finished already, by its own files, is not started. One whose GPU failed is started once more, after
-    those that wait, and goes on from its last checkpoint. Ctrl-C or SIGTERM asks the running ones to end, waits for
-    them and returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A second Ctrl-C kills them.
+    A job that is finished already, by its own files, is not started. One whose GPU failed is started once more, and
+    goes on from its last checkpoint if it has one. Ctrl-C or SIGTERM asks the running ones to end, waits for them and
+    returns; the jobs it met or that had not begun are `State.INTERRUPTED`. A second Ctrl-C kills them.
 
     Args:
         log_dir: gets what each job prints, `<name>.log`.

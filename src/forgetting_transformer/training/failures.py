@@ -66,20 +66,19 @@ def train(config: Config) -> str:
             trainer.failed(problem)
             raise problem from error
         except Exception as error:
+            problem = error
             if (what := device_error(error)) is not None:
                 with contextlib.suppress(RuntimeError):  # what was copied to the host can still be written
                     trainer.saver.wait_for_save()
                 where, last_good = f"{trainer.fabric.device} of {platform.node()}", trainer.saver.last_good_checkpoint
                 problem = DeviceError(f"{where} failed: {what}; {last_good}. {AFTER_DEVICE_ERROR}")
-                trainer.failed(problem)
-                raise problem from error
-            if (blame := peers.explain(error)) is not None:
+            elif (blame := peers.explain(error)) is not None:
                 last_good = trainer.saver.last_good_checkpoint
                 problem = TrainingError(f"{blame}; {last_good}. Start the same command again")
-                trainer.failed(problem)
-                raise problem from error
-            trainer.failed(error)
-            raise
+            trainer.failed(problem)
+            if problem is error:
+                raise
+            raise problem from error
         finally:
             trainer.close()
 
