@@ -10,7 +10,7 @@ A step is forward and backward of one sequence of random tokens with activation 
 over the GPUs that share it (`strategy.context`). Weights are random. FoX is measured with pruning and without. Its
 gates have time constants spread logarithmically over the heads of a layer, in no order (--time_constants). A row is
 printed and saved to --out (record.py) when it is measured; the same command measures missing rows. Lengths are measured
-in the order of --seq_len, cells of one GPU on all GPUs at the same time. With --devices 1, models are measured one by
+in the order of --seq_len, cells of one GPU side by side, one on each GPU. With --devices 1, models are measured one by
 one, each at all lengths. Running out of memory is a result.
 
 tokens/s     tokens of the sequence / median seconds of --steps steps (more where they are short), on all GPUs together
@@ -23,6 +23,7 @@ memory       peak of PyTorch's allocator: weights, gradients, activations, witho
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import re
@@ -170,26 +171,27 @@ def work(args: argparse.Namespace, job: Path) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     bench = Bench(args, device, rank, world)
     cases = json.loads(job.read_text(encoding="utf-8"))
+    counters = dist.FileStore(str(job.with_name("counters")), world)
+
+    def keep(row: dict[str, Any]) -> None:
+        with job.with_name("rows.jsonl").open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+
     while cases:
-        # Cells of one GPU: as many at a time as there are GPUs.
-        count = 1
-        while cases[0]["context"] == 1 and count < min(world, len(cases)) and cases[count]["context"] == 1:
-            count += 1
-        now, cases = cases[:count], cases[count:]
-        mine = None
-        if now[0]["context"] > 1:
-            mine = bench.row(now[0])
-        elif rank < count:
-            mine = bench.row(now[rank])
-        everybodys: list[Any] = [None] * world
-        dist.all_gather_object(everybodys, mine, group=waiting_group())
-        if now[0]["context"] > 1:
-            by_rank = [{key: row.get(key) for key in row if key.endswith("_ms")} for row in everybodys]
-            everybodys = [{**everybodys[0], "by_rank": by_rank}]
-        if rank == 0:
-            with job.with_name("rows.jsonl").open("a", encoding="utf-8") as stream:
-                stream.writelines(json.dumps(row) + "\n" for row in everybodys[:count])
-        wait_for_all()  # as in scaling.py: none begins the next case until this one has its row
+        # Cells of one GPU: each GPU takes the next one when it is free.
+        alone = list(itertools.takewhile(lambda case: case["context"] == 1, cases))
+        while (number := counters.add(f"before the last {len(cases)}", 1) - 1) < len(alone):
+            keep(bench.row(alone[number]))
+        cases = cases[len(alone) :]
+        wait_for_all()
+        if cases:
+            now, *cases = cases
+            everybodys: list[Any] = [None] * world
+            dist.all_gather_object(everybodys, bench.row(now), group=waiting_group())
+            if rank == 0:
+                by_rank = [{key: row.get(key) for key in row if key.endswith("_ms")} for row in everybodys]
+                keep({**everybodys[0], "by_rank": by_rank})
+            wait_for_all()  # as in scaling.py: none begins the next case until this one has its row
     dist.destroy_process_group()
 
 
@@ -291,7 +293,6 @@ class Bench:
     def model_of(self, experiment: str, pruned: bool | None) -> Any:
         import torch
 
-        from forgetting_transformer.model.forgetting_transformer import decay_time_bias
         from forgetting_transformer.training import setup
         from forgetting_transformer.training.compilation import Compilation
 
@@ -306,12 +307,7 @@ class Bench:
         config = compose(experiment, [accelerator, *overrides, *self.args.overrides])
         config.train.gradient_checkpointing = True
         model = setup.build_model(config, SimpleNamespace(vocab_size=VOCABULARY, bos_token_id=0)).to(self.device)
-        draws = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, bias in model.named_parameters():
-                if name.endswith("fgate_proj.bias"):
-                    spread = decay_time_bias(len(bias), *self.args.time_constants)
-                    bias.copy_(spread[torch.randperm(len(bias), generator=draws)])
+        set_time_constants(model, self.args.time_constants)
         if config.train.compile is True or (config.train.compile == "auto" and self.device.type == "cuda"):
             Compilation(config, VOCABULARY, self.device, self.rank, self.world).compile(model)
         self.name, self.model = (experiment, pruned), model.train()
@@ -328,6 +324,24 @@ class Bench:
             return original(received, sent, **options)
 
         dist.all_to_all_single = counted
+
+
+def set_time_constants(model: Any, time_constants: Sequence[float]) -> None:
+    """Spreads the time constants of forget gates logarithmically over the heads of a layer, in no order.
+
+    Args:
+        time_constants: the shortest and the longest, in tokens.
+    """
+    import torch
+
+    from forgetting_transformer.model.forgetting_transformer import decay_time_bias
+
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, bias in model.named_parameters():
+            if name.endswith("fgate_proj.bias"):
+                spread = decay_time_bias(len(bias), *time_constants)
+                bias.copy_(spread[torch.randperm(len(bias), generator=draws)])
 
 
 def another(steps: int, seconds: Sequence[float]) -> bool:

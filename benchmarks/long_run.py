@@ -7,11 +7,13 @@
 
 All GPUs share each sequence (strategy.context), unless --context says how many. Every group of them has one sequence in
 a step. Runs are started as a user would, with activation checkpointing, compiled on a GPU, on the Python sources of
-this machine. Documents and held-out texts are as long as a sequence. The learning rate warms up over a tenth of the
-steps. Parts, each a row of the table that is printed and saved to --out (record.py) when it is measured; the same
+this machine. Documents and held-out texts are twice as long as a sequence. The learning rate warms up over a tenth of
+the steps. Parts, each a row of the table that is printed and saved to --out (record.py) when it is measured; the same
 command measures missing parts, each from its start:
 
 straight     a run without interruption
+beyond       its loss on whole held-out texts, beyond the length of training: eval/per_token_loss on the same devices,
+             which share each text. In the call that measures `straight`, which keeps the weights
 resumed      the same run: SIGTERM to the launcher after half of the steps, and the same command again
 
 s per step   median, from the run's metrics
@@ -38,14 +40,14 @@ from record import Record, RecordError, add_options, device_name, end_with_paren
 from runs import largest_difference, weights_digest, whole_lines
 from start import launch_command, ran_out_of_memory, read_status
 from tables import long_run_cells, long_run_header
-from whole_run import BenchmarkError, corpus
+from whole_run import ROOT, BenchmarkError, corpus, follow
 
 from forgetting_transformer import command_line
 from training import experiment_file, experiment_override
 
-PARTS = ("straight", "resumed")
+PARTS = ("straight", "beyond", "resumed")
 DATASET = "python_code"
-#: Held-out texts, each as long as a sequence.
+#: Held-out sequences that are evaluated: at the end of a run, and beyond the length of training.
 HELDOUT = 8
 ON_GPU = {
     "experiment": "forgetting_transformer/pro_760m_16b",
@@ -65,7 +67,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--experiment", metavar="NAME", help="of configs/experiment; default as above")
     parser.add_argument("--seq_len", type=int, help="tokens of a sequence (default 131072 on a GPU)")
     parser.add_argument("--steps", type=int, help="of a run, at least 4 (default 200 on a GPU)")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: both")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     parser.add_argument("--vocabulary", type=int, help="ids of the corpus; default GPT-2's 50,257 on a GPU")
     parser.add_argument("--max_bytes", help="text of the corpus (default 160MB on a GPU, about 40M tokens)")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="more overrides of train.py")
@@ -122,7 +124,10 @@ def measured(args: argparse.Namespace, part: str, scratch: Path, record: Record)
     """The values of a row, or why there are none."""
     output = scratch / part
     try:
-        command = train_command(args, output, corpus(args, DATASET, args.seq_len, HELDOUT))
+        data_dir = corpus(args, DATASET, 2 * args.seq_len, HELDOUT)
+        if part == "beyond":
+            return {"status": "ok", **loss_beyond(args, output.with_name("straight"), data_dir)}
+        command = train_command(args, output, data_dir)
         if part == "resumed":
             half = args.steps // 2 * step_tokens(args)
             start(command, output.with_name("stopped.log"), lambda: trained(output) >= half)
@@ -199,6 +204,36 @@ def start(command: Sequence[str], log: Path, stop: Callable[[], bool] | None = N
     raise BenchmarkError(f"train.py ended {problem}: {log.read_text(encoding='utf-8', errors='replace')[-2000:]}")
 
 
+def loss_beyond(args: argparse.Namespace, run: Path, data_dir: Path) -> dict[str, Any]:
+    """Of a run's last weights on whole held-out texts.
+
+    Raises:
+        BenchmarkError: there is no such run, or the evaluation failed.
+    """
+    import numpy as np
+
+    if not run.is_dir():
+        raise BenchmarkError("part beyond needs the weights of part straight: measure both in one call")
+    length, saved = 2 * args.seq_len, run.with_name("beyond")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.devices),
+        str(ROOT / "eval/per_token_loss/run_per_token_loss.py"), "--model_path", str(run),
+        "--data_path", str(data_dir / DATASET), "--save_dir", str(saved), "--eval_len", str(length),
+        "--eval_tokens", str(HELDOUT * length), "--local_batch_size", "1", "--context", str(args.context),
+        "--device", args.accelerator,
+    ]  # fmt: skip
+    _, _, seconds = follow(command, run.with_name("beyond.log"))
+    with np.load(saved / run.name / "results.npz") as evaluated:
+        return {"evaluation_seconds": seconds, "octaves": octaves(evaluated["val/loss_per_token"])}
+
+
+def octaves(loss_T: Any) -> list[list[float]]:
+    """Where each octave of positions begins, and its mean loss."""
+    from forgetting_transformer.analysis.position_loss import octave_edges
+
+    return [[a, float(loss_T[a:b].mean())] for a, b in itertools.pairwise(octave_edges(loss_T.size))]
+
+
 def trained(output: Path) -> int:
     """Tokens after which a run has logged its last loss."""
     return max((line["step"] for line in whole_lines(output / "metrics/jsonlines/train.jsonl")), default=0)
@@ -208,7 +243,6 @@ def result(output: Path) -> dict[str, Any]:
     """Of a run that is done."""
     import numpy as np
 
-    from forgetting_transformer.analysis.position_loss import octave_edges
     from forgetting_transformer.analysis.runs import read_metrics
 
     folder = output / "metrics"
@@ -217,13 +251,12 @@ def result(output: Path) -> dict[str, Any]:
     seconds = [after - before for before, after in itertools.pairwise(times)]
     with np.load(max((folder / "npz/val").glob("step-*.npz"))) as evaluated:
         loss_T, heldout = evaluated["val/loss_per_token"], float(evaluated["val/loss"])
-    edges = octave_edges(loss_T.size)
     return {
         "step_seconds": statistics.median(seconds),
         "peak_memory_bytes": max(line.get("throughput/peak_memory_bytes", 0) for line in speeds) or None,
         "losses": [line["train/loss"] for line in read_metrics(folder / "jsonlines/train.jsonl")],
         "heldout_loss": heldout,
-        "octaves": [[a, float(loss_T[a:b].mean())] for a, b in itertools.pairwise(edges)],
+        "octaves": octaves(loss_T),
         "weights": weights_digest(output),
     }
 

@@ -128,21 +128,22 @@ def run(
 
     Args:
         script: whose workers measure them. One argument is added: the file with the cases. A worker appends a line of
-            JSON for each to rows.jsonl beside it, and ends with OUT_OF_MEMORY where one does not fit.
+            JSON for each to rows.jsonl beside it, and ends with OUT_OF_MEMORY where the first without one does not fit.
     """
     deadline = time.monotonic() + args.time_limit
     while cases:
-        done, problem = yield from start(args, cases, argv, script, deadline)
+        rows, problem = yield from start(args, cases, argv, script, deadline)
+        left = [case for case in cases if not any(case.items() <= row.items() for row in rows)]
         # Where one did not fit, the next ones may.
-        given_up = cases[done : done + 1] if problem == "out of memory" else cases[done:]
+        given_up = left[:1] if problem == "out of memory" else left
         yield from ({**case, "status": problem} for case in given_up)
-        cases = cases[done + len(given_up) :]
+        cases = left[len(given_up) :]
 
 
 def start(
     args: argparse.Namespace, cases: list[dict[str, Any]], argv: list[str], script: str, deadline: float
-) -> Generator[dict[str, Any], None, tuple[int, str]]:
-    """One start of the processes. Returns how many cases it measured, and why it ended there."""
+) -> Generator[dict[str, Any], None, tuple[list[dict[str, Any]], str]]:
+    """One start of the processes. Returns the rows of the cases that it measured, and why it ended there."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -162,7 +163,8 @@ def start(
             )
             for k in range(args.devices)
         ]
-        done, problem = 0, ""
+        found: list[dict[str, Any]] = []
+        problem = ""
         try:
             while not problem:
                 time.sleep(0.2)
@@ -177,14 +179,15 @@ def start(
                     problem = "failed: not measured"
                 # A line that is being written has no end yet.
                 whole = [line for line in rows.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
-                yield from map(json.loads, whole[done:])
-                done = len(whole)
+                for line in whole[len(found) :]:
+                    found.append(json.loads(line))
+                    yield found[-1]
         finally:
             for process in processes:
                 process.kill()
             for process in processes:
                 process.wait()
-    return done, problem
+    return found, problem
 
 
 # A worker: one rank of all cases.

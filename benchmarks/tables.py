@@ -547,8 +547,8 @@ def long_run_header(length: int) -> list[str]:
 
 
 def _loss_columns(length: int) -> list[int]:
-    """Where the means of a long run's losses begin: each is over two octaves."""
-    begins = [length // 4]
+    """Where the means of a long run's losses begin: each is over two octaves, the last over that beyond the length."""
+    begins = [length // 4, length]
     while begins[0] // 4 >= 256:
         begins.insert(0, begins[0] // 4)
     return begins
@@ -560,16 +560,17 @@ def long_run_cells(row: Mapping[str, Any]) -> list[str]:
     begins = _loss_columns(row["seq_len"])
     if row["status"] != "ok":
         return [*case, "", "", "", _reason(row).replace("\n", " ").replace("|", "/"), *("" for _ in begins)]
-    losses = "bitwise" if row.get("bitwise") else _optional(row.get("largest_difference"), "{:.1e}".format)
-    if row["stopped_after"] is not None:
-        losses = f"{losses}, stopped after {row['stopped_after']}".removeprefix(", ")
-    peak = _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}")
     octaves = dict(map(tuple, row["octaves"]))
     # The second of two octaves has twice as many positions.
-    means = ((octaves[begin] + 2 * octaves[2 * begin]) / 3 for begin in begins)
-    return [
-        *case, str(len(row["losses"])), f"{row['step_seconds']:.2f}", peak, losses, *map("{:.3f}".format, means),
-    ]  # fmt: skip
+    means = [(octaves[begin] + 2 * octaves[2 * begin]) / 3 for begin in begins[:-1]]
+    losses = [*map("{:.3f}".format, means), _optional(octaves.get(begins[-1]), "{:.3f}".format)]
+    if row["part"] == "beyond":
+        return [*case, "", "", "", "", *losses]
+    same = "bitwise" if row.get("bitwise") else _optional(row.get("largest_difference"), "{:.1e}".format)
+    if row["stopped_after"] is not None:
+        same = f"{same}, stopped after {row['stopped_after']}".removeprefix(", ")
+    peak = _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}")
+    return [*case, str(len(row["losses"])), f"{row['step_seconds']:.2f}", peak, same, *losses]
 
 
 def long_runs(results: Results) -> str:
@@ -578,6 +579,36 @@ def long_runs(results: Results) -> str:
     lengths = sorted({row["seq_len"] for row in rows})
     made = [(length, [long_run_cells(row) for row in rows if row["seq_len"] == length]) for length in lengths]
     return "\n\n".join(table(long_run_header(length), cells) for length, cells in made)
+
+
+def long_generation_header() -> list[str]:
+    """Columns of benchmarks/long_generation.py."""
+    return ["model", "tokens", "evict below", "prompt s", "ms per token", "cache GB", "peak GB", "difference"]
+
+
+def long_generation_cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of a row of benchmarks/long_generation.py, among the others of its file."""
+    case = {key: row[key] for key in ("experiment", "tokens")}
+    whole = [r for r in rows if case.items() <= r.items() and r["evict_below"] is None]
+    first = max(whole, key=lambda r: r["part"])
+    evict = "–" if row["evict_below"] is None else f"{row['evict_below']:g}"
+    cells = [_sized_name(row["experiment"]), f"{row['tokens']:,}", evict + " (half)" * (row["part"] < first["part"])]
+    if row["status"] != "ok":
+        return [*cells, row["status"], "", "", "", ""]
+    far = None
+    if row is not first and first["status"] == "ok":
+        pairs = zip(row["log_probabilities"], first["log_probabilities"], strict=True)
+        far = max(abs(a - b) for a, b in pairs)
+    return [
+        *cells, f"{row['prompt_seconds']:.1f}", f"{1e3 * row['token_seconds']:.1f}", f"{row['cache_bytes'] / 1e9:.2f}",
+        _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}"), _optional(far, "{:.1e}".format),
+    ]  # fmt: skip
+
+
+def long_generation(results: Results) -> str:
+    """Generation behind a long prompt, from caches that keep all keys and from those that forget some."""
+    cells = [long_generation_cells(row, file["rows"]) for file in results.files for row in file["rows"]]
+    return table(long_generation_header(), cells)
 
 
 def long_contexts(results: Results) -> str:

@@ -19,11 +19,11 @@ from tests.waiting import HANG
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 
 
-def measure(name: str, shared: context.Context | None, rank: int) -> dict[str, torch.Tensor]:
-    """Loss of every token here, and the gradients of their sum over all GPUs, in float32 with checkpointing."""
+def measure(name: str, shared: context.Context | None, rank: int, bf16: bool) -> dict[str, torch.Tensor]:
+    """Loss of every token here, and the gradients of their sum over all GPUs, of float32 weights with checkpointing."""
     model, inputs = model_of(name, True).float().cuda(rank), inputs_of(False)
     part = slice(None) if shared is None else shared.part(LENGTH)
-    with context.sharing(shared):
+    with context.sharing(shared), torch.autocast("cuda", torch.bfloat16, enabled=bf16):
         loss = model(**{key: x[:, part].contiguous().cuda(rank) for key, x in inputs.items()}).loss
         loss.sum().backward()
     gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
@@ -31,6 +31,10 @@ def measure(name: str, shared: context.Context | None, rank: int) -> dict[str, t
         for gradient in gradients.values():
             dist.all_reduce(gradient)
     return {"loss": loss.detach(), **gradients}
+
+
+def distances(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {key: ((found[key] - x).norm() / x.norm().clamp(min=1e-6)).item() for key, x in exact.items()}
 
 
 def _share(folder: Path, rank: int, size: int) -> None:
@@ -41,9 +45,14 @@ def _share(folder: Path, rank: int, size: int) -> None:
         dist.init_process_group("nccl", store=store, device_id=torch.device("cuda", rank), **options)
         shared, far = context.Context(rank, size), {}
         for name in MODELS:
-            ours, whole = measure(name, shared, rank), measure(name, None, rank)
-            whole["loss"] = whole["loss"][:, shared.part(LENGTH)]
-            far[name] = max(((ours[key] - x).norm() / x.norm().clamp(min=1e-6)).item() for key, x in whole.items())
+            exact = measure(name, None, rank, False)
+            for bf16 in (False, True):
+                ours, whole = measure(name, shared, rank, bf16), measure(name, None, rank, bf16)
+                for found in (whole, exact) if bf16 else (whole,):
+                    found["loss"] = found["loss"][:, shared.part(LENGTH)]
+                far[name, bf16] = distances(ours, exact if bf16 else whole)
+                if bf16:
+                    far[name, "alone"] = distances(whole, exact)
         torch.save(far, folder / f"{rank}.pt")
         dist.destroy_process_group()
     except BaseException:
@@ -61,8 +70,14 @@ def test_two_gpus_compute_what_one_does_for_every_architecture(tmp_path):
     assert [process.exitcode for process in processes] == [0, 0], errors
     for rank in range(2):
         far = torch.load(tmp_path / f"{rank}.pt")
-        assert far.keys() == MODELS.keys()
-        assert {name: x for name, x in far.items() if not x < 1e-3} == {}
+        assert {name for name, _ in far} == MODELS.keys()
+        worst = {name: max(far[name, False].values()) for name in MODELS}
+        assert {name: x for name, x in worst.items() if not x < 1e-3} == {}
+        # In bf16 two GPUs may be off as far as one is, and not much farther: they add in another order.
+        for name in MODELS:
+            alone = far[name, "alone"]
+            farther = {key: (x, alone[key]) for key, x in far[name, True].items() if not x < 3 * alone[key] + 1e-2}
+            assert farther == {}, name
 
 
 @pytest.mark.parametrize(
