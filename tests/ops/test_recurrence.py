@@ -830,3 +830,28 @@ def test_the_last_state_needs_no_walk(op, groups, length, decay):
 
     for ours, theirs in zip(last(added), last(walked), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("op", ["simple_gla", "gla"])
+def test_the_state_before_a_part_is_compiled_without_running_sums(op, monkeypatch):
+    """On a GPU TorchInductor of PyTorch 2.11 fails on running sums of some shapes (32 chunks of 256 tokens, 48 heads)."""
+    from functorch.compile import aot_function, make_boxed_func
+
+    from forgetting_transformer.ops import context
+
+    found = []
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda received, sent, group: received.copy_(sent))
+
+    def kept(graph, _):
+        found.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    def state(k, v, log_decay):
+        return context.state_before(*recurrence.last_state(k, v, log_decay))
+
+    inputs = make_inputs(op, 600)
+    leaves = [inputs[name].clone().requires_grad_() for name in ("k", "v", "log_decay")]
+    with context.sharing(context.Context(1, 2)):
+        aot_function(state, fw_compiler=kept)(*leaves).sum().backward()
+    assert sum("forgetting_transformer.exchange" in name for name in found) >= 4, "forward and backward pass"
+    assert [name for name in found if "cumsum" in name or "scan" in name] == []

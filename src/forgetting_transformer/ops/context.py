@@ -224,12 +224,12 @@ def state_before(own: Tensor, log_decay: Tensor) -> Tensor:
     assert shared is not None
     own_S, log_decay_S = _gather(own), _gather(log_decay)
     part_S = torch.arange(shared.size, device=own.device)
-    later_S = (part_S >= shared.rank).view(-1, *[1] * own.ndim)
-    # After part j and before this one.
-    log_decay_S = log_decay_S.masked_fill(later_S, 0)
-    from_here_S = log_decay_S.flip(0).cumsum(0).flip(0)
-    log_between_S = torch.cat((from_here_S[1:], torch.zeros_like(from_here_S[:1])))
-    return (own_S * log_between_S.exp().masked_fill(later_S, 0)).sum(0)
+    is_before_S = part_S < shared.rank
+    # Decays of the parts after part j and before this one. As a masked sum: TorchInductor fails on some running sums.
+    between_jS = (part_S > part_S[:, None]) & is_before_S
+    between_jS, is_before_S = (x.view(*x.shape, *[1] * own.ndim) for x in (between_jS, is_before_S))
+    log_between_S = torch.where(between_jS, log_decay_S, 0).sum(1)
+    return (own_S * log_between_S.exp().masked_fill(~is_before_S, 0)).sum(0)
 
 
 def _gather(x: Tensor) -> Tensor:

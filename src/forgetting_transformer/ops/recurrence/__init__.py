@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgetting_transformer.ops import backends
+from forgetting_transformer.ops.compiling import operator
 from forgetting_transformer.ops.recurrence import chunked, fla, grouped, reference, scan
 from forgetting_transformer.ops.recurrence.chunked import (
     delta_rule_flops_per_token,
@@ -223,16 +224,42 @@ def last_state(
     return state_BHKV.to(log_decay.dtype), left
 
 
-def _sum_from_here(x_BT: Tensor, chunk: int = 256) -> Tensor:
+@operator("sum_from_here")
+def _sum_from_here(x_BT: Tensor) -> Tensor:
     """Σ of x from each position to the last, `(B, T, …)`.
 
-    Chunk by chunk: on a GPU a thread walks the whole of a row.
+    Opaque to torch.compile: TorchInductor fails on some shapes of sums along a middle axis.
     """
+    return _running_sums(x_BT.flip(1)).flip(1)
+
+
+@_sum_from_here.register_fake
+def _(x_BT):
+    return torch.empty_like(x_BT, memory_format=torch.contiguous_format)
+
+
+@operator("sum_to_here")
+def _sum_to_here(x_BT: Tensor) -> Tensor:
+    """Σ of x from the first position to each, `(B, T, …)`: the gradient of `_sum_from_here`."""
+    return _running_sums(x_BT)
+
+
+@_sum_to_here.register_fake
+def _(x_BT):
+    return torch.empty_like(x_BT, memory_format=torch.contiguous_format)
+
+
+_sum_from_here.register_autograd(lambda _, gradient_BT: _sum_to_here(gradient_BT))
+
+
+def _running_sums(x_BT: Tensor, chunk: int = 256) -> Tensor:
+    """Chunk by chunk: on a GPU a thread walks the whole of a row."""
     length = x_BT.shape[1]
     x_BNC = F.pad(x_BT, (0, 0) * (x_BT.ndim - 2) + (0, -length % chunk)).unflatten(1, (-1, chunk))
-    in_chunk_BNC = x_BNC.flip(2).cumsum(2).flip(2)
-    later_BN = _without_first(in_chunk_BNC[:, :, 0].flip(1).cumsum(1).flip(1))
-    return (in_chunk_BNC + later_BN[:, :, None]).flatten(1, 2)[:, :length]
+    in_chunk_BNC = x_BNC.cumsum(2)
+    sums_BN = in_chunk_BNC[:, :, -1].cumsum(1)
+    before_BN = torch.cat((torch.zeros_like(sums_BN[:, :1]), sums_BN[:, :-1]), dim=1)
+    return (in_chunk_BNC + before_BN[:, :, None]).flatten(1, 2)[:, :length].contiguous()
 
 
 def _without_first(x_BT: Tensor) -> Tensor:
