@@ -79,16 +79,21 @@ def main(argv: list[str] | None = None) -> int:
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    model = build(args)
+    try:
+        for value in args.evict_below:
+            model.new_cache(evict_below=value)
+    except ValueError as error:
+        print(f"error: --evict_below: {error}", file=sys.stderr)
+        return 2
     print(device_name(record.environment))
     header = long_generation_header()
     print(f"| {' | '.join(header)} |\n{'|---' * len(header)}|", flush=True)
-    model = None
     for length in args.seq_len:
         caches = [(None, args.part), (None, args.part // 2), *((value, args.part) for value in args.evict_below)]
         for evict_below, part in caches:
             case = {"experiment": args.experiment, "tokens": length, "evict_below": evict_below, "part": part}
             if (row := record.find(case)) is None:
-                model = build(args) if model is None else model
                 row = record.add({**case, **measured(model, args, case)})
             print(f"| {' | '.join(long_generation_cells(row, record.rows))} |", flush=True)
     return 0

@@ -136,6 +136,8 @@ def measured(args: argparse.Namespace, part: str, scratch: Path, record: Record)
                 raise BenchmarkError(f"after SIGTERM the run is {status}, and not preempted")
         stopped = trained(output) // step_tokens(args) if part == "resumed" else None
         start(command, output.with_name(f"{part}.log"))
+        if (status := read_status(output)["status"]) != "done":
+            raise BenchmarkError(f"the run is {status}, and not done")
         found = result(output)
     except BenchmarkError as error:
         if ran_out_of_memory(output):
@@ -155,7 +157,8 @@ def settings(args: argparse.Namespace) -> list[str]:
     return [
         *shared, f"datamodule.dataset={DATASET}", f"datamodule.train_batch_len={tokens}",
         f"datamodule.train_batch_size={groups}", f"datamodule.eval_batch_len={tokens}",
-        "datamodule.eval_local_batch_size=1", f"datamodule.eval_tokens={HELDOUT * tokens}", "datamodule.repeat=true",
+        "datamodule.eval_local_batch_size=1", f"datamodule.eval_tokens={HELDOUT * tokens}", "skip_eval=false",
+        "datamodule.repeat=true",
         f"train.grad_acc_tokens={tokens}", "train.gradient_checkpointing=true", f"train.max_tokens={whole}",
         f"schedule.warmup_tokens={whole // 10}", f"schedule.total_tokens={whole}", f"log_interval={step_tokens(args)}",
         f"eval_interval={whole}", f"checkpoint_interval={whole}", "wandb.mode=disabled",

@@ -133,7 +133,9 @@ def run(
     deadline = time.monotonic() + args.time_limit
     while cases:
         rows, problem = yield from start(args, cases, argv, script, deadline)
-        left = [case for case in cases if not any(case.items() <= row.items() for row in rows)]
+        left = list(cases)
+        for row in rows:
+            left.remove(next(case for case in left if case.items() <= row.items()))
         # Where one did not fit, the next ones may.
         given_up = left[:1] if problem == "out of memory" else left
         yield from ({**case, "status": problem} for case in given_up)

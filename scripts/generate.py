@@ -49,6 +49,7 @@ def main() -> None:
         pick_device,
         precision_context,
     )
+    from forgetting_transformer.model.decoder import CACHE_NAME
 
     transformers.utils.logging.disable_progress_bar()
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
@@ -74,7 +75,7 @@ def main() -> None:
         sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p, "top_k": arguments.top_k}
         options = {"do_sample": True, **sampling} if arguments.temperature > 0 else {"do_sample": False}
         if arguments.evict_below is not None:
-            options["past_key_values"] = found.model.new_cache(arguments.evict_below)
+            options[CACHE_NAME] = found.model.new_cache(arguments.evict_below)
         with precision_context("auto", found.device):
             return found.model.generate(
                 input_ids,

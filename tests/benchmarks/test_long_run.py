@@ -39,6 +39,7 @@ def test_a_step_has_one_sequence_for_each_group_of_gpus(benchmark, devices, cont
     config = load("long_contexts").compose(args.experiment, benchmark.settings(args))
     check(config, devices)
     assert config.train.max_tokens == 200 * 131072 * devices // context == config.schedule.total_tokens
+    assert not config.skip_eval and config.eval_interval == config.train.max_tokens
     assert config.train.gradient_checkpointing and config.model.config["log_pruning_tolerance"] is not None
     assert config.strategy.context == context and config.datamodule.train_batch_size == devices // context
 
@@ -66,15 +67,24 @@ def test_columns_are_means_over_two_octaves_each(tmp_path, monkeypatch):
         {**ROW, "part": "resumed", **values, "stopped_after": 4, "bitwise": True, "largest_difference": 0.0},
         {**ROW, "part": "resumed", **values, "stopped_after": 4, "bitwise": False, "largest_difference": 0.25},
         {**ROW, "part": "resumed", "status": "out of memory"},
+        {
+            **ROW,
+            "part": "beyond",
+            "status": "ok",
+            "octaves": [*values["octaves"], [1024, 7.0]],
+            "evaluation_seconds": 9.0,
+        },
     ]
     tables, _ = results(tmp_path, monkeypatch, [])
     (tmp_path / "long_run.json").write_text(json.dumps({"environment": {"versions": {}}, "rows": rows}))
     header, _, *lines = tables.long_runs(tables.Results("long_run*.json")).splitlines()
     header, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in (header, *lines))
-    assert header[-2:] == ["losses", "loss from 256"]
+    assert header[-3:] == ["losses", "loss from 256", "loss from 1,024"]
     # 256 positions with 3.0 and 512 with 6.0.
-    assert lines[0] == ["FoX (Pro) 760M", "straight", "1,024", "2", "8", "1.50", "20.0", "", "5.000"]
-    assert [line[7] for line in lines] == ["", "bitwise, stopped after 4", "2.5e-01, stopped after 4", "out of memory"]
+    assert lines[0] == ["FoX (Pro) 760M", "straight", "1,024", "2", "8", "1.50", "20.0", "", "5.000", ""]
+    said = ["", "bitwise, stopped after 4", "2.5e-01, stopped after 4", "out of memory", ""]
+    assert [line[7] for line in lines] == said
+    assert lines[-1][4:] == ["", "", "", "", "5.000", "7.000"]
 
 
 @pytest.mark.slow
@@ -82,8 +92,9 @@ def test_a_tiny_run_is_stopped_and_continued_bitwise(benchmark, tmp_path, capfd)
     out = tmp_path / "results.json"
     command = ["--accelerator", "cpu", "--devices", "1", "--max_bytes", "300KB", "--out", str(out)]
     assert benchmark.main([*command, "--folder", str(tmp_path / "folder")]) == 0, capfd.readouterr().out
-    straight, resumed = json.loads(out.read_text())["rows"]
-    assert (straight["part"], resumed["part"]) == ("straight", "resumed") and resumed["bitwise"]
+    straight, beyond, resumed = json.loads(out.read_text())["rows"]
+    assert [row["part"] for row in (straight, beyond, resumed)] == ["straight", "beyond", "resumed"]
+    assert resumed["bitwise"] and [begin for begin, _ in beyond["octaves"]] == OCTAVES
     assert straight["stopped_after"] is None and 4 <= resumed["stopped_after"] <= 8
     assert len(straight["losses"]) == 8 and len(straight["octaves"]) == 7
     whole = sum(loss * (end - begin) for (begin, loss), end in zip(straight["octaves"], OCTAVES[1:], strict=True)) / 512

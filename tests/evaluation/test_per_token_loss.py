@@ -152,7 +152,7 @@ def test_processes_that_share_sequences_find_the_results_of_one(quickstart, mode
     np.testing.assert_allclose(one["val/loss_per_token"], two["val/loss_per_token"], rtol=0, atol=1e-6)
     np.testing.assert_allclose(one["val/loss_per_octave"], two["val/loss_per_octave"], rtol=0, atol=1e-5)
     refused = run_script(SCRIPT, *arguments)
-    assert "--context=2 processes share a sequence, and 1 are not a multiple of 2: start with torchrun" in (
+    assert "--context=2 processes share a sequence, and 1 is not a multiple of 2: start with torchrun" in (
         refused.stderr
     )
 

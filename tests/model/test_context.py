@@ -207,12 +207,28 @@ def pretended(size: int = 3):
         yield
 
 
+def test_logits_of_a_part_need_no_argument(monkeypatch):
+    """No cache is kept where sequences are shared, unless one is asked for."""
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda received, sent, group: received.copy_(sent))
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    with context.sharing(context.Context(0, 1), None):
+        assert small("hgrn2")(input_ids=ids).logits.shape == (1, 8, 61)
+
+
 def test_what_cannot_be_shared_is_refused_by_name():
     model, ids = small("transformer"), torch.zeros(1, 8, dtype=torch.long)
     with pretended(), pytest.raises(ValueError, match="3 processes cannot share sequences: AttentionLayer has 2 heads"):
         model(input_ids=ids, labels=ids)
     with pretended(2), pytest.raises(ValueError, match="attention_mask, past_key_values, position_ids"):
         model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))
+    with (
+        pretended(2),
+        pytest.raises(ValueError, match=r"config\.loss is 'causal_lm', whose shift loses the first label"),
+    ):
+        small("transformer", loss="causal_lm")(input_ids=ids, labels=ids)
+    reasons = small("mamba2").whole_sequence_mixers
+    assert reasons(2, 5) == ["Mamba2Mixer needs 3 tokens of the part before, and parts have 2"]
+    assert reasons(2, 6) == reasons(2) == reasons(1, 2) == []
     with pretended(), pytest.raises(ValueError, match="each process has 2 tokens of a sequence and needs 3"):
         context.before(torch.zeros(1, 2, 4), 3)
     with pytest.raises(ValueError, match="sequences of 8 tokens have no equal parts for 3 processes"):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from forgetting_transformer.model import DecoderConfig, DecoderForCausalLM
+from forgetting_transformer.model.decoder import CACHE_NAME
 from tests.model.small_models import PRO, small_model
 
 
@@ -28,6 +29,17 @@ def test_loss_is_per_token_and_labels_are_not_shifted(ids):
     want = -log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     want[1, 4] = 0
     torch.testing.assert_close(out.loss, want)
+
+
+def test_newer_versions_of_transformers_call_past_key_values_cache(ids):
+    model = small_model()
+    for name in ("cache", "past_key_values"):
+        given = model.new_cache()
+        model(input_ids=ids[:, :4], **{name: given})
+        out = model(input_ids=ids[:, 4:], **{name: given})
+        assert given.get_seq_length() == 12 and getattr(out, CACHE_NAME) is given
+    with pytest.raises(ValueError, match="cache and past_key_values are both given"):
+        model(input_ids=ids, cache=given, past_key_values=given)
 
 
 def test_cache_is_returned_only_where_it_is_of_use(ids):

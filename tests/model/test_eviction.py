@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from forgetting_transformer.model.cache import EvictingCache
+from forgetting_transformer.model.decoder import CACHE_NAME
 from tests.model.small_models import PRO, small
 
 #: Biases of the gates of four heads: a key is forgotten after some 15, 25 and 150 tokens, and never.
@@ -73,7 +74,7 @@ def test_beams_follow_and_generation_takes_the_cache(model):
     options = {"max_new_tokens": 12, "do_sample": False, "num_beams": 3, "eos_token_id": None, "pad_token_id": 0}
     options["attention_mask"] = torch.ones_like(ids)
     whole = model.generate(ids, **options)
-    assert torch.equal(model.generate(ids, past_key_values=model.new_cache(evict_below=-25.0), **options), whole)
+    assert torch.equal(model.generate(ids, **{CACHE_NAME: model.new_cache(evict_below=-25.0)}, **options), whole)
 
 
 def test_a_prompt_may_be_read_in_parts_first(model):
@@ -89,14 +90,54 @@ def test_a_prompt_may_be_read_in_parts_first(model):
     assert torch.equal(model.generate(input_ids, past_key_values=cache, **options), whole)
 
 
+def test_layers_without_gates_keep_their_keys():
+    layer = {"architecture": "forgetting_transformer", "num_heads": 2, "qk_norm": True}
+    mixers = {"fox": layer, "attention": {**layer, "fgate_type": "none", "use_rope": True}}
+    cache = small("hybrid", pattern=["fox", "attention"], mixers=mixers).new_cache(evict_below=-10.0)
+    assert [isinstance(layer, EvictingCache) for layer in cache.layers] == [True, False, True]
+
+
+def test_groups_of_heads_that_come_to_reach_alike_merge():
+    """Each group is a call of its own for every token."""
+    cache = EvictingCache(-10.0, torch.zeros(8, dtype=torch.float64))
+    heads, generator = torch.arange(8), torch.Generator().manual_seed(0)
+    everything = [torch.empty(1, 8, 0, 4, dtype=torch.float64) for _ in range(2)]
+    log_fgate = torch.empty(1, 8, 0, dtype=torch.float64)
+    groups = []
+    for step in range(60):
+        # First heads of four kinds, then all alike.
+        rate_H = 10.0 ** -(1 + heads % 4 * 0.7) if step < 30 else torch.full((8,), 0.01)
+        new = [torch.randn(1, 8, 256, 4, dtype=torch.float64, generator=generator) for _ in range(2)]
+        gates = -rate_H.double()[None, :, None].expand(1, 8, 256)
+        cache.append(*new, gates)
+        everything = [torch.cat(pair, dim=2) for pair in zip(everything, new, strict=True)]
+        log_fgate = torch.cat((log_fgate, gates), dim=2)
+        cache.evict()
+        groups.append(len(cache.groups))
+    assert max(groups) == 3 and groups[-1] == 1
+    decay = log_fgate.flip(-1).cumsum(-1).flip(-1) - log_fgate
+    threshold = -10 - torch.tensor(2.0**20).log()
+    for group in cache.groups:
+        for found, whole in zip(group.contents, everything, strict=False):
+            assert torch.equal(found, whole[:, group.heads, group.num_dropped :])
+        assert (decay[:, group.heads, : group.num_dropped] < threshold + 1e-9).all(), "only what is forgotten"
+
+
+def test_assisted_generation_which_takes_tokens_back_is_refused(model):
+    ids = torch.randint(1, 61, (1, 40), generator=torch.Generator().manual_seed(4))
+    options = {"max_new_tokens": 4, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    with pytest.raises(ValueError, match="assisted generation takes rejected tokens back"):
+        model.generate(ids, **{CACHE_NAME: model.new_cache(evict_below=-10.0)}, **options)
+
+
 def test_what_cannot_evict_is_refused(model):
     with pytest.raises(ValueError, match="evict_below is 10; it is ln ε of a small ε"):
         model.new_cache(evict_below=10)
-    with pytest.raises(ValueError, match="evict_below is -10; TransformerModel has no attention with forget gates"):
+    with pytest.raises(ValueError, match="evict_below is -10; TransformerModel has no layer that evicts, which takes"):
         small("transformer").new_cache(evict_below=-10)
     with pytest.raises(ValueError, match="this layer has no qk_norm, without which scores have no bound"):
         small("forgetting_transformer").new_cache(evict_below=-10)
-    with pytest.raises(ValueError, match="this layer has no forget gates"):
+    with pytest.raises(ValueError, match="ForgettingTransformerModel has no layer that evicts"):
         small("forgetting_transformer", **{**PRO, "fgate_type": "none", "use_rope": True}).new_cache(evict_below=-10)
     cache = model.new_cache(evict_below=-10.0)
     with torch.no_grad():

@@ -327,15 +327,17 @@ def check_context(context: int, model: EvaluatedModel, data: HeldOut, processes:
         return
     if processes % context:
         raise EvaluationError(
-            f"--context={context} processes share a sequence, and {processes} are not a multiple of {context}: start "
-            f"with torchrun --nproc-per-node {context}"
+            f"--context={context} processes share a sequence, and {processes} {'is' if processes == 1 else 'are'} not "
+            f"a multiple of {context}: start with torchrun --nproc-per-node {context}"
         )
     if data.length % context:
         raise EvaluationError(
             f"--context={context}: sequences of {data.length:,} tokens have no equal parts for {context} processes; "
             "choose a divisor of --eval_len"
         )
-    reasons = model.model.whole_sequence_mixers(context) if is_own(model.model) else ["not a model of this package"]
+    reasons = ["not a model of this package"]
+    if is_own(model.model):
+        reasons = model.model.whole_sequence_mixers(context, data.length)
     if reasons:
         raise EvaluationError(
             f"--context={context}: that many processes cannot share a sequence of {model.source} ({', '.join(reasons)})"

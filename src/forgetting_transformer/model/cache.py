@@ -417,8 +417,8 @@ class EvictingCache(ForgettingAttentionCache):
     """`ForgettingAttentionCache` without the keys that are forgotten, head by head; they are always the oldest ones.
 
     Heads with similar numbers of keys are kept together as a `HeadGroup`, so memory follows what each head still
-    reaches. A key is evicted when the decay bias of its pair with the newest token, which no later token raises, is
-    below
+    reaches. Groups part and merge as the reach of heads changes. A key is evicted when the decay bias of its pair with
+    the newest token, which no later token raises, is below
 
         evict_below - 2U - ln N
 
@@ -470,34 +470,57 @@ class EvictingCache(ForgettingAttentionCache):
             return
         self._num_looked_at = self._num_tokens
         threshold_H = self.evict_below - 2 * self.score_bound_H - math.log(max(self._num_tokens, self.MIN_LENGTH))
-        self.groups = [part for group in self.groups for part in self._without_forgotten(group, threshold_H)]
+        parts = [part for group in self.groups for part in self._without_forgotten(group, threshold_H)]
+        self.groups = self._merged(parts)
 
-    def _without_forgotten(self, group: HeadGroup, threshold_H: Tensor) -> list[HeadGroup]:
-        """The group, or parts of it where its heads have come to keep different numbers of keys."""
+    def _without_forgotten(self, group: HeadGroup, threshold_H: Tensor) -> list[tuple[HeadGroup, list[int]]]:
+        """The group, or parts of it where its heads have come to keep different numbers of keys.
+
+        Each with the number of keys that each of its heads still needs.
+        """
         running = group.contents[2]
         num_keys = running.shape[2]
         is_forgotten = running[:, :, -1:] - running < threshold_H[group.heads][:, None]
         # Of the sequences of a batch, the one that reaches furthest decides.
         forgotten = is_forgotten.sum(-1).amin(0).tolist()
-        kept = [max(num_keys - count, self.EVERY) for count in forgotten]
+        needed = [max(num_keys - count, min(self.EVERY, num_keys)) for count in forgotten]
         by_size: dict[int, list[int]] = {}
-        for head, size in enumerate(kept):
+        for head, size in enumerate(needed):
             # Apart only where being together holds twice what is needed: each group is a call of its own.
-            key = size.bit_length() if max(kept) * len(kept) > 2 * sum(kept) else 0
+            key = size.bit_length() if max(needed) * len(needed) > 2 * sum(needed) else 0
             by_size.setdefault(key, []).append(head)
         if len(by_size) == 1 and 4 * min(forgotten) < num_keys:
             for x in group.tensors:
                 x.drop_first(min(forgotten))
             group.num_dropped += min(forgotten)
-            return [group]
+            return [(group, needed)]
         parts = []
         for heads in by_size.values():
             first = min(forgotten[head] for head in heads)
             chosen = torch.tensor(heads, device=running.device)
             # Copies: views would keep all of the old buffers.
             tensors = [x[:, :, first:].index_select(1, chosen) for x in group.contents]
-            parts.append(HeadGroup(group.heads[chosen], tensors, group.num_dropped + first))
+            part = HeadGroup(group.heads[chosen], tensors, group.num_dropped + first)
+            parts.append((part, [needed[head] for head in heads]))
         return parts
+
+    def _merged(self, parts: list[tuple[HeadGroup, list[int]]]) -> list[HeadGroup]:
+        """The groups, those as one whose heads have come to need about the same keys."""
+        merged: list[tuple[HeadGroup, list[int]]] = []
+        for group, needed in sorted(parts, key=lambda part: part[0].num_dropped):
+            if merged:
+                before, theirs = merged[-1]
+                held, together = self._num_tokens - group.num_dropped, [*theirs, *needed]
+                # Below the two at which they part again, or they would be copied over and over.
+                if max(theirs) <= held and 2 * held * len(together) <= 3 * sum(together):
+                    cut = group.num_dropped - before.num_dropped
+                    pairs = zip(before.contents, group.contents, strict=True)
+                    tensors = [torch.cat((x[:, :, cut:], y), dim=1) for x, y in pairs]
+                    heads = torch.cat((before.heads, group.heads))
+                    merged[-1] = HeadGroup(heads, tensors, group.num_dropped), together
+                    continue
+            merged.append((group, needed))
+        return [group for group, _ in merged]
 
     @property
     def memory_bytes(self) -> int:

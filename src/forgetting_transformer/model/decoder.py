@@ -11,8 +11,8 @@ An architecture is a mixer and a configuration. The configuration builds the mix
     init_own_weights()
         Optional. Called after the default initialisation of its submodules, to change it. It must write through
         `transformers.initialization`, whose functions leave weights from a checkpoint as they are.
-    new_evicting_cache(evict_below) -> CacheLayerMixin
-        Optional. One that gives up what is forgotten.
+    new_evicting_cache(evict_below) -> CacheLayerMixin | None
+        Optional. One that gives up what is forgotten; None for a layer that forgets nothing.
     op_use() -> OpUse
         Optional. How it calls its op, so that the op's kernels are tested before the first step on a GPU. Layers in it
         may have one too.
@@ -24,7 +24,8 @@ An architecture is a mixer and a configuration. The configuration builds the mix
         Optional. True if its forward takes the keyword `cu_seqlens` and keeps packed documents apart.
     context_heads
         Optional. A mixer that has it works where processes share a sequence (`ops/context.py`). They must divide this
-        number, of heads that it splits among them; 0 if it splits none.
+        number, of heads that it splits among them; 0 if it splits none. A module in it that reads tokens of the part
+        before has their number as `tokens_before`.
 
 and registers itself with `model.registry`.
 
@@ -37,7 +38,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -49,6 +50,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -60,6 +62,9 @@ from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
 
 Layer = TypeVar("Layer", bound=nn.Module)
+
+#: How transformers names the cache in outputs and in the arguments of `generate`: "cache" since version 5.24.
+CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 #: Conventions for labels: that of the FoX paper's code, and that of Hugging Face's models and Trainer.
 LOSSES = ("per_token", "causal_lm")
@@ -99,7 +104,7 @@ class DecoderConfig(PreTrainedConfig):
             a mean, as in Hugging Face's models.
     """
 
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [CACHE_NAME]
     # Names of a block's submodules and of the last norm, as in the architecture's checkpoints. The second norm and the
     # MLP of a block are always `mlp_norm` and `mlp`.
     mixer_norm_name: ClassVar[str] = "attn_norm"
@@ -364,15 +369,16 @@ class DecoderModel(DecoderPreTrainedModel):
             return DecoderCache([mixer.new_cache() for mixer in mixers])
         if not -math.inf < evict_below < 0:
             raise ValueError(f"evict_below is {evict_below}; it is ln ε of a small ε, so negative and finite (-10)")
-        if not any(hasattr(mixer, "new_evicting_cache") for mixer in mixers):
+        evicting = [
+            mixer.new_evicting_cache(evict_below) if hasattr(mixer, "new_evicting_cache") else None for mixer in mixers
+        ]
+        if all(cache is None for cache in evicting):
             raise ValueError(
-                f"evict_below is {evict_below}; {type(self).__name__} has no attention with forget gates, leave it out"
+                f"evict_below is {evict_below}; {type(self).__name__} has no layer that evicts, which takes FoX with "
+                "forget gates and QK-norm; leave it out"
             )
         return DecoderCache(
-            [
-                mixer.new_evicting_cache(evict_below) if hasattr(mixer, "new_evicting_cache") else mixer.new_cache()
-                for mixer in mixers
-            ]
+            [mixer.new_cache() if cache is None else cache for cache, mixer in zip(evicting, mixers, strict=True)]
         )
 
     def op_uses(self) -> list[OpUse]:
@@ -399,6 +405,7 @@ class DecoderModel(DecoderPreTrainedModel):
         position_ids: Tensor | None = None,
         output_attentions: bool | Sequence[int] | None = None,
         cu_seqlens: Tensor | None = None,
+        cache: DecoderCache | None = None,
     ) -> DecoderOutput | tuple:
         """Run the blocks on T new tokens.
 
@@ -421,6 +428,7 @@ class DecoderModel(DecoderPreTrainedModel):
                 B·T, `(documents + 1,)`, int32 or int64, rising; ends may be repeated. A row begins a document. No
                 attention, state, shift or rotary position crosses from one document into another. Without a cache,
                 padding, maps and position_ids; not for mixers that carry states across (`packs_documents`).
+            cache: `past_key_values`, as transformers calls it since version 5.24.
 
         Raises:
             ValueError, TypeError: arguments that do not fit together, or that this model has no use for. The message
@@ -428,13 +436,15 @@ class DecoderModel(DecoderPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        past_key_values = _one_cache(past_key_values, cache)
         if past_key_values is not None and not isinstance(past_key_values, DecoderCache):
             raise TypeError(
                 f"past_key_values is a {type(past_key_values).__name__}; pass the one a former call returned, "
                 "model.new_cache(), or None"
             )
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and cu_seqlens is None
+            keeps_none = self.training or cu_seqlens is not None or context.active() is not None
+            use_cache = self.config.use_cache and not keeps_none
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
 
@@ -472,21 +482,22 @@ class DecoderModel(DecoderPreTrainedModel):
         for i, (block, mixer_inputs) in enumerate(zip(self.layers, self.mixer_inputs(), strict=True)):
             if output_hidden_states:
                 all_hidden.append(hidden_BTE)
-            cache = None if past_key_values is None else past_key_values.layers[i]
+            layer_cache = None if past_key_values is None else past_key_values.layers[i]
             options: dict[str, Any] = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
             if position_ids is not None and _has_rope(block):
                 options["position_BT"] = position_ids
             if i in chosen_layers:
                 options["output_attentions"] = True
-                hidden_BTE, maps[i] = block(hidden_BTE, seq_start_B, cache, *mixer_inputs, **options)
+                hidden_BTE, maps[i] = block(hidden_BTE, seq_start_B, layer_cache, *mixer_inputs, **options)
             else:
-                hidden_BTE = block(hidden_BTE, seq_start_B, cache, *mixer_inputs, **options)
+                hidden_BTE = block(hidden_BTE, seq_start_B, layer_cache, *mixer_inputs, **options)
         hidden_BTE = getattr(self, self.config.final_norm_name)(hidden_BTE)
         hidden_BTE = hidden_BTE.view(shape)
         shown: list[Any] = [maps.get(i, AttentionMaps(None, None)) for i in range(len(self.layers))] if maps else []
+        kept: dict[str, Any] = {CACHE_NAME: past_key_values if use_cache else None}
         output = DecoderOutput(
             last_hidden_state=hidden_BTE,
-            past_key_values=past_key_values if use_cache else None,
+            **kept,
             hidden_states=(*(x.view(shape) for x in all_hidden), hidden_BTE) if output_hidden_states else None,
             attentions=tuple(weights for weights, _ in shown) or None,
             decays=tuple(decay for _, decay in shown) or None,
@@ -498,15 +509,22 @@ class DecoderModel(DecoderPreTrainedModel):
         mixers = [block.sequence_mixer for block in self.layers]
         return sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "packs_documents", False)})
 
-    def whole_sequence_mixers(self, size: int) -> list[str]:
-        """Mixers for which `size` processes cannot share sequences (`ops/context.py`), with the reason."""
+    def whole_sequence_mixers(self, size: int, length: int | None = None) -> list[str]:
+        """Mixers for which `size` processes cannot share sequences (`ops/context.py`), with the reason.
+
+        Args:
+            length: of the shortest sequences; None: any.
+        """
         found = set()
         for mixer in (block.sequence_mixer for block in self.layers):
-            heads = getattr(mixer, "context_heads", None)
+            heads, name = getattr(mixer, "context_heads", None), type(mixer).__name__
+            before = max(getattr(module, "tokens_before", 0) for module in mixer.modules())
             if heads is None:
-                found.add(f"{type(mixer).__name__} takes whole sequences only")
+                found.add(f"{name} takes whole sequences only")
             elif heads % size:
-                found.add(f"{type(mixer).__name__} has {heads} heads")
+                found.add(f"{name} has {heads} heads")
+            elif size > 1 and length is not None and length // size < before:
+                found.add(f"{name} needs {before} tokens of the part before, and parts have {length // size}")
         return sorted(found)
 
     def _check_sharing(self, size: int, others: tuple[Any, ...]) -> None:
@@ -660,9 +678,9 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         """Classes of mixers that cannot keep packed documents apart; none where the model takes `cu_seqlens`."""
         return self.decoder.stateful_mixers()
 
-    def whole_sequence_mixers(self, size: int) -> list[str]:
-        """Mixers for which `size` processes cannot share sequences, with the reason."""
-        return self.decoder.whole_sequence_mixers(size)
+    def whole_sequence_mixers(self, size: int, length: int | None = None) -> list[str]:
+        """Mixers for which `size` processes cannot share sequences: `DecoderModel.whole_sequence_mixers`."""
+        return self.decoder.whole_sequence_mixers(size, length)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.decoder.embeddings
@@ -695,6 +713,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         output_attentions: bool | Sequence[int] | None = None,
         num_items_in_batch: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cache: DecoderCache | None = None,
     ) -> CausalDecoderOutput | tuple:
         """Compute logits `(B, T, V)`, or with labels the loss. Further arguments: `DecoderModel.forward`.
 
@@ -722,7 +741,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
+            past_key_values=_one_cache(past_key_values, cache),
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
@@ -735,8 +754,8 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         if labels is not None and self.config.loss == "per_token":
             loss = self._loss_per_token(output.last_hidden_state, labels)
         else:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(output.last_hidden_state[:, kept])
+            positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(output.last_hidden_state[:, positions])
         if labels is not None and self.config.loss == "causal_lm":
             if labels.shape != logits.shape[:2]:
                 raise ValueError(
@@ -747,10 +766,11 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
             )
+        kept: dict[str, Any] = {CACHE_NAME: getattr(output, CACHE_NAME)}
         result = CausalDecoderOutput(
             loss=loss,
             logits=logits,
-            past_key_values=output.past_key_values,
+            **kept,
             hidden_states=output.hidden_states,
             attentions=output.attentions,
             decays=output.decays,
@@ -775,6 +795,11 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     ) -> None:
         """Refuse what the convention for labels has no use for, and warn once of labels that look like the other's."""
         if self.config.loss == "causal_lm":
+            if context.active() is not None:
+                raise ValueError(
+                    "config.loss is 'causal_lm', whose shift loses the first label of each process's part where "
+                    "processes share sequences; set it to 'per_token'"
+                )
             if not isinstance(logits_to_keep, int) or logits_to_keep:
                 raise ValueError("logits_to_keep is given with labels; the loss needs all logits, leave it out")
             return
@@ -803,22 +828,38 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         return super()._prepare_generation_config(generation_config, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(  # type: ignore[override]  # whatever else there is has no use
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Give `generate` this model's cache, not transformers' DynamicCache, which holds keys and values only."""
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = self.new_cache()
+        given = model_kwargs.get(CACHE_NAME)
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and not getattr(given, "is_croppable", True):
+            raise ValueError(
+                "assisted generation takes rejected tokens back, and the cache that is given cannot: it is from "
+                "new_cache(evict_below=…), or has recurrent states; leave the cache or the assistant out"
+            )
+        if generation_config.use_cache and given is None:
+            model_kwargs[CACHE_NAME] = self.new_cache()
 
     # `generate` reads the signature to find out whether a model takes inputs_embeds.
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        # Its type for self is a protocol that no class here names.
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         # generate(stop_strings=…, tokenizer=…) hands the tokenizer on, which other models swallow.
         return {key: value for key, value in inputs.items() if not key.endswith("tokenizer")}
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the cache knows how many tokens came before, and padding needs no correction (`ops/rotary.py`)."""
+
+
+def _one_cache(past_key_values: DecoderCache | None, cache: DecoderCache | None) -> DecoderCache | None:
+    if past_key_values is not None and cache is not None:
+        raise ValueError("cache and past_key_values are both given; they mean the same, leave one out")
+    return past_key_values if cache is None else cache
 
 
 def _has_rope(block: DecoderBlock) -> bool:

@@ -173,15 +173,19 @@ class ForgettingAttentionLayer(nn.Module):
             pruning = "auto" if self.q_norm is None else "threshold"
         return OpUse("attention", self.num_heads, self.head_dim, self.head_dim, is_gated=is_gated, pruning=pruning)
 
-    def new_evicting_cache(self, evict_below: float) -> ForgettingAttentionCache:
-        """A cache from which forgotten keys are evicted: see `EvictingCache`.
+    def new_evicting_cache(self, evict_below: float) -> ForgettingAttentionCache | None:
+        """A cache from which forgotten keys are evicted: see `EvictingCache`. None without gates: nothing is forgotten.
 
         Raises:
-            ValueError: scores have no bound, or nothing is forgotten.
+            ValueError: scores have no bound.
         """
-        if self.q_norm is None or self.fgate_type == "none":
-            missing = "qk_norm, without which scores have no bound" if self.q_norm is None else "forget gates"
-            raise ValueError(f"evict_below is {evict_below}; this layer has no {missing}. Leave it out")
+        if self.fgate_type == "none":
+            return None
+        if self.q_norm is None:
+            raise ValueError(
+                f"evict_below is {evict_below}; this layer has no qk_norm, without which scores have no bound. Leave "
+                "it out"
+            )
         return EvictingCache(evict_below, self.score_bound())
 
     def new_cache(self) -> ForgettingAttentionCache:

@@ -311,6 +311,11 @@ class ShortConvolution(nn.Conv1d):
         super().__init__(channels, channels, width, groups=channels, bias=bias)
         self.silu, self.unit_heads = silu, unit_heads
 
+    @property
+    def tokens_before(self) -> int:
+        """Tokens before a part of a sequence that its first token reads."""
+        return self.weight.shape[-1] - 1
+
     def op_use(self) -> OpUse:
         return OpUse("short_convolution", self.unit_heads, self.weight.shape[-1], self.in_channels)
 

@@ -380,8 +380,9 @@ def _check_context(config: Config, world_size: int) -> None:
         return
     if world_size % sharing:
         raise ConfigError(
-            f"strategy.context={sharing} ranks share a sequence, and {world_size} processes are not a multiple of "
-            f"{sharing}; use one of {divisors(world_size)}, or another number of processes"
+            f"strategy.context={sharing} ranks share a sequence, and {world_size} process"
+            f"{' is' if world_size == 1 else 'es are'} not a multiple of {sharing}; use one of {divisors(world_size)}, "
+            "or another number of processes"
         )
     keys = ("train_batch_len", *(() if config.skip_eval else ("eval_batch_len",)))
     for key in keys:

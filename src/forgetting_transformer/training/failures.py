@@ -127,7 +127,7 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, during: str = "
         elif not smaller and not train.block_inputs_on_host:
             ways.append("train.block_inputs_on_host=true")
         if not smaller and world_size % (twice := 2 * config.strategy.context) == 0:
-            ways.append(f"strategy.context={twice}")
+            ways.append(f"strategy.context={twice}, if that divides the heads,")
     sharded = config.strategy.name in ("fsdp", "hsdp")
     if sharded and world_size > 1 and config.strategy.keep_gathered is not False and torch.cuda.is_available():
         ways.append("strategy.keep_gathered=false")

@@ -229,13 +229,18 @@ def check_shares(model: Any, config: Config) -> None:
     """
     if (sharing := config.strategy.context) == 1:
         return
+    data = config.datamodule
+    length = min([data.train_batch_len, *([] if config.skip_eval else [data.eval_batch_len])])
     takes_whole = [f"{type(model).__name__} takes whole sequences only"]
-    reasons_for = getattr(model, "whole_sequence_mixers", lambda size: takes_whole)
-    if reasons := reasons_for(sharing):
+    reasons_for = getattr(model, "whole_sequence_mixers", lambda size, length=None: takes_whole)
+    if reasons := reasons_for(sharing, length):
         # 1 divides all heads: what is left then has none to divide.
-        fix = (
-            "use strategy.context=1" if reasons_for(1) else "use a number that divides the heads, or strategy.context=1"
-        )
+        if reasons_for(1):
+            fix = "use strategy.context=1"
+        elif reasons_for(sharing):
+            fix = "use a number that divides the heads, or strategy.context=1"
+        else:
+            fix = "use longer sequences, or a smaller strategy.context"
         raise ConfigError(
             f"strategy.context={sharing}: that many ranks cannot share a sequence of model.name={config.model.name} "
             f"({', '.join(reasons)}); {fix}"

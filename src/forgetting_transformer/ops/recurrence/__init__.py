@@ -25,6 +25,7 @@ stand beside its chunked form.
 import itertools
 import math
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -216,12 +217,46 @@ def last_state(
     else:
         weight = weight if step_BTH is None else weight * step_BTH
         v_BTHV = (v_BTHV * weight[..., None]).to(v_BTHV.dtype)
-    with torch.autocast(v_BTHV.device.type, enabled=False):
-        v_BGTX = v_BTHV.unflatten(2, (groups, -1)).flatten(3).transpose(1, 2)
-        state_BGKX = k_BTGK.permute(0, 2, 3, 1) @ v_BGTX
+    v_BTGX = v_BTHV.unflatten(2, (groups, -1)).flatten(3)
+    state_BGKX = _sum_of_products(k_BTGK, v_BTGX)
     state_BHKV = state_BGKX.unflatten(3, (-1, v_BTHV.shape[3])).movedim(3, 2).flatten(1, 2)
     left = from_here[:, 0, :, :, None] if log_decay.ndim == 4 else from_here[:, 0, :, None, None]
     return state_BHKV.to(log_decay.dtype), left
+
+
+@operator("sum_of_products")
+def _sum_of_products(k_BTGK: Tensor, v_BTGX: Tensor) -> Tensor:
+    """Σ_t k_t v_tᵀ, `(B, G, K, X)`, in float32 also where k and v have half of it, as states are."""
+    k_ZKT, v_ZTX = k_BTGK.permute(0, 2, 3, 1).flatten(0, 1), v_BTGX.transpose(1, 2).flatten(0, 1)
+    if k_BTGK.element_size() > 2:
+        sum_ZKX = k_ZKT @ v_ZTX
+    elif k_BTGK.is_cuda:
+        sum_ZKX = torch.bmm(k_ZKT, v_ZTX, out_dtype=torch.float32)
+    else:
+        sum_ZKX = k_ZKT.float() @ v_ZTX.float()
+    return sum_ZKX.unflatten(0, (len(k_BTGK), -1)).contiguous()
+
+
+@_sum_of_products.register_fake
+def _(k_BTGK, v_BTGX):
+    (batch, _, groups, keys), dtype = k_BTGK.shape, torch.promote_types(k_BTGK.dtype, torch.float32)
+    return torch.empty(batch, groups, keys, v_BTGX.shape[3], dtype=dtype, device=k_BTGK.device)
+
+
+def _save_products(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _products_back(ctx: Any, gradient_BGKX: Tensor) -> tuple[Tensor, Tensor]:
+    k_BTGK, v_BTGX = ctx.saved_tensors
+    gradient_BGKX = gradient_BGKX.to(k_BTGK.dtype)
+    with torch.autocast(k_BTGK.device.type, enabled=False):
+        dk_BGTK = v_BTGX.transpose(1, 2) @ gradient_BGKX.transpose(2, 3)
+        dv_BGTX = k_BTGK.transpose(1, 2) @ gradient_BGKX
+    return dk_BGTK.transpose(1, 2), dv_BGTX.transpose(1, 2)
+
+
+_sum_of_products.register_autograd(_products_back, setup_context=_save_products)
 
 
 @operator("sum_from_here")
