@@ -118,7 +118,7 @@ class KDAConfig(DeltaRuleConfig):
 
     model_type = "kda-project_fox"
 
-    num_heads: int = 6
+    num_heads: int = 16
 
     def build_mixer(self, layer_idx: int) -> KimiDeltaAttention:
         return self.build_from_fields(KimiDeltaAttention)

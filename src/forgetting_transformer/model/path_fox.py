@@ -111,7 +111,7 @@ class PathFoxConfig(SwiGLUDecoderConfig):
 
     model_type = "path_fox-project_fox"
 
-    num_heads: int = 12
+    num_heads: int = 32
     w_rank: int = 32
     conv_size: int = 3
 
