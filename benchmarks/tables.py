@@ -64,8 +64,10 @@ class Results:
         self.files = sorted(files, key=lambda file: _version(triton(file)))
 
     def rows(self, **wanted: Any) -> list[dict[str, Any]]:
-        """Rows of all files with these values, each with its file's Triton as `triton`."""
-        found = ({**row, "triton": triton(file)} for file in self.files for row in file["rows"])
+        """Rows of all files with these values, each with its file's Triton as `triton` and its device as `device`."""
+        found = (
+            {**row, "triton": triton(file), "device": _device(file)} for file in self.files for row in file["rows"]
+        )
         return [row for row in found if all(row.get(key) == value for key, value in wanted.items())]
 
     def row(self, **wanted: Any) -> dict[str, Any]:
@@ -103,6 +105,10 @@ def describe(file: Mapping[str, Any]) -> str:
 
 def triton(file: Mapping[str, Any]) -> str:
     return file["environment"]["versions"].get("triton") or ""
+
+
+def _device(file: Mapping[str, Any]) -> str:
+    return device_name(file["environment"]) if "hardware" in file["environment"] else ""
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -708,18 +714,18 @@ def _summed_bytes(row: Mapping[str, Any], size: int) -> float:
 
 
 def _by_length(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of long contexts: model by model, pruned first, then by length and number of GPUs."""
+    """Rows of long contexts by kind of GPU: model by model, pruned first, then by length and number of GPUs."""
 
     def key(row: Mapping[str, Any]) -> tuple:
-        return _order(row["experiment"]), row["pruned"] is False, row["tokens"], row["context"]
+        return row["device"], _order(row["experiment"]), row["pruned"] is False, row["tokens"], row["context"]
 
     # Files of several GPUs have what one does alone, too: each case is shown once.
     return sorted({key(row): row for row in rows}.values(), key=key)
 
 
 def _alone(row: Mapping[str, Any], results: Results) -> dict[str, Any] | None:
-    """The row of one GPU beside a row of several."""
-    case = {key: row[key] for key in ("experiment", "pruned", "tokens")}
+    """The row of one GPU of the same kind beside a row of several."""
+    case = {key: row[key] for key in ("experiment", "pruned", "tokens", "device")}
     return next(iter(reversed(results.rows(**case, context=1, status="ok"))), None)
 
 

@@ -155,15 +155,21 @@ def long_contexts() -> dict[str, str]:
     if any(tables.RESULTS.glob("long_run*.json")):
         runs = Results("long_run*.json")
         sections |= {"long_run": tables.long_runs(runs), "long_run_source": runs.source}
-    if not any(tables.RESULTS.glob("long_contexts*.json")):
-        waiting = "Not measured yet: `python benchmarks/long_contexts.py`."
-        return sections | {"long_contexts": waiting, "long_contexts_source": "", "long_contexts_predicted": waiting}
-    results = Results("long_contexts*.json")
-    return sections | {
-        "long_contexts": tables.long_contexts(results),
-        "long_contexts_source": results.source,
-        "long_contexts_predicted": tables.long_contexts_predicted(results),
+    waiting = "Not measured yet: `python benchmarks/{}.py`."
+    sections |= {"long_contexts_predicted": waiting.format("long_contexts")}
+    made = {
+        "long_contexts": ("long_contexts_1_gpu*.json", tables.long_contexts),
+        "long_contexts_shared": ("long_contexts_*_gpus*.json", tables.long_contexts),
+        "long_generation": ("long_generation*.json", tables.long_generation),
     }
+    for name, (pattern, table) in made.items():
+        sections |= {name: waiting.format(name.removesuffix("_shared")), f"{name}_source": ""}
+        if any(tables.RESULTS.glob(pattern)):
+            results = Results(pattern)
+            sections |= {name: table(results), f"{name}_source": results.source}
+            if name == "long_contexts_shared":
+                sections["long_contexts_predicted"] = tables.long_contexts_predicted(results)
+    return sections
 
 
 # Studies: each with a page has numbers.py beside it, which says what the sentences of the page want.
