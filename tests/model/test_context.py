@@ -200,6 +200,29 @@ def test_heads_are_dealt_out_by_how_far_their_gates_reach(monkeypatch):
         context.even_order(log_fgate)
 
 
+def test_compiled_code_writes_what_is_exchanged_as_it_is_sent(monkeypatch):
+    """Forward and backward, also where heads are dealt out: an exchange that packs its input copies it once more."""
+    from functorch.compile import aot_function, make_boxed_func
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda received, sent, group: received.copy_(sent))
+    sent = []
+
+    def kept(graph, _):
+        for node in graph.graph.nodes:
+            if "forgetting_transformer.exchange" in str(node.target):
+                sent.append(node.args[0].meta["val"].is_contiguous())
+        return make_boxed_func(graph.forward)
+
+    def there_and_back(x):
+        order = context.Order(torch.tensor([2, 0, 1, 3]), torch.tensor([1, 2, 0, 3]))
+        return context.to_sequence(context.to_heads(x, order=order).sin(), 1, order).cos()
+
+    with context.sharing(context.Context(0, 2), None):
+        x = torch.randn(1, 8, 4, 3, requires_grad=True)
+        aot_function(there_and_back, fw_compiler=kept)(x).sum().backward()
+    assert sent == [True] * 4
+
+
 @contextlib.contextmanager
 def pretended(size: int = 3):
     """As if this process shared sequences; what needs the others would fail."""

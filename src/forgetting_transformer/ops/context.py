@@ -238,9 +238,14 @@ def _gather(x: Tensor) -> Tensor:
     return _exchange(x.expand(_active.size, *x.shape))
 
 
-@torch.library.custom_op("forgetting_transformer::exchange", mutates_args=())
 def _exchange(x: Tensor) -> Tensor:
     """The r-th of the S slices of x along axis 0 goes to process r; slice r of the result came from there."""
+    # Here, so that the compiled kernel that makes x writes it as it is sent. In the operator it would be a copy more.
+    return _exchange_contiguous(x.contiguous())
+
+
+@torch.library.custom_op("forgetting_transformer::exchange", mutates_args=())
+def _exchange_contiguous(x: Tensor) -> Tensor:
     import torch.distributed as dist
 
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -248,7 +253,7 @@ def _exchange(x: Tensor) -> Tensor:
     return received
 
 
-@_exchange.register_fake
+@_exchange_contiguous.register_fake
 def _(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -257,4 +262,4 @@ def _exchange_back(_: Any, gradient: Tensor) -> Tensor:
     return _exchange(gradient)
 
 
-_exchange.register_autograd(_exchange_back)
+_exchange_contiguous.register_autograd(_exchange_back)
