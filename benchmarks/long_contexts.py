@@ -31,6 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from record import Record, RecordError, add_options, device_name, run_main
 from scaling import OUT_OF_MEMORY, overlap, run, wait_for_all, waiting_group
 
+from forgetting_transformer.ops.backends import describe_error
 from training import compose, experiment_file
 
 VOCABULARY = 50257
@@ -216,6 +218,13 @@ class Bench:
             if case["context"] > 1:
                 os._exit(OUT_OF_MEMORY)  # the others may wait in the middle of a step
             return {**case, "status": "out of memory"}
+        except Exception as error:
+            if case["context"] > 1:
+                print(f"rank {self.rank}: {case} failed", file=sys.stderr, flush=True)
+                raise
+            traceback.print_exc()
+            self.name = self.model = None
+            return {**case, "status": f"failed: {describe_error(error)}"}
 
     def measure(self, case: dict[str, Any]) -> dict[str, Any]:
         import torch

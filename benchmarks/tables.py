@@ -645,7 +645,6 @@ def long_contexts_predicted(results: Results) -> str:
     """What a formula says of GPUs that share a sequence, held to those that were measured."""
     if not any(row["context"] > 1 for row in results.rows(status="ok")):
         return "Not measured on several GPUs yet: `python benchmarks/long_contexts.py`."
-    rates = exchange_rates(results)
     rows = []
     for row in _by_length(results.rows(status="ok")):
         alone = _alone(row, results)
@@ -653,6 +652,7 @@ def long_contexts_predicted(results: Results) -> str:
         if row["context"] == 1 or alone is None or row["experiment"].startswith("mamba2"):
             continue
         seconds, measured = statistics.median(alone["step_seconds"]), 1000 * statistics.median(row["step_seconds"])
+        rates = exchange_rates(results, row["device"])
         told = predicted_ms(alone, row, rates, row["context"])
         gains = [
             1000 * seconds * groups / predicted_ms(alone, row, rates, size, groups) for size, groups in ((8, 1), (8, 8))
@@ -677,16 +677,16 @@ class Rates(NamedTuple):
     gradients: float
 
 
-def exchange_rates(results: Results) -> Rates:
-    """Those of the largest exchange among the rows, and of the sum of gradients beside it.
-
-    Taken from the GPU with the shortest time in both, for which the others waited.
-    """
-    shared = [row for row in results.rows(status="ok") if row["context"] > 1 and all(row["by_rank"])]
-    largest = max(shared, key=lambda row: row["exchange_bytes"])
-    exchange, gradients = (min(rank[key] for rank in largest["by_rank"]) for key in ("exchange_ms", "gradients_ms"))
-    summed = _summed_bytes(largest, largest["context"])
-    return Rates(1000 * largest["exchange_bytes"] / exchange, 1000 * summed / gradients)
+def exchange_rates(results: Results, device: str) -> Rates:
+    """The highest that any GPU of this kind had in a row: times in collectives contain waiting for the other GPUs."""
+    shared = [row for row in results.rows(status="ok", device=device) if row["context"] > 1 and all(row["by_rank"])]
+    # Recurrences pass so little on that it is a matter of latency.
+    by_heads = [row for row in shared if not row["experiment"].startswith("mamba2")]
+    exchange = max(row["exchange_bytes"] / min(r["exchange_ms"] for r in row["by_rank"]) for row in by_heads)
+    gradients = max(
+        _summed_bytes(row, row["context"]) / min(r["gradients_ms"] for r in row["by_rank"]) for row in by_heads
+    )
+    return Rates(1000 * exchange, 1000 * gradients)
 
 
 def predicted_ms(

@@ -6,6 +6,7 @@ import pytest
 
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.study_plan import StudyPlan, read_plan
+from tests.training.test_config import composed
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = "group: demo\nmodels: {a: A, b: B}\n"
@@ -120,3 +121,13 @@ def test_a_yaml_that_is_no_study_is_refused_in_one_line(read, text, message):
     with pytest.raises(AnalysisError, match=message) as caught:
         read(text)
     assert "study.yaml" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "studies").glob("*/study.yaml")), ids=lambda file: file.parent.name)
+def test_every_study_names_experiments_that_exist(file):
+    plan = read_plan(file)
+    wanted = {*plan.models, *(variant for variants in plan.variants.values() for variant in variants)}
+    for name in wanted:
+        config = composed(f"+experiment/{plan.group}={name}", *plan.overrides_of("runs"))
+        tokens = config.datamodule.train_batch_size * config.datamodule.train_batch_len
+        assert config.train.max_tokens % tokens == 0 == config.datamodule.eval_tokens % config.datamodule.eval_batch_len

@@ -40,6 +40,10 @@ def test_newer_versions_of_transformers_call_past_key_values_cache(ids):
         assert given.get_seq_length() == 12 and getattr(out, CACHE_NAME) is given
     with pytest.raises(ValueError, match="cache and past_key_values are both given"):
         model(input_ids=ids, cache=given, past_key_values=given)
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(ids)
+    cache, whole = model.new_cache(), model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, cache=cache, **options), whole) and cache.get_seq_length() == 14
 
 
 def test_cache_is_returned_only_where_it_is_of_use(ids):

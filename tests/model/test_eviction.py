@@ -87,7 +87,7 @@ def test_a_prompt_may_be_read_in_parts_first(model):
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options["attention_mask"] = torch.ones_like(input_ids)
     whole = model.generate(input_ids, **options)
-    assert torch.equal(model.generate(input_ids, past_key_values=cache, **options), whole)
+    assert torch.equal(model.generate(input_ids, **{CACHE_NAME: cache}, **options), whole)
 
 
 def test_layers_without_gates_keep_their_keys():
@@ -97,8 +97,9 @@ def test_layers_without_gates_keep_their_keys():
     assert [isinstance(layer, EvictingCache) for layer in cache.layers] == [True, False, True]
 
 
-def test_groups_of_heads_that_come_to_reach_alike_merge():
-    """Each group is a call of its own for every token."""
+@pytest.mark.parametrize("rate", [0.01, 0.5])
+def test_groups_of_heads_that_come_to_reach_alike_merge(rate):
+    """Each group is a call of its own for every token. With a rate of 0.5 heads reach 48 keys."""
     cache = EvictingCache(-10.0, torch.zeros(8, dtype=torch.float64))
     heads, generator = torch.arange(8), torch.Generator().manual_seed(0)
     everything = [torch.empty(1, 8, 0, 4, dtype=torch.float64) for _ in range(2)]
@@ -106,7 +107,7 @@ def test_groups_of_heads_that_come_to_reach_alike_merge():
     groups = []
     for step in range(60):
         # First heads of four kinds, then all alike.
-        rate_H = 10.0 ** -(1 + heads % 4 * 0.7) if step < 30 else torch.full((8,), 0.01)
+        rate_H = 10.0 ** -(1 + heads % 4 * 0.7) if step < 30 else torch.full((8,), rate)
         new = [torch.randn(1, 8, 256, 4, dtype=torch.float64, generator=generator) for _ in range(2)]
         gates = -rate_H.double()[None, :, None].expand(1, 8, 256)
         cache.append(*new, gates)

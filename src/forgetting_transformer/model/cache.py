@@ -88,6 +88,17 @@ class GrowingTensor:
         self._start, self._stop = 0, buffer.shape[2]
 
 
+def one_cache(past_key_values: Any, cache: Any) -> Any:
+    """The cache that is given under one of its two names, or None.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if past_key_values is not None and cache is not None:
+        raise ValueError("cache and past_key_values are both given; they mean the same, leave one out")
+    return past_key_values if cache is None else cache
+
+
 class DecoderCache(Cache):
     """One layer cache per block, and where each sequence starts.
 
@@ -484,6 +495,7 @@ class EvictingCache(ForgettingAttentionCache):
         # Of the sequences of a batch, the one that reaches furthest decides.
         forgotten = is_forgotten.sum(-1).amin(0).tolist()
         needed = [max(num_keys - count, min(self.EVERY, num_keys)) for count in forgotten]
+        forgotten = [num_keys - size for size in needed]
         by_size: dict[int, list[int]] = {}
         for head, size in enumerate(needed):
             # Apart only where being together holds twice what is needed: each group is a call of its own.

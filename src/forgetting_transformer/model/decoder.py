@@ -54,7 +54,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from forgetting_transformer.model.cache import DecoderCache
+from forgetting_transformer.model.cache import DecoderCache, one_cache
 from forgetting_transformer.model.layers import AttentionMaps, FinalRMSNorm, ResidualRMSNorm, SwiGLU, swiglu_width
 from forgetting_transformer.model.padding import find_seq_start, positions_in_documents
 from forgetting_transformer.ops import compiling, context
@@ -436,7 +436,7 @@ class DecoderModel(DecoderPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
-        past_key_values = _one_cache(past_key_values, cache)
+        past_key_values = one_cache(past_key_values, cache)
         if past_key_values is not None and not isinstance(past_key_values, DecoderCache):
             raise TypeError(
                 f"past_key_values is a {type(past_key_values).__name__}; pass the one a former call returned, "
@@ -741,7 +741,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
-            past_key_values=_one_cache(past_key_values, cache),
+            past_key_values=one_cache(past_key_values, cache),
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
@@ -836,11 +836,14 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> None:
         """Give `generate` this model's cache, not transformers' DynamicCache, which holds keys and values only."""
+        for name in {"cache", "past_key_values"} - {CACHE_NAME}:  # `forward` takes both, other models do not
+            if name in model_kwargs:
+                model_kwargs[CACHE_NAME] = one_cache(model_kwargs.pop(name), model_kwargs.get(CACHE_NAME))
         given = model_kwargs.get(CACHE_NAME)
         if generation_mode == GenerationMode.ASSISTED_GENERATION and not getattr(given, "is_croppable", True):
             raise ValueError(
-                "assisted generation takes rejected tokens back, and the cache that is given cannot: it is from "
-                "new_cache(evict_below=…), or has recurrent states; leave the cache or the assistant out"
+                "assisted generation takes rejected tokens back, and a cache of new_cache(evict_below=…) cannot; leave "
+                "the cache or the assistant out"
             )
         if generation_config.use_cache and given is None:
             model_kwargs[CACHE_NAME] = self.new_cache()
@@ -854,12 +857,6 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the cache knows how many tokens came before, and padding needs no correction (`ops/rotary.py`)."""
-
-
-def _one_cache(past_key_values: DecoderCache | None, cache: DecoderCache | None) -> DecoderCache | None:
-    if past_key_values is not None and cache is not None:
-        raise ValueError("cache and past_key_values are both given; they mean the same, leave one out")
-    return past_key_values if cache is None else cache
 
 
 def _has_rope(block: DecoderBlock) -> bool:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from forgetting_transformer.model.cache import DecoderCache, EvictingCache, ForgettingAttentionCache
+from forgetting_transformer.model.cache import DecoderCache, EvictingCache, ForgettingAttentionCache, one_cache
 from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel
 from forgetting_transformer.model.layers import (
     AttentionMaps,
@@ -290,15 +290,13 @@ class ForgettingAttentionLayer(nn.Module):
         past_key_values: ForgettingAttentionCache | DecoderCache | None,
         use_cache: bool,
     ) -> ForgettingAttentionCache | None:
-        if cache is not None and past_key_values is not None:
-            raise ValueError("cache and past_key_values are both given; they mean the same, leave one out")
-        if isinstance(past_key_values, DecoderCache):
+        cache = one_cache(past_key_values, cache)
+        if isinstance(cache, DecoderCache):
             if self.layer_idx is None:
                 raise ValueError(
                     "past_key_values is a model's cache; make the layer with layer_idx=…, or pass layer.new_cache()"
                 )
-            return cast(ForgettingAttentionCache, past_key_values.layers[self.layer_idx])
-        cache = cache if past_key_values is None else past_key_values
+            return cast(ForgettingAttentionCache, cache.layers[self.layer_idx])
         return self.new_cache() if cache is None and use_cache else cache
 
     def _attend(

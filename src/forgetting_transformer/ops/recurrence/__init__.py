@@ -228,13 +228,14 @@ def last_state(
 def _sum_of_products(k_BTGK: Tensor, v_BTGX: Tensor) -> Tensor:
     """Σ_t k_t v_tᵀ, `(B, G, K, X)`, in float32 also where k and v have half of it, as states are."""
     k_ZKT, v_ZTX = k_BTGK.permute(0, 2, 3, 1).flatten(0, 1), v_BTGX.transpose(1, 2).flatten(0, 1)
-    if k_BTGK.element_size() > 2:
-        sum_ZKX = k_ZKT @ v_ZTX
-    elif k_BTGK.is_cuda:
-        sum_ZKX = torch.bmm(k_ZKT, v_ZTX, out_dtype=torch.float32)
-    else:
-        sum_ZKX = k_ZKT.float() @ v_ZTX.float()
-    return sum_ZKX.unflatten(0, (len(k_BTGK), -1)).contiguous()
+    with torch.autocast(k_BTGK.device.type, enabled=False):
+        if k_BTGK.element_size() > 2:
+            sum_ZKX = k_ZKT @ v_ZTX
+        elif k_BTGK.is_cuda:
+            sum_ZKX = torch.bmm(k_ZKT, v_ZTX, out_dtype=torch.float32)
+        else:
+            sum_ZKX = k_ZKT.float() @ v_ZTX.float()
+    return sum_ZKX.unflatten(0, (len(k_BTGK), k_BTGK.shape[2])).contiguous()
 
 
 @_sum_of_products.register_fake
@@ -285,6 +286,7 @@ def _(x_BT):
 
 
 _sum_from_here.register_autograd(lambda _, gradient_BT: _sum_to_here(gradient_BT))
+_sum_to_here.register_autograd(lambda _, gradient_BT: _sum_from_here(gradient_BT))
 
 
 def _running_sums(x_BT: Tensor, chunk: int = 256) -> Tensor:
