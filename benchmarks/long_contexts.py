@@ -74,14 +74,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--alone", action=argparse.BooleanOptionalAction, default=True, help="one GPU alone, too (default)"
     )
     parser.add_argument("--steps", type=int, default=2, help="to measure at least (default 2); short ones for 3 s")
-    parser.add_argument(
-        "--time_constants",
-        type=float,
-        nargs=2,
-        default=[4, 1e4],
-        metavar=("MIN", "MAX"),
-        help="tokens after which FoX's gates have let a weight fall to 1/e (default 4 to 10,000)",
-    )
+    add_time_constants(parser)
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
     parser.add_argument("--accelerator", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--time_limit", type=float, default=1800, help="seconds for all (default 1800)")
@@ -97,6 +90,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         if length % args.devices:
             parser.error(f"--seq_len {length} tokens have no equal parts for --devices {args.devices}")
     return args
+
+
+def add_time_constants(parser: argparse.ArgumentParser) -> None:
+    """Adds --time_constants, for `set_time_constants`."""
+    parser.add_argument(
+        "--time_constants",
+        type=float,
+        nargs=2,
+        default=[4, 1e4],
+        metavar=("MIN", "MAX"),
+        help="tokens after which FoX's gates have let a weight fall to 1/e (default 4 to 10,000)",
+    )
 
 
 # The parent: starts the processes and keeps their rows.

@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from long_contexts import VOCABULARY, set_time_constants
+from long_contexts import VOCABULARY, add_time_constants, set_time_constants
 from record import Record, RecordError, add_options, device_name, run_main
 from tables import long_generation_cells, long_generation_header
 
@@ -46,14 +46,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--evict_below", type=float, nargs="+", default=[-10.0], metavar="LN_E", help="default -10")
     parser.add_argument("--part", type=int, default=16384, help="tokens of the prompt at a time (default %(default)s)")
     parser.add_argument("--decode", type=int, default=64, help="tokens after the prompt (default %(default)s)")
-    parser.add_argument(
-        "--time_constants",
-        type=float,
-        nargs=2,
-        default=[4, 1e4],
-        metavar=("MIN", "MAX"),
-        help="tokens after which gates have let a weight fall to 1/e (default 4 to 10,000)",
-    )
+    add_time_constants(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_options(parser)
     args = parser.parse_args(argv)
