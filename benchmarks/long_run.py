@@ -122,15 +122,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measured(args: argparse.Namespace, part: str, scratch: Path, record: Record) -> dict[str, Any]:
     """The values of a row, or why there are none."""
-    output = scratch / part
+    output, evaluated = scratch / ("straight" if part == "beyond" else part), scratch / "beyond.log"
     try:
         data_dir = corpus(args, DATASET, 2 * args.seq_len, HELDOUT)
-        if part == "beyond":
-            run = output.with_name("straight")
-            if not (run / "checkpoints").is_dir():  # measured by an earlier call
-                start(train_command(args, run, data_dir), output.with_name("straight.log"))
-            return {"status": "ok", **loss_beyond(args, run, data_dir)}
         command = train_command(args, output, data_dir)
+        if part == "beyond":
+            if not (output / "checkpoints").is_dir():  # measured by an earlier call
+                start(command, output.with_name("straight.log"))
+            return {"status": "ok", **loss_beyond(args, output, data_dir, evaluated)}
         if part == "resumed":
             half = args.steps // 2 * step_tokens(args)
             start(command, output.with_name("stopped.log"), lambda: trained(output) >= half)
@@ -143,9 +142,8 @@ def measured(args: argparse.Namespace, part: str, scratch: Path, record: Record)
             raise BenchmarkError(f"the run is {status}, and not done")
         found = result(output)
     except BenchmarkError as error:
-        log = output.with_name("beyond.log")
-        said = log.read_text(encoding="utf-8", errors="replace") if part == "beyond" and log.is_file() else ""
-        if ran_out_of_memory(output) or "out of memory" in said:
+        said = evaluated.read_text(encoding="utf-8", errors="replace") if evaluated.is_file() else ""
+        if ran_out_of_memory(output) or (part == "beyond" and "out of memory" in said):
             return {"status": "out of memory"}
         return {"status": f"failed: {error}"}
     straight = record.find({"part": "straight", "status": "ok"})
@@ -212,8 +210,8 @@ def start(command: Sequence[str], log: Path, stop: Callable[[], bool] | None = N
     raise BenchmarkError(f"train.py ended {problem}: {log.read_text(encoding='utf-8', errors='replace')[-2000:]}")
 
 
-def loss_beyond(args: argparse.Namespace, run: Path, data_dir: Path) -> dict[str, Any]:
-    """Of a run's last weights on whole held-out texts.
+def loss_beyond(args: argparse.Namespace, run: Path, data_dir: Path, log: Path) -> dict[str, Any]:
+    """Of a run's last weights on whole held-out texts; `log` gets what the evaluation prints.
 
     Raises:
         BenchmarkError: the evaluation failed.
@@ -228,7 +226,7 @@ def loss_beyond(args: argparse.Namespace, run: Path, data_dir: Path) -> dict[str
         "--eval_tokens", str(HELDOUT * length), "--local_batch_size", "1", "--context", str(args.context),
         "--device", args.accelerator,
     ]  # fmt: skip
-    _, _, seconds = follow(command, run.with_name("beyond.log"))
+    _, _, seconds = follow(command, log)
     with np.load(saved / run.name / "results.npz") as evaluated:
         return {"evaluation_seconds": seconds, "octaves": octaves(evaluated["val/loss_per_token"])}
 

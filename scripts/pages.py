@@ -79,6 +79,20 @@ def thousands(tokens_per_second: float) -> str:
     return f"{float(f'{tokens_per_second:.3g}'):,.0f}"
 
 
+def measured(script: str, pattern: str, table: Callable[[Results], str], name: str | None = None) -> dict[str, str]:
+    """A table and its source, or how to measure it where no file of results matches the pattern.
+
+    Args:
+        script: of benchmarks/, without .py.
+        name: of the table; default the script's.
+    """
+    name = name or script
+    if not any(tables.RESULTS.glob(pattern)):
+        return {name: f"Not measured yet: `python benchmarks/{script}.py`.", f"{name}_source": ""}
+    results = Results(pattern)
+    return {name: table(results), f"{name}_source": results.source}
+
+
 # README.md and docs/performance.md.
 
 
@@ -128,10 +142,7 @@ def performance() -> dict[str, str]:
     if any(tables.RESULTS.glob("recurrence*.json")):
         made["recurrences"] = ("recurrence*.json", tables.recurrences)
     peers = functools.partial(tables.peers, steps=Results("steps_760m*.json"))
-    for name, table in (("scaling", tables.scaling), ("peers", peers)):
-        sections |= {name: f"Not measured yet: `python benchmarks/{name}.py`.", f"{name}_source": ""}
-        if any(tables.RESULTS.glob(f"{name}*.json")):
-            made[name] = (f"{name}*.json", table)
+    sections |= measured("scaling", "scaling*.json", tables.scaling) | measured("peers", "peers*.json", peers)
     sections["pieces"] = "Not measured yet: `python benchmarks/training.py --optimizer_step --kernels 90`."
     with contextlib.suppress(LookupError):  # older profiles do not tell kernels apart
         sections["pieces"] = tables.pieces(Results("steps_760m*.json"))
@@ -146,30 +157,17 @@ def performance() -> dict[str, str]:
 
 def long_contexts() -> dict[str, str]:
     memory = Results("memory*.json")
-    sections = {
+    several_gpus = "long_contexts_*_gpus*.json"
+    predicted = measured("long_contexts", several_gpus, tables.long_contexts_predicted)["long_contexts"]
+    return {
         "memory": tables.memory(memory),
         "memory_source": memory.source,
-        "long_run": "Not measured yet: `python benchmarks/long_run.py`.",
-        "long_run_source": "",
+        "long_contexts_predicted": predicted,
+        **measured("long_contexts", "long_contexts_1_gpu*.json", tables.long_contexts),
+        **measured("long_contexts", several_gpus, tables.long_contexts, "long_contexts_shared"),
+        **measured("long_generation", "long_generation*.json", tables.long_generation),
+        **measured("long_run", "long_run*.json", tables.long_runs),
     }
-    if any(tables.RESULTS.glob("long_run*.json")):
-        runs = Results("long_run*.json")
-        sections |= {"long_run": tables.long_runs(runs), "long_run_source": runs.source}
-    waiting = "Not measured yet: `python benchmarks/{}.py`."
-    sections |= {"long_contexts_predicted": waiting.format("long_contexts")}
-    made = {
-        "long_contexts": ("long_contexts_1_gpu*.json", tables.long_contexts),
-        "long_contexts_shared": ("long_contexts_*_gpus*.json", tables.long_contexts),
-        "long_generation": ("long_generation*.json", tables.long_generation),
-    }
-    for name, (pattern, table) in made.items():
-        sections |= {name: waiting.format(name.removesuffix("_shared")), f"{name}_source": ""}
-        if any(tables.RESULTS.glob(pattern)):
-            results = Results(pattern)
-            sections |= {name: table(results), f"{name}_source": results.source}
-            if name == "long_contexts_shared":
-                sections["long_contexts_predicted"] = tables.long_contexts_predicted(results)
-    return sections
 
 
 # Studies: each with a page has numbers.py beside it, which says what the sentences of the page want.
@@ -191,15 +189,8 @@ def longcrawl64() -> dict[str, str]:
 def reliability() -> dict[str, str]:
     results, corruption = Results("checkpoint*.json"), Results("corruption*.json")
     seconds = results.rows()[0]["reserve_seconds"]
-    interruptions = {
-        "interruptions": "Not measured yet: `python benchmarks/interruptions.py`.",
-        "interruptions_source": "",
-    }
-    if any(tables.RESULTS.glob("interruptions*.json")):
-        found = Results("interruptions*.json")
-        interruptions = {"interruptions": tables.interruptions(found), "interruptions_source": found.source}
     return {
-        **interruptions,
+        **measured("interruptions", "interruptions*.json", tables.interruptions),
         "corruption": tables.corruption(corruption),
         "corruption_source": corruption.source,
         "checkpoints": tables.checkpoints(results),

@@ -836,17 +836,17 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> None:
         """Give `generate` this model's cache, not transformers' DynamicCache, which holds keys and values only."""
-        for name in {"cache", "past_key_values"} - {CACHE_NAME}:  # `forward` takes both, other models do not
-            if name in model_kwargs:
-                model_kwargs[CACHE_NAME] = one_cache(model_kwargs.pop(name), model_kwargs.get(CACHE_NAME))
-        given = model_kwargs.get(CACHE_NAME)
+        # Under both names, as `forward` takes it, whatever transformers calls it.
+        given = one_cache(model_kwargs.pop("past_key_values", None), model_kwargs.pop("cache", None))
         if generation_mode == GenerationMode.ASSISTED_GENERATION and not getattr(given, "is_croppable", True):
             raise ValueError(
                 "assisted generation takes rejected tokens back, and a cache of new_cache(evict_below=…) cannot; leave "
                 "the cache or the assistant out"
             )
-        if generation_config.use_cache and given is None:
-            model_kwargs[CACHE_NAME] = self.new_cache()
+        if given is None and generation_config.use_cache:
+            given = self.new_cache()
+        if given is not None:
+            model_kwargs[CACHE_NAME] = given
 
     # `generate` reads the signature to find out whether a model takes inputs_embeds.
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
