@@ -256,9 +256,11 @@ def show(study: dict[str, Any]) -> None:
 
 
 def made_on(study: dict[str, Any]) -> list[str]:
-    """The machine of a study, for figures."""
-    machine = study.get("environment", {}).get("machine", {}).get("device")
-    return [f"on {machine}"] if machine else []
+    """The machines of a study, for figures."""
+    parts = [study, *study.get("parts", [])]
+    machines = dict.fromkeys(part.get("environment", {}).get("machine", {}).get("device") for part in parts)
+    named = [machine for machine in machines if machine]
+    return [f"on {', '.join(named)}"] if named else []
 
 
 def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:

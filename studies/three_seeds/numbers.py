@@ -48,7 +48,7 @@ def numbers(folder: Path) -> dict[str, str]:
 
     above = [losses["hybrid_mamba2_fox"][seed] - loss for seed, loss in losses["fox_pro"].items()]
     recurrent = sorted(found[name].value for name in ("mamba2", "hgrn2", "delta_net"))
-    octaves = {name: model["per_token_loss"]["slope"] for name, model in study["models"].items()}
+    octaves = {name: study["models"][name]["per_token_loss"]["slope"] for name in MODELS}
     beyond = {name: slopes[-1]["after"] - slopes[-3]["after"] for name, slopes in octaves.items()}
     heads = {name: study["models"][name]["heads"] for name in ("fox_pro", "fox_llama")}
 
@@ -87,6 +87,7 @@ def numbers(folder: Path) -> dict[str, str]:
         ),
         "best_hybrid": f"{min(above):.2f}",
         **{f"seeds_{name}": in_words([of[seed] for seed in sorted(of)]) for name, of in losses.items()},
+        "seeds_kda": in_words(sorted(losses_by_seed(study["models"]["kda"]).values())),
         "pooled_all": f"{pooled.half_width:.2f}",
         "bartlett_all": f"{statistics.equal_noise([[*of.values()] for of in losses.values()]):.0e}",
         "bartlett_models": f"{statistics.equal_noise([[*losses[name].values()] for name in NO_HYBRIDS]):.2f}",

@@ -132,3 +132,16 @@ def test_a_report_is_not_joined_into_itself(tmp_path, capfd):
     assert load_script("study_report").main(["join", *reports, "--out", reports[0]]) == 1
     assert "is one of the reports" in capfd.readouterr().err
     assert [*read_study(tmp_path / "a")["models"]["fox_pro"]["seeds"]] == [0]
+
+
+def test_figures_of_a_joined_study_name_the_machines_of_all_parts():
+    parts = {name: part_of([model], [0]) for name, model in (("first", "fox_pro"), ("second", "mamba2"))}
+    for part, machine, rates in zip(parts.values(), ("H200", "H100"), ("1e-3, 2e-3", "1e-2"), strict=True):
+        del part["parts"]
+        part["environment"] = {"machine": {"device": machine}}
+        part["search_made_with"] = ["python_code", f"learning rate {rates}", "seed 0", f"on {machine}"]
+    joined = study_parts.join(parts)
+    assert joined["search_made_with"] == ["python_code", "seed 0", "on H200, H100"]
+    made_on = load_script("study_report").made_on
+    assert made_on(joined) == ["on H200, H100"]
+    assert made_on(parts["second"]) == ["on H100"]

@@ -1,6 +1,6 @@
 """Joins reports of one study whose runs were made in several places or at several times: by models, or by seeds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,9 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
         **{key: {} for key in ("models", "variants", "search", "speed", "pruned", "pruning_speed", "pruning_loss")},
         "scores": {},
         "search_loss": first["search_loss"],
-        "search_made_with": [],
+        "search_made_with": _shared_conditions(
+            [part["search_made_with"] for part in parts if part.get("search_made_with")]
+        ),
         "parts": [],
     }
     for place, part in zip(places, parts, strict=True):
@@ -69,7 +71,6 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
         for name, losses in part["search"].items():
             if joined["search"].setdefault(name, losses) != losses:
                 raise AnalysisError(f"{place} has another search of {name} than an earlier report; leave one out")
-        joined["search_made_with"] = joined["search_made_with"] or part.get("search_made_with", [])
         for key in _OF_FIRST_SEED:
             joined[key] = {**part[key], **joined[key]}
         for key in ("pruning_speed", "pruning_loss"):
@@ -87,6 +88,15 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
         joined[kind] = {name: joined[kind][name] for name in in_order([*joined[kind]], joined["names"])}
     add_own_variants(joined)
     return joined | {key: first[key] for key in ("environment", "started", "corpus") if key in first}
+
+
+def _shared_conditions(of_parts: Sequence[Sequence[str]]) -> list[str]:
+    """What holds for the searches of all parts, and all their machines."""
+    if len(of_parts) < 2:
+        return [*of_parts[0]] if of_parts else []
+    shared = [said for said in of_parts[0] if all(said in part for part in of_parts) and not said.startswith("on ")]
+    machines = dict.fromkeys(said[3:] for part in of_parts for said in part if said.startswith("on "))
+    return [*shared, *([f"on {', '.join(machines)}"] if machines else [])]
 
 
 def _has_all_of(known: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
