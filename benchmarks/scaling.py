@@ -55,6 +55,8 @@ CASES = ("one", "fsdp_plain", "fsdp", "fsdp_kept", "ddp", "ddp_rebuilt")
 VOCABULARY = 50257
 #: What a worker exits with when a case does not fit: ENOMEM.
 OUT_OF_MEMORY = 12
+#: How the status of a case begins whose processes failed.
+FAILED = "failed: processes ended with"
 #: Steps of a trace, and steps before the first measured one, the one that compiles included.
 TRACED, WARMUP = 2, 3
 HEADER = (
@@ -131,13 +133,16 @@ def run(
             JSON for each to rows.jsonl beside it, and ends with OUT_OF_MEMORY where the first without one does not fit.
     """
     deadline = time.monotonic() + args.time_limit
+    useless = 0
     while cases:
         rows, problem = yield from start(args, cases, argv, script, deadline)
         left = list(cases)
         for row in rows:
             left.remove(next(case for case in left if case.items() <= row.items()))
-        # Where one did not fit, the next ones may.
-        given_up = left[:1] if problem == "out of memory" else left
+        failed = problem.startswith(FAILED)
+        useless = useless + 1 if failed and not rows else 0
+        # Where one did not fit or failed, the next ones may be measured; not where starts fail whatever the case.
+        given_up = left[:1] if problem == "out of memory" or (failed and useless < 2) else left
         yield from ({**case, "status": problem} for case in given_up)
         cases = left[len(given_up) :]
 
@@ -174,7 +179,7 @@ def start(
                 if OUT_OF_MEMORY in codes:
                     problem = "out of memory"
                 elif any(codes):
-                    problem = f"failed: processes ended with {codes}"
+                    problem = f"{FAILED} {codes}"
                 elif time.monotonic() > deadline:
                     problem = f"stopped after {args.time_limit:g} s"
                 elif None not in codes:

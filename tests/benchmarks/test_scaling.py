@@ -91,10 +91,19 @@ def test_a_case_that_does_not_fit_is_a_row_and_those_after_it_are_measured(tmp_p
     assert statuses(load("scaling"), tmp_path, "small", "large") == ["ok", "out of memory"]
 
 
-def test_after_a_process_that_fails_nothing_is_measured(tmp_path):
-    ok, *failed = statuses(load("scaling"), tmp_path, "small", "broken", "small")
-    assert ok == "ok" and len(failed) == 2
+def test_a_case_that_fails_is_a_row_and_those_after_it_are_measured(tmp_path):
+    first, broken, last = statuses(load("scaling"), tmp_path, "small", "broken", "small")
+    assert first == last == "ok"
+    assert broken.startswith("failed: processes ended with [")
+
+
+def test_what_fails_in_two_starts_without_a_row_is_not_started_for_every_case(tmp_path, monkeypatch):
+    scaling = load("scaling")
+    starts, start = [], scaling.start
+    monkeypatch.setattr(scaling, "start", lambda *given: starts.append(given) or start(*given))
+    failed = statuses(scaling, tmp_path, *["broken"] * 5, "small")
     assert all(status.startswith("failed: processes ended with [") for status in failed)
+    assert len(starts) == 2
 
 
 @pytest.mark.parametrize("name", ["scaling", "long_contexts"])
