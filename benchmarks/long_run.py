@@ -7,13 +7,13 @@
 
 All GPUs share each sequence (strategy.context), unless --context says how many. Every group of them has one sequence in
 a step. Runs are started as a user would, with activation checkpointing, compiled on a GPU, on the Python sources of
-this machine. Documents and held-out texts are twice as long as a sequence. The learning rate warms up over a tenth of
-the steps. Parts, each a row of the table that is printed and saved to --out (record.py) when it is measured; the same
-command measures missing parts, each from its start:
+this machine. Rows of the corpus, files joined end to end, are twice as long as a sequence. The learning rate warms up
+over a tenth of the steps. Parts, each a row of the table that is printed and saved to --out (record.py) when it is
+measured; the same command measures missing parts, each from its start:
 
 straight     a run without interruption
-beyond       its loss on whole held-out texts, beyond the length of training: eval/per_token_loss on the same devices,
-             which share each text. It follows `straight`, or trains as that did
+beyond       its loss on held-out rows of twice the length of training: eval/per_token_loss on the same devices,
+             which share each row. It follows `straight`, or trains as that did
 resumed      the same run: SIGTERM to the launcher after half of the steps, and the same command again
 
 s per step   median, from the run's metrics
@@ -211,7 +211,7 @@ def start(command: Sequence[str], log: Path, stop: Callable[[], bool] | None = N
 
 
 def loss_beyond(args: argparse.Namespace, run: Path, data_dir: Path, log: Path) -> dict[str, Any]:
-    """Of a run's last weights on whole held-out texts; `log` gets what the evaluation prints.
+    """Of a run's last weights on whole held-out rows; `log` gets what the evaluation prints.
 
     Raises:
         BenchmarkError: the evaluation failed.

@@ -10,7 +10,7 @@ A step is forward and backward of each micro-batch (--batch_size sequences of ra
 of gradients, clipping and AdamW, with random weights. Every case sees the same tokens. Steps follow each other without
 waiting, as in training. The paper's experiments take half a million tokens a step: on two GPUs 16 micro-batches of one
 sequence. A row is printed and saved to --out (record.py) as soon as it is measured. All cases share one start of the
-processes; after a case that runs out of memory, which is a result and not an error, they are started again.
+processes. After a case that fails or runs out of memory they are started again; only the former is an error.
 
 one           rank 0 alone, the others wait
 ddp           strategy=ddp
@@ -55,7 +55,7 @@ CASES = ("one", "fsdp_plain", "fsdp", "fsdp_kept", "ddp", "ddp_rebuilt")
 VOCABULARY = 50257
 #: What a worker exits with when a case does not fit: ENOMEM.
 OUT_OF_MEMORY = 12
-#: How the status of a case begins whose processes failed.
+#: Prefix of a case's status where its processes failed.
 FAILED = "failed: processes ended with"
 #: Steps of a trace, and steps before the first measured one, the one that compiles included.
 TRACED, WARMUP = 2, 3
@@ -141,10 +141,14 @@ def run(
             left.remove(next(case for case in left if case.items() <= row.items()))
         failed = problem.startswith(FAILED)
         useless = useless + 1 if failed and not rows else 0
-        # Where one did not fit or failed, the next ones may be measured; not where starts fail whatever the case.
-        given_up = left[:1] if problem == "out of memory" or (failed and useless < 2) else left
+        # The first case without a row is taken to be the one that did not fit or failed. Where cells of one GPU run
+        # side by side and a process is killed, it may be another.
+        given_up = left[:1] if failed or problem == "out of memory" else left
         yield from ({**case, "status": problem} for case in given_up)
         cases = left[len(given_up) :]
+        if useless == 2:
+            yield from ({**case, "status": "stopped: two starts in a row measured nothing"} for case in cases)
+            return
 
 
 def start(

@@ -28,7 +28,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +222,8 @@ def join(args: argparse.Namespace) -> None:
         draw_figures(study, new)
         tokens = {model["budget"] for model in study["models"].values()}
         budget = [f"{tokens.pop():,} training tokens"] if len(tokens) == 1 else []
-        draw_positions([*results.values()], new, [*budget, *made_on(study)])
+        evaluated = [model for model in study["models"].values() if "per_token_loss" in model]
+        draw_positions([*results.values()], new, [*budget, *made_on(study, evaluated)])
     show(study)
 
 
@@ -255,12 +256,11 @@ def show(study: dict[str, Any]) -> None:
         skip(missing)
 
 
-def made_on(study: dict[str, Any]) -> list[str]:
-    """The machines of a study, for figures."""
-    parts = [study, *study.get("parts", [])]
-    machines = dict.fromkeys(part.get("environment", {}).get("machine", {}).get("device") for part in parts)
-    named = [machine for machine in machines if machine]
-    return [f"on {', '.join(named)}"] if named else []
+def made_on(study: dict[str, Any], models: Iterable[dict[str, Any]]) -> list[str]:
+    """The machines of some models of a study, for figures."""
+    of_study = study.get("environment", {}).get("machine", {}).get("device")
+    machines = dict.fromkeys(machine for model in models for machine in model.get("machines", [of_study]) if machine)
+    return [f"on {', '.join(machines)}"] if machines else []
 
 
 def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
@@ -272,7 +272,7 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
     from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
     from forgetting_transformer.analysis.studies import baseline_of, contrasts, counted_seeds, differences, display_name
 
-    on_machine, figures = made_on(study), []
+    figures = []
     if study["search"]:
         curves = {
             display_name(study, model): {
@@ -288,12 +288,14 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
             figures[-1],
             ring_each=True,
             title=f"Learning-rate search of {len(curves)} models",
-            conditions=searched if any(said.startswith("on ") for said in searched) else [*searched, *on_machine],
+            conditions=searched
+            if any(said.startswith("on ") for said in searched)
+            else [*searched, *made_on(study, [{}])],
         )
+    evaluated = {name: model for name, model in study["models"].items() if "per_token_loss" in model}
     octaves = {
         display_name(study, name): {entry["position"]: entry["after"] for entry in model["per_token_loss"]["slope"]}
-        for name, model in study["models"].items()
-        if "per_token_loss" in model
+        for name, model in evaluated.items()
     }
     if octaves and study.get("comparison"):
         tokens = {model["budget"] for model in study["models"].values()}
@@ -301,11 +303,11 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
         made_with = [f"{tokens.pop():,} training tokens"] if len(tokens) == 1 else []
         several = max(len(counted_seeds(model)) for model in study["models"].values())
         left = f"seed {', '.join(map(str, seeds))}"
-        made_with += [left if several == 1 else f"left: {left}; right: mean of {several} seeds", *on_machine]
+        made_with.append(left if several == 1 else f"left: {left}; right: mean of {several} seeds")
+        made_with += made_on(study, evaluated.values())
         lengths = {
             display_name(study, name): model["per_token_loss"].get("train_length", study.get("train_length"))
-            for name, model in study["models"].items()
-            if "per_token_loss" in model
+            for name, model in evaluated.items()
         }
         figures.append(folder / "octaves.png")
         loss_by_octave(octaves, study["comparison"], figures[-1], made_with, lengths)
@@ -323,16 +325,19 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
             panels[f"{kind}{budget}, {seeds}"] = (display_name(study, baseline_of(study, kind)), found)
     if panels:
         figures.append(folder / "differences.png")
-        differences_to_baseline(panels, study.get("names", {}), figures[-1], on_machine, families)
+        shown = [model for kind in ("models", "variants") for model in study[kind].values()]
+        differences_to_baseline(panels, study.get("names", {}), figures[-1], made_on(study, shown), families)
     recorded = {
-        display_name(study, name): heads
+        name: heads
         for name, model in study["models"].items()
         if (heads := [heads for heads in model.get("heads", ()) if heads])
     }
     if recorded:
+        of_models = {display_name(study, name): heads for name, heads in recorded.items()}
         lengths = {model.get("train_length") for model in study["models"].values()}
         figures.append(folder / "heads.png")
-        heads_over_training(recorded, figures[-1], lengths.pop() if len(lengths) == 1 else None, on_machine)
+        made_with = made_on(study, [study["models"][name] for name in recorded])
+        heads_over_training(of_models, figures[-1], lengths.pop() if len(lengths) == 1 else None, made_with)
     return figures
 
 

@@ -37,6 +37,7 @@ def numbers(folder: Path) -> dict[str, str]:
     found = differences(contrasts(study, "models"))
     variants = differences(contrasts(study, "variants"))
     losses = {name: losses_by_seed(study["models"][name]) for name in MODELS}
+    kda = losses_by_seed(study["models"]["kda"])
     pooled = statistics.against_baseline(losses, "fox_pro").against["fox_pro_muon"]
 
     def claimed(text: str, model: str) -> str:
@@ -87,7 +88,8 @@ def numbers(folder: Path) -> dict[str, str]:
         ),
         "best_hybrid": f"{min(above):.2f}",
         **{f"seeds_{name}": in_words([of[seed] for seed in sorted(of)]) for name, of in losses.items()},
-        "seeds_kda": in_words(sorted(losses_by_seed(study["models"]["kda"]).values())),
+        "seeds_kda": in_words([kda[seed] for seed in sorted(kda)]),
+        "seeds_as_kda": in_words([losses["hybrid"][seed] for seed in sorted(kda)]),
         "pooled_all": f"{pooled.half_width:.2f}",
         "bartlett_all": f"{statistics.equal_noise([[*of.values()] for of in losses.values()]):.0e}",
         "bartlett_models": f"{statistics.equal_noise([[*losses[name].values()] for name in NO_HYBRIDS]):.2f}",

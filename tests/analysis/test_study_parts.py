@@ -137,11 +137,15 @@ def test_a_report_is_not_joined_into_itself(tmp_path, capfd):
 def test_figures_of_a_joined_study_name_the_machines_of_all_parts():
     parts = {name: part_of([model], [0]) for name, model in (("first", "fox_pro"), ("second", "mamba2"))}
     for part, machine, rates in zip(parts.values(), ("H200", "H100"), ("1e-3, 2e-3", "1e-2"), strict=True):
-        del part["parts"]
+        del part["parts"], part["models"]["fox_pro" if machine == "H200" else "mamba2"]["machines"]
         part["environment"] = {"machine": {"device": machine}}
         part["search_made_with"] = ["python_code", f"learning rate {rates}", "seed 0", f"on {machine}"]
     joined = study_parts.join(parts)
     assert joined["search_made_with"] == ["python_code", "seed 0", "on H200, H100"]
+    again = study_parts.join({"joined": joined, "second": parts["second"]})
+    assert again["search_made_with"] == joined["search_made_with"]
     made_on = load_script("study_report").made_on
-    assert made_on(joined) == ["on H200, H100"]
-    assert made_on(parts["second"]) == ["on H100"]
+    for study in (joined, again):
+        assert made_on(study, study["models"].values()) == ["on H200, H100"]
+        assert made_on(study, [study["models"]["mamba2"]]) == ["on H100"]
+    assert made_on(parts["second"], parts["second"]["models"].values()) == ["on H100"]

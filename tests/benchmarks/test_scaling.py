@@ -101,8 +101,9 @@ def test_what_fails_in_two_starts_without_a_row_is_not_started_for_every_case(tm
     scaling = load("scaling")
     starts, start = [], scaling.start
     monkeypatch.setattr(scaling, "start", lambda *given: starts.append(given) or start(*given))
-    failed = statuses(scaling, tmp_path, *["broken"] * 5, "small")
-    assert all(status.startswith("failed: processes ended with [") for status in failed)
+    found = statuses(scaling, tmp_path, *["broken"] * 5, "small")
+    assert all(status.startswith("failed: processes ended with [") for status in found[:2])
+    assert found[2:] == ["stopped: two starts in a row measured nothing"] * 4
     assert len(starts) == 2
 
 

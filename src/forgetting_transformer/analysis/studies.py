@@ -230,6 +230,7 @@ def describe(paths: Sequence[Path], decisive: Decisive = flatten) -> dict[str, A
         ],
         "train_length": config["datamodule"].get("train_batch_len"),
         "heads": [_heads(run) for run in runs],
+        "machines": [*dict.fromkeys(run.device for run in runs if run.device)],
     }
 
 

@@ -63,6 +63,7 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
                 if model.get("of_run"):
                     continue  # of which another part may have more seeds
                 known = joined[kind].get(name)
+                model = {**model, "machines": model.get("machines") or _machines(part)}
                 if known is not None and _has_all_of(known, model):
                     again.add(name)
                     joined[kind][name] = {**model, **known}
@@ -95,8 +96,16 @@ def _shared_conditions(of_parts: Sequence[Sequence[str]]) -> list[str]:
     if len(of_parts) < 2:
         return [*of_parts[0]] if of_parts else []
     shared = [said for said in of_parts[0] if all(said in part for part in of_parts) and not said.startswith("on ")]
-    machines = dict.fromkeys(said[3:] for part in of_parts for said in part if said.startswith("on "))
+    named = [said.removeprefix("on ") for part in of_parts for said in part if said.startswith("on ")]
+    machines = dict.fromkeys(machine for names in named for machine in names.split(", "))
     return [*shared, *([f"on {', '.join(machines)}"] if machines else [])]
+
+
+def _machines(part: Mapping[str, Any]) -> list[str]:
+    """The machines of a report."""
+    environments = [made.get("environment", {}) for made in part.get("parts") or [part]]
+    found = dict.fromkeys(environment.get("machine", {}).get("device") for environment in environments)
+    return [machine for machine in found if machine]
 
 
 def _has_all_of(known: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
@@ -118,7 +127,8 @@ def _with_seeds(name: str, known: Mapping[str, Any], model: Mapping[str, Any], p
     if other := [key for key in _SHARED if known.get(key, model.get(key)) != model.get(key, known.get(key))]:
         values = ", ".join(f"{key} {model.get(key)} and not {known.get(key)}" for key in other)
         raise AnalysisError(f"{place} has {name} with {values}: seeds of one model need the same settings")
-    return {**known, **{key: [*known[key], *model[key]] for key in _BY_SEED}}
+    machines = [*dict.fromkeys([*known["machines"], *model["machines"]])]
+    return {**known, "machines": machines, **{key: [*known[key], *model[key]] for key in _BY_SEED}}
 
 
 def read_positions(
