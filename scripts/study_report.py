@@ -258,8 +258,9 @@ def show(study: dict[str, Any]) -> None:
 
 def made_on(study: dict[str, Any], models: Iterable[dict[str, Any]]) -> list[str]:
     """The machines of some models of a study, for figures."""
-    of_study = study.get("environment", {}).get("machine", {}).get("device")
-    machines = dict.fromkeys(machine for model in models for machine in model.get("machines", [of_study]) if machine)
+    from forgetting_transformer.analysis.studies import machines_of
+
+    machines = dict.fromkeys(machine for model in models for machine in machines_of(study, model))
     return [f"on {', '.join(machines)}"] if machines else []
 
 

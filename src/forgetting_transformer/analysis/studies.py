@@ -55,6 +55,13 @@ def read_study(folder: Path) -> dict[str, Any]:
     return study
 
 
+def machines_of(study: Mapping[str, Any], model: Mapping[str, Any]) -> list[str]:
+    """What a model was trained on; where its entry does not say so, as in older reports, the machines of the study."""
+    environments = [part.get("environment", {}) for part in study.get("parts") or [study]]
+    devices = [environment.get("machine", {}).get("device") for environment in environments]
+    return model.get("machines") or [*dict.fromkeys(device for device in devices if device)]
+
+
 def said_by(plan: StudyPlan | None) -> dict[str, Any]:
     """What tables need of a study's YAML."""
     plan = plan or StudyPlan("", {})

@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError, position_loss
-from forgetting_transformer.analysis.studies import add_own_variants, display_name, evaluated_runs, in_order, said_by
+from forgetting_transformer.analysis.studies import (
+    add_own_variants,
+    display_name,
+    evaluated_runs,
+    in_order,
+    machines_of,
+    said_by,
+)
 from forgetting_transformer.analysis.study_plan import StudyPlan
 
 #: Of a model, what has an entry per seed.
@@ -63,7 +70,7 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
                 if model.get("of_run"):
                     continue  # of which another part may have more seeds
                 known = joined[kind].get(name)
-                model = {**model, "machines": model.get("machines") or _machines(part)}
+                model = {**model, "machines": machines_of(part, model)}
                 if known is not None and _has_all_of(known, model):
                     again.add(name)
                     joined[kind][name] = {**model, **known}
@@ -99,13 +106,6 @@ def _shared_conditions(of_parts: Sequence[Sequence[str]]) -> list[str]:
     named = [said.removeprefix("on ") for part in of_parts for said in part if said.startswith("on ")]
     machines = dict.fromkeys(machine for names in named for machine in names.split(", "))
     return [*shared, *([f"on {', '.join(machines)}"] if machines else [])]
-
-
-def _machines(part: Mapping[str, Any]) -> list[str]:
-    """The machines of a report."""
-    environments = [made.get("environment", {}) for made in part.get("parts") or [part]]
-    found = dict.fromkeys(environment.get("machine", {}).get("device") for environment in environments)
-    return [machine for machine in found if machine]
 
 
 def _has_all_of(known: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
