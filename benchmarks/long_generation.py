@@ -12,8 +12,9 @@ logarithmically over the heads of a layer, in no order (--time_constants). Each 
 
 evict below   ln ε of new_cache(evict_below=…): what a head has evicted has less than ε of the weights of a token. `–`
               keeps all keys; `– (half)` too, with prompts in parts of half the size: how far rounding alone goes
+CUDA graph    whether tokens run as a CUDA graph (new_cache(cuda_graph=…), the default of `generate` on a GPU)
 prompt s      seconds for the prompt
-ms per token  median of the tokens after it, one sequence, without CUDA graphs
+ms per token  median of the tokens after it, one sequence, weights in float32 under autocast, as scripts/generate.py
 cache GB      of keys, values and sums of gates behind all tokens, room to spare included
 peak GB       of PyTorch's allocator, weights included
 difference    the largest difference of a decoded token's log-probability from the cache that keeps all keys
@@ -26,6 +27,7 @@ import math
 import statistics
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,13 +85,17 @@ def main(argv: list[str] | None = None) -> int:
     header = long_generation_header()
     print(f"| {' | '.join(header)} |\n{'|---' * len(header)}|", flush=True)
     for length in args.seq_len:
-        caches = [(None, args.part), (None, args.part // 2), *((value, args.part) for value in args.evict_below)]
-        for evict_below, part in caches:
+        graph = args.device == "cuda"
+        caches = [(None, args.part, graph), (None, args.part // 2, graph)]
+        caches += [(value, args.part, graph) for value in args.evict_below]
+        caches += [(value, args.part, False) for value in (None, *args.evict_below) if graph]
+        for evict_below, part, cuda_graph in caches:
             case = {"experiment": args.experiment, "tokens": length, "evict_below": evict_below, "part": part}
+            case["cuda_graph"] = cuda_graph
             if (row := record.find(case)) is None:
                 row = record.add({**case, **measured(model, args, case)})
             print(f"| {' | '.join(long_generation_cells(row, record.rows))} |", flush=True)
-    return 0
+    return 1 if record.failed else 0
 
 
 def build(args: argparse.Namespace) -> Any:
@@ -110,8 +116,15 @@ def measured(model: Any, args: argparse.Namespace, case: dict[str, Any]) -> dict
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        with torch.no_grad(), torch.autocast(args.device, torch.bfloat16, enabled=args.device == "cuda"):
+        with (
+            warnings.catch_warnings(),
+            torch.no_grad(),
+            torch.autocast(args.device, torch.bfloat16, enabled=args.device == "cuda"),
+        ):
+            warnings.filterwarnings("error", message="no CUDA graph is used")
             return {"status": "ok", **generate(model, args, case)}
+    except RuntimeWarning as error:  # that there is no graph
+        return {"status": f"failed: {error}"}
     except torch.OutOfMemoryError as error:
         error.__traceback__ = None  # its frames hold the cache
         return {"status": "out of memory"}
@@ -123,7 +136,7 @@ def generate(model: Any, args: argparse.Namespace, case: dict[str, Any]) -> dict
     length, on_gpu = case["tokens"], args.device == "cuda"
     draws = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (1, length + args.decode + 1), generator=draws).to(args.device)
-    cache = model.new_cache(evict_below=case["evict_below"])
+    cache = model.new_cache(evict_below=case["evict_below"], cuda_graph=case["cuda_graph"])
 
     def ahead(part: Any) -> Any:
         return model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1].float()

@@ -589,16 +589,18 @@ def long_runs(results: Results) -> str:
 
 def long_generation_header() -> list[str]:
     """Columns of benchmarks/long_generation.py."""
-    return ["model", "tokens", "evict below", "prompt s", "ms per token", "cache GB", "peak GB", "difference"]
+    columns = ["model", "tokens", "evict below", "CUDA graph", "prompt s", "ms per token", "cache GB", "peak GB"]
+    return [*columns, "difference"]
 
 
 def long_generation_cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Of a row of benchmarks/long_generation.py, among the others of its file."""
     case = {key: row[key] for key in ("experiment", "tokens")}
     whole = [r for r in rows if case.items() <= r.items() and r["evict_below"] is None]
-    first = max(whole, key=lambda r: r["part"])
+    first = max(whole, key=lambda r: (r["part"], r.get("cuda_graph", False)))
     evict = "–" if row["evict_below"] is None else f"{row['evict_below']:g}"
     cells = [_sized_name(row["experiment"]), f"{row['tokens']:,}", evict + " (half)" * (row["part"] < first["part"])]
+    cells.append("yes" if row.get("cuda_graph") else "no")
     if row["status"] != "ok":
         return [*cells, row["status"], "", "", "", ""]
     far = None

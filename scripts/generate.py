@@ -75,7 +75,7 @@ def main() -> None:
         sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p, "top_k": arguments.top_k}
         options = {"do_sample": True, **sampling} if arguments.temperature > 0 else {"do_sample": False}
         if arguments.evict_below is not None:
-            options[CACHE_NAME] = found.model.new_cache(arguments.evict_below)
+            options[CACHE_NAME] = found.model.new_cache(arguments.evict_below, cuda_graph="auto")
         with precision_context("auto", found.device):
             return found.model.generate(
                 input_ids,

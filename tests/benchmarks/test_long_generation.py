@@ -8,12 +8,19 @@ from tests.benchmarks.conftest import load
 from tests.benchmarks.test_long_contexts import results
 
 ROW = {"experiment": "forgetting_transformer/pro_760m_16b", "tokens": 65536, "part": 16384, "status": "ok"}
-ROW |= {"prompt_seconds": 3.0, "token_seconds": 0.02, "cache_bytes": 10**10, "peak_memory_bytes": 2 * 10**10}
+ROW |= {
+    "cuda_graph": True,
+    "prompt_seconds": 3.0,
+    "token_seconds": 0.02,
+    "cache_bytes": 10**10,
+    "peak_memory_bytes": 2 * 10**10,
+}
 
 
 def test_differences_are_those_from_the_cache_that_keeps_all_keys(tmp_path, monkeypatch):
     load("long_generation")
     rows = [
+        {**ROW, "evict_below": None, "cuda_graph": False, "log_probabilities": [-1.1, -2.0]},
         {**ROW, "evict_below": None, "log_probabilities": [-1.0, -2.0]},
         {**ROW, "evict_below": None, "part": 8192, "log_probabilities": [-1.0, -2.5]},
         {**ROW, "evict_below": -10.0, "cache_bytes": 10**9, "log_probabilities": [-1.001, -2.0]},
@@ -23,9 +30,10 @@ def test_differences_are_those_from_the_cache_that_keeps_all_keys(tmp_path, monk
     (tmp_path / "long_generation.json").write_text(json.dumps({"environment": {"versions": {}}, "rows": rows}))
     _, _, *lines = tables.long_generation(tables.Results("long_generation*.json")).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert cells[0] == ["FoX (Pro) 760M", "65,536", "–", "3.0", "20.0", "10.00", "20.0", ""]
-    assert [row[2] for row in cells] == ["–", "– (half)", "-10", "-5"]
-    assert [row[-1] for row in cells] == ["", "5.0e-01", "1.0e-03", ""] and cells[3][3] == "out of memory"
+    assert cells[1] == ["FoX (Pro) 760M", "65,536", "–", "yes", "3.0", "20.0", "10.00", "20.0", ""]
+    assert [row[2] for row in cells] == ["–", "–", "– (half)", "-10", "-5"]
+    assert [row[3] for row in cells] == ["no", "yes", "yes", "yes", "yes"]
+    assert [row[-1] for row in cells] == ["1.0e-01", "", "5.0e-01", "1.0e-03", ""] and cells[4][4] == "out of memory"
 
 
 @pytest.mark.parametrize("value", ["0", "3", "nan", "-inf"])

@@ -1,4 +1,4 @@
-"""PaTH attention on CUDA, where PyTorch computes it too, against the definition in float64."""
+"""PaTH attention on CUDA, in PyTorch and with the kernels of FLA, against float64."""
 
 import random
 
@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forgetting_transformer.ops import backends, path_attention_fla
 from forgetting_transformer.ops.path_attention import path_attention, path_attention_reference
 
 
@@ -40,3 +41,33 @@ def test_path_attention(seed, poisoned):
         assert (a - b).norm() <= tolerance * (b.norm() + 1e-3), name
     again = results(lambda *x: path_attention(*x)[0], inputs)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_kernels_of_fla(seed, poisoned):
+    """Outputs and all gradients, of sequences shorter and longer than the 512 tokens that kernels take at a time."""
+    pytest.importorskip("fla.ops")
+    draw = random.Random(seed)
+    length = [1, 63, 200, 512, 777, 1024, 1160, 2048][seed]
+    dim, value_dim = draw.choice([32, 64, 128]), draw.choice([32, 64, 128])
+    dtype, gate = draw.choice([torch.float16, torch.bfloat16]), draw.choice([0, 5])
+    if not path_attention_fla.serves(dim, value_dim, dtype, 0):
+        pytest.skip("FLA does not serve this GPU")
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(2, length, 3, *shape, generator=generator, device="cuda")
+
+    sequences = [normal(dim).to(dtype), normal(dim).to(dtype), normal(value_dim).to(dtype)]
+    gates = [F.normalize(normal(dim), dim=-1), 2 * normal().sigmoid(), F.logsigmoid(normal() + gate)]
+    d_out = normal(value_dim).to(dtype)
+
+    def results(inputs: list[Tensor]) -> list[Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        out, _ = path_attention(*leaves, has_resets=False)
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))]
+
+    got, want = results([*sequences, *gates]), results([x.double() for x in (*sequences, *gates)])
+    assert backends.is_usable("path_attention", backends.FLA)
+    for name, a, b in zip("oqkvwbf", got, want, strict=True):
+        assert (a - b).norm() <= 2e-2 * (b.norm() + 1e-3), name

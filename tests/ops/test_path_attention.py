@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from forgetting_transformer.ops import backends, path_attention_fla
 from forgetting_transformer.ops.forgetting_attention import forgetting_attention_reference
 from forgetting_transformer.ops.path_attention import (
     Past,
@@ -13,6 +14,7 @@ from forgetting_transformer.ops.path_attention import (
     path_attention_flops_per_token,
     path_attention_reference,
 )
+from tests.model.small_models import small
 
 
 def make_inputs(length: int, gates: str = "random", dim: int = 6) -> list[Tensor]:
@@ -137,3 +139,63 @@ def test_shapes_that_do_not_fit_are_named(name, position):
     inputs[position] = inputs[position][:, :4]
     with pytest.raises(ValueError, match=f"{name} has shape .*; it must be"):
         chunked(*inputs)
+
+
+@pytest.fixture
+def pretend_fla(monkeypatch):
+    """FLA's function, which multiplies sums of log gates by the scale. The list gets its calls."""
+    calls = []
+
+    def parallel_path_attn(q, k, v, w, beta, g, scale):
+        calls.append(q.shape)
+        assert w.dtype == beta.dtype == g.dtype == torch.float32 and g.isfinite().all()
+        out = path_attention_reference(*(x.double() for x in (q, k, v, w, beta, g * scale)), scale)
+        return out.to(v.dtype), None
+
+    monkeypatch.setattr(backends, "_faults", {})
+    monkeypatch.setitem(path_attention_fla._loaded, "path_attention", parallel_path_attn)
+    monkeypatch.setattr(path_attention_fla, "supports", lambda q, v: q.dtype == torch.bfloat16)
+    return calls
+
+
+def test_kernels_of_fla_get_what_they_expect(pretend_fla):
+    inputs = make_inputs(70, "slow")
+    rounded = [*(x.bfloat16() for x in inputs[:3]), *(x.float() for x in inputs[3:])]
+    got = results(lambda *x: path_attention(*x, has_resets=False)[0], rounded)
+    want = results(lambda *x: path_attention_reference(*x, 6**-0.5), [x.double() for x in rounded])
+    assert pretend_fla == [(2, 70, 3, 6)]
+    for name, a, b in zip("oqkvwbf", got, want, strict=True):
+        assert (a - b).norm() <= 1e-2 * b.norm(), name
+
+
+def test_resets_and_pasts_run_in_pytorch(pretend_fla):
+    inputs = [x.bfloat16() for x in make_inputs(9)]
+    assert path_attention(*inputs)[0].isfinite().all()
+    _, past = path_attention(*inputs, has_resets=False, returns_past=True)
+    path_attention(*inputs, has_resets=False, past=past)
+    assert pretend_fla == []
+
+
+def test_models_without_padding_promise_that_there_are_no_resets(pretend_fla):
+    model = small("path_fox").bfloat16()
+    ids = torch.randint(1, 61, (2, 9))
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+        assert len(pretend_fla) == model.config.num_hidden_layers
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        model(input_ids=ids, attention_mask=mask, use_cache=False)
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+    assert len(pretend_fla) == model.config.num_hidden_layers
+
+
+def test_where_kernels_of_fla_do_not_compile_pytorch_runs(pretend_fla, monkeypatch):
+    def no_compiler(*tensors):
+        exec("raise OSError('no C compiler')", {"__name__": "triton.runtime.build"})
+
+    inputs = [x.bfloat16() for x in make_inputs(9)]
+    monkeypatch.setitem(path_attention_fla._loaded, "path_attention", no_compiler)
+    with pytest.warns(RuntimeWarning, match=r"path_attention: .* OSError: no C compiler\. PyTorch runs instead"):
+        out, _ = path_attention(*inputs, has_resets=False)
+    assert torch.equal(out, path_attention(*inputs)[0])
+    assert not backends.is_usable("path_attention", backends.FLA)

@@ -328,6 +328,37 @@ def test_models_say_how_they_call_layers():
     assert not {"swiglu", "residual_norm", "shift_norm"} & choose(*said).keys()
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_path_attention_is_tested_and_ruled_out_where_wrong(wrong, monkeypatch):
+    use = OpUse("path_attention", 3, 16, 16)
+    monkeypatch.setattr(selftest, "_PATH_LENGTH", 70)
+    monkeypatch.setattr(
+        selftest,
+        "_path_attention_of",
+        lambda use, dtype, device: FLA if backends.is_usable("path_attention", FLA) else PYTORCH,
+    )
+    monkeypatch.setattr(backends, "installed_version", lambda package: "9.9.9")
+    right = selftest.path_attention.path_attention
+
+    def gates_are_off(q, k, v, w, beta, log_fgate, **options):
+        return right(q, k, v, w, beta, log_fgate if q.dtype == torch.float64 else 1.5 * log_fgate, **options)
+
+    if wrong:
+        monkeypatch.setattr(selftest.path_attention, "path_attention", gates_are_off)
+    name, text = choose(use, dtype=torch.bfloat16)["path_attention"]
+    assert name == (PYTORCH if wrong else FLA)
+    assert wrong or text.startswith("FLA 9.9.9, Triton 9.9.9, self-test within ")
+    assert [*backends.faults()] == [("path_attention", FLA)] * wrong
+
+
+def test_the_log_says_which_kernels_are_not_reproducible(monkeypatch):
+    monkeypatch.setattr(selftest, "_path_attention_of", lambda *args: FLA)
+    monkeypatch.setattr(selftest, "check_path_attention", lambda *args: (1e-3, "the output"))
+    use = OpUse("path_attention", 3, 16, 16)
+    found = selftest.choose_backends([use], torch.bfloat16, torch.device("cuda", 0), [64])
+    assert found["path_attention"].text.endswith("self-test within 1e-3, gradients not bitwise reproducible")
+
+
 def test_samba_says_how_it_calls_the_scan():
     config = small("samba").config
     said = [use for use in small("samba").op_uses() if use.op == "selective_scan"]

@@ -7,18 +7,44 @@
 What grows with every token lives in buffers with room to spare, so that a new token is written beside the old ones and
 the old ones are not copied for it.
 
+A cache may be made static for a while: then nothing that it holds moves in memory or changes its shape, and single
+tokens are written where a tensor on the device says (`Place`). So a CUDA graph of one token serves many
+(`decoding_graph.py`).
+
 Axes: `forgetting_transformer/ops/__init__.py`. A buffer has room for more positions than N.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from forgetting_transformer.ops.forgetting_attention import cumulative_log_fgate
+
+
+class Place(NamedTuple):
+    """Where the layers of a static cache write the next token, counted from the first token of the sequence.
+
+    Attributes:
+        last: `(1,)`, int64, the newest token that is held.
+        new: `(1,)`, int64, the one after it.
+        end_B: `(B,)`, int64, the one after that.
+        limit: tokens up to which there is room.
+    """
+
+    last: Tensor
+    new: Tensor
+    end_B: Tensor
+    limit: int
+
+    def advance(self) -> None:
+        for x in (self.last, self.new, self.end_B):
+            x.add_(1)
 
 
 class GrowingTensor:
@@ -34,6 +60,8 @@ class GrowingTensor:
 
     GROWTH = 1.5
     MIN_ROOM = 64  # positions
+    # Capacities are multiples of this, so that kernels are compiled for one kind of length.
+    STEP = 16
     _buffer: Tensor
 
     def __init__(self, x: Tensor) -> None:
@@ -44,16 +72,42 @@ class GrowingTensor:
         """What is held `(B, G, N, …)`, a view. After positions were taken back, new ones overwrite them in it."""
         return self._buffer[:, :, self._start : self._stop]
 
+    @property
+    def length(self) -> int:
+        """N, positions that are held."""
+        return self._stop - self._start
+
+    @property
+    def capacity(self) -> int:
+        """Positions that `whole` has room for, those that are held included."""
+        return self._buffer.shape[2] - self._start
+
+    @property
+    def whole(self) -> Tensor:
+        """`contents` and the room behind them, a view."""
+        return self._buffer[:, :, self._start :]
+
+    def reserve(self) -> int:
+        """Make room for a few dozen more positions, in a buffer that may be written; returns for how many."""
+        if self.capacity - self.length < self.MIN_ROOM // 2 or self._must_copy():
+            self._grow(self.length)
+        return self.capacity - self.length
+
+    def write(self, at: Tensor, x: Tensor) -> None:
+        """Write a position `(B, G, 1, …)` at `at` `(1,)` in `whole`; `advance` then says that it is held."""
+        self.whole.index_copy_(2, at, x.to(self._buffer.dtype))
+
+    def advance(self) -> None:
+        self._stop += 1
+
     def append(self, x: Tensor) -> None:
         """Add positions `(B, G, T, …)` at the end."""
         if torch.is_grad_enabled():
             # Earlier calls saved views of the buffer for their backward pass; writing into it would destroy them.
             self._replace(torch.cat((self.contents, x), dim=2), is_own=False)
             return
-        # Buffers made in inference mode can be written in inference mode only.
-        is_frozen = self._buffer.is_inference() and not torch.is_inference_mode_enabled()
-        if self._stop + x.shape[2] > self._buffer.shape[2] or is_frozen or not self._is_own:
-            self._grow(self._stop - self._start + x.shape[2])
+        if self._stop + x.shape[2] > self._buffer.shape[2] or self._must_copy():
+            self._grow(self.length + x.shape[2])
         self._buffer[:, :, self._stop : self._stop + x.shape[2]] = x
         self._stop += x.shape[2]
 
@@ -75,9 +129,13 @@ class GrowingTensor:
         """Apply a function of the batch axis, which returns a new tensor."""
         self._buffer, self._is_own = fn(self._buffer), True
 
+    def _must_copy(self) -> bool:
+        # Buffers made in inference mode can be written in inference mode only.
+        return not self._is_own or (self._buffer.is_inference() and not torch.is_inference_mode_enabled())
+
     def _grow(self, needed: int) -> None:
         held = self.contents
-        capacity = max(int(needed * self.GROWTH), needed + self.MIN_ROOM)
+        capacity = max(int(needed * self.GROWTH), needed + self.MIN_ROOM) // self.STEP * self.STEP
         buffer = held.new_empty((*held.shape[:2], capacity, *held.shape[3:]))
         buffer[:, :, : held.shape[2]] = held
         self._replace(buffer, is_own=True)
@@ -106,29 +164,73 @@ class DecoderCache(Cache):
         seq_start_B: index of the first real token of each sequence `(B,)`, None without left padding. Kept here so that
             later calls need no attention mask.
         has_position_ids: whether the caller gave positions of the last tokens. Then the next ones need them too.
+        graph: runs single tokens as a CUDA graph (`decoding_graph.py`); None where none was asked for.
+        place: where a static cache writes; None while it is not static.
     """
 
     def __init__(self, layers: Sequence[CacheLayerMixin]) -> None:
         super().__init__(layers=list(layers))
         self.seq_start_B: Tensor | None = None
         self.has_position_ids = False
+        self.graph: Any = None
+        self.place: Place | None = None
+
+    @property
+    def can_be_static(self) -> bool:
+        return all(isinstance(layer, LayerCache) and layer.can_be_static for layer in self.layers)
+
+    def make_static(self, batch: int, device: torch.device) -> Place:
+        """Hold still for the next tokens, one by one; only where `can_be_static` and tokens are held.
+
+        Args:
+            batch: B.
+            device: of the tokens.
+        """
+        layers: Sequence[Any] = self.layers
+        length = self.get_seq_length()
+        limit = length + min(layer.reserve() for layer in layers)
+        last = torch.tensor([length - 1], device=device)
+        self.place = Place(last, last + 1, (last + 2).expand(batch).clone(), limit)
+        for layer in layers:
+            layer.make_static(self.place)
+        if self.seq_start_B is not None:
+            self.seq_start_B = self.seq_start_B.clone()
+        return self.place
+
+    def make_dynamic(self) -> None:
+        """Be as before `make_static`, with the tokens that have come."""
+        if self.place is not None:
+            self.place = None
+            layers: Sequence[Any] = self.layers
+            for layer in layers:
+                layer.make_dynamic()
+
+    def advance(self) -> None:
+        """Count a token that every layer of a static cache has written."""
+        layers: Sequence[Any] = self.layers
+        for layer in layers:
+            layer.advance()
 
     def reset(self) -> None:
+        self.make_dynamic()
         super().reset()
         self.seq_start_B = None
         self.has_position_ids = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.make_dynamic()
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         if self.seq_start_B is not None:
             self.seq_start_B = self.seq_start_B.index_select(0, beam_idx.to(self.seq_start_B.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self.make_dynamic()
         super().batch_repeat_interleave(repeats)
         if self.seq_start_B is not None:
             self.seq_start_B = self.seq_start_B.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self.make_dynamic()
         super().batch_select_indices(indices)
         if self.seq_start_B is not None:
             self.seq_start_B = self.seq_start_B[indices]
@@ -145,13 +247,36 @@ class DecoderCache(Cache):
                 f"tokens_to_remove is {tokens_to_remove}; pass a negative number, -n, to remove the last n tokens"
             )
         if tokens_to_remove < 0:
+            self.make_dynamic()
             super().crop(tokens_to_remove)
 
 
 class LayerCache(CacheLayerMixin):
-    """What the layer caches share. A subclass says in `_map` which tensors it holds, batch axis first."""
+    """What the layer caches share. A subclass says in `_map` which tensors it holds, batch axis first.
+
+    Attributes:
+        place: where a static cache writes; None while it is not static.
+        can_be_static: whether `make_static` works.
+    """
 
     is_sliding = False
+    can_be_static = False
+    place: Place | None = None
+
+    def reserve(self) -> int:
+        """Make room for the next tokens; returns for how many."""
+        raise NotImplementedError
+
+    def make_static(self, place: Place) -> None:
+        """Write single tokens at this place from now on, and hold still. `reserve` came before."""
+        self.place = place
+
+    def make_dynamic(self) -> None:
+        self.place = None
+
+    def advance(self) -> None:
+        """Count a token that was written while the cache was static."""
+        raise NotImplementedError
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note dtype and device of what is to be cached. The tensors themselves start with the first update."""
@@ -201,6 +326,7 @@ class GrowingCache(LayerCache):
     """A layer cache of tensors that grow with every token, under the names that `growing` lists: views of buffers."""
 
     is_croppable = True
+    can_be_static = True
     growing: ClassVar[tuple[str, ...]] = ("keys", "values")
     keys: Any
     values: Any
@@ -214,8 +340,27 @@ class GrowingCache(LayerCache):
         self.is_initialized = False
         self._refresh()
 
+    def reserve(self) -> int:
+        return min(x.reserve() for x in self._tensors)
+
+    def make_static(self, place: Place) -> None:
+        super().make_static(place)
+        self._refresh()
+
+    def make_dynamic(self) -> None:
+        super().make_dynamic()
+        self._refresh()
+
+    def advance(self) -> None:
+        for x in self._tensors:
+            x.advance()
+
     def _append(self, *new: Tensor) -> None:
         """Add new positions at the end of the growing tensors, or make these of them."""
+        if self.place is not None:
+            for x, new_x in zip(self._tensors, new, strict=True):
+                x.write(self.place.new, new_x)
+            return
         if not self._tensors:
             self.lazy_initialization(*new[:2])
             self._tensors = tuple(GrowingTensor(x) for x in new)
@@ -239,8 +384,17 @@ class GrowingCache(LayerCache):
         self._refresh()
 
     def _refresh(self) -> None:
+        """Show the growing tensors; of a static cache the whole buffers, room included."""
         for i, name in enumerate(self.growing):
-            setattr(self, name, self._tensors[i].contents if self._tensors else None)
+            shown = None
+            if self._tensors:
+                shown = self._tensors[i].contents if self.place is None else self._tensors[i].whole
+            setattr(self, name, shown)
+
+    @property
+    def num_held(self) -> int:
+        """N, positions of the growing tensors that are in use."""
+        return self._tensors[0].length if self._tensors else 0
 
 
 class AttentionCache(GrowingCache):
@@ -260,6 +414,10 @@ class AttentionCache(GrowingCache):
         super().__init__()
         self.window = window
 
+    @property
+    def can_be_static(self) -> bool:  # type: ignore[override]  # a constant of other caches
+        return self.window is None
+
     def reset(self) -> None:
         super().reset()
         self.num_dropped = 0
@@ -277,7 +435,7 @@ class AttentionCache(GrowingCache):
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        return 0 if self.keys is None else self.num_dropped + self.keys.shape[2]
+        return self.num_dropped + self.num_held
 
     def _drop_last(self, count: int) -> None:
         if self.window is not None and self.num_dropped and self.keys.shape[2] - count < self.window - 1:
@@ -299,6 +457,7 @@ class RecurrentCache(LayerCache):
     """
 
     is_croppable = False
+    can_be_static = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,10 +468,24 @@ class RecurrentCache(LayerCache):
         self.num_tokens = 0
         self.is_initialized = False
 
+    def reserve(self) -> int:
+        return sys.maxsize
+
+    def make_static(self, place: Place) -> None:
+        super().make_static(place)
+        self.states = {name: state.clone() for name, state in self.states.items()}
+
+    def advance(self) -> None:
+        self.num_tokens += 1
+
     def update(  # type: ignore[override]  # states instead of keys and values
         self, num_new_tokens: int, **states: Tensor
     ) -> None:
-        """Replace the states by those `num_new_tokens` later."""
+        """Replace the states by those `num_new_tokens` later; in a static cache what they hold, and count nothing."""
+        if self.place is not None:
+            for name, state in states.items():
+                self.states[name].copy_(state)
+            return
         self.states = states
         self.num_tokens += num_new_tokens
         self.is_initialized = True
@@ -367,13 +540,31 @@ class ForgettingAttentionCache(GrowingCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, log_fgate: Tensor) -> tuple[Tensor, Tensor]:
         """Append new positions (keys and values `(B, H, T, D)`, gates `(B, H, T)`); return all keys and values."""
-        previous = None if self.cum_log_fgate is None else self.cum_log_fgate[:, :, -1:]
+        if self.cum_log_fgate is None:
+            previous = None
+        elif self.place is None:
+            previous = self.cum_log_fgate[:, :, -1:]
+        else:
+            previous = self.cum_log_fgate.index_select(2, self.place.last)
         running = cumulative_log_fgate(log_fgate, previous, head_first=True)
         self._append(key_states, value_states, running)
         if self.keeps_key_norm:
             norm = key_states.detach().float().norm(dim=-1).amax(-1)
-            self.max_key_norm = norm if self.max_key_norm is None else torch.maximum(self.max_key_norm, norm)
+            if self.max_key_norm is None:
+                self.max_key_norm = norm
+            elif self.place is None:
+                self.max_key_norm = torch.maximum(self.max_key_norm, norm)
+            else:
+                torch.maximum(self.max_key_norm, norm, out=self.max_key_norm)
         return self.keys, self.values
+
+    def make_static(self, place: Place) -> None:
+        super().make_static(place)
+        if self.max_key_norm is not None:
+            self.max_key_norm = self.max_key_norm.clone()
+        for name, y_BNE in self.shift_states.items():
+            # Of one length, however few tokens there were. `crop` never reaches the zeros.
+            self.shift_states[name] = F.pad(y_BNE, (0, 0, self.SHIFT_HISTORY - y_BNE.shape[1], 0)).clone()
 
     def last_shift_state(self, name: str) -> Tensor | None:
         """The un-mixed output `(B, E)` of the shifted projection `name` at the last cached token."""
@@ -383,11 +574,14 @@ class ForgettingAttentionCache(GrowingCache):
         """Append un-mixed outputs of the shifted projection `name`."""
         if name in self.shift_states:
             y_BTE = torch.cat((self.shift_states[name], y_BTE), dim=1)
+        if self.place is not None:
+            self.shift_states[name].copy_(y_BTE[:, 1:])
+            return
         # A copy: a view of the last rows would keep the whole prompt alive.
         self.shift_states[name] = y_BTE[:, -self.SHIFT_HISTORY :].clone()
 
     def get_seq_length(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
+        return self.num_held
 
     def _drop_last(self, count: int) -> None:
         for name, y_BNE in self.shift_states.items():
@@ -422,6 +616,11 @@ class HeadGroup:
     @property
     def contents(self) -> list[Tensor]:
         return [x.contents for x in self.tensors]
+
+    @property
+    def whole(self) -> list[Tensor]:
+        """`contents` with the room behind them."""
+        return [x.whole for x in self.tensors]
 
 
 class EvictingCache(ForgettingAttentionCache):
@@ -458,8 +657,26 @@ class EvictingCache(ForgettingAttentionCache):
         self.groups: list[HeadGroup] = []
         self._num_tokens = self._num_looked_at = 0
 
+    def reserve(self) -> int:
+        before_next_look = self.EVERY - 1 - (self._num_tokens - self._num_looked_at)
+        return min(before_next_look, *(x.reserve() for group in self.groups for x in group.tensors))
+
+    def advance(self) -> None:
+        self._num_tokens += 1
+        for group in self.groups:
+            for x in group.tensors:
+                x.advance()
+
     def append(self, key_states: Tensor, value_states: Tensor, log_fgate: Tensor) -> None:
         """Add new positions, as `update` takes them; `groups` then has what they see."""
+        if self.place is not None:
+            for group in self.groups:
+                previous = group.whole[2].index_select(2, self.place.last - group.num_dropped)
+                running = cumulative_log_fgate(log_fgate[:, group.heads], previous, head_first=True)
+                new_states = (key_states[:, group.heads], value_states[:, group.heads], running)
+                for x, new in zip(group.tensors, new_states, strict=True):
+                    x.write(self.place.new - group.num_dropped, new)
+            return
         if not self.groups:
             self.lazy_initialization(key_states, value_states)
             heads = torch.arange(key_states.shape[1], device=key_states.device)

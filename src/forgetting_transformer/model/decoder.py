@@ -55,6 +55,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from forgetting_transformer.model.cache import DecoderCache, one_cache
+from forgetting_transformer.model.decoding_graph import DecodingGraph
 from forgetting_transformer.model.layers import AttentionMaps, FinalRMSNorm, ResidualRMSNorm, SwiGLU, swiglu_width
 from forgetting_transformer.model.padding import find_seq_start, positions_in_documents
 from forgetting_transformer.ops import compiling, context
@@ -448,6 +449,12 @@ class DecoderModel(DecoderPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
 
+        place = None
+        if past_key_values is not None and past_key_values.place is not None:
+            if past_key_values.graph.is_running:
+                place = past_key_values.place
+            else:
+                past_key_values.make_dynamic()
         hidden_BTE = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         num_past = 0 if past_key_values is None else past_key_values.get_seq_length()
         if past_key_values is None:
@@ -467,6 +474,8 @@ class DecoderModel(DecoderPreTrainedModel):
             self._check_sharing(shared.size, others)
             first = shared.rank * shape[1]
             position_ids = torch.arange(first, first + shape[1], device=hidden_BTE.device)[None]
+        if place is not None:
+            position_ids = place.new[None]
         if cu_seqlens is not None:
             self._check_packing(cu_seqlens, (shape[0], shape[1] * (1 if shared is None else shared.size)), others)
             if shared is None:
@@ -694,9 +703,30 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head = value
 
-    def new_cache(self, evict_below: float | None = None) -> DecoderCache:
-        """Make an empty cache for this model: `DecoderModel.new_cache`."""
-        return self.decoder.new_cache(evict_below)
+    def new_cache(self, evict_below: float | None = None, cuda_graph: bool | str = False) -> DecoderCache:
+        """Make an empty cache for this model.
+
+        Args:
+            evict_below: as of `DecoderModel.new_cache`.
+            cuda_graph: run single tokens on a GPU as a CUDA graph (`decoding_graph.py`), for the same numbers but for
+                the last bits. Not for models with hooks, or compiled: their tokens run without one. "auto": where the
+                caches of all layers allow it, which is what `generate` does without a cache.
+
+        Raises:
+            ValueError: as of `DecoderModel.new_cache`; or cuda_graph is True, and the caches do not allow it.
+        """
+        if cuda_graph not in (True, False, "auto"):
+            raise ValueError(f"cuda_graph is {cuda_graph!r}; it must be True, False or 'auto'")
+        cache = self.decoder.new_cache(evict_below)
+        if cuda_graph:
+            if cuda_graph is True and not cache.can_be_static:
+                raise ValueError(
+                    f"cuda_graph=True: {type(self).__name__} has layers whose caches move with every token (sliding "
+                    "windows, PaTH-FoX); leave it out"
+                )
+            if cache.can_be_static:
+                cache.graph = DecodingGraph(self, is_asked_for=cuda_graph is True)
+        return cache
 
     def forward(
         self,
@@ -731,6 +761,19 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
                 labels alone, so with left padding the first token of a row too, unless its label is -100: the loss is
                 then too small by this factor, 1 in the length of a row, and its gradient's direction is right.
         """
+        past_key_values = one_cache(past_key_values, cache)
+        kept: dict[str, Any]
+        if labels is None and isinstance(past_key_values, DecoderCache) and past_key_values.graph is not None:
+            others = (inputs_embeds, position_ids, cu_seqlens, output_attentions, output_hidden_states)
+            is_plain = all(x is None or x is False for x in others) and isinstance(logits_to_keep, int)
+            takes_graph = is_plain and use_cache is not False
+            token_logits: Any = (
+                past_key_values.graph.step(past_key_values, input_ids, attention_mask) if takes_graph else None
+            )
+            if token_logits is not None:
+                kept = {CACHE_NAME: past_key_values}
+                result = CausalDecoderOutput(logits=token_logits, **kept)
+                return result if self.decoder._wants_dict(return_dict) else result.to_tuple()
         if use_cache is None and labels is not None:
             use_cache = False
         if labels is not None:
@@ -741,7 +784,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
-            past_key_values=one_cache(past_key_values, cache),
+            past_key_values=past_key_values,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
@@ -766,7 +809,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch
             )
-        kept: dict[str, Any] = {CACHE_NAME: getattr(output, CACHE_NAME)}
+        kept = {CACHE_NAME: getattr(output, CACHE_NAME)}
         result = CausalDecoderOutput(
             loss=loss,
             logits=logits,
@@ -844,7 +887,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
                 "the cache or the assistant out"
             )
         if given is None and generation_config.use_cache:
-            given = self.new_cache()
+            given = self.new_cache(cuda_graph="auto")
         if given is not None:
             model_kwargs[CACHE_NAME] = given
 

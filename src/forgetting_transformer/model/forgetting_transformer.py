@@ -231,7 +231,7 @@ class ForgettingAttentionLayer(nn.Module):
             # A layer's cache does not remember where sequences start, so the mask is believed at every call.
             num_padding_B = (attention_mask == 0).sum(-1)
             seq_start_B = find_seq_start(attention_mask, hidden_BTE, num_past, num_padding_B, allow_right=cache is None)
-        padding_BT = padding_mask(hidden_BTE, seq_start_B, num_past)
+        padding_BT = padding_mask(hidden_BTE, seq_start_B, cache)
 
         begins_BT = None if cu_seqlens is None else positions_in_documents(cu_seqlens, hidden_BTE) == 0
         together = linear_together(hidden_BTE, self._projections())
@@ -266,7 +266,7 @@ class ForgettingAttentionLayer(nn.Module):
                     "output_attentions is asked for, and evict_below leaves no keys to show; use one of them"
                 )
             out_BTHD = self._attend_to_groups(q_BHTD, seq_start_B, cache).transpose(1, 2)
-        elif self.fgate_type == "none":
+        elif self.fgate_type == "none" and (cache is None or cache.place is None):
             length_first = (x.transpose(1, 2) for x in (q_BHTD, k_BHND, v_BHND))
             out_BTHD = causal_attention(*length_first, seq_start=seq_start_B, cu_seqlens=cu_seqlens)
         else:
@@ -319,8 +319,9 @@ class ForgettingAttentionLayer(nn.Module):
             inputs = (q_BHTD, k_BHND, v_BHND, cache.cum_log_fgate)
             wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
             if num_new <= MAX_DECODED_TOKENS and not wants_gradient:
-                threshold = self._decoding_threshold(q_BHTD, k_BHND, cache.max_key_norm)
-                out = forgetting_attention_decode(*inputs, adaptive_threshold=threshold, **options)
+                options["adaptive_threshold"] = self._decoding_threshold(q_BHTD, k_BHND, cache)
+                options["seq_end"] = None if cache.place is None else cache.place.end_B
+                out = forgetting_attention_decode(*inputs, **options)
                 return out
             log_fgate_BHT = cache.log_fgate
         options |= {"cu_seqlens": cu_seqlens, **self._pruning_options(num_keys, order)}
@@ -330,9 +331,11 @@ class ForgettingAttentionLayer(nn.Module):
     def _attend_to_groups(self, q_BHTD: Tensor, seq_start_B: Tensor | None, cache: EvictingCache) -> Tensor:
         """`_attend` to the keys that each group of heads has kept; then forgets more of them."""
         out_BHTD, num_new = torch.empty_like(q_BHTD), q_BHTD.shape[2]
-        threshold_H = self._pruning_options(cache.get_seq_length()).get("adaptive_threshold")
+        place = cache.place
+        num_keys = cache.get_seq_length() if place is None else place.limit
+        threshold_H = self._pruning_options(num_keys).get("adaptive_threshold")
         for group in cache.groups:
-            k, v, running = group.contents
+            k, v, running = group.contents if place is None else group.whole
             q, heads = q_BHTD[:, group.heads], group.heads
             options: dict[str, Any] = {"head_first": True, "adaptive_threshold": None}
             if threshold_H is not None:
@@ -340,6 +343,7 @@ class ForgettingAttentionLayer(nn.Module):
             options["seq_start"] = None if seq_start_B is None else (seq_start_B - group.num_dropped).clamp(min=0)
             out: Any
             if num_new <= MAX_DECODED_TOKENS and not (torch.is_grad_enabled() and q.requires_grad):
+                options["seq_end"] = None if place is None else place.end_B - group.num_dropped
                 out = forgetting_attention_decode(q, k, v, running, **options)
             else:
                 log_fgate = running.diff(dim=2, prepend=running[:, :, :1]).float()
@@ -430,7 +434,7 @@ class ForgettingAttentionLayer(nn.Module):
         return (q_max * k_max * math.sqrt(self.head_dim)).expand(self.num_heads)
 
     @torch.no_grad()
-    def _decoding_threshold(self, q_BHTD: Tensor, k_BHND: Tensor, max_key_norm_BH: Tensor | None) -> Tensor | None:
+    def _decoding_threshold(self, q_BHTD: Tensor, k_BHND: Tensor, cache: ForgettingAttentionCache) -> Tensor | None:
         """What decoding may skip, `(B, H)` or `(H,)`: as `_pruning_options`, without reading any old key.
 
         Without QK-norm: no score of query i is above U_i = |q_i|·max|k|/√D, and its own key has s_ii and no bias. So
@@ -438,9 +442,10 @@ class ForgettingAttentionLayer(nn.Module):
         """
         if self.log_pruning_tolerance is None or self.q_norm is not None:
             return self._pruning_options(k_BHND.shape[2]).get("adaptive_threshold")
-        assert max_key_norm_BH is not None  # caches of layers without QK-norm have it
-        q, k_new = q_BHTD.float(), k_BHND[:, :, -q_BHTD.shape[2] :].float()
-        excess_BHT = q.norm(dim=-1) * max_key_norm_BH[..., None] - (q * k_new).sum(-1)
+        assert cache.max_key_norm is not None  # caches of layers without QK-norm have it
+        k_new = k_BHND[:, :, -q_BHTD.shape[2] :] if cache.place is None else k_BHND.index_select(2, cache.place.new)
+        q, k_new = q_BHTD.float(), k_new.float()
+        excess_BHT = q.norm(dim=-1) * cache.max_key_norm[..., None] - (q * k_new).sum(-1)
         # Queries in padding may be NaN, and what they skip does not matter.
         excess_BH = excess_BHT.nan_to_num(nan=0.0).amax(-1).clamp(min=0) / math.sqrt(self.head_dim)
         return self.log_pruning_tolerance - math.log(k_BHND.shape[2]) - excess_BH

@@ -24,6 +24,8 @@ from forgetting_transformer.ops.path_attention import Past, path_attention, path
 class PathCache(RecurrentCache):
     """States of `PathForgettingAttention`, some of which have a position for every token."""
 
+    can_be_static = False
+
     @property
     def memory_bytes(self) -> int:
         growing = (self.states.get(name) for name in Past._fields)
@@ -101,7 +103,8 @@ class PathForgettingAttention(RecurrentMixer):
 
         heads = (q_BTHD, k_BTHD, v_BTHD, self.split_heads(w_BTE), beta_BTH, log_fgate_BTH)
         past = Past(*(states[name] for name in Past._fields)) if "keys" in states else None
-        out_BTHD, past = path_attention(*map(context.to_heads, heads), past=past, returns_past=returns_states)
+        options: dict[str, Any] = {"returns_past": returns_states, "has_resets": padding_BT is not None}
+        out_BTHD, past = path_attention(*map(context.to_heads, heads), past=past, **options)
         new_states = {} if past is None else {**past._asdict(), "w_conv": w_conv_BCW, "was_padding": was_padding_B1}
         return self.o_proj(context.to_sequence(out_BTHD, len(hidden_BTE)).flatten(-2)), new_states
 

@@ -39,8 +39,7 @@ class RecurrentMixer(nn.Module):
             cu_seqlens: of packed documents, as `DecoderModel.forward` passes it, for mixers with `packs_documents`.
                 Where processes share sequences (`ops/context.py`), of whole ones.
         """
-        num_past = 0 if cache is None else cache.get_seq_length()
-        padding_BT = padding_mask(hidden_BTE, seq_start_B, num_past)
+        padding_BT = padding_mask(hidden_BTE, seq_start_B, cache)
         states = {} if cache is None else cache.states
         packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
         out_BTE, new_states = self.mix(hidden_BTE, padding_BT, states, *mixer_inputs, **packed)

@@ -11,6 +11,7 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from forgetting_transformer.model.cache import AttentionCache
@@ -19,6 +20,7 @@ from forgetting_transformer.model.layers import AttentionMaps, apply_linear, att
 from forgetting_transformer.ops import context
 from forgetting_transformer.ops.attention import causal_attention
 from forgetting_transformer.ops.backends import OpUse
+from forgetting_transformer.ops.forgetting_attention import forgetting_attention_decode
 from forgetting_transformer.ops.rotary import rotate
 
 
@@ -114,15 +116,22 @@ class AttentionLayer(nn.Module):
         q_BTHD = context.to_heads(q_BTHD, packed)
         k_BTGD, v_BTGD = context.to_key_heads(k_BTGD, packed), context.to_key_heads(v_BTGD, packed)
         k_BNGD, v_BNGD = k_BTGD, v_BTGD
+        place = None if cache is None else cache.place
         if cache is not None:
             k_BGND, v_BGND = cache.update(k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2))
             k_BNGD, v_BNGD = k_BGND.transpose(1, 2), v_BGND.transpose(1, 2)
-            if seq_start_B is not None:
+            if seq_start_B is not None and place is None:
                 # The window's cache has dropped the oldest keys: count from the first that is left.
                 seq_start_B = (seq_start_B - (cache.get_seq_length() - k_BNGD.shape[1])).clamp(min=0)
-        out_BTHD = causal_attention(
-            q_BTHD, k_BNGD, v_BNGD, window_size=self.window_size, seq_start=seq_start_B, cu_seqlens=cu_seqlens
-        )
+        out_BTHD: Any
+        if place is None:
+            out_BTHD = causal_attention(
+                q_BTHD, k_BNGD, v_BNGD, window_size=self.window_size, seq_start=seq_start_B, cu_seqlens=cu_seqlens
+            )
+        else:  # the op that looks at a part of a buffer, with gates of 1
+            running_BNH = q_BTHD.new_zeros((), dtype=torch.float32).expand(*k_BNGD.shape[:2], self.num_heads)
+            options: dict[str, Any] = {"seq_start": seq_start_B, "seq_end": place.end_B}
+            out_BTHD = forgetting_attention_decode(q_BTHD, k_BNGD, v_BNGD, running_BNH, **options)
         maps = None
         if output_attentions:
             maps = attention_maps(

@@ -32,6 +32,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "delta_rule": (FLA, PYTORCH),
     "gated_delta_rule": (FLA, PYTORCH),
     "kda": (FLA, PYTORCH),
+    "path_attention": (FLA, PYTORCH),
     "recurrences": (FLA, PYTORCH),  # all of them, where the package itself is what is wrong
 }
 TITLES = {GLUON: "Gluon for Hopper", TRITON: "Triton", FLA: "flash-linear-attention", PYTORCH: "PyTorch"}
@@ -43,6 +44,7 @@ _COSTS = {
 }
 # The same where it depends on the op.
 _COSTS_OF_OP = {
+    ("path_attention", FLA): "it takes many times as long, and its memory grows with the square of the length",
     ("selective_scan", TRITON): "a step of Samba takes 4 times as long",
     ("short_convolution", TRITON): "it takes many times as long, most of it for the gradients of its filters",
     ("gated_norm", TRITON): "it takes several times as long",

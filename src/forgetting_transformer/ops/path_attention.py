@@ -12,9 +12,8 @@ them. So queries are carried to the start of their chunk and keys to the end of 
 chunks go back one chunk at a time, past `I - Wᵀ M W` of each. Sums of log gates run along, from near to far, so that
 -inf (a hard reset) is exact.
 
-PyTorch on every device. Memory for the backward pass grows with T²: T/64 times the queries, and all scores. The Triton
-kernels of flash-linear-attention keep O(T), but add the gradients of keys, w and gates by atomics, so that two runs
-differ; they are not used. They also multiply the log gates by `scale`, which FoX does not.
+In PyTorch memory for the backward pass grows with T²: T/64 times the queries, and all scores. On a GPU the kernels of
+flash-linear-attention run where they can (`path_attention_fla.py`).
 
 Axes: `forgetting_transformer/ops/__init__.py`. n chunks of c tokens; N past tokens.
 """
@@ -25,6 +24,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from forgetting_transformer.ops import path_attention_fla
 
 CHUNK_LENGTH = 64
 # Longer sequences are left out of compiled graphs.
@@ -57,9 +58,13 @@ def path_attention(
     *,
     past: Past | None = None,
     returns_past: bool = False,
+    has_resets: bool = True,
     scale: float | None = None,
 ) -> tuple[Tensor, Past | None]:
     """Attend to this token and those before it.
+
+    In 16 bits on a GPU, without a past and resets, kernels of flash-linear-attention do it where they serve the head
+    dimensions. The bits of their gradients differ from call to call.
 
     Args:
         q_BTHD, k_BTHD, v_BTHV: queries, keys and values, of one floating dtype.
@@ -68,6 +73,7 @@ def path_attention(
         log_fgate_BTH: log forget gates ≤ 0, -inf for a token that sees nothing before itself; float32 is recommended.
         past: what an earlier call returned for the tokens before these.
         returns_past: whether to make `Past` for the tokens after these.
+        has_resets: False promises that no gate is -inf, which the kernels do not take.
         scale: factor on `q·k`. Default 1/√D.
 
     Returns:
@@ -89,6 +95,10 @@ def path_attention(
         if x.shape != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be {shape}")
     scale = dim**-0.5 if scale is None else scale
+    if past is None and not (returns_past or has_resets) and path_attention_fla.supports(q_BTHD, v_BTHV):
+        out_BTHV = path_attention_fla.path_attention(q_BTHD, k_BTHD, v_BTHV, w_BTHD, beta_BTH, log_fgate_BTH, scale)
+        if out_BTHV is not None:
+            return out_BTHV, None
     in_chunks: Callable[..., tuple[Tensor, Past | None]] = _in_chunks
     if length > _MAX_COMPILED_LENGTH and torch.compiler.is_compiling() and _keep_out_of_graphs():
         in_chunks = _opaque["in_chunks"]

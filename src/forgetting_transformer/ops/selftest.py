@@ -28,6 +28,8 @@ from forgetting_transformer.ops import (
     attention,
     backends,
     norm,
+    path_attention,
+    path_attention_fla,
     recurrence,
     residual_norm,
     shift_norm,
@@ -57,8 +59,14 @@ RECURRENCE_TOLERANCE = 2e-2
 _RECURRENCE_LENGTH = 200
 # The same of a selective scan: three chunks of 128.
 _SCAN_LENGTH = 300
+# The same of PaTH attention, whose kernels go through 512 tokens at a time: three of these, the last one ragged.
+_PATH_LENGTH = 1160
 # What pruning may leave out of a row in a self-test, far below every tolerance.
 _LOG_PRUNING_TOLERANCE = -25.0
+
+
+# (op, backend) whose backward pass adds by atomics.
+_NOT_REPRODUCIBLE = {("attention", backends.PYTORCH), ("path_attention", backends.FLA)}
 
 
 class Backend(NamedTuple):
@@ -124,6 +132,8 @@ def _choose(
     find, check, tolerance = _recurrence_of, check_recurrence, RECURRENCE_TOLERANCE
     if op == "attention":
         find, check, tolerance = _attention_of, check_attention, TOLERANCES.get(dtype, 0.0)
+    elif op == "path_attention":
+        find, check = _path_attention_of, check_path_attention
     elif op == "short_convolution":
         find, check, tolerance = _convolution_of, check_convolution, ELEMENTWISE_TOLERANCES.get(dtype, 0.0)
     elif op == "gated_norm":
@@ -137,9 +147,10 @@ def _choose(
         # The one that does most of the work stands for all: the fastest that any use has.
         order = backends.BACKENDS.get(op, (backends.PYTORCH,))
         name = min(names, key=order.index)
+        loses_bits = device.type == "cuda" and (op, name) in _NOT_REPRODUCIBLE
+        notes = ", gradients not bitwise reproducible" * loses_bits
         if name == backends.PYTORCH:
-            loses_bits = op == "attention" and device.type == "cuda"
-            return Backend(name, describe(name) + ", gradients not bitwise reproducible" * loses_bits)
+            return Backend(name, describe(name) + notes)
         try:
             tested = [use for use, found in zip(uses, names, strict=True) if found != backends.PYTORCH]
             with torch.inference_mode(False), torch.enable_grad():
@@ -147,8 +158,8 @@ def _choose(
             if not backends.is_usable(op, name):  # the op itself went on to the next one
                 continue
             if error <= tolerance:
-                few = f", from {backends.MIN_KERNEL_TOKENS:,} tokens on" if op in _LAYERS else ""
-                return Backend(name, f"{describe(name)}, self-test within {_rounded_up(error)}{few}")
+                notes += f", from {backends.MIN_KERNEL_TOKENS:,} tokens on" if op in _LAYERS else ""
+                return Backend(name, f"{describe(name)}, self-test within {_rounded_up(error)}{notes}")
             reason = f"its self-test found {where} off by {error:.1e} of its size where {tolerance:.0e} is allowed"
         except Exception as failure:  # what a compiler raises is not one class
             if backends.is_failure_of_gpu(failure):
@@ -189,6 +200,11 @@ def _recurrence_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
     ):
         return backends.TRITON
     served = recurrence.fla.serves(use.op, use.key_dim, use.value_dim, dtype, index)
+    return backends.FLA if served else backends.PYTORCH
+
+
+def _path_attention_of(use: OpUse, dtype: torch.dtype, device: torch.device) -> str:
+    served = device.type == "cuda" and path_attention_fla.serves(use.key_dim, use.value_dim, dtype, _index(device))
     return backends.FLA if served else backends.PYTORCH
 
 
@@ -424,6 +440,37 @@ def check_recurrence(
     heads = sorted({0, use.heads - 1})
     want = _results(reference, [x[:, :, heads].double() for x in inputs.values()], d_out[:, :, heads])
     errors = [_relative_error(a[:, :, heads].cpu(), b) for a, b in zip(got, want, strict=True)]
+    return max(zip(errors, names, strict=True))
+
+
+def check_path_attention(
+    use: OpUse, dtype: torch.dtype, device: torch.device, lengths: Sequence[int] | None, generator: torch.Generator
+) -> tuple[float, str]:
+    """As `check_attention`. Lengths do not matter to these kernels. The reference is PyTorch, on the same device."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn((1, _PATH_LENGTH, use.heads, *shape), generator=generator)
+
+    inputs = {
+        "q": normal(use.key_dim).to(dtype),
+        "k": normal(use.key_dim).to(dtype),
+        "v": normal(use.value_dim).to(dtype),
+        "w": F.normalize(normal(use.key_dim), dim=-1),
+        "beta": 2 * normal().sigmoid(),
+        "log f": F.logsigmoid(normal() + 3),
+    }
+    d_out = normal(use.value_dim).to(dtype)
+
+    def run(*tensors: Tensor) -> Tensor:
+        q, k, v, *gates = tensors
+        return path_attention.path_attention(q, k, v, *gates, has_resets=False)[0]
+
+    got = _results(run, [x.to(device) for x in inputs.values()], d_out.to(device))
+    names = ["the output", *(f"the gradient of {name}" for name in inputs)]
+    # All scores of all heads in float64 would be gigabytes.
+    heads = sorted({0, use.heads - 1})
+    want = _results(run, [x[:, :, heads].to(device).double() for x in inputs.values()], d_out[:, :, heads].to(device))
+    errors = [_relative_error(a[:, :, heads], b) for a, b in zip(got, want, strict=True)]
     return max(zip(errors, names, strict=True))
 
 

@@ -4,7 +4,8 @@
 cache: 372 kernels to compile for four of the five ops here, minutes before the first step. And what is fastest is
 settled by a race, so that two starts of one run may sum in different orders and differ in the last bits. The
 configurations below won on an H200 at the published head dimensions (docs/performance.md), but for those of
-Kimi Delta Attention, which were never timed. With one configuration left, Triton times nothing.
+Kimi Delta Attention and of PaTH attention (`path_attention_fla.py`), which were never timed. With one configuration
+left, Triton times nothing.
 
 **Gated backward.** With Triton 3.4.0 to 3.7.0, FLA refuses the backward pass of chunk_simple_gla and
 chunk_gated_delta_rule on Hopper, because Triton miscompiled one of its kernels (FLA's issue 640). Not every version and
@@ -41,6 +42,7 @@ _CONFIGURATIONS: dict[str, tuple[dict[str, Any], int, int]] = {
     "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": ({"BV": 32}, 4, 3),
     "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": ({"BV": 32}, 4, 4),
     "chunk_gated_delta_rule_fwd_kkt_solve_kernel": ({"BK": 64}, 1, 3),
+    "chunk_global_cumsum_scalar_kernel": ({"BT": 256}, 4, 2),
     "chunk_gla_bwd_kernel_dA": ({}, 4, 4),
     "chunk_gla_bwd_kernel_dv": ({"BK": 32, "BV": 64}, 8, 3),
     "chunk_gla_bwd_kernel_inter": ({"BK": 64, "BV": 64}, 4, 2),

@@ -1,0 +1,99 @@
+"""On CUDA: single tokens from a CUDA graph against the same tokens without one."""
+
+import warnings
+
+import pytest
+import torch
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.model.cache import DecoderCache, EvictingCache
+from forgetting_transformer.model.decoder import CACHE_NAME, DecoderForCausalLM
+from forgetting_transformer.model.decoding_graph import DecodingGraph
+from tests.model.small_models import PRO, small
+
+STATIC = [name for name in registry.model_names() if small(name).new_cache().can_be_static]
+CASES = [(name, {}) for name in STATIC] + [
+    ("forgetting_transformer", {**PRO, "log_pruning_tolerance": -10.0}),
+    ("forgetting_transformer", {"log_pruning_tolerance": -10.0}),
+    ("forgetting_transformer", {**PRO, "fgate_type": "none", "use_rope": True}),
+    ("transformer", {"num_kv_heads": 1}),
+]
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch):
+    """Tokens at which a graph is recorded. No warning may say that there is none."""
+    record, lengths = DecodingGraph._record, []
+
+    def counting(graph, cache):
+        lengths.append(cache.get_seq_length())
+        return record(graph, cache)
+
+    monkeypatch.setattr(DecodingGraph, "_record", counting)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="no CUDA graph is used")
+        yield lengths
+
+
+def decode(model: DecoderForCausalLM, ids, cache: DecoderCache, start: int = 20, mask=None):
+    prompt_mask = None if mask is None else mask[:, :start]
+    model(input_ids=ids[:, :start], past_key_values=cache, attention_mask=prompt_mask)
+    logits = []
+    for i in range(start, ids.shape[1]):
+        options = {} if mask is None else {"attention_mask": mask[:, : i + 1]}
+        logits.append(model(input_ids=ids[:, i : i + 1], past_key_values=cache, **options).logits)
+    return torch.cat(logits, 1).float()
+
+
+def random_ids(batch: int, length: int):
+    return torch.randint(1, 61, (batch, length), generator=torch.Generator().manual_seed(0)).cuda()
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("name, fields", CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "default")
+def test_a_graph_gives_the_logits_of_calls_without_one(name, fields, kind, recorded):
+    model, ids = small(name, **fields).cuda(), random_ids(2, 150)
+    if kind == "bfloat16":
+        model.bfloat16()
+    with torch.autocast("cuda", torch.bfloat16, enabled=kind == "autocast"):
+        want = decode(model, ids, model.new_cache())
+        assert not recorded
+        got = decode(model, ids, model.new_cache(cuda_graph=True))
+    assert recorded
+    assert (got - want).norm() <= (1e-4 if kind == "float32" else 3e-2) * want.norm()
+
+
+def test_evicted_keys_and_left_padding(recorded, monkeypatch):
+    monkeypatch.setattr(EvictingCache, "EVERY", 32)
+    model, ids = small("forgetting_transformer", **PRO, num_heads=4).cuda(), random_ids(2, 500)
+    mask = torch.ones_like(ids)
+    mask[0, :33] = 0
+    for block in model.decoder.layers:
+        block.sequence_mixer.fgate_proj.bias.copy_(torch.tensor([-2.0, -2.0, -1.0, 4.0]))
+    want, got = (decode(model, ids, model.new_cache(-10.0, cuda_graph=graph), 350, mask) for graph in (False, True))
+    assert len(recorded) >= 4
+    assert (got - want).norm() <= 1e-4 * want.norm()
+
+
+@pytest.mark.parametrize("name", ["forgetting_transformer", "mamba2", "hybrid"])
+def test_generate_records_and_gives_the_same_tokens_again(name, recorded):
+    model, ids = small(name).cuda(), random_ids(2, 8)
+    options = {"max_new_tokens": 100, "min_new_tokens": 100, "pad_token_id": 0, "do_sample": False}
+    got = model.generate(ids, **options)
+    assert recorded and torch.equal(got, model.generate(ids, **options))
+    without = model.generate(ids, **{CACHE_NAME: model.new_cache()}, **options)
+    assert (got == without).float().mean() > 0.9  # a tie may be decided by the last bit
+
+
+def test_memory_of_autocast_is_not_read_after_it_is_freed(recorded):
+    """Casts of weights that autocast keeps are gone when its context ends."""
+    model, ids = small("forgetting_transformer", **PRO).cuda(), random_ids(1, 60)
+    cache, parts = model.new_cache(cuda_graph=True), []
+    for start, stop in [(0, 20), *((i, i + 1) for i in range(20, 60))]:
+        with torch.autocast("cuda", torch.bfloat16):
+            parts.append(model(input_ids=ids[:, start:stop], past_key_values=cache).logits.float())
+        torch.full((1 << 20,), torch.nan, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        want = model(input_ids=ids, use_cache=False).logits.float()
+    assert len(recorded) == 1
+    assert (torch.cat(parts, 1) - want).norm() <= 3e-2 * want.norm()

@@ -1,0 +1,295 @@
+"""Single tokens as a graph: a static cache gives what a growing one gives, and whatever else happens to it.
+
+Without a GPU what would be recorded runs again instead. `tests/gpu/test_decoding_graph_cuda.py` has the graphs.
+"""
+
+import copy
+import functools
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from forgetting_transformer.model import registry
+from forgetting_transformer.model.cache import DecoderCache, EvictingCache
+from forgetting_transformer.model.decoder import CACHE_NAME, DecoderForCausalLM
+from forgetting_transformer.model.decoding_graph import DecodingGraph
+from tests.model.small_models import PRO, small
+
+PROMPT, LENGTH = 20, 150
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    """Pretends that CPUs have graphs; lists the number of tokens at which one is recorded."""
+    recorded = []
+
+    def record(graph, cache):
+        recorded.append(cache.get_seq_length())
+        return functools.partial(graph._compute, weakref.proxy(cache))
+
+    monkeypatch.setattr(DecodingGraph, "DEVICE_TYPES", ("cpu",))
+    monkeypatch.setattr(DecodingGraph, "_record", record)
+    with torch.no_grad():
+        yield recorded
+
+
+def random_ids(batch: int = 1, length: int = LENGTH) -> Tensor:
+    return torch.randint(1, 61, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def decode(
+    model: DecoderForCausalLM, ids: Tensor, cache: DecoderCache, start: int = PROMPT, mask: Tensor | None = None
+) -> Tensor:
+    """The logits of the tokens from `start` on, one by one behind a prompt of all before, `(B, …, V)`."""
+    model(input_ids=ids[:, :start], past_key_values=cache, attention_mask=None if mask is None else mask[:, :start])
+    logits = []
+    for i in range(start, ids.shape[1]):
+        options = {} if mask is None else {"attention_mask": mask[:, : i + 1]}
+        logits.append(model(input_ids=ids[:, i : i + 1], past_key_values=cache, **options).logits)
+        assert cache.get_seq_length() == i + 1
+    return torch.cat(logits, 1)
+
+
+STATIC = [name for name in registry.model_names() if small(name).new_cache().can_be_static]
+CASES = [(name, {}) for name in STATIC] + [
+    ("forgetting_transformer", PRO),
+    ("forgetting_transformer", {**PRO, "log_pruning_tolerance": -10.0}),
+    ("forgetting_transformer", {"log_pruning_tolerance": -10.0}),
+    ("forgetting_transformer", {**PRO, "fgate_type": "none", "use_rope": True}),
+    ("transformer", {"num_kv_heads": 1}),
+]
+
+
+@pytest.mark.parametrize("name, fields", CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "default")
+def test_a_graph_gives_the_logits_of_calls_without_one(name, fields, graphs):
+    model, ids = small(name, **fields), random_ids(2)
+    want = decode(model, ids, model.new_cache())
+    assert not graphs
+    got = decode(model, ids, model.new_cache(cuda_graph=True))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    # What grows fills its buffers once or more on the way.
+    assert graphs[0] == PROMPT + 1 and len(graphs) >= (
+        1 if small(name).new_cache().layers[0].is_croppable is False else 2
+    )
+
+
+def test_the_models_that_can():
+    assert {"forgetting_transformer", "transformer", "mamba2", "hgrn2", "delta_net", "gated_delta_net"} <= {*STATIC}
+    for name in {*registry.model_names()} - {*STATIC}:
+        with pytest.raises(ValueError, match="caches move with every token"):
+            small(name).new_cache(cuda_graph=True)
+    with pytest.raises(ValueError, match="caches move with every token"):
+        small("transformer", window_size=8).new_cache(cuda_graph=True)
+    assert small("transformer", window_size=8).new_cache(cuda_graph="auto").graph is None
+    with pytest.raises(ValueError, match="cuda_graph is 'yes'; it must be True, False or 'auto'"):
+        small("transformer").new_cache(cuda_graph="yes")
+
+
+@pytest.mark.parametrize("name", ["forgetting_transformer", "transformer", "mamba2"])
+def test_left_padding(name, graphs):
+    model, ids = small(name, **(PRO if name == "forgetting_transformer" else {})), random_ids(3, 60)
+    mask = torch.ones_like(ids)
+    mask[0, :7], mask[2, :15] = 0, 0
+    want = decode(model, ids, model.new_cache(), mask=mask)
+    got = decode(model, ids, model.new_cache(cuda_graph=True), mask=mask)
+    assert graphs
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("prompt", [1, 40, 300])
+def test_evicted_keys(prompt, graphs, monkeypatch):
+    """Of heads that forget at different speeds, over several looks at what is forgotten."""
+    monkeypatch.setattr(EvictingCache, "EVERY", 32)
+    model, ids = small("forgetting_transformer", **PRO, num_heads=4), random_ids(2, prompt + 150)
+    for block in model.decoder.layers:
+        block.sequence_mixer.fgate_proj.bias.copy_(torch.tensor([-2.0, -2.0, -1.0, 4.0]))
+    caches = [model.new_cache(-10.0), model.new_cache(-10.0, cuda_graph=True)]
+    want, got = (decode(model, ids, cache, start=prompt) for cache in caches)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert len(graphs) >= 3 and len(caches[1].layers[0].groups) > 1
+    sizes = [[group.num_dropped for group in cache.layers[0].groups] for cache in caches]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("name", ["forgetting_transformer", "transformer"])
+def test_other_calls_come_between(name, graphs):
+    """Several tokens at once, tokens taken back, and rows of a batch moved."""
+    model, ids = small(name, **(PRO if name == "forgetting_transformer" else {})), random_ids(2)
+    results = []
+    for cuda_graph in (False, True):
+        cache, logits = model.new_cache(cuda_graph=cuda_graph), []
+
+        def read(piece: Tensor, cache: DecoderCache = cache, logits: list[Tensor] = logits) -> None:
+            logits.append(model(input_ids=piece, past_key_values=cache).logits[:, -1])
+
+        for piece in ids.split([20, *[1] * 10, 5, *[1] * 10, 17, *[1] * 10, 78], dim=1)[:-1]:
+            read(piece)
+        cache.crop(-9)
+        for i in range(4):
+            read(ids[:, 100 + i : 101 + i])
+        cache.reorder_cache(torch.tensor([1, 0]))
+        for i in range(4):
+            read(ids[:, 110 + i : 111 + i])
+        cache.batch_repeat_interleave(2)
+        for i in range(4):
+            read(ids[:, 120 + i : 121 + i].repeat_interleave(2, 0))
+        results.append((logits, cache))
+    (want, without), (got, with_graph) = results
+    assert len(graphs) == 6
+    for a, b in zip(want, got, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+    with_graph.make_dynamic()
+    for a, b in zip(without.layers, with_graph.layers, strict=True):
+        torch.testing.assert_close(b.keys, a.keys, rtol=1e-4, atol=1e-5)
+
+
+def test_few_tokens_can_be_taken_back_as_without_a_graph():
+    model, ids = small("forgetting_transformer", **PRO), random_ids(1, 40)
+    cache = model.new_cache(cuda_graph=True)
+    decode(model, ids[:, :10], cache, start=3)
+    cache.crop(-8)
+    got = decode_on(model, ids[:, 2:], cache)
+    torch.testing.assert_close(got, model(input_ids=ids).logits[:, 2:], rtol=1e-4, atol=1e-5)
+
+
+def decode_on(model: DecoderForCausalLM, ids: Tensor, cache: DecoderCache) -> Tensor:
+    return torch.cat([model(input_ids=token, past_key_values=cache).logits for token in ids.split(1, dim=1)], 1)
+
+
+def test_weights_that_move_are_read_where_they_are(graphs):
+    model, ids = small("forgetting_transformer"), random_ids(1, 40)
+    cache = model.new_cache(cuda_graph=True)
+    decode(model, ids[:, :30], cache)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    decode_on(model, ids[:, 30:], cache)
+    assert graphs == [21, 31]
+
+
+def test_inference_mode_may_come_and_go(graphs):
+    model, ids = small("forgetting_transformer", **PRO), random_ids(1, 60)
+    cache = model.new_cache(cuda_graph=True)
+    model(input_ids=ids[:, :20], past_key_values=cache)
+    with torch.inference_mode():
+        parts = [decode_on(model, ids[:, 20:30], cache)]
+    parts.append(decode_on(model, ids[:, 30:40], cache))
+    with torch.inference_mode():
+        parts.append(decode_on(model, ids[:, 40:60], cache))
+    assert graphs == [21, 31, 41]
+    torch.testing.assert_close(torch.cat(parts, 1), model(input_ids=ids).logits[:, 20:], rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_are_called_and_a_warning_says_so(graphs):
+    model, ids, calls = small("forgetting_transformer"), random_ids(1, 30), []
+    model.decoder.layers[0].register_forward_hook(lambda *args: calls.append(1))
+    cache = model.new_cache(cuda_graph=True)
+    with pytest.warns(RuntimeWarning, match="modules of the model have hooks") as caught:
+        decode(model, ids, cache)
+    assert len(calls) == 11 and len(caught) == 1 and not graphs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        decode(model, ids, model.new_cache(cuda_graph="auto"))
+    assert len(calls) == 22 and not graphs
+
+
+def test_where_recording_fails_calls_go_on_without(monkeypatch):
+    def fails(graph, cache):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    model, ids = small("forgetting_transformer", **PRO), random_ids(1, 60)
+    want = decode(model, ids, model.new_cache())
+    monkeypatch.setattr(DecodingGraph, "_record", fails)
+    with pytest.warns(RuntimeWarning, match="cannot be recorded .operation not permitted") as caught:
+        got = decode(model, ids, model.new_cache(cuda_graph=True))
+    assert len(caught) == 1
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["gradients", "training", "maps", "hidden states", "tuple", "all keywords"])
+def test_what_a_graph_cannot_do_is_done_without(how, graphs):
+    model, ids = small("forgetting_transformer"), random_ids(1, 23)
+    cache = model.new_cache(cuda_graph=True)
+    model(input_ids=ids[:, :20], past_key_values=cache)
+    options = {
+        "maps": {"output_attentions": True},
+        "hidden states": {"output_hidden_states": True},
+        "tuple": {"return_dict": False},
+        "all keywords": {"output_attentions": False, "logits_to_keep": 1, "use_cache": True},
+    }.get(how, {})
+    if how == "training":
+        model.train()
+    with torch.set_grad_enabled(how == "gradients"):
+        outputs = [model(input_ids=token, past_key_values=cache, **options) for token in ids[:, 20:].split(1, dim=1)]
+    if how == "gradients":
+        assert outputs[-1].logits.requires_grad
+    if how == "maps":
+        assert outputs[-1].attentions[0].shape[-1] == 23
+    if how == "hidden states":
+        assert len(outputs[-1].hidden_states) == 3
+    logits = outputs[-1][0] if how == "tuple" else outputs[-1].logits
+    torch.testing.assert_close(logits, model(input_ids=ids, use_cache=False).logits[:, -1:], rtol=1e-4, atol=1e-5)
+    assert bool(graphs) == (how in ("tuple", "all keywords"))
+
+
+def test_logits_are_not_overwritten_by_the_next_token(graphs):
+    model, ids = small("forgetting_transformer"), random_ids(1, 40)
+    cache = model.new_cache(cuda_graph=True)
+    model(input_ids=ids[:, :20], past_key_values=cache)
+    outputs = [model(input_ids=token, past_key_values=cache).logits for token in ids[:, 20:].split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(outputs, 1), model(input_ids=ids).logits[:, 20:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_wrong_mask_is_refused_as_without_a_graph():
+    model, ids = small("forgetting_transformer"), random_ids(1, 30)
+    cache = model.new_cache(cuda_graph=True)
+    decode(model, ids, cache)
+    with pytest.raises(ValueError, match="attention_mask has shape"):
+        model(input_ids=ids[:, :1], past_key_values=cache, attention_mask=torch.ones(1, 5))
+
+
+@pytest.mark.parametrize("name", [*STATIC, "samba"])
+@pytest.mark.parametrize(
+    "options", [{"do_sample": False}, {"do_sample": False, "num_beams": 2}], ids=["greedy", "beams"]
+)
+def test_generate_uses_graphs(name, options, graphs):
+    model, ids = small(name), random_ids(2, 8)
+    options = {**options, "max_new_tokens": 12, "min_new_tokens": 12, "pad_token_id": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        got = model.generate(ids, **options)
+    # Beams move at every token.
+    assert bool(graphs) == (name in STATIC and "num_beams" not in options)
+    assert torch.equal(got, model.generate(ids, **{CACHE_NAME: model.new_cache()}, **options))
+
+
+def test_a_copy_of_a_cache_goes_its_own_way(graphs):
+    model, ids = small("forgetting_transformer", **PRO), random_ids(1, 40)
+    cache = model.new_cache(cuda_graph=True)
+    decode(model, ids[:, :30], cache)
+    twin = copy.deepcopy(cache)
+    assert twin.graph.model is model and twin.graph is not cache.graph
+    a = decode_on(model, ids[:, 30:], cache)
+    decode_on(model, ids[:, :5], twin)
+    assert (cache.get_seq_length(), twin.get_seq_length()) == (40, 35)
+    torch.testing.assert_close(a, model(input_ids=ids).logits[:, 30:], rtol=1e-4, atol=1e-5)
+    want = model(input_ids=torch.cat((ids[:, :30], ids[:, :5]), 1)).logits[:, -1:]
+    twin.crop(-1)
+    torch.testing.assert_close(decode_on(model, ids[:, 4:5], twin), want, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_is_given_back_with_the_last_reference():
+    model, ids = small("forgetting_transformer"), random_ids(1, 40)
+    gc.collect()
+    gc.disable()
+    try:
+        cache = model.new_cache(cuda_graph=True)
+        decode(model, ids, cache)
+        there = weakref.ref(cache.layers[0])
+        del cache
+        assert there() is None
+    finally:
+        gc.enable()
