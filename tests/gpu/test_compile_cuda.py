@@ -178,7 +178,8 @@ def test_cuda_graphs_change_no_bit_and_survive_a_kill(long_corpus, tmp_path, opt
     assert float(size) > 0.05
 
 
-@pytest.mark.parametrize("name", registry.model_names())
+# The gradients of PaTH-FoX are sums by atomics.
+@pytest.mark.parametrize("name", [name for name in registry.model_names() if name != "path_fox"])
 def test_cuda_graphs_change_no_bit_of_any_architecture(long_corpus, tmp_path, name):
     config = large_config(tmp_path / "graphs", long_corpus, name)
     config["train"] |= {"max_tokens": 4 * STEP, "grad_acc_tokens": STEP // 2, "cuda_graphs": True}

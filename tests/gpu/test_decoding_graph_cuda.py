@@ -11,7 +11,7 @@ from forgetting_transformer.model.decoder import CACHE_NAME, DecoderForCausalLM
 from forgetting_transformer.model.decoding_graph import DecodingGraph
 from tests.model.small_models import PRO, small
 
-STATIC = [name for name in registry.model_names() if small(name).new_cache().can_be_static]
+STATIC = [name for name in registry.model_names() if small(name).new_cache(cuda_graph="auto").graph is not None]
 CASES = [(name, {}) for name in STATIC] + [
     ("forgetting_transformer", {**PRO, "log_pruning_tolerance": -10.0}),
     ("forgetting_transformer", {"log_pruning_tolerance": -10.0}),

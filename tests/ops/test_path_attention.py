@@ -199,3 +199,15 @@ def test_where_kernels_of_fla_do_not_compile_pytorch_runs(pretend_fla, monkeypat
         out, _ = path_attention(*inputs, has_resets=False)
     assert torch.equal(out, path_attention(*inputs)[0])
     assert not backends.is_usable("path_attention", backends.FLA)
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "dtype", "served"),
+    [(64, 64, torch.bfloat16, True), (64, 64, torch.float16, False), (32, 64, torch.bfloat16, False),
+     (64, 128, torch.bfloat16, False), (64, 64, torch.float32, False)],
+)  # fmt: skip
+def test_kernels_of_fla_serve_what_was_seen_to_be_right(key_dim, value_dim, dtype, served, monkeypatch):
+    monkeypatch.setattr(backends, "_faults", {})
+    monkeypatch.setattr(path_attention_fla, "_is_installed", lambda: True)
+    monkeypatch.setattr(path_attention_fla.fla_on_hopper, "is_hopper", lambda index: False)
+    assert path_attention_fla.serves(key_dim, value_dim, dtype, 0) == served

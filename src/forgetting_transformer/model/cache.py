@@ -175,12 +175,8 @@ class DecoderCache(Cache):
         self.graph: Any = None
         self.place: Place | None = None
 
-    @property
-    def can_be_static(self) -> bool:
-        return all(isinstance(layer, LayerCache) and layer.can_be_static for layer in self.layers)
-
     def make_static(self, batch: int, device: torch.device) -> Place:
-        """Hold still for the next tokens, one by one; only where `can_be_static` and tokens are held.
+        """Hold still for the next tokens, one by one; only where tokens are held, for mixers with `static_cache`.
 
         Args:
             batch: B.
@@ -256,11 +252,9 @@ class LayerCache(CacheLayerMixin):
 
     Attributes:
         place: where a static cache writes; None while it is not static.
-        can_be_static: whether `make_static` works.
     """
 
     is_sliding = False
-    can_be_static = False
     place: Place | None = None
 
     def reserve(self) -> int:
@@ -326,7 +320,6 @@ class GrowingCache(LayerCache):
     """A layer cache of tensors that grow with every token, under the names that `growing` lists: views of buffers."""
 
     is_croppable = True
-    can_be_static = True
     growing: ClassVar[tuple[str, ...]] = ("keys", "values")
     keys: Any
     values: Any
@@ -414,10 +407,6 @@ class AttentionCache(GrowingCache):
         super().__init__()
         self.window = window
 
-    @property
-    def can_be_static(self) -> bool:  # type: ignore[override]  # a constant of other caches
-        return self.window is None
-
     def reset(self) -> None:
         super().reset()
         self.num_dropped = 0
@@ -457,7 +446,6 @@ class RecurrentCache(LayerCache):
     """
 
     is_croppable = False
-    can_be_static = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -530,6 +518,8 @@ class ForgettingAttentionCache(GrowingCache):
         super().reset()
         self.max_key_norm: Tensor | None = None
         self.shift_states: dict[str, Tensor] = {}
+        # Of a static cache: the first entries of its shift states that are of no token.
+        self._num_missing = 0
 
     @property
     def log_fgate(self) -> Tensor | None:
@@ -563,8 +553,18 @@ class ForgettingAttentionCache(GrowingCache):
         if self.max_key_norm is not None:
             self.max_key_norm = self.max_key_norm.clone()
         for name, y_BNE in self.shift_states.items():
-            # Of one length, however few tokens there were. `crop` never reaches the zeros.
-            self.shift_states[name] = F.pad(y_BNE, (0, 0, self.SHIFT_HISTORY - y_BNE.shape[1], 0)).clone()
+            # Of one length, however few tokens are remembered.
+            self._num_missing = self.SHIFT_HISTORY - y_BNE.shape[1]
+            self.shift_states[name] = F.pad(y_BNE, (0, 0, self._num_missing, 0)).clone()
+
+    def make_dynamic(self) -> None:
+        super().make_dynamic()
+        self.shift_states = {name: y_BNE[:, self._num_missing :] for name, y_BNE in self.shift_states.items()}
+        self._num_missing = 0
+
+    def advance(self) -> None:
+        super().advance()
+        self._num_missing = max(0, self._num_missing - 1)
 
     def last_shift_state(self, name: str) -> Tensor | None:
         """The un-mixed output `(B, E)` of the shifted projection `name` at the last cached token."""
@@ -662,6 +662,7 @@ class EvictingCache(ForgettingAttentionCache):
         return min(before_next_look, *(x.reserve() for group in self.groups for x in group.tensors))
 
     def advance(self) -> None:
+        super().advance()
         self._num_tokens += 1
         for group in self.groups:
             for x in group.tensors:

@@ -22,6 +22,10 @@ An architecture is a mixer and a configuration. The configuration builds the mix
         Optional. True if its forward takes the keyword `output_attentions` and returns (out_BTE, AttentionMaps, …).
     packs_documents
         Optional. True if its forward takes the keyword `cu_seqlens` and keeps packed documents apart.
+    static_cache
+        Optional. True if its forward works with a cache that is static, one token at a time (`cache.place`): nothing in
+        it may depend on how many tokens came before but through tensors. Then `generate` runs it as a CUDA graph. A
+        recurrent mixer may say so whose states keep their shapes.
     context_heads
         Optional. A mixer that has it works where processes share a sequence (`ops/context.py`). They must divide this
         number, of heads that it splits among them; 0 if it splits none. A module in it that reads tokens of the part
@@ -719,12 +723,14 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             raise ValueError(f"cuda_graph is {cuda_graph!r}; it must be True, False or 'auto'")
         cache = self.decoder.new_cache(evict_below)
         if cuda_graph:
-            if cuda_graph is True and not cache.can_be_static:
+            mixers = (block.sequence_mixer for block in self.decoder.layers)
+            moving = sorted({type(mixer).__name__ for mixer in mixers if not getattr(mixer, "static_cache", False)})
+            if cuda_graph is True and moving:
                 raise ValueError(
-                    f"cuda_graph=True: {type(self).__name__} has layers whose caches move with every token (sliding "
-                    "windows, PaTH-FoX); leave it out"
+                    f"cuda_graph=True: caches of {', '.join(moving)} do not hold still (sliding windows, PaTH-FoX, "
+                    "mixers without `static_cache`); leave it out"
                 )
-            if cache.can_be_static:
+            if not moving:
                 cache.graph = DecodingGraph(self, is_asked_for=cuda_graph is True)
         return cache
 

@@ -58,6 +58,8 @@ class DeltaNetAttention(RecurrentMixer):
         norm_eps: epsilon of the RMSNorm.
     """
 
+    static_cache = True
+
     def __init__(
         self,
         hidden_size: int,

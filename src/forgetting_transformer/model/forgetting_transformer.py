@@ -84,6 +84,7 @@ class ForgettingAttentionLayer(nn.Module):
 
     gives_attentions = True
     packs_documents = True
+    static_cache = True
 
     def __init__(
         self,

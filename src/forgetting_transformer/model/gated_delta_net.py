@@ -40,6 +40,8 @@ class GatedDeltaNetAttention(RecurrentMixer):
         norm_eps: epsilon of the RMSNorm.
     """
 
+    static_cache = True
+
     def __init__(
         self,
         hidden_size: int,

@@ -38,6 +38,8 @@ class HGRN2Attention(RecurrentMixer):
         norm_eps: epsilon of the RMSNorm.
     """
 
+    static_cache = True
+
     def __init__(self, hidden_size: int, num_heads: int, norm_eps: float = 1e-6) -> None:
         super().__init__()
         self.num_heads, self.head_dim = num_heads, hidden_size // num_heads

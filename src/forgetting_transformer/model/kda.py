@@ -44,6 +44,8 @@ class KimiDeltaAttention(RecurrentMixer):
         norm_eps: epsilon of the RMSNorm.
     """
 
+    static_cache = True
+
     def __init__(
         self,
         hidden_size: int,

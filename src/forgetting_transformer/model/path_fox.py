@@ -24,8 +24,6 @@ from forgetting_transformer.ops.path_attention import Past, path_attention, path
 class PathCache(RecurrentCache):
     """States of `PathForgettingAttention`, some of which have a position for every token."""
 
-    can_be_static = False
-
     @property
     def memory_bytes(self) -> int:
         growing = (self.states.get(name) for name in Past._fields)

@@ -16,6 +16,8 @@ from forgetting_transformer.ops.recurrence.grouped import LOG_ZERO
 class StateSpaceMixer(RecurrentMixer):
     """A recurrent mixer with a short convolution `conv1d` and SiLU in front of its state space."""
 
+    static_cache = True
+
     packs_documents = True
     conv1d: ShortConvolution
 

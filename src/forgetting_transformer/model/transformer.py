@@ -68,6 +68,10 @@ class AttentionLayer(nn.Module):
     def context_heads(self) -> int:
         return self.num_heads
 
+    @property
+    def static_cache(self) -> bool:
+        return self.window_size is None
+
     def op_use(self) -> OpUse:
         return OpUse(
             "attention",

@@ -63,8 +63,8 @@ def path_attention(
 ) -> tuple[Tensor, Past | None]:
     """Attend to this token and those before it.
 
-    In 16 bits on a GPU, without a past and resets, kernels of flash-linear-attention do it where they serve the head
-    dimensions. The bits of their gradients differ from call to call.
+    In bfloat16 on a GPU, without a past and resets, kernels of flash-linear-attention do it for heads of 64 channels.
+    The bits of their gradients differ from call to call.
 
     Args:
         q_BTHD, k_BTHD, v_BTHV: queries, keys and values, of one floating dtype.
