@@ -11,7 +11,8 @@ from forgetting_transformer.analysis.study_claims import equal_loss, findings
 #: The models and variants that the sentences are about.
 MODELS = (
     "fox_pro", "fox_llama", "transformer_pro", "transformer_llama", "mamba2", "hgrn2", "delta_net", "hybrid",
-    "hybrid_mamba2_fox", "hybrid_gated_delta_net_transformer", "fox_pro_muon",
+    "hybrid_mamba2_fox", "hybrid_gated_delta_net_transformer", "hybrid_gated_delta_net_transformer_pro", "fox_pro_muon",
+    "transformer_pro_muon", "kda",
 )  # fmt: skip
 VARIANTS = (
     "fox_pro_bias_only", "fox_pro_fixed_gate", "fox_pro_no_forget_gate", "fox_pro_rope", "fox_llama_rope",
@@ -19,6 +20,7 @@ VARIANTS = (
     "fox_llama_qk_norm_output_gate", "transformer_llama_no_rope",
 )  # fmt: skip
 NO_HYBRIDS = [name for name in MODELS if not name.startswith("hybrid")]
+SEVEN = MODELS[: MODELS.index("hybrid")]
 
 
 def sections(folder: Path) -> dict[str, str]:
@@ -37,8 +39,10 @@ def numbers(folder: Path) -> dict[str, str]:
     found = differences(contrasts(study, "models"))
     variants = differences(contrasts(study, "variants"))
     losses = {name: losses_by_seed(study["models"][name]) for name in MODELS}
-    kda = losses_by_seed(study["models"]["kda"])
     pooled = statistics.against_baseline(losses, "fox_pro").against["fox_pro_muon"]
+    pooled_seven = statistics.against_baseline({name: losses[name] for name in SEVEN}, "fox_pro").against["mamba2"]
+    # A pair that no claim names, by the rule of a claim that names it alone.
+    with_muon = differences(contrasts(study, "models", "fox_pro_muon", {"transformer_pro_muon"}))
 
     def claimed(text: str, model: str) -> str:
         """What a claim that begins so measured for a model."""
@@ -47,7 +51,6 @@ def numbers(folder: Path) -> dict[str, str]:
         assert finding.measured is not None, "the losses are there"
         return finding.measured.text("+")
 
-    above = [losses["hybrid_mamba2_fox"][seed] - loss for seed, loss in losses["fox_pro"].items()]
     recurrent = sorted(found[name].value for name in ("mamba2", "hgrn2", "delta_net"))
     octaves = {name: study["models"][name]["per_token_loss"]["slope"] for name in MODELS}
     beyond = {name: slopes[-1]["after"] - slopes[-3]["after"] for name, slopes in octaves.items()}
@@ -62,12 +65,28 @@ def numbers(folder: Path) -> dict[str, str]:
         own, other = losses_by_seed(study["variants"][variant]), losses[model]
         return in_words([own[seed] - other[seed] for seed in sorted(own)], sign="+")
 
+    def apart(model: str, other: str) -> list[float]:
+        """How far a model ends above another one, by seed."""
+        return [losses[model][seed] - loss for seed, loss in sorted(losses[other].items())]
+
+    def after(tokens: int, model: str) -> list[float]:
+        """Held-out losses of all seeds in the middle of training."""
+        return [dict(curve)[tokens] for curve in study["models"][model]["heldout_curve"]]
+
+    def above_fox(model: str, begin: int) -> str:
+        """How far a model is above FoX (Pro) in the octave from a position on, mean of the seeds."""
+        rows = {(row["model"], row["begin"]): row["loss"] for row in study["comparison"]}
+        return f"{rows[study['names'][model], begin]:+.2f}"
+
+    hybrid_pro = "hybrid_gated_delta_net_transformer_pro"
+    early = [one - two for one, two in zip(after(8_388_608, "hybrid"), after(8_388_608, hybrid_pro), strict=True)]
+    half = [one - two for one, two in zip(after(16_777_216, "hybrid"), after(16_777_216, hybrid_pro), strict=True)]
     return {
         "pro_gain": found["transformer_pro"].text(),
         "llama_gain": claimed("FoX is better than the Transformer", "transformer_llama").removeprefix("+"),
         "behind_least": f"{recurrent[0]:.2f}",
         "behind_most": f"{recurrent[-1]:.2f}",
-        **{f"variant_{name}": apart.text() for name, apart in variants.items()},
+        **{f"variant_{name}": difference.text() for name, difference in variants.items()},
         "fixed_gain": f"{found['transformer_pro'].value - variants['fox_pro_fixed_gate'].value:.2f}",
         "rope_pairs": pairs("fox_pro_rope", "fox_pro"),
         "output_gate_pairs": pairs("fox_pro_no_output_gate", "fox_pro"),
@@ -78,24 +97,48 @@ def numbers(folder: Path) -> dict[str, str]:
         "transformer_no_rope": claimed("without gates", "transformer_llama_no_rope").removeprefix("+"),
         "muon_gain": claimed("Muon reaches", "fox_pro_muon").removeprefix("-"),
         "muon_share": f"{100 * mean_of(equal_loss(study, 'fox_pro_muon', 'fox_pro').values()):.0f} %",
+        "transformer_muon_gain": claimed("Muon reaches", "transformer_pro_muon").removeprefix("-"),
+        "transformer_muon_share": (
+            f"{100 * mean_of(equal_loss(study, 'transformer_pro_muon', 'transformer_pro').values()):.0f} %"
+        ),
+        "pro_gain_muon": with_muon["transformer_pro_muon"].text(),
+        "pro_gain_muon_mean": f"{with_muon['transformer_pro_muon'].value:.2f}",
+        "pro_gain_mean": f"{found['transformer_pro'].value:.2f}",
+        "pro_pairs": in_words(apart("transformer_pro", "fox_pro"), sign="+"),
+        "pro_pairs_muon": in_words(apart("transformer_pro_muon", "fox_pro_muon"), sign="+"),
         "forget_gate_in_hybrids": claimed("the forget gate helps", "hybrid_gated_delta_net_transformer"),
         "hybrid_range": f"{max(losses['hybrid'].values()) - min(losses['hybrid'].values()):.2f}",
-        "hybrid_pairs": in_words(
-            [losses["hybrid_gated_delta_net_transformer"][seed] - loss for seed, loss in losses["hybrid"].items()], 2
-        ),
-        "half_hybrid": in_words(
-            [dict(curve)[16_777_216] for curve in study["models"]["hybrid_mamba2_fox"]["heldout_curve"]]
-        ),
-        "best_hybrid": f"{min(above):.2f}",
+        "hybrid_pairs": in_words(apart("hybrid_gated_delta_net_transformer", "hybrid"), 2),
+        "hybrid_pro": claimed("the forget gate helps", hybrid_pro),
+        "hybrid_pro_gain": claimed("the forget gate helps", hybrid_pro).removeprefix("-"),
+        "hybrid_pro_pairs": in_words(apart(hybrid_pro, "hybrid"), sign="+"),
+        "hybrid_pro_above_fox": in_words(apart(hybrid_pro, "fox_pro"), 2),
+        "hybrid_pro_below_transformer": in_words(apart("transformer_pro", hybrid_pro), 2),
+        "hybrid_pro_early": in_words(early, 2),
+        "hybrid_pro_half": in_words(half, 2),
+        "half_hybrid": in_words(after(16_777_216, "hybrid_mamba2_fox")),
+        "best_hybrid": f"{min(apart('hybrid_mamba2_fox', 'fox_pro')):.2f}",
         **{f"seeds_{name}": in_words([of[seed] for seed in sorted(of)]) for name, of in losses.items()},
-        "seeds_kda": in_words([kda[seed] for seed in sorted(kda)]),
-        "seeds_as_kda": in_words([losses["hybrid"][seed] for seed in sorted(kda)]),
+        "kda_gain": found["kda"].text(),
+        "kda_above_mamba2": in_words(apart("kda", "mamba2"), 2),
+        "kda_below_hgrn2": in_words(apart("hgrn2", "kda"), 2),
+        "kda_below_delta_net": in_words(apart("delta_net", "kda"), 2),
+        "kda_below_transformer_llama": in_words(apart("transformer_llama", "kda"), 2),
+        "kda_pairs": in_words(apart("kda", "hybrid"), sign="+"),
+        **{f"{name}_near": above_fox(name, 256) for name in ("kda", "hybrid", hybrid_pro)},
+        **{f"{name}_far": above_fox(name, 2048) for name in ("kda", "hybrid", hybrid_pro)},
+        "kda_farthest": above_fox("kda", 8192),
         "pooled_all": f"{pooled.half_width:.2f}",
+        "pooled_seven": f"{pooled_seven.half_width:.4f}",
         "bartlett_all": f"{statistics.equal_noise([[*of.values()] for of in losses.values()]):.0e}",
         "bartlett_models": f"{statistics.equal_noise([[*losses[name].values()] for name in NO_HYBRIDS]):.2f}",
         "beyond_fox": f"{beyond['fox_pro']:+.2f}",
         "beyond_transformer_pro": f"{beyond['transformer_pro']:+.2f}",
         "beyond_transformer_llama": f"{beyond['transformer_llama']:+.2f}",
+        "beyond_fox_muon": f"{beyond['fox_pro_muon']:+.2f}",
+        "beyond_transformer_pro_muon": f"{beyond['transformer_pro_muon']:+.2f}",
+        "beyond_hybrid_pro": f"{beyond[hybrid_pro]:+.2f}",
+        "beyond_kda": f"{beyond['kda']:+.3f}",
         "pruned_first": f"{100 * mean('fox_pro', 0, 'pruned'):.0f} %",
         "pruned_last": f"{100 * mean('fox_pro', -1, 'pruned'):.0f} %",
         **{f"longest_first_{name}": f"{mean(name, 0, 'longest'):,.0f}" for name in heads},

@@ -194,7 +194,9 @@ class DecoderCache(Cache):
         return self.place
 
     def make_dynamic(self) -> None:
-        """Be as before `make_static`, with the tokens that have come."""
+        """Be as before `make_static`, with the tokens that have come. All that changes other things calls it first."""
+        if self.graph is not None:
+            self.graph.tokens_in_a_row = 0
         if self.place is not None:
             self.place = None
             layers: Sequence[Any] = self.layers
@@ -209,6 +211,8 @@ class DecoderCache(Cache):
 
     def reset(self) -> None:
         self.make_dynamic()
+        if self.graph is not None:
+            self.graph.forget()
         super().reset()
         self.seq_start_B = None
         self.has_position_ids = False
@@ -336,17 +340,15 @@ class GrowingCache(LayerCache):
     def reserve(self) -> int:
         return min(x.reserve() for x in self._tensors)
 
-    def make_static(self, place: Place) -> None:
-        super().make_static(place)
-        self._refresh()
-
-    def make_dynamic(self) -> None:
-        super().make_dynamic()
-        self._refresh()
-
     def advance(self) -> None:
         for x in self._tensors:
             x.advance()
+        self._refresh()
+
+    def _in_use(self, index: int) -> Tensor:
+        """What attention gets of a growing tensor: what it holds; of a static cache the whole buffer, room included."""
+        x = self._tensors[index]
+        return x.contents if self.place is None else x.whole
 
     def _append(self, *new: Tensor) -> None:
         """Add new positions at the end of the growing tensors, or make these of them."""
@@ -377,12 +379,8 @@ class GrowingCache(LayerCache):
         self._refresh()
 
     def _refresh(self) -> None:
-        """Show the growing tensors; of a static cache the whole buffers, room included."""
         for i, name in enumerate(self.growing):
-            shown = None
-            if self._tensors:
-                shown = self._tensors[i].contents if self.place is None else self._tensors[i].whole
-            setattr(self, name, shown)
+            setattr(self, name, self._tensors[i].contents if self._tensors else None)
 
     @property
     def num_held(self) -> int:
@@ -412,9 +410,12 @@ class AttentionCache(GrowingCache):
         self.num_dropped = 0
 
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new positions `(B, G, T, D)`; return all the new ones can see, themselves included."""
+        """Append new positions `(B, G, T, D)`; return all the new ones can see, themselves included.
+
+        A static cache returns its whole buffers.
+        """
         self._append(key_states, value_states)
-        key_states, value_states = self.keys, self.values
+        key_states, value_states = self._in_use(0), self._in_use(1)
         if self.window is not None:
             surplus = max(0, key_states.shape[2] - (self.window - 1 + self.CROP_HISTORY))
             for x in self._tensors:
@@ -529,13 +530,16 @@ class ForgettingAttentionCache(GrowingCache):
         return self.cum_log_fgate.diff(dim=2, prepend=self.cum_log_fgate[:, :, :1]).float()
 
     def update(self, key_states: Tensor, value_states: Tensor, log_fgate: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new positions (keys and values `(B, H, T, D)`, gates `(B, H, T)`); return all keys and values."""
+        """Append new positions (keys and values `(B, H, T, D)`, gates `(B, H, T)`); return all keys and values.
+
+        A static cache returns its whole buffers.
+        """
         if self.cum_log_fgate is None:
             previous = None
         elif self.place is None:
             previous = self.cum_log_fgate[:, :, -1:]
         else:
-            previous = self.cum_log_fgate.index_select(2, self.place.last)
+            previous = self.running.index_select(2, self.place.last)
         running = cumulative_log_fgate(log_fgate, previous, head_first=True)
         self._append(key_states, value_states, running)
         if self.keeps_key_norm:
@@ -546,7 +550,12 @@ class ForgettingAttentionCache(GrowingCache):
                 self.max_key_norm = torch.maximum(self.max_key_norm, norm)
             else:
                 torch.maximum(self.max_key_norm, norm, out=self.max_key_norm)
-        return self.keys, self.values
+        return self._in_use(0), self._in_use(1)
+
+    @property
+    def running(self) -> Tensor:
+        """`cum_log_fgate`; of a static cache with the room behind it, like the keys that `update` returns."""
+        return self._in_use(2)
 
     def make_static(self, place: Place) -> None:
         super().make_static(place)

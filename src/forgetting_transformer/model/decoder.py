@@ -40,6 +40,7 @@ import contextlib
 import functools
 import inspect
 import math
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -455,7 +456,7 @@ class DecoderModel(DecoderPreTrainedModel):
 
         place = None
         if past_key_values is not None and past_key_values.place is not None:
-            if past_key_values.graph.is_running:
+            if past_key_values.graph is not None and past_key_values.graph.is_running:
                 place = past_key_values.place
             else:
                 past_key_values.make_dynamic()
@@ -712,9 +713,11 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
 
         Args:
             evict_below: as of `DecoderModel.new_cache`.
-            cuda_graph: run single tokens on a GPU as a CUDA graph (`decoding_graph.py`), for the same numbers but for
-                the last bits. Not for models with hooks, or compiled: their tokens run without one. "auto": where the
-                caches of all layers allow it, which is what `generate` does without a cache.
+            cuda_graph: run single tokens on a GPU as a CUDA graph (`decoding_graph.py`), under `torch.no_grad()`, for
+                the same numbers but for the last bits. Models that have hooks, are compiled or lie on several devices
+                go without. Do not change the model's modules while the cache is in use. "auto": where all
+                mixers allow it, the model is on a GPU, and this is the main thread, because random numbers that another
+                thread draws during a recording are an error. `generate` without a cache does so.
 
         Raises:
             ValueError: as of `DecoderModel.new_cache`; or cuda_graph is True, and the caches do not allow it.
@@ -730,8 +733,10 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
                     f"cuda_graph=True: caches of {', '.join(moving)} do not hold still (sliding windows, PaTH-FoX, "
                     "mixers without `static_cache`); leave it out"
                 )
-            if not moving:
-                cache.graph = DecodingGraph(self, is_asked_for=cuda_graph is True)
+            on_gpu = self.device.type in DecodingGraph.DEVICE_TYPES
+            is_safe = on_gpu and threading.current_thread() is threading.main_thread()
+            if not moving and (cuda_graph is True or is_safe):
+                cache.graph = DecodingGraph(is_asked_for=cuda_graph is True)
         return cache
 
     def forward(
@@ -772,10 +777,10 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         if labels is None and isinstance(past_key_values, DecoderCache) and past_key_values.graph is not None:
             others = (inputs_embeds, position_ids, cu_seqlens, output_attentions, output_hidden_states)
             is_plain = all(x is None or x is False for x in others) and isinstance(logits_to_keep, int)
-            takes_graph = is_plain and use_cache is not False
-            token_logits: Any = (
-                past_key_values.graph.step(past_key_values, input_ids, attention_mask) if takes_graph else None
-            )
+            takes_graph = is_plain and (self.config.use_cache if use_cache is None else use_cache)
+            token_logits: Any = None
+            if takes_graph:
+                token_logits = past_key_values.graph.step(self, past_key_values, input_ids, attention_mask)
             if token_logits is not None:
                 kept = {CACHE_NAME: past_key_values}
                 result = CausalDecoderOutput(logits=token_logits, **kept)

@@ -297,6 +297,8 @@ class ForgettingAttentionLayer(nn.Module):
                 raise ValueError(
                     "past_key_values is a model's cache; make the layer with layer_idx=…, or pass layer.new_cache()"
                 )
+            if cache.graph is None or not cache.graph.is_running:
+                cache.make_dynamic()
             return cast(ForgettingAttentionCache, cache.layers[self.layer_idx])
         return self.new_cache() if cache is None and use_cache else cache
 
@@ -316,14 +318,15 @@ class ForgettingAttentionLayer(nn.Module):
         options: dict[str, Any] = {"head_first": True, "seq_start": seq_start_B}
         out: Any
         if num_new < num_keys:
-            assert cache is not None and cache.cum_log_fgate is not None and cache.log_fgate is not None
-            inputs = (q_BHTD, k_BHND, v_BHND, cache.cum_log_fgate)
+            assert cache is not None
+            inputs = (q_BHTD, k_BHND, v_BHND, cache.running)
             wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
             if num_new <= MAX_DECODED_TOKENS and not wants_gradient:
                 options["adaptive_threshold"] = self._decoding_threshold(q_BHTD, k_BHND, cache)
                 options["seq_end"] = None if cache.place is None else cache.place.end_B
                 out = forgetting_attention_decode(*inputs, **options)
                 return out
+            assert cache.log_fgate is not None
             log_fgate_BHT = cache.log_fgate
         options |= {"cu_seqlens": cu_seqlens, **self._pruning_options(num_keys, order)}
         out = forgetting_attention(q_BHTD, k_BHND, v_BHND, log_fgate_BHT, **options)

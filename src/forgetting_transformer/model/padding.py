@@ -112,12 +112,11 @@ def find_seq_start(
 
 
 def padding_mask(new_BTE: Tensor, seq_start_B: Tensor | None, cache: LayerCache | None) -> Tensor | None:
-    """Return where the new positions are left padding `(B, T)`; None if `seq_start_B` is None.
-
-    None too with a static cache, which takes no padding.
-    """
-    if seq_start_B is None or (cache is not None and cache.place is not None):
+    """Return where the new positions are left padding `(B, T)`, or None if `seq_start_B` is None."""
+    if seq_start_B is None:
         return None
+    if cache is not None and cache.place is not None:
+        return cache.place.new < seq_start_B[:, None]
     num_past = 0 if cache is None else cache.get_seq_length()
     position_T = torch.arange(num_past, num_past + new_BTE.shape[1], device=new_BTE.device)
     return position_T < seq_start_B[:, None]
