@@ -150,8 +150,9 @@ def test_evicted_keys(prompt, graphs, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["forgetting_transformer", "transformer"])
-def test_other_calls_come_between(name, graphs):
+def test_other_calls_come_between(name, graphs, monkeypatch):
     """Several tokens at once, tokens taken back, and rows of a batch moved."""
+    monkeypatch.setattr(DecodingGraph, "WORTH", 0)  # records as soon as before
     model, ids = small(name, **(PRO if name == "forgetting_transformer" else {})), random_ids(2)
     results = []
     for cuda_graph in (False, True):
@@ -281,6 +282,9 @@ def test_where_recording_fails_calls_go_on_without(monkeypatch):
         got = decode(model, ids, model.new_cache(cuda_graph=True))
     assert len(caught) == 1
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        decode(model, ids, model.new_cache(cuda_graph="auto"))
 
 
 @pytest.mark.parametrize("how", ["gradients", "training", "maps", "hidden states", "tuple", "all keywords"])
@@ -380,6 +384,91 @@ def test_a_shift_that_was_forgotten_is_not_taken_for_zero():
         decode_on(model, ids[:, 150:155], cache)
         with pytest.raises(ValueError, match="the token shift remembers 33 tokens"):
             cache.crop(-40)
+
+
+def test_layers_caches_that_are_used_by_themselves_grow(graphs):
+    """And the next token of the model is not written over theirs."""
+    model, ids = small("transformer"), random_ids(1, 60)
+    mixers, hidden = [block.sequence_mixer for block in model.decoder.layers], torch.randn(2, 1, 4, 32)
+    results = []
+    for cuda_graph in (False, True):
+        cache = model.new_cache(cuda_graph=cuda_graph)
+        decode(model, ids[:, :30], cache)
+        outputs = [mixer(x, None, c)[0] for mixer, x, c in zip(mixers, hidden, cache.layers, strict=True)]
+        assert [layer.get_seq_length() for layer in cache.layers] == [34, 34]
+        for layer in cache.layers:
+            layer.crop(-1)
+        results.append([*outputs, decode_on(model, ids[:, 30:], cache)])
+    assert len(graphs) == 2
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+def test_where_something_else_comes_soon_graphs_become_rare(graphs):
+    """As in assisted generation, which takes tokens back again and again."""
+    model, ids = small("forgetting_transformer"), random_ids(1, 12)
+    cache = model.new_cache(cuda_graph=True)
+    model(input_ids=ids, past_key_values=cache)
+    for _ in range(40):
+        decode_on(model, ids[:, :8], cache)
+        cache.crop(-8)
+    assert 1 <= len(graphs) <= 3
+    decode_on(model, random_ids(1, 90), cache)
+    assert len(graphs) <= 5
+    cache.reset()
+    graphs.clear()
+    model(input_ids=ids, past_key_values=cache)
+    decode_on(model, ids[:, :8], cache)
+    assert graphs == [15]
+
+
+def test_assisted_generation_goes_without(graphs):
+    model, assistant, ids = small("transformer"), small("transformer", seed=1), random_ids(1, 8)
+    assistant.generation_config.num_assistant_tokens = 10
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    assistant.generation_config.assistant_confidence_threshold = 0.0
+    options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    got = model.generate(ids, assistant_model=assistant, **options)
+    assert len(graphs) <= 3
+    assert torch.equal(got, model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("how", ["compiled", "subclass"])
+def test_models_that_a_graph_would_not_follow_go_without(how, graphs):
+    class Marked(torch.nn.Parameter):
+        pass
+
+    model, ids = small("forgetting_transformer"), random_ids(1, 30)
+    want = decode(model, ids, model.new_cache())
+    if how == "compiled":
+        model.decoder.layers[0].compile(backend="eager")
+    else:
+        model.lm_head.weight = Marked(model.lm_head.weight.detach())
+    with pytest.warns(RuntimeWarning, match="are compiled" if how == "compiled" else "weights are of Marked"):
+        got = decode(model, ids, model.new_cache(cuda_graph=True))
+    assert not graphs
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_states_that_grow_are_refused_by_name():
+    model, ids = small("path_fox"), random_ids(1, 30)
+    for block in model.decoder.layers:
+        type(block.sequence_mixer).static_cache = True
+    try:
+        with pytest.raises(ValueError, match="static_cache = True must keep their names and shapes"):
+            decode(model, ids, model.new_cache(cuda_graph=True))
+    finally:
+        del type(model.decoder.layers[0].sequence_mixer).static_cache
+
+
+def test_a_cache_that_is_cropped_to_nothing_forgets_its_padding():
+    model, ids = small("forgetting_transformer"), random_ids(1, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    cache = model.new_cache()
+    model(input_ids=ids, past_key_values=cache, attention_mask=mask)
+    cache.crop(-20)
+    torch.testing.assert_close(model(input_ids=ids, past_key_values=cache).logits, model(input_ids=ids).logits)
 
 
 def test_a_layer_that_is_called_by_itself_gets_a_cache_that_grows(graphs):

@@ -7,16 +7,17 @@
 What grows with every token lives in buffers with room to spare, so that a new token is written beside the old ones and
 the old ones are not copied for it.
 
-A cache may be made static for a while: then nothing that it holds moves in memory or changes its shape, and single
-tokens are written where a tensor on the device says (`Place`). So a CUDA graph of one token serves many
-(`decoding_graph.py`).
+A cache may be made static for a while: then nothing that it holds moves in memory or changes its shape, and while
+`DecodingGraph` computes a single token, it is written where a tensor on the device says (`Place`). So a CUDA graph of
+one token serves many (`decoding_graph.py`).
 
 Axes: `forgetting_transformer/ops/__init__.py`. A buffer has room for more positions than N.
 """
 
+import contextlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -165,7 +166,7 @@ class DecoderCache(Cache):
             later calls need no attention mask.
         has_position_ids: whether the caller gave positions of the last tokens. Then the next ones need them too.
         graph: runs single tokens as a CUDA graph (`decoding_graph.py`); None where none was asked for.
-        place: where a static cache writes; None while it is not static.
+        place: where its graph writes the next token; None while the cache is not static.
     """
 
     def __init__(self, layers: Sequence[CacheLayerMixin]) -> None:
@@ -188,7 +189,7 @@ class DecoderCache(Cache):
         last = torch.tensor([length - 1], device=device)
         self.place = Place(last, last + 1, (last + 2).expand(batch).clone(), limit)
         for layer in layers:
-            layer.make_static(self.place)
+            layer.make_static()
         if self.seq_start_B is not None:
             self.seq_start_B = self.seq_start_B.clone()
         return self.place
@@ -196,15 +197,32 @@ class DecoderCache(Cache):
     def make_dynamic(self) -> None:
         """Be as before `make_static`, with the tokens that have come. All that changes other things calls it first."""
         if self.graph is not None:
-            self.graph.tokens_in_a_row = 0
+            self.graph.interrupt()
         if self.place is not None:
             self.place = None
             layers: Sequence[Any] = self.layers
             for layer in layers:
                 layer.make_dynamic()
 
+    @contextlib.contextmanager
+    def writing_in_place(self) -> Iterator[None]:
+        """For a single token of a static cache: layers write it at `place`, in buffers that keep their addresses."""
+        layers: Sequence[Any] = self.layers
+        for layer in layers:
+            layer.place = self.place
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.place = None
+
+    def holds(self, length: int) -> bool:
+        """Whether every layer has so many tokens."""
+        layers: Sequence[Any] = self.layers
+        return all(layer.get_seq_length() == length for layer in layers)
+
     def advance(self) -> None:
-        """Count a token that every layer of a static cache has written."""
+        """Count a token that every layer has written in place."""
         layers: Sequence[Any] = self.layers
         for layer in layers:
             layer.advance()
@@ -212,7 +230,7 @@ class DecoderCache(Cache):
     def reset(self) -> None:
         self.make_dynamic()
         if self.graph is not None:
-            self.graph.forget()
+            self.graph.reset()
         super().reset()
         self.seq_start_B = None
         self.has_position_ids = False
@@ -249,13 +267,16 @@ class DecoderCache(Cache):
         if tokens_to_remove < 0:
             self.make_dynamic()
             super().crop(tokens_to_remove)
+            if self.get_seq_length() == 0:
+                self.seq_start_B = None
+                self.has_position_ids = False
 
 
 class LayerCache(CacheLayerMixin):
     """What the layer caches share. A subclass says in `_map` which tensors it holds, batch axis first.
 
     Attributes:
-        place: where a static cache writes; None while it is not static.
+        place: where a token is to be written, while one is written in place; otherwise None.
     """
 
     is_sliding = False
@@ -265,15 +286,14 @@ class LayerCache(CacheLayerMixin):
         """Make room for the next tokens; returns for how many."""
         raise NotImplementedError
 
-    def make_static(self, place: Place) -> None:
-        """Write single tokens at this place from now on, and hold still. `reserve` came before."""
-        self.place = place
+    def make_static(self) -> None:
+        """Hold still from now on, and let no tensor be another's. `reserve` came before."""
 
     def make_dynamic(self) -> None:
-        self.place = None
+        """Be as before `make_static`."""
 
     def advance(self) -> None:
-        """Count a token that was written while the cache was static."""
+        """Count a token that was written in place."""
         raise NotImplementedError
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -346,7 +366,7 @@ class GrowingCache(LayerCache):
         self._refresh()
 
     def _in_use(self, index: int) -> Tensor:
-        """What attention gets of a growing tensor: what it holds; of a static cache the whole buffer, room included."""
+        """What attention gets of a growing tensor: what it holds, or, written in place, its whole buffer."""
         x = self._tensors[index]
         return x.contents if self.place is None else x.whole
 
@@ -412,7 +432,7 @@ class AttentionCache(GrowingCache):
     def update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Append new positions `(B, G, T, D)`; return all the new ones can see, themselves included.
 
-        A static cache returns its whole buffers.
+        Written in place, the whole buffers.
         """
         self._append(key_states, value_states)
         key_states, value_states = self._in_use(0), self._in_use(1)
@@ -460,8 +480,7 @@ class RecurrentCache(LayerCache):
     def reserve(self) -> int:
         return sys.maxsize
 
-    def make_static(self, place: Place) -> None:
-        super().make_static(place)
+    def make_static(self) -> None:
         self.states = {name: state.clone() for name, state in self.states.items()}
 
     def advance(self) -> None:
@@ -470,8 +489,14 @@ class RecurrentCache(LayerCache):
     def update(  # type: ignore[override]  # states instead of keys and values
         self, num_new_tokens: int, **states: Tensor
     ) -> None:
-        """Replace the states by those `num_new_tokens` later; in a static cache what they hold, and count nothing."""
+        """Replace the states by those `num_new_tokens` later; written in place, what they hold, and count nothing."""
         if self.place is not None:
+            shapes, old = ({name: tuple(x.shape) for name, x in of.items()} for of in (states, self.states))
+            if shapes != old:
+                raise ValueError(
+                    f"the states of a mixer were {old} and are {shapes} after one more token; a mixer with "
+                    "static_cache = True must keep their names and shapes. Leave static_cache out"
+                )
             for name, state in states.items():
                 self.states[name].copy_(state)
             return
@@ -532,7 +557,7 @@ class ForgettingAttentionCache(GrowingCache):
     def update(self, key_states: Tensor, value_states: Tensor, log_fgate: Tensor) -> tuple[Tensor, Tensor]:
         """Append new positions (keys and values `(B, H, T, D)`, gates `(B, H, T)`); return all keys and values.
 
-        A static cache returns its whole buffers.
+        Written in place, the whole buffers.
         """
         if self.cum_log_fgate is None:
             previous = None
@@ -554,20 +579,19 @@ class ForgettingAttentionCache(GrowingCache):
 
     @property
     def running(self) -> Tensor:
-        """`cum_log_fgate`; of a static cache with the room behind it, like the keys that `update` returns."""
+        """`cum_log_fgate`, or the whole buffer, as the keys that `update` returns."""
         return self._in_use(2)
 
-    def make_static(self, place: Place) -> None:
-        super().make_static(place)
+    def make_static(self) -> None:
         if self.max_key_norm is not None:
             self.max_key_norm = self.max_key_norm.clone()
-        for name, y_BNE in self.shift_states.items():
+        if self.shift_states:
             # Of one length, however few tokens are remembered.
-            self._num_missing = self.SHIFT_HISTORY - y_BNE.shape[1]
-            self.shift_states[name] = F.pad(y_BNE, (0, 0, self._num_missing, 0)).clone()
+            missing = self.SHIFT_HISTORY - next(iter(self.shift_states.values())).shape[1]
+            padded = {name: F.pad(y_BNE, (0, 0, missing, 0)).clone() for name, y_BNE in self.shift_states.items()}
+            self.shift_states, self._num_missing = padded, missing
 
     def make_dynamic(self) -> None:
-        super().make_dynamic()
         self.shift_states = {name: y_BNE[:, self._num_missing :] for name, y_BNE in self.shift_states.items()}
         self._num_missing = 0
 
@@ -668,6 +692,8 @@ class EvictingCache(ForgettingAttentionCache):
 
     def reserve(self) -> int:
         before_next_look = self.EVERY - 1 - (self._num_tokens - self._num_looked_at)
+        if before_next_look <= 0:
+            return 0
         return min(before_next_look, *(x.reserve() for group in self.groups for x in group.tensors))
 
     def advance(self) -> None:

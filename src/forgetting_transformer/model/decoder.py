@@ -23,9 +23,9 @@ An architecture is a mixer and a configuration. The configuration builds the mix
     packs_documents
         Optional. True if its forward takes the keyword `cu_seqlens` and keeps packed documents apart.
     static_cache
-        Optional. True if its forward works with a cache that is static, one token at a time (`cache.place`): nothing in
-        it may depend on how many tokens came before but through tensors. Then `generate` runs it as a CUDA graph. A
-        recurrent mixer may say so whose states keep their shapes.
+        Optional. True if its forward can write a single token in place, where `cache.place` says: nothing in it may
+        depend on how many tokens came before but through tensors. Then `generate` runs it as a CUDA graph. A recurrent
+        mixer may say so whose states keep their names and shapes.
     context_heads
         Optional. A mixer that has it works where processes share a sequence (`ops/context.py`). They must divide this
         number, of heads that it splits among them; 0 if it splits none. A module in it that reads tokens of the part
@@ -715,14 +715,14 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             evict_below: as of `DecoderModel.new_cache`.
             cuda_graph: run single tokens on a GPU as a CUDA graph (`decoding_graph.py`), under `torch.no_grad()`, for
                 the same numbers but for the last bits. Models that have hooks, are compiled or lie on several devices
-                go without. Do not change the model's modules while the cache is in use. "auto": where all
+                go without. Do not change the model's modules or adapters while the cache is in use. "auto": where all
                 mixers allow it, the model is on a GPU, and this is the main thread, because random numbers that another
                 thread draws during a recording are an error. `generate` without a cache does so.
 
         Raises:
             ValueError: as of `DecoderModel.new_cache`; or cuda_graph is True, and the caches do not allow it.
         """
-        if cuda_graph not in (True, False, "auto"):
+        if not isinstance(cuda_graph, bool) and cuda_graph != "auto":
             raise ValueError(f"cuda_graph is {cuda_graph!r}; it must be True, False or 'auto'")
         cache = self.decoder.new_cache(evict_below)
         if cuda_graph:
@@ -898,7 +898,9 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
                 "the cache or the assistant out"
             )
         if given is None and generation_config.use_cache:
-            given = self.new_cache(cuda_graph="auto")
+            # Assisted generation takes tokens back all the time.
+            is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+            given = self.new_cache(cuda_graph=False if is_assisted else "auto")
         if given is not None:
             model_kwargs[CACHE_NAME] = given
 

@@ -4,9 +4,10 @@ A token of a sequence keeps a GPU busy for a few milliseconds, and the host take
 thousands of small kernels one by one. A graph launches them at once. It reads and writes fixed addresses, so the cache
 is made static for as long as its buffers have room (`cache.py`); then the next graph is recorded.
 
-Recording costs a few tokens' time, so it waits until a few single tokens have come in a row. One more runs eagerly on
-the static cache, so that kernels are compiled; the next is recorded. The arithmetic is that of calls without a
-graph, except that attention splits its keys by the size of their buffer, which changes the last bits.
+Recording takes time, so it waits until a few single tokens have come in a row, and longer where something else came
+between soon after. One more runs eagerly on the static cache, so that kernels are compiled; the next is recorded. The
+arithmetic is that of calls without a graph, except that attention splits its keys by the size of their buffer, which
+changes the last bits.
 
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
 
 from forgetting_transformer.model.cache import DecoderCache
@@ -27,6 +28,8 @@ from forgetting_transformer.ops import context
 
 # One recording at a time, whatever the number of threads.
 _recording = threading.Lock()
+# Models of which no token could be recorded. Nothing is gained from trying again with every new cache.
+_unrecordable: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class DecodingGraph:
@@ -39,19 +42,33 @@ class DecodingGraph:
     DEVICE_TYPES: ClassVar[tuple[str, ...]] = ("cuda",)
     # Single tokens in a row before the first graph. Beam search, which moves rows at every token, never has as many.
     WAIT = 2
+    # The wait doubles up to MAX_WAIT where a graph served fewer tokens than WORTH, as it may in assisted generation.
+    WORTH, MAX_WAIT = 16, 64
+    # A graph needs room for a token that runs eagerly, one that is recorded, and one more.
+    LEAST_ROOM = 3
 
     def __init__(self, is_asked_for: bool = True) -> None:
         self.is_asked_for = is_asked_for
         self.is_running = False
-        self._is_off = False
-        self.forget()
+        self.reset()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DecodingGraph, (self.is_asked_for,)
 
-    def forget(self) -> None:
-        """Give up what was recorded, and wait again."""
-        self.tokens_in_a_row = 0
+    def reset(self) -> None:
+        """Be as new."""
+        self._is_off = False
+        self._wait = self.WAIT
+        self._forget()
+
+    def interrupt(self) -> None:
+        """Something else than a single token comes: give up what was recorded, and wait again."""
+        if self._replay is not None and self._num_replays < self.WORTH:
+            self._wait = min(2 * self._wait, self.MAX_WAIT)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tokens_in_a_row = self._num_replays = self._length = 0
         self._is_warm = False
         self._replay: Callable[[], None] | None = None
         self._made_for: tuple[Any, ...] | None = None
@@ -73,12 +90,12 @@ class DecodingGraph:
             input_ids, attention_mask: as `DecoderForCausalLM.forward` takes them.
         """
         if self._is_off or input_ids is None or not self._takes(model, cache, input_ids, attention_mask):
-            self.tokens_in_a_row = 0
+            self._tokens_in_a_row = 0
             return None
-        fits = cache.place is not None and cache.get_seq_length() < cache.place.limit
+        fits = cache.place is not None and self._length < cache.place.limit and cache.holds(self._length)
         if not fits or self._made_for is None or self._conditions(model, input_ids) != self._made_for:
-            self.tokens_in_a_row += 1
-            if self.tokens_in_a_row <= self.WAIT or not self._begin(model, cache, input_ids):
+            self._tokens_in_a_row += 1
+            if self._tokens_in_a_row <= self._wait or not self._begin(model, cache, input_ids):
                 return None
         assert self._input_ids is not None
         self._input_ids.copy_(input_ids)
@@ -88,13 +105,16 @@ class DecodingGraph:
             try:
                 self._replay = replay = self._replay or self._record(model, cache)
             except RuntimeError as error:
+                _unrecordable.add(model)
                 self._turn_off(cache, f"it cannot be recorded ({error})")
                 return None
             replay()
+            self._num_replays += 1
         else:
             self._compute(model, cache)
             self._is_warm = True
         cache.advance()
+        self._length += 1
         assert self._logits is not None
         return self._logits.clone()
 
@@ -119,37 +139,48 @@ class DecodingGraph:
         kind = input_ids.device.type
         precision = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         addresses = tuple(x.data_ptr() for tensors in self._tensors for x in tensors.values() if x is not None)
-        return input_ids.shape, input_ids.device, precision, torch.is_inference_mode_enabled(), addresses
+        settings = (precision, torch.get_float32_matmul_precision(), torch.is_inference_mode_enabled())
+        return input_ids.shape, input_ids.device, settings, addresses
 
     def _begin(self, model: Any, cache: DecoderCache, input_ids: Tensor) -> bool:
         """Make the cache static; False where the next token has to go without."""
-        waited = self.tokens_in_a_row
+        waited, wait = self._tokens_in_a_row, self._wait
         cache.make_dynamic()
-        self.forget()
-        self.tokens_in_a_row = waited
+        self._tokens_in_a_row, self._wait = waited, wait
         modules = [*model.modules()]
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._tensors = [tensors for module in modules for tensors in (module._parameters, module._buffers)]
-        if any(self._hooks) or any(hasattr(module, "_hf_hook") for module in modules):
-            self._turn_off(cache, "modules of the model have hooks, which a graph would not call", self.is_asked_for)
+        if (problem := self._problem(model, modules, input_ids)) is not None:
+            self._turn_off(cache, problem, self.is_asked_for)
             return False
-        devices = {x.device for tensors in self._tensors for x in tensors.values() if x is not None}
-        if devices != {input_ids.device}:
-            where = ", ".join(sorted(map(str, devices)))
-            self._turn_off(cache, f"weights are on {where}, tokens on {input_ids.device}", self.is_asked_for)
-            return False
-        place = cache.make_static(len(input_ids), input_ids.device)
-        if place.limit <= cache.get_seq_length():
+        place, length = cache.make_static(len(input_ids), input_ids.device), cache.get_seq_length()
+        if place.limit - length < self.LEAST_ROOM:
             cache.make_dynamic()
-            self.tokens_in_a_row = waited
+            self._tokens_in_a_row = waited
             return False
+        self._length = length
         self._model, self._input_ids = weakref.ref(model), input_ids.clone()
         self._made_for = self._conditions(model, input_ids)
         return True
 
+    def _problem(self, model: Any, modules: list[nn.Module], input_ids: Tensor) -> str | None:
+        """Why a graph would not do what the model does; None where it would."""
+        if model in _unrecordable:
+            return "no token of this model could be recorded before"
+        if any(self._hooks) or any(hasattr(module, "_hf_hook") for module in modules):
+            return "modules of the model have hooks, which a graph would not call"
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
+            return "modules of the model are compiled"
+        weights = [x for tensors in self._tensors for x in tensors.values() if x is not None]
+        if kinds := {type(x).__name__ for x in weights if type(x) not in (Tensor, nn.Parameter)}:
+            return f"weights are of {', '.join(sorted(kinds))}, whose addresses are not known"
+        if {x.device for x in weights} != {input_ids.device}:
+            where = ", ".join(sorted({str(x.device) for x in weights}))
+            return f"weights are on {where}, tokens on {input_ids.device}"
+        return None
+
     def _turn_off(self, cache: DecoderCache, reason: str, warns: bool = True) -> None:
         cache.make_dynamic()
-        self.forget()
         self._is_off = True
         if warns:
             message = f"no CUDA graph is used for this cache: {reason}. Tokens take longer"
@@ -164,7 +195,8 @@ class DecodingGraph:
         self.is_running = True
         try:
             # Without autocast's cache: what it holds is freed when its context ends, and the graph would still read it.
-            with torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=False):
+            autocast = torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=False)
+            with cache.writing_in_place(), autocast:
                 output = model.decoder(
                     input_ids=self._input_ids, past_key_values=cache, use_cache=True, return_dict=True
                 )
