@@ -5,19 +5,11 @@ import warnings
 import pytest
 import torch
 
-from forgetting_transformer.model import registry
-from forgetting_transformer.model.cache import DecoderCache, EvictingCache
-from forgetting_transformer.model.decoder import CACHE_NAME, DecoderForCausalLM
+from forgetting_transformer.model.cache import EvictingCache
+from forgetting_transformer.model.decoder import CACHE_NAME
 from forgetting_transformer.model.decoding_graph import DecodingGraph
+from tests.model import test_decoding_graph as on_cpu
 from tests.model.small_models import PRO, small
-
-STATIC = [name for name in registry.model_names() if name not in ("samba", "path_fox")]
-CASES = [(name, {}) for name in STATIC] + [
-    ("forgetting_transformer", {**PRO, "log_pruning_tolerance": -10.0}),
-    ("forgetting_transformer", {"log_pruning_tolerance": -10.0}),
-    ("forgetting_transformer", {**PRO, "fgate_type": "none", "use_rope": True}),
-    ("transformer", {"num_kv_heads": 1}),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -35,22 +27,18 @@ def recorded(monkeypatch):
         yield lengths
 
 
-def decode(model: DecoderForCausalLM, ids, cache: DecoderCache, start: int = 20, mask=None):
-    prompt_mask = None if mask is None else mask[:, :start]
-    model(input_ids=ids[:, :start], past_key_values=cache, attention_mask=prompt_mask)
-    logits = []
-    for i in range(start, ids.shape[1]):
-        options = {} if mask is None else {"attention_mask": mask[:, : i + 1]}
-        logits.append(model(input_ids=ids[:, i : i + 1], past_key_values=cache, **options).logits)
-    return torch.cat(logits, 1).float()
+def decode(*arguments, **options):
+    return on_cpu.decode(*arguments, **options).float()
 
 
 def random_ids(batch: int, length: int):
-    return torch.randint(1, 61, (batch, length), generator=torch.Generator().manual_seed(0)).cuda()
+    return on_cpu.random_ids(batch, length).cuda()
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
-@pytest.mark.parametrize("name, fields", CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "default")
+@pytest.mark.parametrize(
+    "name, fields", on_cpu.CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x) or "default"
+)
 def test_a_graph_gives_the_logits_of_calls_without_one(name, fields, kind, recorded):
     model, ids = small(name, **fields).cuda(), random_ids(2, 150)
     if kind == "bfloat16":

@@ -167,6 +167,7 @@ class DecoderCache(Cache):
         has_position_ids: whether the caller gave positions of the last tokens. Then the next ones need them too.
         graph: runs single tokens as a CUDA graph (`decoding_graph.py`); None where none was asked for.
         place: where its graph writes the next token; None while the cache is not static.
+        is_writing: whether a token is being written there.
     """
 
     def __init__(self, layers: Sequence[CacheLayerMixin]) -> None:
@@ -175,6 +176,7 @@ class DecoderCache(Cache):
         self.has_position_ids = False
         self.graph: Any = None
         self.place: Place | None = None
+        self.is_writing = False
 
     def make_static(self, batch: int, device: torch.device) -> Place:
         """Hold still for the next tokens, one by one; only where tokens are held, for mixers with `static_cache`.
@@ -198,6 +200,10 @@ class DecoderCache(Cache):
         """Be as before `make_static`, with the tokens that have come. All that changes other things calls it first."""
         if self.graph is not None:
             self.graph.interrupt()
+        self.release()
+
+    def release(self) -> None:
+        """`make_dynamic` for the graph itself, which nothing interrupts."""
         if self.place is not None:
             self.place = None
             layers: Sequence[Any] = self.layers
@@ -210,9 +216,11 @@ class DecoderCache(Cache):
         layers: Sequence[Any] = self.layers
         for layer in layers:
             layer.place = self.place
+        self.is_writing = True
         try:
             yield
         finally:
+            self.is_writing = False
             for layer in layers:
                 layer.place = None
 

@@ -456,7 +456,7 @@ class DecoderModel(DecoderPreTrainedModel):
 
         place = None
         if past_key_values is not None and past_key_values.place is not None:
-            if past_key_values.graph is not None and past_key_values.graph.is_running:
+            if past_key_values.is_writing:
                 place = past_key_values.place
             else:
                 past_key_values.make_dynamic()

@@ -49,7 +49,6 @@ class DecodingGraph:
 
     def __init__(self, is_asked_for: bool = True) -> None:
         self.is_asked_for = is_asked_for
-        self.is_running = False
         self.reset()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,17 +57,18 @@ class DecodingGraph:
     def reset(self) -> None:
         """Be as new."""
         self._is_off = False
-        self._wait = self.WAIT
+        self._wait, self._tokens_in_a_row = self.WAIT, 0
         self._forget()
 
     def interrupt(self) -> None:
         """Something else than a single token comes: give up what was recorded, and wait again."""
         if self._replay is not None and self._num_replays < self.WORTH:
             self._wait = min(2 * self._wait, self.MAX_WAIT)
+        self._tokens_in_a_row = 0
         self._forget()
 
     def _forget(self) -> None:
-        self._tokens_in_a_row = self._num_replays = self._length = 0
+        self._num_replays = self._length = 0
         self._is_warm = False
         self._replay: Callable[[], None] | None = None
         self._made_for: tuple[Any, ...] | None = None
@@ -144,9 +144,8 @@ class DecodingGraph:
 
     def _begin(self, model: Any, cache: DecoderCache, input_ids: Tensor) -> bool:
         """Make the cache static; False where the next token has to go without."""
-        waited, wait = self._tokens_in_a_row, self._wait
-        cache.make_dynamic()
-        self._tokens_in_a_row, self._wait = waited, wait
+        cache.release()
+        self._forget()
         modules = [*model.modules()]
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._tensors = [tensors for module in modules for tensors in (module._parameters, module._buffers)]
@@ -155,8 +154,8 @@ class DecodingGraph:
             return False
         place, length = cache.make_static(len(input_ids), input_ids.device), cache.get_seq_length()
         if place.limit - length < self.LEAST_ROOM:
-            cache.make_dynamic()
-            self._tokens_in_a_row = waited
+            cache.release()
+            self._forget()
             return False
         self._length = length
         self._model, self._input_ids = weakref.ref(model), input_ids.clone()
@@ -180,7 +179,8 @@ class DecodingGraph:
         return None
 
     def _turn_off(self, cache: DecoderCache, reason: str, warns: bool = True) -> None:
-        cache.make_dynamic()
+        cache.release()
+        self._forget()
         self._is_off = True
         if warns:
             message = f"no CUDA graph is used for this cache: {reason}. Tokens take longer"
@@ -192,18 +192,12 @@ class DecodingGraph:
         assert place is not None
         kind = place.new.device.type
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self.is_running = True
-        try:
-            # Without autocast's cache: what it holds is freed when its context ends, and the graph would still read it.
-            autocast = torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=False)
-            with cache.writing_in_place(), autocast:
-                output = model.decoder(
-                    input_ids=self._input_ids, past_key_values=cache, use_cache=True, return_dict=True
-                )
-                self._logits = model.lm_head(output.last_hidden_state)
-            place.advance()
-        finally:
-            self.is_running = False
+        # Without autocast's cache: what it holds is freed when its context ends, and the graph would still read it.
+        autocast = torch.autocast(kind, dtype=dtype, enabled=is_on, cache_enabled=False)
+        with cache.writing_in_place(), autocast:
+            output = model.decoder(input_ids=self._input_ids, past_key_values=cache, use_cache=True, return_dict=True)
+            self._logits = model.lm_head(output.last_hidden_state)
+        place.advance()
 
     def _record(self, model: Any, cache: DecoderCache) -> Callable[[], None]:
         """Record `_compute`, which does nothing yet; returns what does it."""

@@ -297,7 +297,7 @@ class ForgettingAttentionLayer(nn.Module):
                 raise ValueError(
                     "past_key_values is a model's cache; make the layer with layer_idx=…, or pass layer.new_cache()"
                 )
-            if cache.graph is None or not cache.graph.is_running:
+            if not cache.is_writing:
                 cache.make_dynamic()
             return cast(ForgettingAttentionCache, cache.layers[self.layer_idx])
         return self.new_cache() if cache is None and use_cache else cache

@@ -11,7 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -170,10 +170,28 @@ def attempt(op: str, launch: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return launch(*arguments)
     except Exception as error:  # what a compiler raises is not one class
-        if is_failure_of_gpu(error) or not is_raised_by_triton(error):
-            raise
-        rule_out(op, TRITON, f"its kernels do not compile: {describe_error(error)}", COMPILER_CURE)
+        rule_out_compiling(op, TRITON, error)
         return None
+
+
+def rule_out_compiling(op: str, backend: str, error: Exception) -> None:
+    """Stop using a backend whose kernels Triton cannot compile; raises any other error again."""
+    if is_failure_of_gpu(error) or not is_raised_by_triton(error):
+        raise error
+    rule_out(op, backend, f"its kernels do not compile: {describe_error(error)}", COMPILER_CURE)
+
+
+def load_fla(op: str, functions: Mapping[str, tuple[str, str]]) -> dict[str, Callable[..., Any]]:
+    """Functions of flash-linear-attention; none, after ruling it out for this op, where one does not import.
+
+    Args:
+        functions: for each key of the result its module and its name there.
+    """
+    try:
+        return {key: getattr(importlib.import_module(module), name) for key, (module, name) in functions.items()}
+    except Exception as error:  # a package that is broken, or beside a Triton that is, fails in any way
+        rule_out_import(op, FLA, "fla-core", "version", error, 'pip install "forgetting-transformer[cuda]"')
+        return {}
 
 
 def adopt(others: dict[tuple[str, str], str]) -> None:

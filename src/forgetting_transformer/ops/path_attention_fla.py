@@ -19,7 +19,6 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 
 import torch
@@ -30,7 +29,8 @@ from forgetting_transformer.ops.recurrence import fla_on_hopper
 
 # Channels of a head, of keys and of values.
 _HEAD_DIM = 64
-# FLA's function, once `_is_installed` has found it.
+_KERNEL = {"path_attention": ("fla.ops.path_attn", "parallel_path_attn")}
+# The function itself, once `_is_installed` has found it.
 _loaded: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {}
 
 
@@ -71,20 +71,12 @@ def path_attention(
         with torch.autocast(q_BTHD.device.type, enabled=False):
             return _loaded["path_attention"](q_BTHD, k_BTHD, v_BTHV, *gates, scale)[0]
     except Exception as error:  # what a compiler raises is not one class
-        if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
-            raise
-        reason = f"its kernels do not compile: {backends.describe_error(error)}"
-        backends.rule_out("path_attention", backends.FLA, reason, backends.COMPILER_CURE)
+        backends.rule_out_compiling("path_attention", backends.FLA, error)
         return None
 
 
 @functools.cache
 def _is_installed() -> bool:
     """Import FLA; False where that fails, with a warning."""
-    try:
-        _loaded["path_attention"] = importlib.import_module("fla.ops.path_attn").parallel_path_attn
-    except Exception as error:  # a package that is broken, or beside a Triton that is, fails in any way
-        install = 'pip install "forgetting-transformer[cuda]"'
-        backends.rule_out_import("path_attention", backends.FLA, "fla-core", "version", error, install)
-        return False
-    return True
+    _loaded.update(found := backends.load_fla("path_attention", _KERNEL))
+    return bool(found)

@@ -435,12 +435,7 @@ def check_recurrence(
     if is_grouped:
         # Gradients of queries and keys are sums over heads, so all are needed; in chunks, in float64 on the CPU.
         return _compare(run, inputs, d_out, device)
-    got = _results(run, [x.to(device) for x in inputs.values()], d_out.to(device))
-    names = ["the output", *(f"the gradient of {name}" for name in inputs)]
-    heads = sorted({0, use.heads - 1})
-    want = _results(reference, [x[:, :, heads].double() for x in inputs.values()], d_out[:, :, heads])
-    errors = [_relative_error(a[:, :, heads].cpu(), b) for a, b in zip(got, want, strict=True)]
-    return max(zip(errors, names, strict=True))
+    return _compare(run, inputs, d_out, device, reference=reference, heads=sorted({0, use.heads - 1}))
 
 
 def check_path_attention(
@@ -465,13 +460,8 @@ def check_path_attention(
         q, k, v, *gates = tensors
         return path_attention.path_attention(q, k, v, *gates, has_resets=False)[0]
 
-    got = _results(run, [x.to(device) for x in inputs.values()], d_out.to(device))
-    names = ["the output", *(f"the gradient of {name}" for name in inputs)]
     # All scores of all heads in float64 would be gigabytes.
-    heads = sorted({0, use.heads - 1})
-    want = _results(run, [x[:, :, heads].to(device).double() for x in inputs.values()], d_out[:, :, heads].to(device))
-    errors = [_relative_error(a[:, :, heads], b) for a, b in zip(got, want, strict=True)]
-    return max(zip(errors, names, strict=True))
+    return _compare(run, inputs, d_out, device, reference_device=device, heads=sorted({0, use.heads - 1}))
 
 
 def check_convolution(
@@ -638,13 +628,24 @@ def _compare(
     d_out: Tensor,
     device: torch.device,
     reference_device: torch.device | None = None,
+    reference: Callable[..., Tensor] | None = None,
+    heads: list[int] | None = None,
 ) -> tuple[float, str]:
-    """The largest error of what `function` gives on the device, against float64 on the CPU or another; and of what."""
+    """The largest error of what `function` gives on the device, against float64 on the CPU or another; and of what.
+
+    Args:
+        reference: what is computed in float64; by default the same.
+        heads: of the third axis of all tensors, those that are compared; by default all.
+    """
     where = reference_device or torch.device("cpu")
+
+    def chosen(x: Tensor) -> Tensor:
+        return (x if heads is None else x[:, :, heads]).to(where)
+
     got = _results(function, [x.to(device) for x in inputs.values()], d_out.to(device))
-    want = _results(function, [x.to(where).double() for x in inputs.values()], d_out.to(where))
+    want = _results(reference or function, [chosen(x).double() for x in inputs.values()], chosen(d_out))
     names = ["the output", *(f"the gradient of {name}" for name in inputs)]
-    return max(zip((_relative_error(a.to(where), b) for a, b in zip(got, want, strict=True)), names, strict=True))
+    return max(zip((_relative_error(chosen(a), b) for a, b in zip(got, want, strict=True)), names, strict=True))
 
 
 def _results(function: Callable[..., Tensor], inputs: Sequence[Tensor], d_out: Tensor) -> list[Tensor]:

@@ -7,7 +7,6 @@ Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 
 import torch
@@ -102,10 +101,7 @@ def linear_recurrence(
     try:
         return call(q_BTHK, k_BTHK, v_BTHV, gates, scale, initial_state_BHKV)
     except Exception as error:  # what a compiler raises is not one class
-        if backends.is_failure_of_gpu(error) or not backends.is_raised_by_triton(error):
-            raise
-        reason = f"its kernels do not compile: {backends.describe_error(error)}"
-        backends.rule_out(gates.op, backends.FLA, reason, backends.COMPILER_CURE)
+        backends.rule_out_compiling(gates.op, backends.FLA, error)
         return chunked.linear_recurrence(q_BTHK, k_BTHK, v_BTHV, gates, scale, initial_state_BHKV)
 
 
@@ -155,11 +151,5 @@ def _call(
 @functools.cache
 def _is_installed() -> bool:
     """Import FLA; False where that fails, with a warning for each op it would have served."""
-    try:
-        for op, (module, name) in _KERNELS.items():
-            _loaded[op] = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a package that is broken, or beside a Triton that is, fails in any way
-        install = 'pip install "forgetting-transformer[cuda]"'
-        backends.rule_out_import("recurrences", backends.FLA, "fla-core", "version", error, install)
-        return False
-    return True
+    _loaded.update(found := backends.load_fla("recurrences", _KERNELS))
+    return bool(found)
