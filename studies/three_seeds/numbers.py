@@ -12,7 +12,7 @@ from forgetting_transformer.analysis.study_claims import equal_loss, findings
 MODELS = (
     "fox_pro", "fox_llama", "transformer_pro", "transformer_llama", "mamba2", "hgrn2", "delta_net", "hybrid",
     "hybrid_mamba2_fox", "hybrid_gated_delta_net_transformer", "hybrid_gated_delta_net_transformer_pro", "fox_pro_muon",
-    "transformer_pro_muon", "kda",
+    "transformer_pro_muon", "kda", "path_fox",
 )  # fmt: skip
 VARIANTS = (
     "fox_pro_bias_only", "fox_pro_fixed_gate", "fox_pro_no_forget_gate", "fox_pro_rope", "fox_llama_rope",
@@ -128,6 +128,13 @@ def numbers(folder: Path) -> dict[str, str]:
         **{f"{name}_near": above_fox(name, 256) for name in ("kda", "hybrid", hybrid_pro)},
         **{f"{name}_far": above_fox(name, 2048) for name in ("kda", "hybrid", hybrid_pro)},
         "kda_farthest": above_fox("kda", 8192),
+        "path_gain": found["path_fox"].text(),
+        "path_below_fox_llama": in_words(apart("fox_llama", "path_fox"), 2),
+        "path_pairs": in_words(apart("path_fox", "transformer_pro"), sign="+"),
+        "path_below_mamba2": in_words(apart("mamba2", "path_fox"), 2),
+        "path_near": above_fox("path_fox", 256),
+        "path_far": above_fox("path_fox", 2048),
+        "path_farthest": above_fox("path_fox", 8192),
         "pooled_all": f"{pooled.half_width:.2f}",
         "pooled_seven": f"{pooled_seven.half_width:.4f}",
         "bartlett_all": f"{statistics.equal_noise([[*of.values()] for of in losses.values()]):.0e}",
@@ -138,6 +145,7 @@ def numbers(folder: Path) -> dict[str, str]:
         "beyond_fox_muon": f"{beyond['fox_pro_muon']:+.2f}",
         "beyond_transformer_pro_muon": f"{beyond['transformer_pro_muon']:+.2f}",
         "beyond_hybrid_pro": f"{beyond[hybrid_pro]:+.2f}",
+        "beyond_path": f"{beyond['path_fox']:+.2f}",
         "beyond_kda": f"{beyond['kda']:+.3f}",
         "pruned_first": f"{100 * mean('fox_pro', 0, 'pruned'):.0f} %",
         "pruned_last": f"{100 * mean('fox_pro', -1, 'pruned'):.0f} %",
