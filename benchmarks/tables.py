@@ -146,14 +146,16 @@ def _optional(value: float | None, text: Callable[[float], str]) -> str:
 
 
 def files() -> str:
-    """Every file of results, with the command that made it."""
+    """Every file of results, with the command that made it and what its note says."""
     lines = []
     for path in sorted(RESULTS.glob("*.json")):
         file = json.loads(path.read_text(encoding="utf-8"))
         place = file["environment"]
         command = f"`{place['command']}`" if place["command"].startswith("python ") else place["command"]
         made = ", ".join(filter(None, [place["date"][:10], (place["commit"] or "")[:7]]))
-        lines.append(f"- `{path.stem}`{' *' if 'source' in file else ''} ({made}): {command}")
+        note = file.get("note", place.get("note"))
+        line = f"- `{path.stem}`{' *' if 'source' in file else ''} ({made}): {command}"
+        lines.append(f"{line} ({note})" if note else line)
     return "\n".join(lines)
 
 
