@@ -153,9 +153,8 @@ def files() -> str:
         place = file["environment"]
         command = f"`{place['command']}`" if place["command"].startswith("python ") else place["command"]
         made = ", ".join(filter(None, [place["date"][:10], (place["commit"] or "")[:7]]))
-        note = file.get("note", place.get("note"))
         line = f"- `{path.stem}`{' *' if 'source' in file else ''} ({made}): {command}"
-        lines.append(f"{line} ({note})" if note else line)
+        lines.append(f"{line} ({file['note']})" if "note" in file else line)
     return "\n".join(lines)
 
 
@@ -599,10 +598,10 @@ def long_generation_cells(row: Mapping[str, Any], rows: Sequence[Mapping[str, An
     """Of a row of benchmarks/long_generation.py, among the others of its file."""
     case = {key: row[key] for key in ("experiment", "tokens")}
     whole = [r for r in rows if case.items() <= r.items() and r["evict_below"] is None]
-    first = max(whole, key=lambda r: (r["part"], r.get("cuda_graph", False)))
+    first = max(whole, key=lambda r: (r["part"], r["cuda_graph"]))
     evict = "–" if row["evict_below"] is None else f"{row['evict_below']:g}"
     cells = [_sized_name(row["experiment"]), f"{row['tokens']:,}", evict + " (half)" * (row["part"] < first["part"])]
-    cells.append("yes" if row.get("cuda_graph") else "no")
+    cells.append("yes" if row["cuda_graph"] else "no")
     if row["status"] != "ok":
         return [*cells, row["status"], "", "", "", ""]
     far = None
