@@ -2,7 +2,7 @@
 """Measures steps of training on long sequences that several GPUs of this machine share, beside one GPU alone.
 
     python benchmarks/long_contexts.py                               # FoX (Pro), Transformer, Mamba-2 760M on two GPUs
-    python benchmarks/long_contexts.py --devices 8 --seq_len 524288 1048576 --out results.json
+    python benchmarks/long_contexts.py --devices 8 --seq_len 524288 1048576 --no-unpruned --out results.json
     python benchmarks/long_contexts.py --devices 1                   # what one GPU does alone
     python benchmarks/long_contexts.py --accelerator cpu --experiments demo/fox_pro --seq_len 256 512   # to try it
 
@@ -73,6 +73,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--alone", action=argparse.BooleanOptionalAction, default=True, help="one GPU alone, too (default)"
     )
+    parser.add_argument(
+        "--unpruned",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="models that prune, also without pruning (default), which takes minutes a step from 524288 tokens on",
+    )
     parser.add_argument("--steps", type=int, default=2, help="to measure at least (default 2); short ones for 3 s")
     add_time_constants(parser)
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
@@ -137,7 +143,7 @@ def cases_of(args: argparse.Namespace) -> list[dict[str, Any]]:
         for length in args.seq_len
         for size in sorted({1, args.devices} if args.alone else {args.devices})
         for experiment in args.experiments
-        for pruned in ((True, False) if prunes(experiment) else (None,))
+        for pruned in ((True, False)[: 1 + args.unpruned] if prunes(experiment) else (None,))
     ]
     if args.devices == 1:
         cases.sort(key=lambda case: (args.experiments.index(case["experiment"]), case["pruned"] is False))

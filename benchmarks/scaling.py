@@ -21,6 +21,7 @@ fsdp_kept     strategy=fsdp strategy.keep_gathered=true
 
 tokens/s      of one GPU: tokens of its micro-batches / mean seconds of --steps steps
 efficiency    this divided by that of `one`, at the same tokens per GPU and step
+MFU           of one GPU: model FLOPs per second / peak dense FLOP/s, counted as in benchmarks/training.py
 exposed       milliseconds of a step in which rank 0's GPU communicates and computes nothing
 hidden        milliseconds in which it does both
 idle          milliseconds in which it does neither. The profiler slows the host, so without it there are fewer
@@ -60,9 +61,9 @@ FAILED = "failed: processes ended with"
 #: Steps of a trace, and steps before the first measured one, the one that compiles included.
 TRACED, WARMUP = 2, 3
 HEADER = (
-    "| experiment | case | micro-batches | ms per step | tokens/s | efficiency "
+    "| experiment | case | micro-batches | ms per step | tokens/s | efficiency | MFU "
     "| exposed ms | hidden ms | idle ms | memory GB |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -273,6 +274,7 @@ def measure(
     """The values of a row, on rank 0."""
     import torch
 
+    from forgetting_transformer.training import hardware
     from forgetting_transformer.training.corruption import digests_of_whole
 
     step, model, optimizer = prepare(args, case, config, weights, compilation, device)
@@ -283,9 +285,12 @@ def measure(
         torch.cuda.synchronize(device)
     losses = [loss.item()]
     seconds = time_steps(step, args.steps, device, losses)
+    rate = case["micro_batches"] * args.batch_size * args.seq_len / statistics.mean(seconds)
+    peak = hardware.peak_flops(device, config.fabric.precision)
     row = {
         "step_seconds": seconds,
-        "tokens_per_second": case["micro_batches"] * args.batch_size * args.seq_len / statistics.mean(seconds),
+        "tokens_per_second": rate,
+        "mfu": rate * model.config.flops_per_token(args.seq_len) / peak if peak else None,
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "loss": losses[-1],
     }
@@ -457,14 +462,15 @@ def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def describe(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     name = f"| {row['experiment']} | {row['case']} | {row['micro_batches']} |"
     if row["status"] != "ok":
-        return f"{name} {row['status'].replace('|', '/')} | | | | | | |"
+        return f"{name} {row['status'].replace('|', '/')} | | | | | | | |"
     same = {key: row[key] for key in ("experiment", "micro_batches")} | {"case": "one", "status": "ok"}
     alone = next((r for r in rows if same.items() <= r.items()), None)
     efficiency = "–" if alone is None else f"{row['tokens_per_second'] / alone['tokens_per_second']:.1%}"
     times = [f"{row[key]:.1f}" if key in row else "–" for key in ("exposed_ms", "hidden_ms", "idle_ms")]
     memory = "–" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.1f}"
     step = f"{statistics.mean(row['step_seconds']) * 1000:,.1f}"
-    return f"{name} {step} | {row['tokens_per_second']:,.0f} | {efficiency} | {' | '.join(times)} | {memory} |"
+    mfu = "–" if row.get("mfu") is None else f"{row['mfu']:.1%}"
+    return f"{name} {step} | {row['tokens_per_second']:,.0f} | {efficiency} | {mfu} | {' | '.join(times)} | {memory} |"
 
 
 if __name__ == "__main__":

@@ -53,7 +53,15 @@ def test_rows_are_kept_as_they_come_and_a_case_that_fails_says_why(monkeypatch, 
         wanted.extend(cases)
         alone = {"status": "ok", "step_seconds": [0.5], "tokens_per_second": 100.0, "peak_memory_bytes": None}
         yield {**cases[0], **alone}
-        yield {**cases[1], **alone, "tokens_per_second": 97.0, "exposed_ms": 1.5, "hidden_ms": 2.5, "idle_ms": 0.0}
+        yield {
+            **cases[1],
+            **alone,
+            "tokens_per_second": 97.0,
+            "mfu": 0.4,
+            "exposed_ms": 1.5,
+            "hidden_ms": 2.5,
+            "idle_ms": 0.0,
+        }
         yield {**cases[2], "status": "failed: processes ended with [None, 1]"}
 
     monkeypatch.setattr(scaling, "run", fake)
@@ -62,7 +70,7 @@ def test_rows_are_kept_as_they_come_and_a_case_that_fails_says_why(monkeypatch, 
     assert scaling.main([*command, "one", "fsdp", "ddp", "--out", str(out)]) == 1
     assert [case["case"] for case in wanted] == ["one", "fsdp", "ddp"]
     said = capsys.readouterr().out
-    assert "| demo/fox_pro | fsdp | 2 | 500.0 | 97 | 97.0% | 1.5 | 2.5 | 0.0 | – |" in said
+    assert "| demo/fox_pro | fsdp | 2 | 500.0 | 97 | 97.0% | 40.0% | 1.5 | 2.5 | 0.0 | – |" in said
     assert "| demo/fox_pro | ddp | 2 | failed: processes ended with [None, 1] |" in said
     assert len(json.loads(out.read_text())["rows"]) == 3
 
@@ -72,8 +80,8 @@ def test_several_gpus_may_hold_what_one_does_not(tmp_path):
     row |= {"case": "fsdp", "status": "ok", "peak_memory_bytes": None}
     alone = {"experiment": "demo/fox_pro", "micro_batches": 2, "case": "one", "status": "out of memory"}
     describe = load("scaling").describe
-    assert describe(row, [alone, row]) == "| demo/fox_pro | fsdp | 2 | 500.0 | 97 | – | – | – | – | – |"
-    assert describe(alone, [alone, row]) == "| demo/fox_pro | one | 2 | out of memory | | | | | | |"
+    assert describe(row, [alone, row]) == "| demo/fox_pro | fsdp | 2 | 500.0 | 97 | – | – | – | – | – | – |"
+    assert describe(alone, [alone, row]) == "| demo/fox_pro | one | 2 | out of memory | | | | | | | |"
 
 
 def statuses(scaling, tmp_path, *names: str, time_limit: float = 900.0) -> list[str]:
