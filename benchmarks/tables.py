@@ -478,7 +478,7 @@ def scaling(results: Results) -> str:
             devices = f"{'1 of ' * (row['case'] == 'one')}{file['settings']['devices']}"
             case = [model, devices, f"{row['micro_batches']} × {batch}", names[row["case"]]]
             if row["status"] != "ok":
-                rows.append([*case, "", _reason(row), "", "", "", "", ""])
+                rows.append([*case, "", _reason(row), "", "", "", "", "", ""])
                 continue
             same = {key: row[key] for key in ("experiment", "micro_batches")} | {"case": "one", "status": "ok"}
             alone = next((r["tokens_per_second"] for r in file["rows"] if same.items() <= r.items()), None)
@@ -487,10 +487,11 @@ def scaling(results: Results) -> str:
                 *case,
                 f"{1000 * tokens / row['tokens_per_second']:.1f}", f"{row['tokens_per_second']:,.0f}",
                 _optional(alone, lambda rate, row=row: f"{row['tokens_per_second'] / rate:.1%}".replace("%", " %")),
+                _optional(row.get("mfu"), lambda x: f"{x * 100:.1f} %"),  # the first files do not have it
                 *(_optional(row.get(f"{key}_ms"), "{:.1f}".format) for key in ("exposed", "hidden", "idle")),
                 _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}"),
             ])  # fmt: skip
-    header = ["model", "GPUs", "micro-batches", "strategy", "ms per step", "tokens/s of a GPU", "of one alone"]
+    header = ["model", "GPUs", "micro-batches", "strategy", "ms per step", "tokens/s of a GPU", "of one alone", "MFU"]
     return table([*header, "exposed ms", "hidden ms", "idle ms", "memory GB"], rows)
 
 
@@ -661,11 +662,11 @@ def long_contexts_predicted(results: Results) -> str:
             1000 * seconds * groups / predicted_ms(alone, row, rates, size, groups) for size, groups in ((8, 1), (8, 8))
         ]
         rows.append([
-            _pruned_name(row), f"{row['tokens']:,}", f"{measured:,.0f}", f"{told:,.0f}",
+            _pruned_name(row), f"{row['tokens']:,}", f"{row['context']} {_kind(row['device'])}".strip(),
+            f"{measured:,.0f}", f"{told:,.0f}",
             f"{told / measured - 1:+.1%}".replace("%", " %"), *(f"{gain:.1f}" for gain in gains),
         ])  # fmt: skip
-    size = max(row["context"] for row in results.rows())
-    header = ["model", "tokens", f"ms per step on {size} GPUs", "by the formula", "difference"]
+    header = ["model", "tokens", "GPUs", "ms per step", "by the formula", "difference"]
     return table([*header, "8 GPUs, times one", "64 GPUs, times one"], rows)
 
 
@@ -730,6 +731,11 @@ def _alone(row: Mapping[str, Any], results: Results) -> dict[str, Any] | None:
     """The row of one GPU of the same kind beside a row of several."""
     case = {key: row[key] for key in ("experiment", "pruned", "tokens", "device")}
     return next(iter(reversed(results.rows(**case, context=1, status="ok"))), None)
+
+
+def _kind(device: str) -> str:
+    """H100 of "NVIDIA H100 80GB HBM3"."""
+    return device.removeprefix("NVIDIA ").partition(" ")[0]
 
 
 def _pruned_name(row: Mapping[str, Any]) -> str:

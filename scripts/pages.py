@@ -157,14 +157,14 @@ def performance() -> dict[str, str]:
 
 def long_contexts() -> dict[str, str]:
     memory = Results("memory*.json")
-    several_gpus = "long_contexts_*_gpus*.json"
-    predicted = measured("long_contexts", several_gpus, tables.long_contexts_predicted)["long_contexts"]
+    predicted = measured("long_contexts", "long_contexts_*_gpus*.json", tables.long_contexts_predicted)["long_contexts"]
     return {
         "memory": tables.memory(memory),
         "memory_source": memory.source,
         "long_contexts_predicted": predicted,
         **measured("long_contexts", "long_contexts_1_gpu*.json", tables.long_contexts),
-        **measured("long_contexts", several_gpus, tables.long_contexts, "long_contexts_shared"),
+        **measured("long_contexts", "long_contexts_2_gpus*.json", tables.long_contexts, "long_contexts_of_two"),
+        **measured("long_contexts", "long_contexts_4_gpus*.json", tables.long_contexts, "long_contexts_of_four"),
         **measured("long_generation", "long_generation*.json", tables.long_generation),
         **measured("long_run", "long_run*.json", tables.long_runs),
     }

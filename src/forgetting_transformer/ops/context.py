@@ -15,6 +15,8 @@ processes that share a sequence.
 """
 
 import contextlib
+import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +24,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+#: Nats of decay that pruning leaves out beyond, where the bound of the scores is not known before the kernel runs.
+USUAL_THRESHOLD = 40.0
+#: Positions of a tile of the kernels.
+TILE = 128
+#: Of `_dealings`.
+FACTORS = (0.97, 0.94, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.3)
 
 
 @dataclass(frozen=True)
@@ -92,13 +101,13 @@ class Order:
 def even_order(log_fgate_BtH: Tensor, threshold_H: Tensor | None = None) -> Order | None:
     """An order for which pruned attention takes all processes about as long; None where sequences are whole.
 
-    Without it all wait for the process whose heads forget most slowly. Heads are sorted by the distance after which the
-    mean gate has let a weight fall to what pruning leaves out, and dealt out in turns that change direction, as in
-    N = 2: 0, 1, 1, 0, 0, 1, … It follows from the gates of the whole batch and is the same on every process.
+    Without it all wait for the process whose heads forget most slowly. A query of a head has as many keys as there are
+    before it, up to the distance after which the mean gate has let a weight fall to what pruning leaves out. The order
+    follows from the gates of the whole batch and is the same on every process.
 
     Args:
         log_fgate_BtH: logarithms of the gates here.
-        threshold_H: logarithm of the decay beyond which pruning leaves pairs out; None: the same for all heads.
+        threshold_H: logarithm of the decay beyond which pruning leaves pairs out; None: it is not known.
 
     Raises:
         ValueError: the heads cannot be shared equally.
@@ -106,15 +115,51 @@ def even_order(log_fgate_BtH: Tensor, threshold_H: Tensor | None = None) -> Orde
     shared = _active
     if shared is None:
         return None
-    num_heads = log_fgate_BtH.shape[2]
+    _, own_length, num_heads = log_fgate_BtH.shape
     _check_heads(num_heads, shared.size)
+    length = own_length * shared.size
     with torch.no_grad():
         mean_H = _gather(log_fgate_BtH.float().mean((0, 1))).mean(0)
-        inverse_reach_H = mean_H.abs() if threshold_H is None else mean_H.abs() / threshold_H.abs()
-        turns_RS = inverse_reach_H.argsort(stable=True).view(-1, shared.size)
-        backwards_R1 = torch.arange(len(turns_RS), device=turns_RS.device)[:, None] % 2 == 1
-        heads_H = torch.where(backwards_R1, turns_RS.flip(1), turns_RS).t().flatten()
+        threshold = USUAL_THRESHOLD if threshold_H is None else threshold_H.abs()
+        reach_H = (threshold / mean_H.abs()).clamp(max=length)
+        # Per query: a causal band of this width, and the tiles on the diagonal, which every head has.
+        heads_H = _deal(reach_H * (1 - reach_H / (2 * length)) + TILE, shared.size)
         return Order(heads_H, heads_H.argsort())
+
+
+@torch.library.custom_op("forgetting_transformer::deal", mutates_args=())
+def _deal(work_H: Tensor, size: int) -> Tensor:
+    """`Order.heads` for heads with so much work."""
+    sorted_H, heads_H = work_H.sort(descending=True, stable=True)
+    dealings_KSh = _dealings(len(work_H), size, work_H.device)
+    longest_K = sorted_H[dealings_KSh].sum(-1).amax(-1)
+    # Not dealings_KSh[…], for which the host would wait.
+    return heads_H[dealings_KSh.index_select(0, longest_K.argmin()[None]).flatten()]
+
+
+@_deal.register_fake
+def _(work_H, size):
+    return torch.empty_like(work_H, dtype=torch.int64)
+
+
+@functools.cache
+def _dealings(num_heads: int, size: int, device: torch.device) -> Tensor:
+    """Ways `(K, S, h)` to deal out heads that are sorted by their work, most first.
+
+    Each gives the next head to the process that has least (Graham 1969, "Bounds on multiprocessing timing anomalies"),
+    for work of one shape: some heads have equal work, and each further head less by a constant factor. For the work at
+    hand this would take H steps on the GPU, one after the other. The best of these ways is about as good, in one step.
+    """
+    ways: dict[str, list[list[int]]] = {}
+    for equal, factor in itertools.product(range(1, num_heads + 1), FACTORS):
+        shares: list[list[int]] = [[] for _ in range(size)]
+        loads = [0.0] * size
+        for head in range(num_heads):
+            least = min((s for s in range(size) if len(shares[s]) < num_heads // size), key=loads.__getitem__)
+            shares[least].append(head)
+            loads[least] += factor ** max(0, head + 1 - equal)
+        ways.setdefault(str(shares), shares)
+    return torch.tensor(list(ways.values()), device=device)
 
 
 def to_heads(x_BtHX: Tensor, as_one_row: bool = False, order: Order | None = None) -> Tensor:
