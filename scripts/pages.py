@@ -15,6 +15,7 @@ import contextlib
 import functools
 import json
 import runpy
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -138,7 +139,7 @@ def performance() -> dict[str, str]:
         "decoding": ("decode*.json", tables.decoding),
         "attention_errors": ("attention_errors*.json", tables.errors),
     }
-    sections = headline() | {"recurrences": study_tables.NOT_RUN, "recurrences_source": ""}
+    sections = headline() | four_gpus() | {"recurrences": study_tables.NOT_RUN, "recurrences_source": ""}
     if any(tables.RESULTS.glob("recurrence*.json")):
         made["recurrences"] = ("recurrence*.json", tables.recurrences)
     peers = functools.partial(tables.peers, steps=Results("steps_760m*.json"))
@@ -153,6 +154,29 @@ def performance() -> dict[str, str]:
     sections["against_others"] = tables.against_others(others, Results("training_760m*.json"))
     sections["against_others_source"] = others.source
     return sections
+
+
+def four_gpus() -> dict[str, str]:
+    """Numbers in the sentences about strategies on four GPUs."""
+    found = {}
+    for size in ("125m", "760m"):
+        results = Results(f"scaling_{size}_4_gpus.json")
+        alone = results.row(case="one")
+        for case in ("fsdp_kept", "ddp"):
+            row = results.row(case=case)
+            steps = [1000 * seconds for seconds in row["step_seconds"]]
+            longer = statistics.mean(steps) - 1000 * statistics.mean(alone["step_seconds"])
+            name = f"{case.partition('_')[0]}_{size}"
+            traced = sum(row[f"{part}_ms"] for part in ("compute", "exposed", "idle"))
+            efficiency, exposed = row["tokens_per_second"] / alone["tokens_per_second"], row["exposed_ms"] / traced
+            found |= {
+                f"{name}_efficiency": f"{100 * efficiency:.1f} %",
+                f"{name}_exposed": f"{100 * exposed:.0f} %",
+                f"{name}_shortest": f"{min(steps):,.0f}",
+                f"{name}_longest": f"{max(steps):,.0f}",
+                f"{name}_longer": f"{longer:.0f}",
+            }
+    return found
 
 
 def long_contexts() -> dict[str, str]:
