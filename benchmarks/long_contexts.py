@@ -77,7 +77,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--unpruned",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="models that prune, also without pruning (default), which takes minutes a step from 524288 tokens on",
+        help="models that prune, also without pruning (default), whose time grows with the square of the length",
     )
     parser.add_argument("--steps", type=int, default=2, help="to measure at least (default 2); short ones for 3 s")
     add_time_constants(parser)

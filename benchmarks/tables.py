@@ -64,9 +64,11 @@ class Results:
         self.files = sorted(files, key=lambda file: _version(triton(file)))
 
     def rows(self, **wanted: Any) -> list[dict[str, Any]]:
-        """Rows of all files with these values, each with its file's Triton as `triton` and its device as `device`."""
+        """Rows of all files with these values, each with its file's Triton, device and date under these names."""
         found = (
-            {**row, "triton": triton(file), "device": _device(file)} for file in self.files for row in file["rows"]
+            {**row, "triton": triton(file), "device": _device(file), "date": file["environment"].get("date", "")}
+            for file in self.files
+            for row in file["rows"]
         )
         return [row for row in found if all(row.get(key) == value for key, value in wanted.items())]
 
@@ -723,8 +725,9 @@ def _by_length(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     def key(row: Mapping[str, Any]) -> tuple:
         return row["device"], _order(row["experiment"]), row["pruned"] is False, row["tokens"], row["context"]
 
-    # Files of several GPUs have what one does alone, too: each case is shown once.
-    return sorted({key(row): row for row in rows}.values(), key=key)
+    # Files of several GPUs have what one does alone, too: each case is shown once, as it was measured last.
+    newest = sorted(rows, key=lambda row: row["date"])
+    return sorted({key(row): row for row in newest}.values(), key=key)
 
 
 def _alone(row: Mapping[str, Any], results: Results) -> dict[str, Any] | None:

@@ -162,6 +162,7 @@ def four_gpus() -> dict[str, str]:
     for size in ("125m", "760m"):
         results = Results(f"scaling_{size}_4_gpus.json")
         alone = results.row(case="one")
+        found[f"alone_{size}_mean"] = f"{1000 * statistics.mean(alone['step_seconds']):,.0f}"
         for case in ("fsdp_kept", "ddp"):
             row = results.row(case=case)
             steps = [1000 * seconds for seconds in row["step_seconds"]]

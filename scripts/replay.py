@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = Path(settings.output_dir)
         found, tokenizer = replay(folder, settings.step, settings.data_dir, settings.device)
         if settings.tokenizer is not None:
-            from forgetting_transformer.tokenizer import load_tokenizer
+            from forgetting_transformer.model_tokenizer import load_tokenizer
 
             tokenizer = load_tokenizer(settings.tokenizer)
         print(show(found, tokenizer, settings))

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, GPT2Tokenizer
 
 from forgetting_transformer import model_tokenizer
 from forgetting_transformer.data.prepare.tokenizers import Encoder, TokenizerInfo, byte_tokenizer, save_built
-from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, json_escape, json_unescape, load_tokenizer
+from forgetting_transformer.model_tokenizer import load_tokenizer
+from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, json_escape, json_unescape
 
 EOT = "<|endoftext|>"
 EXAMPLE = 'a"b\ncé/'

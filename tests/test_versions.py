@@ -1,10 +1,9 @@
+import importlib.metadata
 import platform
-
-import torch
 
 from forgetting_transformer.versions import installed_versions
 
 
 def test_packages_that_are_not_installed_are_left_out():
     found = installed_versions(["torch", "no-such-package"])
-    assert found == {"python": platform.python_version(), "torch": torch.__version__}
+    assert found == {"python": platform.python_version(), "torch": importlib.metadata.version("torch")}

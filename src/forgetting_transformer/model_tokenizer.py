@@ -3,9 +3,13 @@
 import hashlib
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
+from forgetting_transformer.hub_connection import offline_if_unreachable
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
 
 #: The package that carries GPT-2's files, for which there is the extra `gpt2`. Its code is not imported.
@@ -18,6 +22,27 @@ _FILES = {
 #: A model's vocabulary is often padded to a round size. A tokenizer with fewer than this share of its ids belongs to
 #: another model.
 _LEAST_SHARE = 0.9
+
+
+def load_tokenizer(source: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a folder or hub id, without running code that comes with it.
+
+    Raises:
+        OSError, ValueError: there is none, it cannot be read, or it asks for its own code to be run.
+    """
+    if not os.path.isdir(source):
+        offline_if_unreachable()
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except OSError:
+        raise
+    except Exception as error:  # the library of fast tokenizers raises plain Exception
+        if "trust_remote_code" not in str(error):
+            raise ValueError(f"the tokenizer {source} cannot be read: {error}") from error
+        raise ValueError(
+            f"the tokenizer {source} asks for its own code (auto_map in tokenizer_config.json), which is never run; "
+            "give one that Transformers knows, for example its tokenizer.json alone"
+        ) from error
 
 
 def longcrawl64_tokenizer(source: str | None = None) -> JSONGPT2Tokenizer:
@@ -37,6 +62,8 @@ def longcrawl64_tokenizer(source: str | None = None) -> JSONGPT2Tokenizer:
         merges = files["vocab.bpe"].decode("utf-8").splitlines()[1:]  # after the line with the version
         pairs = [tuple(line.split(" ")) for line in merges if line]
         return JSONGPT2Tokenizer(vocab=vocabulary, merges=pairs, add_bos_token=True)
+    if source is None or not Path(source).is_dir():
+        offline_if_unreachable()
     tokenizer = JSONGPT2Tokenizer.from_pretrained(source or "gpt2", add_bos_token=True, trust_remote_code=False)
     if len(tokenizer) < 256:  # byte-level BPE has an id for every byte
         raise ValueError(

@@ -12,7 +12,6 @@ name written in a folder's ``tokenizer_config.json``.
 """
 
 import json
-import os
 import re
 from typing import Any
 
@@ -135,25 +134,6 @@ class _JSONGPT2Config(PreTrainedConfig):
     """AutoTokenizer registers a tokenizer under a config class. No model has this one: tokenizers are found by name."""
 
     model_type = "json_gpt2_tokenizer"
-
-
-def load_tokenizer(source: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a folder or hub id, without running code that comes with it.
-
-    Raises:
-        OSError, ValueError: there is none, it cannot be read, or it asks for its own code to be run.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except OSError:
-        raise
-    except Exception as error:  # the library of fast tokenizers raises plain Exception
-        if "trust_remote_code" not in str(error):
-            raise ValueError(f"the tokenizer {source} cannot be read: {error}") from error
-        raise ValueError(
-            f"the tokenizer {source} asks for its own code (auto_map in tokenizer_config.json), which is never run; "
-            "give one that Transformers knows, for example its tokenizer.json alone"
-        ) from error
 
 
 AutoTokenizer.register(_JSONGPT2Config, tokenizer_class=JSONGPT2Tokenizer, exist_ok=True)

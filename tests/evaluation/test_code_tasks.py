@@ -64,7 +64,7 @@ def corpus(tmp_path, monkeypatch):
     (tmp_path / "corpus/tokenizer").mkdir(parents=True)
     monkeypatch.setattr(code_tasks, "find_heldout", lambda path: tmp_path / "corpus")
     monkeypatch.setattr(code_tasks, "open_heldout", lambda folder: HeldOut())
-    monkeypatch.setattr("forgetting_transformer.tokenizer.load_tokenizer", lambda folder: Tokenizer())
+    monkeypatch.setattr("forgetting_transformer.model_tokenizer.load_tokenizer", lambda folder: Tokenizer())
     return texts
 
 

@@ -76,7 +76,7 @@ def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
             questions.
         DataError: the corpus has no held-out texts.
     """
-    from forgetting_transformer.tokenizer import load_tokenizer
+    from forgetting_transformer.model_tokenizer import load_tokenizer
 
     folder = find_heldout(data_path)
     if not (folder / "tokenizer").is_dir():

@@ -53,6 +53,7 @@ from forgetting_transformer.evaluation.generation import (
 )
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
 from forgetting_transformer.evaluation.workers import Workers
+from forgetting_transformer.hub_connection import offline_if_unreachable
 
 HUB_ID, ARCHIVE = "THUDM/LongBench", "data.zip"
 
@@ -291,6 +292,7 @@ def read_examples(name: str, data: Path | None, even: bool = False) -> list[dict
         f"copy the folder here, and set --data_dir to it"
     )
     if data is None:
+        offline_if_unreachable()
         try:
             from huggingface_hub import hf_hub_download
 

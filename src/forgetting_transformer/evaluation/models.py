@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
+from forgetting_transformer.hub_connection import offline_if_unreachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -362,9 +363,10 @@ def _load_run(
 def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any, int | None, str]:
     from transformers import AutoModelForCausalLM
 
-    from forgetting_transformer.model_tokenizer import check_vocabulary
-    from forgetting_transformer.tokenizer import load_tokenizer
+    from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokenizer
 
+    if not Path(source).is_dir():
+        offline_if_unreachable()
     try:
         # safetensors only: a pickle from the hub may run what its author liked.
         with _without_report():

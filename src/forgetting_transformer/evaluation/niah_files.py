@@ -132,7 +132,7 @@ def load_prompt_tokenizer(source: str) -> Any:
         EvaluationError: there is none.
     """
     import forgetting_transformer.model  # noqa: F401 (a folder with a model has its config, which must be known)
-    from forgetting_transformer.tokenizer import load_tokenizer
+    from forgetting_transformer.model_tokenizer import load_tokenizer
 
     try:
         if source == _HUB_TOKENIZER and not Path(source).is_dir():

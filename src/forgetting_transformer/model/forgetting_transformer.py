@@ -246,7 +246,7 @@ class ForgettingAttentionLayer(nn.Module):
             q_BTHD, k_BTHD = rotate(q_BTHD, position, self.rope_base), rotate(k_BTHD, position, self.rope_base)
         packed = cu_seqlens is not None
         log_fgate_BTH = self.log_forget_gate(hidden_BTE, together)
-        order = self._order_of_heads(log_fgate_BTH)
+        order = self._order_of_heads(log_fgate_BTH, cu_seqlens)
         q_BHTD, k_BHND, v_BHND, log_fgate_BHN = (
             context.to_heads(x, packed, order).transpose(1, 2)
             for x in (q_BTHD, k_BTHD, self._split_heads(v_BTE), log_fgate_BTH)
@@ -422,12 +422,13 @@ class ForgettingAttentionLayer(nn.Module):
         return self.log_pruning_tolerance - (2 * self.score_bound() + math.log(num_keys))
 
     @torch.no_grad()
-    def _order_of_heads(self, log_fgate_BTH: Tensor) -> context.Order | None:
+    def _order_of_heads(self, log_fgate_BTH: Tensor, cu_seqlens: Tensor | None) -> context.Order | None:
         """Which process takes which heads, where pruning leaves some heads more to do than others."""
         if self.log_pruning_tolerance is None or self.fgate_type == "none" or (shared := context.active()) is None:
             return None
         length = log_fgate_BTH.shape[1] * shared.size
-        return context.even_order(log_fgate_BTH, None if self.q_norm is None else self._threshold(length))
+        threshold = None if self.q_norm is None else self._threshold(length)
+        return context.even_order(log_fgate_BTH, threshold, cu_seqlens)
 
     @torch.no_grad()
     def score_bound(self) -> Tensor:

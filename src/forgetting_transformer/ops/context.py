@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Nats of decay that pruning leaves out beyond, where the bound of the scores is not known before the kernel runs.
+#: Decay in nats beyond which pruning leaves pairs out, assumed where it is not known before the kernel runs: a
+#: tolerance of 10, twice a bound of the scores of 8, and the logarithm of a million keys.
 USUAL_THRESHOLD = 40.0
 #: Positions of a tile of the kernels.
 TILE = 128
-#: Of `_dealings`.
+#: By which work falls from head to head, in the shapes of work that `_dealings` tries.
 FACTORS = (0.97, 0.94, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.3)
 
 
@@ -98,16 +99,19 @@ class Order:
     places: Tensor
 
 
-def even_order(log_fgate_BtH: Tensor, threshold_H: Tensor | None = None) -> Order | None:
+def even_order(
+    log_fgate_BtH: Tensor, threshold_H: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Order | None:
     """An order for which pruned attention takes all processes about as long; None where sequences are whole.
 
     Without it all wait for the process whose heads forget most slowly. A query of a head has as many keys as there are
-    before it, up to the distance after which the mean gate has let a weight fall to what pruning leaves out. The order
-    follows from the gates of the whole batch and is the same on every process.
+    before it in its document, up to the distance after which the mean gate has let a weight fall to what pruning leaves
+    out. The order follows from the gates of the whole batch and is the same on every process.
 
     Args:
         log_fgate_BtH: logarithms of the gates here.
         threshold_H: logarithm of the decay beyond which pruning leaves pairs out; None: it is not known.
+        cu_seqlens: `(documents + 1,)`, where packed documents begin and the last one ends; None: rows are documents.
 
     Raises:
         ValueError: the heads cannot be shared equally.
@@ -117,34 +121,42 @@ def even_order(log_fgate_BtH: Tensor, threshold_H: Tensor | None = None) -> Orde
         return None
     _, own_length, num_heads = log_fgate_BtH.shape
     _check_heads(num_heads, shared.size)
-    length = own_length * shared.size
     with torch.no_grad():
-        mean_H = _gather(log_fgate_BtH.float().mean((0, 1))).mean(0)
-        threshold = USUAL_THRESHOLD if threshold_H is None else threshold_H.abs()
-        reach_H = (threshold / mean_H.abs()).clamp(max=length)
-        # Per query: a causal band of this width, and the tiles on the diagonal, which every head has.
-        heads_H = _deal(reach_H * (1 - reach_H / (2 * length)) + TILE, shared.size)
+        mean_SH = _gather(log_fgate_BtH.float().mean((0, 1)))
+        heads_H = _deal(mean_SH, threshold_H, cu_seqlens, own_length * shared.size)
         return Order(heads_H, heads_H.argsort())
 
 
 @torch.library.custom_op("forgetting_transformer::deal", mutates_args=())
-def _deal(work_H: Tensor, size: int) -> Tensor:
-    """`Order.heads` for heads with so much work."""
+def _deal(mean_SH: Tensor, threshold_H: Tensor | None, cu_seqlens: Tensor | None, length: int) -> Tensor:
+    """`Order.heads`, from the mean logarithm of the gates on each process; `length` is that of rows.
+
+    In compiled code each process might add in another order, and a last bit may decide which of two ways is better.
+    """
+    work_H = _keys_per_query(mean_SH, threshold_H, cu_seqlens, length)
     sorted_H, heads_H = work_H.sort(descending=True, stable=True)
-    dealings_KSh = _dealings(len(work_H), size, work_H.device)
-    longest_K = sorted_H[dealings_KSh].sum(-1).amax(-1)
-    # Not dealings_KSh[…], for which the host would wait.
-    return heads_H[dealings_KSh.index_select(0, longest_K.argmin()[None]).flatten()]
+    ways_KSh = _dealings(len(work_H), len(mean_SH), work_H.device)
+    longest_K = sorted_H[ways_KSh].sum(-1).amax(-1)
+    # Not ways_KSh[…], for which the host would wait.
+    return heads_H[ways_KSh.index_select(0, longest_K.argmin()[None]).flatten()]
 
 
 @_deal.register_fake
-def _(work_H, size):
-    return torch.empty_like(work_H, dtype=torch.int64)
+def _(mean_SH, threshold_H, cu_seqlens, length):
+    return mean_SH.new_empty(mean_SH.shape[1], dtype=torch.int64)
+
+
+def _keys_per_query(mean_SH: Tensor, threshold_H: Tensor | None, cu_seqlens: Tensor | None, length: int) -> Tensor:
+    """What pruning leaves of each head `(H,)`: a band under the diagonal of each document, and the tiles on it."""
+    threshold = USUAL_THRESHOLD if threshold_H is None else threshold_H.abs()
+    length_N = mean_SH.new_full((1,), length) if cu_seqlens is None else cu_seqlens.diff()
+    within_HN = (threshold / mean_SH.mean(0).abs())[:, None].clamp(max=length_N)
+    return (within_HN * (length_N - within_HN / 2)).sum(1) / length_N.sum() + TILE
 
 
 @functools.cache
 def _dealings(num_heads: int, size: int, device: torch.device) -> Tensor:
-    """Ways `(K, S, h)` to deal out heads that are sorted by their work, most first.
+    """K ways `(K, S, h)` to deal out heads that are sorted by their work, most first.
 
     Each gives the next head to the process that has least (Graham 1969, "Bounds on multiprocessing timing anomalies"),
     for work of one shape: some heads have equal work, and each further head less by a constant factor. For the work at

@@ -22,7 +22,8 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data.checksums import sha256_of
 from forgetting_transformer.files import LocksUnsupportedError, locked, write_atomically
 from forgetting_transformer.model import registry
-from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, load_tokenizer
+from forgetting_transformer.model_tokenizer import load_tokenizer
+from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
 from forgetting_transformer.training import official_checkpoint
 from forgetting_transformer.training.callbacks.base import LARGE
 from forgetting_transformer.training.checkpoint import (

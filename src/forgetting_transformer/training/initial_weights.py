@@ -26,6 +26,7 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.tokens import other_token, tokens_of
+from forgetting_transformer.hub_connection import offline_if_unreachable
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, read_newest, read_weights, steps_in
 from forgetting_transformer.training.config import Config, ConfigError
@@ -229,6 +230,7 @@ def _downloaded(name: str) -> Path:
 
     if not _HUB_ID.fullmatch(name):
         raise ValueError("there is no such folder; give a run's output_dir, what save_model.py wrote, or a hub id")
+    offline_if_unreachable()
     try:
         return Path(snapshot_download(name, allow_patterns=_FROM_THE_HUB))
     except Exception as error:  # of the client, or of what carries its requests
@@ -411,7 +413,7 @@ def _other_vocabulary(source: Source, data: DataInfo, corpus: Path) -> str | Non
     ours = tokens_of(corpus)
     if source.tokenizer is None or ours is None:
         return None
-    from forgetting_transformer.tokenizer import load_tokenizer
+    from forgetting_transformer.model_tokenizer import load_tokenizer
 
     theirs = {id: token for token, id in load_tokenizer(source.tokenizer).get_vocab().items()}
     return other_token(ours, theirs, f"{source.tokenizer}")

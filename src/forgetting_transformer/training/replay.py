@@ -180,6 +180,6 @@ def _layer_of(parameter: str) -> str:
 def tokenizer_of(directory: RunDirectory) -> PreTrainedTokenizerBase | None:
     if not directory.tokenizer.is_dir():
         return None
-    from forgetting_transformer.tokenizer import load_tokenizer
+    from forgetting_transformer.model_tokenizer import load_tokenizer
 
     return load_tokenizer(directory.tokenizer)

@@ -127,7 +127,7 @@ def save_built(tokenizer: Tokenizer, folder: Path) -> None:
 
 def save_loaded(name: str, folder: Path) -> None:
     """Copy the tokenizer `name` (local folder or hub id) into `folder`."""
-    from forgetting_transformer.tokenizer import load_tokenizer
+    from forgetting_transformer.model_tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(name)
@@ -153,7 +153,7 @@ def save_loaded(name: str, folder: Path) -> None:
 
 def describe(folder: Path, settings: CorpusSettings) -> TokenizerInfo:
     """Read back the saved tokenizer."""
-    from forgetting_transformer.tokenizer import load_tokenizer
+    from forgetting_transformer.model_tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(folder)
