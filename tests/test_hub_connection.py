@@ -48,8 +48,9 @@ def test_a_hub_that_answers_is_asked(online, caplog):
     assert not constants.HF_HUB_OFFLINE and not caplog.records
 
 
-def test_what_a_proxy_reaches_is_for_the_client_to_find_out(online, closed_port, monkeypatch):
-    monkeypatch.setattr(hub_connection.urllib.request, "getproxies", lambda: {"http": "http://proxy:3128"})
+@pytest.mark.parametrize("what", ["http", "all"])
+def test_what_a_proxy_reaches_is_for_the_client_to_find_out(what, online, closed_port, monkeypatch):
+    monkeypatch.setattr(hub_connection.urllib.request, "getproxies", lambda: {what: "http://proxy:3128"})
     online(f"http://127.0.0.1:{closed_port}")
     hub_connection.offline_if_unreachable()
     assert not constants.HF_HUB_OFFLINE

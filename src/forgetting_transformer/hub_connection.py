@@ -21,9 +21,9 @@ def offline_if_unreachable() -> None:
     """
     from huggingface_hub import constants
 
-    hub = urlsplit(constants.ENDPOINT)
+    hub, proxies = urlsplit(constants.ENDPOINT), urllib.request.getproxies()
     # A proxy may get through where this process does not.
-    if constants.HF_HUB_OFFLINE or hub.hostname is None or urllib.request.getproxies().get(hub.scheme):
+    if constants.HF_HUB_OFFLINE or hub.hostname is None or hub.scheme in proxies or "all" in proxies:
         return
     try:
         port = hub.port or (80 if hub.scheme == "http" else 443)
