@@ -1,35 +1,72 @@
-"""Whether the Hugging Face Hub answers, found out once and at once."""
+"""Whether the Hugging Face Hub answers, found out quickly and with one line."""
 
-import functools
 import logging
 import socket
+import threading
 import urllib.request
+from pathlib import Path
 from urllib.parse import urlsplit
 
 log = logging.getLogger(__name__)
 
 #: Seconds that the hub has for its answer.
 TIMEOUT = 5
+#: Addresses that have answered this process.
+_answered: set[str] = set()
 
 
-@functools.cache
-def offline_if_unreachable() -> None:
-    """Turns the offline mode of huggingface_hub on for this process if nothing answers at the hub's address.
+def only_cached() -> bool:
+    """Whether to look for files of the hub in the local cache alone, because nothing answers at its address.
 
-    Offline, files in the local cache are found, and others are an error at once. Otherwise the client asks for each
-    file six times with growing waits, which is a minute and 80 lines for a tokenizer.
+    To be passed to `from_pretrained` and the like as `local_files_only`. Otherwise the client asks for each file six
+    times with growing waits, which is a minute and 80 lines for a tokenizer. False also where the client knows what to
+    do: with HF_HUB_OFFLINE, and with a proxy, which may get through where this process does not.
+
+    Raises:
+        ValueError: HF_ENDPOINT is no address.
     """
     from huggingface_hub import constants
 
     hub, proxies = urlsplit(constants.ENDPOINT), urllib.request.getproxies()
-    # A proxy may get through where this process does not.
-    if constants.HF_HUB_OFFLINE or hub.hostname is None or hub.scheme in proxies or "all" in proxies:
-        return
+    if hub.scheme not in ("http", "https") or not hub.hostname:
+        raise ValueError(f"HF_ENDPOINT={constants.ENDPOINT} is no address: give https://HOST, or unset it")
+    if constants.HF_HUB_OFFLINE or hub.scheme in proxies or "all" in proxies or hub.netloc in _answered:
+        return False
+    reason = _why_unreachable(hub.hostname, hub.port or (80 if hub.scheme == "http" else 443))
+    if reason is None:
+        _answered.add(hub.netloc)
+        return False
+    log.warning("%s cannot be reached (%s): only what is in the local cache is found", hub.netloc, reason)
+    return True
+
+
+def cached_model(name: str) -> Path:
+    """The folder of the local cache that holds a model of the hub.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: it is no name of a model.
+    """
+    from huggingface_hub import errors, snapshot_download
+
     try:
-        port = hub.port or (80 if hub.scheme == "http" else 443)
-        socket.create_connection((hub.hostname, port), timeout=TIMEOUT).close()
-    except OSError as error:
-        log.warning(
-            "%s cannot be reached (%s): only models and tokenizers in the local cache are found", hub.netloc, error
-        )
-        constants.HF_HUB_OFFLINE = True
+        return Path(snapshot_download(name, local_files_only=True))
+    except errors.LocalEntryNotFoundError:
+        raise FileNotFoundError(f"{name} is not in the local cache") from None
+
+
+def _why_unreachable(host: str, port: int) -> str | None:
+    reasons: list[str | None] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=TIMEOUT).close()
+            reasons.append(None)
+        except (OSError, UnicodeError) as error:  # the latter of a name that cannot be one of a host
+            reasons.append(str(error))
+
+    # A host may have many addresses, each with this timeout, and resolving its name has none.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT)
+    return reasons[0] if reasons else f"no answer in {TIMEOUT} s"

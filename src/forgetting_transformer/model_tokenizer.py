@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from forgetting_transformer.hub_connection import offline_if_unreachable
+from forgetting_transformer.hub_connection import only_cached
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer
 
 #: The package that carries GPT-2's files, for which there is the extra `gpt2`. Its code is not imported.
@@ -30,10 +30,9 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Any:
     Raises:
         OSError, ValueError: there is none, it cannot be read, or it asks for its own code to be run.
     """
-    if not os.path.isdir(source):
-        offline_if_unreachable()
+    cached = not os.path.isdir(source) and only_cached()
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=cached)
     except OSError:
         raise
     except Exception as error:  # the library of fast tokenizers raises plain Exception
@@ -62,9 +61,10 @@ def longcrawl64_tokenizer(source: str | None = None) -> JSONGPT2Tokenizer:
         merges = files["vocab.bpe"].decode("utf-8").splitlines()[1:]  # after the line with the version
         pairs = [tuple(line.split(" ")) for line in merges if line]
         return JSONGPT2Tokenizer(vocab=vocabulary, merges=pairs, add_bos_token=True)
-    if source is None or not Path(source).is_dir():
-        offline_if_unreachable()
-    tokenizer = JSONGPT2Tokenizer.from_pretrained(source or "gpt2", add_bos_token=True, trust_remote_code=False)
+    cached = (source is None or not Path(source).is_dir()) and only_cached()
+    tokenizer = JSONGPT2Tokenizer.from_pretrained(
+        source or "gpt2", add_bos_token=True, trust_remote_code=False, local_files_only=cached
+    )
     if len(tokenizer) < 256:  # byte-level BPE has an id for every byte
         raise ValueError(
             f"{source or 'gpt2'} has a vocabulary of {len(tokenizer)} token{'s' * (len(tokenizer) != 1)}: "

@@ -198,18 +198,37 @@ def test_heads_are_dealt_out_by_how_far_their_gates_reach(monkeypatch):
         # A threshold a thousand times as far lets the third head reach as far as the fourth, which it was with before.
         far = context.even_order(log_fgate, -torch.tensor([40.0, 40, 100_000, 40, 40, 40]))
         assert len({2, 3} & set(far.heads.tolist()[:3])) == 1
-        # In documents of 64 tokens all but the first head reach over everything: it is the only one with less work.
-        packed = context.even_order(log_fgate, cu_seqlens=torch.arange(0, 2**20 + 1, 64))
+        # In documents of 128 tokens all but the first head reach over everything: it is the only one with less work.
+        packed = context.even_order(log_fgate, cu_seqlens=torch.arange(0, 2**20 + 1, 128))
         assert sorted(packed.heads.tolist()) == list(range(6)) and packed.heads.tolist() != order.heads.tolist()
     assert context.even_order(log_fgate) is None
     with pretended(4), pytest.raises(ValueError, match="6 heads cannot be shared equally by 4 processes"):
         context.even_order(log_fgate)
 
 
+class Asked(Exception):
+    """Enough is known."""
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_layer_says_how_far_pruning_reaches_and_where_documents_begin(packed, monkeypatch):
+    def asked(*arguments):
+        raise Asked(*arguments)
+
+    layer = small("forgetting_transformer", qk_norm=True, log_pruning_tolerance=-10.0).decoder.layers[0].sequence_mixer
+    monkeypatch.setattr(context, "even_order", asked)
+    cu_seqlens = torch.tensor([0, 20, 64]) if packed else None
+    with pretended(2), pytest.raises(Asked) as caught:
+        layer(torch.randn(1, 32, 32), cu_seqlens=cu_seqlens)
+    log_fgate, threshold, documents = caught.value.args
+    assert log_fgate.shape == (1, 32, layer.num_heads) and documents is cu_seqlens
+    assert torch.equal(threshold, layer._threshold(64))
+
+
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 100, 101, 101, 512]])
 @pytest.mark.parametrize("thresholds", [None, [20.0, 30, 40, 50]])
 def test_the_work_of_a_head_is_the_pairs_that_pruning_leaves(cu_seqlens, thresholds, monkeypatch):
-    monkeypatch.setattr(context, "_gather", lambda x: x.expand(2, -1))
+    monkeypatch.setattr(context, "_gather", lambda x: torch.stack([0.5 * x, 1.5 * x]))
     arguments: list = []
     monkeypatch.setattr(context, "_deal", lambda *a: arguments.extend(a) or torch.arange(4))
     gates = -torch.tensor([40.0, 2.0, 0.25, 0.0])

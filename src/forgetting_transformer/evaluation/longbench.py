@@ -53,7 +53,7 @@ from forgetting_transformer.evaluation.generation import (
 )
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
 from forgetting_transformer.evaluation.workers import Workers
-from forgetting_transformer.hub_connection import offline_if_unreachable
+from forgetting_transformer.hub_connection import only_cached
 
 HUB_ID, ARCHIVE = "THUDM/LongBench", "data.zip"
 
@@ -292,11 +292,10 @@ def read_examples(name: str, data: Path | None, even: bool = False) -> list[dict
         f"copy the folder here, and set --data_dir to it"
     )
     if data is None:
-        offline_if_unreachable()
         try:
             from huggingface_hub import hf_hub_download
 
-            data = Path(hf_hub_download(HUB_ID, ARCHIVE, repo_type="dataset"))
+            data = Path(hf_hub_download(HUB_ID, ARCHIVE, repo_type="dataset", local_files_only=only_cached()))
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise EvaluationError(f"LongBench's data cannot be downloaded ({reason}): {advice}") from error

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
-from forgetting_transformer.hub_connection import offline_if_unreachable
+from forgetting_transformer.hub_connection import cached_model, only_cached
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -365,13 +365,13 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
 
     from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokenizer
 
-    if not Path(source).is_dir():
-        offline_if_unreachable()
     try:
+        # Not local_files_only, with which the client asks the hub for adapters all the same.
+        place = cached_model(source) if not Path(source).is_dir() and only_cached() else source
         # safetensors only: a pickle from the hub may run what its author liked.
         with _without_report():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source,
+                place,
                 use_safetensors=True,
                 trust_remote_code=False,
                 dtype=torch.float32,

@@ -149,9 +149,14 @@ def _(mean_SH, threshold_H, cu_seqlens, length):
 def _keys_per_query(mean_SH: Tensor, threshold_H: Tensor | None, cu_seqlens: Tensor | None, length: int) -> Tensor:
     """What pruning leaves of each head `(H,)`: a band under the diagonal of each document, and the tiles on it."""
     threshold = USUAL_THRESHOLD if threshold_H is None else threshold_H.abs()
-    length_N = mean_SH.new_full((1,), length) if cu_seqlens is None else cu_seqlens.diff()
-    within_HN = (threshold / mean_SH.mean(0).abs())[:, None].clamp(max=length_N)
-    return (within_HN * (length_N - within_HN / 2)).sum(1) / length_N.sum() + TILE
+    reach_H1 = (threshold / mean_SH.mean(0).abs())[:, None]
+    lengths_N = mean_SH.new_full((1,), length) if cu_seqlens is None else cu_seqlens.diff()
+    pairs_H = torch.zeros_like(reach_H1[:, 0])
+    # There may be as many documents as tokens, or ends of none, and nobody can say so without waiting for the GPU.
+    for length_N in lengths_N.split(2**16):
+        within_HN = reach_H1.clamp(max=length_N)
+        pairs_H += (within_HN * (length_N - within_HN / 2)).sum(1)
+    return pairs_H / lengths_N.sum() + TILE
 
 
 @functools.cache

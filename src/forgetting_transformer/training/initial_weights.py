@@ -26,7 +26,7 @@ from forgetting_transformer.command_line import one_line
 from forgetting_transformer.data import DataError, DataInfo
 from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.tokens import other_token, tokens_of
-from forgetting_transformer.hub_connection import offline_if_unreachable
+from forgetting_transformer.hub_connection import cached_model, only_cached
 from forgetting_transformer.model import registry
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, read_newest, read_weights, steps_in
 from forgetting_transformer.training.config import Config, ConfigError
@@ -230,9 +230,8 @@ def _downloaded(name: str) -> Path:
 
     if not _HUB_ID.fullmatch(name):
         raise ValueError("there is no such folder; give a run's output_dir, what save_model.py wrote, or a hub id")
-    offline_if_unreachable()
     try:
-        return Path(snapshot_download(name, allow_patterns=_FROM_THE_HUB))
+        return cached_model(name) if only_cached() else Path(snapshot_download(name, allow_patterns=_FROM_THE_HUB))
     except Exception as error:  # of the client, or of what carries its requests
         raise ValueError(
             f"there is no such folder, and the hub's model of this name cannot be had ({one_line(error)}); without a "
