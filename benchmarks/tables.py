@@ -731,9 +731,10 @@ def _by_length(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _alone(row: Mapping[str, Any], results: Results) -> dict[str, Any] | None:
-    """The row of one GPU of the same kind beside a row of several."""
+    """The row of one GPU of the same kind beside a row of several, as it was measured last."""
     case = {key: row[key] for key in ("experiment", "pruned", "tokens", "device")}
-    return next(iter(reversed(results.rows(**case, context=1, status="ok"))), None)
+    found = results.rows(**case, context=1, status="ok")
+    return max(found, key=lambda row: row["date"], default=None)
 
 
 def _kind(device: str) -> str:

@@ -29,11 +29,17 @@ def closed_port():
         yield probe.getsockname()[1]
 
 
-def test_a_hub_that_does_not_answer_is_not_asked_for_files(hub_at, closed_port, monkeypatch, caplog):
+@pytest.fixture
+def asked_once(monkeypatch):
+    """A client that fails where it would wait to ask again."""
+
     def again(seconds):
         raise AssertionError("the client waits and asks again")
 
     monkeypatch.setattr(_http.time, "sleep", again)
+
+
+def test_a_hub_that_does_not_answer_is_not_asked_for_files(hub_at, closed_port, asked_once, caplog):
     hub_at(f"http://127.0.0.1:{closed_port}")
     with pytest.raises((OSError, ValueError), match="connect"):
         load_tokenizer("somebody/who-has-no-such-tokenizer")
@@ -42,11 +48,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_for_files(hub_at, closed_port, 
     assert not constants.HF_HUB_OFFLINE, "the user did not set it"
 
 
-def test_a_model_that_is_not_in_the_cache_is_one_line(hub_at, closed_port, monkeypatch, tmp_path):
-    def again(seconds):
-        raise AssertionError("the client waits and asks again")
-
-    monkeypatch.setattr(_http.time, "sleep", again)
+def test_a_model_that_is_not_in_the_cache_is_one_line(hub_at, closed_port, asked_once, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     hub_at(f"http://127.0.0.1:{closed_port}")
     advice = "cannot load the model somebody/none: somebody/none is not in the local cache. It must be a folder or"
@@ -89,8 +91,9 @@ def test_what_a_proxy_reaches_is_for_the_client_to_find_out(what, hub_at, closed
 
 def test_who_is_offline_on_purpose_is_not_warned(hub_at, closed_port, monkeypatch, caplog):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    hub_at(f"http://127.0.0.1:{closed_port}")
-    assert not only_cached() and not caplog.records
+    for address in (f"http://127.0.0.1:{closed_port}", "no address, which nobody asks"):
+        hub_at(address)
+        assert not only_cached() and not caplog.records
 
 
 def test_a_folder_needs_no_hub(hub_at, closed_port, tmp_path, caplog):

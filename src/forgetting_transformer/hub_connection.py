@@ -27,10 +27,12 @@ def only_cached() -> bool:
     """
     from huggingface_hub import constants
 
+    if constants.HF_HUB_OFFLINE:
+        return False
     hub, proxies = urlsplit(constants.ENDPOINT), urllib.request.getproxies()
     if hub.scheme not in ("http", "https") or not hub.hostname:
         raise ValueError(f"HF_ENDPOINT={constants.ENDPOINT} is no address: give https://HOST, or unset it")
-    if constants.HF_HUB_OFFLINE or hub.scheme in proxies or "all" in proxies or hub.netloc in _answered:
+    if hub.scheme in proxies or "all" in proxies or hub.netloc in _answered:
         return False
     reason = _why_unreachable(hub.hostname, hub.port or (80 if hub.scheme == "http" else 443))
     if reason is None:

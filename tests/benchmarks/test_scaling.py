@@ -53,15 +53,8 @@ def test_rows_are_kept_as_they_come_and_a_case_that_fails_says_why(monkeypatch, 
         wanted.extend(cases)
         alone = {"status": "ok", "step_seconds": [0.5], "tokens_per_second": 100.0, "peak_memory_bytes": None}
         yield {**cases[0], **alone}
-        yield {
-            **cases[1],
-            **alone,
-            "tokens_per_second": 97.0,
-            "mfu": 0.4,
-            "exposed_ms": 1.5,
-            "hidden_ms": 2.5,
-            "idle_ms": 0.0,
-        }
+        traced = {"exposed_ms": 1.5, "hidden_ms": 2.5, "idle_ms": 0.0}
+        yield {**cases[1], **alone, "tokens_per_second": 97.0, "mfu": 0.4, **traced}
         yield {**cases[2], "status": "failed: processes ended with [None, 1]"}
 
     monkeypatch.setattr(scaling, "run", fake)

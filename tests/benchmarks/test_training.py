@@ -27,9 +27,8 @@ def test_measures_a_demo_model_with_and_without_checkpointing(benchmark, tmp_pat
     arguments = [*SMALL, "--experiments", "demo/fox_pro", "--optimizer_step", "--peak_flops", "1e12", "--out", str(out)]
     assert benchmark.main(arguments) == 0
     result = json.loads(out.read_text())
-    assert result["settings"]["seq_len"] == 32 and result["environment"]["versions"][
-        "torch"
-    ] == importlib.metadata.version("torch")
+    assert result["settings"]["seq_len"] == 32
+    assert result["environment"]["versions"]["torch"] == importlib.metadata.version("torch")
     with_checkpointing, without = result["rows"]
     assert (with_checkpointing["checkpointing"], without["checkpointing"]) == (True, False)
     for row in result["rows"]:
