@@ -122,7 +122,7 @@ def headline() -> dict[str, str]:
 
 
 def front() -> dict[str, str]:
-    return headline() | study("three_seeds", "numbers")
+    return headline() | study("three_seeds", "numbers") | {"longer_gain": study("longer_sequences")["gain"]}
 
 
 def performance() -> dict[str, str]:
@@ -159,11 +159,12 @@ def performance() -> dict[str, str]:
 def four_gpus() -> dict[str, str]:
     """Numbers in the sentences about strategies on four GPUs."""
     found = {}
-    for size in ("125m", "760m"):
+    for size in ("125m", "360m", "760m"):
         results = Results(f"scaling_{size}_4_gpus.json")
         alone = results.row(case="one")
         alone_mean = 1000 * statistics.mean(alone["step_seconds"])
         found[f"alone_{size}_mean"] = f"{alone_mean:,.0f}"
+        found[f"alone_{size}_longest"] = f"{1000 * max(alone['step_seconds']):,.0f}"
         for case in ("fsdp_kept", "ddp"):
             row = results.row(case=case)
             steps = [1000 * seconds for seconds in row["step_seconds"]]

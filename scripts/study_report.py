@@ -171,7 +171,7 @@ def collect(args: argparse.Namespace) -> None:
         draw_figures(study, new)
         if models:
             loss_against_tokens_and_flops(models, new / "compare.png", conditions=made_with)
-        draw_positions([*positions.values()], new, made_with)
+        draw_positions(study, [*positions.values()], new)
     # Last, because it runs models, which takes long: everything else is there by then.
     try:
         with outputs.writing(args.out, COMMAND, is_old_report) as new:
@@ -220,10 +220,7 @@ def join(args: argparse.Namespace) -> None:
         if args.plan is not None:
             shutil.copyfile(args.plan, new / "study.yaml")
         draw_figures(study, new)
-        tokens = {model["budget"] for model in study["models"].values()}
-        budget = [f"{tokens.pop():,} training tokens"] if len(tokens) == 1 else []
-        evaluated = [model for model in study["models"].values() if "per_token_loss" in model]
-        draw_positions([*results.values()], new, [*budget, *made_on(study, evaluated)])
+        draw_positions(study, [*results.values()], new)
     show(study)
 
 
@@ -235,15 +232,20 @@ def add_positions(study: dict[str, Any], results: "Mapping[str, position_loss.Re
     study["changes"] = studies.position_changes(study, results)
 
 
-def draw_positions(results: "Sequence[position_loss.Result]", folder: Path, conditions: Sequence[str] = ()) -> None:
+def draw_positions(study: dict[str, Any], results: "Sequence[position_loss.Result]", folder: Path) -> None:
     """Draws the loss at every position, if there is any."""
     from forgetting_transformer.analysis import position_loss
     from forgetting_transformer.analysis.plots.losses import loss_against_position
 
     if results:
         lengths = {result.name: result.summary.get("train_length") for result in results}
-        curves = position_loss.group_seeds(results)
-        loss_against_position(curves, folder / "per_token_loss.png", lengths, conditions=conditions)
+        evaluated = [model for model in study["models"].values() if "per_token_loss" in model]
+        loss_against_position(
+            position_loss.group_seeds(results),
+            folder / "per_token_loss.png",
+            lengths,
+            conditions=[*position_loss.made_with([r.summary for r in results]), *made_on(study, evaluated)],
+        )
 
 
 def show(study: dict[str, Any]) -> None:
@@ -439,7 +441,7 @@ def pruned_shares(
             first = reports[0]
             columns = ([h.layer for h in first], [h.memory for h in first], [h.memory_is_bound for h in first])
             title = f"Memory length of every head of {names.get(name, name)}"
-            made_with = [*conditions([read_run(path)]), f"one held-out text of {len(ids[0]):,} tokens"]
+            made_with = [*conditions([read_run(path)], heldout=False), f"one held-out text of {len(ids[0]):,} tokens"]
             heatmaps.heads_by_layer(*columns, figure, title, made_with)
     return shares
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
 from forgetting_transformer.analysis.plots import losses as plots
-from forgetting_transformer.analysis.plots import sweeps, training
+from forgetting_transformer.analysis.plots import heatmaps, sweeps, training
 from forgetting_transformer.analysis.plots.style import curve_styles, format_tokens, picture
 from forgetting_transformer.analysis.runs import (
     PositionLoss,
@@ -415,6 +415,8 @@ def test_a_figure_says_how_much_was_trained_and_evaluated_and_on_what(make_run: 
     found = conditions([read_logged_run(run_dir, "a")])
     for part in ("35.7K parameters", "200K tokens of training", "2.05K held-out tokens", "CPU (x86_64)"):
         assert part in found or f"on {part}" in found
+    others = conditions([read_logged_run(run_dir, "a")], heldout=False)
+    assert others == [part for part in found if "held-out" not in part], "of a figure that shows other texts"
 
 
 def test_an_architecture_looks_the_same_in_every_figure_and_no_two_models_do_in_one() -> None:
@@ -724,3 +726,10 @@ def test_the_moving_average_is_drawn_as_weights_and_is_no_held_out_set(
     assert "Held-out loss, EMA weights" in page and "4.0000" in page and "Held-out loss, ema" not in page
     # A set that is called so, in a run without the callback, is one.
     assert read_run(with_ema(make_run("other"))).eval_sets == ["ema"]
+
+
+def test_memory_lengths_are_written_out(drawn: list[Figure], tmp_path: Path) -> None:
+    heatmaps.heads_by_layer([0, 1, 2], [0.2, 40.0, 20_000.0], [False] * 3, tmp_path / "memory.png")
+    drawn[0].canvas.draw()
+    labels = [label.get_text() for label in drawn[0].axes[0].get_yticklabels()]
+    assert "16,384" in labels and not any("e+" in label for label in labels)

@@ -11,15 +11,19 @@ from forgetting_transformer.analysis.runs import EMA_WEIGHTS, PositionLoss, Run,
 _LISTED = 4
 
 
-def conditions(runs: Sequence[Run]) -> list[str]:
-    """What the runs are and were made with, from the corpus to the device; what no run says is left out."""
+def conditions(runs: Sequence[Run], heldout: bool = True) -> list[str]:
+    """What the runs are and were made with, from the corpus to the device; what no run says is left out.
+
+    Args:
+        heldout: whether a figure shows what the runs measured on held-out tokens while they were trained.
+    """
     found = []
     for name, several, values in (
         ("", "corpora", [_at(run, "datamodule", "dataset") for run in runs]),
         ("{} parameters", "model sizes", [_rounded(run.info("model").get("total_params")) for run in runs]),
         ("{} tokens of training", "budgets", [_rounded(run.tokens or None) for run in runs]),
-        ("{} held-out tokens", "held-out sets", [_heldout_tokens(run) for run in runs]),
-        ("of the held-out set {}", "held-out sets", [run.eval_set or None for run in runs]),
+        ("{} held-out tokens", "held-out sets", [_heldout_tokens(run) if heldout else None for run in runs]),
+        ("of the held-out set {}", "held-out sets", [(heldout and run.eval_set) or None for run in runs]),
         ("sequences of {} tokens", "sequence lengths", [_at(run, "datamodule", "train_batch_len") for run in runs]),
         ("{} tokens a step", "batch sizes", [_tokens_per_step(run) for run in runs]),
         ("learning rate {}", "learning rates", [_at(run, "optimizer", "lr") for run in runs]),

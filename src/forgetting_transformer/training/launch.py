@@ -157,7 +157,11 @@ def _strategy(config: Config, world_size: int, shard_size: int) -> Strategy | st
 
 
 class _DDP(DDPStrategy):
-    """DDP whose weak reference to itself is never garbage.
+    """DDP in the stream of the training loop, whose weak reference to itself is never garbage.
+
+    Fabric makes DDP in a stream of its own, for CUDA graphs of whole steps, which this package does not record. The
+    nodes that accumulate gradients keep the stream that they are made in, so every gradient would wait for another
+    stream, and PyTorch warns of it on every rank.
 
     When DDP looks for unused parameters, its backward pass reaches the module through a weak reference. Python has one
     such object per module, and only the autograd graph of the step owns it. While an operator runs without the
@@ -168,7 +172,7 @@ class _DDP(DDPStrategy):
     """
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        wrapped = super().setup_module(module)
+        wrapped = DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
         self._reference = weakref.ref(wrapped)
         return wrapped
 

@@ -192,7 +192,7 @@ def score_grid(
 
 def _memory_axis(axes: Axes) -> None:
     axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "<1" if value < 1 else f"{value:,.4g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "<1" if value < 1 else f"{value:,.0f}"))
     axes.set_ylabel("memory length (tokens)")
 
 
