@@ -24,9 +24,8 @@ def sections(folder: Path) -> dict[str, str]:
     beyond = {model: octave(model, 16_384) - octave(model, 8_192) for model in models}
     behind = next(row for row in study["comparison"] if row["begin"] == 16_384)
     first, last = fox["heads"][0][0], fox["heads"][0][-1]
-    (after,) = ({loss[0] for loss in model["heldout_curve"][0]} for model in [fox])
     curves = [dict(model["heldout_curve"][0]) for model in (transformer, fox)]
-    gaps = {tokens: curves[0][tokens] - curves[1][tokens] for tokens in sorted(after)}
+    gaps = {tokens: loss - curves[1][tokens] for tokens, loss in curves[0].items()}
     passes = fox["tokens"][0] / study["corpus"]["total_tokens"]
     seconds = {name: f"{value // 60}:{value % 60:02d}" for name, value in notes["seconds"].items()}
     values = {

@@ -13,8 +13,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from forgetting_transformer.analysis.conditions import conditions, position_label, shown_names
-from forgetting_transformer.analysis.plots import losses as plots
 from forgetting_transformer.analysis.plots import heatmaps, sweeps, training
+from forgetting_transformer.analysis.plots import losses as plots
 from forgetting_transformer.analysis.plots.style import curve_styles, format_tokens, picture
 from forgetting_transformer.analysis.runs import (
     PositionLoss,
