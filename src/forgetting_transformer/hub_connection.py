@@ -42,6 +42,21 @@ def only_cached() -> bool:
     return True
 
 
+def use_cached_datasets() -> None:
+    """Lets the datasets library look in its cache alone where `only_cached`, from now on in this process.
+
+    It asks for each file as often, and has no argument that prevents it for the names of data sets.
+
+    Raises:
+        ImportError: the library is not installed.
+        ValueError: HF_ENDPOINT is no address.
+    """
+    import datasets
+
+    if not datasets.config.HF_HUB_OFFLINE and only_cached():
+        datasets.config.HF_HUB_OFFLINE = True
+
+
 def cached_model(name: str) -> Path:
     """The folder of the local cache that holds a model of the hub.
 

@@ -38,6 +38,7 @@ from forgetting_transformer.evaluation.models import (
     token_losses,
 )
 from forgetting_transformer.evaluation.workers import Workers
+from forgetting_transformer.hub_connection import use_cached_datasets
 
 #: Of tasks that do not say, as lm_eval's own models.
 _MAX_NEW_TOKENS = 256
@@ -308,6 +309,7 @@ def load_task(task: str, manager: TaskManager) -> dict[str, Any]:
         EvaluationError: it cannot be loaded.
     """
     try:
+        use_cached_datasets()
         return manager.load([task])["tasks"]
     except (OSError, ValueError, ImportError) as error:  # what datasets raises without network, cache or permission
         entry_of_lm_eval = next((entry for entry in TASKS if entry.name == task), None)

@@ -19,6 +19,7 @@ from typing import Any
 
 from forgetting_transformer.data.prepare.errors import CorpusError, reading
 from forgetting_transformer.data.prepare.settings import CorpusSettings
+from forgetting_transformer.hub_connection import use_cached_datasets
 
 ALWAYS_EXCLUDED = ("__pycache__",)
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -318,6 +319,8 @@ def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
         ) from error
     where = f"data set {settings.dataset}, split {settings.dataset_split}"
     try:
+        if not Path(str(settings.dataset)).exists():
+            use_cached_datasets()
         rows = datasets.load_dataset(
             settings.dataset, settings.dataset_config, split=settings.dataset_split, streaming=True
         )
