@@ -122,7 +122,8 @@ def headline() -> dict[str, str]:
 
 
 def front() -> dict[str, str]:
-    return headline() | study("three_seeds", "numbers") | {"longer_gain": study("longer_sequences")["gain"]}
+    gains = {"seven_gain": study("seven_models")["pro_gain"], "longer_gain": study("longer_sequences")["gain"]}
+    return headline() | study("three_seeds", "numbers") | gains
 
 
 def performance() -> dict[str, str]:

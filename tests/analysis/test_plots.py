@@ -565,7 +565,7 @@ def test_differences_have_error_bars_and_one_model_does_not_flatten_the_others(
     segments = [segment for bar in axes.containers for segment in bar.lines[2][0].get_segments()]
     assert [segment[:, 1].tolist() for segment in segments] == [[0.25, 0.75], [0.25, 0.75], [0, 0.5], [3.75, 4.25]]
     assert axes.get_ylim()[1] == pytest.approx(0.7) and axes.texts[0].get_text() == "third ends at 4"
-    assert "one standard error over documents" in drawn[0].texts[1].get_text()
+    assert "one standard error of the differences" in drawn[0].texts[1].get_text()
     with pytest.raises(ValueError, match="same documents"):
         plots.loss_differences([], tmp_path / "x.png")
 

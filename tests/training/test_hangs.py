@@ -290,6 +290,17 @@ trainer.Trainer.close = closing
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(("seconds", "limit"), [(5, "after SIGTERM"), (20.3, "(strategy.timeout_seconds)")])
+def test_a_limit_that_is_over_is_not_put_down_to_a_signal(monkeypatch, seconds, limit):
+    """A launcher sends SIGTERM to the other ranks when the first one ends, and then their limits are over, too."""
+    watch, said = sentinel.Sentinel(timeout=20), []
+    monkeypatch.setattr(watch, "_leave", lambda code, reason, *_: said.append(reason))
+    watch.started()
+    watch.request = "SIGTERM"
+    watch._end(seconds)
+    assert said[0].startswith(f"no step ended for {seconds:.0f} s {limit};")
+
+
 def test_a_first_step_may_take_longer_than_the_limit_of_later_ones():
     watch = sentinel.Sentinel(60)
     watch.starting("first batch")

@@ -157,11 +157,11 @@ def _strategy(config: Config, world_size: int, shard_size: int) -> Strategy | st
 
 
 class _DDP(DDPStrategy):
-    """DDP in the stream of the training loop, whose weak reference to itself is never garbage.
+    """DDP in the stream of the training loop. The garbage collector never takes its weak reference to itself.
 
     Fabric makes DDP in a stream of its own, for CUDA graphs of whole steps, which this package does not record. The
-    nodes that accumulate gradients keep the stream that they are made in, so every gradient would wait for another
-    stream, and PyTorch warns of it on every rank.
+    nodes that accumulate gradients keep the stream that they are made in. PyTorch warns on every rank that gradients
+    may then wait for another stream.
 
     When DDP looks for unused parameters, its backward pass reaches the module through a weak reference. Python has one
     such object per module, and only the autograd graph of the step owns it. While an operator runs without the

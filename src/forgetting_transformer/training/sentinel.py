@@ -207,7 +207,9 @@ class Sentinel:
         room = (
             f" and {START_SECONDS:.0f} s for compiling" if self._stage is not None and self._writer_of is None else ""
         )
-        limit = f"after {self.request}" if self.request and not room else f"(strategy.timeout_seconds{room})"
+        # A launcher that sees another rank end may ask this one to stop when its time is over anyway.
+        hurried = self.request is not None and seconds <= self.timeout and not room
+        limit = f"after {self.request}" if hurried else f"(strategy.timeout_seconds{room})"
         reason = f"{what} for {seconds:.0f} s {limit}; {where}"
         if self._gone_since is not None:
             reason = f"{what} for {seconds:.0f} s, and never will: the process of rank {self.gone()} is gone"

@@ -43,7 +43,7 @@ ONCE = "x"
 _FAR_ABOVE = 5.0
 #: What a line beside the losses may add to the height of their axis, as a part of it.
 _ROOM = 0.5
-_ERRORS = "bars: ± one standard error over documents, of the differences"
+_ERRORS = "bars: ± one standard error of the differences"
 
 
 def smooth(loss: np.ndarray, fraction: float, most: int | None = None) -> np.ndarray:

@@ -90,7 +90,7 @@ def heads_over_training(
         for (name, seeds), style in zip(models.items(), curve_styles(list(models)), strict=True):
             for measured in seeds:
                 tokens = np.array([entry["tokens"] for entry in measured])
-                for which, line in (("shortest", ":"), ("median", "-"), ("longest", "--")):
+                for which, line in (("shortest", ":"), ("median", "-"), ("longest", "-.")):
                     # A memory of no token has no place on a logarithmic axis.
                     memory = [max(1.0, entry[which]) for entry in measured]
                     left.plot(tokens, memory, line, color=style.colour, marker=".", markersize=4, linewidth=1.2)
@@ -102,7 +102,7 @@ def heads_over_training(
             drawn.handles.append(reference_line(left, train_length, f"training length ({train_length:,} tokens)"))
         log_axis(left)
         left.set(ylabel="memory of a head (tokens, at least 1)")
-        left.set_title("shortest (dotted), median, longest (dashed)", loc="left")
+        left.set_title("shortest (dotted), median, longest (dash-dotted)", loc="left")
         right.set(ylabel="blocks that pruning skips (%)", ylim=(0, 100))
         right.set_title("adaptive computation pruning", loc="left")
         for axes in (left, right):
