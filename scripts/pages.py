@@ -42,14 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         changed = {page: text for page in PAGES if (text := filled(page)) != read(page)}
-    except (AnalysisError, OSError, LookupError) as error:
+    except (AnalysisError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for page, text in changed.items():
         if args.check:
             print(f"error: {page} differs from the files of results; run python scripts/pages.py", file=sys.stderr)
         else:
-            (ROOT / page).write_text(text, encoding="utf-8")
+            try:
+                (ROOT / page).write_text(text, encoding="utf-8")
+            except OSError as error:
+                print(f"error: {page} cannot be written ({error.strerror or error})", file=sys.stderr)
+                return 1
             print(page)
     return 1 if args.check and changed else 0
 
@@ -62,13 +66,17 @@ def filled(page: str) -> str:
     """The page as the files of results say.
 
     Raises:
-        AnalysisError: marks that do not fit.
-        OSError, LookupError: a file of results, or a row in it, is missing.
+        AnalysisError: marks that do not fit, or results that are damaged or lack something.
+        OSError: a file of results is missing.
     """
     try:
         return fill_in(read(page), PAGES[page]())
-    except (AnalysisError, LookupError) as error:
-        raise type(error)(f"{page}: {error}") from error
+    except (AnalysisError, LookupError, ValueError) as error:
+        if isinstance(error, json.JSONDecodeError):
+            raise AnalysisError(f"{page}: a file of its results is damaged ({error})") from error
+        if type(error) is KeyError:  # of a dictionary
+            raise AnalysisError(f"{page}: a file of its results lacks {error}") from error
+        raise AnalysisError(f"{page}: {error}") from error
 
 
 def read_json(file: Path) -> Any:

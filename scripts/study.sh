@@ -33,14 +33,26 @@
 set -euo pipefail
 # Ctrl-C, which training answers by saving, must not lead to the next stage.
 trap 'exit 130' INT
-if [ $# -lt 1 ]; then
-    sed -n '2,/^set /{/^#/p;}' "$0"
-    exit 2
-fi
-[ -n "$1" ] || { echo "FOLDER is empty (a variable that is not set?); give a folder" >&2; exit 2; }
+usage() { sed -n '2,/^set /{/^#/p;}' "$0"; }
+wrong() { echo "error: $*" >&2; exit 2; }
+[ $# -ge 1 ] || { usage; exit 2; }
+case $1 in -h | --help) usage; exit 0 ;; esac
+[ -n "$1" ] || wrong "FOLDER is empty (a variable that is not set?); give a folder"
+# All of this is looked at before the first stage, which may take hours.
+for stage in "${@:2}"; do
+    [[ " corpus train evaluate downstream collect " == *" $stage "* ]] ||
+        wrong "stages are corpus, train, evaluate, downstream and collect, not $stage"
+done
+for name in TOKENS SEARCH_TOKENS SECONDS_TO_TRAIN EVAL_JOBS JOBS_PER_GPU VOCABULARY DOC_LEN HELDOUT_DOCS EVAL_BATCH SPEED_LEN \
+    SPEED_BATCH QUESTIONS; do
+    [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || wrong "$name=${!name}: give a number, 1 or more, in digits alone"
+done
+[[ ${ABLATION_TOKENS:-0} =~ ^(0|[1-9][0-9]*)$ ]] || wrong "ABLATION_TOKENS=$ABLATION_TOKENS: give a number of tokens, in digits alone"
+[ -z "${STUDY:-}" ] || [ -f "$STUDY" ] || wrong "STUDY=$STUDY: there is no such file"
 [ -z "${STUDY:-}" ] || STUDY=$(realpath "$STUDY")
 root="$(cd "$(dirname "$0")/.." && pwd)"
 python=${PYTHON:-python}
+command -v "$python" >/dev/null || wrong "there is no command $python; set PYTHON to the Python that has this project"
 study=${STUDY:-$root/studies/seven_models/study.yaml}
 # What the study says, in a line each: models, the slowest first; seeds; the group of its experiments.
 says=$("$python" -c 'import sys
@@ -74,9 +86,6 @@ group=${plan[2]:-study}
 read -ra speed_seeds <<<"${SPEED_SEEDS-${seeds[0]}}"
 for seed in "${speed_seeds[@]}"; do
     [[ " ${seeds[*]} " == *" $seed "* ]] || { echo "SPEED_SEEDS=$SPEED_SEEDS: give some of the seeds, ${seeds[*]}" >&2 && exit 2; }
-done
-for name in EVAL_JOBS JOBS_PER_GPU; do
-    [[ ${!name:-1} =~ ^[1-9][0-9]*$ ]] || { echo "$name=${!name}: give a number of jobs, 1 or more" >&2 && exit 2; }
 done
 [[ ${RUNS:-1} =~ ^[01]$ ]] || { echo "RUNS=$RUNS: give 0 or 1" >&2 && exit 2; }
 [ "${RUNS:-1}" != 0 ] || [ "${ABLATION_TOKENS:-}" != 0 ] || { echo "RUNS=0 and ABLATION_TOKENS=0 leave nothing to train" >&2 && exit 2; }
@@ -296,10 +305,6 @@ for stage in "${stages[@]}"; do
         "$python" scripts/study_report.py collect "$folder" --plan "$study" --data_path "$corpus" --position_loss "$folder/position_loss" \
             --speed "$folder"/speed/*.json "$folder"/speed/unpruned/*.json \
             --downstream "$folder/downstream" --out "$folder/report" || status=$?
-        ;;
-    *)
-        echo "stages are corpus, train, evaluate, downstream and collect, not $stage" >&2
-        exit 2
         ;;
     esac
 done

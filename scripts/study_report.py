@@ -128,9 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             try:
                 page = fill_in(args.page.read_text(encoding="utf-8"), study_tables.sections(args.report, args.page))
-                write_atomically(args.page, page, durable=False)
             except (OSError, UnicodeDecodeError) as error:
-                raise AnalysisError(f"{args.page} cannot be filled in: {error}; name a page with marks") from error
+                raise AnalysisError(f"{args.page} cannot be read: {error}; name a page with marks") from error
+            try:
+                write_atomically(args.page, page, durable=False)
+            except OSError as error:
+                raise AnalysisError(f"{args.page} cannot be written ({error.strerror or error})") from error
     except (AnalysisError, EvaluationError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -206,22 +209,37 @@ def join(args: argparse.Namespace) -> None:
         raise AnalysisError(f"--out {args.out} is one of the reports, which would be lost; name another folder")
     if len({report.resolve() for report in args.reports}) < len(args.reports):
         raise AnalysisError(f"{' '.join(map(str, args.reports))} names a report twice")
+    if args.plan is None and (args.out / "study.yaml").exists():
+        raise AnalysisError(
+            f"{args.out / 'study.yaml'} would be read as that of the joined study; give it as --plan, or choose "
+            "another folder"
+        )
     parts = {report: studies.read_study(report) for report in args.reports}
     plan = None if args.plan is None else read_plan(args.plan)
     study = study_parts.join({str(report): part for report, part in parts.items()}, plan)
     positions = study_parts.read_positions(parts, study)
+    outputs.check(args.out, COMMAND, FILES, is_old_report)
     # In the order of the models: the first is the one that others are compared with.
     results = {run: positions[run] for run, _ in studies.evaluated_runs(study) if run in positions}
     add_positions(study, results)
     with outputs.writing(args.out, COMMAND, is_old_report) as new:
         write_json(new / "study.json", study)
-        studies.save_positions(results, new / "positions.npz")
+        if results:
+            studies.save_positions(results, new / "positions.npz")
         # Without one, study.json has the names of all parts.
         if args.plan is not None:
             shutil.copyfile(args.plan, new / "study.yaml")
         draw_figures(study, new)
         draw_positions(study, [*results.values()], new)
+        made = {path.name for path in new.iterdir()}
+    # What an earlier join wrote and this one has nothing for would be shown beside its tables.
+    outputs.remove(args.out, COMMAND, [name for name in FILES if name not in made])
     show(study)
+    for report, part in parts.items():
+        evaluated = any("per_token_loss" in model for model in part["models"].values())
+        if evaluated and not (report / "positions.npz").is_file():
+            skip(f"loss at every position of {report}: its positions.npz is not there")
+    print(f"the joined report is in {args.out}")
 
 
 def add_positions(study: dict[str, Any], results: "Mapping[str, position_loss.Result]") -> None:

@@ -112,7 +112,7 @@ def test_ratings_that_came_later_are_read_too(old):
         ('{"format": 1, "numbers": [{"task": "x"}], "kind": "niah", "model": "m"}', "is damaged"),
         ('{"format": 1}', "is damaged"),
         ('{"format": []}', "is damaged"),
-        ('{"form', "cannot be read"),
+        ('{"form', "is damaged"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, content, message):

@@ -90,6 +90,50 @@ def test_names_are_those_of_every_part_or_of_the_plan(tmp_path):
         assert {(row["model"], row["against"]) for row in joined["comparison"]} == {names[::-1]}
 
 
+def test_a_report_without_loss_by_position_leaves_no_old_figure_of_it(tmp_path, capfd):
+    report, out = write(tmp_path / "a", part_of(["fox_pro", "mamba2"], [0])), tmp_path / "joined"
+    plan = ["--plan", str(STUDY / "study.yaml")]
+    join = load_script("study_report").main
+    assert join(["join", report, *plan, "--out", str(out)]) == 0 and (out / "per_token_loss.png").is_file()
+    (out / "memory.png").write_bytes(b"another command's")
+    (Path(report) / "positions.npz").unlink()
+    assert join(["join", report, *plan, "--out", str(out)]) == 0
+    assert f"loss at every position of {report}: its positions.npz is not there" in capfd.readouterr().err
+    assert not {"per_token_loss.png", "octaves.png", "positions.npz"} & {file.name for file in out.iterdir()}
+    assert (out / "memory.png").is_file()
+
+
+def test_losses_by_position_of_another_study_are_noticed(tmp_path, capfd):
+    report = Path(write(tmp_path / "a", part_of(["fox_pro"], [0])))
+    with np.load(report / "positions.npz") as arrays:
+        np.savez(report / "positions.npz", **{key: arrays[key] + 0.1 for key in arrays if "/" not in key})
+    assert load_script("study_report").main(["join", str(report), "--out", str(tmp_path / "b")]) == 1
+    assert "is not of the study.json beside it: fox_pro_seed0 has a mean loss of" in capfd.readouterr().err
+
+
+def test_a_plan_that_lies_where_a_study_is_joined_is_not_taken_for_its_own(tmp_path, capfd):
+    report, out = write(tmp_path / "a", part_of(["fox_pro"], [0])), tmp_path / "joined"
+    out.mkdir()
+    (out / "study.yaml").write_text("group: study\nmodels: {fox_pro: Mine}\n", encoding="utf-8")
+    join = load_script("study_report").main
+    assert join(["join", report, "--out", str(out)]) == 1
+    assert "would be read as that of the joined study; give it as --plan" in capfd.readouterr().err
+    assert [file.name for file in out.iterdir()] == ["study.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{}", "is no study: it lacks models, variants"), ("[]", "is no study"), ("{", "is damaged"), (None, "no report")],
+)
+def test_what_is_no_study_is_one_line(tmp_path, capfd, content, said):
+    if content is not None:
+        (tmp_path / "study.json").write_text(content, encoding="utf-8")
+    for command in (["figures", str(tmp_path)], ["join", str(tmp_path), "--out", str(tmp_path / "out")]):
+        assert load_script("study_report").main(command) == 1
+        error = capfd.readouterr().err
+        assert said in error and error.count("\n") == 1
+
+
 def change(part: dict, key: str, value) -> dict:
     part["models"]["fox_pro"][key] = value
     return part

@@ -278,3 +278,20 @@ def test_of_two_starts_in_one_folder_the_second_is_refused(study_sh, tmp_path):
     # What it had started was killed too, but may take a moment to be gone.
     wait_until(lambda: is_free(tmp_path / "study/study.lock"), lambda: True)
     assert study_sh("train")[0] == 0, "a start that was killed holds nothing"
+
+
+@pytest.mark.parametrize(
+    ("stages", "settings", "said"),
+    [
+        (["train"], {"TOKENS": "1e6"}, "TOKENS=1e6: give a number, 1 or more, in digits alone"),
+        (["train"], {"ABLATION_TOKENS": "1.5"}, "ABLATION_TOKENS=1.5: give a number of tokens"),
+        (["train"], {"SECONDS_TO_TRAIN": "abc"}, "SECONDS_TO_TRAIN=abc: give a number"),
+        (["evaluate"], {"EVAL_BATCH": "0"}, "EVAL_BATCH=0: give a number, 1 or more"),
+        (["train", "evalute"], {}, "stages are corpus, train, evaluate, downstream and collect, not evalute"),
+        (["train"], {"STUDY": "no/such.yaml"}, "STUDY=no/such.yaml: there is no such file"),
+        (["train"], {"PYTHON": "no_such_python"}, "there is no command no_such_python; set PYTHON"),
+    ],
+)
+def test_what_is_wrong_with_any_stage_is_said_before_the_first(study_sh, stages, settings, said):
+    code, out, calls = study_sh(*stages, **settings)
+    assert code == 2 and said in out and not calls

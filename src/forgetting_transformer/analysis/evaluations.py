@@ -382,8 +382,10 @@ def read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise AnalysisError(f"there is no {file}: run the evaluation that writes it first, to its end") from error
-    except (OSError, ValueError) as error:
-        raise AnalysisError(f"{file} cannot be read ({error}); delete it and start the evaluation again") from error
+    except OSError as error:
+        raise AnalysisError(f"{file} cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise AnalysisError(f"{file} is damaged ({error}); delete it, and start what wrote it again") from error
 
 
 def of_needle(content: dict[str, Any], folder: Path) -> Evaluation:

@@ -66,6 +66,19 @@ def writing(folder: Path, command: str, is_old: Callable[[Path], bool] = lambda 
             write_atomically(folder / name, content, durable=False)
 
 
+def remove(folder: Path, command: str, names: Iterable[str]) -> None:
+    """Deletes those of the files that are as the command wrote them, by its list.
+
+    Raises:
+        AnalysisError: the folder cannot be written to.
+    """
+    with _one_line(folder):
+        written = _read_list(folder)
+        for name in names:
+            if (folder / name).exists() and _is_own(folder / name, command, written, lambda _: False):
+                (folder / name).unlink()
+
+
 @contextlib.contextmanager
 def _one_line(folder: Path) -> Iterator[None]:
     try:

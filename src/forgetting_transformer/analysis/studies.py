@@ -40,13 +40,22 @@ def in_order(models: Sequence[str], names: Collection[str]) -> list[str]:
     return sorted(models, key=lambda model: (known.index(model) if model in known else len(known), model))
 
 
+#: Keys of every study.json.
+_NEEDED = ("models", "variants", "search", "search_loss", "speed", "pruned", "corpus", "environment")
+
+
 def read_study(folder: Path) -> dict[str, Any]:
     """What `collect` found, from study.json; names are those of study.yaml beside it, if there is one.
 
     Raises:
         AnalysisError: the folder has no study.json, or a file is damaged.
     """
+    if not (folder / "study.json").is_file():
+        raise AnalysisError(f"{folder} is no report of a study: it has no study.json, which `collect` writes")
     study = read_json(folder / "study.json")
+    lacking = _NEEDED if not isinstance(study, dict) else [key for key in _NEEDED if key not in study]
+    if lacking:
+        raise AnalysisError(f"{folder / 'study.json'} is no study: it lacks {', '.join(lacking)}; collect it again")
     if (file := folder / "study.yaml").is_file():
         plan = read_plan(file)
         study |= said_by(plan)

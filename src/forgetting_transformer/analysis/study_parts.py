@@ -14,6 +14,7 @@ from forgetting_transformer.analysis.studies import (
     in_order,
     machines_of,
     said_by,
+    split_seed,
 )
 from forgetting_transformer.analysis.study_plan import StudyPlan
 
@@ -141,7 +142,7 @@ def read_positions(
         joined: of them, which names the models.
 
     Raises:
-        AnalysisError: such a file is damaged.
+        AnalysisError: such a file is damaged, or is not of the study.json beside it.
     """
     found = {}
     for folder, study in studies.items():
@@ -155,7 +156,27 @@ def read_positions(
                         summary = study["models"][model].get("per_token_loss", {})
                         own = (arrays.get(f"{run}/octaves"), folder, True, arrays.get(f"{run}/groups"))
                         loss_T = np.asarray(arrays[run], dtype=np.float64)
+                        _check_mean(run, summary, loss_T, file)
                         found[run] = position_loss.Result(display_name(joined, model), loss_T, summary, *own)
+        except AnalysisError:
+            raise
         except (OSError, ValueError, EOFError) as error:
             raise AnalysisError(f"{file} cannot be read ({error}); collect the report again") from error
     return found
+
+
+def _check_mean(run: str, summary: Mapping[str, Any], loss_T: np.ndarray, file: Path) -> None:
+    """
+    Args:
+        summary: of one seed of the run's model.
+
+    Raises:
+        AnalysisError: the loss at every position is not that which the summary has the mean of.
+    """
+    mean = summary.get(f"val/loss_avg_len_{len(loss_T)}")
+    if summary.get("seed") == split_seed(run)[1] and (mean is None or abs(loss_T.mean() - mean) > 1e-3):
+        there = "none" if mean is None else f"{mean:.4f}"
+        raise AnalysisError(
+            f"{file} is not of the study.json beside it: {run} has a mean loss of {loss_T.mean():.4f} over "
+            f"{len(loss_T):,} positions here and of {there} there; collect the report again"
+        )

@@ -318,8 +318,11 @@ def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
             "--dataset needs the datasets library: pip install 'forgetting-transformer[data]'."
         ) from error
     where = f"data set {settings.dataset}, split {settings.dataset_split}"
+    place = Path(str(settings.dataset))
+    if not place.exists() and (place.is_absolute() or str(settings.dataset).startswith(".")):
+        raise CorpusError(f"--dataset {settings.dataset}: there is no such folder.")
     try:
-        if not Path(str(settings.dataset)).exists():
+        if not place.exists():
             use_cached_datasets()
         rows = datasets.load_dataset(
             settings.dataset, settings.dataset_config, split=settings.dataset_split, streaming=True
