@@ -41,7 +41,7 @@ def in_order(models: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 #: Keys of every study.json.
-_NEEDED = ("models", "variants", "search", "search_loss", "speed", "pruned", "corpus", "environment")
+_NEEDED = ("models", "variants", "search", "search_loss", "speed", "pruned")
 
 
 def read_study(folder: Path) -> dict[str, Any]:
