@@ -205,7 +205,8 @@ def test_missing_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytes
 
 
 def fake_datasets(monkeypatch: pytest.MonkeyPatch, load_dataset: object) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    config = types.SimpleNamespace(HF_HUB_OFFLINE=True)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset, config=config))
 
 
 def test_a_data_set_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,3 +282,10 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 def test_wrong_settings_name_the_flag(settings: dict, message: str) -> None:
     with pytest.raises(CorpusError, match=message):
         CorpusSettings(**{"inputs": ("a",), **settings})
+
+
+def test_a_folder_that_is_not_there_is_no_name_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_datasets(monkeypatch, None)
+    missing = str(tmp_path / "none")
+    with pytest.raises(CorpusError, match=f"--dataset {missing}: there is no such folder"):
+        list(sources._dataset_rows(CorpusSettings(dataset=missing, tokenizer="bytes")))
