@@ -71,11 +71,11 @@ def filled(page: str) -> str:
     """
     try:
         return fill_in(read(page), PAGES[page]())
-    except (AnalysisError, LookupError, ValueError) as error:
-        if isinstance(error, json.JSONDecodeError):
-            raise AnalysisError(f"{page}: a file of its results is damaged ({error})") from error
-        if type(error) is KeyError:  # of a dictionary
-            raise AnalysisError(f"{page}: a file of its results lacks {error}") from error
+    except json.JSONDecodeError as error:
+        raise AnalysisError(f"{page}: a file of its results is damaged ({error})") from error
+    except KeyError as error:
+        raise AnalysisError(f"{page}: a file of its results lacks {error}") from error
+    except (LookupError, ValueError) as error:
         raise AnalysisError(f"{page}: {error}") from error
 
 

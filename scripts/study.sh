@@ -82,13 +82,13 @@ vocabulary=${VOCABULARY:-8192}
 read -ra models <<<"${MODELS:-${plan[0]:-}}"
 read -ra seeds <<<"${SEEDS:-${plan[1]:-0}}"
 group=${plan[2]:-study}
-[[ "${seeds[*]}" =~ ^[0-9]+(\ [0-9]+)*$ ]] || { echo "SEEDS=$SEEDS: give numbers, as in SEEDS=\"0 1 2\"" >&2 && exit 2; }
+[[ "${seeds[*]}" =~ ^[0-9]+(\ [0-9]+)*$ ]] || wrong "SEEDS=$SEEDS: give numbers, as in SEEDS=\"0 1 2\""
 read -ra speed_seeds <<<"${SPEED_SEEDS-${seeds[0]}}"
 for seed in "${speed_seeds[@]}"; do
-    [[ " ${seeds[*]} " == *" $seed "* ]] || { echo "SPEED_SEEDS=$SPEED_SEEDS: give some of the seeds, ${seeds[*]}" >&2 && exit 2; }
+    [[ " ${seeds[*]} " == *" $seed "* ]] || wrong "SPEED_SEEDS=$SPEED_SEEDS: give some of the seeds, ${seeds[*]}"
 done
-[[ ${RUNS:-1} =~ ^[01]$ ]] || { echo "RUNS=$RUNS: give 0 or 1" >&2 && exit 2; }
-[ "${RUNS:-1}" != 0 ] || [ "${ABLATION_TOKENS:-}" != 0 ] || { echo "RUNS=0 and ABLATION_TOKENS=0 leave nothing to train" >&2 && exit 2; }
+[[ ${RUNS:-1} =~ ^[01]$ ]] || wrong "RUNS=$RUNS: give 0 or 1"
+[ "${RUNS:-1}" != 0 ] || [ "${ABLATION_TOKENS:-}" != 0 ] || wrong "RUNS=0 and ABLATION_TOKENS=0 leave nothing to train"
 eval_jobs=${EVAL_JOBS:-4}
 read -ra overrides <<<"${OVERRIDES:-}"
 corpus="$folder/data/python_code"

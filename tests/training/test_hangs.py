@@ -301,6 +301,7 @@ def test_a_limit_that_is_over_is_not_put_down_to_a_signal(monkeypatch, seconds, 
     assert said[0].startswith(f"no step ended for {seconds:.0f} s {limit};")
 
 
+@pytest.mark.quick
 def test_a_first_step_may_take_longer_than_the_limit_of_later_ones():
     watch = sentinel.Sentinel(60)
     watch.starting("first batch")

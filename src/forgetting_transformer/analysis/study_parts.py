@@ -144,8 +144,9 @@ def read_positions(
     Raises:
         AnalysisError: such a file is damaged, or is not of the study.json beside it.
     """
-    found = {}
+    found: dict[str, position_loss.Result] = {}
     for folder, study in studies.items():
+        results = {}
         file = folder / "positions.npz"
         if not file.is_file():
             continue
@@ -156,12 +157,12 @@ def read_positions(
                         summary = study["models"][model].get("per_token_loss", {})
                         own = (arrays.get(f"{run}/octaves"), folder, True, arrays.get(f"{run}/groups"))
                         loss_T = np.asarray(arrays[run], dtype=np.float64)
-                        _check_mean(run, summary, loss_T, file)
-                        found[run] = position_loss.Result(display_name(joined, model), loss_T, summary, *own)
-        except AnalysisError:
-            raise
+                        results[run] = position_loss.Result(display_name(joined, model), loss_T, summary, *own)
         except (OSError, ValueError, EOFError) as error:
             raise AnalysisError(f"{file} cannot be read ({error}); collect the report again") from error
+        for run, result in results.items():
+            _check_mean(run, result.summary, result.loss_T, file)
+        found |= results
     return found
 
 
