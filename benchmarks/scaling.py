@@ -14,6 +14,7 @@ processes. After a case that fails or runs out of memory they are started again;
 
 one           rank 0 alone, the others wait
 ddp           strategy=ddp
+ddp_graphs    strategy=ddp train.cuda_graphs=true
 ddp_rebuilt   DDP without find_unused_parameters, which regroups gradients after its first step
 fsdp_plain    FSDP2 with a unit per block and everything in fp32, as in version 0.2.0
 fsdp          strategy=fsdp strategy.keep_gathered=false
@@ -52,7 +53,7 @@ from record import Record, RecordError, add_options, device_name, end_with_paren
 
 from training import compose, experiment_file, time_steps
 
-CASES = ("one", "fsdp_plain", "fsdp", "fsdp_kept", "ddp", "ddp_rebuilt")
+CASES = ("one", "fsdp_plain", "fsdp", "fsdp_kept", "ddp", "ddp_rebuilt", "ddp_graphs")
 VOCABULARY = 50257
 #: What a worker exits with when a case does not fit: ENOMEM.
 OUT_OF_MEMORY = 12
@@ -311,6 +312,7 @@ def prepare(
     from lightning.fabric import Fabric
 
     from forgetting_transformer.training import launch, setup
+    from forgetting_transformer.training.graphs import Graphs
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
 
     kind, count = case["case"], case["micro_batches"]
@@ -340,7 +342,9 @@ def prepare(
         wrapped = fabric.setup_module(model)
         optimizer = setup.build_optimizer(wrapped.module, undecayed, config.optimizer)
         model = wrapped.module
-    if config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda"):
+    compiles = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
+    graphs = Graphs(kind == "ddp_graphs", compiles, model.parameters(), reduced=kind != "one")
+    if compiles:
         compilation.compile(model)
 
     def step() -> Any:
@@ -352,7 +356,8 @@ def prepare(
                     loss = wrapped(input_ids=inputs, labels=labels).loss.mean() / count
                 loss.backward()
             else:
-                with fabric.no_backward_sync(wrapped, enabled=k < count - 1):
+                last = k == count - 1
+                with fabric.no_backward_sync(wrapped, enabled=not last), graphs.micro_batch(last):
                     loss = wrapped(input_ids=inputs, labels=labels).loss.mean() / count
                     fabric.backward(loss)
             total += loss.detach()

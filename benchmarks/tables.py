@@ -469,6 +469,7 @@ def scaling(results: Results) -> str:
     names = {
         "one": "one GPU alone", "ddp": "`ddp`", "ddp_rebuilt": "DDP as PyTorch has it", "fsdp_plain": "`fsdp` of 0.2.0",
         "fsdp": "`fsdp`, freed after use", "fsdp_kept": "`fsdp`, gathered once a step",
+        "ddp_graphs": "`ddp`, CUDA graphs",
     }  # fmt: skip
     rows = []
     for file in results.files:

@@ -187,3 +187,14 @@ def test_cuda_graphs_change_no_bit_of_any_architecture(long_corpus, tmp_path, na
     for one in (plain, config):
         run(one, 1, tmp_path / "caches")
     assert_same_bits(plain["output_dir"], config["output_dir"], 4 * STEP)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_cuda_graphs_change_no_bit_of_ddp(long_corpus, tmp_path, micro_batches):
+    config = large_config(tmp_path / "graphs", long_corpus, "forgetting_transformer", "ddp", 2)
+    config["train"] |= {"max_tokens": 6 * STEP, "grad_acc_tokens": STEP // 2 // micro_batches, "cuda_graphs": True}
+    plain = changed(config, output_dir=str(tmp_path / "plain"), train__cuda_graphs=False)
+    run(plain, 2, tmp_path / "caches")
+    assert "cannot be recorded" not in run(config, 2, tmp_path / "caches")
+    assert_same_bits(plain["output_dir"], config["output_dir"], 6 * STEP)

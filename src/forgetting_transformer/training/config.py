@@ -94,7 +94,7 @@ class TrainConfig:
     #: or "auto": on for CUDA, off elsewhere; a run that continues does as it did before.
     compile: Any = one_of("auto", True, False)
     #: Record the compiled blocks as CUDA graphs and replay them: faster where the host is slower than the GPU, as with
-    #: a small model; bitwise the same. One process with a GPU, without activation checkpointing.
+    #: a small model; bitwise the same. One GPU, or several with DDP; without activation checkpointing.
     cuda_graphs: bool = False
     #: Whether biases, norm weights and convolution kernels are decayed.
     bias_weight_decay: bool = False
@@ -325,9 +325,11 @@ def check(config: Config, world_size: int) -> None:
     """
     data, train, sharing = config.datamodule, config.train, config.strategy.context
     _check_context(config, world_size)
-    if train.cuda_graphs and world_size > 1:
+    if train.cuda_graphs and world_size > 1 and (config.strategy.name not in ("auto", "ddp") or sharing > 1):
         raise ConfigError(
-            f"train.cuda_graphs=true works in one process, and this run has {world_size}; set train.cuda_graphs=false"
+            f"train.cuda_graphs=true on {world_size} processes works with strategy=ddp and strategy.context=1 only, "
+            f"and this run has strategy={config.strategy.name} and strategy.context={sharing}; set "
+            "train.cuda_graphs=false"
         )
     groups, called = world_size // sharing, "processes" if sharing == 1 else f"groups of {sharing} processes"
     if data.train_batch_size % groups:

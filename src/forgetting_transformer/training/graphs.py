@@ -37,18 +37,19 @@ class Graphs:
         wanted: `train.cuda_graphs`.
         compiled: whether the model's blocks are compiled.
         parameters: of the model.
+        reduced: whether DDP adds up the gradients of all ranks in the backward pass of a step's last micro-batch.
 
     Raises:
         ConfigError: graphs are wanted and nothing is compiled.
     """
 
-    def __init__(self, wanted: bool, compiled: bool, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, wanted: bool, compiled: bool, parameters: Iterable[nn.Parameter], reduced: bool = False) -> None:
         if wanted and not compiled:
             raise ConfigError(
                 "train.cuda_graphs=true records compiled blocks, and train.compile=auto compiles nothing here (an "
                 "uncompiled run continues uncompiled); set train.cuda_graphs=false, or train.compile=true"
             )
-        self.on = wanted
+        self.on, self._reduced = wanted, reduced
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._micro_batches = 0
 
@@ -62,13 +63,16 @@ class Graphs:
         if not self.on:
             yield
             return
-        # Each micro-batch makes its gradients in the graphs' memory, where the next one writes its own.
-        before = [parameter.grad for parameter in self._parameters]
+        # Each micro-batch makes its gradients in the graphs' memory, where the next one writes its own. DDP must find
+        # the sum of all of them when the last one is ready: autograd adds that to the copy of those before.
+        taken = not (last and self._reduced)
+        before = [parameter.grad for parameter in self._parameters if taken]
         for parameter in self._parameters:
-            parameter.grad = None
+            parameter.grad = None if taken else parameter.grad
         with compiling.recording():
             yield
-        self._add(before, last)
+        if taken:
+            self._add(before, last)
         self._micro_batches += 1
         if self._micro_batches == _REPLAYED:
             self._say()

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch
-from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from forgetting_transformer.data.mixture import MixtureDataModule
@@ -172,7 +172,8 @@ class Parts:
         self.execution = execution.choose(
             config.train.compile, self.fabric.device, self.before, self.backends, self.fabric.global_rank
         )
-        self.graphs = Graphs(config.train.cuda_graphs, self.compiled, self.model.module.parameters())
+        reduced = isinstance(self.fabric.strategy, DDPStrategy)
+        self.graphs = Graphs(config.train.cuda_graphs, self.compiled, self.model.module.parameters(), reduced)
         self.compilation.compile(self.model.module if self.compiled else None)
         self.started("checkpoint")
 

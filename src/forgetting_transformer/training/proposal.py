@@ -206,14 +206,18 @@ class _Proposal:
             for compiled in self.compiles
             for checkpointing in (False, True)
         ]
-        #: Whether CUDA graphs are varied: one process on a GPU can have them.
-        self.graphs = self.world_size == 1 and _on_gpu(config) and True in self.compiles
-        if self.graphs:
-            self.choices += [
-                dataclasses.replace(shape, graphs=True)
-                for shape in self.choices
-                if shape.compile and not shape.checkpointing
-            ]
+        # What the configuration's own checks would refuse is not tried.
+        with_graphs = [
+            dataclasses.replace(shape, graphs=True)
+            for shape in self.choices
+            if _on_gpu(config)
+            and shape.compile
+            and not shape.checkpointing
+            and (self.world_size == 1 or (shape.strategy == "ddp" and config.strategy.context == 1))
+        ]
+        #: Whether CUDA graphs are varied.
+        self.graphs = bool(with_graphs)
+        self.choices += with_graphs
         self.memory = _memory_on_cpu(config, self.world_size)
 
     def run(self) -> str:
