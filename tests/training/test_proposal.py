@@ -1,5 +1,6 @@
 """preflight=true proposes the fastest settings that fit; a candidate that fails is a row, and the run is left alone."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -7,9 +8,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from forgetting_transformer.training.candidate import OUT_OF_MEMORY
-from forgetting_transformer.training.proposal import Point, Shape, best, overrides, search, table
+from forgetting_transformer.training.config import ConfigError, check
+from forgetting_transformer.training.parsing import parse
+from forgetting_transformer.training.proposal import (
+    Point,
+    Shape,
+    best,
+    overrides,
+    search,
+    table,
+    with_cuda_graphs,
+)
 from tests.processes import free_port, shell_environment
 from tests.training.conftest import STEP, Job, changed, train
 from tests.waiting import HANG
@@ -50,6 +62,22 @@ def test_the_fastest_of_all_is_found_from_wherever_the_search_begins(memory, sta
     assert (found is None) == (memory == 10)
     if memory == 1000 and start.compile:
         assert len(tried) == 5, "what is slower uncompiled is not measured uncompiled with everything else"
+
+
+@pytest.mark.parametrize(("world_size", "context"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_cuda_graphs_are_proposed_where_they_are_not_refused(tiny, world_size, context):
+    shapes = [*CHOICES, *(Shape(checkpointing, True, "hsdp") for checkpointing in (False, True))]
+    allowed = []
+    for shape in shapes:
+        settings = {"train__compile": shape.compile, "train__gradient_checkpointing": shape.checkpointing}
+        settings |= {"train__cuda_graphs": True, "strategy__name": shape.strategy, "strategy__context": context}
+        try:
+            check(parse(OmegaConf.create(changed(tiny, **settings))), world_size)
+            allowed.append(dataclasses.replace(shape, graphs=True))
+        except ConfigError as error:
+            assert "train.cuda_graphs" in str(error)
+    assert with_cuda_graphs(shapes, world_size, context) == allowed
+    assert len(allowed) == {(1, 1): 3, (2, 1): 1}.get((world_size, context), 0)
 
 
 def test_a_larger_micro_batch_wins_where_it_is_as_fast():

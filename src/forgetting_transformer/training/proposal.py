@@ -111,6 +111,19 @@ def _is_near(shape: Shape, other: Shape) -> bool:
     return shape.compile == other.compile or dataclasses.replace(shape, compile=other.compile) == other
 
 
+def with_cuda_graphs(shapes: Sequence[Shape], world_size: int, context: int) -> list[Shape]:
+    """Those of the shapes that `train.cuda_graphs=true` is not refused for, with it.
+
+    Args:
+        context: `strategy.context`.
+    """
+    return [
+        dataclasses.replace(shape, graphs=True)
+        for shape in shapes
+        if shape.compile and not shape.checkpointing and (world_size == 1 or (shape.strategy == "ddp" and context == 1))
+    ]
+
+
 def best(points: Sequence[Point]) -> Point | None:
     """The fastest of those that can be used; of equally fast ones of its shape the largest micro-batch."""
     usable = [point for point in points if not point.problem]
@@ -206,15 +219,9 @@ class _Proposal:
             for compiled in self.compiles
             for checkpointing in (False, True)
         ]
-        # What the configuration's own checks would refuse is not tried.
-        with_graphs = [
-            dataclasses.replace(shape, graphs=True)
-            for shape in self.choices
-            if _on_gpu(config)
-            and shape.compile
-            and not shape.checkpointing
-            and (self.world_size == 1 or (shape.strategy == "ddp" and config.strategy.context == 1))
-        ]
+        with_graphs = (
+            with_cuda_graphs(self.choices, self.world_size, config.strategy.context) if _on_gpu(config) else []
+        )
         #: Whether CUDA graphs are varied.
         self.graphs = bool(with_graphs)
         self.choices += with_graphs
