@@ -13,6 +13,7 @@ sequence. A row is printed and saved to --out (record.py) as soon as it is measu
 processes. After a case that fails or runs out of memory they are started again; only the former is an error.
 
 one           rank 0 alone, the others wait
+one_graphs    the same with train.cuda_graphs=true; all cases without _graphs have train.cuda_graphs=false
 ddp           strategy=ddp
 ddp_graphs    strategy=ddp train.cuda_graphs=true
 ddp_rebuilt   DDP without find_unused_parameters, which regroups gradients after its first step
@@ -21,7 +22,7 @@ fsdp          strategy=fsdp strategy.keep_gathered=false
 fsdp_kept     strategy=fsdp strategy.keep_gathered=true
 
 tokens/s      of one GPU: tokens of its micro-batches / mean seconds of --steps steps
-efficiency    this divided by that of `one`, at the same tokens per GPU and step
+efficiency    this divided by that of `one`, at the same tokens per GPU and step; of `_graphs` by that of `one_graphs`
 MFU           of one GPU: model FLOPs per second / peak dense FLOP/s, counted as in benchmarks/training.py
 exposed       milliseconds of a step in which rank 0's GPU communicates and computes nothing
 hidden        milliseconds in which it does both
@@ -53,7 +54,7 @@ from record import Record, RecordError, add_options, device_name, end_with_paren
 
 from training import compose, experiment_file, time_steps
 
-CASES = ("one", "fsdp_plain", "fsdp", "fsdp_kept", "ddp", "ddp_rebuilt", "ddp_graphs")
+CASES = ("one", "one_graphs", "fsdp_plain", "fsdp", "fsdp_kept", "ddp", "ddp_rebuilt", "ddp_graphs")
 VOCABULARY = 50257
 #: What a worker exits with when a case does not fit: ENOMEM.
 OUT_OF_MEMORY = 12
@@ -229,7 +230,7 @@ def work(args: argparse.Namespace, job: Path) -> None:
             initial = {name: build(config).state_dict()}
         row = {**case, "status": "ok"}
         try:
-            if case["case"] != "one" or rank == 0:
+            if not is_alone(case) or rank == 0:
                 row |= measure(args, case, config, initial[name], compilation, device)
         except torch.OutOfMemoryError:
             # At once: the others may wait in the middle of a step, and what this process has open may wait for them.
@@ -247,6 +248,18 @@ def work(args: argparse.Namespace, job: Path) -> None:
         if dist.is_initialized():
             wait_for_all()
     _destroy_dist_connection()
+
+
+def is_alone(case: dict[str, Any]) -> bool:
+    """Whether rank 0 runs it and the others wait."""
+    return case["case"].startswith("one")
+
+
+def compared_with(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Of these rows that of one GPU which `row` is compared with: with CUDA graphs if it has them."""
+    case = "one_graphs" if row["case"].endswith("_graphs") else "one"
+    same = {key: row[key] for key in ("experiment", "micro_batches")} | {"case": case, "status": "ok"}
+    return next((other for other in rows if same.items() <= other.items()), None)
 
 
 def build(config: Any, initialise: bool = True) -> Any:
@@ -295,9 +308,9 @@ def measure(
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "loss": losses[-1],
     }
-    sums = digests_of_whole(dict(model.named_parameters())) if case["case"] != "one" else {}
+    sums = digests_of_whole(dict(model.named_parameters())) if not is_alone(case) else {}
     row["weights"] = f"{sum(int(value, 16) for value in sums.values()) % 2**64:016x}" if sums else None
-    if case["case"] != "one" and case["micro_batches"] == args.micro_batches[-1]:
+    if not is_alone(case) and case["micro_batches"] == args.micro_batches[-1]:
         row["resumed"] = resumes(args, case, config, weights, compilation, device, (step, model, optimizer))
     if device.type == "cuda":
         row |= trace(step)
@@ -315,18 +328,18 @@ def prepare(
     from forgetting_transformer.training.graphs import Graphs
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
 
-    kind, count = case["case"], case["micro_batches"]
-    config.strategy.name = kind.partition("_")[0] if kind != "one" else "auto"
+    kind, count, alone = case["case"], case["micro_batches"], is_alone(case)
+    config.strategy.name = kind.partition("_")[0] if not alone else "auto"
     config.strategy.keep_gathered = kind == "fsdp_kept"
     model = build(config, initialise=False)
     model.load_state_dict(weights)
     model.train()
     undecayed = undecayed_parameters(model, config.train)
-    rank = 0 if kind == "one" else int(os.environ["RANK"])
+    rank = 0 if alone else int(os.environ["RANK"])
     draws = torch.Generator().manual_seed(rank)
     tokens = torch.randint(VOCABULARY, (count, args.batch_size, args.seq_len + 1), generator=draws).to(device)
     micro_batches = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in tokens]
-    if kind == "one":
+    if alone:
         model.to(device)
         optimizer = setup.build_optimizer(model, undecayed, config.optimizer)
         wrapped, fabric = model, None
@@ -343,7 +356,7 @@ def prepare(
         optimizer = setup.build_optimizer(wrapped.module, undecayed, config.optimizer)
         model = wrapped.module
     compiles = config.train.compile is True or (config.train.compile == "auto" and device.type == "cuda")
-    graphs = Graphs(kind == "ddp_graphs", compiles, model.parameters(), reduced=kind != "one")
+    graphs = Graphs(kind.endswith("_graphs"), compiles, model.parameters(), reduced=not alone)
     if compiles:
         compilation.compile(model)
 
@@ -351,12 +364,13 @@ def prepare(
         optimizer.zero_grad()
         total = torch.zeros((), device=device)
         for k, (inputs, labels) in enumerate(micro_batches):
+            last = k == count - 1
             if fabric is None:
-                with autocast:
-                    loss = wrapped(input_ids=inputs, labels=labels).loss.mean() / count
-                loss.backward()
+                with graphs.micro_batch(last):
+                    with autocast:
+                        loss = wrapped(input_ids=inputs, labels=labels).loss.mean() / count
+                    loss.backward()
             else:
-                last = k == count - 1
                 with fabric.no_backward_sync(wrapped, enabled=not last), graphs.micro_batch(last):
                     loss = wrapped(input_ids=inputs, labels=labels).loss.mean() / count
                     fabric.backward(loss)
@@ -468,9 +482,8 @@ def describe(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     name = f"| {row['experiment']} | {row['case']} | {row['micro_batches']} |"
     if row["status"] != "ok":
         return f"{name} {row['status'].replace('|', '/')} | | | | | | | |"
-    same = {key: row[key] for key in ("experiment", "micro_batches")} | {"case": "one", "status": "ok"}
-    alone = next((r for r in rows if same.items() <= r.items()), None)
-    efficiency = "–" if alone is None else f"{row['tokens_per_second'] / alone['tokens_per_second']:.1%}"
+    one = compared_with(row, rows)
+    efficiency = "–" if one is None else f"{row['tokens_per_second'] / one['tokens_per_second']:.1%}"
     times = [f"{row[key]:.1f}" if key in row else "–" for key in ("exposed_ms", "hidden_ms", "idle_ms")]
     memory = "–" if row["peak_memory_bytes"] is None else f"{row['peak_memory_bytes'] / 1e9:.1f}"
     step = f"{statistics.mean(row['step_seconds']) * 1000:,.1f}"

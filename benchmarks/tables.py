@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from record import device_name
+from scaling import compared_with
 
 from forgetting_transformer.analysis.tables import markdown_table
 
@@ -469,7 +470,7 @@ def scaling(results: Results) -> str:
     names = {
         "one": "one GPU alone", "ddp": "`ddp`", "ddp_rebuilt": "DDP as PyTorch has it", "fsdp_plain": "`fsdp` of 0.2.0",
         "fsdp": "`fsdp`, freed after use", "fsdp_kept": "`fsdp`, gathered once a step",
-        "ddp_graphs": "`ddp`, CUDA graphs",
+        "one_graphs": "one GPU alone, CUDA graphs", "ddp_graphs": "`ddp`, CUDA graphs",
     }  # fmt: skip
     rows = []
     for file in results.files:
@@ -478,18 +479,17 @@ def scaling(results: Results) -> str:
             model = _sized_name(row["experiment"])
             if NO_PRUNING in file["settings"]["overrides"]:
                 model += ", no pruning"
-            devices = f"{'1 of ' * (row['case'] == 'one')}{file['settings']['devices']}"
+            devices = f"{'1 of ' * row['case'].startswith('one')}{file['settings']['devices']}"
             case = [model, devices, f"{row['micro_batches']} × {batch}", names[row["case"]]]
             if row["status"] != "ok":
                 rows.append([*case, "", _reason(row), "", "", "", "", "", ""])
                 continue
-            same = {key: row[key] for key in ("experiment", "micro_batches")} | {"case": "one", "status": "ok"}
-            alone = next((r["tokens_per_second"] for r in file["rows"] if same.items() <= r.items()), None)
+            one = compared_with(row, file["rows"])
             tokens = row["micro_batches"] * batch * file["settings"]["seq_len"]
             rows.append([
                 *case,
                 f"{1000 * tokens / row['tokens_per_second']:.1f}", f"{row['tokens_per_second']:,.0f}",
-                _optional(alone, lambda rate, row=row: f"{row['tokens_per_second'] / rate:.1%}".replace("%", " %")),
+                _optional(one and row["tokens_per_second"] / one["tokens_per_second"], lambda x: f"{x * 100:.1f} %"),
                 _optional(row.get("mfu"), lambda x: f"{x * 100:.1f} %"),  # the first files do not have it
                 *(_optional(row.get(f"{key}_ms"), "{:.1f}".format) for key in ("exposed", "hidden", "idle")),
                 _optional(row["peak_memory_bytes"], lambda size: f"{size / 1e9:.1f}"),
