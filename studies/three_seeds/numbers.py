@@ -1,5 +1,6 @@
 """Numbers in the sentences of README.md, from study.json; scripts/pages.py puts them there."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean as mean_of
@@ -25,7 +26,27 @@ SEVEN = MODELS[: MODELS.index("hybrid")]
 
 def sections(folder: Path) -> dict[str, str]:
     """What stands between the marks of README.md; `folder` is this study's."""
-    return numbers(folder) | study_tables.sections(folder, folder / "README.md")
+    return numbers(folder) | needles(folder) | study_tables.sections(folder, folder / "README.md")
+
+
+def needles(folder: Path) -> dict[str, str]:
+    """How many of the prompts the models answer with most of the needle's words, and the most words of other answers."""
+    content = json.loads((folder / "needle.json").read_text(encoding="utf-8"))
+    answers = [
+        (row["model"], row["mode"], row["length"], depth, words)
+        for row in content["rows"]
+        for depth, words in zip(content["depths"], row["words"], strict=True)
+    ]
+    found = [answer for answer in answers if answer[-1] > 0.5]
+    assert {answer[:2] for answer in found} == {("fox_pro", "paper_easy")}, "the sentences name one model and one mode"
+    inside = [answer for answer in answers if answer[:2] == found[0][:2] and answer[2] <= content["train_length"]]
+    return {
+        "needles_found": str(len(found)),
+        "needles_inside": str(len(inside)),
+        "needles_longest": f"{max(answer[2] for answer in found):,}",
+        "needle_words": f"{12 * max(answer[-1] for answer in found):.0f}",
+        "needle_others": f"{12 * max(answer[-1] for answer in answers if answer[0] != 'fox_pro'):.0f}",
+    }
 
 
 def numbers(folder: Path) -> dict[str, str]:
