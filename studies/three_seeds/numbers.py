@@ -30,7 +30,7 @@ def sections(folder: Path) -> dict[str, str]:
 
 
 def needles(folder: Path) -> dict[str, str]:
-    """How many of the prompts the models answer with most of the needle's words, and the most words of other answers."""
+    """Prompts that are answered with most of the needle's words, and the most words that other models found."""
     content = json.loads((folder / "needle.json").read_text(encoding="utf-8"))
     answers = [
         (row["model"], row["mode"], row["length"], depth, words)
