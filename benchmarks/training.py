@@ -267,6 +267,7 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     from forgetting_transformer.training.backends import choose_on_all_ranks
     from forgetting_transformer.training.compilation import Compilation
     from forgetting_transformer.training.graphs import Graphs, check_device
+    from forgetting_transformer.training.graphs import choose as choose_graphs
     from forgetting_transformer.training.parameter_groups import undecayed_parameters
 
     device = torch.device(args.device)
@@ -293,7 +294,9 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
     dtype = torch.bfloat16 if args.precision == "bf16-mixed" else torch.float32
     chosen = choose_on_all_ranks(model, dtype, device, [inputs_BT.shape[1]])
     compiles = execution.choose(config.train.compile, device, None, chosen).compile
-    graphs = Graphs(config.train.cuda_graphs, compiles, model.parameters())
+    flops_per_token = model.config.flops_per_token(args.seq_len)
+    flops_per_block = flops_per_token * inputs_BT.numel() / model.config.num_hidden_layers
+    graphs = Graphs(choose_graphs(config, device, compiles, flops_per_block), compiles, model.parameters())
     if compiles:
         Compilation(config, model.config.vocab_size, device).compile(model)
 
@@ -309,7 +312,6 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
             optimizer.zero_grad()
         return loss.detach()
 
-    flops_per_token = model.config.flops_per_token(args.seq_len)
     with cudnn_attention() if with_cudnn else contextlib.nullcontext():
         times = measure_steps(args, step, inputs_BT.numel(), flops_per_token, device, cold, graphs=graphs.on)
     backends = {op: backend.text for op, backend in chosen.items()}

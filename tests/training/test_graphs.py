@@ -12,7 +12,7 @@ from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.config import check
 from forgetting_transformer.training.failures import out_of_memory
-from forgetting_transformer.training.graphs import Graphs, check_device
+from forgetting_transformer.training.graphs import Graphs, check_device, choose
 from tests.tiny import STEP
 from tests.training.conftest import Job, changed, checkpoint_tensors, refused
 
@@ -67,6 +67,32 @@ def test_what_graphs_do_not_work_with_is_refused_by_name(tiny, changes, world_si
     check(parse(OmegaConf.create(changed(tiny, **changes))), world_size)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "possible", "device", "checkpointing", "flops", "on"),
+    [
+        ("auto", True, "cuda", False, 1e12, True),
+        ("auto", True, "cuda", False, 1e14, False),
+        ("auto", False, "cuda", False, 1e12, False),
+        ("auto", True, "cpu", False, 1e12, False),
+        ("auto", True, "cuda", True, 1e12, False),
+        (True, True, "cuda", False, 1e14, True),
+        (False, True, "cuda", False, 1e12, False),
+    ],
+)
+def test_auto_records_small_micro_batches_where_graphs_are_possible(
+    tiny, wanted, possible, device, checkpointing, flops, on
+):
+    changes = {"train__cuda_graphs": wanted, "train__gradient_checkpointing": checkpointing}
+    config = parse(OmegaConf.create(changed(tiny, **changes, fabric__peak_flops=1e15)))
+    assert choose(config, torch.device(device), possible, flops) is on
+
+
+def test_auto_records_nothing_on_a_gpu_of_unknown_speed(tiny, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU that nobody knows")
+    config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs="auto")))
+    assert choose(config, torch.device("cuda"), True, 1.0) is False
+
+
 def test_a_device_without_graphs_and_a_run_that_is_not_compiled_are_refused(tiny):
     assert "train.cuda_graphs=true needs a CUDA GPU, and this run is on cpu" in refused(
         changed(tiny, train__cuda_graphs=True)
@@ -77,17 +103,22 @@ def test_a_device_without_graphs_and_a_run_that_is_not_compiled_are_refused(tiny
         Graphs(True, compiled=False, parameters=[])
 
 
-@pytest.mark.parametrize("value", ["auto", "yes please"])
-def test_anything_but_true_and_false_is_refused(tiny, value):
+@pytest.mark.parametrize("value", ["on", "yes please", 1])
+def test_anything_but_auto_true_and_false_is_refused(tiny, value):
     with pytest.raises(ConfigError, match=r"train\.cuda_graphs"):
         parse(OmegaConf.create(changed(tiny, train__cuda_graphs=value)))
 
 
 def test_where_memory_ends_the_keys_that_help_can_be_set_together(tiny):
     config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs=True)))
-    said = out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), config, "training")
+    said = out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), config, "training", graphs=True)
     assert "with train.cuda_graphs=false or train.grad_acc_tokens=32" in said
     assert " or train.gradient_checkpointing=true train.cuda_graphs=false or " in said
+    config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs="auto")))
+    said = out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), config, "training", graphs=True)
+    assert "with train.cuda_graphs=false or" in said and " or train.gradient_checkpointing=true or " in said
+    said = out_of_memory(torch.OutOfMemoryError("CUDA out of memory"), config, "training")
+    assert "cuda_graphs" not in said
 
 
 @pytest.mark.parametrize(("micro_batches", "world_size"), [(1, 1), (4, 1), (1, 2), (2, 2)])

@@ -120,6 +120,7 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
         callbacks=[types.SimpleNamespace(name="wandb", summary="online, https://wandb.ai/me/fox/runs/1")],
         origin="a new run",
         compiled=True,
+        graphs=types.SimpleNamespace(on=True),
         comparison=None,
     )
     text = start_block(trainer)
@@ -127,7 +128,7 @@ def test_gpus_nodes_kernels_and_wandb_are_named(monkeypatch):
     assert rows["model"] == "forgetting_transformer, 220 parameters (220)"
     assert rows["devices"] == "8 x NVIDIA H200; 8 processes on 2 nodes"
     assert rows["attention"] == "Gluon for Hopper, Triton 3.7.1, self-test within 2e-3"
-    assert rows["compiled"] == "yes"
+    assert rows["compiled"] == "yes, with CUDA graphs"
     assert rows["optimizer"].endswith("ignores found_inf: the host waits in every step to learn whether it counts")
     assert rows["batch"] == "32 x 16,384 = 524,288 tokens; each process 4 sequences, 4 at a time"
     assert rows["steps"].startswith("1,901 to go")

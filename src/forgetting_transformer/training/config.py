@@ -94,8 +94,9 @@ class TrainConfig:
     #: or "auto": on for CUDA, off elsewhere; a run that continues does as it did before.
     compile: Any = one_of("auto", True, False)
     #: Record the compiled blocks as CUDA graphs and replay them: faster where the host is slower than the GPU, as with
-    #: a small model; bitwise the same. One GPU, or several with DDP; without activation checkpointing.
-    cuda_graphs: bool = False
+    #: a small model; bitwise the same. One GPU, or several with DDP; without activation checkpointing. true, false or
+    #: "auto": on where that is so and a micro-batch is small enough for the host to limit the speed (graphs.py).
+    cuda_graphs: Any = one_of("auto", True, False)
     #: Whether biases, norm weights and convolution kernels are decayed.
     bias_weight_decay: bool = False
     normalization_weight_decay: bool = False
@@ -110,12 +111,12 @@ class TrainConfig:
                 "train.block_inputs_on_host=true moves what activation checkpointing keeps; set "
                 "train.gradient_checkpointing=true too"
             )
-        if self.cuda_graphs and self.compile is False:
+        if self.cuda_graphs is True and self.compile is False:
             raise ConfigError(
                 "train.cuda_graphs=true records compiled blocks, and train.compile=false compiles nothing; set "
                 "train.cuda_graphs=false, or train.compile=auto"
             )
-        if self.cuda_graphs and self.gradient_checkpointing:
+        if self.cuda_graphs is True and self.gradient_checkpointing:
             raise ConfigError(
                 "train.cuda_graphs=true does not work with train.gradient_checkpointing=true; set one of them to false"
             )
@@ -325,7 +326,7 @@ def check(config: Config, world_size: int) -> None:
     """
     data, train, sharing = config.datamodule, config.train, config.strategy.context
     _check_context(config, world_size)
-    if train.cuda_graphs and world_size > 1 and (config.strategy.name not in ("auto", "ddp") or sharing > 1):
+    if train.cuda_graphs is True and world_size > 1 and (config.strategy.name not in ("auto", "ddp") or sharing > 1):
         raise ConfigError(
             f"train.cuda_graphs=true on {world_size} processes works with strategy=ddp and strategy.context=1 only, "
             f"and this run has strategy={config.strategy.name} and strategy.context={sharing}; set "

@@ -61,7 +61,7 @@ def train(config: Config) -> str:
         except torch.OutOfMemoryError as error:
             trainer.saver.wait_for_save()
             during = "evaluation" if trainer.clock.category == "evaluation" else "training"
-            reason = out_of_memory(error, config, during, trainer.fabric.world_size)
+            reason = out_of_memory(error, config, during, trainer.fabric.world_size, trainer.graphs.on)
             problem = TrainingError(f"{reason}; {trainer.saver.last_good_checkpoint}")
             trainer.failed(problem)
             raise problem from error
@@ -99,18 +99,26 @@ def device_error(error: BaseException) -> str | None:
     return None if said is None or _OF_THE_PROGRAM.search(said[1]) else said[1]
 
 
-def out_of_memory(error: torch.OutOfMemoryError, config: Config, during: str = "the start", world_size: int = 1) -> str:
+def out_of_memory(
+    error: torch.OutOfMemoryError,
+    config: Config,
+    during: str = "the start",
+    world_size: int = 1,
+    graphs: bool = False,
+) -> str:
     """One line: how much memory was in use, and the keys that lower it, with the values to try.
 
     Args:
         during: "evaluation", or what else the run was doing.
         world_size: processes of the run.
+        graphs: whether blocks are recorded as CUDA graphs.
     """
     data, train = config.datamodule, config.train
     ways = []
-    if train.cuda_graphs:
+    if graphs:
         ways.append("train.cuda_graphs=false")
-    without_graphs = " train.cuda_graphs=false" if train.cuda_graphs else ""
+    # With `auto` they are off where they cannot be.
+    without_graphs = " train.cuda_graphs=false" if train.cuda_graphs is True else ""
     if during == "evaluation":
         if data.eval_local_batch_size > 1:
             ways.append(f"datamodule.eval_local_batch_size={data.eval_local_batch_size // 2}")

@@ -12,20 +12,39 @@ import torch
 from torch import Tensor, nn
 
 from forgetting_transformer.ops import compiling
-from forgetting_transformer.training.config import ConfigError
+from forgetting_transformer.training.config import Config, ConfigError
+from forgetting_transformer.training.hardware import peak_flops
 
 log = logging.getLogger(__name__)
 
 #: Micro-batches until everything is replayed: one warms up, one records.
 _REPLAYED = 3
+#: With `auto`, graphs are recorded where a GPU at its peak would be done with a micro-batch in one block this soon. The
+#: host needs about as long to start the kernels of a block one by one, forward and backward.
+_HOST_SECONDS = 0.008
 
 
-def check_device(wanted: bool, device: torch.device) -> None:
+def choose(config: Config, device: torch.device, possible: bool, flops: float) -> bool:
+    """Resolves `train.cuda_graphs`. Every bit is the same with graphs and without, so starts and ranks may differ.
+
+    Args:
+        possible: whether blocks are compiled, and the strategy allows graphs.
+        flops: of a micro-batch in one block, forward and backward.
+    """
+    if config.train.cuda_graphs != "auto":
+        return bool(config.train.cuda_graphs)
+    if not possible or device.type != "cuda" or config.train.gradient_checkpointing:
+        return False
+    peak = config.fabric.peak_flops or peak_flops(device, config.fabric.precision)
+    return peak is not None and flops / peak <= _HOST_SECONDS
+
+
+def check_device(wanted: bool | str, device: torch.device) -> None:
     """
     Raises:
         ConfigError: graphs are wanted, and this device has none.
     """
-    if wanted and device.type != "cuda":
+    if wanted is True and device.type != "cuda":
         raise ConfigError(
             f"train.cuda_graphs=true needs a CUDA GPU, and this run is on {device.type}; set train.cuda_graphs=false"
         )
@@ -34,7 +53,7 @@ def check_device(wanted: bool, device: torch.device) -> None:
 class Graphs:
     """
     Args:
-        wanted: `train.cuda_graphs`.
+        wanted: `train.cuda_graphs`, or what `auto` comes to.
         compiled: whether the model's blocks are compiled.
         parameters: of the model.
         reduced: whether DDP adds up the gradients of all ranks in the backward pass of a step's last micro-batch.
@@ -107,7 +126,7 @@ class Graphs:
         log.info("CUDA graphs: blocks are recorded; their memory, %.1f GB, is used by nothing else", size / 1e9)
         if skipped := counters["inductor"]["cudagraph_skips"]:
             log.warning(
-                "train.cuda_graphs=true: %d parts of the model cannot be recorded and run without graphs "
+                "CUDA graphs: %d parts of the model cannot be recorded and run without graphs "
                 "(TORCH_LOGS=perf_hints says why)",
                 skipped,
             )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from forgetting_transformer.training.corruption import Comparison
     from forgetting_transformer.training.counters import Counters
     from forgetting_transformer.training.execution import Execution
+    from forgetting_transformer.training.graphs import Graphs
     from forgetting_transformer.training.metrics import MetricsLog
     from forgetting_transformer.training.ranks import Ranks
     from forgetting_transformer.training.run_directory import RunDirectory
@@ -66,6 +67,7 @@ class PartsInterface(Protocol):
     before: Execution | None
     comparison: Comparison | None
     execution: Execution
+    graphs: Graphs
     backends: dict[str, Any]
     undecayed: set[str]
     environment: dict[str, Any]

@@ -24,6 +24,7 @@ from forgetting_transformer.training.corruption import Comparison
 from forgetting_transformer.training.counters import Counters
 from forgetting_transformer.training.eval_sets import check_same_texts, check_tokenizers, open_eval_sets
 from forgetting_transformer.training.graphs import Graphs, check_device
+from forgetting_transformer.training.graphs import choose as choose_graphs
 from forgetting_transformer.training.initial_weights import InitialWeights, initial_weights
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
@@ -172,10 +173,18 @@ class Parts:
         self.execution = execution.choose(
             config.train.compile, self.fabric.device, self.before, self.backends, self.fabric.global_rank
         )
-        reduced = isinstance(self.fabric.strategy, DDPStrategy)
-        self.graphs = Graphs(config.train.cuda_graphs, self.compiled, self.model.module.parameters(), reduced)
+        self.graphs = self._graphs(self.model.module)
         self.compilation.compile(self.model.module if self.compiled else None)
         self.started("checkpoint")
+
+    def _graphs(self, model: Any) -> Graphs:
+        data, reduced = self.config.datamodule, isinstance(self.fabric.strategy, DDPStrategy)
+        possible = self.compiled and (self.fabric.world_size == 1 or (reduced and self.ranks.sharing == 1))
+        local = data.train_batch_size // self.ranks.data_size * data.train_batch_len
+        tokens = max(data.train_batch_len, min(self.config.train.grad_acc_tokens, local))
+        flops = self.flops_per_token * tokens / model.config.num_hidden_layers
+        wanted = choose_graphs(self.config, self.fabric.device, possible, flops)
+        return Graphs(wanted, self.compiled, model.parameters(), reduced)
 
     def started(self, stage: str) -> None:
         """The start has `stage` behind it."""

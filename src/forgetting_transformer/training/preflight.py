@@ -122,7 +122,7 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
             trainer.sentinel.started()
             trainer.counters.batch_count += 1
     except torch.OutOfMemoryError as error:
-        raise StepTooBigError(out_of_memory(error, config, "a step", fabric.world_size)) from None
+        raise StepTooBigError(out_of_memory(error, config, "a step", fabric.world_size, trainer.graphs.on)) from None
     # The last batch of the run, which lies elsewhere in the corpus.
     last = total_steps - 1
     next(iter(trainer.data.train_loader(last, last + 1, ranks.data_rank, ranks.data_size)))

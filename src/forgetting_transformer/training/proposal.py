@@ -210,21 +210,23 @@ class _Proposal:
         name = config.strategy.name
         usual = "ddp" if self.world_size > 1 else name
         train = config.train
-        self.start = Shape(
-            train.gradient_checkpointing, self.compiles[0], usual if name == "auto" else name, train.cuda_graphs
-        )
+
+        def recorded(shapes: Sequence[Shape]) -> list[Shape]:
+            return with_cuda_graphs(shapes, self.world_size, config.strategy.context) if _on_gpu(config) else []
+
+        start = Shape(train.gradient_checkpointing, self.compiles[0], usual if name == "auto" else name)
+        # Where `auto` leaves graphs out although they are possible, they change the speed little.
+        wanted = {True: [dataclasses.replace(start, graphs=True)], "auto": recorded([start])}
+        self.start = (wanted.get(train.cuda_graphs) or [start])[0]
         self.choices = [
             Shape(checkpointing, compiled, strategy)
             for strategy in self._strategies()
             for compiled in self.compiles
             for checkpointing in (False, True)
         ]
-        with_graphs = (
-            with_cuda_graphs(self.choices, self.world_size, config.strategy.context) if _on_gpu(config) else []
-        )
         #: Whether CUDA graphs are varied.
-        self.graphs = bool(with_graphs)
-        self.choices += with_graphs
+        self.graphs = bool(graphs := recorded(self.choices))
+        self.choices += graphs
         self.memory = _memory_on_cpu(config, self.world_size)
 
     def run(self) -> str:

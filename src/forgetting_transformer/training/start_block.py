@@ -43,7 +43,7 @@ def start_block(trainer: TrainerInterface) -> str:
         ("devices", _devices(trainer)),
         ("precision", f"{config.fabric.precision}, strategy {_strategy(trainer)}"),
         *((op, backend.text) for op, backend in trainer.backends.items()),
-        ("compiled", ("yes, with CUDA graphs" if config.train.cuda_graphs else "yes") if trainer.compiled else "no"),
+        ("compiled", ("yes, with CUDA graphs" if trainer.graphs.on else "yes") if trainer.compiled else "no"),
         ("optimizer", _optimizer(trainer)),
         ("schedule", _schedule(trainer)),
         ("corruption", _corruption(trainer)),
