@@ -269,14 +269,24 @@ def _reason(row: Mapping[str, Any]) -> str:
 
 
 def graphs(results: Results) -> str:
-    """Steps with `train.cuda_graphs` and without."""
-    rows = []
+    """Steps with `train.cuda_graphs` and without, a row for each model and micro-batch."""
+    found: dict[tuple[int, int, str], dict[bool, dict[str, Any]]] = {}
     for file in results.files:
         for row in _told(file):
-            used = "yes" if row["cuda_graphs"] else "no"
-            rows.append([_sized_name(row["experiment"]), f"{row['tokens_per_step']:,}", used, *_speed(row)])
-    header = ["model", "tokens of the micro-batch", "CUDA graphs", "ms per step", "tokens/s"]
-    return table(header, sorted(rows, key=lambda cells: cells[:3]))
+            key = (row["tokens_per_step"], _order(row["experiment"]), _sized_name(row["experiment"]))
+            found.setdefault(key, {})[row["cuda_graphs"]] = row
+    rows = []
+    for (tokens, _, name), pair in sorted(found.items(), key=lambda item: item[0]):
+        (ms, speed), (graphs_ms, graphs_speed) = (
+            _speed(pair[used]) if used in pair else ["", ""] for used in (False, True)
+        )
+        measured = [row["tokens_per_second"] for row in pair.values() if row.get("status", "ok") == "ok"]
+        gain = f"{pair[True]['tokens_per_second'] / pair[False]['tokens_per_second']:.2f}" if len(measured) == 2 else ""
+        rows.append([name, f"{tokens:,}", ms, graphs_ms, speed, graphs_speed, gain])
+    header = [
+        "model", "tokens of the micro-batch", "ms per step", "with graphs", "tokens/s", "with graphs", "times as fast",
+    ]  # fmt: skip
+    return table(header, rows)
 
 
 def memory(results: Results) -> str:

@@ -187,7 +187,32 @@ def four_gpus() -> dict[str, str]:
                 f"{name}_longest": f"{max(steps):,.0f}",
                 f"{name}_longer": f"{statistics.mean(steps) - alone_mean:.0f}",
             }
-    return found
+    unpruned = Results("scaling_760m_4_gpus_unpruned.json")
+    for case in ("fsdp_kept", "ddp"):
+        share = unpruned.row(case=case)["tokens_per_second"] / unpruned.row(case="one")["tokens_per_second"]
+        found[f"{case.partition('_')[0]}_unpruned_efficiency"] = f"{100 * share:.1f} %"
+    return found | host_bound()
+
+
+def host_bound() -> dict[str, str]:
+    """Numbers in the sentences about 125M with one sequence on each of four GPUs, where the host limits the speed."""
+    steps = Results("scaling_125m_4_gpus_one_sequence.json")
+
+    def ms(results: Results, case: str) -> float:
+        return 1000 * statistics.mean(results.row(case=case)["step_seconds"])
+
+    runs = {row["case"]: row for row in Results("train_125m_4_gpus_one_sequence.json").rows()}
+    before, after = (runs[case]["tokens_per_second"] for case in ("ddp", "ddp_graphs"))
+    return {
+        **{f"one_sequence_{case}": f"{ms(steps, case):.1f}" for case in ("one", "one_graphs", "ddp", "ddp_graphs")},
+        "one_sequence_again": f"{ms(Results('repeated_scaling_125m_4_gpus_one_sequence.json'), 'ddp'):.1f}",
+        "one_sequence_side_stream": f"{ms(Results('side_stream_125m_4_gpus.json'), 'ddp'):.1f}",
+        "one_sequence_share": f"{100 * ms(steps, 'one_graphs') / ms(steps, 'ddp_graphs'):.1f} %",
+        **{f"one_sequence_train_{case}": f"{1000 * row['seconds_per_step']:.0f}" for case, row in runs.items()},
+        "one_sequence_rate": f"{round(before, -3):,.0f}",
+        "one_sequence_rate_graphs": f"{round(after, -4):,.0f}",
+        "one_sequence_gain": f"{after / before:.1f}",
+    }
 
 
 def long_contexts() -> dict[str, str]:

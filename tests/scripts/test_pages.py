@@ -229,12 +229,16 @@ def test_memory_and_graphs_are_rows_of_their_tables(pages):
     results.files = [
         {
             "settings": {},
-            "rows": [{**step, "cuda_graphs": used, "step_seconds": [seconds, 9.0, 0.01], "tokens_per_second": 1e5}],
+            "rows": [{**step, "cuda_graphs": used, "step_seconds": [seconds, 9.0, 0.01], "tokens_per_second": speed}],
         }
-        for used, seconds in ((True, 0.05), (False, 0.07))
+        for used, seconds, speed in ((True, 0.05, 1.5e5), (False, 0.07, 1e5))
     ]
-    without, used = ([c.strip() for c in line.split("|")[1:-1]] for line in tables.graphs(results).splitlines()[2:])
-    assert without == ["FoX (Pro) 125M", "16,384", "no", "70.0", "100,000"] and used[2:4] == ["yes", "50.0"]
+    (both,) = ([c.strip() for c in line.split("|")[1:-1]] for line in tables.graphs(results).splitlines()[2:])
+    assert both == ["FoX (Pro) 125M", "16,384", "70.0", "50.0", "100,000", "150,000", "1.50"]
+    results.files[0]["rows"].append({**step, "status": "out of memory"})
+    results.files[0]["settings"] = {"overrides": ["train.cuda_graphs=true"], "seq_len": 7, "batch_size": 1}
+    lost = [c.strip() for c in tables.graphs(results).splitlines()[2].split("|")[1:-1]]
+    assert lost == ["FoX (Pro) 125M", "7", "", "", "", "out of memory", ""]
     peaks = tables.Results("memory*.json")
     rows = [
         {"seq_len": 2048, "inputs": "host", "status": "out of memory"},
@@ -250,10 +254,10 @@ def test_steps_that_did_not_fit_are_rows_and_break_no_page(pages, tmp_path, monk
     """As on a GPU with less memory: such rows have an experiment and a status."""
     tables = pages.tables
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    for name in ("steps_760m", "graphs_125m"):
+    for name in ("steps_760m", "graphs_two_sequences"):
         content = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
         row = content["rows"][0]
-        lost = {"experiment": row["experiment"], "checkpointing": False, "status": "out of memory"}
+        lost = {"experiment": content["rows"][1]["experiment"], "checkpointing": False, "status": "out of memory"}
         (tmp_path / f"{name}.json").write_text(json.dumps({**content, "rows": [{**row, "status": "ok"}, lost]}))
         table = tables.steps if name == "steps_760m" else tables.graphs
         lines = table(tables.Results(f"{name}.json")).splitlines()[2:]
