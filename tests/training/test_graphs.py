@@ -93,6 +93,25 @@ def test_auto_records_nothing_on_a_gpu_of_unknown_speed(tiny, monkeypatch):
     assert choose(config, torch.device("cuda"), True, 1.0) is False
 
 
+@pytest.mark.parametrize(
+    ("error", "micro_batches", "said"),
+    [
+        (RuntimeError("operation not permitted when stream is capturing"), 0, True),
+        (RuntimeError("operation not permitted when stream is capturing"), 2, True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), 3, False),
+        (torch.OutOfMemoryError("CUDA out of memory"), 0, False),
+    ],
+)
+def test_an_error_while_graphs_are_recorded_names_the_key(caplog, error, micro_batches, said):
+    graphs = Graphs(True, compiled=True, parameters=[])
+    for _ in range(micro_batches):
+        with graphs.micro_batch(last=True):
+            pass
+    with pytest.raises(type(error), match=str(error)), graphs.micro_batch(last=True):
+        raise error
+    assert ("start the same command with train.cuda_graphs=false" in caplog.text) is said
+
+
 def test_a_device_without_graphs_and_a_run_that_is_not_compiled_are_refused(tiny):
     assert "train.cuda_graphs=true needs a CUDA GPU, and this run is on cpu" in refused(
         changed(tiny, train__cuda_graphs=True)

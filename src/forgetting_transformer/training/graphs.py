@@ -88,8 +88,16 @@ class Graphs:
         before = [parameter.grad for parameter in self._parameters if taken]
         for parameter in self._parameters:
             parameter.grad = None if taken else parameter.grad
-        with compiling.recording():
-            yield
+        try:
+            with compiling.recording():
+                yield
+        except Exception as error:
+            if self._micro_batches < _REPLAYED and not isinstance(error, torch.OutOfMemoryError):
+                log.warning(
+                    "the error below came while blocks were recorded as CUDA graphs; start the same command with "
+                    "train.cuda_graphs=false to see whether they are its cause"
+                )
+            raise
         if taken:
             self._add(before, last)
         self._micro_batches += 1
