@@ -66,6 +66,8 @@ print(*plan.start_order); print(*plan.seeds); print(plan.group)' "$study") || ex
 mapfile -t plan <<<"$says"
 mkdir -p "$1/logs" "$1/speed"
 folder="$(cd "$1" && pwd)"
+[ ! -s "$folder/study.lock" ] || [[ $(head -c 100 "$folder/study.lock") =~ ^[0-9]+$ ]] ||
+    wrong "$folder/study.lock is not a lock of study.sh, which would write into it; choose another folder, or move the file"
 # The lock is this process's and its children's, and is gone with them, however they end.
 exec 9<>"$folder/study.lock"
 if command -v flock >/dev/null && ! flock --nonblock 9; then

@@ -295,3 +295,15 @@ def test_of_two_starts_in_one_folder_the_second_is_refused(study_sh, tmp_path):
 def test_what_is_wrong_with_any_stage_is_said_before_the_first(study_sh, stages, settings, said):
     code, out, calls = study_sh(*stages, **settings)
     assert code == 2 and said in out and not calls
+
+
+@pytest.mark.parametrize("text", ["seeds: 0 1 2\n", "7\nand what I wrote below\n"])
+def test_a_file_of_the_users_that_is_called_like_the_lock_stays(study_sh, tmp_path, text):
+    lock = tmp_path / "study/study.lock"
+    lock.parent.mkdir(exist_ok=True)
+    lock.write_text(text)
+    code, out, calls = study_sh("train")
+    assert code == 2 and not calls and f"{lock} is not a lock of study.sh" in out
+    assert lock.read_text() == text
+    lock.write_text("7\n")
+    assert study_sh("train")[0] == 0, "that of a start that is gone"
