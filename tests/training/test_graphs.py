@@ -3,6 +3,8 @@
 That a GPU computes the same bits with graphs is in tests/gpu/test_compile_cuda.py.
 """
 
+import json
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -12,8 +14,8 @@ from forgetting_transformer.ops import compiling
 from forgetting_transformer.training import ConfigError, parse
 from forgetting_transformer.training.config import check
 from forgetting_transformer.training.failures import out_of_memory
-from forgetting_transformer.training.graphs import Graphs, check_device, choose
-from tests.tiny import STEP
+from forgetting_transformer.training.graphs import Graphs, check_device, choose, flops_in_a_block
+from tests.tiny import STEP, VOCAB
 from tests.training.conftest import Job, changed, checkpoint_tensors, refused
 
 #: For a training process on a CPU: as if it had graphs. What a micro-batch leaves in their memory is overwritten when
@@ -55,7 +57,7 @@ compiling.recording, Trainer.step = recording, noted
         (
             {"strategy__name": "fsdp"},
             2,
-            r"on 2 processes works with strategy=ddp .* has strategy=fsdp and .*; set train\.cuda_graphs=false",
+            r"on 2 processes works with strategy=ddp .* has strategy=fsdp and .*; leave train\.cuda_graphs=auto",
         ),
     ],
 )
@@ -68,23 +70,77 @@ def test_what_graphs_do_not_work_with_is_refused_by_name(tiny, changes, world_si
 
 
 @pytest.mark.parametrize(
-    ("wanted", "possible", "device", "checkpointing", "flops", "on"),
+    ("wanted", "possible", "device", "flops", "on"),
     [
-        ("auto", True, "cuda", False, 1e12, True),
-        ("auto", True, "cuda", False, 1e14, False),
-        ("auto", False, "cuda", False, 1e12, False),
-        ("auto", True, "cpu", False, 1e12, False),
-        ("auto", True, "cuda", True, 1e12, False),
-        (True, True, "cuda", False, 1e14, True),
-        (False, True, "cuda", False, 1e12, False),
+        ("auto", True, "cuda", 4.9e12, True),
+        ("auto", True, "cuda", 5.1e12, False),
+        ("auto", False, "cuda", 1e12, False),
+        ("auto", True, "cpu", 1e12, False),
+        (True, True, "cuda", 1e14, True),
+        (False, True, "cuda", 1e12, False),
     ],
 )
-def test_auto_records_small_micro_batches_where_graphs_are_possible(
-    tiny, wanted, possible, device, checkpointing, flops, on
-):
-    changes = {"train__cuda_graphs": wanted, "train__gradient_checkpointing": checkpointing}
-    config = parse(OmegaConf.create(changed(tiny, **changes, fabric__peak_flops=1e15)))
+def test_auto_records_small_micro_batches_where_graphs_are_possible(tiny, wanted, possible, device, flops, on):
+    config = parse(OmegaConf.create(changed(tiny, train__cuda_graphs=wanted, fabric__peak_flops=1e15)))
     assert choose(config, torch.device(device), possible, flops) is on
+
+
+@pytest.mark.parametrize(
+    ("grad_acc_tokens", "world_size", "context", "tokens"),
+    [(64, 1, 1, 64), (64, 2, 1, 64), (1024, 1, 1, 128), (1024, 2, 1, 64), (1024, 2, 2, 128), (8, 1, 1, 32)],
+)
+def test_a_block_computes_a_micro_batch(tiny, grad_acc_tokens, world_size, context, tokens):
+    """Of this rank's part of 4 sequences of 32 tokens, and never less than a sequence."""
+    changes = {"train__grad_acc_tokens": grad_acc_tokens, "strategy__context": context}
+    config = parse(OmegaConf.create(changed(tiny, **changes)))
+    assert flops_in_a_block(config, world_size, flops_per_token=10.0, blocks=2) == 10 * tokens / 2
+
+
+#: For a training process: it notes what `auto` is asked, and ends.
+NOTED = """
+import json, os
+from pathlib import Path
+from forgetting_transformer.training import graphs
+
+count = graphs.flops_in_a_block
+
+def noted(config, device, possible, flops):
+    said = {"possible": possible, "flops": flops, "asked": asked}
+    Path(config.output_dir).with_name(f"noted-{os.environ.get('RANK', 0)}").write_text(json.dumps(said))
+    os._exit(0)
+
+def counted(config, *values):
+    asked.extend(values)
+    return count(config, *values)
+
+asked = []
+graphs.choose, graphs.flops_in_a_block = noted, counted
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "possible"),
+    [
+        ({}, 1, True),
+        ({"train__compile": False}, 1, False),
+        ({"train__gradient_checkpointing": True}, 1, False),
+        ({"strategy__name": "fsdp"}, 1, True),
+        ({}, 2, True),
+        ({"strategy__name": "fsdp"}, 2, False),
+        ({"strategy__context": 2}, 2, False),
+    ],
+)
+def test_auto_asks_whether_this_run_can_have_graphs(tiny, tmp_path, changes, world_size, possible):
+    config = changed(tiny, **{"train__compile": True, **changes})
+    job = Job(config, world_size, NOTED)
+    assert job.wait() == [0] * world_size, job.errors()
+    for rank in range(world_size):
+        said = json.loads((tmp_path / f"noted-{rank}").read_text())
+        assert said["possible"] is possible
+        ranks, flops_per_token, blocks = said["asked"]
+        assert ranks == world_size and blocks == 2
+        # A token costs more than 6 FLOPs for each weight of the output layer, of 32 x VOCAB.
+        assert flops_per_token > 6 * 32 * VOCAB and said["flops"] >= 32 * flops_per_token / 2
 
 
 def test_auto_records_nothing_on_a_gpu_of_unknown_speed(tiny, monkeypatch):

@@ -5,11 +5,14 @@ import json
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
+from forgetting_transformer.training import proposal
 from forgetting_transformer.training.candidate import OUT_OF_MEMORY
 from forgetting_transformer.training.config import ConfigError, check
 from forgetting_transformer.training.parsing import parse
@@ -78,6 +81,27 @@ def test_cuda_graphs_are_proposed_where_they_are_not_refused(tiny, world_size, c
             assert "train.cuda_graphs" in str(error)
     assert with_cuda_graphs(shapes, world_size, context) == allowed
     assert len(allowed) == {(1, 1): 3, (2, 1): 1}.get((world_size, context), 0)
+
+
+@pytest.mark.parametrize(
+    ("cuda_graphs", "peak_flops", "compiled", "on"),
+    [
+        ("auto", 1e15, True, True),
+        ("auto", None, True, False),
+        ("auto", 1e15, False, False),
+        (True, None, True, True),
+        (False, 1e15, True, False),
+    ],
+)
+def test_the_search_begins_with_the_graphs_of_the_command(tiny, monkeypatch, cuda_graphs, peak_flops, compiled, on):
+    """On a GPU whose peak is unknown `auto` means none."""
+    monkeypatch.setattr(proposal, "_on_gpu", lambda config: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU that nobody knows")
+    settings = {"train__cuda_graphs": cuda_graphs, "train__compile": compiled, "fabric__peak_flops": peak_flops}
+    config = parse(OmegaConf.create(changed(tiny, **settings)))
+    search = proposal._Proposal(config, types.SimpleNamespace(first=True), Path())
+    assert search.start.graphs is on and search.start.compile is compiled and search.graphs
+    assert sum(shape.graphs for shape in search.choices) == 1
 
 
 def test_a_larger_micro_batch_wins_where_it_is_as_fast():

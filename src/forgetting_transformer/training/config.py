@@ -329,8 +329,8 @@ def check(config: Config, world_size: int) -> None:
     if train.cuda_graphs is True and world_size > 1 and (config.strategy.name not in ("auto", "ddp") or sharing > 1):
         raise ConfigError(
             f"train.cuda_graphs=true on {world_size} processes works with strategy=ddp and strategy.context=1 only, "
-            f"and this run has strategy={config.strategy.name} and strategy.context={sharing}; set "
-            "train.cuda_graphs=false"
+            f"and this run has strategy={config.strategy.name} and strategy.context={sharing}; leave "
+            "train.cuda_graphs=auto, or set it to false"
         )
     groups, called = world_size // sharing, "processes" if sharing == 1 else f"groups of {sharing} processes"
     if data.train_batch_size % groups:

@@ -19,24 +19,38 @@ log = logging.getLogger(__name__)
 
 #: Micro-batches until everything is replayed: one warms up, one records.
 _REPLAYED = 3
-#: With `auto`, graphs are recorded where a GPU at its peak would be done with a micro-batch in one block this soon. The
-#: host needs about as long to start the kernels of a block one by one, forward and backward.
-_HOST_SECONDS = 0.008
+#: With `auto`, graphs are recorded where a GPU at its peak rate would be done with a micro-batch in one block so soon.
+#: Measured on H200s (docs/performance.md): up to 3.2 ms graphs are worth a lot. At 4.6 one GPU takes as long as its
+#: host, which has more to do with DDP. From 5.6 on graphs are worth nothing, with DDP neither.
+_AT_PEAK_SECONDS = 0.005
+
+
+def are_possible(config: Config, compiled: bool, world_size: int, ddp: bool) -> bool:
+    """Whether `train.cuda_graphs=true` would not be refused; `ddp`: whether that is the strategy."""
+    several = ddp and config.strategy.context == 1
+    return compiled and not config.train.gradient_checkpointing and (world_size == 1 or several)
+
+
+def flops_in_a_block(config: Config, world_size: int, flops_per_token: float, blocks: int) -> float:
+    """Of a micro-batch, forward and backward, in each of so many blocks that share the FLOPs of a token."""
+    data = config.datamodule
+    local = data.train_batch_size // (world_size // config.strategy.context) * data.train_batch_len
+    return flops_per_token * max(data.train_batch_len, min(config.train.grad_acc_tokens, local)) / blocks
 
 
 def choose(config: Config, device: torch.device, possible: bool, flops: float) -> bool:
     """Resolves `train.cuda_graphs`. Every bit is the same with graphs and without, so starts and ranks may differ.
 
     Args:
-        possible: whether blocks are compiled, and the strategy allows graphs.
+        possible: by `are_possible`.
         flops: of a micro-batch in one block, forward and backward.
     """
     if config.train.cuda_graphs != "auto":
         return bool(config.train.cuda_graphs)
-    if not possible or device.type != "cuda" or config.train.gradient_checkpointing:
+    if not possible or device.type != "cuda":
         return False
     peak = config.fabric.peak_flops or peak_flops(device, config.fabric.precision)
-    return peak is not None and flops / peak <= _HOST_SECONDS
+    return peak is not None and flops / peak <= _AT_PEAK_SECONDS
 
 
 def check_device(wanted: bool | str, device: torch.device) -> None:
@@ -46,7 +60,8 @@ def check_device(wanted: bool | str, device: torch.device) -> None:
     """
     if wanted is True and device.type != "cuda":
         raise ConfigError(
-            f"train.cuda_graphs=true needs a CUDA GPU, and this run is on {device.type}; set train.cuda_graphs=false"
+            f"train.cuda_graphs=true needs a CUDA GPU, and this run is on {device.type}; leave train.cuda_graphs=auto, "
+            "or set it to false"
         )
 
 
@@ -83,11 +98,13 @@ class Graphs:
             yield
             return
         # Each micro-batch makes its gradients in the graphs' memory, where the next one writes its own. DDP must find
-        # the sum of all of them when the last one is ready: autograd adds that to the copy of those before.
+        # the sum of all of them when the last one is ready: there autograd adds that one to the copy of those before,
+        # as without graphs. Its gradients are then gone sooner than those of the others, so it has graphs of its own.
         taken = not (last and self._reduced)
-        before = [parameter.grad for parameter in self._parameters if taken]
-        for parameter in self._parameters:
-            parameter.grad = None if taken else parameter.grad
+        before = [parameter.grad for parameter in self._parameters]
+        if taken:
+            for parameter in self._parameters:
+                parameter.grad = None
         try:
             with compiling.recording():
                 yield

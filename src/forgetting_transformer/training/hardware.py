@@ -8,6 +8,7 @@ All rates are dense. Datasheets often print the rate with 2:4 structured sparsit
 training does not use.
 """
 
+import functools
 import logging
 from typing import NamedTuple
 
@@ -61,6 +62,16 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     if name not in PEAKS:
-        log.info("no MFU: the peak FLOP/s of %r is not known; set fabric.peak_flops to have it", name)
+        _say_unknown(name)
         return None
     return PEAKS[name].bf16_mixed if precision == "bf16-mixed" else PEAKS[name].fp32
+
+
+@functools.cache
+def _say_unknown(name: str) -> None:
+    """Once for each name."""
+    log.info(
+        "no MFU, and no CUDA graphs with train.cuda_graphs=auto: the peak FLOP/s of %r is not known; set "
+        "fabric.peak_flops to have them",
+        name,
+    )

@@ -13,7 +13,7 @@ from torch import nn
 
 from forgetting_transformer.data.mixture import MixtureDataModule
 from forgetting_transformer.ops.selftest import Backend
-from forgetting_transformer.training import execution, setup, status
+from forgetting_transformer.training import execution, graphs, setup, status
 from forgetting_transformer.training.backends import choose_on_all_ranks
 from forgetting_transformer.training.checkpoint import Checkpointer
 from forgetting_transformer.training.clock import Clock
@@ -24,7 +24,6 @@ from forgetting_transformer.training.corruption import Comparison
 from forgetting_transformer.training.counters import Counters
 from forgetting_transformer.training.eval_sets import check_same_texts, check_tokenizers, open_eval_sets
 from forgetting_transformer.training.graphs import Graphs, check_device
-from forgetting_transformer.training.graphs import choose as choose_graphs
 from forgetting_transformer.training.initial_weights import InitialWeights, initial_weights
 from forgetting_transformer.training.launch import launch
 from forgetting_transformer.training.parameter_groups import undecayed_parameters
@@ -178,13 +177,12 @@ class Parts:
         self.started("checkpoint")
 
     def _graphs(self, model: Any) -> Graphs:
-        data, reduced = self.config.datamodule, isinstance(self.fabric.strategy, DDPStrategy)
-        possible = self.compiled and (self.fabric.world_size == 1 or (reduced and self.ranks.sharing == 1))
-        local = data.train_batch_size // self.ranks.data_size * data.train_batch_len
-        tokens = max(data.train_batch_len, min(self.config.train.grad_acc_tokens, local))
-        flops = self.flops_per_token * tokens / model.config.num_hidden_layers
-        wanted = choose_graphs(self.config, self.fabric.device, possible, flops)
-        return Graphs(wanted, self.compiled, model.parameters(), reduced)
+        """Those of the run, on or off."""
+        world_size, ddp = self.fabric.world_size, isinstance(self.fabric.strategy, DDPStrategy)
+        possible = graphs.are_possible(self.config, self.compiled, world_size, ddp)
+        flops = graphs.flops_in_a_block(self.config, world_size, self.flops_per_token, model.config.num_hidden_layers)
+        wanted = graphs.choose(self.config, self.fabric.device, possible, flops)
+        return Graphs(wanted, self.compiled, model.parameters(), reduced=ddp)
 
     def started(self, stage: str) -> None:
         """The start has `stage` behind it."""

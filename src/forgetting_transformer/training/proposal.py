@@ -34,6 +34,7 @@ from forgetting_transformer.training import execution
 from forgetting_transformer.training.candidate import NO_MEMORY, OUT_OF_MEMORY
 from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config, ConfigError
+from forgetting_transformer.training.hardware import peak_flops
 from forgetting_transformer.training.launch import expected_world_size
 from forgetting_transformer.training.preflight import size_in_words
 from forgetting_transformer.training.run_directory import RunDirectory
@@ -214,10 +215,12 @@ class _Proposal:
         def recorded(shapes: Sequence[Shape]) -> list[Shape]:
             return with_cuda_graphs(shapes, self.world_size, config.strategy.context) if _on_gpu(config) else []
 
-        start = Shape(train.gradient_checkpointing, self.compiles[0], usual if name == "auto" else name)
-        # Where `auto` leaves graphs out although they are possible, they change the speed little.
-        wanted = {True: [dataclasses.replace(start, graphs=True)], "auto": recorded([start])}
-        self.start = (wanted.get(train.cuda_graphs) or [start])[0]
+        self.start = Shape(
+            train.gradient_checkpointing, self.compiles[0], usual if name == "auto" else name, train.cuda_graphs is True
+        )
+        if train.cuda_graphs == "auto" and _peak(config) and (found := recorded([self.start])):
+            # Where `auto` leaves out graphs that are possible, they change the speed little.
+            self.start = found[0]
         self.choices = [
             Shape(checkpointing, compiled, strategy)
             for strategy in self._strategies()
@@ -461,6 +464,13 @@ def _free_port() -> int:
 
 def _accelerator(config: Config) -> str:
     return os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
+
+
+def _peak(config: Config) -> float | None:
+    """FLOP/s of a GPU of this machine, where they are known."""
+    if not _on_gpu(config):
+        return None
+    return config.fabric.peak_flops or peak_flops(torch.device("cuda", 0), config.fabric.precision)
 
 
 def _on_gpu(config: Config) -> bool:
