@@ -50,6 +50,25 @@ TokenArray.read = read
     assert job.wait() == [1] and "c/4/0 is missing" in job.errors()
 
 
+def test_an_evaluation_that_does_not_fit_beside_a_step_is_said(tiny):
+    patch = """
+import torch
+from forgetting_transformer.model.decoder import DecoderForCausalLM as Model
+forward = Model.forward
+def fail(self, *args, **kwargs):
+    if not self.training:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
+    return forward(self, *args, **kwargs)
+Model.forward = fail
+"""
+    config = changed(tiny, preflight="check")
+    job = Job(config, patch=patch)
+    assert job.wait() == [1]
+    assert "out of memory in evaluation for 2.50 GiB more" in job.errors()
+    assert "datamodule.eval_local_batch_size=2" in job.errors()
+    assert Job(config | {"skip_eval": True}, patch=patch).wait() == [0]
+
+
 def test_a_step_that_does_not_fit_is_said_as_in_training(tiny):
     patch = """
 import torch

@@ -2,8 +2,8 @@
 
     fabric run train.py --devices 4 +experiment/… output_dir=… data_dir=… preflight=check
 
-Takes real steps of the real model on the real data, in a temporary folder; the run's own folder is not touched. What
-would be faster is measured by proposal.py.
+Takes real steps of the real model on the real data, and evaluates a batch, in a temporary folder; the run's own folder
+is not touched. What would be faster is measured by proposal.py.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy
 
+from forgetting_transformer.data.corpus import model_inputs
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config
@@ -44,7 +45,7 @@ class PreflightError(RuntimeError):
 
 
 class StepTooBigError(PreflightError):
-    """A step does not fit into the memory of the device."""
+    """A step, or an evaluation beside what steps hold, does not fit into the memory of the device."""
 
 
 def preflight(config: Config) -> dict[str, float]:
@@ -53,7 +54,7 @@ def preflight(config: Config) -> dict[str, float]:
     Raises:
         ConfigError, DataError: as training would.
         RunDirectoryError: output_dir holds what is not a run's.
-        PreflightError: the disk is too small for the checkpoints, or the step too big for the device.
+        PreflightError: the disk is too small for the checkpoints, or a step or an evaluation too big for the device.
     """
     directory = RunDirectory(config.output_dir)
     directory.check_ours(config.resume)
@@ -126,8 +127,12 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     # The last batch of the run, which lies elsewhere in the corpus.
     last = total_steps - 1
     next(iter(trainer.data.train_loader(last, last + 1, ranks.data_rank, ranks.data_size)))
-    for corpus in () if config.skip_eval else (trainer.data, *trainer.eval_sets.values()):
-        next(iter(corpus.eval_loader(ranks.data_rank, ranks.data_size)))
+    if not config.skip_eval:
+        try:
+            _evaluate(trainer)
+        except torch.OutOfMemoryError as error:
+            said = out_of_memory(error, config, "evaluation", fabric.world_size, trainer.graphs.on)
+            raise StepTooBigError(said) from None
     if bad := trainer.guard.bad_steps(wait=True):
         problems.append(f"the loss or gradient of batch {bad[0].batch} is not finite at the initial weights")
 
@@ -163,6 +168,19 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     if problems:
         raise PreflightError("; ".join(problems))
     return found
+
+
+@torch.no_grad()
+def _evaluate(trainer: Trainer) -> None:
+    """A batch of each held-out set, beside what training holds."""
+    fabric, ranks = trainer.fabric, trainer.ranks
+    trainer.model.eval()
+    for corpus in (trainer.data, *trainer.eval_sets.values()):
+        inputs = model_inputs(fabric.to_device(next(iter(corpus.eval_loader(ranks.data_rank, ranks.data_size)))))
+        with ranks.share():
+            trainer.model(**ranks.part_of(inputs))
+        setup.synchronize(fabric.device)
+        trainer.sentinel.started()
 
 
 def table(found: dict[str, float], config: Config, world_size: int) -> str:
