@@ -198,3 +198,15 @@ def test_cuda_graphs_change_no_bit_of_ddp(long_corpus, tmp_path, micro_batches):
     run(plain, 2, tmp_path / "caches")
     assert "cannot be recorded" not in run(config, 2, tmp_path / "caches")
     assert_same_bits(plain["output_dir"], config["output_dir"], 6 * STEP)
+
+
+@pytest.mark.parametrize(
+    "peak_flops, said", [(1e15, "compiled       yes, with CUDA graphs"), (1e9, "compiled       yes\n")]
+)
+def test_a_command_that_says_nothing_of_graphs_has_them_where_they_help(long_corpus, tmp_path, peak_flops, said):
+    """The GPU's own peak is not used: here the machine that runs the test may have any."""
+    config = large_config(tmp_path / "run", long_corpus, "forgetting_transformer")
+    config["train"] |= {"max_tokens": STEP}
+    config["fabric"] |= {"peak_flops": peak_flops}
+    log = run(config, 1, tmp_path / "caches")
+    assert re.sub(" +", " ", said) in re.sub(" +", " ", log)
