@@ -159,6 +159,7 @@ def test_parts_that_do_not_fit_together_are_refused(tmp_path, capfd, other, mess
 def test_runs_that_were_made_again_count_once_and_bring_what_was_missing(tmp_path):
     first, again = part_of(["fox_pro", "mamba2"], [0, 1, 2]), part_of(["fox_pro"], [0])
     del first["models"]["fox_pro"]["per_token_loss"]
+    first["scores"] = {}
     again["scores"] = {"fox_pro": {"fox_pro_seed0": {"needle": {"easy": 0.5}}}}
     found = study_parts.join({"first": first, "again": again})
     fox = found["models"]["fox_pro"]
