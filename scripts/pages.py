@@ -17,7 +17,7 @@ import json
 import runpy
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,11 @@ def performance() -> dict[str, str]:
     return sections
 
 
+def efficiency(row: Mapping[str, Any], alone: Mapping[str, Any]) -> str:
+    """The speed of a GPU among several, as a share of that of one GPU alone."""
+    return f"{100 * row['tokens_per_second'] / alone['tokens_per_second']:.1f} %"
+
+
 def four_gpus() -> dict[str, str]:
     """Numbers in the sentences about strategies on four GPUs."""
     found = {}
@@ -179,18 +184,16 @@ def four_gpus() -> dict[str, str]:
             steps = [1000 * seconds for seconds in row["step_seconds"]]
             name = f"{case.partition('_')[0]}_{size}"
             traced = sum(row[f"{part}_ms"] for part in ("compute", "exposed", "idle"))
-            efficiency, exposed = row["tokens_per_second"] / alone["tokens_per_second"], row["exposed_ms"] / traced
             found |= {
-                f"{name}_efficiency": f"{100 * efficiency:.1f} %",
-                f"{name}_exposed": f"{100 * exposed:.0f} %",
+                f"{name}_efficiency": efficiency(row, alone),
+                f"{name}_exposed": f"{100 * row['exposed_ms'] / traced:.0f} %",
                 f"{name}_shortest": f"{min(steps):,.0f}",
                 f"{name}_longest": f"{max(steps):,.0f}",
                 f"{name}_longer": f"{statistics.mean(steps) - alone_mean:.0f}",
             }
     unpruned = Results("scaling_760m_4_gpus_unpruned.json")
-    for case in ("fsdp_kept", "ddp"):
-        share = unpruned.row(case=case)["tokens_per_second"] / unpruned.row(case="one")["tokens_per_second"]
-        found[f"{case.partition('_')[0]}_unpruned_efficiency"] = f"{100 * share:.1f} %"
+    for name, case in (("fsdp", "fsdp_kept"), ("ddp", "ddp")):
+        found[f"{name}_unpruned_efficiency"] = efficiency(unpruned.row(case=case), unpruned.row(case="one"))
     return found | host_bound()
 
 
@@ -207,7 +210,7 @@ def host_bound() -> dict[str, str]:
         **{f"one_sequence_{case}": f"{ms(steps, case):.1f}" for case in ("one", "one_graphs", "ddp", "ddp_graphs")},
         "one_sequence_again": f"{ms(Results('repeated_scaling_125m_4_gpus_one_micro_batch.json'), 'ddp'):.1f}",
         "one_sequence_side_stream": f"{ms(Results('side_stream_125m_4_gpus.json'), 'ddp'):.1f}",
-        "one_sequence_share": f"{100 * ms(steps, 'one_graphs') / ms(steps, 'ddp_graphs'):.1f} %",
+        "one_sequence_share": efficiency(steps.row(case="ddp_graphs"), steps.row(case="one_graphs")),
         **{f"one_sequence_train_{case}": f"{1000 * row['seconds_per_step']:.0f}" for case, row in runs.items()},
         "one_sequence_rate": f"{round(before, -3):,.0f}",
         "one_sequence_rate_graphs": f"{round(after, -4):,.0f}",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from forgetting_transformer.ops import compiling
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.hardware import peak_flops
+from forgetting_transformer.training.hardware import peak_of
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +25,14 @@ _REPLAYED = 3
 _AT_PEAK_SECONDS = 0.005
 
 
-def are_possible(config: Config, compiled: bool, world_size: int, ddp: bool) -> bool:
-    """Whether `train.cuda_graphs=true` would not be refused; `ddp`: whether that is the strategy."""
-    several = ddp and config.strategy.context == 1
-    return compiled and not config.train.gradient_checkpointing and (world_size == 1 or several)
+def are_possible(compiled: bool, checkpointing: bool, world_size: int, ddp: bool, context: int) -> bool:
+    """Whether `train.cuda_graphs=true` would not be refused.
+
+    Args:
+        ddp: whether that is the strategy.
+        context: `strategy.context`.
+    """
+    return compiled and not checkpointing and (world_size == 1 or (ddp and context == 1))
 
 
 def flops_in_a_block(config: Config, world_size: int, flops_per_token: float, blocks: int) -> float:
@@ -49,7 +53,7 @@ def choose(config: Config, device: torch.device, possible: bool, flops: float) -
         return bool(config.train.cuda_graphs)
     if not possible or device.type != "cuda":
         return False
-    peak = config.fabric.peak_flops or peak_flops(device, config.fabric.precision)
+    peak = peak_of(config.fabric, device)
     return peak is not None and flops / peak <= _AT_PEAK_SECONDS
 
 

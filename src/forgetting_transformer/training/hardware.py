@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from forgetting_transformer.training.config import FabricConfig
+
 log = logging.getLogger(__name__)
 
 
@@ -54,6 +56,11 @@ PEAKS: dict[str, Peak] = {
     # Ada architecture whitepaper, RTX 4090: bf16 with fp32 accumulation 165.2 dense, fp32 82.6.
     "NVIDIA GeForce RTX 4090": Peak(165.2e12, 82.6e12),
 }
+
+
+def peak_of(fabric: FabricConfig, device: torch.device) -> float | None:
+    """`fabric.peak_flops`, or else what is known of `device` at the precision of the run."""
+    return fabric.peak_flops or peak_flops(device, fabric.precision)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

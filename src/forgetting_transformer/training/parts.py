@@ -179,7 +179,8 @@ class Parts:
     def _graphs(self, model: Any) -> Graphs:
         """Those of the run, on or off."""
         world_size, ddp = self.fabric.world_size, isinstance(self.fabric.strategy, DDPStrategy)
-        possible = graphs.are_possible(self.config, self.compiled, world_size, ddp)
+        checkpointing = self.config.train.gradient_checkpointing
+        possible = graphs.are_possible(self.compiled, checkpointing, world_size, ddp, self.ranks.sharing)
         flops = graphs.flops_in_a_block(self.config, world_size, self.flops_per_token, model.config.num_hidden_layers)
         wanted = graphs.choose(self.config, self.fabric.device, possible, flops)
         return Graphs(wanted, self.compiled, model.parameters(), reduced=ddp)

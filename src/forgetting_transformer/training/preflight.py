@@ -112,7 +112,7 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     trainer.callbacks.start()  # which refuse what they would miss after hours
     if trainer.compiled:
         trainer.compilation.announce()
-    try:
+    with _fits(trainer, "a step"):
         loader = trainer.data.train_loader(0, min(1 + STEPS, total_steps), ranks.data_rank, ranks.data_size)
         for batch in loader:
             setup.synchronize(fabric.device)
@@ -122,17 +122,12 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
             seconds.append(time.perf_counter() - began)
             trainer.sentinel.started()
             trainer.counters.batch_count += 1
-    except torch.OutOfMemoryError as error:
-        raise StepTooBigError(out_of_memory(error, config, "a step", fabric.world_size, trainer.graphs.on)) from None
     # The last batch of the run, which lies elsewhere in the corpus.
     last = total_steps - 1
     next(iter(trainer.data.train_loader(last, last + 1, ranks.data_rank, ranks.data_size)))
     if not config.skip_eval:
-        try:
+        with _fits(trainer, "evaluation"):
             _evaluate(trainer)
-        except torch.OutOfMemoryError as error:
-            said = out_of_memory(error, config, "evaluation", fabric.world_size, trainer.graphs.on)
-            raise StepTooBigError(said) from None
     if bad := trainer.guard.bad_steps(wait=True):
         problems.append(f"the loss or gradient of batch {bad[0].batch} is not finite at the initial weights")
 
@@ -168,6 +163,19 @@ def _measure(trainer: Trainer, place: Path) -> dict[str, float]:
     if problems:
         raise PreflightError("; ".join(problems))
     return found
+
+
+@contextlib.contextmanager
+def _fits(trainer: Trainer, during: str) -> Iterator[None]:
+    """
+    Raises:
+        StepTooBigError: memory ended in it.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        said = out_of_memory(error, trainer.config, during, trainer.fabric.world_size, trainer.graphs.on)
+        raise StepTooBigError(said) from None
 
 
 @torch.no_grad()

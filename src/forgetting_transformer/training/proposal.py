@@ -34,7 +34,8 @@ from forgetting_transformer.training import execution
 from forgetting_transformer.training.candidate import NO_MEMORY, OUT_OF_MEMORY
 from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.hardware import peak_flops
+from forgetting_transformer.training.graphs import are_possible
+from forgetting_transformer.training.hardware import peak_of
 from forgetting_transformer.training.launch import expected_world_size
 from forgetting_transformer.training.preflight import size_in_words
 from forgetting_transformer.training.run_directory import RunDirectory
@@ -121,7 +122,7 @@ def with_cuda_graphs(shapes: Sequence[Shape], world_size: int, context: int) -> 
     return [
         dataclasses.replace(shape, graphs=True)
         for shape in shapes
-        if shape.compile and not shape.checkpointing and (world_size == 1 or (shape.strategy == "ddp" and context == 1))
+        if are_possible(shape.compile, shape.checkpointing, world_size, shape.strategy == "ddp", context)
     ]
 
 
@@ -218,8 +219,9 @@ class _Proposal:
         self.start = Shape(
             train.gradient_checkpointing, self.compiles[0], usual if name == "auto" else name, train.cuda_graphs is True
         )
-        if train.cuda_graphs == "auto" and _peak(config) and (found := recorded([self.start])):
-            # Where `auto` leaves out graphs that are possible, they change the speed little.
+        found = recorded([self.start]) if train.cuda_graphs == "auto" else []
+        if found and peak_of(config.fabric, torch.device("cuda", 0)) is not None:
+            # Where its peak is known, `auto` leaves out only graphs that change the speed little.
             self.start = found[0]
         self.choices = [
             Shape(checkpointing, compiled, strategy)
@@ -464,13 +466,6 @@ def _free_port() -> int:
 
 def _accelerator(config: Config) -> str:
     return os.environ.get("LT_ACCELERATOR", config.fabric.accelerator)
-
-
-def _peak(config: Config) -> float | None:
-    """FLOP/s of a GPU of this machine, where they are known."""
-    if not _on_gpu(config):
-        return None
-    return config.fabric.peak_flops or peak_flops(torch.device("cuda", 0), config.fabric.precision)
 
 
 def _on_gpu(config: Config) -> bool:

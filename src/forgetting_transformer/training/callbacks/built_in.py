@@ -16,7 +16,7 @@ from forgetting_transformer.training.callbacks.progress import Progress
 from forgetting_transformer.training.callbacks.throughput import Throughput
 from forgetting_transformer.training.callbacks.wandb import Wandb
 from forgetting_transformer.training.config import Config, ConfigError
-from forgetting_transformer.training.hardware import peak_flops
+from forgetting_transformer.training.hardware import peak_of
 
 if TYPE_CHECKING:
     from forgetting_transformer.training.interface import TrainerInterface
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def built_in(trainer: "TrainerInterface") -> list[Callback]:
     """The callbacks of every run, in their order, of a trainer whose checkpoint is loaded."""
     config, data, counters = trainer.config, trainer.config.datamodule, trainer.counters
-    peak = config.fabric.peak_flops or peak_flops(trainer.fabric.device, config.fabric.precision)
+    peak = peak_of(config.fabric, trainer.fabric.device)
     throughput = Throughput(peak and peak * trainer.fabric.world_size, counters.as_floats())
     return [
         Wandb(),  # first, so that it has what the others report at the start
