@@ -130,8 +130,7 @@ def headline() -> dict[str, str]:
 
 
 def front() -> dict[str, str]:
-    gains = {"seven_gain": study("seven_models")["pro_gain"], "longer_gain": study("longer_sequences")["gain"]}
-    return headline() | study("three_seeds", "numbers") | gains
+    return headline() | study("three_seeds_100m", "numbers") | {"longer_gain": study("longer_sequences")["gain"]}
 
 
 def performance() -> dict[str, str]:
