@@ -133,6 +133,14 @@ def test_an_address_that_is_none_names_its_variable(address, hub_at):
         only_cached()
 
 
+def test_a_model_of_a_wrong_address_is_no_reason_to_download_it(hub_at):
+    hub_at("huggingface.co")
+    with pytest.raises(EvaluationError) as error:
+        _load_pretrained("somebody/some", None)
+    wrong = "HF_ENDPOINT=huggingface.co is no address: give https://HOST, or unset it"
+    assert str(error.value) == f"cannot load the model somebody/some: {wrong}"
+
+
 def test_a_name_that_no_host_can_have_is_not_reached(hub_at, caplog):
     hub_at("https://.foo.test")
     assert only_cached() and ".foo.test cannot be reached" in caplog.text

@@ -366,8 +366,12 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
     from forgetting_transformer.model_tokenizer import check_vocabulary, load_tokenizer
 
     try:
+        cached = not Path(source).is_dir() and only_cached()
+    except ValueError as error:  # HF_ENDPOINT is wrong, for which the advice below is none
+        raise EvaluationError(f"cannot load the model {source}: {error}") from error
+    try:
         # Not local_files_only, with which the client asks the hub for adapters all the same.
-        place = cached_model(source) if not Path(source).is_dir() and only_cached() else source
+        place = cached_model(source) if cached else source
         # safetensors only: a pickle from the hub may run what its author liked.
         with _without_report():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
