@@ -10,7 +10,8 @@
 collect writes OUT/study.json (all numbers of the tables), OUT/study.yaml (the plan of the study), OUT/positions.npz
 (loss at every position) and figures: per_token_loss.png, compare.png (training), search.png (learning rates),
 memory.png (of the first model with forget gates), heads.png (while models with gates were trained), differences.png
-(held-out losses against the baseline). It also works on an unfinished study and names what it skips.
+(held-out losses against the baseline), needle.png (needle in a haystack, of every model that was asked). It also works
+on an unfinished study and names what it skips.
 
 tables replaces the text between <!-- NAME --> and <!-- end of NAME --> in a page. NAME is source, models, search,
 octaves, positions, comparison, variants, equal_loss, needle, downstream, claims, claim_rules, models_noise,
@@ -42,7 +43,7 @@ COMPARED_FROM = 256
 #: What collect writes, besides study.yaml.
 COMMAND = "scripts/study_report.py"
 FILES = ("study.json", "positions.npz", "search.png", "octaves.png", "compare.png", "per_token_loss.png", "memory.png",
-         "differences.png", "heads.png")  # fmt: skip
+         "differences.png", "heads.png", "needle.png")  # fmt: skip
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -157,9 +158,9 @@ def collect(args: argparse.Namespace) -> None:
     runs = studies.runs_in(args.study, "runs", study["names"], plan.seeds if plan else ())
     positions = studies.read_positions(study, args.position_loss)
     add_positions(study, positions)
-    study["scores"] = (
-        study_scores.read_scores(args.downstream, studies.evaluated_runs(study)) if args.downstream else {}
-    )
+    asked = studies.evaluated_runs(study)
+    study["scores"] = study_scores.read_scores(args.downstream, asked) if args.downstream else {}
+    study["needles"] = study_scores.read_needles(args.downstream, asked) if args.downstream else {}
 
     def name(model: str) -> str:
         return studies.display_name(study, model)
@@ -286,12 +287,15 @@ def made_on(study: dict[str, Any], models: Iterable[dict[str, Any]]) -> list[str
 
 def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
     """Draws the figures that study.json alone suffices for, and returns them: learning rates, loss by octave,
-    differences of losses, and heads over training.
+    differences of losses, heads over training, and the needle in a haystack.
     """
+    from forgetting_transformer.analysis.needles import CHANCE
+    from forgetting_transformer.analysis.plots.heatmaps import score_grids
     from forgetting_transformer.analysis.plots.losses import loss_by_octave
     from forgetting_transformer.analysis.plots.studies import differences_to_baseline, heads_over_training
     from forgetting_transformer.analysis.plots.sweeps import loss_against_learning_rate
     from forgetting_transformer.analysis.studies import baseline_of, contrasts, counted_seeds, differences, display_name
+    from forgetting_transformer.analysis.study_scores import needle_grids
 
     figures = []
     if study["search"]:
@@ -359,6 +363,24 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
         figures.append(folder / "heads.png")
         made_with = made_on(study, [study["models"][name] for name in recorded])
         heads_over_training(of_models, figures[-1], lengths.pop() if len(lengths) == 1 else None, made_with)
+    prompt_lengths, depths, grids = needle_grids(study)
+    if grids:
+        asked = study["needles"]
+        trained = {of["train_length"] for runs in asked.values() for modes in runs.values() for of in modes.values()}
+        seeds = {len(runs) for runs in asked.values()}
+        several = "one seed" if seeds == {1} else f"mean of up to {max(seeds)} seeds"
+        figures.append(folder / "needle.png")
+        score_grids(
+            grids,
+            prompt_lengths,
+            depths,
+            figures[-1],
+            title="Needle in a haystack",
+            label="share of the answer's words",
+            limits=(0.0, 1.0),
+            train_length=trained.pop() if len(trained) == 1 else None,
+            conditions=[several, CHANCE, *made_on(study, [study["models"][name] for name in asked])],
+        )
     return figures
 
 

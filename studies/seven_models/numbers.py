@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forgetting_transformer.analysis import study_tables
-from forgetting_transformer.analysis.statistics import detectable, mean
+from forgetting_transformer.analysis.statistics import detectable, equal_noise, mean
 from forgetting_transformer.analysis.studies import display_name, read_study
 from forgetting_transformer.analysis.tables import markdown_table, rate_text
 
@@ -92,7 +92,7 @@ def sections(folder: Path) -> dict[str, str]:
         "power_five": f"{detectable(0.05, seeds=5, freedom=24, comparisons=6):.2f}",
     }
     found = study_tables.sections(folder, folder / "README.md") | values | second_seeds(content, seeds)
-    return found | {"recipes": recipes(folder / "recipes.jsonl")}
+    return found | {"recipes": recipes(folder / "recipes.jsonl")} | recipes_apart(folder / "recipes.jsonl")
 
 
 def second_seeds(study: dict[str, Any], seeds: dict[str, Any]) -> dict[str, str]:
@@ -129,12 +129,8 @@ def recipes(file: Path) -> str:
     """FoX (Pro) with several seeds for each learning rate and warm-up: a row per recipe, from a JSON line per run."""
     if not file.is_file():
         return study_tables.NOT_RUN
-    found: dict[tuple[float, int], list[dict[str, Any]]] = {}
-    for line in file.read_text("utf-8").splitlines():
-        run = json.loads(line)
-        found.setdefault((run["rate"], run["warmup"]), []).append(run)
     rows = []
-    for (rate, warmup), runs in sorted(found.items()):
+    for (rate, warmup), runs in _by_recipe(file):
         losses, train = ([run[which][0] for run in runs] for which in ("heldout_loss", "train_loss"))
         rows.append(
             [
@@ -148,6 +144,25 @@ def recipes(file: Path) -> str:
         )
     header = ["rate", "warm-up steps", "seeds", "held-out loss", "standard deviation of a run", "above training loss"]
     return markdown_table(header, rows, "rrrrrr")
+
+
+def recipes_apart(file: Path) -> dict[str, str]:
+    """Whether recipes differ in their noise, and how far the one with the least noise is above the lowest loss."""
+    losses = [[run["heldout_loss"][0] for run in runs] for _, runs in _by_recipe(file)]
+    quietest = min(losses, key=statistics.stdev)
+    return {
+        "recipes_bartlett": f"{equal_noise(losses):.2f}",
+        "recipes_above": f"{statistics.mean(quietest) - min(map(statistics.mean, losses)):.2f}",
+    }
+
+
+def _by_recipe(file: Path) -> list[tuple[tuple[float, int], list[dict[str, Any]]]]:
+    """The runs of each rate and warm-up, in steps."""
+    found: dict[tuple[float, int], list[dict[str, Any]]] = {}
+    for line in file.read_text("utf-8").splitlines():
+        run = json.loads(line)
+        found.setdefault((run["rate"], run["warmup"]), []).append(run)
+    return sorted(found.items())
 
 
 def _deviation(losses: Sequence[float]) -> str:

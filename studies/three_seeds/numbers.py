@@ -1,13 +1,12 @@
 """Numbers in the sentences of README.md, from study.json; scripts/pages.py puts them there."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean as mean_of
 
 from forgetting_transformer.analysis import statistics, study_tables
-from forgetting_transformer.analysis.studies import contrasts, differences, losses_by_seed, read_study
-from forgetting_transformer.analysis.study_claims import equal_loss, findings
+from forgetting_transformer.analysis.studies import contrasts, differences, losses_by_seed
+from forgetting_transformer.analysis.study_claims import equal_loss
+from forgetting_transformer.analysis.study_numbers import StudyNumbers, in_words
 
 #: The models and variants that the sentences are about.
 MODELS = (
@@ -31,32 +30,32 @@ def sections(folder: Path) -> dict[str, str]:
 
 def needles(folder: Path) -> dict[str, str]:
     """Prompts that are answered with most of the needle's words, and the most words that other models found."""
-    content = json.loads((folder / "needle.json").read_text(encoding="utf-8"))
-    answers = [
-        (row["model"], row["mode"], row["length"], depth, words)
-        for row in content["rows"]
-        for depth, words in zip(content["depths"], row["words"], strict=True)
-    ]
-    found = [answer for answer in answers if answer[-1] > 0.5]
-    assert {answer[:2] for answer in found} == {("fox_pro", "paper_easy")}, "the sentences name one model and one mode"
-    inside = [answer for answer in answers if answer[:2] == found[0][:2] and answer[2] <= content["train_length"]]
+    numbers = StudyNumbers.read(folder)
+    inside = numbers.answers("fox_pro", "easy", beyond=False)
+    found = [answer for answer in inside if answer.words > 0.5]
+    others = max(
+        answer.words
+        for model in numbers.study["needles"]
+        for mode in ("standard", "easy")
+        for beyond in (False, True)
+        for answer in numbers.answers(model, mode, beyond)
+        if model != "fox_pro"
+    )
     return {
         "needles_found": str(len(found)),
         "needles_inside": str(len(inside)),
-        "needles_longest": f"{max(answer[2] for answer in found):,}",
-        "needle_words": f"{12 * max(answer[-1] for answer in found):.0f}",
-        "needle_others": f"{12 * max(answer[-1] for answer in answers if answer[0] != 'fox_pro'):.0f}",
+        "needles_longest": f"{max(answer.length for answer in found):,}",
+        "needle_words": f"{12 * max(answer.words for answer in found):.0f}",
+        "needle_others": f"{12 * others:.0f}",
     }
 
 
 def numbers(folder: Path) -> dict[str, str]:
     """Those of the sentences, some of which README.md of the project has too."""
-    study = read_study(folder)
-    parts = [("models", name) for name in MODELS] + [("variants", name) for name in VARIANTS]
-    if missing := [name for kind, name in parts if None in study[kind].get(name, {}).get("heldout_loss", [None])]:
-        raise LookupError(
-            f"{folder / 'study.json'} lacks held-out losses of {', '.join(missing)}: finish the study first"
-        )
+    of_study = StudyNumbers.read(folder, models=MODELS, variants=VARIANTS)
+    study, claimed, apart, beyond, mean = (
+        of_study.study, of_study.claimed, of_study.apart, of_study.beyond, of_study.of_heads,
+    )  # fmt: skip
     found = differences(contrasts(study, "models"))
     variants = differences(contrasts(study, "variants"))
     losses = {name: losses_by_seed(study["models"][name]) for name in MODELS}
@@ -65,30 +64,7 @@ def numbers(folder: Path) -> dict[str, str]:
     # A pair that no claim names, by the rule of a claim that names it alone.
     with_muon = differences(contrasts(study, "models", "fox_pro_muon", {"transformer_pro_muon"}))
 
-    def claimed(text: str, model: str) -> str:
-        """What a claim that begins so measured for a model."""
-        claim = next(one for one in study["claims"] if one["claim"].startswith(text) and model in one["models"])
-        (finding,) = [one for one in findings(study, claim) if one.model == model]
-        assert finding.measured is not None, "the losses are there"
-        return finding.measured.text("+")
-
     recurrent = sorted(found[name].value for name in ("mamba2", "hgrn2", "delta_net"))
-    octaves = {name: study["models"][name]["per_token_loss"]["slope"] for name in MODELS}
-    beyond = {name: slopes[-1]["after"] - slopes[-3]["after"] for name, slopes in octaves.items()}
-    heads = {name: study["models"][name]["heads"] for name in ("fox_pro", "fox_llama")}
-
-    def mean(name: str, which: int, key: str) -> float:
-        """Over seeds, of the first or last measurement."""
-        return mean_of(of_seed[which][key] for of_seed in heads[name])
-
-    def pairs(variant: str, model: str) -> str:
-        """Difference of each seed that the variant has."""
-        own, other = losses_by_seed(study["variants"][variant]), losses[model]
-        return in_words([own[seed] - other[seed] for seed in sorted(own)], sign="+")
-
-    def apart(model: str, other: str) -> list[float]:
-        """How far a model ends above another one, by seed."""
-        return [losses[model][seed] - loss for seed, loss in sorted(losses[other].items())]
 
     def after(tokens: int, model: str) -> list[float]:
         """Held-out losses of all seeds in the middle of training."""
@@ -109,10 +85,10 @@ def numbers(folder: Path) -> dict[str, str]:
         "behind_most": f"{recurrent[-1]:.2f}",
         **{f"variant_{name}": difference.text() for name, difference in variants.items()},
         "fixed_gain": f"{found['transformer_pro'].value - variants['fox_pro_fixed_gate'].value:.2f}",
-        "rope_pairs": pairs("fox_pro_rope", "fox_pro"),
-        "output_gate_pairs": pairs("fox_pro_no_output_gate", "fox_pro"),
-        "rope_pairs_llama": pairs("fox_llama_rope", "fox_llama"),
-        "v_shift_pairs": pairs("fox_pro_no_v_shift", "fox_pro"),
+        "rope_pairs": in_words(apart("fox_pro_rope", "fox_pro", "variants"), sign="+"),
+        "output_gate_pairs": in_words(apart("fox_pro_no_output_gate", "fox_pro", "variants"), sign="+"),
+        "rope_pairs_llama": in_words(apart("fox_llama_rope", "fox_llama", "variants"), sign="+"),
+        "v_shift_pairs": in_words(apart("fox_pro_no_v_shift", "fox_pro", "variants"), sign="+"),
         "llama_qk_norm": claimed("QK-norm helps", "fox_llama_qk_norm"),
         "llama_output_gate": claimed("the output gate helps too", "fox_llama_qk_norm_output_gate"),
         "transformer_no_rope": claimed("without gates", "transformer_llama_no_rope").removeprefix("+"),
@@ -156,22 +132,16 @@ def numbers(folder: Path) -> dict[str, str]:
         "pooled_seven": f"{pooled_seven.half_width:.4f}",
         "bartlett_all": f"{statistics.equal_noise([[*of.values()] for of in losses.values()]):.0e}",
         "bartlett_models": f"{statistics.equal_noise([[*losses[name].values()] for name in NO_HYBRIDS]):.2f}",
-        "beyond_fox": f"{beyond['fox_pro']:+.2f}",
-        "beyond_transformer_pro": f"{beyond['transformer_pro']:+.2f}",
-        "beyond_transformer_llama": f"{beyond['transformer_llama']:+.2f}",
-        "beyond_fox_muon": f"{beyond['fox_pro_muon']:+.2f}",
-        "beyond_transformer_pro_muon": f"{beyond['transformer_pro_muon']:+.2f}",
-        "beyond_hybrid_pro": f"{beyond[hybrid_pro]:+.2f}",
-        "beyond_path_fox": f"{beyond['path_fox']:+.2f}",
-        "beyond_kda": f"{beyond['kda']:+.3f}",
+        "beyond_fox": f"{beyond('fox_pro'):+.2f}",
+        "beyond_transformer_pro": f"{beyond('transformer_pro'):+.2f}",
+        "beyond_transformer_llama": f"{beyond('transformer_llama'):+.2f}",
+        "beyond_fox_muon": f"{beyond('fox_pro_muon'):+.2f}",
+        "beyond_transformer_pro_muon": f"{beyond('transformer_pro_muon'):+.2f}",
+        "beyond_hybrid_pro": f"{beyond(hybrid_pro):+.2f}",
+        "beyond_path_fox": f"{beyond('path_fox'):+.2f}",
+        "beyond_kda": f"{beyond('kda'):+.3f}",
         "pruned_first": f"{100 * mean('fox_pro', 0, 'pruned'):.0f} %",
         "pruned_last": f"{100 * mean('fox_pro', -1, 'pruned'):.0f} %",
-        **{f"longest_first_{name}": f"{mean(name, 0, 'longest'):,.0f}" for name in heads},
-        **{f"longest_last_{name}": f"{mean(name, -1, 'longest'):,.0f}" for name in heads},
+        **{f"longest_first_{name}": f"{mean(name, 0, 'longest'):,.0f}" for name in ("fox_pro", "fox_llama")},
+        **{f"longest_last_{name}": f"{mean(name, -1, 'longest'):,.0f}" for name in ("fox_pro", "fox_llama")},
     }
-
-
-def in_words(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
-    """As in "1.234, 2.345 and 3.456"; `sign` "+" shows plus signs."""
-    *first, last = [f"{value:{sign}.{digits}f}" for value in values]
-    return f"{', '.join(first)} and {last}" if first else last

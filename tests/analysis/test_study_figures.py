@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from forgetting_transformer.analysis.plots import studies
+from forgetting_transformer.analysis.plots import heatmaps, studies
 from forgetting_transformer.analysis.statistics import Estimate
 
 
@@ -45,3 +46,24 @@ def test_heads_have_a_curve_for_each_seed_and_pruning_only_where_there_is_some(f
     assert len(left.lines) == 3 * 3 + 1 and len(right.lines) == 2
     assert right.lines[0].get_ydata().tolist() == pytest.approx([90, 45, 30])
     assert "training length (512 tokens)" in [text.get_text() for text in figures[0].legends[0].get_texts()]
+
+
+@pytest.mark.parametrize("models, rows, columns", [(3, 2, 3), (9, 4, 7)])
+def test_needles_of_models_are_beside_each_other_and_what_is_missing_has_no_axes(
+    figures, tmp_path, models, rows, columns
+):
+    scores = {(mode, f"M{n}"): np.full((2, 4), 0.1 * n) for n in range(models) for mode in ("standard", "easy")}
+    del scores["easy", "M1"]
+    heatmaps.score_grids(
+        scores, [256, 512, 1024, 2048], [0.0, 1.0], tmp_path / "needle.png", title="Needle", label="words",
+        limits=(0.0, 1.0), train_length=512, conditions=["one seed"],
+    )  # fmt: skip
+    *grids, bar = figures[0].axes
+    assert len(grids) == rows * columns and bar.get_ylabel() == "words"
+    shown = [axes for axes in grids if axes.axison]
+    assert len(shown) == len(scores) == 2 * models - 1
+    assert [axes.get_title() for axes in shown if axes.get_title()] == [f"M{n}" for n in range(models)]
+    # Two lines, black and white, after the second of the four lengths.
+    assert all([line.get_xdata()[0] for line in axes.lines] == [1.5, 1.5] for axes in shown)
+    assert [axes.images[0].get_array()[0, 0] for axes in shown[:3]] == pytest.approx([0.0, 0.1, 0.2])
+    assert (tmp_path / "needle.png").stat().st_size > 0

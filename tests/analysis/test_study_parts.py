@@ -22,6 +22,9 @@ def part_of(models, seeds, variants=False) -> dict:
     part = copy.deepcopy(study) | {"changes": [], "comparison": []}
     for key in ("models", "pruned", "pruning_loss"):
         part[key] = {name: value for name, value in part[key].items() if name in models}
+    for key in ("scores", "needles"):
+        asked = {name: {f"{name}_seed{seed}" for seed in seeds} & {*part[key].get(name, {})} for name in models}
+        part[key] = {name: {run: part[key][name][run] for run in runs} for name, runs in asked.items() if runs}
     for name, model in part["models"].items():
         kept = [model["seeds"].index(seed) for seed in seeds]
         part["models"][name] = {k: [v[i] for i in kept] if k in _BY_SEED else v for k, v in model.items()}
@@ -69,7 +72,7 @@ def test_parts_by_model_and_by_seed_give_the_tables_of_the_whole(tmp_path, capfd
     with np.load(joined / "positions.npz") as ours, np.load(STUDY / "positions.npz") as theirs:
         assert {*ours} == {*theirs} and all(np.array_equal(ours[key], theirs[key]) for key in ours)
     figures = {file.name for file in joined.glob("*.png")}
-    assert figures == {"octaves.png", "differences.png", "heads.png", "per_token_loss.png", "search.png"}
+    assert figures == {"octaves.png", "differences.png", "heads.png", "per_token_loss.png", "search.png", "needle.png"}
     assert "claims:" in capfd.readouterr().out
 
 
@@ -159,13 +162,14 @@ def test_parts_that_do_not_fit_together_are_refused(tmp_path, capfd, other, mess
 def test_runs_that_were_made_again_count_once_and_bring_what_was_missing(tmp_path):
     first, again = part_of(["fox_pro", "mamba2"], [0, 1, 2]), part_of(["fox_pro"], [0])
     del first["models"]["fox_pro"]["per_token_loss"]
-    first["scores"] = {}
+    first["scores"], first["needles"] = {}, {}
     again["scores"] = {"fox_pro": {"fox_pro_seed0": {"needle": {"easy": 0.5}}}}
+    again["needles"] = {"fox_pro": {"fox_pro_seed0": {"easy": {"words": [[0.5]]}}}}
     found = study_parts.join({"first": first, "again": again})
     fox = found["models"]["fox_pro"]
     assert fox["seeds"] == [0, 1, 2] and fox["heldout_loss"] == first["models"]["fox_pro"]["heldout_loss"]
     assert fox["per_token_loss"] == again["models"]["fox_pro"]["per_token_loss"]
-    assert found["scores"] == again["scores"]
+    assert found["scores"] == again["scores"] and found["needles"] == again["needles"]
     assert found["pruning_loss"]["fox_pro"] == first["pruning_loss"]["fox_pro"]
     again["models"]["fox_pro"]["heldout_loss"][0] += 1e-9
     with pytest.raises(AnalysisError, match="again has fox_pro with seed 0, and so has an earlier report"):

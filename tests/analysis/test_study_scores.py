@@ -1,7 +1,9 @@
 """Scores of a study are read from the folders of evaluations, seed by seed, and shown as means."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 
 from forgetting_transformer.analysis import study_scores
@@ -61,3 +63,48 @@ def test_scores_are_shown_with_intervals_over_seeds(found):
 
 def test_what_was_not_asked_is_not_run():
     assert study_scores.needle_table({}) == study_scores.downstream_table({"scores": {}}) == "Not run yet."
+
+
+def needle(folder, run, mode, cells, prompts=1, name="scores.json"):
+    records = [
+        {"length": length, "depth": depth, "words": words, "exact": float(words == 1), "prediction": f"{words} " * 90}
+        for length, depth, words in cells
+        for _ in range(prompts)
+    ]
+    place = folder / "needle" / run / mode
+    place.mkdir(parents=True)
+    content = {"mode": mode, "model": run, "train_length": 1024, "records": records}
+    (place / name).write_text(json.dumps(content))
+
+
+def test_needles_are_read_by_depth_and_length_with_the_beginnings_of_the_answers(tmp_path):
+    needle(tmp_path, "fox_seed0", "paper_easy", [(512, 0.0, 1.0), (2048, 0.0, 0.25), (512, 1.0, 0.5)])
+    found = study_scores.read_needles(tmp_path, [("fox_seed0", "fox"), ("mamba_seed0", "mamba")])
+    assert [*found] == ["fox"] and [*found["fox"]["fox_seed0"]] == ["easy"]
+    easy = found["fox"]["fox_seed0"]["easy"]
+    answers = easy.pop("answers")
+    assert easy == {
+        "train_length": 1024, "lengths": [512, 2048], "depths": [0.0, 1.0],
+        "words": [[1.0, 0.25], [0.5, None]], "exact": [[1.0, 0.0], [0.0, None]],
+    }  # fmt: skip
+    assert [[answer and answer[:4] for answer in row] for row in answers] == [["1.0 ", "0.25"], ["0.5 ", None]]
+    assert {len(answer) for row in answers for answer in row if answer} == {100}
+
+
+def test_means_of_several_prompts_have_no_answer(tmp_path):
+    needle(tmp_path, "fox_seed0", "paper", [(512, 0.0, 1.0), (2048, 0.0, 0.0)], prompts=3)
+    (mode,) = study_scores.read_needles(tmp_path, [("fox_seed0", "fox")])["fox"]["fox_seed0"].values()
+    assert mode["words"] == [[1.0, 0.0]] and "answers" not in mode
+
+
+def test_grids_are_means_of_the_seeds_on_all_lengths_and_depths(tmp_path):
+    needle(tmp_path, "fox_seed0", "paper", [(512, 0.0, 1.0), (2048, 0.0, 0.5)])
+    needle(tmp_path, "fox_seed1", "paper", [(512, 0.0, 0.0), (512, 1.0, 0.2)])
+    needle(tmp_path, "mamba_seed0", "paper_easy", [(2048, 1.0, 0.1)])
+    runs = [("fox_seed0", "fox"), ("fox_seed1", "fox"), ("mamba_seed0", "mamba")]
+    study = {"needles": study_scores.read_needles(tmp_path, runs), "names": {"fox": "FoX"}}
+    lengths, depths, grids = study_scores.needle_grids(study)
+    assert lengths == [512, 2048] and depths == [0.0, 1.0] and [*grids] == [("standard", "FoX"), ("easy", "mamba")]
+    assert np.array_equal(grids["standard", "FoX"], [[0.5, 0.5], [0.2, math.nan]], equal_nan=True)
+    assert np.array_equal(grids["easy", "mamba"], [[math.nan, math.nan], [math.nan, 0.1]], equal_nan=True)
+    assert study_scores.needle_grids({})[2] == {}

@@ -7,6 +7,8 @@ import numpy as np
 
 from forgetting_transformer.analysis.evaluations import Evaluation
 
+#: What a figure of the share of words says.
+CHANCE = "chance is above 0: most texts have some of the words"
 # In the titles of figures.
 _MODES = {
     "standard": "standard mode",
@@ -75,5 +77,5 @@ def _conditions(evaluation: Evaluation, score: str) -> list[str]:
         inside = (samples - 1) * samples @ np.array([number.standard_error or 0.0 for number in cells]) ** 2
         error = math.sqrt((inside + samples @ (means - mean) ** 2) / (total - 1) / total)
         found.append(f"mean {mean:.3f} ± {error:.3f} (standard error over {total} prompts)")
-    chance = {"words": "chance is above 0: most texts have some of the words", "exact": "chance is 0"}
+    chance = {"words": CHANCE, "exact": "chance is 0"}
     return [*found, chance[score]] if score in chance else found

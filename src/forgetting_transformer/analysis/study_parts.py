@@ -54,6 +54,7 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
         **(said if plan is None else said_by(plan)),
         **{key: {} for key in ("models", "variants", "search", "speed", "pruned", "pruning_speed", "pruning_loss")},
         "scores": {},
+        "needles": {},
         "search_loss": first["search_loss"],
         "search_made_with": _shared_conditions(
             [part["search_made_with"] for part in parts if part.get("search_made_with")]
@@ -88,12 +89,13 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
                 if known and name in again:
                     continue
                 joined[key][name] = {which: [*known.get(which, []), *values] for which, values in lists.items()}
-        for name, runs in part.get("scores", {}).items():
-            joined["scores"][name] = joined["scores"].get(name, {}) | runs
+        for key in ("scores", "needles"):
+            for name, runs in part.get(key, {}).items():
+                joined[key][name] = joined[key].get(name, {}) | runs
         joined["parts"] += part.get("parts") or [
             {key: part[key] for key in ("environment", "started", "corpus", "source") if key in part}
         ]
-    for kind in ("models", "variants"):
+    for kind in ("models", "variants", "scores", "needles"):
         joined[kind] = {name: joined[kind][name] for name in in_order([*joined[kind]], joined["names"])}
     add_own_variants(joined)
     return joined | {key: first[key] for key in ("environment", "started", "corpus") if key in first}

@@ -9,13 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.analysis.evaluations import Evaluation, read_evaluation
+from forgetting_transformer.analysis.evaluations import Evaluation, of_needle, read_evaluation, read_json
+from forgetting_transformer.analysis.needles import score_matrix
 from forgetting_transformer.analysis.statistics import mean
 from forgetting_transformer.analysis.studies import display_name
 from forgetting_transformer.analysis.tables import markdown_table
 
 #: Modes of the needle -> what tables call them.
 _MODES = {"paper": "standard", "paper_easy": "easy"}
+#: Scores of an answer.
+_METRICS = ("words", "exact")
+#: Characters of an answer that a study keeps.
+_BEGINNING = 100
 #: Kind of folder -> kind of score.
 _TASKS = ("next_line", "lm_eval", "longbench")
 
@@ -45,6 +50,75 @@ def read_scores(folder: Path, runs: Sequence[tuple[str, str]]) -> dict[str, dict
         if scores:
             found.setdefault(model, {})[run] = scores
     return found
+
+
+def read_needles(folder: Path, runs: Sequence[tuple[str, str]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """What every run has found of the needle, by length of the prompt and depth of the needle.
+
+    Args:
+        folder, runs: as for `read_scores`.
+
+    Returns:
+        Model -> run -> "standard" or "easy" -> `lengths`, `depths`, `train_length`, and matrices `(depths, lengths)`:
+        the share of the answer's words (`words`), and of answers word for word (`exact`), null where there is no
+        prompt. With one prompt per cell also the beginnings of the `answers`.
+
+    Raises:
+        AnalysisError: a file is damaged.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for run, model in runs:
+        modes = {}
+        for mode, title in _MODES.items():
+            place = folder / "needle" / run / mode
+            # This file has all answers, the other one the first of them.
+            own = place / "scores.json"
+            evaluation = of_needle(read_json(own), place) if own.is_file() else read_evaluation(place)
+            if evaluation is not None and evaluation.numbers:
+                modes[title] = _by_cell(evaluation)
+        if modes:
+            found.setdefault(model, {})[run] = modes
+    return found
+
+
+def _by_cell(evaluation: Evaluation) -> dict[str, Any]:
+    found: dict[str, Any] = {"train_length": evaluation.about.get("train_length")}
+    for metric in _METRICS:
+        found["lengths"], found["depths"], matrix = score_matrix(evaluation, metric)
+        found[metric] = [[None if np.isnan(value) else value for value in row] for row in matrix.tolist()]
+    # Texts are in the order of the prompts, and so are numbers where each cell has one prompt.
+    cells = [(n.at["depth"], n.at["length"]) for n in evaluation.numbers if n.metric == _METRICS[0]]
+    if len(evaluation.texts) == len(cells):
+        texts = dict(zip(cells, (text["text"][:_BEGINNING] for text in evaluation.texts), strict=True))
+        found["answers"] = [[texts.get((depth, length)) for length in found["lengths"]] for depth in found["depths"]]
+    return found
+
+
+def needle_grids(study: Mapping[str, Any]) -> tuple[list[int], list[float], dict[tuple[str, str], np.ndarray]]:
+    """Lengths and depths, and for each mode and model, by name, the share of the answer's words, mean of the seeds.
+
+    Returns:
+        Matrices `(depths, lengths)`, NaN where there is no prompt.
+    """
+    needles = study.get("needles", {})
+    every = [of_mode for runs in needles.values() for modes in runs.values() for of_mode in modes.values()]
+    lengths = sorted({length for one in every for length in one["lengths"]})
+    depths = sorted({depth for one in every for depth in one["depths"]})
+    grids = {}
+    for mode in _MODES.values():
+        for model, runs in needles.items():
+            seeds = []
+            for of_mode in (modes[mode] for modes in runs.values() if mode in modes):
+                grid = np.full((len(depths), len(lengths)), np.nan)
+                rows = [depths.index(depth) for depth in of_mode["depths"]]
+                columns = [lengths.index(length) for length in of_mode["lengths"]]
+                grid[np.ix_(rows, columns)] = np.array(of_mode["words"], dtype=np.float64)
+                seeds.append(grid)
+            if seeds:
+                known = np.sum(~np.isnan(seeds), axis=0)
+                total = np.nansum(seeds, axis=0)
+                grids[mode, display_name(study, model)] = np.where(known > 0, total / np.maximum(known, 1), np.nan)
+    return lengths, depths, grids
 
 
 def _needle(evaluation: Evaluation, mode: str) -> dict[str, float]:
@@ -80,9 +154,6 @@ def needle_table(study: Mapping[str, Any]) -> str:
     lengths = {"within": "up to the training length", "beyond": "beyond it"}
     header = ["model", *(f"{mode}, {lengths[where]}" for mode, where in columns), "seeds"]
     return markdown_table(header, rows, "l" + "r" * (len(columns) + 1)) if rows else "Not run yet."
-
-
-_METRICS = ("words", "exact")
 
 
 def downstream_table(study: Mapping[str, Any]) -> str:

@@ -11,12 +11,14 @@ from matplotlib.colors import ListedColormap
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from forgetting_transformer.analysis.plots.style import MAIN, marker_handle, picture, token_axis
+from forgetting_transformer.analysis.plots.style import MAIN, marker_handle, picture, plain_text, token_axis
 
 _AT_LEAST = "at least this: not forgotten within the text"
 _MEMORY = "memory length: tokens until the decay reaches 1/e, median over the second half of the text"
 #: Cells of a grid of scores, in each direction, whose numbers are written into them.
 _NUMBERED_CELLS = 12
+#: Grids of models beside each other.
+_GRIDS_IN_A_ROW = 7
 
 
 def head_matrices(
@@ -165,9 +167,7 @@ def score_grid(
     size = (max(4.4, 1.9 + 0.48 * len(lengths)), max(2.7, 1.2 + 0.26 * len(depths)))
     with picture(path, title, size) as drawn:
         axes = drawn.axes[0, 0]
-        axes.set_facecolor("#bbbbbb")
-        axes.grid(visible=False)
-        image = axes.imshow(np.ma.masked_invalid(scores), cmap="viridis", vmin=limits[0], vmax=limits[1], aspect="auto")
+        image = _grid(axes, scores, limits)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45, ha="right")
         axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
         axes.set(xlabel="context length (tokens)", ylabel="depth of the needle")
@@ -179,15 +179,79 @@ def score_grid(
                     axes.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=6.5, color=colour)
         within = 0 if train_length is None else sum(length <= train_length for length in lengths)
         if 0 < within < len(lengths):
-            # White over black is seen on every colour of the scale.
-            axes.axvline(within - 0.5, color="black", linewidth=2.6)
-            axes.axvline(within - 0.5, color="white", linestyle=(0, (4, 2)), linewidth=1.3)
+            _mark_training_length(axes, within)
             drawn.notes.append(f"dashed line: training length, {train_length:,} tokens")
         elif train_length is not None:
             side = "within" if within else "beyond"
             drawn.notes.append(f"all lengths are {side} the training length of {train_length:,} tokens")
         drawn.figure.colorbar(image, ax=axes, label=label)
         drawn.notes += conditions
+
+
+def score_grids(
+    scores: Mapping[tuple[str, str], np.ndarray],
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    path: Path,
+    *,
+    title: str,
+    label: str,
+    limits: tuple[float, float],
+    train_length: int | None = None,
+    conditions: Sequence[str] = (),
+) -> None:
+    """Draws the grids of several models beside each other, a row for each mode; missing scores stay grey.
+
+    Args:
+        scores: (mode, model) -> `(depths, lengths)`, NaN for missing.
+        depths, label, limits, train_length, conditions: as of `score_grid`.
+    """
+    modes, models = (list(dict.fromkeys(key[place] for key in scores)) for place in (0, 1))
+    columns = min(len(models), _GRIDS_IN_A_ROW)
+    blocks = -(-len(models) // columns)
+    size = (1.6 + 1.2 * columns, 0.4 + 1.15 * len(modes) * blocks)
+    with picture(path, title, size, len(modes) * blocks, columns) as drawn:
+        image: Any = None
+        for axes in drawn.axes.flat:
+            axes.set_axis_off()
+        for place, model in enumerate(models):
+            for number, mode in enumerate(modes):
+                block, column = divmod(place, columns)
+                axes = drawn.axes[block * len(modes) + number, column]
+                if (mode, model) not in scores:
+                    continue
+                axes.set_axis_on()
+                image = _grid(axes, scores[mode, model], limits)
+                ends = range(0, len(lengths), max(1, len(lengths) - 1))
+                axes.set_xticks(list(ends), [f"{lengths[end]:,}" for end in ends], fontsize=7)
+                axes.set_yticks((0, len(depths) - 1), [f"{100 * depths[end]:.0f}%" for end in (0, -1)], fontsize=7)
+                axes.tick_params(length=2, labelbottom=number == len(modes) - 1, labelleft=column == 0)
+                if number == 0:
+                    axes.set_title(plain_text(model, 30), fontsize=7.5)
+                if column == 0:
+                    axes.set_ylabel(f"{mode} mode\ndepth of the needle", fontsize=7.5)
+        drawn.axes[-1, 0].set_xlabel("context length (tokens)", fontsize=7.5)
+        within = 0 if train_length is None else sum(length <= train_length for length in lengths)
+        if 0 < within < len(lengths):
+            for axes in drawn.axes.flat:
+                if axes.axison:
+                    _mark_training_length(axes, within, 0.6)
+            drawn.notes.append(f"dashed line: training length, {train_length:,} tokens")
+        drawn.figure.colorbar(image, ax=drawn.axes, label=label, shrink=0.8, aspect=30)
+        drawn.notes += conditions
+
+
+def _grid(axes: Axes, scores: np.ndarray, limits: tuple[float, float]) -> Any:
+    axes.set_facecolor("#bbbbbb")
+    axes.grid(visible=False)
+    shown = np.ma.masked_invalid(scores)
+    return axes.imshow(shown, cmap="viridis", vmin=limits[0], vmax=limits[1], aspect="auto")
+
+
+def _mark_training_length(axes: Axes, within: int, scale: float = 1.0) -> None:
+    """A dashed line behind the lengths within it; white over black is seen on every colour of the scale."""
+    axes.axvline(within - 0.5, color="black", linewidth=2.6 * scale)
+    axes.axvline(within - 0.5, color="white", linestyle=(0, (4, 2)), linewidth=1.3 * scale)
 
 
 def _memory_axis(axes: Axes) -> None:

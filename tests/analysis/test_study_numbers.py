@@ -1,0 +1,55 @@
+"""Numbers of a study's sentences come from study.json, and what is missing there is named."""
+
+import pytest
+
+from forgetting_transformer.analysis.study_numbers import StudyNumbers, in_words
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    def model(losses, **more):
+        return {"seeds": [0, 1], "heldout_loss": losses, "states": ["finished"] * 2, **more}
+
+    easy = {
+        "train_length": 1024, "lengths": [512, 2048], "depths": [0.0, 1.0],
+        "words": [[1.0, 0.5], [0.25, 0.0]], "exact": [[1.0, 0.0], [0.0, 0.0]],
+    }  # fmt: skip
+    heads = [[{"pruned": 0.8}, {"pruned": 0.6}], [{"pruned": 0.7}, {"pruned": 0.5}]]
+    curves = [[[100, 3.0], [200, 2.0]], [[100, 3.2], [200, 2.4]]]
+    slope = [{"after": loss} for loss in (3.0, 2.0, 1.9, 2.2)]
+    study = {
+        "models": {
+            "fox": model([2.0, 2.4], heads=heads, heldout_curve=curves, per_token_loss={"slope": slope}),
+            "mamba": model([2.5, None]),
+        },
+        "variants": {"fox_rope": model([2.1, 2.3])},
+        "claims": [{"claim": "FoX is better", "rule": "higher", "models": ["mamba"], "than": "fox"}],
+        "needles": {"fox": {"fox_seed0": {"easy": easy}}},
+    }
+    return StudyNumbers(study, tmp_path)
+
+
+def test_differences_are_by_seed(numbers):
+    assert numbers.apart("fox_rope", "fox", "variants") == pytest.approx([0.1, -0.1])
+    assert numbers.over_training("fox") == pytest.approx({100: 3.1, 200: 2.2})
+    assert numbers.beyond("fox") == pytest.approx(0.2)
+    assert numbers.of_heads("fox", 0, "pruned") == pytest.approx(0.75)
+    assert numbers.of_heads("fox", -1, "pruned") == pytest.approx(0.55)
+    assert in_words([1.0, -0.25, 2.0], 2, "+") == "+1.00, -0.25 and +2.00" and in_words([1.0]) == "1.000"
+
+
+def test_answers_are_those_within_or_beyond_the_training_length(numbers):
+    assert numbers.answers("fox", "easy", beyond=False) == [(512, 1.0, True), (512, 0.25, False)]
+    assert numbers.answers("fox", "easy", beyond=True) == [(2048, 0.5, False), (2048, 0.0, False)]
+
+
+def test_a_claim_that_is_not_there_is_named(numbers):
+    with pytest.raises(LookupError, match="no measurement of fox for a claim that begins with 'FoX is better'"):
+        numbers.claimed("FoX is better", "fox")
+
+
+def test_losses_that_are_missing_are_named(numbers, monkeypatch, tmp_path):
+    monkeypatch.setattr("forgetting_transformer.analysis.study_numbers.read_study", lambda folder: numbers.study)
+    assert StudyNumbers.read(tmp_path, models=["fox"], variants=["fox_rope"]) == numbers
+    with pytest.raises(LookupError, match=r"study\.json lacks held-out losses of mamba, none: finish the study first"):
+        StudyNumbers.read(tmp_path, models=["fox", "mamba"], variants=["none"])
