@@ -158,9 +158,9 @@ def collect(args: argparse.Namespace) -> None:
     runs = studies.runs_in(args.study, "runs", study["names"], plan.seeds if plan else ())
     positions = studies.read_positions(study, args.position_loss)
     add_positions(study, positions)
-    asked = studies.evaluated_runs(study)
-    study["scores"] = study_scores.read_scores(args.downstream, asked) if args.downstream else {}
-    study["needles"] = study_scores.read_needles(args.downstream, asked) if args.downstream else {}
+    finished_runs = studies.evaluated_runs(study)
+    study["scores"] = study_scores.read_scores(args.downstream, finished_runs) if args.downstream else {}
+    study["needles"] = study_scores.read_needles(args.downstream, finished_runs) if args.downstream else {}
 
     def name(model: str) -> str:
         return studies.display_name(study, model)
@@ -368,7 +368,7 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
         asked = study["needles"]
         trained = {of["train_length"] for runs in asked.values() for modes in runs.values() for of in modes.values()}
         seeds = {len(runs) for runs in asked.values()}
-        several = "one seed" if seeds == {1} else f"mean of up to {max(seeds)} seeds"
+        several = "one seed" if seeds == {1} else f"mean of {'up to ' * (len(seeds) > 1)}{max(seeds)} seeds"
         figures.append(folder / "needle.png")
         score_grids(
             grids,
@@ -379,7 +379,12 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
             label="share of the answer's words",
             limits=(0.0, 1.0),
             train_length=trained.pop() if len(trained) == 1 else None,
-            conditions=[several, CHANCE, *made_on(study, [study["models"][name] for name in asked])],
+            conditions=[
+                "easy mode: the needle has the question before it",
+                several,
+                CHANCE,
+                *made_on(study, [study["models"][name] for name in asked]),
+            ],
         )
     return figures
 

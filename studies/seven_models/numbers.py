@@ -148,7 +148,9 @@ def recipes(file: Path) -> str:
 
 def recipes_apart(file: Path) -> dict[str, str]:
     """Whether recipes differ in their noise, and how far the one with the least noise is above the lowest loss."""
-    losses = [[run["heldout_loss"][0] for run in runs] for _, runs in _by_recipe(file)]
+    losses = [[run["heldout_loss"][0] for run in runs] for _, runs in (_by_recipe(file) if file.is_file() else [])]
+    if min(map(len, losses), default=0) < 2:
+        return dict.fromkeys(("recipes_bartlett", "recipes_above"), study_tables.NOT_RUN)
     quietest = min(losses, key=statistics.stdev)
     return {
         "recipes_bartlett": f"{equal_noise(losses):.2f}",

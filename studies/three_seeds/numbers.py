@@ -29,24 +29,31 @@ def sections(folder: Path) -> dict[str, str]:
 
 
 def needles(folder: Path) -> dict[str, str]:
-    """Prompts that are answered with most of the needle's words, and the most words that other models found."""
+    """Prompts whose needle is found, and the most words that other models found.
+
+    Raises:
+        LookupError: not only FoX (Pro) finds it, in the easy mode and up to the training length, as the sentences say.
+    """
     numbers = StudyNumbers.read(folder)
-    inside = numbers.answers("fox_pro", "easy", beyond=False)
-    found = [answer for answer in inside if answer.words > 0.5]
-    others = max(
-        answer.words
-        for model in numbers.study["needles"]
+    answers = {
+        (model, mode, beyond): numbers.answers(model, mode, beyond)
+        for model in SEVEN
         for mode in ("standard", "easy")
         for beyond in (False, True)
-        for answer in numbers.answers(model, mode, beyond)
-        if model != "fox_pro"
-    )
+    }
+    inside = answers["fox_pro", "easy", False]
+    if {case for case, some in answers.items() if any(answer.found for answer in some)} != {("fox_pro", "easy", False)}:
+        raise LookupError(
+            f"{folder / 'README.md'} says who finds the needle, and {folder / 'study.json'} says otherwise"
+        )
+    found = [answer for answer in inside if answer.found]
+    others = [answer.words for case, some in answers.items() if case[0] != "fox_pro" for answer in some]
     return {
         "needles_found": str(len(found)),
         "needles_inside": str(len(inside)),
         "needles_longest": f"{max(answer.length for answer in found):,}",
-        "needle_words": f"{12 * max(answer.words for answer in found):.0f}",
-        "needle_others": f"{12 * others:.0f}",
+        "needle_words": str(max(answer.words for answer in found)),
+        "needle_others": str(max(others)),
     }
 
 

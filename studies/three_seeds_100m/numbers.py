@@ -16,14 +16,16 @@ PAIRS = (
     ("transformer_pro", "fox_pro"), ("transformer_llama", "fox_llama"), ("fox_llama", "fox_pro"),
     *((name, "fox_pro") for name in RECURRENT),
 )  # fmt: skip
-#: Words of the needle, and those of an answer that has found it.
-WORDS, FOUND = 12, 10
 
 
 def sections(folder: Path) -> dict[str, str]:
     """What stands between the marks of README.md; `folder` is this study's."""
-    found = numbers(folder) | needles(folder) | {"over_training": over_training(folder), "earlier": earlier(folder)}
-    return found | study_tables.sections(folder, folder / "README.md")
+    here, short, one_seed = (
+        StudyNumbers.read(folder.parent / name, models=MODELS) for name in (folder.name, "three_seeds", "seven_models")
+    )
+    found = numbers(folder) | needles(here) | against_shorter(here, short)
+    tables = {"over_training": over_training(here), "earlier": earlier(here, short, one_seed)}
+    return found | tables | study_tables.sections(folder, folder / "README.md")
 
 
 def numbers(folder: Path) -> dict[str, str]:
@@ -32,6 +34,7 @@ def numbers(folder: Path) -> dict[str, str]:
     study, heads = of_study.study, of_study.of_heads
     found = differences(contrasts(study, "models"))
     losses = {name: losses_by_seed(study["models"][name]) for name in MODELS}
+    longer = StudyNumbers.read(folder.parent / "longer_sequences", models=("transformer_pro", "fox_pro"))
     flops = {name: study["models"][name]["flops_per_token"] for name in MODELS}
     recurrent = sorted(found[name].value for name in RECURRENT)
 
@@ -50,7 +53,7 @@ def numbers(folder: Path) -> dict[str, str]:
         "behind_least": f"{recurrent[0]:.2f}",
         "behind_most": f"{recurrent[-1]:.2f}",
         "pro_parts": f"{found['fox_llama'].value:.2f}",
-        "pro_parts_transformer": f"{float(claimed('the Pro', 'transformer_llama').split()[0]):.2f}",
+        "pro_parts_transformer": f"{of_study.measured('the Pro', 'transformer_llama').value:.2f}",
         "below_fox_llama": in_words(of_study.apart("fox_llama", "transformer_pro")),
         "flattens_mamba2": claimed("the loss of recurrent models flattens", "mamba2"),
         **{f"seeds_{name}": in_words([of[seed] for seed in sorted(of)]) for name, of in losses.items()},
@@ -58,7 +61,7 @@ def numbers(folder: Path) -> dict[str, str]:
         "llama_pairs": in_words(of_study.apart("transformer_llama", "fox_llama")),
         "deviation_fox_pro": f"{stdev(losses['fox_pro'].values()):.3f}",
         "bartlett": f"{statistics.equal_noise([[*of.values()] for of in losses.values()]):.2f}",
-        "longer_gain": f"{_end(folder.parent / 'longer_sequences', 'transformer_pro', 'fox_pro'):.3f}",
+        "longer_gain": f"{_end(longer, 'transformer_pro', 'fox_pro'):.3f}",
         **{f"beyond_{name}": f"{of_study.beyond(name):+.2f}" for name in MODELS},
         **{f"faster_{name}": faster(name) for name in FOX},
         **{f"global_{name}": f"{100 * heads(name, -1, 'global'):.1f} %" for name in FOX},
@@ -70,55 +73,73 @@ def numbers(folder: Path) -> dict[str, str]:
     }
 
 
-def needles(folder: Path) -> dict[str, str]:
+def needles(here: StudyNumbers) -> dict[str, str]:
     """How many answers of a model find the needle, or are it word for word, and the most words of other answers."""
-    of_study = StudyNumbers.read(folder)
 
-    def most(model: str, *modes: str) -> int:
-        """Words of the needle that an answer has."""
-        answers = [of_study.answers(model, mode, beyond) for mode in modes for beyond in (False, True)]
-        return max(round(WORDS * answer.words) for some in answers for answer in some)
+    def words(model: str, *modes: str) -> list[int]:
+        both = [here.answers(model, mode, beyond) for mode in modes for beyond in (False, True)]
+        return [answer.words for some in both for answer in some]
 
+    of_llama = words("transformer_llama", "easy")
     found = {
-        "words_recurrent": str(max(most(name, "standard", "easy") for name in RECURRENT)),
-        "words_fox_pro": str(most("fox_pro", "standard")),
-        "words_transformer_llama": str(most("transformer_llama", "easy")),
+        "words_recurrent": str(max(max(words(name, "standard", "easy")) for name in RECURRENT)),
+        "words_fox_pro": str(max(words("fox_pro", "standard"))),
+        "words_transformer_llama": str(max(of_llama)),
+        "most_transformer_llama": str(of_llama.count(max(of_llama))),
     }
     for model in ("fox_pro", "fox_llama", "transformer_pro"):
         for mode in ("standard", "easy"):
             for where in ("inside", "beyond"):
-                answers = of_study.answers(model, mode, where == "beyond")
-                case = f"{model}_{mode}_{where}"
-                found[f"exact_{case}"] = str(sum(answer.exact for answer in answers))
-                found[f"found_{case}"] = str(sum(round(WORDS * answer.words) >= FOUND for answer in answers))
+                answers = here.answers(model, mode, where == "beyond")
+                found[f"exact_{model}_{mode}_{where}"] = str(sum(answer.exact for answer in answers))
+                found[f"found_{model}_{mode}_{where}"] = str(sum(answer.found for answer in answers))
     return found
 
 
-def over_training(folder: Path) -> str:
-    """How far models are above FoX during training; a row for each pair."""
-    of_study = StudyNumbers.read(folder)
-    curves = {name: of_study.over_training(name) for name in MODELS}
+def against_shorter(here: StudyNumbers, short: StudyNumbers) -> dict[str, str]:
+    """How much better models are here after the tokens of the shorter runs, and what their schedule has to do with
+    FoX (Pro)'s leads.
+    """
+    end = _budget(short)
+    here_then = {name: here.over_training(name)[end] for name in MODELS}
+    gains = {name: mean(short.study["models"][name]["heldout_loss"]) - loss for name, loss in here_then.items()}
+
+    def share(model: str) -> str:
+        """What of the change between the ends of both studies is there at equal tokens."""
+        before, after = _end(short, model, "fox_pro"), _end(here, model, "fox_pro")
+        return f"{100 * (before - (here_then[model] - here_then['fox_pro'])) / (before - after):.0f} %"
+
+    return {
+        "better_least": f"{min(gains.values()):.2f}",
+        "better_most": f"{max(gains.values()):.2f}",
+        "share_transformer_pro": share("transformer_pro"),
+        "share_fox_llama": share("fox_llama"),
+    }
+
+
+def over_training(here: StudyNumbers) -> str:
+    """How far models are above others during training; a row for each pair."""
+    curves = {name: here.over_training(name) for name in MODELS}
     tokens = [*curves["fox_pro"]]
     shown = [tokens[0], *tokens[1::2]]
     rows = [
-        [_pair(of_study, pair), *(f"{curves[pair[0]][after] - curves[pair[1]][after]:+.2f}" for after in shown)]
+        [_pair(here, pair), *(f"{curves[pair[0]][after] - curves[pair[1]][after]:+.2f}" for after in shown)]
         for pair in PAIRS
     ]
     return markdown_table(["after", *(f"{after / 1e6:.1f}M" for after in shown)], rows, "l" + "r" * len(shown))
 
 
-def earlier(folder: Path) -> str:
+def earlier(here: StudyNumbers, short: StudyNumbers, one_seed: StudyNumbers) -> str:
     """The same differences in two other studies, and at the number of tokens at which the shorter one ends."""
-    of_study, short = StudyNumbers.read(folder), StudyNumbers.read(folder.parent / "three_seeds")
-    curves = {name: of_study.over_training(name) for name in MODELS}
-    end = short.study["models"]["fox_pro"]["budget"]
+    end = _budget(short)
+    curves = {name: here.over_training(name) for name in MODELS}
     rows = [
         [
-            _pair(of_study, pair),
-            f"{_end(folder.parent / 'seven_models', *pair):.2f}",
-            f"{_end(short.place, *pair):.2f}",
+            _pair(here, pair),
+            f"{_end(one_seed, *pair):.2f}",
+            f"{_end(short, *pair):.2f}",
             f"{curves[pair[0]][end] - curves[pair[1]][end]:.2f}",
-            f"{_end(folder, *pair):.2f}",
+            f"{_end(here, *pair):.2f}",
         ]
         for pair in PAIRS
     ]
@@ -129,10 +150,15 @@ def earlier(folder: Path) -> str:
     return markdown_table(header, rows, "lrrrr")
 
 
-def _pair(of_study: StudyNumbers, pair: tuple[str, str]) -> str:
-    return " above ".join(display_name(of_study.study, name) for name in pair)
+def _pair(here: StudyNumbers, pair: tuple[str, str]) -> str:
+    return " above ".join(display_name(here.study, name) for name in pair)
 
 
-def _end(folder: Path, model: str, other: str) -> float:
-    """How far a model of a study ends above another one, mean of the seeds."""
-    return mean(StudyNumbers.read(folder, models=(model, other)).apart(model, other))
+def _budget(of_study: StudyNumbers) -> int:
+    """Training tokens of its runs."""
+    return of_study.study["models"]["fox_pro"]["budget"]
+
+
+def _end(of_study: StudyNumbers, model: str, other: str) -> float:
+    """How far a model ends above another one, mean of the seeds."""
+    return mean(of_study.apart(model, other))

@@ -39,11 +39,31 @@ def test_differences_are_by_seed(numbers):
 
 
 def test_answers_are_those_within_or_beyond_the_training_length(numbers):
-    assert numbers.answers("fox", "easy", beyond=False) == [(512, 1.0, True), (512, 0.25, False)]
-    assert numbers.answers("fox", "easy", beyond=True) == [(2048, 0.5, False), (2048, 0.0, False)]
+    assert numbers.answers("fox", "easy", beyond=False) == [(512, 12, True), (512, 3, False)]
+    assert numbers.answers("fox", "easy", beyond=True) == [(2048, 6, False), (2048, 0, False)]
+    assert [answer.found for answer in numbers.answers("fox", "easy", beyond=False)] == [True, False]
 
 
-def test_a_claim_that_is_not_there_is_named(numbers):
+def test_prompts_that_were_not_answered_are_left_out_and_no_answers_are_named(numbers):
+    (easy,) = numbers.study["needles"]["fox"].values()
+    easy["easy"]["words"][0][0] = None
+    easy["easy"]["train_length"] = None
+    assert numbers.answers("fox", "easy", beyond=False) == [(2048, 6, False), (512, 3, False), (2048, 0, False)]
+    for model, mode, beyond in (("fox", "easy", True), ("fox", "standard", False), ("mamba", "easy", False)):
+        with pytest.raises(LookupError, match=f"no answers of {model} to the needle in the {mode} mode"):
+            numbers.answers(model, mode, beyond)
+
+
+def test_what_a_claim_measured_has_its_interval(numbers):
+    numbers.study["models"]["mamba"]["heldout_loss"] = [2.5, 2.8]
+    numbers.study["variants"] = {}
+    assert numbers.measured("FoX is better", "mamba").value == pytest.approx(0.45)
+    assert numbers.claimed("FoX is", "mamba").startswith("+0.4500 ± ")
+
+
+def test_a_claim_that_is_not_there_or_has_no_measurement_is_named(numbers):
+    with pytest.raises(LookupError, match="no measurement of mamba for a claim that begins with 'Mamba'"):
+        numbers.claimed("Mamba", "mamba")
     with pytest.raises(LookupError, match="no measurement of fox for a claim that begins with 'FoX is better'"):
         numbers.claimed("FoX is better", "fox")
 

@@ -67,6 +67,7 @@ def test_parts_by_model_and_by_seed_give_the_tables_of_the_whole(tmp_path, capfd
     assert [*found["models"]] == models
     for name, table in study_tables.TABLES.items():
         assert table(found) == table(whole), name
+    assert found["needles"] == whole["needles"] and [*found["needles"]] == [*whole["needles"]]
     for kind in ("models", "variants"):
         assert study_tables.noise(found, kind) == study_tables.noise(whole, kind)
     with np.load(joined / "positions.npz") as ours, np.load(STUDY / "positions.npz") as theirs:
@@ -170,6 +171,9 @@ def test_runs_that_were_made_again_count_once_and_bring_what_was_missing(tmp_pat
     assert fox["seeds"] == [0, 1, 2] and fox["heldout_loss"] == first["models"]["fox_pro"]["heldout_loss"]
     assert fox["per_token_loss"] == again["models"]["fox_pro"]["per_token_loss"]
     assert found["scores"] == again["scores"] and found["needles"] == again["needles"]
+    first["needles"] = {"fox_pro": {"fox_pro_seed0": {"standard": {"words": [[0.25]]}}}}
+    both = study_parts.join({"first": first, "again": again})["needles"]["fox_pro"]["fox_pro_seed0"]
+    assert both == {"standard": {"words": [[0.25]]}, "easy": {"words": [[0.5]]}}
     assert found["pruning_loss"]["fox_pro"] == first["pruning_loss"]["fox_pro"]
     again["models"]["fox_pro"]["heldout_loss"][0] += 1e-9
     with pytest.raises(AnalysisError, match="again has fox_pro with seed 0, and so has an earlier report"):

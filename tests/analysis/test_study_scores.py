@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from forgetting_transformer.analysis import study_scores
+from forgetting_transformer.analysis import AnalysisError, study_scores
 from forgetting_transformer.analysis.evaluations import from_lm_eval, from_longbench, from_needle
 
 
@@ -108,3 +108,12 @@ def test_grids_are_means_of_the_seeds_on_all_lengths_and_depths(tmp_path):
     assert np.array_equal(grids["standard", "FoX"], [[0.5, 0.5], [0.2, math.nan]], equal_nan=True)
     assert np.array_equal(grids["easy", "mamba"], [[math.nan, math.nan], [math.nan, 0.1]], equal_nan=True)
     assert study_scores.needle_grids({})[2] == {}
+
+
+def test_a_damaged_file_of_answers_is_named(tmp_path):
+    for number, content in enumerate(("[]", "{}", '{"records": [{}], "mode": "paper"}')):
+        place = tmp_path / f"needle/fox_seed{number}/paper"
+        place.mkdir(parents=True)
+        (place / "scores.json").write_text(content)
+        with pytest.raises(AnalysisError, match=r"paper.scores\.json is damaged .*; run the evaluation again"):
+            study_scores.read_needles(tmp_path, [(f"fox_seed{number}", "fox")])

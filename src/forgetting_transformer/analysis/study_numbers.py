@@ -3,22 +3,31 @@
 Losses are in nats per token. A model is above another one by its loss minus that of the other.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+from forgetting_transformer.analysis.statistics import Estimate
 from forgetting_transformer.analysis.studies import losses_by_seed, read_study
 from forgetting_transformer.analysis.study_claims import findings
 
+#: Words of the paper's needle, and of an answer that has found it.
+NEEDLE, FOUND = 12, 10
+
 
 class Answer(NamedTuple):
-    """Of a needle in a haystack: tokens of the prompt, share of the needle's words, whether it is word for word."""
+    """To a needle in a haystack: tokens of the prompt, words of the needle, whether it is the needle word for word."""
 
     length: int
-    words: float
+    words: int
     exact: bool
+
+    @property
+    def found(self) -> bool:
+        return self.words >= FOUND
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,8 @@ class StudyNumbers:
             )
         return cls(study, folder)
 
-    def claimed(self, beginning: str, model: str) -> str:
-        """What was measured for a model and the claim that begins so, as in "+0.123 ± 0.045".
+    def measured(self, beginning: str, model: str) -> Estimate:
+        """What was measured for a model and the claim that begins so.
 
         Raises:
             LookupError: there is no such claim, or nothing was measured.
@@ -63,8 +72,12 @@ class StudyNumbers:
             if claim["claim"].startswith(beginning) and model in claim["models"]:
                 (found,) = [one for one in findings(self.study, claim) if one.model == model]
                 if found.measured is not None:
-                    return found.measured.text("+")
+                    return found.measured
         raise LookupError(f"{self.place} has no measurement of {model} for a claim that begins with {beginning!r}")
+
+    def claimed(self, beginning: str, model: str) -> str:
+        """`measured` with its interval, as in "+0.123 ± 0.045"."""
+        return self.measured(beginning, model).text("+")
 
     def apart(self, model: str, other: str, kind: str = "models") -> list[float]:
         """How far a model ends above another one, by seed; `kind` "variants" if it is a variant."""
@@ -86,16 +99,25 @@ class StudyNumbers:
         return mean(of_seed[which][key] for of_seed in self.study["models"][model]["heads"])
 
     def answers(self, model: str, mode: str, beyond: bool) -> list[Answer]:
-        """Of every prompt up to the training length, or beyond it; `mode` is "standard" or "easy"."""
-        found = []
-        for modes in self.study["needles"][model].values():
-            of_mode = modes[mode]
+        """To the paper's needle, of all seeds; up to the training length, or beyond it.
+
+        Args:
+            mode: "standard" or "easy".
+
+        Raises:
+            LookupError: the model was not asked in this mode.
+        """
+        found, runs = [], self.study.get("needles", {}).get(model, {})
+        for of_mode in (modes[mode] for modes in runs.values() if mode in modes):
+            limit = of_mode["train_length"] or math.inf
             for words, exact in zip(of_mode["words"], of_mode["exact"], strict=True):
                 found += [
-                    Answer(length, share, whole == 1)
+                    Answer(length, round(NEEDLE * share), whole == 1)
                     for length, share, whole in zip(of_mode["lengths"], words, exact, strict=True)
-                    if (length > of_mode["train_length"]) == beyond
+                    if share is not None and (length > limit) == beyond
                 ]
+        if not found:
+            raise LookupError(f"{self.place} has no answers of {model} to the needle in the {mode} mode")
         return found
 
 

@@ -91,7 +91,9 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
                 joined[key][name] = {which: [*known.get(which, []), *values] for which, values in lists.items()}
         for key in ("scores", "needles"):
             for name, runs in part.get(key, {}).items():
-                joined[key][name] = joined[key].get(name, {}) | runs
+                known = joined[key].setdefault(name, {})
+                for run, found in runs.items():
+                    known[run] = known.get(run, {}) | found
         joined["parts"] += part.get("parts") or [
             {key: part[key] for key in ("environment", "started", "corpus", "source") if key in part}
         ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.evaluations import Evaluation, of_needle, read_evaluation, read_json
 from forgetting_transformer.analysis.needles import score_matrix
 from forgetting_transformer.analysis.statistics import mean
@@ -71,14 +72,23 @@ def read_needles(folder: Path, runs: Sequence[tuple[str, str]]) -> dict[str, dic
         modes = {}
         for mode, title in _MODES.items():
             place = folder / "needle" / run / mode
-            # This file has all answers, the other one the first of them.
-            own = place / "scores.json"
-            evaluation = of_needle(read_json(own), place) if own.is_file() else read_evaluation(place)
+            evaluation = _all_answers(place) or read_evaluation(place)
             if evaluation is not None and evaluation.numbers:
                 modes[title] = _by_cell(evaluation)
         if modes:
             found.setdefault(model, {})[run] = modes
     return found
+
+
+def _all_answers(place: Path) -> Evaluation | None:
+    """An evaluation of the needle with all answers, of which evaluation.json has the first; None where it is not."""
+    if not (file := place / "scores.json").is_file():
+        return None
+    content = read_json(file)
+    try:
+        return of_needle(content, place)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise AnalysisError(f"{file} is damaged ({error}); run the evaluation again") from error
 
 
 def _by_cell(evaluation: Evaluation) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from forgetting_transformer.analysis.plots.style import MAIN, marker_handle, picture, plain_text, token_axis
+from forgetting_transformer.analysis.plots.style import MAIN, Picture, marker_handle, picture, plain_text, token_axis
 
 _AT_LEAST = "at least this: not forgotten within the text"
 _MEMORY = "memory length: tokens until the decay reaches 1/e, median over the second half of the text"
@@ -177,13 +177,7 @@ def score_grid(
                 if np.isfinite(value):
                     colour = "black" if value > middle else "white"
                     axes.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=6.5, color=colour)
-        within = 0 if train_length is None else sum(length <= train_length for length in lengths)
-        if 0 < within < len(lengths):
-            _mark_training_length(axes, within)
-            drawn.notes.append(f"dashed line: training length, {train_length:,} tokens")
-        elif train_length is not None:
-            side = "within" if within else "beyond"
-            drawn.notes.append(f"all lengths are {side} the training length of {train_length:,} tokens")
+        _show_training_length(drawn, [axes], lengths, train_length)
         drawn.figure.colorbar(image, ax=axes, label=label)
         drawn.notes += conditions
 
@@ -214,30 +208,34 @@ def score_grids(
         image: Any = None
         for axes in drawn.axes.flat:
             axes.set_axis_off()
-        for place, model in enumerate(models):
-            for number, mode in enumerate(modes):
-                block, column = divmod(place, columns)
-                axes = drawn.axes[block * len(modes) + number, column]
-                if (mode, model) not in scores:
-                    continue
-                axes.set_axis_on()
-                image = _grid(axes, scores[mode, model], limits)
-                ends = range(0, len(lengths), max(1, len(lengths) - 1))
-                axes.set_xticks(list(ends), [f"{lengths[end]:,}" for end in ends], fontsize=7)
-                axes.set_yticks((0, len(depths) - 1), [f"{100 * depths[end]:.0f}%" for end in (0, -1)], fontsize=7)
-                axes.tick_params(length=2, labelbottom=number == len(modes) - 1, labelleft=column == 0)
-                if number == 0:
-                    axes.set_title(plain_text(model, 30), fontsize=7.5)
-                if column == 0:
-                    axes.set_ylabel(f"{mode} mode\ndepth of the needle", fontsize=7.5)
-        drawn.axes[-1, 0].set_xlabel("context length (tokens)", fontsize=7.5)
-        within = 0 if train_length is None else sum(length <= train_length for length in lengths)
-        if 0 < within < len(lengths):
-            for axes in drawn.axes.flat:
-                if axes.axison:
-                    _mark_training_length(axes, within, 0.6)
-            drawn.notes.append(f"dashed line: training length, {train_length:,} tokens")
-        drawn.figure.colorbar(image, ax=drawn.axes, label=label, shrink=0.8, aspect=30)
+        cells = {
+            (place // columns * len(modes) + number, place % columns): (mode, model)
+            for place, model in enumerate(models)
+            for number, mode in enumerate(modes)
+            if (mode, model) in scores
+        }
+        for (row, column), (mode, model) in cells.items():
+            axes = drawn.axes[row, column]
+            axes.set_axis_on()
+            image = _grid(axes, scores[mode, model], limits)
+            block = range(row - row % len(modes), row - row % len(modes) + len(modes))
+            rows = [number for number in block if (number, column) in cells]
+            is_left = not any((row, other) in cells for other in range(column))
+            ends = [0, len(lengths) - 1] if len(lengths) > 1 else [0]
+            axes.set_xticks(ends, [f"{lengths[end]:,}" for end in ends], fontsize=7)
+            axes.set_yticks((0, len(depths) - 1), [f"{100 * depths[end]:.0f}%" for end in (0, -1)], fontsize=7)
+            axes.tick_params(length=2, labelbottom=row == rows[-1], labelleft=is_left)
+            if row == rows[0]:
+                axes.set_title(plain_text(model, 18), fontsize=7.5)
+            if is_left:
+                axes.set_ylabel(f"{mode} mode\ndepth", fontsize=7.5)
+        last = max(row for row, _ in cells)
+        first = min(column for row, column in cells if row == last)
+        drawn.axes[last, first].set_xlabel("context length (tokens)", fontsize=7.5)
+        _show_training_length(drawn, [drawn.axes[cell] for cell in cells], lengths, train_length, 0.6)
+        bar = drawn.figure.colorbar(image, ax=drawn.axes, shrink=0.8, aspect=30)
+        bar.set_label(label, fontsize=7.5)
+        bar.ax.tick_params(labelsize=7)
         drawn.notes += conditions
 
 
@@ -248,10 +246,19 @@ def _grid(axes: Axes, scores: np.ndarray, limits: tuple[float, float]) -> Any:
     return axes.imshow(shown, cmap="viridis", vmin=limits[0], vmax=limits[1], aspect="auto")
 
 
-def _mark_training_length(axes: Axes, within: int, scale: float = 1.0) -> None:
+def _show_training_length(
+    drawn: Picture, grids: Sequence[Axes], lengths: Sequence[int], train_length: int | None, scale: float = 1.0
+) -> None:
     """A dashed line behind the lengths within it; white over black is seen on every colour of the scale."""
-    axes.axvline(within - 0.5, color="black", linewidth=2.6 * scale)
-    axes.axvline(within - 0.5, color="white", linestyle=(0, (4, 2)), linewidth=1.3 * scale)
+    within = 0 if train_length is None else sum(length <= train_length for length in lengths)
+    if 0 < within < len(lengths):
+        for axes in grids:
+            axes.axvline(within - 0.5, color="black", linewidth=2.6 * scale)
+            axes.axvline(within - 0.5, color="white", linestyle=(0, (4, 2)), linewidth=1.3 * scale)
+        drawn.notes.append(f"dashed line: training length, {train_length:,} tokens")
+    elif train_length is not None:
+        side = "within" if within else "beyond"
+        drawn.notes.append(f"all lengths are {side} the training length of {train_length:,} tokens")
 
 
 def _memory_axis(axes: Axes) -> None:
