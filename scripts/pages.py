@@ -130,7 +130,7 @@ def headline() -> dict[str, str]:
 
 
 def front() -> dict[str, str]:
-    return headline() | study("three_seeds_100m", "numbers") | {"longer_gain": study("longer_sequences")["gain"]}
+    return headline() | study("three_seeds_100m", "numbers")
 
 
 def performance() -> dict[str, str]:

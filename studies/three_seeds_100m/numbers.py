@@ -1,7 +1,7 @@
 """Numbers and tables of README.md from study.json and those of other studies; scripts/pages.py puts them there."""
 
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from forgetting_transformer.analysis import statistics, study_tables
 from forgetting_transformer.analysis.studies import contrasts, differences, display_name, losses_by_seed
@@ -42,10 +42,7 @@ def numbers(folder: Path) -> dict[str, str]:
         return of_study.claimed(beginning, model).removeprefix("+")
 
     def faster(name: str) -> str:
-        """What pruning gains, mean of the seeds."""
-        speeds = study["pruning_speed"][name]
-        gains = [one / other - 1 for one, other in zip(speeds["pruned"], speeds["unpruned"], strict=True)]
-        return f"{100 * mean(gains):.0f} %"
+        return f"{100 * of_study.measured('pruning makes training faster', name).value:.0f} %"
 
     return {
         "pro_gain": found["transformer_pro"].text(),
@@ -59,7 +56,6 @@ def numbers(folder: Path) -> dict[str, str]:
         **{f"seeds_{name}": in_words([of[seed] for seed in sorted(of)]) for name, of in losses.items()},
         "pro_pairs": in_words(of_study.apart("transformer_pro", "fox_pro")),
         "llama_pairs": in_words(of_study.apart("transformer_llama", "fox_llama")),
-        "deviation_fox_pro": f"{stdev(losses['fox_pro'].values()):.3f}",
         "bartlett": f"{statistics.equal_noise([[*of.values()] for of in losses.values()]):.2f}",
         "longer_gain": f"{_end(longer, 'transformer_pro', 'fox_pro'):.3f}",
         **{f"beyond_{name}": f"{of_study.beyond(name):+.2f}" for name in MODELS},
@@ -74,14 +70,15 @@ def numbers(folder: Path) -> dict[str, str]:
 
 
 def needles(here: StudyNumbers) -> dict[str, str]:
-    """How many answers of a model find the needle, or are it word for word, and the most words of other answers."""
+    """How many answers of a model find the needle, and the most words of other answers."""
 
     def words(model: str, *modes: str) -> list[int]:
         both = [here.answers(model, mode, beyond) for mode in modes for beyond in (False, True)]
         return [answer.words for some in both for answer in some]
 
-    of_llama = words("transformer_llama", "easy")
+    of_llama, of_fox = words("transformer_llama", "easy"), here.answers("fox_pro", "easy", beyond=False)
     found = {
+        "exact_fox_pro_easy_inside": str(sum(answer.exact for answer in of_fox)),
         "words_recurrent": str(max(max(words(name, "standard", "easy")) for name in RECURRENT)),
         "words_fox_pro": str(max(words("fox_pro", "standard"))),
         "words_transformer_llama": str(max(of_llama)),
@@ -91,7 +88,6 @@ def needles(here: StudyNumbers) -> dict[str, str]:
         for mode in ("standard", "easy"):
             for where in ("inside", "beyond"):
                 answers = here.answers(model, mode, where == "beyond")
-                found[f"exact_{model}_{mode}_{where}"] = str(sum(answer.exact for answer in answers))
                 found[f"found_{model}_{mode}_{where}"] = str(sum(answer.found for answer in answers))
     return found
 
@@ -101,17 +97,16 @@ def against_shorter(here: StudyNumbers, short: StudyNumbers) -> dict[str, str]:
     FoX (Pro)'s leads.
     """
     end = _budget(short)
-    here_then = {name: here.over_training(name)[end] for name in MODELS}
-    gains = {name: mean(short.study["models"][name]["heldout_loss"]) - loss for name, loss in here_then.items()}
+    gains = [mean(short.study["models"][name]["heldout_loss"]) - here.over_training(name)[end] for name in MODELS]
 
     def share(model: str) -> str:
         """What of the change between the ends of both studies is there at equal tokens."""
         before, after = _end(short, model, "fox_pro"), _end(here, model, "fox_pro")
-        return f"{100 * (before - (here_then[model] - here_then['fox_pro'])) / (before - after):.0f} %"
+        return f"{100 * (before - _during(here, model, 'fox_pro')[end]) / (before - after):.0f} %"
 
     return {
-        "better_least": f"{min(gains.values()):.2f}",
-        "better_most": f"{max(gains.values()):.2f}",
+        "better_least": f"{min(gains):.2f}",
+        "better_most": f"{max(gains):.2f}",
         "share_transformer_pro": share("transformer_pro"),
         "share_fox_llama": share("fox_llama"),
     }
@@ -119,26 +114,22 @@ def against_shorter(here: StudyNumbers, short: StudyNumbers) -> dict[str, str]:
 
 def over_training(here: StudyNumbers) -> str:
     """How far models are above others during training; a row for each pair."""
-    curves = {name: here.over_training(name) for name in MODELS}
-    tokens = [*curves["fox_pro"]]
+    during = {pair: _during(here, *pair) for pair in PAIRS}
+    tokens = [*during[PAIRS[0]]]
     shown = [tokens[0], *tokens[1::2]]
-    rows = [
-        [_pair(here, pair), *(f"{curves[pair[0]][after] - curves[pair[1]][after]:+.2f}" for after in shown)]
-        for pair in PAIRS
-    ]
+    rows = [[_pair(here, pair), *(f"{apart[after]:+.2f}" for after in shown)] for pair, apart in during.items()]
     return markdown_table(["after", *(f"{after / 1e6:.1f}M" for after in shown)], rows, "l" + "r" * len(shown))
 
 
 def earlier(here: StudyNumbers, short: StudyNumbers, one_seed: StudyNumbers) -> str:
     """The same differences in two other studies, and at the number of tokens at which the shorter one ends."""
     end = _budget(short)
-    curves = {name: here.over_training(name) for name in MODELS}
     rows = [
         [
             _pair(here, pair),
             f"{_end(one_seed, *pair):.2f}",
             f"{_end(short, *pair):.2f}",
-            f"{curves[pair[0]][end] - curves[pair[1]][end]:.2f}",
+            f"{_during(here, *pair)[end]:.2f}",
             f"{_end(here, *pair):.2f}",
         ]
         for pair in PAIRS
@@ -157,6 +148,12 @@ def _pair(here: StudyNumbers, pair: tuple[str, str]) -> str:
 def _budget(of_study: StudyNumbers) -> int:
     """Training tokens of its runs."""
     return of_study.study["models"]["fox_pro"]["budget"]
+
+
+def _during(of_study: StudyNumbers, model: str, other: str) -> dict[int, float]:
+    """How far a model is above another one after so many tokens, mean of the seeds."""
+    others = of_study.over_training(other)
+    return {tokens: loss - others[tokens] for tokens, loss in of_study.over_training(model).items()}
 
 
 def _end(of_study: StudyNumbers, model: str, other: str) -> float:

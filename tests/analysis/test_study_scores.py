@@ -65,7 +65,7 @@ def test_what_was_not_asked_is_not_run():
     assert study_scores.needle_table({}) == study_scores.downstream_table({"scores": {}}) == "Not run yet."
 
 
-def needle(folder, run, mode, cells, prompts=1, name="scores.json"):
+def needle(folder, run, mode, cells, prompts=1):
     records = [
         {"length": length, "depth": depth, "words": words, "exact": float(words == 1), "prediction": f"{words} " * 90}
         for length, depth, words in cells
@@ -74,7 +74,7 @@ def needle(folder, run, mode, cells, prompts=1, name="scores.json"):
     place = folder / "needle" / run / mode
     place.mkdir(parents=True)
     content = {"mode": mode, "model": run, "train_length": 1024, "records": records}
-    (place / name).write_text(json.dumps(content))
+    (place / "scores.json").write_text(json.dumps(content))
 
 
 def test_needles_are_read_by_depth_and_length_with_the_beginnings_of_the_answers(tmp_path):

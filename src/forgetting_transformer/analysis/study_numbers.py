@@ -32,7 +32,8 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyNumbers:
-    """
+    """What the sentences of one study are made of.
+
     Args:
         study: content of study.json.
         place: the folder that holds it, for messages.

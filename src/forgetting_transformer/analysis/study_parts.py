@@ -26,6 +26,8 @@ _SHARED = (
 )  # fmt: skip
 #: Of the first seed alone.
 _OF_FIRST_SEED = ("speed", "pruned")
+#: By model and run.
+_ANSWERS = ("scores", "needles")
 
 
 def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None) -> dict[str, Any]:
@@ -53,8 +55,7 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
     joined: dict[str, Any] = {
         **(said if plan is None else said_by(plan)),
         **{key: {} for key in ("models", "variants", "search", "speed", "pruned", "pruning_speed", "pruning_loss")},
-        "scores": {},
-        "needles": {},
+        **{key: {} for key in _ANSWERS},
         "search_loss": first["search_loss"],
         "search_made_with": _shared_conditions(
             [part["search_made_with"] for part in parts if part.get("search_made_with")]
@@ -89,7 +90,7 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
                 if known and name in again:
                     continue
                 joined[key][name] = {which: [*known.get(which, []), *values] for which, values in lists.items()}
-        for key in ("scores", "needles"):
+        for key in _ANSWERS:
             for name, runs in part.get(key, {}).items():
                 known = joined[key].setdefault(name, {})
                 for run, found in runs.items():
@@ -97,7 +98,7 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
         joined["parts"] += part.get("parts") or [
             {key: part[key] for key in ("environment", "started", "corpus", "source") if key in part}
         ]
-    for kind in ("models", "variants", "scores", "needles"):
+    for kind in ("models", "variants", *_ANSWERS):
         joined[kind] = {name: joined[kind][name] for name in in_order([*joined[kind]], joined["names"])}
     add_own_variants(joined)
     return joined | {key: first[key] for key in ("environment", "started", "corpus") if key in first}

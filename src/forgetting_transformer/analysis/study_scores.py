@@ -125,9 +125,8 @@ def needle_grids(study: Mapping[str, Any]) -> tuple[list[int], list[float], dict
                 grid[np.ix_(rows, columns)] = np.array(of_mode["words"], dtype=np.float64)
                 seeds.append(grid)
             if seeds:
-                known = np.sum(~np.isnan(seeds), axis=0)
-                total = np.nansum(seeds, axis=0)
-                grids[mode, display_name(study, model)] = np.where(known > 0, total / np.maximum(known, 1), np.nan)
+                mean_of_seeds = np.ma.masked_invalid(seeds).mean(axis=0)
+                grids[mode, display_name(study, model)] = np.ma.filled(mean_of_seeds, np.nan)
     return lengths, depths, grids
 
 

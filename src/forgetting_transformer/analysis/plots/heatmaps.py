@@ -221,9 +221,9 @@ def score_grids(
             block = range(row - row % len(modes), row - row % len(modes) + len(modes))
             rows = [number for number in block if (number, column) in cells]
             is_left = not any((row, other) in cells for other in range(column))
-            ends = [0, len(lengths) - 1] if len(lengths) > 1 else [0]
-            axes.set_xticks(ends, [f"{lengths[end]:,}" for end in ends], fontsize=7)
-            axes.set_yticks((0, len(depths) - 1), [f"{100 * depths[end]:.0f}%" for end in (0, -1)], fontsize=7)
+            first_and_last = [sorted({0, len(values) - 1}) for values in (lengths, depths)]
+            axes.set_xticks(first_and_last[0], [f"{lengths[n]:,}" for n in first_and_last[0]], fontsize=7)
+            axes.set_yticks(first_and_last[1], [f"{100 * depths[n]:.0f}%" for n in first_and_last[1]], fontsize=7)
             axes.tick_params(length=2, labelbottom=row == rows[-1], labelleft=is_left)
             if row == rows[0]:
                 axes.set_title(plain_text(model, 18), fontsize=7.5)
