@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -147,3 +148,21 @@ def test_a_damaged_status_stops_no_start_and_is_moved_aside_as_it_was(tmp_path, 
     status.restore(directory)
     assert (tmp_path / "status.json").read_bytes() == text
     directory.release()
+
+
+def test_two_threads_that_write_at_once_leave_a_whole_status(tmp_path, monkeypatch):
+    """The loop and the sentinel may both have a reason to end the run."""
+    status.write_status(tmp_path, "running", 0)
+    other = threading.Thread(target=status.write_status, args=(tmp_path, "failed", 2, "the other"))
+    sync = os.fsync
+
+    def sync_and_let_the_other_write(descriptor: int) -> None:
+        sync(descriptor)
+        if threading.current_thread() is not other and not other.ident:
+            other.start()
+            other.join(1)
+
+    monkeypatch.setattr(os, "fsync", sync_and_let_the_other_write)
+    status.write_status(tmp_path, "failed", 1, "the first")
+    other.join()
+    assert read(tmp_path)["reason"] == "the other"

@@ -139,6 +139,33 @@ trainer.Trainer.step = step
     train(tiny, 2)
 
 
+def test_an_error_is_how_the_run_ended_although_its_time_is_over_before_that_is_written(tiny):
+    """As on a slow disk, when the rank that hangs ends in the moment in which this one has waited long enough."""
+    patch = """
+import threading, time
+from forgetting_transformer.training import sentinel, status, trainer
+leaving = threading.Event()
+leave, write, original = sentinel.Sentinel._leave, status.write_status, trainer.Trainer.step
+def leave_and_say(self, *arguments):
+    leaving.set()
+    leave(self, *arguments)
+def write_slowly(root, name, *arguments):
+    if name == "failed":
+        leaving.wait()
+        time.sleep(1)
+    write(root, name, *arguments)
+def step(self, batch):
+    if self.counters.batch_count == 5:
+        self.sentinel.timeout = 1
+        raise RuntimeError("an error of the step")
+    return original(self, batch)
+sentinel.Sentinel._leave, status.write_status, trainer.Trainer.step = leave_and_say, write_slowly, step
+"""
+    assert Job(tiny, patch=patch).wait() == [1]
+    found = status(tiny)
+    assert (found["status"], found["step"]) == ("failed", 5 * STEP) and "an error of the step" in found["reason"]
+
+
 def test_a_rank_that_is_asked_to_stop_and_cannot_does_not_stay(tiny):
     """Its peer is gone, say: it need not wait as long as a run that nobody wants to stop."""
     patch = """

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -26,6 +27,8 @@ _NAME = "status.json"
 #: A file of so many bytes is kept for the next status, because what ends a run may be a disk with no room for one.
 _RESERVE = ".status.json.reserve"
 _RESERVED_BYTES = 8192
+#: The loop and the sentinel's thread may write in the same moment, and each writes over the reserve.
+_writing = threading.RLock()
 
 
 def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
@@ -42,6 +45,11 @@ def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
     if len(text.encode()) > _RESERVED_BYTES:
         entry["reason"] = redact(reason)[: _RESERVED_BYTES // 8] + " …"
         text = json.dumps(entry, indent=1) + "\n"
+    with _writing:
+        _replace(root, text)
+
+
+def _replace(root: Path, text: str) -> None:
     with contextlib.suppress(OSError):
         _reserve(root)
     # Over bytes that are there, which needs no room: those of the reserve, or, not quite at once, those of the old
@@ -150,6 +158,7 @@ def refuse(directory: RunDirectory, reason: str) -> None:
 
 def end(directory: RunDirectory, reason: str) -> None:
     """A start that fails before its first step; gives the folder back."""
-    if directory.is_locked:
-        write_status(directory.root, "failed", directory.newest_step(), reason)
-        directory.release()
+    with _writing:
+        if directory.is_locked:
+            write_status(directory.root, "failed", directory.newest_step(), reason)
+            directory.release()

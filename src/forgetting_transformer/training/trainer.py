@@ -12,6 +12,7 @@ failures.py and status.py (how it ended). docs/reliability.md says what happens 
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -66,6 +67,8 @@ class Trainer(Parts):
         self.latest: Step | None = None
         self.stop = Stop.NO
         self.outcome: str | None = None
+        # The loop and the sentinel's thread may end the run in the same moment: the first one says how.
+        self._ending = threading.Lock()
         self.callbacks = callbacks_of(self)
         self.kinds |= self.callbacks.kinds
         self.metrics = open_metrics(self) if self.fabric.is_global_zero else None
@@ -263,8 +266,7 @@ class Trainer(Parts):
         """Notes how the run ended, for people and for the other ranks."""
         reason = f"{type(error).__name__}: {error}"
         self.peers.failed(reason)
-        self.outcome = "failed"
-        self._write_status("failed", reason)
+        self._ended("failed", reason)
 
     def close(self) -> None:
         self.checkpointer.close()
@@ -317,8 +319,7 @@ class Trainer(Parts):
                 "train.max_bad_steps"
             )
         outcome = "preempted" if self.stop else "done"
-        self._write_status(outcome, self.sentinel.request or "")
-        self.outcome = outcome
+        self._ended(outcome, self.sentinel.request or "")
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
         log.info("%s: %s", "training finished" if outcome == "done" else "stopped and saved", done)
         return outcome
@@ -328,7 +329,13 @@ class Trainer(Parts):
             return  # and that is how the run ended, whatever hangs behind it
         blame = self.peers.blame()
         self.peers.failed(reason)
-        self._write_status("failed", f"{blame + '; ' if blame else ''}{reason}; {self.saver.last_good_checkpoint}")
+        self._ended("failed", f"{blame + '; ' if blame else ''}{reason}; {self.saver.last_good_checkpoint}")
+
+    def _ended(self, outcome: str, reason: str) -> None:
+        with self._ending:
+            if self.outcome is None:
+                self._write_status(outcome, reason)
+                self.outcome = outcome
 
     def _write_status(self, name: str, reason: str = "") -> None:
         if self.directory.is_locked:
