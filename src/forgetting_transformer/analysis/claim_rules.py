@@ -65,7 +65,7 @@ RULES: dict[str, Rule] = {
         "+",
         unit="%",
     ),
-    "prunes_more": Rule("share of blocks that pruning skips, last measurement less first", "+", unit="%"),
+    "prunes_more": Rule("share of tiles that pruning skips, last measurement less first", "+", unit="%"),
     "prunes_faster": Rule("tokens per second with pruning relative to those without, less 1", "+", unit="%"),
     "sooner": Rule(
         "training tokens to the other model's final held-out loss, relative to its budget, less 1",

@@ -255,7 +255,7 @@ def _heads(run: Run) -> list[dict[str, float]]:
 
     Returns:
         Training `tokens`; `shortest`, `median` and `longest` memory of a head, in tokens; the shares of `local` and
-        `global` heads (claim_rules.py); and of the blocks that pruning skips, `pruned`, where there is pruning.
+        `global` heads (claim_rules.py); and of the tiles that pruning skips, `pruned`, where there is pruning.
     """
     length = run.config["datamodule"].get("train_batch_len") or math.inf
     found = []

@@ -283,7 +283,7 @@ FIGURES = {
     "search": "loss against learning rate",
     "differences": "held-out loss of every model and variant against the baseline, with intervals",
     "needle": "share of the answer's words that models find, by length of the prompt and depth of the needle",
-    "heads": "memory lengths of heads, and the share of blocks that pruning skips, against training tokens",
+    "heads": "memory lengths of heads, and the share of tiles that pruning skips, against training tokens",
 }
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "models": models_table,

@@ -76,7 +76,7 @@ def heads_over_training(
     train_length: int | None = None,
     conditions: Sequence[str] = (),
 ) -> None:
-    """Draws the memory lengths of the heads of models (left) and the share of blocks that pruning skips (right).
+    """Draws the memory lengths of the heads of models (left) and the share of tiles that pruning skips (right).
 
     Args:
         models: model -> seed -> measurement, as `studies.collect` has it: `tokens`, `shortest`, `median` and `longest`
@@ -103,7 +103,7 @@ def heads_over_training(
         log_axis(left)
         left.set(ylabel="memory of a head (tokens, at least 1)")
         left.set_title("shortest (dotted), median, longest (dash-dotted)", loc="left")
-        right.set(ylabel="blocks that pruning skips (%)", ylim=(0, 100))
+        right.set(ylabel="tiles that pruning skips (%)", ylim=(0, 100))
         right.set_title("adaptive computation pruning", loc="left")
         for axes in (left, right):
             axes.set_xlim(left=0)
