@@ -158,9 +158,7 @@ def collect(args: argparse.Namespace) -> None:
     runs = studies.runs_in(args.study, "runs", study["names"], plan.seeds if plan else ())
     positions = studies.read_positions(study, args.position_loss)
     add_positions(study, positions)
-    finished_runs = studies.evaluated_runs(study)
-    study["scores"] = study_scores.read_scores(args.downstream, finished_runs) if args.downstream else {}
-    study["needles"] = study_scores.read_needles(args.downstream, finished_runs) if args.downstream else {}
+    study |= study_scores.read_downstream(args.downstream, study)
 
     def name(model: str) -> str:
         return studies.display_name(study, model)

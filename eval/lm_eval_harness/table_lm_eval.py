@@ -22,12 +22,16 @@ def main() -> None:
         "results", type=command_line.name, nargs="*", metavar="RESULT", help="[NAME=]FOLDER with results.json"
     )
     parser.add_argument("--result_dir", type=command_line.path, help="all models whose results are in this folder")
+    parser.add_argument(
+        "--against", metavar="NAME", help="also how far the other models are from this one, on the same questions"
+    )
     parser.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     args = parser.parse_args()
     if not args.results and args.result_dir is None:
         parser.error("give RESULT folders, or --result_dir")
 
     from forgetting_transformer.analysis import AnalysisError
+    from forgetting_transformer.analysis.answers import differences_table
     from forgetting_transformer.analysis.evaluations import read_named
     from forgetting_transformer.analysis.published import lm_eval_table, sample_counts
     from forgetting_transformer.analysis.tables import write_tables
@@ -37,7 +41,9 @@ def main() -> None:
     try:
         found = official.results_in(args.result_dir, "results.json") if args.result_dir else []
         models = read_named([*args.results, *found])
-        write_tables(*lm_eval_table(models), args.out, "lm-evaluation-harness", sample_counts(models))
+        # Before anything is written: it refuses models that were asked other questions.
+        apart = differences_table(models, args.against) if args.against else None
+        write_tables(*lm_eval_table(models), args.out, "lm-evaluation-harness", sample_counts(models), apart)
     except (AnalysisError, EvaluationError) as error:
         sys.exit(f"error: {error}")
 

@@ -26,10 +26,14 @@ def main() -> None:
         metavar="RESULT",
         help="[NAME=]FOLDER with results.json; default all models in ./pred",
     )
+    parser.add_argument(
+        "--against", metavar="NAME", help="also how far the other models are from this one, on the same questions"
+    )
     parser.add_argument("--out", type=command_line.path, metavar="DIR", help="folder to write to; made if needed")
     args = parser.parse_args()
 
     from forgetting_transformer.analysis import AnalysisError
+    from forgetting_transformer.analysis.answers import differences_table
     from forgetting_transformer.analysis.evaluations import read_named
     from forgetting_transformer.analysis.published import longbench_table, sample_counts
     from forgetting_transformer.analysis.tables import write_tables
@@ -39,7 +43,9 @@ def main() -> None:
     try:
         results = args.results or official.results_in(Path("pred"), "result.json")
         models = read_named(results)
-        write_tables(*longbench_table(models), args.out, "LongBench", sample_counts(models))
+        # Before anything is written: it refuses models that were asked other questions.
+        apart = differences_table(models, args.against) if args.against else None
+        write_tables(*longbench_table(models), args.out, "LongBench", sample_counts(models), apart)
     except (AnalysisError, EvaluationError) as error:
         sys.exit(f"error: {error}")
 

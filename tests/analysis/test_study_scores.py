@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from forgetting_transformer.analysis import AnalysisError, study_scores
+from forgetting_transformer.analysis.answers import Answers, difference, write_answers
 from forgetting_transformer.analysis.evaluations import from_lm_eval, from_longbench, from_needle
 
 
@@ -63,6 +64,48 @@ def test_scores_are_shown_with_intervals_over_seeds(found):
 
 def test_what_was_not_asked_is_not_run():
     assert study_scores.needle_table({}) == study_scores.downstream_table({"scores": {}}) == "Not run yet."
+
+
+def test_differences_are_on_the_same_questions_in_the_seeds_that_both_have(tmp_path):
+    answers = {
+        "fox_seed0": [1, 1, 0, 1], "fox_seed1": [1, 0, 0, 1], "rnn_seed1": [0, 0, 0, 1], "rnn_seed2": [0, 0, 0, 0],
+        "other_seed0": [1, 1],
+    }  # fmt: skip
+    for run, scores in answers.items():
+        (tmp_path / "lm_eval" / run).mkdir(parents=True)
+        write_answers(
+            tmp_path / "lm_eval" / run,
+            {"next_line": Answers({"acc": scores}, f"{len(scores)}", [0, 0, 1, 2][: len(scores)])},
+        )
+    for run, scores in (("fox_seed0", [50.0, 10.0]), ("rnn_seed0", [40.0, 30.0])):
+        (tmp_path / "next_line" / run).mkdir(parents=True)
+        write_answers(tmp_path / "next_line" / run, {"lcc": Answers({"score": scores})})
+    models = {"fox": [0, 1], "rnn": [0, 1, 2], "other": [0]}
+    runs = [(f"{model}_seed{seed}", model) for model, seeds in models.items() for seed in seeds]
+    found = study_scores.read_differences(tmp_path, runs, "fox")
+    assert [*found] == ["rnn"], "the other model was asked other questions"
+    half_width = difference([answers["rnn_seed1"]], [answers["fox_seed1"]], [0, 0, 1, 2]).half_width
+    assert found["rnn"] == {
+        "next line/similarity": {
+            "value": 5.0, "half_width": pytest.approx(1.959964 * 15, rel=1e-5), "questions": 2, "seeds": 1,
+        },
+        "next_line/acc": {"value": -25.0, "half_width": pytest.approx(100 * half_width), "questions": 4, "seeds": 1},
+    }  # fmt: skip
+    scores = {"fox": {"fox_seed1": {"next_line/acc": 50.0}}, "rnn": {"rnn_seed1": {"next_line/acc": 25.0}}}
+    study = {
+        "scores": scores,
+        "answer_differences": found,
+        "models": scores,
+        "baseline": "fox",
+        "names": {"fox": "FoX"},
+    }
+    table = [[c.strip() for c in line.split("|")[1:-1]] for line in study_scores.downstream_table(study).splitlines()]
+    assert table[0] == ["model", "next line, acc", "acc against FoX", "seeds"]
+    assert table[2:] == [
+        ["FoX", "50.0", "", "1"],
+        ["rnn", "25.0", f"-25.0 ± {100 * half_width:.1f}", "1"],
+    ]
+    assert study_scores.read_differences(tmp_path, runs, "absent") == {}
 
 
 def needle(folder, run, mode, cells, prompts=1):

@@ -58,6 +58,9 @@ def corpus(tmp_path, monkeypatch):
     class HeldOut:
         sequences = 3
 
+        def groups(self):
+            return np.array([7, 7, 3])
+
         def read(self, row):
             return np.array([[row, 0]])
 
@@ -83,6 +86,8 @@ def test_tasks_are_in_the_formats_of_both_evaluations(corpus, tmp_path):
     for row, example in zip(rows, examples, strict=True):
         assert row["choices"][row["label"]] == example["answers"][0] and example["context"].endswith(row["code"])
         assert len(row["code"]) <= code_tasks.SHORT
+        number = int(example["context"].partition("_0(")[0].rpartition("_")[2])
+        assert row["group"] == example["group"] == [7, 7, 3][number], "that of the text"
     code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
     assert first == contents(tmp_path / "tasks")
 
@@ -100,6 +105,21 @@ def test_lm_eval_finds_the_questions_wherever_the_folder_is(corpus, tmp_path, mo
     task = harness.load_task("next_line", harness.task_manager(Path("moved")))["next_line"]
     rows = [json.loads(line) for line in (tmp_path / "moved/next_line.jsonl").read_text().splitlines()]
     assert list(task.test_docs()) == rows and len(rows) == 10
+
+
+def test_questions_of_a_version_without_groups_are_the_same_questions(corpus, tmp_path):
+    code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
+    first = contents(tmp_path / "tasks")
+    with outputs.writing(tmp_path / "tasks", code_tasks.COMMAND) as new:
+        for name in ("lcc.jsonl", "next_line.jsonl"):
+            rows = [json.loads(line) for line in first[name].decode().splitlines()]
+            (new / name).write_text(
+                "".join(f"{json.dumps({k: row[k] for k in row if k != 'group'})}\n" for row in rows)
+            )
+    assert contents(tmp_path / "tasks")["next_line.jsonl"] != first["next_line.jsonl"]
+    code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
+    second = contents(tmp_path / "tasks")
+    assert {name: second[name] for name in code_tasks.FILES} == {name: first[name] for name in code_tasks.FILES}
 
 
 def test_files_of_others_and_other_questions_are_left_as_they_are(corpus, tmp_path):

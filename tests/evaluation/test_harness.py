@@ -13,6 +13,7 @@ lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not install
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from forgetting_transformer.analysis import AnalysisError, published, tables  # noqa: E402
+from forgetting_transformer.analysis.answers import read_answers  # noqa: E402
 from forgetting_transformer.analysis.evaluations import from_lm_eval, read_evaluation, read_named  # noqa: E402
 from forgetting_transformer.analysis.statistics import Estimate  # noqa: E402
 from forgetting_transformer.evaluation import harness  # noqa: E402
@@ -273,10 +274,41 @@ def test_the_papers_eleven_tasks_fill_its_table(quickstart, hub, tmp_path):
     accuracies = [value for key, value in row.items() if key not in ("wikitext", "lambada_openai_ppl", "average")]
     assert len(accuracies) == 10 and row["average"] == pytest.approx(sum(accuracies) / 10)
     assert done.stdout.count("|") > 2 * 14
+    answers = read_answers(tmp_path / "hf")
+    assert "wikitext" not in answers and len(answers["lambada_openai"].scores["perplexity"]) == 2
+    for task in results.keys() & answers.keys():
+        for metric in ("acc", "acc_norm"):
+            if f"{metric},none" in results[task]:
+                scores = answers[task].scores[metric]
+                assert len(scores) == 2 and sum(scores) / 2 == results[task][f"{metric},none"]
     again = run_script(SCRIPT, "--model_path", quickstart.hf, "--save_dir", tmp_path, "--batch_size", 4)
     assert again.returncode == 0 and "…" not in again.stderr, "what is there is not run again"
     other = run_script(SCRIPT, "--model_path", quickstart.hf, "--save_dir", tmp_path, "--limit", 1)
     assert other.returncode == 1 and "holds results with limit=None, this evaluation has 1" in other.stderr
+
+
+@pytest.mark.slow
+def test_answers_are_kept_in_the_order_of_the_questions_whatever_the_number_of_processes(
+    quickstart, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    tasks = ["--include_path", "eval/lm_eval_harness/example", "--tasks", "code_choice", "--device", "cpu"]
+    for processes in (1, 2):
+        arguments = ["--model_path", quickstart.hf, "--save_dir", tmp_path / f"{processes}"]
+        done = run_script(SCRIPT, *arguments, *tasks, processes=processes)
+        assert done.returncode == 0, done.stderr
+    alone, shared = (read_answers(tmp_path / f"{processes}/hf")["code_choice"] for processes in (1, 2))
+    assert alone == shared and {len(scores) for scores in alone.scores.values()} == {6} and alone.groups is None
+    (tmp_path / "taken/hf").mkdir(parents=True)
+    (tmp_path / "taken/hf/answers.json").write_text("somebody's own")
+    done = run_script(SCRIPT, "--model_path", quickstart.hf, "--save_dir", tmp_path / "taken", *tasks)
+    assert done.returncode == 1 and "answers.json is not as lm_eval_harness has written it" in done.stderr
+    table = [f"one={tmp_path / '1/hf'}", f"two={tmp_path / '2/hf'}", "--against", "one", "--out", tmp_path / "out"]
+    done = run_script("eval/lm_eval_harness/table_lm_eval.py", *table)
+    assert done.returncode == 0, done.stderr
+    written = (tmp_path / "out/differences.md").read_text()
+    assert "| two | code_choice | acc | +0.0000 ± 0.0000 | 6 | 1 |" in written and written in done.stdout
 
 
 def test_data_that_cannot_be_loaded_says_what_to_download_and_where_to_put_it(quickstart, hub, tmp_path, monkeypatch):

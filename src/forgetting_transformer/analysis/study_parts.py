@@ -26,8 +26,8 @@ _SHARED = (
 )  # fmt: skip
 #: Of the first seed alone.
 _OF_FIRST_SEED = ("speed", "pruned")
-#: By model and run.
-_ANSWERS = ("scores", "needles")
+#: By model and run, and by model and score.
+_ANSWERS = ("scores", "needles", "answer_differences")
 
 
 def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None) -> dict[str, Any]:

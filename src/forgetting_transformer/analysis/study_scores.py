@@ -4,16 +4,18 @@ The stage `downstream` of scripts/study.sh leaves the evaluations in folders by 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError
+from forgetting_transformer.analysis.answers import Answers, difference, read_answers
 from forgetting_transformer.analysis.evaluations import Evaluation, of_needle, read_evaluation, read_json
 from forgetting_transformer.analysis.needles import score_matrix
-from forgetting_transformer.analysis.statistics import mean
-from forgetting_transformer.analysis.studies import display_name
+from forgetting_transformer.analysis.statistics import Estimate, mean
+from forgetting_transformer.analysis.studies import baseline_of, display_name, evaluated_runs, split_seed
 from forgetting_transformer.analysis.tables import markdown_table
 
 #: Modes of the needle -> what tables call them.
@@ -24,6 +26,27 @@ _METRICS = ("words", "exact")
 _BEGINNING = 100
 #: Kind of folder -> kind of score.
 _TASKS = ("next_line", "lm_eval", "longbench")
+#: The score of LongBench's task that scripts/code_tasks.py makes.
+_NEXT_LINE = "next line/similarity"
+
+
+def read_downstream(folder: Path | None, study: Mapping[str, Any]) -> dict[str, Any]:
+    """What a study.json has of downstream evaluations: `scores`, `needles` and `answer_differences`.
+
+    Args:
+        folder: as for `read_scores`; None where nothing was evaluated.
+
+    Raises:
+        AnalysisError: a file is damaged.
+    """
+    runs = evaluated_runs(study)
+    if folder is None or not runs:
+        return {"scores": {}, "needles": {}, "answer_differences": {}}
+    return {
+        "scores": read_scores(folder, runs),
+        "needles": read_needles(folder, runs),
+        "answer_differences": read_differences(folder, runs, baseline_of(study, "models")),
+    }
 
 
 def read_scores(folder: Path, runs: Sequence[tuple[str, str]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -104,6 +127,56 @@ def _by_cell(evaluation: Evaluation) -> dict[str, Any]:
     return found
 
 
+def read_differences(
+    folder: Path, runs: Sequence[tuple[str, str]], baseline: str
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """How far models are from the baseline on the same questions, in the seeds that both have.
+
+    Args:
+        folder, runs: as for `read_scores`.
+
+    Returns:
+        Model -> score -> `value` and `half_width` (`answers.difference`, shares in percent; None without an interval),
+        the numbers of `questions` and `seeds`. Left out are scores of which one of the two has no answers, or answers
+        to other questions.
+
+    Raises:
+        AnalysisError: a file is damaged.
+    """
+    answers: dict[str, dict[int, dict[str, Answers]]] = {}
+    for run, model in runs:
+        answers.setdefault(model, {})[split_seed(run)[1]] = _answers(folder, run)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    theirs = answers.pop(baseline, {})
+    for model, seeds in answers.items():
+        for name in dict.fromkeys(name for of_seed in seeds.values() for name in of_seed):
+            metric = name.rpartition("/")[2]
+            both = [seed for seed in seeds if name in seeds[seed] and name in theirs.get(seed, {})]
+            if len({one[seed][name].digest for seed in both for one in (seeds, theirs)}) != 1:
+                continue
+            of, than = ([one[seed][name].scores[metric] for seed in both] for one in (seeds, theirs))
+            value, half_width = difference(of, than, seeds[both[0]][name].groups)
+            found.setdefault(model, {})[name] = {
+                "value": value,
+                "half_width": None if np.isnan(half_width) else half_width,
+                "questions": len(of[0]),
+                "seeds": len(both),
+            }
+    return found
+
+
+def _answers(folder: Path, run: str) -> dict[str, Answers]:
+    """Of a run: score, as `_tasks` names it -> answers with that metric alone, as `_tasks` scales it."""
+    found = {}
+    for kind in _TASKS:
+        for task, of_task in read_answers(folder / kind / run).items():
+            for metric, scores in of_task.scores.items():
+                name = _NEXT_LINE if kind == "next_line" else f"{task}/{metric}"
+                scaled = [score * _scale(metric) for score in scores]
+                found[name] = replace(of_task, scores={name.rpartition("/")[2]: scaled})
+    return found
+
+
 def needle_grids(study: Mapping[str, Any]) -> tuple[list[int], list[float], dict[tuple[str, str], np.ndarray]]:
     """Lengths and depths, and for each mode and model, by name, the share of the answer's words, mean of the seeds.
 
@@ -142,12 +215,13 @@ def _needle(evaluation: Evaluation, mode: str) -> dict[str, float]:
 
 def _tasks(evaluation: Evaluation, kind: str) -> dict[str, float]:
     if kind == "next_line":
-        return {"next line/similarity": evaluation.numbers[0].value} if evaluation.numbers else {}
-    share = {"acc", "acc_norm"}
-    return {
-        f"{number.task}/{number.metric}": number.value * (100 if number.metric in share else 1)
-        for number in evaluation.numbers
-    }
+        return {_NEXT_LINE: evaluation.numbers[0].value} if evaluation.numbers else {}
+    return {f"{n.task}/{n.metric}": n.value * _scale(n.metric) for n in evaluation.numbers}
+
+
+def _scale(metric: str) -> int:
+    """Shares are shown in percent."""
+    return 100 if metric in ("acc", "acc_norm") else 1
 
 
 def needle_table(study: Mapping[str, Any]) -> str:
@@ -166,22 +240,40 @@ def needle_table(study: Mapping[str, Any]) -> str:
 
 
 def downstream_table(study: Mapping[str, Any]) -> str:
-    """A row per model: every score but those of the needle, mean of seeds with its interval."""
-    found = study.get("scores", {})
+    """A row per model: every score but those of the needle, mean of seeds with its interval; and how far it is from the
+    baseline's on the same questions."""
+    found, apart = study.get("scores", {}), study.get("answer_differences", {})
     every = [name for seeds in found.values() for scores in seeds.values() for name in scores]
     names = [name for name in dict.fromkeys(every) if not name.startswith("needle/")]
+    baseline = display_name(study, baseline_of(study, "models")) if apart else ""
+    columns: dict[str, list[str]] = {}
+    for name in names:
+        columns[name.replace("/", ", ").replace("_", " ")] = [_cell(seeds, name) for seeds in found.values()]
+        if any(name in of_model for of_model in apart.values()):
+            against = f"{name.rpartition('/')[2].replace('_', ' ')} against {baseline}"
+            columns[against] = [_difference(apart.get(model, {}).get(name)) for model in found]
     rows = [
-        [display_name(study, model), *(_cell(seeds, name) for name in names), str(len(seeds))]
-        for model, seeds in found.items()
+        [display_name(study, model), *cells, str(len(found[model]))]
+        for model, *cells in zip(found, *columns.values(), strict=True)
+        if any(cells)
     ]
-    rows = [row for row in rows if any(row[1:-1])]
-    header = ["model", *(name.replace("/", ", ").replace("_", " ") for name in names), "seeds"]
-    return markdown_table(header, rows, "l" + "r" * (len(names) + 1)) if rows else "Not run yet."
+    return markdown_table(["model", *columns, "seeds"], rows, "lr" + "r" * len(columns)) if rows else "Not run yet."
 
 
 def _cell(seeds: Mapping[str, Mapping[str, float]], name: str) -> str:
     values = [scores[name] for scores in seeds.values() if name in scores]
     if not values:
         return ""
-    value, half_width = mean(values)
-    return f"{value:.1f}" if np.isnan(half_width) else f"{value:.1f} ± {half_width:.1f}"
+    return _text(mean(values))
+
+
+def _difference(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    half_width = found["half_width"]
+    return _text(Estimate(found["value"], np.nan if half_width is None else half_width), "+")
+
+
+def _text(estimate: Estimate, sign: str = "") -> str:
+    text = f"{estimate.value:{sign}.1f}"
+    return text if np.isnan(estimate.half_width) else f"{text} ± {estimate.half_width:.1f}"

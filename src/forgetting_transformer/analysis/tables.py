@@ -195,13 +195,19 @@ def has_numbers(rows: Rows, columns: Sequence[Column]) -> bool:
 
 
 def write_tables(
-    rows: Rows, columns: Sequence[Column], folder: Path | None, title: str = "Scores", conditions: Sequence[str] = ()
+    rows: Rows,
+    columns: Sequence[Column],
+    folder: Path | None,
+    title: str = "Scores",
+    conditions: Sequence[str] = (),
+    differences: Table | None = None,
 ) -> None:
     """Prints both tables and, if there is a folder, writes `table.md`, `table.tex` and `scores.png` into it.
 
     Args:
         title: of the figure.
         conditions: for its foot.
+        differences: between models; it is printed in Markdown and written as `differences.md`.
 
     Raises:
         AnalysisError: there is no number at all, or the folder holds a file of one of these names that is not such a
@@ -211,8 +217,12 @@ def write_tables(
         raise AnalysisError(f"nothing to table: the results of {', '.join(rows)} hold no number")
     in_markdown, in_latex = markdown(rows, columns), latex(rows, columns)
     print(f"{in_markdown}\n{in_latex}", end="")
+    if differences is not None:
+        print(f"\n{differences.markdown()}")
     if folder is not None:
         with outputs.writing(folder, f"the table of {title}", _has_latex_table) as new:
+            if differences is not None:
+                (new / "differences.md").write_text(f"{differences.markdown()}\n", encoding="utf-8")
             (new / "table.md").write_text(in_markdown, encoding="utf-8")
             (new / "table.tex").write_text(in_latex, encoding="utf-8")
             draw_scores(rows, columns, new / "scores.png", title, conditions)

@@ -8,7 +8,8 @@ Both evaluations read them as they read tasks of others:
                                     same text that are indented like the true one. Chance is 25 %
     next_line.py                    tells lm_eval where next_line.jsonl is, wherever the folder has been moved to
 
-The same corpus gives the same questions. Texts are held out, so no model was trained on them.
+The same corpus gives the same questions. Texts are held out, so no model was trained on them. The `group` of a question
+is that of its text, as the corpus has split them: questions of one group are no independent ones.
 """
 
 import json
@@ -87,21 +88,21 @@ def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
     tokenizer, data = load_tokenizer(folder / "tokenizer"), open_heldout(folder)
     per_row = math.ceil(questions / data.sequences)
     asked: list[dict[str, Any]] = []
+    groups = data.groups()
     for row in range(data.sequences):
         text = tokenizer.decode(data.read(row)[0].tolist(), skip_special_tokens=True)
-        asked += list(ask(text, per_row, np.random.default_rng(row)))
+        group = row if groups is None else int(groups[row])
+        asked += [question | {"group": group} for question in ask(text, per_row, np.random.default_rng(row))]
     # Evenly over the rows, if there are a few too many.
     kept = [asked[i] for i in np.linspace(0, len(asked) - 1, min(questions, len(asked))).round().astype(int)]
     if not kept:
         raise EvaluationError(f"the held-out texts of {folder} have no line of code to ask for")
-    new = {
-        "lcc.jsonl": _lines([_for_longbench(number, question) for number, question in enumerate(kept)]),
-        "next_line.jsonl": _lines([_for_lm_eval(question) for question in kept]),
-        "next_line.py": _PLACE,
-        "next_line.yaml": _TASK,
-    }
-    for file in (out / name for name in new if name.endswith(".jsonl")):
-        if file.exists() and (there := file.read_text(encoding="utf-8")) != new[file.name]:
+    new = _files(kept) | {"next_line.py": _PLACE, "next_line.yaml": _TASK}
+    # As earlier versions wrote them, to which there may be answers.
+    ungrouped = [{key: value for key, value in question.items() if key != "group"} for question in kept]
+    old = _files(ungrouped)
+    for file in (out / name for name in old):
+        if file.exists() and (there := file.read_text(encoding="utf-8")) not in (new[file.name], old[file.name]):
             raise EvaluationError(
                 f"{file} has {len(there.splitlines())} questions, other than the {len(kept)} of --questions="
                 f"{questions}: choose another --out, or move the folder and the answers to its questions away"
@@ -138,6 +139,14 @@ def ask(text: str, count: int, random: np.random.Generator) -> Iterator[dict[str
         }
 
 
+def _files(questions: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The questions in the formats of both evaluations."""
+    return {
+        "lcc.jsonl": _lines([_for_longbench(number, question) for number, question in enumerate(questions)]),
+        "next_line.jsonl": _lines([_for_lm_eval(question) for question in questions]),
+    }
+
+
 def is_code(line: str) -> bool:
     """Whether a line is worth asking for: code of some length, and nothing that LongBench's score leaves out."""
     found = line.strip()
@@ -157,13 +166,18 @@ def _last(text: str, characters: int) -> str:
 def _for_longbench(number: int, question: dict[str, Any]) -> dict[str, Any]:
     context = _last(question["before"], LONG)
     about = {"length": len(context.split()), "dataset": "lcc", "language": "python", "all_classes": None}
-    return {"input": "", "context": context, "answers": [question["line"]], **about, "_id": f"heldout-{number}"}
+    asked = {"input": "", "context": context, "answers": [question["line"]], **about, "_id": f"heldout-{number}"}
+    return asked | _group(question)
 
 
 def _for_lm_eval(question: dict[str, Any]) -> dict[str, Any]:
     place = question["place"]
     choices = [*question["wrong"][:place], question["line"], *question["wrong"][place:]]
-    return {"code": _last(question["before"], SHORT), "choices": choices, "label": place}
+    return {"code": _last(question["before"], SHORT), "choices": choices, "label": place, **_group(question)}
+
+
+def _group(question: dict[str, Any]) -> dict[str, Any]:
+    return {key: question[key] for key in ("group",) if key in question}
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> str:

@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
-from forgetting_transformer.analysis import evaluations, tables
+from forgetting_transformer.analysis import answers, evaluations, tables
 from forgetting_transformer.analysis.published import TASKS, lm_eval_table, sample_counts
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
@@ -44,6 +44,8 @@ from forgetting_transformer.hub_connection import use_cached_datasets
 _MAX_NEW_TOKENS = 256
 #: Resamples for the standard error of a metric that has no formula for it, such as a perplexity.
 _BOOTSTRAP = 100
+#: Of evaluation: what its folder holds.
+_KIND = "lm_eval_harness"
 
 
 class HarnessModel(TemplateLM):
@@ -216,7 +218,7 @@ def evaluate(
     limit: int | None = None,
     include_path: Path | None = None,
 ) -> dict[str, Any]:
-    """Runs the tasks that `folder/results.json` does not have yet; it is written after each one.
+    """Runs the tasks that `folder/results.json` does not have yet; it is written after each one, as is answers.json.
 
     Args:
         tasks: lm_eval's names.
@@ -241,7 +243,7 @@ def evaluate(
     file = folder / "results.json"
 
     def known_results() -> dict[str, Any]:
-        evaluations.check_folder(folder, "lm_eval_harness")
+        evaluations.check_folder(folder, _KIND, answers.FILE)
         check_settings(folder, settings)
         return read_json(file) if file.is_file() else {}
 
@@ -261,14 +263,43 @@ def evaluate(
             task_manager=manager,
             limit=limit,
             bootstrap_iters=_BOOTSTRAP,
-            log_samples=False,
+            log_samples=True,
         )
         if workers.is_first:
+            _keep_answers(folder, found["samples"])
             results[task] = found["results"][task]
             write_json(file, results)
     if workers.is_first:
         _write_evaluation(folder, model, results, settings)
     return results
+
+
+def _keep_answers(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Adds the score of every question of some tasks to answers.json."""
+    found = {task: _answers(of_task) for task, of_task in samples.items()}
+    found = answers.read_answers(folder) | {task: of_task for task, of_task in found.items() if of_task.scores}
+    if found:
+        with evaluations.writing(folder, _KIND) as new:
+            answers.write_answers(new, found)
+
+
+def _answers(samples: Sequence[Mapping[str, Any]]) -> answers.Answers:
+    """Of lm_eval's records of a task, one per question and filter; without metrics that are no mean over questions."""
+    scores: dict[str, dict[int, float]] = {}
+    groups: dict[int, Any] = {}
+    hashes: dict[int, str] = {}
+    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+        hashes[sample["doc_id"]] = sample["doc_hash"]
+        groups[sample["doc_id"]] = sample["doc"].get("group") if isinstance(sample["doc"], dict) else None
+        for metric in sample["metrics"]:
+            if isinstance(sample[metric], (int, float)):
+                name = metric if sample["filter"] == "none" else f"{metric},{sample['filter']}"
+                scores.setdefault(name, {})[sample["doc_id"]] = sample[metric]
+    return answers.Answers(
+        {name: [*of_metric.values()] for name, of_metric in scores.items() if of_metric.keys() == groups.keys()},
+        answers.digest_of(hashes.values()),
+        [*groups.values()] if None not in groups.values() else None,
+    )
 
 
 def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None:
