@@ -70,7 +70,8 @@ def main() -> None:
             write_status(output_dir, "preempted", "SIGTERM")
             sys.exit(1)  # what a launcher makes of train.py's 75
         if "bad" in hit:
-            time.sleep(0.3)  # long enough to be looked at
+            # Long enough to be looked at, and at its end until it is ended.
+            time.sleep(0.3 if step < STEPS - 1 else 600)
         if "hang" in hit and step >= STEPS // 2:
             time.sleep(3600)
     append(lines / "val.jsonl", **{"step": max_tokens, "val/loss": final_loss})

@@ -128,12 +128,14 @@ def test_page_figures_and_comparisons_have_every_set(config, finished, sets, tmp
 def test_an_evaluation_that_was_broken_off_goes_on_with_the_sets_that_have_no_line(config, finished):
     """The signal comes while "easy" is evaluated: the corpus's own loss is there, those of the sets are not."""
     patch = """
-import os, signal
+import os, signal, time
 from forgetting_transformer.training.callbacks import held_out
 original = held_out.HeldOut.on_interval
 def on_interval(self, trainer, kind):
     if kind == "eval" and self.name == "eval_sets.easy" and trainer.counters.batch_count == 8:
         os.kill(os.getpid(), signal.SIGTERM)
+        while trainer.sentinel.request is None:
+            time.sleep(0.001)
     original(self, trainer, kind)
 held_out.HeldOut.on_interval = on_interval
 """

@@ -272,13 +272,17 @@ def test_a_signal_breaks_the_needle_test_off_and_the_next_start_does_it_again(ti
     patch = """
 import os, signal, time
 from forgetting_transformer.evaluation import needle_callback
-original = needle_callback.NeedleTest._batches
+original, on_interval = needle_callback.NeedleTest._batches, needle_callback.NeedleTest.on_interval
+def remember(self, trainer, kind):
+    self.heard = lambda: trainer.sentinel.request is not None
+    on_interval(self, trainer, kind)
 def batches(self):
     if self._workers.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
+        while not self.heard():
+            time.sleep(0.001)
     return original(self)
-needle_callback.NeedleTest._batches = batches
+needle_callback.NeedleTest._batches, needle_callback.NeedleTest.on_interval = batches, remember
 """
     straight, config = finished(tiny, world_size), with_needle(tiny, task, batch_size=1)
     job = Job(config, world_size, patch=patch)

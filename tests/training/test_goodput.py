@@ -83,7 +83,7 @@ def step(self, batch):
     return original(self, batch)
 trainer.Trainer.step = step
 """
-    assert Job(tiny, patch=patch).wait() == [9]
+    assert Job(changed(tiny, checkpoint_background=False), patch=patch).wait() == [9]
     train(changed(tiny, datamodule__train_num_workers=1))
     ledger = json.loads((Path(tiny["output_dir"]) / "goodput.json").read_text())["starts"]
     assert [entry["from_step"] // STEP for entry in ledger] == [0, 8]

@@ -202,8 +202,7 @@ def test_a_run_of_which_only_the_status_is_left_is_refused_every_time(tmp_path, 
             starts(tmp_path)
     directory = RunDirectory(tmp_path)
     status.claim(directory, resume=False)
-    status.restore(directory)
-    moved = directory.move_aside()
+    moved = status.move_aside(directory)
     assert sorted(path.name for path in moved.iterdir()) == ["last_checkpoint.json", "status.json"]
     directory.release()
     starts(tmp_path)

@@ -145,8 +145,8 @@ def test_a_damaged_status_stops_no_start_and_is_moved_aside_as_it_was(tmp_path, 
     directory = RunDirectory(tmp_path)
     status.claim(directory)
     assert read(tmp_path)["status"] == "starting"
-    status.restore(directory)
-    assert (tmp_path / "status.json").read_bytes() == text
+    moved = status.move_aside(directory)
+    assert (moved / "status.json").read_bytes() == text and read(tmp_path)["status"] == "starting"
     directory.release()
 
 
@@ -166,3 +166,62 @@ def test_two_threads_that_write_at_once_leave_a_whole_status(tmp_path, monkeypat
     status.write_status(tmp_path, "failed", 1, "the first")
     other.join()
     assert read(tmp_path)["reason"] == "the other"
+
+
+def test_a_reserve_that_a_kill_left_short_is_filled_up(tmp_path):
+    status.write_status(tmp_path, "running", 0)
+    (tmp_path / ".status.json.reserve").write_text("half of a status")
+    status.write_status(tmp_path, "running", 1)
+    assert (tmp_path / ".status.json.reserve").stat().st_size == 8192 and read(tmp_path)["step"] == 1
+
+
+def test_a_file_system_that_fails_raises_nothing(tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        for name in ("open", "stat", "replace"):
+            broken.setattr(os, name, fails)
+        status.write_status(tmp_path, "failed", 0, "no disk")
+
+
+def test_a_run_whose_folder_was_given_back_writes_no_status(tmp_path):
+    """The sentinel may end a run in the moment in which the loop says that it begins."""
+    directory = RunDirectory(tmp_path)
+    status.claim(directory)
+    status.end(directory, "SIGTERM, after SIGTERM")
+    status.write_own(directory, "running", 0)
+    assert read(tmp_path)["status"] == "failed"
+
+
+def test_a_callback_that_leaves_by_itself_has_failed(tiny):
+    patch = """
+import sys
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def step(self, batch):
+    if self.counters.batch_count == 5:
+        sys.exit("a library has had enough")
+    return original(self, batch)
+trainer.Trainer.step = step
+"""
+    assert Job(tiny, patch=patch).wait() == [1]
+    found = read(tiny["output_dir"])
+    assert (found["status"], found["step"]) == ("failed", 5 * STEP) and "SystemExit: a library has had" in found[
+        "reason"
+    ]
+
+
+def test_what_fails_after_the_last_step_is_how_the_run_ended(tiny):
+    """Its exit code says so, too."""
+    patch = """
+from forgetting_transformer.training import metrics
+close = metrics.MetricsLog.close
+def fails(self):
+    metrics.MetricsLog.close = close
+    raise OSError(28, "No space left on device")
+metrics.MetricsLog.close = fails
+"""
+    assert Job(changed(tiny, train__max_tokens=4 * STEP), patch=patch).wait() == [1]
+    found = read(tiny["output_dir"])
+    assert (found["status"], found["step"]) == ("failed", 4 * STEP) and "No space left on device" in found["reason"]

@@ -104,7 +104,8 @@ trainer.Trainer.step = step
     )
     assert "the last good checkpoint is at" in found["reason"]  # of step 4, or 8 where the disk was quick
     train(tiny)
-    assert f"continuing from {tiny['output_dir']}/checkpoints/step-{8 * STEP:015d}" in rank_log(tiny, 0)
+    kept = f"continuing from {tiny['output_dir']}/checkpoints/step-"
+    assert any(f"{kept}{step * STEP:015d}" in rank_log(tiny, 0) for step in (4, 8))
 
 
 def rank_log(config: dict, rank: int) -> str:
@@ -151,12 +152,14 @@ def leave_and_say(self, *arguments):
     leave(self, *arguments)
 def write_slowly(root, name, *arguments):
     if name == "failed":
+        running.sentinel.timeout = 0
         leaving.wait()
         time.sleep(1)
     write(root, name, *arguments)
 def step(self, batch):
+    global running
     if self.counters.batch_count == 5:
-        self.sentinel.timeout = 1
+        running = self
         raise RuntimeError("an error of the step")
     return original(self, batch)
 sentinel.Sentinel._leave, status.write_status, trainer.Trainer.step = leave_and_say, write_slowly, step

@@ -79,6 +79,9 @@ def train(config: Config) -> str:
             if problem is error:
                 raise
             raise problem from error
+        except SystemExit as error:  # of a callback or an optimizer of somebody's own
+            trainer.failed(error)
+            raise
         finally:
             trainer.close()
 

@@ -13,8 +13,11 @@ class TerminalHandler(logging.Handler):
     """Prints log records above a live progress bar instead of through it, except what the bar itself shows."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, ON_THE_BAR, False):
-            tqdm.write(self.format(record), file=sys.stderr)
+        try:
+            if not getattr(record, ON_THE_BAR, False):
+                tqdm.write(self.format(record), file=sys.stderr)
+        except Exception:  # a terminal that is gone, say, is no reason to end a run
+            self.handleError(record)
 
 
 class LogFile(logging.FileHandler):

@@ -244,8 +244,5 @@ class Parts:
         self.data.check_cache(self.ranks.data_size, evaluates=not config.skip_eval)
 
     def _move_aside(self) -> None:
-        status.restore(self.directory)
-        moved = self.directory.move_aside()
-        status.write_status(self.directory.root, "starting", 0)
-        if moved:
+        if moved := status.move_aside(self.directory):
             log.warning("resume=false: what the run in %s had written is now in %s", self.directory.root, moved)

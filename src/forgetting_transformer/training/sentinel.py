@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -67,6 +68,7 @@ class Sentinel:
         #: Name of the signal that asked to stop, None if none did.
         self.request: str | None = None
         self._heard_at = 0.0
+        self._answer: threading.Thread | None = None
         self._longest = 0.0
         self._last_beat = 0.0
         self._stage: str | None = "imports"
@@ -136,26 +138,30 @@ class Sentinel:
                 signal.signal(number, handler)
         self._writer.send(b"\0")
         self._thread.join()
+        if self._answer is not None:
+            self._answer.join(AT_ONCE_SECONDS)
         self._reader.close()
         self._writer.close()
 
     def _watch(self) -> None:
         while not self._closing:
             readable, _, _ = select.select([self._reader], [], [], 0.5)
+            now = time.monotonic()
             for number in self._reader.recv(4096) if readable else b"":
                 if number in SIGNALS:
-                    self._hear(signal.Signals(number))
+                    self._hear(signal.Signals(number), now)
             silence = time.monotonic() - self._last_beat
             if not self._closing and (silence > self._patience() or self._waits_in_vain(silence)):
                 self._end(silence)
 
-    def _hear(self, number: signal.Signals) -> None:
-        now = time.monotonic()
+    def _hear(self, number: signal.Signals, now: float) -> None:
         if self.request is None:
             self.request, self._heard_at = number.name, now
-            log.warning("%s: stopping after this step, with a checkpoint; a second signal leaves at once", number.name)
+            said = "stopping after this step, with a checkpoint; a second signal leaves at once"
+            self._answer = _aside("answer to a signal", lambda: log.warning("%s: %s", number.name, said))
         elif now - self._heard_at > SAME_REQUEST_SECONDS:
-            reason = f"{number.name}, after {self.request}: left at once, without a checkpoint"
+            what = "training was over" if self._closing_down else "without a checkpoint"
+            reason = f"{number.name}, after {self.request}: left at once, {what}"
             self._leave(128 + number, reason, lambda: log.warning("%s", reason), AT_ONCE_SECONDS)
 
     def _waits_in_vain(self, silence: float) -> bool:
@@ -178,16 +184,16 @@ class Sentinel:
         return self.timeout if self.request is None else min(self.timeout, least)
 
     def _end(self, seconds: float) -> None:
-        stacks = {thread.ident: thread.name for thread in threading.enumerate()}
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
-        text = "".join(
-            f"\nthread {stacks[identity]}:\n{''.join(traceback.format_stack(frames[identity]))}"
-            for identity in sorted(stacks, key=lambda identity: identity != self._main)
+        stacks = {
+            names[identity]: frames[identity]
+            for identity in sorted(names, key=lambda identity: identity != self._main)
             if identity in frames and identity != threading.get_ident()
-        )
+        }
         if self._writer_of is not None:
             writers = [
-                frames[identity] for identity, name in stacks.items() if name == "checkpoint" and identity in frames
+                frames[identity] for identity, name in names.items() if name == "checkpoint" and identity in frames
             ]
             what = f"nothing was written of {self._writer_of}"
             where = "its writer on this rank stands still: look at the disk"
@@ -198,7 +204,7 @@ class Sentinel:
             what = "training was over and the process did not end" if self._closing_down else what
             where = "this rank stands still"
             main = frames.get(self._main or 0)
-            if any("/torch/distributed/" in f.filename for f in traceback.extract_stack(main)):
+            if any("/torch/distributed/" in f.f_code.co_filename for f, _ in traceback.walk_stack(main)):
                 where = f"{peers.WAITS}, whose log says where it stands"
             elif dist.is_initialized():
                 # In a backward pass, or when it asks the device, a rank that waits for another looks like one that
@@ -213,30 +219,56 @@ class Sentinel:
         reason = f"{what} for {seconds:.0f} s {limit}; {where}"
         if self._gone_since is not None:
             reason = f"{what} for {seconds:.0f} s, and never will: the process of rank {self.gone()} is gone"
-        self._leave(
-            1, reason, lambda: log.critical("%s. Where its threads are:%s", reason, text), LAST_WORDS_SECONDS, text
-        )
 
-    def _leave(self, code: int, reason: str, say: Callable[[], None], seconds: float, stacks: str = "") -> None:
-        """Ends the process. What it has to say may hang where the run hangs; then it goes to the terminal alone."""
+        def say() -> None:
+            # With lines of source code, which are read from a disk that may be the one that hangs.
+            text = _of_threads({name: traceback.format_stack(frame) for name, frame in stacks.items()})
+            log.critical("%s. Where its threads are:%s", reason, text)
+
+        places = _of_threads({name: _places(frame) for name, frame in stacks.items()})
+        self._leave(1, reason, say, LAST_WORDS_SECONDS, places)
+
+    def _leave(self, code: int, reason: str, say: Callable[[], None], seconds: float, places: str = "") -> None:
+        """Ends the process. Log, status and terminal may hang where the run hangs: none of them can keep it."""
         said = threading.Event()
 
         def last_words() -> None:
             say()
             said.set()
-            self.on_end(reason)
 
-        thread = threading.Thread(target=last_words, name="last words", daemon=True)
-        thread.start()
-        thread.join(seconds)
+        deadline = time.monotonic() + seconds
+        for thread in (_aside("last words", last_words), _aside("status", lambda: self.on_end(reason))):
+            thread.join(max(0.0, deadline - time.monotonic()))
         if not said.is_set():
-            with contextlib.suppress(OSError):
-                os.write(2, f"{reason}. The log cannot be written.{stacks}\n".encode())
+            text = f"{reason}. The log cannot be written.{places}\n".encode()
+            _aside("terminal", lambda: os.write(2, text)).join(AT_ONCE_SECONDS)
         os._exit(code)
 
 
-def _in_collective(frame: Any) -> bool:
-    return any(f.filename.endswith("distributed_c10d.py") for f in traceback.extract_stack(frame))
+def _aside(name: str, action: Callable[[], object]) -> threading.Thread:
+    """Does what may hang or fail in a thread that keeps nobody waiting."""
+
+    def act() -> None:
+        with contextlib.suppress(OSError):
+            action()
+
+    thread = threading.Thread(target=act, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _of_threads(stacks: Mapping[str, list[str]]) -> str:
+    return "".join(f"\nthread {name}:\n{''.join(lines)}" for name, lines in stacks.items())
+
+
+def _places(frame: FrameType) -> list[str]:
+    """As `traceback.format_stack`, without the lines of source code: reads no file."""
+    found = [*traceback.walk_stack(frame)][::-1]
+    return [f'  File "{f.f_code.co_filename}", line {line}, in {f.f_code.co_name}\n' for f, line in found]
+
+
+def _in_collective(frame: FrameType) -> bool:
+    return any(f.f_code.co_filename.endswith("distributed_c10d.py") for f, _ in traceback.walk_stack(frame))
 
 
 def _forget_descriptor() -> None:

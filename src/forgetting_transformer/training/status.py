@@ -49,12 +49,19 @@ def write_status(root: Path, status: str, step: int, reason: str = "") -> None:
         _replace(root, text)
 
 
+def write_own(directory: RunDirectory, status: str, step: int, reason: str = "") -> None:
+    """`write_status` for a run whose folder this process holds; otherwise nothing: it may be another's by now."""
+    with _writing:
+        if directory.is_locked:
+            write_status(directory.root, status, step, reason)
+
+
 def _replace(root: Path, text: str) -> None:
     with contextlib.suppress(OSError):
         _reserve(root)
     # Over bytes that are there, which needs no room: those of the reserve, or, not quite at once, those of the old
     # status.
-    place = root / (_RESERVE if (root / _RESERVE).exists() else _NAME)
+    place = root / (_RESERVE if os.path.exists(root / _RESERVE) else _NAME)  # where Path.exists may raise
     with contextlib.suppress(OSError):
         descriptor = os.open(place, os.O_WRONLY)
         try:
@@ -70,8 +77,10 @@ def _replace(root: Path, text: str) -> None:
 
 def _reserve(root: Path) -> None:
     """Keeps the room that the next status needs, if there is none kept."""
-    if (root / _RESERVE).exists():
-        return
+    with contextlib.suppress(FileNotFoundError):
+        # A process that was killed while it wrote leaves a short one.
+        if (root / _RESERVE).stat().st_size >= _RESERVED_BYTES:
+            return
     write_atomically(root / _RESERVE, " " * _RESERVED_BYTES)  # zeros might be stored as none
 
 
@@ -85,17 +94,18 @@ def claim(directory: RunDirectory, resume: bool = True) -> None:
     if directory.is_locked:
         return
     directory.check_ours(resume)
-    directory.acquire()
-    file = directory.root / _NAME
-    directory.status_before = file.read_bytes() if file.is_file() else None
-    try:
-        _keep_what_it_proves(directory)
-    except OSError as error:
-        directory.release()
-        raise RunDirectoryError(
-            f"cannot write {describe_os_error(error, directory.last_checkpoint)}; make room"
-        ) from error
-    write_status(directory.root, "starting", directory.newest_step())
+    with _writing:
+        directory.acquire()
+        file = directory.root / _NAME
+        directory.status_before = file.read_bytes() if file.is_file() else None
+        try:
+            _keep_what_it_proves(directory)
+        except OSError as error:
+            directory.release()
+            raise RunDirectoryError(
+                f"cannot write {describe_os_error(error, directory.last_checkpoint)}; make room"
+            ) from error
+        write_status(directory.root, "starting", directory.newest_step())
 
 
 def _keep_what_it_proves(directory: RunDirectory) -> None:
@@ -133,13 +143,17 @@ def _forked_at(directory: RunDirectory) -> int:
     return int(found[1]) if found else 0
 
 
-def restore(directory: RunDirectory) -> None:
-    """Puts back the status that `claim` replaced: what is moved aside keeps its own."""
+def move_aside(directory: RunDirectory) -> Path | None:
+    """`RunDirectory.move_aside`. What is moved keeps the status that `claim` replaced; the run has its own again."""
     file = directory.root / _NAME
-    if directory.status_before is None:
-        file.unlink(missing_ok=True)
-    else:
-        file.write_bytes(directory.status_before)
+    with _writing:
+        if directory.status_before is None:
+            file.unlink(missing_ok=True)
+        else:
+            write_atomically(file, directory.status_before)
+        moved = directory.move_aside()
+        write_own(directory, "starting", 0)
+        return moved
 
 
 def refuse(directory: RunDirectory, reason: str) -> None:

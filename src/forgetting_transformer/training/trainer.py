@@ -79,7 +79,9 @@ class Trainer(Parts):
         config, counters = self.config, self.counters
         self.callbacks.start()
         self.started("logs")
-        self._write_status("running")
+        with self._ending:
+            if self.outcome is None:
+                self._write_status("running")
         if self.metrics is not None:
             log.info("about to train %s:\n%s", config.tag, start_block(self))
         self._evaluate_what_was_broken_off()
@@ -262,11 +264,16 @@ class Trainer(Parts):
         self.counters.update_time += waited
         self.counters.total_time += waited
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """Notes how the run ended, for people and for the other ranks."""
         reason = f"{type(error).__name__}: {error}"
         self.peers.failed(reason)
-        self._ended("failed", reason)
+        # The end of training is not yet that of the run: metrics are still to be written, say.
+        with self._ending:
+            if self.outcome != "failed":
+                self._write_status("failed", reason)
+                self.outcome = "failed"
+        self.sentinel.closing()  # what the process has to say of it may take as long as a step
 
     def close(self) -> None:
         self.checkpointer.close()
@@ -319,7 +326,7 @@ class Trainer(Parts):
                 "train.max_bad_steps"
             )
         outcome = "preempted" if self.stop else "done"
-        self._ended(outcome, self.sentinel.request or "")
+        self._end_once(outcome, self.sentinel.request or "")
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
         log.info("%s: %s", "training finished" if outcome == "done" else "stopped and saved", done)
         return outcome
@@ -329,14 +336,13 @@ class Trainer(Parts):
             return  # and that is how the run ended, whatever hangs behind it
         blame = self.peers.blame()
         self.peers.failed(reason)
-        self._ended("failed", f"{blame + '; ' if blame else ''}{reason}; {self.saver.last_good_checkpoint}")
+        self._end_once("failed", f"{blame + '; ' if blame else ''}{reason}; {self.saver.last_good_checkpoint}")
 
-    def _ended(self, outcome: str, reason: str) -> None:
+    def _end_once(self, outcome: str, reason: str) -> None:
         with self._ending:
             if self.outcome is None:
                 self._write_status(outcome, reason)
                 self.outcome = outcome
 
     def _write_status(self, name: str, reason: str = "") -> None:
-        if self.directory.is_locked:
-            status.write_status(self.directory.root, name, self.counters.token_count, reason)
+        status.write_own(self.directory, name, self.counters.token_count, reason)
