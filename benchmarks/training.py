@@ -54,6 +54,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
+from forgetting_transformer import command_line
+
 STARTED = time.perf_counter()
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 ON_GPU = {
@@ -108,6 +110,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--peak_flops", type=float, help="peak FLOP/s of the device, for MFU")
     parser.add_argument("--overrides", nargs="+", default=[], metavar="KEY=VALUE", help="config overrides for all")
+    command_line.add_plugins(parser)
     parser.add_argument("--empty_kernel_cache", action="store_true", help="start without compiled and tuned kernels")
     parser.add_argument(
         "--time_limit",
@@ -157,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         work(args, experiment, Path(file))
         return 0
     try:
-        record = Record("training", args, argv, args.device, leave_out=("time_limit", "worker"))
+        record = Record("training", args, argv, args.device, leave_out=("time_limit", "worker", "plugins"))
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -24,7 +24,9 @@
 #   EVAL_JOBS          evaluations that share a GPU (default 4)
 #   MODELS             the slowest first
 #   SOURCES            folders with the texts of the corpus, without near-duplicates; VOCABULARY, DOC_LEN, HELDOUT_DOCS
-#   OVERRIDES          more overrides of train.py for all runs
+#   GLOB               which of their files are read (default: *.py)
+#   OVERRIDES          more overrides of train.py for all runs. Plug-ins, as in OVERRIDES="plugins=[my_lab]", are found in the current
+#                      folder too, and evaluations get them as well
 #   SPEED_SEEDS        seeds whose speeds are measured (default: the first; empty for none)
 #   QUESTIONS          of the tasks that `downstream` makes of held-out texts (default: 500); the same for all models
 #   NEEDLE             options of eval/niah/run_niah.py: lengths, depths and so on of the needle in a haystack
@@ -50,6 +52,24 @@ done
 [[ ${ABLATION_TOKENS:-0} =~ ^(0|[1-9][0-9]*)$ ]] || wrong "ABLATION_TOKENS=$ABLATION_TOKENS: give a number of tokens, in digits alone"
 [ -z "${STUDY:-}" ] || [ -f "$STUDY" ] || wrong "STUDY=$STUDY: there is no such file"
 [ -z "${STUDY:-}" ] || STUDY=$(realpath "$STUDY")
+if [ -n "${LONGBENCH_DATA:-}" ]; then
+    [ -e "$LONGBENCH_DATA" ] || wrong "LONGBENCH_DATA=$LONGBENCH_DATA: there is no such file or folder in $PWD"
+    LONGBENCH_DATA=$(realpath "$LONGBENCH_DATA")
+fi
+sources=()
+for source in ${SOURCES:-}; do
+    [ -e "$source" ] || wrong "SOURCES=$SOURCES: there is no $source in $PWD"
+    sources+=("$(realpath "$source")")
+done
+read -ra overrides <<<"${OVERRIDES:-}"
+plugins=()
+for override in "${overrides[@]}"; do
+    if [[ $override =~ ^\+*plugins=\[(.*)\]$ ]]; then IFS=', ' read -ra plugins <<<"${BASH_REMATCH[1]}"; fi
+done
+if [ ${#plugins[@]} -gt 0 ]; then
+    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+    plugins=(--plugins "${plugins[@]}")
+fi
 root="$(cd "$(dirname "$0")/.." && pwd)"
 python=${PYTHON:-python}
 command -v "$python" >/dev/null || wrong "there is no command $python; set PYTHON to the Python that has this project"
@@ -92,7 +112,6 @@ done
 [[ ${RUNS:-1} =~ ^[01]$ ]] || wrong "RUNS=$RUNS: give 0 or 1"
 [ "${RUNS:-1}" != 0 ] || [ "${ABLATION_TOKENS:-}" != 0 ] || wrong "RUNS=0 and ABLATION_TOKENS=0 leave nothing to train"
 eval_jobs=${EVAL_JOBS:-4}
-read -ra overrides <<<"${OVERRIDES:-}"
 corpus="$folder/data/python_code"
 mapfile -t gpus < <("$python" -c 'from forgetting_transformer.sweep.machines import visible_gpus as v; print("\n".join(v()))')
 [ -n "${gpus[0]:-}" ] || gpus=("")
@@ -150,8 +169,6 @@ compile_kernels() {
 }
 
 make_corpus() {
-    local sources
-    read -ra sources <<<"${SOURCES:-}"
     if [ ${#sources[@]} -eq 0 ]; then
         mapfile -t sources < <("$python" -c 'import sysconfig; p = sysconfig.get_paths(); print(p["stdlib"], p["purelib"], sep="\n")')
     fi
@@ -162,7 +179,7 @@ make_corpus() {
             dedup=()
         fi
     done
-    "$python" scripts/prepare_data.py "${sources[@]}" --glob "*.py" --tokenizer "train:$vocabulary" \
+    "$python" scripts/prepare_data.py "${sources[@]}" --glob "${GLOB:-*.py}" --tokenizer "train:$vocabulary" \
         "${dedup[@]}" --doc_len "${DOC_LEN:-16384}" --heldout_docs "${HELDOUT_DOCS:-128}" --out "$corpus"
 }
 
@@ -192,7 +209,7 @@ position_loss() { # run
     [ "$results/state/sums.npz" -nt "$folder/runs/$1/checkpoints" ] || resume=(--no-resume)
     "$python" eval/per_token_loss/run_per_token_loss.py --model_path "$folder/runs/$1" --data_path "$corpus" \
         --save_dir "$folder/position_loss" --preset extrapolation --local_batch_size "${EVAL_BATCH:-4}" \
-        "${resume[@]}" >"$folder/logs/position_loss-$1.log" 2>&1
+        "${resume[@]}" "${plugins[@]}" >"$folder/logs/position_loss-$1.log" 2>&1
 }
 
 speed() { # run
@@ -208,7 +225,7 @@ measure_speed() { # run results option …
     mkdir -p "$(dirname "$results")"
     "$python" benchmarks/training.py --experiments "$folder/runs/$run" --seq_len "${SPEED_LEN:-4096}" \
         --batch_size "${SPEED_BATCH:-16}" --checkpointing off --optimizer_step --steps 5 --time_limit 120 --replace \
-        --out "$results" "${@:3}" >>"$folder/logs/speed-$run.log" 2>&1
+        --out "$results" "${plugins[@]}" "${@:3}" >>"$folder/logs/speed-$run.log" 2>&1
 }
 
 # Whether there is nothing to ask of a run: it is not finished, or has been asked. Answers of older weights are moved aside,
@@ -236,7 +253,7 @@ needle() { # run
     for mode in paper paper_easy; do
         is_asked "$folder/downstream/needle/$1/$mode/scores.json" "$1" ||
             "$python" eval/niah/run_niah.py --model_path "$folder/runs/$1" --mode "$mode" --max_new_tokens 64 \
-                --local_batch_size 6 --save_dir "$folder/downstream/needle" "${options[@]}" \
+                --local_batch_size 6 --save_dir "$folder/downstream/needle" "${plugins[@]}" "${options[@]}" \
                 >>"$folder/logs/needle-$1.log" 2>&1 || return
     done
 }
@@ -245,10 +262,10 @@ needle() { # run
 longbench() { # run
     is_asked "$folder/downstream/next_line/$1/results.json" "$1" ||
         "$python" eval/longbench/run_longbench.py --model_path "$folder/runs/$1" --data_dir "$folder/tasks" --sets lcc \
-            --save_dir "$folder/downstream/next_line" >>"$folder/logs/longbench-$1.log" 2>&1 || return
+            --save_dir "$folder/downstream/next_line" "${plugins[@]}" >>"$folder/logs/longbench-$1.log" 2>&1 || return
     [ -z "${LONGBENCH_DATA:-}" ] || is_asked "$folder/downstream/longbench/$1/results.json" "$1" ||
         "$python" eval/longbench/run_longbench.py --model_path "$folder/runs/$1" --data_dir "$LONGBENCH_DATA" \
-            --save_dir "$folder/downstream/longbench" >>"$folder/logs/longbench-$1.log" 2>&1
+            --save_dir "$folder/downstream/longbench" "${plugins[@]}" >>"$folder/logs/longbench-$1.log" 2>&1
 }
 
 # Choosing the next line of code, and lm_eval's own tasks where their data is.
@@ -256,10 +273,15 @@ lm_eval() { # run
     is_asked "$folder/downstream/lm_eval/$1/results.json" "$1" ||
         "$python" eval/lm_eval_harness/run_lm_eval.py --model_path "$folder/runs/$1" --include_path "$folder/tasks" \
             --tasks "next_line${LM_EVAL_TASKS:+,$LM_EVAL_TASKS}" --batch_size 16 --save_dir "$folder/downstream/lm_eval" \
-            >>"$folder/logs/lm_eval-$1.log" 2>&1
+            "${plugins[@]}" >>"$folder/logs/lm_eval-$1.log" 2>&1
 }
 
 for stage in "${stages[@]}"; do
+    if [[ $stage == evaluate || $stage == downstream ]] && ! compgen -G "$folder/runs/*/checkpoints" >/dev/null; then
+        echo "error: $stage: $folder has no runs; give the FOLDER that they were trained in, or run the stage train first" >&2
+        status=1
+        continue
+    fi
     case "$stage" in
     corpus)
         step "corpus"
@@ -306,7 +328,7 @@ for stage in "${stages[@]}"; do
         shopt -s nullglob
         "$python" scripts/study_report.py collect "$folder" --plan "$study" --data_path "$corpus" --position_loss "$folder/position_loss" \
             --speed "$folder"/speed/*.json "$folder"/speed/unpruned/*.json \
-            --downstream "$folder/downstream" --out "$folder/report" || status=$?
+            --downstream "$folder/downstream" --out "$folder/report" "${plugins[@]}" || status=$?
         ;;
     esac
 done

@@ -158,6 +158,11 @@ def collect(args: argparse.Namespace) -> None:
     runs = studies.runs_in(args.study, "runs", study["names"], plan.seeds if plan else ())
     positions = studies.read_positions(study, args.position_loss)
     add_positions(study, positions)
+    for model in study["models"]:
+        runs_of = [run for run, of in studies.evaluated_runs(study) if of == model]
+        lacking = [run for run in runs_of if run not in positions]
+        if 0 < len(lacking) < len(runs_of):  # `show` says so of a model that has none
+            skip(f"loss at every position: none of {', '.join(lacking)}")
     study |= study_scores.read_downstream(args.downstream, study)
 
     def name(model: str) -> str:

@@ -312,7 +312,10 @@ def test_a_group_that_does_not_exist_is_named():
     groups = ROOT / "configs"
     assert hydra_errors.unknown_group(["train", "model"], groups) is None
     said = hydra_errors.unknown_group(["train", "experiment/dmo"], groups)
-    assert said == "there is no group 'experiment/dmo'; did you mean 'experiment/demo'?"
+    assert said == (
+        "there is no group 'experiment/dmo'; did you mean 'experiment/demo'?, or those of a plug-in, which is named "
+        "first: plugins=[…]"
+    )
 
 
 @pytest.mark.parametrize(

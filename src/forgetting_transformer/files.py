@@ -70,6 +70,15 @@ def write_json(path: Path, value: Any, *, durable: bool = True) -> None:
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", durable=durable)
 
 
+def size_in_words(count: float) -> str:
+    """2.5e9 -> "2.50 GB"."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"
+
+
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[int]:
     """Holds the lock of a folder, or of a file that is made if it is not there. Gives a descriptor of it.

@@ -37,6 +37,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
             "seed": seed,
             "output_dir": str(folder),
             "train": {"max_tokens": BUDGET},
+            "datamodule": more.get("datamodule", {}),
             "optimizer": {"lr": more.get("lr", 1e-3)},
             "schedule": {"name": more.get("schedule", "warmup_cosine"), "total_tokens": BUDGET},
         }
@@ -283,3 +284,23 @@ def test_the_figure_has_the_mean_the_range_of_seeds_and_the_points_of_comparison
     assert "dashed: where the models are compared" in [text.get_text() for text in legend.get_texts()]
     shade = left.collections[0].get_paths()[0].vertices
     assert shade[:, 1].min() < 3.1 and 3.9 < shade[shade[:, 0] > 990][:, 1].max() < 4.1
+
+
+def test_losses_of_contexts_of_different_length_are_told_apart(make_run):
+    lengths = {"short": 128, "long": 512}
+    models = [
+        comparisons.named_model(
+            name,
+            [make_run(name, 3.0, 0, evaluated=[1000], datamodule={"eval_batch_len": n, "train_batch_len": 2 * n})],
+        )
+        for name, n in lengths.items()
+    ]
+    for heldout, said in (
+        (True, "datamodule.eval_batch_len=128 and 512"),
+        (False, "datamodule.train_batch_len=256 and 1024"),
+    ):
+        comparison = comparisons.at_equal_tokens(models, 1000, heldout=heldout)
+        (note,) = [note for note in comparisons.warnings(comparison, models, "short") if "of different length" in note]
+        assert said in note
+    alone = comparisons.at_equal_tokens(models[:1], 1000)
+    assert not any("of different length" in note for note in comparisons.warnings(alone, models[:1], "short"))

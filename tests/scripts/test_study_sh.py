@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = """#!/usr/bin/env bash
 [ "$1" != -c ] || exit 0
 echo "$*" >> "$CALLS"
+[ -z "${PATHS:-}" ] || echo "$PYTHONPATH" >> "$PATHS"
 case "$1" in
 scripts/study.py) sleep "${TRAIN_SECONDS:-0}"; exit "${TRAIN_CODE:-0}" ;;
 eval/per_token_loss/*) [[ "$4$*" != *"runs/${FAILING:-none} "* ]] ;;
@@ -30,7 +31,7 @@ esac
 SETTINGS = (
     "STUDY", "TOKENS", "SEARCH_TOKENS", "ABLATION_TOKENS", "SEEDS", "SPEED_SEEDS", "JOBS_PER_GPU", "MODELS", "SOURCES",
     "VOCABULARY", "DOC_LEN", "HELDOUT_DOCS", "OVERRIDES", "SECONDS_TO_TRAIN", "QUESTIONS", "NEEDLE", "LONGBENCH_DATA",
-    "LM_EVAL_TASKS", "SPEED_LEN", "SPEED_BATCH", "EVAL_BATCH", "EVAL_JOBS",
+    "LM_EVAL_TASKS", "SPEED_LEN", "SPEED_BATCH", "EVAL_BATCH", "EVAL_JOBS", "GLOB",
 )  # fmt: skip
 
 
@@ -86,6 +87,39 @@ def test_a_corpus_leaves_near_duplicates_out_unless_it_was_begun_with_them(study
     assert " --dedup " in prepares()
     begun.write_text('{"settings": {"doc_len": 16384}}')
     assert "--dedup" not in prepares()
+
+
+def test_sources_are_those_of_the_folder_in_which_it_is_started(study_sh, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    code, out, (call,) = study_sh("corpus", SOURCES="texts", GLOB="*.md")
+    assert code == 0 and call.startswith(f"scripts/prepare_data.py {tmp_path}/texts --glob *.md "), out
+    code, out, calls = study_sh("corpus", SOURCES="texts text")
+    assert code == 2 and calls == [] and f"SOURCES=texts text: there is no text in {tmp_path}" in out
+
+
+def test_every_stage_gets_the_plug_ins_of_the_overrides(study_sh, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    study_sh("train")
+    (tmp_path / "study/runs/fox_pro_seed0/status.json").write_text('{"status": "done"}')
+    (tmp_path / "texts").mkdir()
+    overrides = "optimizer.lr=1e-3 plugins=[my_lab,my_other]"
+    stages = ("train", "evaluate", "downstream", "collect")
+    code, out, calls = study_sh(*stages, OVERRIDES=overrides, PATHS=str(tmp_path / "paths"), LONGBENCH_DATA="texts")
+    assert code == 0, out
+    assert " plugins=[my_lab,my_other] " in calls[0] and calls[0].startswith("scripts/study.py")
+    scripts = {call.split()[0] for call in calls if " --plugins my_lab my_other" in call}
+    assert {Path(script).name for script in scripts} == {
+        "run_per_token_loss.py", "training.py", "run_niah.py", "run_longbench.py", "run_lm_eval.py", "study_report.py",
+    }  # fmt: skip
+    assert sum(f"--data_dir {tmp_path}/texts " in call for call in calls) == 1
+    assert all(path.split(":")[0] == str(tmp_path) for path in (tmp_path / "paths").read_text().splitlines())
+
+
+def test_a_folder_without_runs_is_no_success(study_sh):
+    code, out, calls = study_sh("evaluate", "downstream", "collect", runs="")
+    assert code == 1 and [call.split()[0] for call in calls] == ["scripts/study_report.py"]
+    assert out.count("has no runs; give the FOLDER that they were trained in") == 2
 
 
 def test_an_evaluation_that_fails_makes_the_script_fail_after_the_others(study_sh):

@@ -190,9 +190,7 @@ def test_a_folder_with_a_run_is_left_alone(official, finished, tiny, tmp_path):
 def test_an_import_that_found_no_room_may_be_tried_again(official, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-        with pytest.raises(
-            CheckpointError, match=r"could not make room for a checkpoint .* the disk has 0\.00 GB left"
-        ):
+        with pytest.raises(CheckpointError, match=r"could not make room for a checkpoint .* the disk has 0 B left"):
             import_run(official, tmp_path / "imported", bos_token_id=0)
     written, _ = import_run(official, tmp_path / "imported", bos_token_id=0)
     assert newest_valid(tmp_path / "imported/checkpoints").path == written.path

@@ -250,6 +250,14 @@ def warnings(comparison: Comparison, models: Sequence[Model], baseline: str) -> 
             f"the runs {whose}: their losses on {'it' if models[0].eval_set else 'them'} cannot be compared, nor taken "
             "together as seeds; use one corpus and one datamodule.eval_tokens"
         )
+    key = "eval_batch_len" if comparison.heldout else "train_batch_len"
+    lengths = {run.config.get("datamodule", {}).get(key) for one in models for run in one.runs} - {None}
+    if len(lengths) > 1:
+        values = " and ".join(map(str, sorted(lengths)))
+        found.append(
+            f"these losses are of contexts of different length (datamodule.{key}={values}): a longer context lowers "
+            "the loss by itself; eval/per_token_loss compares models at one length"
+        )
     if not comparison.heldout:
         found += _pass_warnings(comparison, models)
     if any(len(losses) < 2 for losses in comparison.losses.values()):

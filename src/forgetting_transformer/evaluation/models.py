@@ -387,12 +387,12 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
             f"the weights of {source} are damaged ({one_line(error)}); export or download the model again"
         ) from error
     except (OSError, ValueError, RuntimeError) as error:
+        advice = f"without a network run `hf download {source} --local-dir FOLDER` elsewhere and give that folder"
+        if Path(source).is_dir():
+            advice = "an export that was interrupted is made again by the same command of save_model.py"
         raise EvaluationError(
-            f"cannot load the model {source}: {one_line(error)}. It must be a folder or a hub id with "
-            "config.json and safetensors weights; without a network run `hf download "
-            + source
-            + " --local-dir FOLDER` "
-            "elsewhere and give that folder"
+            f"cannot load the model {source}: {one_line(error)}. It must be a folder or a hub id with config.json and "
+            f"safetensors weights; {advice}"
         ) from error
     model, loading = loaded
     _check_weights(source, model, loading)

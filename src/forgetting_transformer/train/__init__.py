@@ -126,7 +126,8 @@ def main() -> None:
             return
         config = parse(composed)
         console.start_log()
-        log.info("loading PyTorch")
+        if "torch" not in sys.modules:  # as after a plug-in's import
+            log.info("loading PyTorch")
         if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             # DDP's advice against find_unused_parameters, which is meant (training/launch.py), on every rank. With
             # several nodes the warnings of this level tell when one cannot be reached.

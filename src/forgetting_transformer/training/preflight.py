@@ -24,6 +24,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy
 
 from forgetting_transformer.data.corpus import model_inputs
+from forgetting_transformer.files import size_in_words
 from forgetting_transformer.training import setup
 from forgetting_transformer.training.checkpoint import steps_in
 from forgetting_transformer.training.config import Config
@@ -282,12 +283,3 @@ def _all_reduce(device: torch.device) -> float:
     dist.all_reduce(tensor)
     setup.synchronize(device)
     return size / (time.perf_counter() - began)
-
-
-def size_in_words(count: float) -> str:
-    """2.5e9 -> "2.50 GB"."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from forgetting_transformer import console, elastic
+from forgetting_transformer.files import size_in_words
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training import execution
 from forgetting_transformer.training.candidate import NO_MEMORY, OUT_OF_MEMORY
@@ -37,7 +38,6 @@ from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.graphs import are_possible
 from forgetting_transformer.training.hardware import peak_of
 from forgetting_transformer.training.launch import expected_world_size
-from forgetting_transformer.training.preflight import size_in_words
 from forgetting_transformer.training.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)

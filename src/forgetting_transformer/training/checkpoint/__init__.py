@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from forgetting_transformer.files import flush, write_atomically
+from forgetting_transformer.files import flush, size_in_words, write_atomically
 from forgetting_transformer.training.checkpoint.host_copy import HostCopy, share
 from forgetting_transformer.training.checkpoint.safe_reader import (
     TensorPlanner,
@@ -452,7 +452,7 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
             raise OSError(
                 errno.ENOSPC,
-                f"the disk has {free / 1e9:.2f} GB left, a checkpoint needs {needed / 1e9:.2f} GB",
+                f"the disk has {size_in_words(free)} left, a checkpoint needs {size_in_words(needed)}",
             )
 
     def _gather_checksums(self, temporary: Path) -> dict[str, dict[str, int]]:
