@@ -87,7 +87,7 @@ def test_tasks_are_in_the_formats_of_both_evaluations(corpus, tmp_path):
         assert row["choices"][row["label"]] == example["answers"][0] and example["context"].endswith(row["code"])
         assert len(row["code"]) <= code_tasks.SHORT
         number = int(example["context"].partition("_0(")[0].rpartition("_")[2])
-        assert row["group"] == example["group"] == [7, 7, 3][number], "that of the text"
+        assert row["heldout_group"] == example["heldout_group"] == [7, 7, 3][number], "that of the text"
     code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)
     assert first == contents(tmp_path / "tasks")
 
@@ -114,7 +114,7 @@ def test_questions_of_a_version_without_groups_are_the_same_questions(corpus, tm
         for name in ("lcc.jsonl", "next_line.jsonl"):
             rows = [json.loads(line) for line in first[name].decode().splitlines()]
             (new / name).write_text(
-                "".join(f"{json.dumps({k: row[k] for k in row if k != 'group'})}\n" for row in rows)
+                "".join(f"{json.dumps({k: row[k] for k in row if k != 'heldout_group'})}\n" for row in rows)
             )
     assert contents(tmp_path / "tasks")["next_line.jsonl"] != first["next_line.jsonl"]
     code_tasks.make_tasks("corpus", tmp_path / "tasks", 10)

@@ -25,6 +25,8 @@ from forgetting_transformer.analysis.tables import Table
 from forgetting_transformer.files import write_json
 
 FILE = "answers.json"
+#: Key of a question in a data set: the held-out group of texts that it was made of (scripts/code_tasks.py).
+GROUP = "heldout_group"
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ def differences_table(models: Mapping[str, Sequence[Evaluation]], baseline: str)
                     f"{name} and {baseline} were not asked the same questions of {task}: run both evaluations with the "
                     "same data, and without --limit or with the same one"
                 )
-            for metric in first.scores:
+            shared = [m for m in first.scores if all(m in found[task].scores for found in (*seeds, *answers[baseline]))]
+            for metric in shared:
                 of, than = ([found[task].scores[metric] for found in one] for one in (seeds, answers[baseline]))
                 apart = difference(of, than, first.groups)
                 rows.append([name, task, metric, apart.text("+"), f"{len(than[0]):,}", str(len(seeds))])

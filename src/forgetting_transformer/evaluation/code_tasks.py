@@ -8,8 +8,8 @@ Both evaluations read them as they read tasks of others:
                                     same text that are indented like the true one. Chance is 25 %
     next_line.py                    tells lm_eval where next_line.jsonl is, wherever the folder has been moved to
 
-The same corpus gives the same questions. Texts are held out, so no model was trained on them. The `group` of a question
-is that of its text, as the corpus has split them: questions of one group are no independent ones.
+The same corpus gives the same questions. Texts are held out, so no model was trained on them. Questions with the same
+`heldout_group`, a group of texts as the corpus has split them, are not independent of each other.
 """
 
 import json
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer.analysis import outputs
+from forgetting_transformer.analysis.answers import GROUP
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
 from forgetting_transformer.files import write_atomically
@@ -92,14 +93,14 @@ def make_tasks(data_path: str | Path, out: Path, questions: int) -> int:
     for row in range(data.sequences):
         text = tokenizer.decode(data.read(row)[0].tolist(), skip_special_tokens=True)
         group = row if groups is None else int(groups[row])
-        asked += [question | {"group": group} for question in ask(text, per_row, np.random.default_rng(row))]
+        asked += [question | {GROUP: group} for question in ask(text, per_row, np.random.default_rng(row))]
     # Evenly over the rows, if there are a few too many.
     kept = [asked[i] for i in np.linspace(0, len(asked) - 1, min(questions, len(asked))).round().astype(int)]
     if not kept:
         raise EvaluationError(f"the held-out texts of {folder} have no line of code to ask for")
     new = _files(kept) | {"next_line.py": _PLACE, "next_line.yaml": _TASK}
     # As earlier versions wrote them, to which there may be answers.
-    ungrouped = [{key: value for key, value in question.items() if key != "group"} for question in kept]
+    ungrouped = [{key: value for key, value in question.items() if key != GROUP} for question in kept]
     old = _files(ungrouped)
     for file in (out / name for name in old):
         if file.exists() and (there := file.read_text(encoding="utf-8")) not in (new[file.name], old[file.name]):
@@ -177,7 +178,7 @@ def _for_lm_eval(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _group(question: dict[str, Any]) -> dict[str, Any]:
-    return {key: question[key] for key in ("group",) if key in question}
+    return {key: question[key] for key in (GROUP,) if key in question}
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> str:

@@ -9,6 +9,7 @@ Axes: `forgetting_transformer/ops/__init__.py`. t are the last positions.
 import difflib
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -266,7 +267,7 @@ def evaluate(
             log_samples=True,
         )
         if workers.is_first:
-            _keep_answers(folder, found["samples"])
+            _keep_answers(folder, found["samples"], found["results"])
             results[task] = found["results"][task]
             write_json(file, results)
     if workers.is_first:
@@ -274,29 +275,39 @@ def evaluate(
     return results
 
 
-def _keep_answers(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def _keep_answers(
+    folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], results: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Adds the score of every question of some tasks to answers.json."""
-    found = {task: _answers(of_task) for task, of_task in samples.items()}
+    found = {task: _answers(of_task, results[task]) for task, of_task in samples.items()}
     found = answers.read_answers(folder) | {task: of_task for task, of_task in found.items() if of_task.scores}
     if found:
         with evaluations.writing(folder, _KIND) as new:
             answers.write_answers(new, found)
 
 
-def _answers(samples: Sequence[Mapping[str, Any]]) -> answers.Answers:
-    """Of lm_eval's records of a task, one per question and filter; without metrics that are no mean over questions."""
+def _answers(samples: Sequence[Mapping[str, Any]], reported: Mapping[str, Any]) -> answers.Answers:
+    """Of lm_eval's records of a task, one per question and filter.
+
+    Without metrics that are no mean over questions, such as a perplexity, whose records are log-likelihoods.
+    """
     scores: dict[str, dict[int, float]] = {}
     groups: dict[int, Any] = {}
     hashes: dict[int, str] = {}
     for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
         hashes[sample["doc_id"]] = sample["doc_hash"]
-        groups[sample["doc_id"]] = sample["doc"].get("group") if isinstance(sample["doc"], dict) else None
+        groups[sample["doc_id"]] = sample["doc"].get(answers.GROUP) if isinstance(sample["doc"], dict) else None
         for metric in sample["metrics"]:
             if isinstance(sample[metric], (int, float)):
-                name = metric if sample["filter"] == "none" else f"{metric},{sample['filter']}"
-                scores.setdefault(name, {})[sample["doc_id"]] = sample[metric]
+                scores.setdefault(f"{metric},{sample['filter']}", {})[sample["doc_id"]] = sample[metric]
+    kept = {
+        name.removesuffix(",none"): [*of_metric.values()]
+        for name, of_metric in scores.items()
+        if of_metric.keys() == groups.keys()
+        and math.isclose(sum(of_metric.values()) / len(of_metric), reported.get(name, math.nan), abs_tol=1e-9)
+    }
     return answers.Answers(
-        {name: [*of_metric.values()] for name, of_metric in scores.items() if of_metric.keys() == groups.keys()},
+        kept,
         answers.digest_of(hashes.values()),
         [*groups.values()] if None not in groups.values() else None,
     )

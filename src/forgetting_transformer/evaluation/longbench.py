@@ -418,7 +418,7 @@ def evaluate(
         by_range = ranges(records).items() if even else [(None, records)]
         errors |= {(name, words): standard_error(name, inside) for words, inside in by_range}
         written.append(answer_text(name, records[0]))
-        of_groups: list[Any] = [example.get("group") for example in examples]
+        of_groups: list[Any] = [example.get(answers.GROUP) for example in examples]
         by_question[name] = answers.Answers(
             {"score": [100 * found for found in _scores(name, records)]},
             answers.digest_of([example[key] for key in ("input", "context", "answers")] for example in examples),

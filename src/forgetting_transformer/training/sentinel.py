@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -186,11 +186,11 @@ class Sentinel:
     def _end(self, seconds: float) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames()
-        stacks = {
-            names[identity]: frames[identity]
+        stacks = [
+            (names[identity], frames[identity])
             for identity in sorted(names, key=lambda identity: identity != self._main)
             if identity in frames and identity != threading.get_ident()
-        }
+        ]
         if self._writer_of is not None:
             writers = [
                 frames[identity] for identity, name in names.items() if name == "checkpoint" and identity in frames
@@ -222,10 +222,10 @@ class Sentinel:
 
         def say() -> None:
             # With lines of source code, which are read from a disk that may be the one that hangs.
-            text = _of_threads({name: traceback.format_stack(frame) for name, frame in stacks.items()})
+            text = _of_threads((name, traceback.format_stack(frame)) for name, frame in stacks)
             log.critical("%s. Where its threads are:%s", reason, text)
 
-        places = _of_threads({name: _places(frame) for name, frame in stacks.items()})
+        places = _of_threads((name, _places(frame)) for name, frame in stacks)
         self._leave(1, reason, say, LAST_WORDS_SECONDS, places)
 
     def _leave(self, code: int, reason: str, say: Callable[[], None], seconds: float, places: str = "") -> None:
@@ -257,8 +257,8 @@ def _aside(name: str, action: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def _of_threads(stacks: Mapping[str, list[str]]) -> str:
-    return "".join(f"\nthread {name}:\n{''.join(lines)}" for name, lines in stacks.items())
+def _of_threads(stacks: Iterable[tuple[str, list[str]]]) -> str:
+    return "".join(f"\nthread {name}:\n{''.join(lines)}" for name, lines in stacks)
 
 
 def _places(frame: FrameType) -> list[str]:
