@@ -124,6 +124,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.steps, args.warmup_steps, args.batch_size) < 1:
         parser.error("--steps, --warmup_steps and --batch_size must be at least 1")
+    del args.plugins  # which are imported, and change nothing that is measured
     if args.device is None:
         import torch
 
@@ -160,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         work(args, experiment, Path(file))
         return 0
     try:
-        record = Record("training", args, argv, args.device, leave_out=("time_limit", "worker", "plugins"))
+        record = Record("training", args, argv, args.device, leave_out=("time_limit", "worker"))
     except RecordError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

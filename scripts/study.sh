@@ -25,8 +25,8 @@
 #   MODELS             the slowest first
 #   SOURCES            folders with the texts of the corpus, without near-duplicates; VOCABULARY, DOC_LEN, HELDOUT_DOCS
 #   GLOB               which of their files are read (default: *.py)
-#   OVERRIDES          more overrides of train.py for all runs. Plug-ins, as in OVERRIDES="plugins=[my_lab]", are found in the current
-#                      folder too, and evaluations get them as well
+#   OVERRIDES          more overrides of train.py for all runs, without spaces. Plug-ins, as in OVERRIDES="plugins=[my_lab]", are found
+#                      in the current folder too, and evaluations and the report get them as well
 #   SPEED_SEEDS        seeds whose speeds are measured (default: the first; empty for none)
 #   QUESTIONS          of the tasks that `downstream` makes of held-out texts (default: 500); the same for all models
 #   NEEDLE             options of eval/niah/run_niah.py: lengths, depths and so on of the needle in a haystack
@@ -52,27 +52,36 @@ done
 [[ ${ABLATION_TOKENS:-0} =~ ^(0|[1-9][0-9]*)$ ]] || wrong "ABLATION_TOKENS=$ABLATION_TOKENS: give a number of tokens, in digits alone"
 [ -z "${STUDY:-}" ] || [ -f "$STUDY" ] || wrong "STUDY=$STUDY: there is no such file"
 [ -z "${STUDY:-}" ] || STUDY=$(realpath "$STUDY")
-if [ -n "${LONGBENCH_DATA:-}" ]; then
+# Only the stages that read them look for these. Links stay as they are: the corpus remembers the names of its sources.
+wants() { # stage, among these; none are all
+    [ $# -eq 1 ] || [[ " ${*:2} " == *" $1 "* ]]
+}
+absolute() { case $1 in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac }
+if [ -n "${LONGBENCH_DATA:-}" ] && wants downstream "${@:2}"; then
     [ -e "$LONGBENCH_DATA" ] || wrong "LONGBENCH_DATA=$LONGBENCH_DATA: there is no such file or folder in $PWD"
-    LONGBENCH_DATA=$(realpath "$LONGBENCH_DATA")
+    LONGBENCH_DATA=$(absolute "$LONGBENCH_DATA")
 fi
-sources=()
-for source in ${SOURCES:-}; do
-    [ -e "$source" ] || wrong "SOURCES=$SOURCES: there is no $source in $PWD"
-    sources+=("$(realpath "$source")")
-done
+read -ra sources <<<"${SOURCES:-}"
+if wants corpus "${@:2}"; then
+    for number in "${!sources[@]}"; do
+        [ -e "${sources[number]}" ] || wrong "SOURCES=$SOURCES: there is no ${sources[number]} in $PWD"
+        sources[number]=$(absolute "${sources[number]}")
+    done
+fi
 read -ra overrides <<<"${OVERRIDES:-}"
-plugins=()
-for override in "${overrides[@]}"; do
-    if [[ $override =~ ^\+*plugins=\[(.*)\]$ ]]; then IFS=', ' read -ra plugins <<<"${BASH_REMATCH[1]}"; fi
-done
-if [ ${#plugins[@]} -gt 0 ]; then
-    export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-    plugins=(--plugins "${plugins[@]}")
-fi
 root="$(cd "$(dirname "$0")/.." && pwd)"
 python=${PYTHON:-python}
 command -v "$python" >/dev/null || wrong "there is no command $python; set PYTHON to the Python that has this project"
+# Plug-ins lie where the script is started. There they do not hide modules of Python, as they would on PYTHONPATH.
+export FORGETTING_TRANSFORMER_PLUGINS="$PWD"
+named=$("$python" -c 'import sys
+from forgetting_transformer.plugins import PluginError, named_in
+try:
+    print(*named_in(sys.argv[1:]))
+except PluginError as error:
+    sys.exit(f"error: OVERRIDES: {error}; without spaces")' "${overrides[@]}") || exit 2
+read -ra plugins <<<"$named"
+[ ${#plugins[@]} -eq 0 ] || plugins=(--plugins "${plugins[@]}")
 study=${STUDY:-$root/studies/seven_models/study.yaml}
 # What the study says, in a line each: models, the slowest first; seeds; the group of its experiments.
 says=$("$python" -c 'import sys
@@ -149,6 +158,12 @@ for_each_run() { # jobs function seed …
         wait "$pid" || failed=1
     done
     return "$failed"
+}
+
+has_runs() {
+    local run
+    for run in "$folder"/runs/*/checkpoints; do [ ! -d "$run" ] || return 0; done
+    return 1
 }
 
 # Whether a file is newer than the checkpoints of a run, so that it need not be made again.
@@ -277,7 +292,7 @@ lm_eval() { # run
 }
 
 for stage in "${stages[@]}"; do
-    if [[ $stage == evaluate || $stage == downstream ]] && ! compgen -G "$folder/runs/*/checkpoints" >/dev/null; then
+    if [[ $stage == evaluate || $stage == downstream ]] && ! wants train "${stages[@]}" && ! has_runs; then
         echo "error: $stage: $folder has no runs; give the FOLDER that they were trained in, or run the stage train first" >&2
         status=1
         continue

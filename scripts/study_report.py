@@ -162,7 +162,7 @@ def collect(args: argparse.Namespace) -> None:
         runs_of = [run for run, of in studies.evaluated_runs(study) if of == model]
         lacking = [run for run in runs_of if run not in positions]
         if 0 < len(lacking) < len(runs_of):  # `show` says so of a model that has none
-            skip(f"loss at every position: none of {', '.join(lacking)}")
+            skip(f"loss at every position: {', '.join(lacking)} have none, and other seeds do")
     study |= study_scores.read_downstream(args.downstream, study)
 
     def name(model: str) -> str:

@@ -313,8 +313,8 @@ def test_a_group_that_does_not_exist_is_named():
     assert hydra_errors.unknown_group(["train", "model"], groups) is None
     said = hydra_errors.unknown_group(["train", "experiment/dmo"], groups)
     assert said == (
-        "there is no group 'experiment/dmo'; did you mean 'experiment/demo'?, or those of a plug-in, which is named "
-        "first: plugins=[…]"
+        "there is no group 'experiment/dmo'; did you mean 'experiment/demo'? (or name the plug-in that has it: "
+        "plugins=[…])"
     )
 
 

@@ -31,9 +31,9 @@ def main() -> None:
         parser.error("give RESULT folders, or --result_dir")
 
     from forgetting_transformer.analysis import AnalysisError
-    from forgetting_transformer.analysis.answers import differences_table
     from forgetting_transformer.analysis.evaluations import read_named
     from forgetting_transformer.analysis.published import lm_eval_table, sample_counts
+    from forgetting_transformer.analysis.question_scores import differences_table
     from forgetting_transformer.analysis.tables import write_tables
     from forgetting_transformer.evaluation import official
     from forgetting_transformer.evaluation.models import EvaluationError

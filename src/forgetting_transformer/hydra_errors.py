@@ -98,13 +98,9 @@ def _explain(error: Exception, config_dirs: Sequence[Path]) -> str:
     return "; ".join(dict.fromkeys(line.rstrip(".;") for line in lines if line)) or type(error).__name__
 
 
-#: What has configs of its own is imported before they are looked for.
-_OF_A_PLUG_IN = ", or those of a plug-in, which is named first: plugins=[…]"
-
-
 def _closest_choice(option: str, choices: Sequence[str]) -> str:
     said = closest(option, choices, "choices")
-    return f"{said}{_OF_A_PLUG_IN}" if said.startswith("; choices") else said
+    return f"{said}, or those of a plug-in, which is named first: plugins=[…]" if said.startswith("; choices") else said
 
 
 def _keys_below(sections: Any, before: str = "") -> Iterator[str]:
@@ -180,7 +176,8 @@ def unknown_group(keys: Iterable[str], *config_dirs: Path) -> str | None:
     if wrong is None:
         return None
     groups = {str(path.relative_to(folder)) for folder in config_dirs for path in folder.rglob("*") if path.is_dir()}
-    return f"there is no group {wrong!r}{closest(wrong, sorted(groups), 'groups')}{_OF_A_PLUG_IN}"
+    close = closest(wrong, sorted(groups), "groups")
+    return f"there is no group {wrong!r}{close} (or name the plug-in that has it: plugins=[…])"
 
 
 def closest(name: str, known: Sequence[str], title: str = "", before: str = "") -> str:

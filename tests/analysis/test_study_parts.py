@@ -202,3 +202,26 @@ def test_figures_of_a_joined_study_name_the_machines_of_all_parts():
         assert made_on(study, study["models"].values()) == ["on H200, H100"]
         assert made_on(study, [study["models"]["mamba2"]]) == ["on H100"]
     assert made_on(parts["second"], parts["second"]["models"].values()) == ["on H100"]
+
+
+def test_a_difference_on_the_same_questions_is_kept_where_it_holds_for_the_joined_study():
+    """A part has the scores of its own runs alone, and may have another baseline."""
+
+    def asked(models: list[str], seeds: list[int], value: float) -> dict:
+        part = part_of(models, seeds) | {"baseline": "fox_pro"}
+        part["scores"] = {m: {f"{m}_seed{s}": {"next_line/acc": 50.0} for s in seeds} for m in models}
+        apart = {"value": value, "half_width": 1.0, "questions": 9, "seeds": len(seeds)}
+        others = models[1:]
+        return part | {"score_differences": {model: {"next_line/acc": apart} for model in others}}
+
+    whole = asked(["fox_pro", "hgrn2"], [0], -9.0)
+    other = asked(["mamba2", "delta_net"], [0], 5.0)  # whose own baseline is Mamba-2
+    found = study_parts.join({"whole": whole, "other": other})["score_differences"]
+    assert found == whole["score_differences"]
+    second = asked(["fox_pro", "hgrn2"], [1], 5.0)
+    assert study_parts.join({"whole": whole, "second": second})["score_differences"] == {}, "of one seed each"
+    # A report of the same run that was asked for other things takes nothing away.
+    needle = part_of(["fox_pro", "hgrn2"], [0])
+    needle["scores"] = {m: {f"{m}_seed0": {"needle/easy/within/words": 5.0}} for m in ("fox_pro", "hgrn2")}
+    found = study_parts.join({"needle": needle, "whole": whole})
+    assert found["score_differences"] == whole["score_differences"]

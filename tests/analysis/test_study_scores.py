@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from forgetting_transformer.analysis import AnalysisError, study_scores
-from forgetting_transformer.analysis.answers import Answers, difference, write_answers
 from forgetting_transformer.analysis.evaluations import from_lm_eval, from_longbench, from_needle
+from forgetting_transformer.analysis.question_scores import QuestionScores, difference, write_question_scores
 
 
 def write(folder, evaluation):
@@ -73,13 +73,13 @@ def test_differences_are_on_the_same_questions_in_the_seeds_that_both_have(tmp_p
     }  # fmt: skip
     for run, scores in answers.items():
         (tmp_path / "lm_eval" / run).mkdir(parents=True)
-        write_answers(
+        write_question_scores(
             tmp_path / "lm_eval" / run,
-            {"next_line": Answers({"acc": scores}, f"{len(scores)}", [0, 0, 1, 2][: len(scores)])},
+            {"next_line": QuestionScores({"acc": scores}, f"{len(scores)}", [0, 0, 1, 2][: len(scores)])},
         )
     for run, scores in (("fox_seed0", [50.0, 10.0]), ("rnn_seed0", [40.0, 30.0])):
         (tmp_path / "next_line" / run).mkdir(parents=True)
-        write_answers(tmp_path / "next_line" / run, {"lcc": Answers({"score": scores})})
+        write_question_scores(tmp_path / "next_line" / run, {"lcc": QuestionScores({"score": scores})})
     models = {"fox": [0, 1], "rnn": [0, 1, 2], "other": [0]}
     runs = [(f"{model}_seed{seed}", model) for model, seeds in models.items() for seed in seeds]
     found = study_scores.read_differences(tmp_path, runs, "fox")
@@ -87,25 +87,43 @@ def test_differences_are_on_the_same_questions_in_the_seeds_that_both_have(tmp_p
     half_width = difference([answers["rnn_seed1"]], [answers["fox_seed1"]], [0, 0, 1, 2]).half_width
     assert found["rnn"] == {
         "next line/similarity": {
-            "value": 5.0, "half_width": pytest.approx(1.959964 * 15, rel=1e-5), "questions": 2, "seeds": 1,
+            "value": 5.0, "half_width": pytest.approx(12.7062 * 15, rel=1e-5), "questions": 2, "seeds": 1,
         },
         "next_line/acc": {"value": -25.0, "half_width": pytest.approx(100 * half_width), "questions": 4, "seeds": 1},
     }  # fmt: skip
     scores = {"fox": {"fox_seed1": {"next_line/acc": 50.0}}, "rnn": {"rnn_seed1": {"next_line/acc": 25.0}}}
     study = {
         "scores": scores,
-        "answer_differences": found,
+        "score_differences": found,
         "models": scores,
         "baseline": "fox",
         "names": {"fox": "FoX"},
     }
     table = [[c.strip() for c in line.split("|")[1:-1]] for line in study_scores.downstream_table(study).splitlines()]
-    assert table[0] == ["model", "next line, acc", "acc against FoX", "seeds"]
+    assert table[0] == ["model", "next line, acc", "next line, acc, against FoX", "seeds"]
     assert table[2:] == [
         ["FoX", "50.0", "", "1"],
         ["rnn", "25.0", f"-25.0 ± {100 * half_width:.1f}", "1"],
     ]
     assert study_scores.read_differences(tmp_path, runs, "absent") == {}
+
+
+def test_each_task_has_its_own_column_of_differences_which_says_where_seeds_are_missing():
+    scores = {"next_line/acc": 50.0, "piqa/acc": 60.0}
+    runs = {"fox": {f"fox_seed{n}": scores for n in range(2)}, "rnn": {f"rnn_seed{n}": scores for n in range(2)}}
+    apart = {"half_width": 2.0, "questions": 9}
+    differences = {
+        "next_line/acc": {"value": -10.0, "seeds": 2, **apart},
+        "piqa/acc": {"value": -1.0, "seeds": 1, **apart},
+    }
+    study = {"scores": runs, "score_differences": {"rnn": differences}, "models": runs}
+    head, _, _, row = (
+        [c.strip() for c in line.split("|")[1:-1]] for line in study_scores.downstream_table(study).splitlines()
+    )
+    assert dict(zip(head, row, strict=True)) == {
+        "model": "rnn", "next line, acc": "50.0 ± 0.0", "next line, acc, against fox": "-10.0 ± 2.0",
+        "piqa, acc": "60.0 ± 0.0", "piqa, acc, against fox": "-1.0 ± 2.0 (1 of 2 seeds)", "seeds": "2",
+    }  # fmt: skip
 
 
 def needle(folder, run, mode, cells, prompts=1):

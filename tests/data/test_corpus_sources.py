@@ -274,6 +274,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         ({"chunk_docs": 0}, "--chunk_docs must be at least 1"),
         ({"heldout_docs": 0}, "--heldout_docs must be at least 1"),
         ({"doc_len": 100, "chunk_tokens": 101}, "--chunk_tokens 101 is longer than a row"),
+        ({"tokenizer": "train1024"}, r"--tokenizer train1024: did you mean train:1024\?"),
         ({"tokenizer": "train:256"}, r"N in train:N must be a number from 257 .* to 1,048,576"),
         ({"tokenizer": "train:1_048_577"}, "for example train:32768"),
         ({"tokenizer": "train:many"}, "for example train:32768"),

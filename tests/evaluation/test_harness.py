@@ -13,8 +13,8 @@ lm_eval = pytest.importorskip("lm_eval", reason="the extra `eval` is not install
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from forgetting_transformer.analysis import AnalysisError, published, tables  # noqa: E402
-from forgetting_transformer.analysis.answers import read_answers  # noqa: E402
 from forgetting_transformer.analysis.evaluations import from_lm_eval, read_evaluation, read_named  # noqa: E402
+from forgetting_transformer.analysis.question_scores import read_question_scores  # noqa: E402
 from forgetting_transformer.analysis.statistics import Estimate  # noqa: E402
 from forgetting_transformer.evaluation import harness  # noqa: E402
 from forgetting_transformer.evaluation.models import EvaluationError, load_model  # noqa: E402
@@ -274,7 +274,7 @@ def test_the_papers_eleven_tasks_fill_its_table(quickstart, hub, tmp_path):
     accuracies = [value for key, value in row.items() if key not in ("wikitext", "lambada_openai_ppl", "average")]
     assert len(accuracies) == 10 and row["average"] == pytest.approx(sum(accuracies) / 10)
     assert done.stdout.count("|") > 2 * 14
-    answers = read_answers(tmp_path / "hf")
+    answers = read_question_scores(tmp_path / "hf")
     assert "wikitext" not in answers and [*answers["lambada_openai"].scores] == ["acc"], "a perplexity is no mean"
     for task in results.keys() & answers.keys():
         for metric in ("acc", "acc_norm"):
@@ -298,12 +298,12 @@ def test_answers_are_kept_in_the_order_of_the_questions_whatever_the_number_of_p
         arguments = ["--model_path", quickstart.hf, "--save_dir", tmp_path / f"{processes}"]
         done = run_script(SCRIPT, *arguments, *tasks, processes=processes)
         assert done.returncode == 0, done.stderr
-    alone, shared = (read_answers(tmp_path / f"{processes}/hf")["code_choice"] for processes in (1, 2))
+    alone, shared = (read_question_scores(tmp_path / f"{processes}/hf")["code_choice"] for processes in (1, 2))
     assert alone == shared and {len(scores) for scores in alone.scores.values()} == {6} and alone.groups is None
     (tmp_path / "taken/hf").mkdir(parents=True)
-    (tmp_path / "taken/hf/answers.json").write_text("somebody's own")
+    (tmp_path / "taken/hf/question_scores.json").write_text("somebody's own")
     done = run_script(SCRIPT, "--model_path", quickstart.hf, "--save_dir", tmp_path / "taken", *tasks)
-    assert done.returncode == 1 and "answers.json is not as lm_eval_harness has written it" in done.stderr
+    assert done.returncode == 1 and "question_scores.json is not as lm_eval_harness has written it" in done.stderr
     table = [f"one={tmp_path / '1/hf'}", f"two={tmp_path / '2/hf'}", "--against", "one", "--out", tmp_path / "out"]
     done = run_script("eval/lm_eval_harness/table_lm_eval.py", *table)
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("rouge", reason="the extra `eval` is not installed")
 
-from forgetting_transformer.analysis.answers import read_answers
 from forgetting_transformer.analysis.evaluations import read_evaluation
+from forgetting_transformer.analysis.question_scores import read_question_scores
 from forgetting_transformer.evaluation import longbench
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.evaluation.workers import Workers
@@ -183,7 +183,7 @@ def test_the_command_answers_and_scores_every_set(quickstart, data, tmp_path, mo
     assert done.returncode == 0, done.stderr
     scores = json.loads((tmp_path / "hf/results.json").read_text())
     assert list(scores) == list(longbench.PAPER_SETS) and all(0 <= score <= 100 for score in scores.values())
-    answers = read_answers(tmp_path / "hf")
+    answers = read_question_scores(tmp_path / "hf")
     assert {name: round(np.mean(of_set.scores["score"]), 2) for name, of_set in answers.items()} == scores
     done = run_script(SCRIPT, *arguments)
     assert done.returncode == 1 and "holds results with limit=1, this evaluation has None" in done.stderr

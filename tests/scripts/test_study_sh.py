@@ -4,6 +4,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 #: Says what it was called with; code that is given by -c prints nothing, as on a machine without GPUs.
 PYTHON = """#!/usr/bin/env bash
+[[ "$1" != -c || "$2" != *named_in* ]] || exec REAL_PYTHON "$@"
 [ "$1" != -c ] || exit 0
 echo "$*" >> "$CALLS"
-[ -z "${PATHS:-}" ] || echo "$PYTHONPATH" >> "$PATHS"
+[ -z "${PATHS:-}" ] || echo "$FORGETTING_TRANSFORMER_PLUGINS" >> "$PATHS"
 case "$1" in
 scripts/study.py) sleep "${TRAIN_SECONDS:-0}"; exit "${TRAIN_CODE:-0}" ;;
 eval/per_token_loss/*) [[ "$4$*" != *"runs/${FAILING:-none} "* ]] ;;
@@ -41,7 +43,7 @@ def study_sh(tmp_path, monkeypatch):
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
     python = tmp_path / "python"
-    python.write_text(PYTHON)
+    python.write_text(PYTHON.replace("REAL_PYTHON", sys.executable))
     python.chmod(0o755)
 
     def run(*stages: str, runs: str = "mamba2_seed0 fox_pro_seed0", **environment: str) -> tuple[int, str, list[str]]:
@@ -49,7 +51,12 @@ def study_sh(tmp_path, monkeypatch):
             (tmp_path / "study/runs" / name / "checkpoints").mkdir(parents=True, exist_ok=True)
         calls = tmp_path / "calls"
         calls.write_text("")
-        settings = {"PYTHON": str(python), "CALLS": str(calls), "MODELS": "mamba2 hgrn2 fox_pro", **environment}
+        settings = {
+            "PYTHON": str(python),
+            "CALLS": str(calls),
+            "MODELS": "mamba2 hgrn2 fox_pro",
+            **environment,
+        }
         command = ["bash", str(ROOT / "scripts/study.sh"), str(tmp_path / "study"), *stages]
         done = subprocess.run(
             command,
@@ -96,6 +103,9 @@ def test_sources_are_those_of_the_folder_in_which_it_is_started(study_sh, tmp_pa
     assert code == 0 and call.startswith(f"scripts/prepare_data.py {tmp_path}/texts --glob *.md "), out
     code, out, calls = study_sh("corpus", SOURCES="texts text")
     assert code == 2 and calls == [] and f"SOURCES=texts text: there is no text in {tmp_path}" in out
+    assert study_sh("collect", SOURCES="text")[0] == 0, "which reads none of them"
+    (tmp_path / "link").symlink_to("texts")
+    assert study_sh("corpus", SOURCES="link")[2][0].startswith(f"scripts/prepare_data.py {tmp_path}/link ")
 
 
 def test_every_stage_gets_the_plug_ins_of_the_overrides(study_sh, tmp_path, monkeypatch):
@@ -113,13 +123,20 @@ def test_every_stage_gets_the_plug_ins_of_the_overrides(study_sh, tmp_path, monk
         "run_per_token_loss.py", "training.py", "run_niah.py", "run_longbench.py", "run_lm_eval.py", "study_report.py",
     }  # fmt: skip
     assert sum(f"--data_dir {tmp_path}/texts " in call for call in calls) == 1
-    assert all(path.split(":")[0] == str(tmp_path) for path in (tmp_path / "paths").read_text().splitlines())
+    assert {*(tmp_path / "paths").read_text().splitlines()} == {str(tmp_path)}
+    code, out, calls = study_sh("evaluate", OVERRIDES="plugins=['my_lab']")
+    assert code == 0 and calls[0].endswith("--plugins my_lab")
+    code, out, calls = study_sh("evaluate", OVERRIDES="plugins=[my_lab, my_other]")
+    assert code == 2 and calls == [] and "OVERRIDES: plugins=[my_lab, is not a list" in out
 
 
 def test_a_folder_without_runs_is_no_success(study_sh):
     code, out, calls = study_sh("evaluate", "downstream", "collect", runs="")
     assert code == 1 and [call.split()[0] for call in calls] == ["scripts/study_report.py"]
     assert out.count("has no runs; give the FOLDER that they were trained in") == 2
+    # Training may have ended before the first run began, as with SECONDS_TO_TRAIN.
+    code, out, calls = study_sh("train", "evaluate", runs="")
+    assert code == 0 and "has no runs" not in out
 
 
 def test_an_evaluation_that_fails_makes_the_script_fail_after_the_others(study_sh):

@@ -4,7 +4,7 @@ runs.py           one training run: its losses, rates, norms, times, settings
 evaluations.py    one evaluation: the schema that all of them write, and the files of earlier versions as the same
 position_loss.py  loss at every position: curves, slopes, comparisons sequence by sequence
 needles.py        grids of needle in a haystack
-answers.py        scores question by question: two models on the same questions
+question_scores.py  two models on the same questions
 published.py      the columns of the paper's tables
 known_models.py   what models are called, and their colours
 statistics.py     means over seeds with their intervals

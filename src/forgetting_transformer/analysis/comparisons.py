@@ -255,8 +255,8 @@ def warnings(comparison: Comparison, models: Sequence[Model], baseline: str) -> 
     if len(lengths) > 1:
         values = " and ".join(map(str, sorted(lengths)))
         found.append(
-            f"these losses are of contexts of different length (datamodule.{key}={values}): a longer context lowers "
-            "the loss by itself; eval/per_token_loss compares models at one length"
+            f"these losses are of contexts of different length (datamodule.{key}={values}): the context alone changes "
+            "the loss; eval/per_token_loss compares models at one length"
         )
     if not comparison.heldout:
         found += _pass_warnings(comparison, models)

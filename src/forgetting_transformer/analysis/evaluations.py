@@ -48,6 +48,8 @@ from forgetting_transformer.files import write_json
 FORMAT = 1
 #: What every evaluation writes.
 FILES = ("evaluation.json", "table.md", "figure.png")
+#: What question_scores.py reads.
+QUESTION_SCORES = "question_scores.json"
 #: Texts that are kept of an evaluation, for a look.
 _TEXTS = 20
 
@@ -142,8 +144,10 @@ def _is_of(kind: str) -> Callable[[Path], bool]:
             found = read_evaluation(path.parent)
         except (AnalysisError, LookupError, TypeError, AttributeError):
             return False
-        # The first versions had none of the files that all evaluations have now.
+        # The first versions had none of the files that all evaluations have now, and no version without a list of its
+        # files had the scores of questions.
         has_all = path.name not in FILES or (path.parent / "evaluation.json").is_file()
+        has_all = has_all and path.name != QUESTION_SCORES
         return found is not None and found.kind == kind and bool(found.numbers) and has_all
 
     return is_old

@@ -9,6 +9,7 @@ import numpy as np
 from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.analysis.studies import (
     add_own_variants,
+    baseline_of,
     display_name,
     evaluated_runs,
     in_order,
@@ -26,8 +27,8 @@ _SHARED = (
 )  # fmt: skip
 #: Of the first seed alone.
 _OF_FIRST_SEED = ("speed", "pruned")
-#: By model and run, and by model and score.
-_ANSWERS = ("scores", "needles", "answer_differences")
+#: By model and run.
+_ANSWERS = ("scores", "needles")
 
 
 def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None) -> dict[str, Any]:
@@ -100,8 +101,30 @@ def join(studies: Mapping[str, Mapping[str, Any]], plan: StudyPlan | None = None
         ]
     for kind in ("models", "variants", *_ANSWERS):
         joined[kind] = {name: joined[kind][name] for name in in_order([*joined[kind]], joined["names"])}
+    joined["score_differences"] = _differences(joined, parts)
     add_own_variants(joined)
     return joined | {key: first[key] for key in ("environment", "started", "corpus") if key in first}
+
+
+def _differences(joined: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Differences of scores on the same questions that hold for the joined study too.
+
+    A part knows the scores of single questions of its own runs alone. So its difference is kept if it is against the
+    same baseline, and if no other part has further runs of either with that score.
+    """
+    found: dict[str, dict[str, Any]] = {}
+
+    def runs(study: Mapping[str, Any], model: str, name: str) -> set[str]:
+        return {run for run, scores in study.get("scores", {}).get(model, {}).items() if name in scores}
+
+    for part in parts:
+        for model, differences in part.get("score_differences", {}).items():
+            baseline = baseline_of(part, "models")
+            for name, apart in differences.items():
+                complete = all(runs(part, one, name) == runs(joined, one, name) for one in (model, baseline))
+                if baseline == baseline_of(joined, "models") and complete:
+                    found.setdefault(model, {})[name] = apart
+    return {model: found[model] for model in in_order([*found], joined["names"])}
 
 
 def _shared_conditions(of_parts: Sequence[Sequence[str]]) -> list[str]:

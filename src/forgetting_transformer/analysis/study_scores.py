@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError
-from forgetting_transformer.analysis.answers import Answers, difference, read_answers
 from forgetting_transformer.analysis.evaluations import Evaluation, of_needle, read_evaluation, read_json
 from forgetting_transformer.analysis.needles import score_matrix
+from forgetting_transformer.analysis.question_scores import QuestionScores, difference, read_question_scores
 from forgetting_transformer.analysis.statistics import Estimate, mean
 from forgetting_transformer.analysis.studies import baseline_of, display_name, evaluated_runs, split_seed
 from forgetting_transformer.analysis.tables import markdown_table
@@ -31,7 +31,7 @@ _NEXT_LINE = "next line/similarity"
 
 
 def read_downstream(folder: Path | None, study: Mapping[str, Any]) -> dict[str, Any]:
-    """What a study.json has of downstream evaluations: `scores`, `needles` and `answer_differences`.
+    """What a study.json has of downstream evaluations: `scores`, `needles` and `score_differences`.
 
     Args:
         folder: as for `read_scores`; None where nothing was evaluated.
@@ -41,11 +41,11 @@ def read_downstream(folder: Path | None, study: Mapping[str, Any]) -> dict[str, 
     """
     runs = evaluated_runs(study)
     if folder is None or not runs:
-        return {"scores": {}, "needles": {}, "answer_differences": {}}
+        return {"scores": {}, "needles": {}, "score_differences": {}}
     return {
         "scores": read_scores(folder, runs),
         "needles": read_needles(folder, runs),
-        "answer_differences": read_differences(folder, runs, baseline_of(study, "models")),
+        "score_differences": read_differences(folder, runs, baseline_of(study, "models")),
     }
 
 
@@ -136,26 +136,28 @@ def read_differences(
         folder, runs: as for `read_scores`.
 
     Returns:
-        Model -> score -> `value` and `half_width` (`answers.difference`, shares in percent; None without an interval),
-        the numbers of `questions` and `seeds`. Left out are scores of which one of the two has no answers, or answers
-        to other questions.
+        Model -> score -> `value` and `half_width` (`question_scores.difference`, shares in percent; None without an
+        interval), the numbers of `questions` and `seeds`. Left out are scores that one of the two lacks for single
+        questions, or has for other questions.
 
     Raises:
         AnalysisError: a file is damaged.
     """
-    answers: dict[str, dict[int, dict[str, Answers]]] = {}
+    scores: dict[str, dict[int, dict[str, QuestionScores]]] = {}
     for run, model in runs:
-        answers.setdefault(model, {})[split_seed(run)[1]] = _answers(folder, run)
+        scores.setdefault(model, {})[split_seed(run)[1]] = _question_scores(folder, run)
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    theirs = answers.pop(baseline, {})
-    for model, seeds in answers.items():
+    theirs = scores.pop(baseline, {})
+    for model, seeds in scores.items():
         for name in dict.fromkeys(name for of_seed in seeds.values() for name in of_seed):
             metric = name.rpartition("/")[2]
             both = [seed for seed in seeds if name in seeds[seed] and name in theirs.get(seed, {})]
             if len({one[seed][name].digest for seed in both for one in (seeds, theirs)}) != 1:
                 continue
             of, than = ([one[seed][name].scores[metric] for seed in both] for one in (seeds, theirs))
-            value, half_width = difference(of, than, seeds[both[0]][name].groups)
+            asked = [one[seed][name] for seed in both for one in (seeds, theirs)]
+            groups = next((of_run.groups for of_run in asked if of_run.groups is not None), None)
+            value, half_width = difference(of, than, groups)
             found.setdefault(model, {})[name] = {
                 "value": value,
                 "half_width": None if np.isnan(half_width) else half_width,
@@ -165,11 +167,11 @@ def read_differences(
     return found
 
 
-def _answers(folder: Path, run: str) -> dict[str, Answers]:
-    """Of a run: score, as `_tasks` names it -> answers with that metric alone, as `_tasks` scales it."""
+def _question_scores(folder: Path, run: str) -> dict[str, QuestionScores]:
+    """Of a run: score, as `_tasks` names it -> of every question, as `_tasks` scales it."""
     found = {}
     for kind in _TASKS:
-        for task, of_task in read_answers(folder / kind / run).items():
+        for task, of_task in read_question_scores(folder / kind / run).items():
             for metric, scores in of_task.scores.items():
                 name = _NEXT_LINE if kind == "next_line" else f"{task}/{metric}"
                 scaled = [score * _scale(metric) for score in scores]
@@ -242,16 +244,19 @@ def needle_table(study: Mapping[str, Any]) -> str:
 def downstream_table(study: Mapping[str, Any]) -> str:
     """A row per model: every score but those of the needle, mean of seeds with its interval; and how far it is from the
     baseline's on the same questions."""
-    found, apart = study.get("scores", {}), study.get("answer_differences", {})
+    found, apart = study.get("scores", {}), study.get("score_differences", {})
     every = [name for seeds in found.values() for scores in seeds.values() for name in scores]
     names = [name for name in dict.fromkeys(every) if not name.startswith("needle/")]
     baseline = display_name(study, baseline_of(study, "models")) if apart else ""
     columns: dict[str, list[str]] = {}
     for name in names:
-        columns[name.replace("/", ", ").replace("_", " ")] = [_cell(seeds, name) for seeds in found.values()]
+        title = name.replace("/", ", ").replace("_", " ")
+        columns[title] = [_cell(seeds, name) for seeds in found.values()]
         if any(name in of_model for of_model in apart.values()):
-            against = f"{name.rpartition('/')[2].replace('_', ' ')} against {baseline}"
-            columns[against] = [_difference(apart.get(model, {}).get(name)) for model in found]
+            columns[f"{title}, against {baseline}"] = [
+                _difference(apart.get(model, {}).get(name), sum(name in scores for scores in seeds.values()))
+                for model, seeds in found.items()
+            ]
     rows = [
         [display_name(study, model), *cells, str(len(found[model]))]
         for model, *cells in zip(found, *columns.values(), strict=True)
@@ -267,11 +272,13 @@ def _cell(seeds: Mapping[str, Mapping[str, float]], name: str) -> str:
     return _text(mean(values))
 
 
-def _difference(found: Mapping[str, Any] | None) -> str:
+def _difference(found: Mapping[str, Any] | None, seeds: int) -> str:
+    """A cell; `seeds` is how many the score beside it is a mean of."""
     if found is None:
         return ""
     half_width = found["half_width"]
-    return _text(Estimate(found["value"], np.nan if half_width is None else half_width), "+")
+    text = _text(Estimate(found["value"], np.nan if half_width is None else half_width), "+")
+    return text if found["seeds"] == seeds else f"{text} ({found['seeds']} of {seeds} seeds)"
 
 
 def _text(estimate: Estimate, sign: str = "") -> str:

@@ -202,12 +202,13 @@ def write_tables(
     conditions: Sequence[str] = (),
     differences: Table | None = None,
 ) -> None:
-    """Prints both tables and, if there is a folder, writes `table.md`, `table.tex` and `scores.png` into it.
+    """Prints the tables and, if there is a folder, writes `table.md`, `table.tex`, `scores.png` and, where there are
+    differences, `differences.md` into it.
 
     Args:
         title: of the figure.
         conditions: for its foot.
-        differences: between models; it is printed in Markdown and written as `differences.md`.
+        differences: between models, on the same questions.
 
     Raises:
         AnalysisError: there is no number at all, or the folder holds a file of one of these names that is not such a
@@ -220,6 +221,8 @@ def write_tables(
     if differences is not None:
         print(f"\n{differences.markdown()}")
     if folder is not None:
+        if differences is None:
+            outputs.remove(folder, f"the table of {title}", ["differences.md"])  # of other models, perhaps
         with outputs.writing(folder, f"the table of {title}", _has_latex_table) as new:
             if differences is not None:
                 (new / "differences.md").write_text(f"{differences.markdown()}\n", encoding="utf-8")
@@ -231,6 +234,8 @@ def write_tables(
 def _has_latex_table(path: Path) -> bool:
     """Whether the file lies beside a table of an earlier version."""
     latex_file = path.with_name("table.tex")
+    if path.name not in ("table.md", "table.tex", "scores.png"):
+        return False  # which that version did not write
     return latex_file.is_file() and latex_file.read_bytes().startswith(rb"\begin{tabular}{l")
 
 

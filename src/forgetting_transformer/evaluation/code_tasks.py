@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from forgetting_transformer.analysis import outputs
-from forgetting_transformer.analysis.answers import GROUP
+from forgetting_transformer.analysis.question_scores import GROUP
 from forgetting_transformer.evaluation.models import EvaluationError
 from forgetting_transformer.evaluation.per_token_loss import find_heldout, open_heldout
 from forgetting_transformer.files import write_atomically

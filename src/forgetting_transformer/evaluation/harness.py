@@ -26,7 +26,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
-from forgetting_transformer.analysis import answers, evaluations, tables
+from forgetting_transformer.analysis import evaluations, question_scores, tables
 from forgetting_transformer.analysis.published import TASKS, lm_eval_table, sample_counts
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
@@ -219,7 +219,9 @@ def evaluate(
     limit: int | None = None,
     include_path: Path | None = None,
 ) -> dict[str, Any]:
-    """Runs the tasks that `folder/results.json` does not have yet; it is written after each one, as is answers.json.
+    """Runs the tasks that `folder/results.json` does not have yet, and writes it after each one.
+
+    question_scores.json beside it gets the score of every question.
 
     Args:
         tasks: lm_eval's names.
@@ -244,7 +246,7 @@ def evaluate(
     file = folder / "results.json"
 
     def known_results() -> dict[str, Any]:
-        evaluations.check_folder(folder, _KIND, answers.FILE)
+        evaluations.check_folder(folder, _KIND, question_scores.FILE)
         check_settings(folder, settings)
         return read_json(file) if file.is_file() else {}
 
@@ -267,7 +269,7 @@ def evaluate(
             log_samples=True,
         )
         if workers.is_first:
-            _keep_answers(folder, found["samples"], found["results"])
+            _keep_scores(folder, task, found["samples"], found["results"][task])
             results[task] = found["results"][task]
             write_json(file, results)
     if workers.is_first:
@@ -275,42 +277,50 @@ def evaluate(
     return results
 
 
-def _keep_answers(
-    folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], results: Mapping[str, Mapping[str, Any]]
+def _keep_scores(
+    folder: Path,
+    task: str,
+    samples: Mapping[str, Sequence[Mapping[str, Any]]],
+    reported: Mapping[str, Any],
 ) -> None:
-    """Adds the score of every question of some tasks to answers.json."""
-    found = {task: _answers(of_task, results[task]) for task, of_task in samples.items()}
-    found = answers.read_answers(folder) | {task: of_task for task, of_task in found.items() if of_task.scores}
-    if found:
+    """Adds the score of every question of a task, or of a group of tasks, to question_scores.json."""
+    of_tasks = [samples[task]] if task in samples else list(samples.values())
+    found = _scores_of(of_tasks, reported)
+    if found.scores:
+        known = question_scores.read_question_scores(folder) | {task: found}
         with evaluations.writing(folder, _KIND) as new:
-            answers.write_answers(new, found)
+            question_scores.write_question_scores(new, known)
 
 
-def _answers(samples: Sequence[Mapping[str, Any]], reported: Mapping[str, Any]) -> answers.Answers:
-    """Of lm_eval's records of a task, one per question and filter.
+def _scores_of(
+    of_tasks: Sequence[Sequence[Mapping[str, Any]]], reported: Mapping[str, Any]
+) -> question_scores.QuestionScores:
+    """Of lm_eval's records, one per question and filter, those metrics whose means are what it reports.
 
-    Without metrics that are no mean over questions, such as a perplexity, whose records are log-likelihoods.
+    A perplexity is none, for example: its records are log-likelihoods.
     """
-    scores: dict[str, dict[int, float]] = {}
-    groups: dict[int, Any] = {}
-    hashes: dict[int, str] = {}
-    for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
-        hashes[sample["doc_id"]] = sample["doc_hash"]
-        groups[sample["doc_id"]] = sample["doc"].get(answers.GROUP) if isinstance(sample["doc"], dict) else None
-        for metric in sample["metrics"]:
-            if isinstance(sample[metric], (int, float)):
-                scores.setdefault(f"{metric},{sample['filter']}", {})[sample["doc_id"]] = sample[metric]
+    scores: dict[str, dict[tuple[int, int], float]] = {}
+    groups: dict[tuple[int, int], Any] = {}
+    questions: dict[tuple[int, int], Any] = {}
+    for number, samples in enumerate(of_tasks):
+        for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
+            at, doc = (number, sample["doc_id"]), sample["doc"]
+            groups[at] = doc.get(question_scores.GROUP) if isinstance(doc, dict) else None
+            questions[at] = sample["doc_hash"]
+            if groups[at] is not None:  # which belongs to the corpus, not to the question
+                questions[at] = {key: value for key, value in doc.items() if key != question_scores.GROUP}
+            for metric in sample["metrics"]:
+                if isinstance(sample[metric], (int, float)):
+                    scores.setdefault(f"{metric},{sample['filter']}", {})[at] = sample[metric]
+    means = {name: value for name, value in reported.items() if isinstance(value, (int, float))}
     kept = {
         name.removesuffix(",none"): [*of_metric.values()]
         for name, of_metric in scores.items()
-        if of_metric.keys() == groups.keys()
-        and math.isclose(sum(of_metric.values()) / len(of_metric), reported.get(name, math.nan), abs_tol=1e-9)
+        if of_metric.keys() == questions.keys()
+        and math.isclose(sum(of_metric.values()) / len(of_metric), means.get(name, math.nan), abs_tol=1e-9)
     }
-    return answers.Answers(
-        kept,
-        answers.digest_of(hashes.values()),
-        [*groups.values()] if None not in groups.values() else None,
-    )
+    known_groups = None if None in groups.values() else [*groups.values()]
+    return question_scores.QuestionScores(kept, question_scores.digest_of(questions.values()), known_groups)
 
 
 def check_names(tasks: Sequence[str], manager: TaskManager, option: str) -> None:

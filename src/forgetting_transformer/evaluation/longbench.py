@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from forgetting_transformer.analysis import answers, tables
+from forgetting_transformer.analysis import question_scores, tables
 from forgetting_transformer.analysis.evaluations import (
     Evaluation,
     answer_text,
@@ -402,14 +402,14 @@ def evaluate(
     settings = {"weights": fingerprint(model.model), **settings, **({"even": True} if even else {})}
 
     def check() -> None:
-        check_folder(folder, "longbench", answers.FILE)
+        check_folder(folder, "longbench", question_scores.FILE)
         check_settings(folder, settings)
 
     workers.on_first(check)
     scores: dict[str, Any] = {}
     errors: dict[tuple[str, str | None], tuple[float | None, int]] = {}
     written = []
-    by_question: dict[str, answers.Answers] = {}
+    by_question: dict[str, question_scores.QuestionScores] = {}
     for name in sets:
         examples = read_examples(name, data, even)[:limit]
         length = max_length or max(trained - SETS[name].max_new_tokens, trained // 2)
@@ -418,10 +418,12 @@ def evaluate(
         by_range = ranges(records).items() if even else [(None, records)]
         errors |= {(name, words): standard_error(name, inside) for words, inside in by_range}
         written.append(answer_text(name, records[0]))
-        of_groups: list[Any] = [example.get(answers.GROUP) for example in examples]
-        by_question[name] = answers.Answers(
+        of_groups: list[Any] = [example.get(question_scores.GROUP) for example in examples]
+        by_question[name] = question_scores.QuestionScores(
             {"score": [100 * found for found in _scores(name, records)]},
-            answers.digest_of([example[key] for key in ("input", "context", "answers")] for example in examples),
+            question_scores.digest_of(
+                [example[key] for key in ("input", "context", "answers")] for example in examples
+            ),
             None if None in of_groups else of_groups,
         )
         if workers.is_first:
@@ -436,7 +438,7 @@ def evaluate(
             tables.draw_scores(rows, columns, path, "LongBench", sample_counts(models))
 
         def write_more(new: Path) -> None:
-            answers.write_answers(new, by_question)
+            question_scores.write_question_scores(new, by_question)
 
         write_evaluation(evaluation, folder, table, draw, write_more)
     return evaluation

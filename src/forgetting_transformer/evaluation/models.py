@@ -389,7 +389,7 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
     except (OSError, ValueError, RuntimeError) as error:
         advice = f"without a network run `hf download {source} --local-dir FOLDER` elsewhere and give that folder"
         if Path(source).is_dir():
-            advice = "an export that was interrupted is made again by the same command of save_model.py"
+            advice = "if its export was interrupted, the same command of save_model.py makes it again"
         raise EvaluationError(
             f"cannot load the model {source}: {one_line(error)}. It must be a folder or a hub id with config.json and "
             f"safetensors weights; {advice}"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -102,6 +103,8 @@ class CorpusSettings:
             )
         if self.tokenizer.startswith("train:"):
             self.trained_vocab_size()
+        elif (meant := re.fullmatch(r"train[-=_ ]?(\d+)", self.tokenizer)) and not Path(self.tokenizer).exists():
+            raise CorpusError(f"--tokenizer {self.tokenizer}: did you mean train:{meant[1]}?")
 
     def trained_vocab_size(self) -> int:
         """N of `train:N`."""

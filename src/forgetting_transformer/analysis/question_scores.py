@@ -1,0 +1,172 @@
+"""Scores question by question: how far apart two models are on the same questions.
+
+lm_eval and LongBench report the mean of each model. Some questions are hard for all models, so the difference on the
+same questions has a smaller error than the two means suggest.
+
+An evaluation that asks questions leaves `question_scores.json` beside its evaluation.json:
+
+    {task: {"scores": {metric: [the score of every question, in their order]},
+            "digest": of the questions,
+            "groups": [what text each question is from]}}      only where questions are known to share texts
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from forgetting_transformer.analysis import AnalysisError
+from forgetting_transformer.analysis.evaluations import QUESTION_SCORES, Evaluation, read_json
+from forgetting_transformer.analysis.statistics import Estimate, clustered_error, mean, mean_and_error, quantile
+from forgetting_transformer.analysis.tables import Table
+from forgetting_transformer.files import write_json
+
+FILE = QUESTION_SCORES
+#: Key of a question in a data set: the held-out group of texts that it was made of (scripts/code_tasks.py).
+GROUP = "heldout_group"
+
+
+@dataclass(frozen=True)
+class QuestionScores:
+    """Of one task.
+
+    Attributes:
+        scores: metric -> score of every question.
+        digest: of the questions: only scores of the same ones are compared.
+        groups: the group of texts that each question is from, if that is known.
+    """
+
+    scores: Mapping[str, Sequence[float]]
+    digest: str = ""
+    groups: Sequence[int | str] | None = None
+
+
+def digest_of(questions: Iterable[object]) -> str:
+    """Of questions as JSON has them, in their order."""
+    return hashlib.sha256(json.dumps([*questions], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_question_scores(folder: Path, scores: Mapping[str, QuestionScores]) -> None:
+    """Writes question_scores.json."""
+    content = {
+        task: {"scores": of.scores, "digest": of.digest, **({} if of.groups is None else {"groups": of.groups})}
+        for task, of in scores.items()
+    }
+    write_json(folder / FILE, content, durable=False)
+
+
+def read_question_scores(folder: Path) -> dict[str, QuestionScores]:
+    """Task -> scores, of the folder of an evaluation; {} if it has none, as those of earlier versions.
+
+    Raises:
+        AnalysisError: the file is damaged.
+    """
+    if not (file := folder / FILE).is_file():
+        return {}
+    content = read_json(file)
+    try:
+        found = {task: QuestionScores(of["scores"], of["digest"], of.get("groups")) for task, of in content.items()}
+        for of_task in found.values():
+            lengths = {len(scores) for scores in of_task.scores.values()}
+            lengths |= set() if of_task.groups is None else {len(of_task.groups)}
+            if len(lengths) > 1:
+                raise ValueError("lists of different lengths")
+        return found
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise AnalysisError(f"{file} is damaged ({error}); run the evaluation again") from error
+
+
+def difference(
+    of: Sequence[Sequence[float]], than: Sequence[Sequence[float]], groups: Sequence[int | str] | None = None
+) -> Estimate:
+    """Mean score of one model less that of another, on the same questions, with a 95 % interval.
+
+    With one seed of each, the interval is over questions: what other questions would change, for these weights.
+    Questions of one group of texts count as one observation (bootstrap over groups). Student's t has as many degrees of
+    freedom as there are groups, or questions, less one. With several seeds the interval is over seeds too: both parts
+    add up as variances.
+
+    Args:
+        of, than: for each seed, the score of every question; the seeds of both in the same order.
+        groups: the group of texts that each question is from; None where questions count as independent.
+
+    Raises:
+        ValueError: the lists differ in length.
+    """
+    apart_SN = np.array(of, dtype=np.float64) - np.array(than, dtype=np.float64)
+    apart_N = apart_SN.mean(0)
+    count = len(apart_N if groups is None else set(groups))
+    if count < 2:
+        return Estimate(float(apart_N.mean()), math.nan)
+    error = mean_and_error(apart_N)[1] if groups is None else clustered_error(apart_N, np.array(groups))
+    # A bootstrap of few groups is too narrow by this factor.
+    error = (error or 0.0) * (1.0 if groups is None else math.sqrt(count / (count - 1)))
+    of_questions = quantile(count - 1) * error
+    of_seeds = mean(apart_SN.mean(1).tolist()).half_width if len(apart_SN) > 1 else 0.0
+    return Estimate(float(apart_N.mean()), math.hypot(of_questions, of_seeds))
+
+
+def differences_table(models: Mapping[str, Sequence[Evaluation]], baseline: str) -> Table:
+    """A row for each model and metric that both it and the baseline have: the difference on the same questions.
+
+    Metrics without scores of single questions, such as perplexities, have a row without a difference.
+
+    Args:
+        models: name -> the evaluations of its seeds, in an order that all models share.
+        baseline: the name of the model that the others are compared with.
+
+    Raises:
+        AnalysisError: there is no such model, an evaluation has no question_scores.json, or models were asked other
+            questions or have other numbers of seeds.
+    """
+    if baseline not in models:
+        raise AnalysisError(f"--against={baseline}: there is no such model; there are {', '.join(models)}")
+    scores = {name: [_scores_of(one) for one in several] for name, several in models.items()}
+    rows = []
+    for name, seeds in scores.items():
+        if len(seeds) != len(scores[baseline]):
+            raise AnalysisError(
+                f"--against={baseline}: {name} has {len(seeds)} results and {baseline} {len(scores[baseline])}; "
+                "give the same number of seeds of both, in the same order"
+            )
+        if name == baseline:
+            continue
+        theirs = {(number.task, number.metric) for number in models[baseline][0].numbers}
+        for task, metric in dict.fromkeys((n.task, n.metric) for n in models[name][0].numbers if not n.at):
+            if (task, metric) not in theirs:
+                continue
+            every = [found.get(task) for found in (*seeds, *scores[baseline])]
+            if not all(of is not None and metric in of.scores for of in every):
+                rows.append([name, task, metric, "–", "", ""])
+                continue
+            asked = [of for of in every if of is not None]
+            if len({of.digest for of in asked}) > 1:
+                raise AnalysisError(
+                    f"{name} and {baseline} were not asked the same questions of {task}: run both evaluations with the "
+                    "same data, and without --limit or with the same one"
+                )
+            of, than = ([of.scores[metric] for of in some] for some in (asked[: len(seeds)], asked[len(seeds) :]))
+            groups = next((of.groups for of in asked if of.groups is not None), None)
+            apart = difference(of, than, groups)
+            rows.append([name, task, metric, apart.text("+"), f"{len(than[0]):,}", str(len(seeds))])
+    if not rows:
+        raise AnalysisError(f"--against={baseline}: no other model has a task of it")
+    return Table(["Model", "task", "metric", f"minus {baseline}", "questions", "seeds"], rows, "lllrrr")
+
+
+def _scores_of(evaluation: Evaluation) -> dict[str, QuestionScores]:
+    """
+    Raises:
+        AnalysisError: there are none.
+    """
+    if found := read_question_scores(evaluation.folder):
+        return found
+    raise AnalysisError(
+        f"{evaluation.folder} has no {FILE} with the score of every question: an earlier version or another program "
+        "made it, or its tasks have none, as WikiText's perplexity. run_longbench.py with the same command adds it, "
+        "and run_lm_eval.py writes it to a new folder"
+    )
