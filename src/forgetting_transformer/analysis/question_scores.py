@@ -110,6 +110,15 @@ def difference(
     return Estimate(float(apart_N.mean()), math.hypot(of_questions, of_seeds))
 
 
+def compare(of: Sequence[QuestionScores], than: Sequence[QuestionScores], metric: str) -> Estimate | None:
+    """`difference` of one metric of a task, with an element per seed; None where the questions differ."""
+    every = [*of, *than]
+    if len({scores.digest for scores in every}) != 1:
+        return None
+    groups = next((scores.groups for scores in every if scores.groups is not None), None)
+    return difference([one.scores[metric] for one in of], [one.scores[metric] for one in than], groups)
+
+
 def differences_table(models: Mapping[str, Sequence[Evaluation]], baseline: str) -> Table:
     """A row for each model and metric that both it and the baseline have: the difference on the same questions.
 
@@ -139,20 +148,18 @@ def differences_table(models: Mapping[str, Sequence[Evaluation]], baseline: str)
         for task, metric in dict.fromkeys((n.task, n.metric) for n in models[name][0].numbers if not n.at):
             if (task, metric) not in theirs:
                 continue
-            every = [found.get(task) for found in (*seeds, *scores[baseline])]
-            if not all(of is not None and metric in of.scores for of in every):
+            of, than = ([found[task] for found in one if task in found] for one in (seeds, scores[baseline]))
+            if len(of) + len(than) < 2 * len(seeds) or not all(metric in one.scores for one in (*of, *than)):
                 rows.append([name, task, metric, "–", "", ""])
                 continue
-            asked = [of for of in every if of is not None]
-            if len({of.digest for of in asked}) > 1:
+            apart = compare(of, than, metric)
+            if apart is None:
                 raise AnalysisError(
                     f"{name} and {baseline} were not asked the same questions of {task}: run both evaluations with the "
                     "same data, and without --limit or with the same one"
                 )
-            of, than = ([of.scores[metric] for of in some] for some in (asked[: len(seeds)], asked[len(seeds) :]))
-            groups = next((of.groups for of in asked if of.groups is not None), None)
-            apart = difference(of, than, groups)
-            rows.append([name, task, metric, apart.text("+"), f"{len(than[0]):,}", str(len(seeds))])
+            count = len(than[0].scores[metric])
+            rows.append([name, task, metric, apart.text("+"), f"{count:,}", str(len(seeds))])
     if not rows:
         raise AnalysisError(f"--against={baseline}: no other model has a task of it")
     return Table(["Model", "task", "metric", f"minus {baseline}", "questions", "seeds"], rows, "lllrrr")

@@ -13,7 +13,7 @@ import numpy as np
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.evaluations import Evaluation, of_needle, read_evaluation, read_json
 from forgetting_transformer.analysis.needles import score_matrix
-from forgetting_transformer.analysis.question_scores import QuestionScores, difference, read_question_scores
+from forgetting_transformer.analysis.question_scores import QuestionScores, compare, read_question_scores
 from forgetting_transformer.analysis.statistics import Estimate, mean
 from forgetting_transformer.analysis.studies import baseline_of, display_name, evaluated_runs, split_seed
 from forgetting_transformer.analysis.tables import markdown_table
@@ -152,16 +152,13 @@ def read_differences(
         for name in dict.fromkeys(name for of_seed in seeds.values() for name in of_seed):
             metric = name.rpartition("/")[2]
             both = [seed for seed in seeds if name in seeds[seed] and name in theirs.get(seed, {})]
-            if len({one[seed][name].digest for seed in both for one in (seeds, theirs)}) != 1:
+            of, than = ([one[seed][name] for seed in both] for one in (seeds, theirs))
+            if (apart := compare(of, than, metric)) is None:
                 continue
-            of, than = ([one[seed][name].scores[metric] for seed in both] for one in (seeds, theirs))
-            asked = [one[seed][name] for seed in both for one in (seeds, theirs)]
-            groups = next((of_run.groups for of_run in asked if of_run.groups is not None), None)
-            value, half_width = difference(of, than, groups)
             found.setdefault(model, {})[name] = {
-                "value": value,
-                "half_width": None if np.isnan(half_width) else half_width,
-                "questions": len(of[0]),
+                "value": apart.value,
+                "half_width": None if np.isnan(apart.half_width) else apart.half_width,
+                "questions": len(of[0].scores[metric]),
                 "seeds": len(both),
             }
     return found

@@ -269,10 +269,7 @@ class Trainer(Parts):
         reason = f"{type(error).__name__}: {error}"
         self.peers.failed(reason)
         # The end of training is not yet that of the run: metrics are still to be written, say.
-        with self._ending:
-            if self.outcome != "failed":
-                self._write_status("failed", reason)
-                self.outcome = "failed"
+        self._end("failed", reason, unless=("failed",))
         self.sentinel.closing()  # what the process has to say of it may take as long as a step
 
     def close(self) -> None:
@@ -326,7 +323,7 @@ class Trainer(Parts):
                 "train.max_bad_steps"
             )
         outcome = "preempted" if self.stop else "done"
-        self._end_once(outcome, self.sentinel.request or "")
+        self._end(outcome, self.sentinel.request or "")
         done = f"{self.counters.token_count:,} tokens in {self.directory.root}"
         log.info("%s: %s", "training finished" if outcome == "done" else "stopped and saved", done)
         return outcome
@@ -336,11 +333,12 @@ class Trainer(Parts):
             return  # and that is how the run ended, whatever hangs behind it
         blame = self.peers.blame()
         self.peers.failed(reason)
-        self._end_once("failed", f"{blame + '; ' if blame else ''}{reason}; {self.saver.last_good_checkpoint}")
+        self._end("failed", f"{blame + '; ' if blame else ''}{reason}; {self.saver.last_good_checkpoint}")
 
-    def _end_once(self, outcome: str, reason: str) -> None:
+    def _end(self, outcome: str, reason: str, unless: Sequence[str] = ("done", "preempted", "failed")) -> None:
+        """Notes how the run ended, unless it has ended in one of these ways already."""
         with self._ending:
-            if self.outcome is None:
+            if self.outcome not in unless:
                 self._write_status(outcome, reason)
                 self.outcome = outcome
 
