@@ -1,16 +1,19 @@
 """Numbers and tables of README.md from study.json and those of other studies; scripts/pages.py puts them there."""
 
+import json
 from pathlib import Path
 from statistics import mean
 
 from forgetting_transformer.analysis import statistics, study_tables
 from forgetting_transformer.analysis.studies import contrasts, differences, display_name, losses_by_seed
-from forgetting_transformer.analysis.study_numbers import StudyNumbers, in_words
-from forgetting_transformer.analysis.tables import markdown_table
+from forgetting_transformer.analysis.study_numbers import FOUND, StudyNumbers, in_words
+from forgetting_transformer.analysis.tables import markdown_table, rate_text
 
 MODELS = ("fox_pro", "fox_llama", "transformer_pro", "transformer_llama", "mamba2", "hgrn2", "delta_net")
 RECURRENT = ("mamba2", "hgrn2", "delta_net")
 FOX = ("fox_pro", "fox_llama")
+#: Of FoX (Pro) and the Transformer (Pro): the study's rate of one is the other rate of the other.
+RATES = (1e-3, 2e-3)
 #: A model, and the one that it is compared with.
 PAIRS = (
     ("transformer_pro", "fox_pro"), ("transformer_llama", "fox_llama"), ("fox_llama", "fox_pro"),
@@ -23,7 +26,7 @@ def sections(folder: Path) -> dict[str, str]:
     here, short, one_seed = (
         StudyNumbers.read(folder.parent / name, models=MODELS) for name in (folder.name, "three_seeds", "seven_models")
     )
-    found = numbers(folder) | needles(here) | against_shorter(here, short)
+    found = numbers(folder) | needles(here) | next_line(here) | against_shorter(here, short)
     tables = {"over_training": over_training(here), "earlier": earlier(here, short, one_seed)}
     return found | tables | study_tables.sections(folder, folder / "README.md")
 
@@ -56,6 +59,7 @@ def numbers(folder: Path) -> dict[str, str]:
         **{f"seeds_{name}": in_words([of[seed] for seed in sorted(of)]) for name, of in losses.items()},
         "pro_pairs": in_words(of_study.apart("transformer_pro", "fox_pro")),
         "llama_pairs": in_words(of_study.apart("transformer_llama", "fox_llama")),
+        **with_equal_rates(of_study),
         "bartlett": f"{statistics.equal_noise([[*of.values()] for of in losses.values()]):.2f}",
         "longer_gain": f"{_end(longer, 'transformer_pro', 'fox_pro'):.3f}",
         **{f"beyond_{name}": f"{of_study.beyond(name):+.2f}" for name in MODELS},
@@ -70,25 +74,98 @@ def numbers(folder: Path) -> dict[str, str]:
 
 
 def needles(here: StudyNumbers) -> dict[str, str]:
-    """How many answers of a model find the needle, and the most words of other answers."""
+    """How many answers of a model find the needle, by seed, and the most words of the answers of models that find none.
 
-    def words(model: str, *modes: str) -> list[int]:
-        both = [here.answers(model, mode, beyond) for mode in modes for beyond in (False, True)]
-        return [answer.words for some in both for answer in some]
-
-    of_llama, of_fox = words("transformer_llama", "easy"), here.answers("fox_pro", "easy", beyond=False)
-    found = {
-        "exact_fox_pro_easy_inside": str(sum(answer.exact for answer in of_fox)),
-        "words_recurrent": str(max(max(words(name, "standard", "easy")) for name in RECURRENT)),
-        "words_fox_pro": str(max(words("fox_pro", "standard"))),
-        "words_transformer_llama": str(max(of_llama)),
-        "most_transformer_llama": str(of_llama.count(max(of_llama))),
-    }
+    Raises:
+        LookupError: one of these finds it, against what the sentences say.
+    """
+    found = {}
     for model in ("fox_pro", "fox_llama", "transformer_pro"):
         for mode in ("standard", "easy"):
             for where in ("inside", "beyond"):
-                answers = here.answers(model, mode, where == "beyond")
-                found[f"found_{model}_{mode}_{where}"] = str(sum(answer.found for answer in answers))
+                by_seed = here.answers_by_seed(model, mode, where == "beyond")
+                counts = [sum(answer.found for answer in answers) for answers in by_seed]
+                found[f"found_{model}_{mode}_{where}"] = in_words(counts, 0)
+
+    def words(model: str) -> list[int]:
+        both = [here.answers(model, mode, beyond) for mode in ("standard", "easy") for beyond in (False, True)]
+        return [answer.words for answers in both for answer in answers]
+
+    most = {name: max(words(name)) for name in ("transformer_llama", *RECURRENT)}
+    if max(most.values()) >= FOUND:
+        raise LookupError(f"{here.place / 'README.md'} says who finds no needle, and study.json says otherwise: {most}")
+    exact = sum(answer.exact for answer in here.answers("fox_pro", "easy", beyond=False))
+    return found | {
+        "exact_fox_pro_easy_inside": str(exact),
+        "words_transformer_llama": str(most["transformer_llama"]),
+        "words_recurrent": str(max(most[name] for name in RECURRENT)),
+    }
+
+
+def next_line(here: StudyNumbers) -> dict[str, str]:
+    """Choosing and writing the next line of code."""
+    differences = here.study["score_differences"]
+
+    def apart(model: str, score: str) -> str:
+        found = differences[model][score]
+        return f"{found['value']:+.1f} ± {found['half_width']:.1f}"
+
+    answers = json.loads((here.place / "next_line_answers.json").read_text("utf-8"))["runs"]
+
+    def by_seed(model: str, key: str) -> str:
+        return in_words([of[key] for run, of in sorted(answers.items()) if run.rpartition("_seed")[0] == model], 0)
+
+    scores = {
+        model: [of_run["next_line/acc"] for of_run in runs.values()] for model, runs in here.study["scores"].items()
+    }
+    return {
+        **{f"acc_{name}": apart(name, "next_line/acc") for name in MODELS if name != "fox_pro"},
+        "acc_of_fox_pro": f"{mean(scores['fox_pro']):.0f}",
+        "writes_mamba2": apart("mamba2", "next line/similarity"),
+        "writes_hgrn2": apart("hgrn2", "next line/similarity"),
+        **{f"comments_{name}": by_seed(name, "only_comments") for name in ("fox_pro", "mamba2")},
+        "most_right": str(max(of["right"] for of in answers.values())),
+    }
+
+
+def with_equal_rates(here: StudyNumbers) -> dict[str, str]:
+    """FoX (Pro) and the Transformer (Pro) with each other's learning rate too; rates_*.jsonl have a line per run.
+
+    The noise is that of the study's runs and these, and each interval holds for itself.
+    """
+    fox, transformer, (low, high) = "fox_pro", "transformer_pro", RATES
+    study = here.study["models"]
+    losses: dict[tuple[str, float], dict[int, float]] = {
+        (name, study[name]["learning_rate"]): losses_by_seed(study[name]) for name in MODELS
+    }
+    for name in (fox, transformer):
+        for line in (here.place / f"rates_{name}.jsonl").read_text("utf-8").splitlines():
+            run = json.loads(line)
+            losses.setdefault((name, run["rate"]), {})[run["seed"]] = run["heldout_loss"][0]
+
+    def apart(one: tuple[str, float], other: tuple[str, float]) -> statistics.Estimate:
+        return statistics.against_baseline(losses, other, compared={one}).against[one]
+
+    lead = {rate: apart((transformer, rate), (fox, rate)) for rate in RATES}
+    rows = [
+        [display_name(here.study, name), *(statistics.mean([*losses[name, rate].values()]).text() for rate in RATES)]
+        for name in (fox, transformer)
+    ]
+    rows.append([_pair(here, (transformer, fox)), *(lead[rate].text() for rate in RATES)])
+    found = {
+        "rates": markdown_table(["rate", *map(rate_text, RATES)], rows, "lrr"),
+        "rate_of_transformer": apart((transformer, high), (transformer, low)).text("+"),
+        "rate_of_fox": apart((fox, low), (fox, high)).text("+"),
+    }
+    chosen = mean(here.apart(transformer, fox))
+    for which, rate in (("low", low), ("high", high)):
+        pairs = [losses[transformer, rate][seed] - loss for seed, loss in sorted(losses[fox, rate].items())]
+        found |= {
+            f"lead_{which}": lead[rate].text(),
+            f"lead_{which}_short": f"{lead[rate].value:.2f}",
+            f"lead_{which}_pairs": in_words(pairs),
+            f"lead_{which}_less": f"{100 * (1 - lead[rate].value / chosen):.0f} %",
+        }
     return found
 
 

@@ -100,6 +100,19 @@ def test_clusters_widen_the_error_and_clusters_of_one_give_the_usual_one() -> No
     assert statistics.clustered_error(values[:8], folders[:8]) is None
 
 
+@pytest.mark.parametrize("n_groups", [5, 12])
+def test_intervals_over_few_groups_of_texts_hold_as_often_as_they_say(n_groups: int) -> None:
+    """Of 95 % intervals about 95 % have the truth, 0, in them, also where a study has few groups."""
+    draws = np.random.default_rng(0)
+    groups, hits = np.arange(n_groups).repeat(8), 0
+    for _ in range(400):
+        by_text_N = draws.normal(size=n_groups)[groups] + 0.1 * draws.normal(size=groups.size)
+        value, of_texts, _ = statistics.with_texts_and_seeds(np.stack([by_text_N, by_text_N]), groups)
+        assert value.half_width == of_texts, "the seeds are the same"
+        hits += abs(value.value) < of_texts
+    assert 0.92 < hits / 400 < 0.985
+
+
 def test_models_are_compared_with_errors_over_groups_of_texts_where_they_are_known() -> None:
     octaves = np.random.default_rng(0).normal(size=(8, 4)).repeat(4, axis=0)
     group = np.arange(8).repeat(4)

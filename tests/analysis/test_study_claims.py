@@ -126,7 +126,7 @@ def test_positions_have_intervals_over_seeds_and_texts():
     entry = next(e for e in study["changes"] if (e["model"], e["than"], e["position"]) == ("mamba", "fox", 256))
     apart = np.stack([results[f"mamba_seed{s}"].octaves_NO - results[f"fox_seed{s}"].octaves_NO for s in range(3)])
     change = apart[:, :, 6] - apart[:, :, 5]
-    by_texts = statistics.clustered_error(change.mean(0), groups) * 1.959964
+    by_texts = statistics.clustered_error(change.mean(0), groups) * stats.t.ppf(0.975, len(set(groups)) - 1)
     by_seeds = stats.t.ppf(0.975, 2) * change.mean(1).std(ddof=1) / math.sqrt(3)
     assert entry["value"] == pytest.approx(0.5, abs=0.02)
     assert entry["half_width"] == pytest.approx(math.hypot(by_texts, by_seeds))

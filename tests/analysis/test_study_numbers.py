@@ -44,6 +44,15 @@ def test_answers_are_those_within_or_beyond_the_training_length(numbers):
     assert [answer.found for answer in numbers.answers("fox", "easy", beyond=False)] == [True, False]
 
 
+def test_answers_of_several_seeds_are_apart_and_in_their_order(numbers):
+    runs = numbers.study["needles"]["fox"]
+    other = {"easy": runs["fox_seed0"]["easy"] | {"words": [[0.5, 0.5], [0.5, 0.5]], "exact": [[0.0, 0.0], [0.0, 0.0]]}}
+    numbers.study["needles"]["fox"] = {"fox_seed10": other, "fox_seed2": {"standard": other["easy"]}, **runs}
+    first, last = numbers.answers_by_seed("fox", "easy", beyond=False)
+    assert first == [(512, 12, True), (512, 3, False)] and last == [(512, 6, False), (512, 6, False)]
+    assert numbers.answers("fox", "easy", beyond=False) == [*first, *last]
+
+
 def test_prompts_that_were_not_answered_are_left_out_and_no_answers_are_named(numbers):
     (easy,) = numbers.study["needles"]["fox"].values()
     easy["easy"]["words"][0][0] = None

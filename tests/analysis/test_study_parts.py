@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgetting_transformer.analysis import AnalysisError, study_parts, study_tables
+from forgetting_transformer.analysis import AnalysisError, position_loss, study_parts, study_tables
 from forgetting_transformer.analysis.studies import read_study
 from forgetting_transformer.analysis.study_parts import _BY_SEED
 from tests.sweep.conftest import ROOT, load_script
@@ -75,6 +75,15 @@ def test_parts_by_model_and_by_seed_give_the_tables_of_the_whole(tmp_path, capfd
     figures = {file.name for file in joined.glob("*.png")}
     assert figures == {"octaves.png", "differences.png", "heads.png", "per_token_loss.png", "search.png", "needle.png"}
     assert "claims:" in capfd.readouterr().out
+
+
+def test_a_figure_of_several_seeds_names_none_of_them(tmp_path):
+    folder = Path(write(tmp_path / "report", part_of(["fox_pro"], [0, 1, 2])))
+    study = read_study(folder)
+    results = study_parts.read_positions({folder: study}, study)
+    assert {run: result.summary["seed"] for run, result in results.items()} == {f"fox_pro_seed{s}": s for s in range(3)}
+    made_with = position_loss.made_with([result.summary for result in results.values()])
+    assert "after 33,554,432 training tokens" in made_with and not [one for one in made_with if "seed" in one]
 
 
 def test_names_are_those_of_every_part_or_of_the_plan(tmp_path):

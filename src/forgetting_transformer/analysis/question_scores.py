@@ -21,7 +21,7 @@ import numpy as np
 
 from forgetting_transformer.analysis import AnalysisError
 from forgetting_transformer.analysis.evaluations import QUESTION_SCORES, Evaluation, read_json
-from forgetting_transformer.analysis.statistics import Estimate, clustered_error, mean, mean_and_error, quantile
+from forgetting_transformer.analysis.statistics import Estimate, mean, mean_over_texts
 from forgetting_transformer.analysis.tables import Table
 from forgetting_transformer.files import write_json
 
@@ -85,10 +85,8 @@ def difference(
 ) -> Estimate:
     """Mean score of one model less that of another, on the same questions, with a 95 % interval.
 
-    With one seed of each, the interval is over questions: what other questions would change, for these weights.
-    Questions of one group of texts count as one observation (bootstrap over groups). Student's t has as many degrees of
-    freedom as there are groups, or questions, less one. With several seeds the interval is over seeds too: both parts
-    add up as variances.
+    With one seed of each, the interval is over questions: what other questions would change, for these weights
+    (`statistics.mean_over_texts`). With several seeds it is over seeds too: both parts add up as variances.
 
     Args:
         of, than: for each seed, the score of every question; the seeds of both in the same order.
@@ -98,16 +96,9 @@ def difference(
         ValueError: the lists differ in length.
     """
     apart_SN = np.array(of, dtype=np.float64) - np.array(than, dtype=np.float64)
-    apart_N = apart_SN.mean(0)
-    count = len(apart_N if groups is None else set(groups))
-    if count < 2:
-        return Estimate(float(apart_N.mean()), math.nan)
-    error = mean_and_error(apart_N)[1] if groups is None else clustered_error(apart_N, np.array(groups))
-    # A bootstrap of few groups is too narrow by this factor.
-    error = (error or 0.0) * (1.0 if groups is None else math.sqrt(count / (count - 1)))
-    of_questions = quantile(count - 1) * error
+    value, of_questions = mean_over_texts(apart_SN.mean(0), None if groups is None else np.array(groups))
     of_seeds = mean(apart_SN.mean(1).tolist()).half_width if len(apart_SN) > 1 else 0.0
-    return Estimate(float(apart_N.mean()), math.hypot(of_questions, of_seeds))
+    return Estimate(value, math.hypot(of_questions, of_seeds))
 
 
 def compare(of: Sequence[QuestionScores], than: Sequence[QuestionScores], metric: str) -> Estimate | None:

@@ -43,14 +43,16 @@ def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
 def clustered_error(values: np.ndarray, clusters: np.ndarray, draws: int = 4000) -> float | None:
     """The standard error of the mean of values `(n,)` of which those of one cluster are alike; None for one cluster.
 
-    Bootstrap: whole clusters are drawn with replacement, always the same ones for the same clusters.
+    Bootstrap: whole clusters are drawn with replacement, always the same ones for the same clusters. The deviation of
+    the draws is too small by √((G - 1) / G) for G clusters, which is made up for.
     """
     labels, inverse = np.unique(clusters, return_inverse=True)
     if len(labels) < 2:
         return None
     sums, counts = np.bincount(inverse, weights=values), np.bincount(inverse)
     drawn = np.random.default_rng(0).integers(0, len(labels), (draws, len(labels)))
-    return float((sums[drawn].sum(1) / counts[drawn].sum(1)).std(ddof=1))
+    deviation = (sums[drawn].sum(1) / counts[drawn].sum(1)).std(ddof=1)
+    return float(deviation * math.sqrt(len(labels) / (len(labels) - 1)))
 
 
 def mean(losses: Sequence[float]) -> Estimate:
@@ -75,12 +77,26 @@ def difference(losses: Sequence[float], baseline: Sequence[float]) -> Estimate:
     return Estimate(value, quantile(freedom) * math.sqrt(shares.sum()))
 
 
+def mean_over_texts(values_N: np.ndarray, group_N: np.ndarray | None = None) -> Estimate:
+    """The mean over texts, or questions, with Student's t interval; none for a single text or group.
+
+    Args:
+        values_N: a value of each text.
+        group_N: the group that each is from. Whole groups are drawn (`clustered_error`), and there are as many degrees
+            of freedom as groups less one. Without groups, texts count as independent.
+    """
+    error = mean_and_error(values_N)[1] if group_N is None else clustered_error(values_N, group_N)
+    if error is None:
+        return Estimate(float(values_N.mean()), math.nan)
+    freedom = (len(values_N) if group_N is None else len(np.unique(group_N))) - 1
+    return Estimate(float(values_N.mean()), quantile(freedom) * error)
+
+
 def with_texts_and_seeds(values_SN: np.ndarray, group_N: np.ndarray | None = None) -> tuple[Estimate, float, float]:
     """The mean of something measured with some seeds on some texts, and its 95 % interval with its two parts.
 
-    Two parts add up as variances: other texts would change the mean of the seeds (whole groups of texts are drawn,
-    `clustered_error`; without groups, texts count as independent), and other seeds would change the mean over the texts
-    (Student's t). Without a second seed or text there is no interval.
+    Two parts add up as variances: other texts would change the mean of the seeds (`mean_over_texts`), and other seeds
+    would change the mean over the texts (Student's t). Without a second seed or text there is no interval.
 
     Args:
         values_SN: a value of each seed on each text.
@@ -89,10 +105,8 @@ def with_texts_and_seeds(values_SN: np.ndarray, group_N: np.ndarray | None = Non
     Returns:
         The mean with its interval; the half-widths that texts alone and seeds alone would give, NaN where unknown.
     """
-    by_text_N, by_seed_S = values_SN.mean(0), values_SN.mean(1)
-    error = mean_and_error(by_text_N)[1] if group_N is None else clustered_error(by_text_N, group_N)
-    value, of_seeds = mean(by_seed_S.tolist())
-    of_texts = math.nan if error is None else quantile(math.inf) * error
+    of_texts = mean_over_texts(values_SN.mean(0), group_N).half_width
+    value, of_seeds = mean(values_SN.mean(1).tolist())
     return Estimate(value, math.hypot(of_texts, of_seeds)), of_texts, of_seeds
 
 

@@ -11,7 +11,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from forgetting_transformer.analysis.statistics import Estimate
-from forgetting_transformer.analysis.studies import losses_by_seed, read_study
+from forgetting_transformer.analysis.studies import losses_by_seed, read_study, split_seed
 from forgetting_transformer.analysis.study_claims import findings
 
 #: Words of the paper's needle, and of an answer that has found it.
@@ -108,16 +108,24 @@ class StudyNumbers:
         Raises:
             LookupError: the model was not asked in this mode.
         """
+        return [answer for of_seed in self.answers_by_seed(model, mode, beyond) for answer in of_seed]
+
+    def answers_by_seed(self, model: str, mode: str, beyond: bool) -> list[list[Answer]]:
+        """`answers` of each seed that was asked, in their order."""
         found, runs = [], self.study.get("needles", {}).get(model, {})
-        for of_mode in (modes[mode] for modes in runs.values() if mode in modes):
+        for run in sorted(runs, key=lambda run: split_seed(run)[1]):
+            if (of_mode := runs[run].get(mode)) is None:
+                continue
             limit = of_mode["train_length"] or math.inf
-            for words, exact in zip(of_mode["words"], of_mode["exact"], strict=True):
-                found += [
+            found.append(
+                [
                     Answer(length, round(NEEDLE * share), whole == 1)
+                    for words, exact in zip(of_mode["words"], of_mode["exact"], strict=True)
                     for length, share, whole in zip(of_mode["lengths"], words, exact, strict=True)
                     if share is not None and (length > limit) == beyond
                 ]
-        if not found:
+            )
+        if not any(found):
             raise LookupError(f"{self.place} has no answers of {model} to the needle in the {mode} mode")
         return found
 

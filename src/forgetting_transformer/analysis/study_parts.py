@@ -1,6 +1,7 @@
 """Joins reports of one study whose runs were made in several places or at several times: by models, or by seeds."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,8 @@ def read_positions(
             raise AnalysisError(f"{file} cannot be read ({error}); collect the report again") from error
         for run, result in results.items():
             _check_mean(run, result.summary, result.loss_T, file)
-        found |= results
+            # The summary is of one seed, for which a figure of several would be taken.
+            found[run] = replace(result, summary={**result.summary, "seed": split_seed(run)[1]})
     return found
 
 
