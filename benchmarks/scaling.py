@@ -291,6 +291,7 @@ def measure(
     from forgetting_transformer.training import hardware
     from forgetting_transformer.training.corruption import digests_of_whole
 
+    has_graphs = case["case"].endswith("_graphs")
     if device.type == "cuda":
         # With graphs the peak is that of all steps: PyTorch counts their memory only while they are recorded.
         torch.cuda.reset_peak_memory_stats(device)
@@ -298,18 +299,20 @@ def measure(
     for _ in range(WARMUP):
         loss = step()
     if device.type == "cuda":
-        if not case["case"].endswith("_graphs"):
+        if not has_graphs:
             torch.cuda.reset_peak_memory_stats(device)
         torch.cuda.synchronize(device)
     losses = [loss.item()]
     seconds = time_steps(step, args.steps, device, losses)
     rate = case["micro_batches"] * args.batch_size * args.seq_len / statistics.mean(seconds)
     peak = hardware.peak_flops(device, config.fabric.precision)
+    # Later micro-batches record further graphs, while those of the first are no longer counted.
+    is_counted = device.type == "cuda" and not (has_graphs and case["micro_batches"] > 1)
     row = {
         "step_seconds": seconds,
         "tokens_per_second": rate,
         "mfu": rate * model.config.flops_per_token(args.seq_len) / peak if peak else None,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if is_counted else None,
         "loss": losses[-1],
     }
     sums = digests_of_whole(dict(model.named_parameters())) if not is_alone(case) else {}

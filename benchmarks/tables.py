@@ -28,6 +28,7 @@ NAMES = {
     "delta_net/": "DeltaNet",
     "gated_delta_net/": "Gated DeltaNet",
     "kda/": "KDA",
+    "path_fox/": "PaTH-FoX",
     "mamba2/": "Mamba-2",
     "samba/": "Samba",
     "demo/fox_pro": "FoX (Pro)",

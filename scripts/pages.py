@@ -200,20 +200,29 @@ def host_bound() -> dict[str, str]:
     """Numbers in the sentences about 125M with one sequence on each of four GPUs, where the host limits the speed."""
     steps = Results("scaling_125m_4_gpus_one_micro_batch.json")
 
-    def ms(results: Results, case: str) -> float:
-        return 1000 * statistics.mean(results.row(case=case)["step_seconds"])
+    several = Results("scaling_125m_4_gpus_micro_batches.json")
+
+    def ms(results: Results, **case: Any) -> float:
+        return 1000 * statistics.mean(results.row(**case)["step_seconds"])
 
     runs = {row["case"]: row for row in Results("train_125m_4_gpus_one_micro_batch.json").rows()}
     before, after = (runs[case]["tokens_per_second"] for case in ("ddp", "ddp_graphs"))
     return {
-        **{f"one_sequence_{case}": f"{ms(steps, case):.1f}" for case in ("one", "one_graphs", "ddp", "ddp_graphs")},
-        "one_sequence_again": f"{ms(Results('repeated_scaling_125m_4_gpus_one_micro_batch.json'), 'ddp'):.1f}",
-        "one_sequence_side_stream": f"{ms(Results('side_stream_125m_4_gpus.json'), 'ddp'):.1f}",
+        **{
+            f"one_sequence_{case}": f"{ms(steps, case=case):.1f}" for case in ("one", "one_graphs", "ddp", "ddp_graphs")
+        },
+        "one_sequence_again": f"{ms(Results('repeated_scaling_125m_4_gpus_one_micro_batch.json'), case='ddp'):.1f}",
+        "one_sequence_side_stream": f"{ms(Results('side_stream_125m_4_gpus.json'), case='ddp'):.1f}",
         "one_sequence_share": efficiency(steps.row(case="ddp_graphs"), steps.row(case="one_graphs")),
         **{f"one_sequence_train_{case}": f"{1000 * row['seconds_per_step']:.0f}" for case, row in runs.items()},
         "one_sequence_rate": f"{round(before, -3):,.0f}",
         "one_sequence_rate_graphs": f"{round(after, -4):,.0f}",
         "one_sequence_gain": f"{after / before:.1f}",
+        **{
+            f"{number}_{case}": f"{ms(several, case=case, micro_batches=count):,.1f}"
+            for number, count in (("two", 2), ("four", 4))
+            for case in ("ddp", "ddp_graphs")
+        },
     }
 
 
