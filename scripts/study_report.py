@@ -393,7 +393,8 @@ def draw_figures(study: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def recipes_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Finished runs: learning `rate`, `warmup` in steps, `seed`, and the losses at the end, as a study has them.
+    """Finished runs: learning `rate`, `warmup` in steps, `seed`, the losses at the end, as a study has them, and the
+    fingerprint of the `corpus`.
 
     Raises:
         AnalysisError: there are none, or they are of several models, which a line does not tell apart.
@@ -421,6 +422,7 @@ def recipes_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
                 ),
                 "seed": config["seed"],
                 **{key: described[key] for key in ("heldout_loss", "train_loss")},
+                "corpus": run.info("train_data").get("fingerprint"),
             }
         )
     if not found:

@@ -1,10 +1,14 @@
 """Numbers and tables of README.md from study.json and those of other studies; scripts/pages.py puts them there."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
-from forgetting_transformer.analysis import statistics, study_tables
+import numpy as np
+
+from forgetting_transformer.analysis import position_loss, statistics, study_tables
 from forgetting_transformer.analysis.studies import contrasts, differences, display_name, losses_by_seed
 from forgetting_transformer.analysis.study_numbers import FOUND, StudyNumbers, in_words
 from forgetting_transformer.analysis.tables import markdown_table, rate_text
@@ -55,6 +59,7 @@ def numbers(folder: Path) -> dict[str, str]:
         "pro_parts": f"{found['fox_llama'].value:.2f}",
         "pro_parts_transformer": f"{of_study.measured('the Pro', 'transformer_llama').value:.2f}",
         "below_fox_llama": in_words(of_study.apart("fox_llama", "transformer_pro")),
+        "flattens_without_largest": without_largest_group(of_study),
         "flattens_mamba2": claimed("the loss of recurrent models flattens", "mamba2"),
         **{f"seeds_{name}": in_words([of[seed] for seed in sorted(of)]) for name, of in losses.items()},
         "pro_pairs": in_words(of_study.apart("transformer_pro", "fox_pro")),
@@ -94,37 +99,44 @@ def needles(here: StudyNumbers) -> dict[str, str]:
     most = {name: max(words(name)) for name in ("transformer_llama", *RECURRENT)}
     if max(most.values()) >= FOUND:
         raise LookupError(f"{here.place / 'README.md'} says who finds no needle, and study.json says otherwise: {most}")
-    exact = sum(answer.exact for answer in here.answers("fox_pro", "easy", beyond=False))
+    easy = [answer for answer in here.answers("fox_pro", "easy", beyond=False) if answer.found]
     return found | {
-        "exact_fox_pro_easy_inside": str(exact),
+        "all_fox_pro_easy_inside": str(len(easy)),
+        "exact_fox_pro_easy_inside": str(sum(answer.exact for answer in easy)),
         "words_transformer_llama": str(most["transformer_llama"]),
         "words_recurrent": str(max(most[name] for name in RECURRENT)),
     }
 
 
 def next_line(here: StudyNumbers) -> dict[str, str]:
-    """Choosing and writing the next line of code."""
+    """Choosing and writing the next line of code.
+
+    Raises:
+        LookupError: nobody was asked, or the answers are of another corpus.
+    """
     differences = here.study["score_differences"]
 
     def apart(model: str, score: str) -> str:
         found = differences[model][score]
         return f"{found['value']:+.1f} ± {found['half_width']:.1f}"
 
-    answers = json.loads((here.place / "next_line_answers.json").read_text("utf-8"))["runs"]
-
-    def by_seed(model: str, key: str) -> str:
-        return in_words([of[key] for run, of in sorted(answers.items()) if run.rpartition("_seed")[0] == model], 0)
-
-    scores = {
-        model: [of_run["next_line/acc"] for of_run in runs.values()] for model, runs in here.study["scores"].items()
-    }
-    return {
-        **{f"acc_{name}": apart(name, "next_line/acc") for name in MODELS if name != "fox_pro"},
-        "acc_of_fox_pro": f"{mean(scores['fox_pro']):.0f}",
+    counted = json.loads((here.place / "next_line_answers.json").read_text("utf-8"))
+    _check_corpus(here, counted, "next_line_answers.json", "studies/count_answers.py")
+    scores, found = here.study["scores"], {}
+    for name in ("fox_pro", "mamba2"):
+        runs = [(of_run, counted["runs"][run]) for run, of_run in scores[name].items()]
+        found[f"no_code_{name}"] = in_words([answers["no_code"] for _, answers in runs], 0)
+        of_code = [
+            of_run["next line/similarity"] * answers["answers"] / (answers["answers"] - answers["no_code"])
+            for of_run, answers in runs
+        ]
+        found[f"of_code_{name}"] = f"{mean(of_code):.1f}"
+    return found | {
+        "acc_transformer_pro": apart("transformer_pro", "next_line/acc"),
+        "acc_of_fox_pro": f"{mean(of_run['next_line/acc'] for of_run in scores['fox_pro'].values()):.0f}",
         "writes_mamba2": apart("mamba2", "next line/similarity"),
         "writes_hgrn2": apart("hgrn2", "next line/similarity"),
-        **{f"comments_{name}": by_seed(name, "only_comments") for name in ("fox_pro", "mamba2")},
-        "most_right": str(max(of["right"] for of in answers.values())),
+        "most_right": str(max(answers["right"] for answers in counted["runs"].values())),
     }
 
 
@@ -132,6 +144,9 @@ def with_equal_rates(here: StudyNumbers) -> dict[str, str]:
     """FoX (Pro) and the Transformer (Pro) with each other's learning rate too; rates_*.jsonl have a line per run.
 
     The noise is that of the study's runs and these, and each interval holds for itself.
+
+    Raises:
+        LookupError: a run is of another corpus.
     """
     fox, transformer, (low, high) = "fox_pro", "transformer_pro", RATES
     study = here.study["models"]
@@ -141,6 +156,9 @@ def with_equal_rates(here: StudyNumbers) -> dict[str, str]:
     for name in (fox, transformer):
         for line in (here.place / f"rates_{name}.jsonl").read_text("utf-8").splitlines():
             run = json.loads(line)
+            _check_corpus(
+                here, run, f"rates_{name}.jsonl", "the runs with other learning rates, and study_report.py recipes"
+            )
             losses.setdefault((name, run["rate"]), {})[run["seed"]] = run["heldout_loss"][0]
 
     def apart(one: tuple[str, float], other: tuple[str, float]) -> statistics.Estimate:
@@ -154,19 +172,41 @@ def with_equal_rates(here: StudyNumbers) -> dict[str, str]:
     rows.append([_pair(here, (transformer, fox)), *(lead[rate].text() for rate in RATES)])
     found = {
         "rates": markdown_table(["rate", *map(rate_text, RATES)], rows, "lrr"),
-        "rate_of_transformer": apart((transformer, high), (transformer, low)).text("+"),
-        "rate_of_fox": apart((fox, low), (fox, high)).text("+"),
+        # At the higher rate for both the lead is smaller by what the Transformer gains, at the lower by what FoX loses.
+        "less_high": apart((transformer, low), (transformer, high)).text(),
+        "less_low": apart((fox, low), (fox, high)).text(),
     }
-    chosen = mean(here.apart(transformer, fox))
     for which, rate in (("low", low), ("high", high)):
         pairs = [losses[transformer, rate][seed] - loss for seed, loss in sorted(losses[fox, rate].items())]
         found |= {
             f"lead_{which}": lead[rate].text(),
-            f"lead_{which}_short": f"{lead[rate].value:.2f}",
             f"lead_{which}_pairs": in_words(pairs),
-            f"lead_{which}_less": f"{100 * (1 - lead[rate].value / chosen):.0f} %",
+            f"lead_{which}_alone": statistics.mean(pairs).text(),
         }
     return found
+
+
+def _check_corpus(here: StudyNumbers, content: Mapping[str, Any], file: str, made_by: str) -> None:
+    """
+    Raises:
+        LookupError: the content of the file is of another corpus than the study.
+    """
+    if content["corpus"] != (corpus := here.study["corpus"]["fingerprint"]):
+        raise LookupError(
+            f"{here.place / file} is of corpus {content['corpus']} and study.json of {corpus}: run {made_by}"
+        )
+
+
+def without_largest_group(here: StudyNumbers) -> str:
+    """How Mamba-2's loss changes against FoX (Pro)'s at T / 2, where the largest group of texts is left out."""
+    with np.load(here.place / "positions.npz") as arrays:
+        groups, seeds = arrays["fox_pro_seed0/groups"], here.study["models"]["fox_pro"]["seeds"]
+        apart_SNO = np.stack([arrays[f"mamba2_seed{s}/octaves"] - arrays[f"fox_pro_seed{s}/octaves"] for s in seeds])
+        length = arrays["fox_pro_seed0"].size
+    octave = position_loss.octave_edges(length).index(here.study["models"]["fox_pro"]["train_length"] // 2)
+    change_SN = apart_SNO[:, :, octave] - apart_SNO[:, :, octave - 1]
+    kept = groups != np.bincount(groups).argmax()
+    return statistics.with_texts_and_seeds(change_SN[:, kept], groups[kept])[0].text()
 
 
 def against_shorter(here: StudyNumbers, short: StudyNumbers) -> dict[str, str]:

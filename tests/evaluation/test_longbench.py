@@ -126,6 +126,7 @@ def test_code_is_compared_with_the_first_line_that_is_code():
     assert longbench.code_similarity("\n# a comment\n```python\nx = 1\ny = 2", "x = 1") == 1.0
     assert longbench.code_similarity("abcd", "abxd") == 0.75
     assert longbench.code_similarity("# nothing", "x") == 0.0
+    assert longbench.code_line("\n\nx = 1\ny") == "x = 1" and longbench.code_line("x = 1  # one\n// y") is None
 
 
 def test_synthetic_sets_count_the_numbers_that_are_right():

@@ -356,6 +356,8 @@ def test_runs_of_a_grid_of_recipes_are_a_line_each(study, faults, tmp_path, capf
     faults["noise"] = 0
     faults["preempt"] = "runs/fox_pro_seed1"
     study("--models", "fox_pro", "--seeds", "0", "1")
+    info = tmp_path / "out" / "runs" / "fox_pro_seed0" / "metrics" / "jsonlines" / "train_data_info.jsonl"
+    info.write_text('{"step": 0, "fingerprint": "of the corpus"}\n')
     assert load_script("study_report").main(["recipes", "out/runs", "out/search", "--out", "recipes.jsonl"]) == 0
     assert "runs/fox_pro_seed1: not finished" in capfd.readouterr().err
     found = [json.loads(line) for line in (tmp_path / "recipes.jsonl").read_text().splitlines()]
@@ -363,6 +365,7 @@ def test_runs_of_a_grid_of_recipes_are_a_line_each(study, faults, tmp_path, capf
     assert [(one["rate"], one["warmup"], one["seed"]) for one in found] == [
         (1e-3, 32, 0), (2e-3, 32, 0), (2e-3, 32, 0), (5e-3, 32, 0),
     ]  # fmt: skip
+    assert sorted(one["corpus"] or "not said" for one in found) == ["not said"] * 3 + ["of the corpus"]
     assert found[1]["heldout_loss"] == [3.0] and found[0]["heldout_loss"] == [pytest.approx(3 + 0.1 * np.log(2) ** 2)]
 
 

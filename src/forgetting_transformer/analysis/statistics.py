@@ -83,7 +83,8 @@ def mean_over_texts(values_N: np.ndarray, group_N: np.ndarray | None = None) -> 
     Args:
         values_N: a value of each text.
         group_N: the group that each is from. Whole groups are drawn (`clustered_error`), and there are as many degrees
-            of freedom as groups less one. Without groups, texts count as independent.
+            of freedom as groups less one. Without groups, texts count as independent. Where groups differ much in
+            size the interval is somewhat too narrow.
     """
     error = mean_and_error(values_N)[1] if group_N is None else clustered_error(values_N, group_N)
     if error is None:

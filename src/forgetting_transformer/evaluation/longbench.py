@@ -86,13 +86,20 @@ def classification(prediction: str, answer: str, classes: Sequence[str] = ()) ->
 
 
 def code_similarity(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
-    """Similarity of the prediction's first line that is neither a comment nor a code fence, in whole percent.
+    """Similarity of the prediction's line of code to the answer, in whole percent; 0 if there is none.
 
     The benchmark takes fuzzywuzzy's ratio, which is Python's own with nothing but `difflib` installed beside it.
     """
+    return round(100 * difflib.SequenceMatcher(None, code_line(prediction) or "", answer).ratio()) / 100
+
+
+def code_line(prediction: str) -> str | None:
+    """The first line without #, // or `, which the benchmark takes for signs of a comment or a fence; None without one.
+
+    It is empty where the prediction has an empty line before the others, but not at its beginning.
+    """
     lines = prediction.lstrip("\n").split("\n")
-    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
-    return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
+    return next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), None)
 
 
 def count(prediction: str, answer: str, _classes: Sequence[str] = ()) -> float:
