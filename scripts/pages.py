@@ -244,12 +244,12 @@ def long_contexts() -> dict[str, str]:
     }
 
 
-# Studies: each with a page has numbers.py beside it, which says what the sentences of the page want.
+# Studies: each with a page has page.py beside it, which says what the sentences of the page want.
 
 
 def study(name: str, what: str = "sections") -> dict[str, str]:
     folder = ROOT / "studies" / name
-    return runpy.run_path(str(folder / "numbers.py"))[what](folder)
+    return runpy.run_path(str(folder / "page.py"))[what](folder)
 
 
 # Other pages.
@@ -354,7 +354,7 @@ def eval_forget_gates() -> dict[str, str]:
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
     **{
         f"studies/{file.parent.name}/README.md": functools.partial(study, file.parent.name)
-        for file in sorted(ROOT.glob("studies/*/numbers.py"))
+        for file in sorted(ROOT.glob("studies/*/page.py"))
     },
     "README.md": front,
     "docs/performance.md": performance,

@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,13 @@ def pages():
 def test_pages_say_what_the_files_say(pages, capsys):
     assert pages.main(["--check"]) == 0, capsys.readouterr().err
     assert sorted(pages.PAGES) == sorted(PAGES_WITH_MARKS)
+
+
+@pytest.mark.parametrize("folder", ["studies", "benchmarks", "scripts", "eval"])
+def test_a_file_hides_no_module_from_python_that_is_started_beside_it(folder):
+    """As numbers.py did, without which numpy cannot be imported."""
+    files = [file for file in (ROOT / folder).rglob("*.py") if not (file.parent / "__init__.py").exists()]
+    assert files and not [file for file in files if file.stem in sys.stdlib_module_names]
 
 
 def test_a_number_that_is_typed_into_a_page_is_noticed(pages, monkeypatch, capsys):
@@ -163,7 +171,7 @@ def test_a_file_of_results_says_how_it_was_made_and_names_no_machine(file):
 
 
 def test_recipes_of_the_study_are_compared_by_how_far_their_seeds_are_apart(tmp_path):
-    recipes = runpy.run_path(str(ROOT / "studies/seven_models/numbers.py"))["recipes"]
+    recipes = runpy.run_path(str(ROOT / "studies/seven_models/page.py"))["recipes"]
     assert recipes(tmp_path / "recipes.jsonl") == "Not run yet."
     runs = [
         {"rate": rate, "warmup": 16, "seed": seed, "heldout_loss": [3.0 + rate * seed], "train_loss": [3.1]}

@@ -1,4 +1,4 @@
-"""The numbers that sentences on a study's page have; studies/*/numbers.py chooses and rounds them.
+"""The numbers that sentences on a study's page have; studies/*/page.py chooses and rounds them.
 
 Losses are in nats per token. A model is above another one by its loss minus that of the other.
 """
