@@ -199,7 +199,6 @@ def four_gpus() -> dict[str, str]:
 def host_bound() -> dict[str, str]:
     """Numbers in the sentences about 125M with one sequence on each of four GPUs, where the host limits the speed."""
     steps = Results("scaling_125m_4_gpus_one_micro_batch.json")
-
     several = Results("scaling_125m_4_gpus_micro_batches.json")
     four = several.row(case="ddp", micro_batches=4)["step_seconds"]
 

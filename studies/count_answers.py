@@ -10,17 +10,30 @@ gave, how many have no line of code that LongBench would score (`no_code`), and 
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from forgetting_transformer.evaluation.longbench import code_line
 from forgetting_transformer.files import write_json
 
+COMMAND = "python studies/count_answers.py FOLDER --out FILE"
 
-def main() -> None:
+
+def is_earlier(file: Path) -> bool:
+    """Whether this script wrote the file."""
+    try:
+        return json.loads(file.read_text("utf-8"))["environment"]["command"] == COMMAND
+    except (ValueError, LookupError, TypeError):
+        return False
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="it is replaced")
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="an earlier one is replaced")
+    args = parser.parse_args(argv)
+    if args.out.exists() and not is_earlier(args.out):
+        parser.error(f"--out={args.out} is there and not of this script; move it, or choose another name")
     files = sorted(args.folder.glob("downstream/next_line/*/pred/lcc.*.jsonl"))
     report = args.folder / "report" / "study.json"
     if not files or not report.is_file():
@@ -34,7 +47,7 @@ def main() -> None:
             counts["no_code"] += line is None
             counts["right"] += line is not None and line.strip() in {answer.strip() for answer in record["answers"]}
     study = json.loads(report.read_text("utf-8"))
-    place = {"command": "python studies/count_answers.py FOLDER --out FILE", **study["environment"]}
+    place = {"command": COMMAND, **study["environment"]}
     corpus = study["corpus"]["fingerprint"]
     write_json(args.out, {"environment": place, "started": study["started"], "corpus": corpus, "runs": runs})
     print(f"{len(runs)} runs in {args.out}")

@@ -96,7 +96,7 @@ def code_similarity(prediction: str, answer: str, _classes: Sequence[str] = ()) 
 def code_line(prediction: str) -> str | None:
     """The first line without #, // or `, which the benchmark takes for signs of a comment or a fence; None without one.
 
-    It is empty where the prediction has an empty line before the others, but not at its beginning.
+    It may be an empty line: only those at the very beginning of the prediction are skipped.
     """
     lines = prediction.lstrip("\n").split("\n")
     return next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), None)
