@@ -31,6 +31,7 @@ def sections(folder: Path) -> dict[str, str]:
         StudyNumbers.read(folder.parent / name, models=MODELS) for name in (folder.name, "three_seeds", "seven_models")
     )
     found = numbers(folder) | needles(here) | next_line(here) | against_shorter(here, short)
+    found["flattens_without_largest"] = without_largest_group(here)
     tables = {"over_training": over_training(here), "earlier": earlier(here, short, one_seed)}
     return found | tables | study_tables.sections(folder, folder / "README.md")
 
@@ -59,7 +60,6 @@ def numbers(folder: Path) -> dict[str, str]:
         "pro_parts": f"{found['fox_llama'].value:.2f}",
         "pro_parts_transformer": f"{of_study.measured('the Pro', 'transformer_llama').value:.2f}",
         "below_fox_llama": in_words(of_study.apart("fox_llama", "transformer_pro")),
-        "flattens_without_largest": without_largest_group(of_study),
         "flattens_mamba2": claimed("the loss of recurrent models flattens", "mamba2"),
         **{f"seeds_{name}": in_words([of[seed] for seed in sorted(of)]) for name, of in losses.items()},
         "pro_pairs": in_words(of_study.apart("transformer_pro", "fox_pro")),
@@ -118,7 +118,7 @@ def next_line(here: StudyNumbers) -> dict[str, str]:
 
     def apart(model: str, score: str) -> str:
         found = differences[model][score]
-        return f"{found['value']:+.1f} ± {found['half_width']:.1f}"
+        return statistics.Estimate(found["value"], found["half_width"]).text("+", digits=1)
 
     counted = json.loads((here.place / "next_line_answers.json").read_text("utf-8"))
     _check_corpus(here, counted, "next_line_answers.json", "studies/count_answers.py")

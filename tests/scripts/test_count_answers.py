@@ -10,10 +10,8 @@ from tests.sweep.conftest import ROOT
 
 def test_answers_are_counted_by_run_and_no_file_of_others_is_replaced(tmp_path, capsys):
     count = runpy.run_path(str(ROOT / "studies" / "count_answers.py"))["main"]
-    out, study = (
-        tmp_path / "answers.json",
-        {"environment": {"commit": "c"}, "started": "s", "corpus": {"fingerprint": "f"}},
-    )
+    out = tmp_path / "answers.json"
+    study = {"environment": {"commit": "c"}, "started": "s", "corpus": {"fingerprint": "f"}}
     call = [str(tmp_path / "study"), "--out", str(out)]
     with pytest.raises(SystemExit):
         count(call)

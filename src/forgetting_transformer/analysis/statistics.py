@@ -28,10 +28,10 @@ class Estimate(NamedTuple):
         """Whether the interval leaves zero out; False where there is none."""
         return abs(self.value) > self.half_width
 
-    def text(self, sign: str = "") -> str:
+    def text(self, sign: str = "", digits: int = 4) -> str:
         """As in "1.2345 ± 0.0123", without an interval where there is none; `sign` "+" shows a plus sign."""
-        text = f"{self.value:{sign}.4f}"
-        return text if math.isnan(self.half_width) else f"{text} ± {self.half_width:.4f}"
+        text = f"{self.value:{sign}.{digits}f}"
+        return text if math.isnan(self.half_width) else f"{text} ± {self.half_width:.{digits}f}"
 
 
 def mean_and_error(values: np.ndarray) -> tuple[float, float | None]:
@@ -86,11 +86,10 @@ def mean_over_texts(values_N: np.ndarray, group_N: np.ndarray | None = None) -> 
             of freedom as groups less one. Without groups, texts count as independent. Where groups differ much in
             size the interval is somewhat too narrow.
     """
-    error = mean_and_error(values_N)[1] if group_N is None else clustered_error(values_N, group_N)
-    if error is None:
-        return Estimate(float(values_N.mean()), math.nan)
-    freedom = (len(values_N) if group_N is None else len(np.unique(group_N))) - 1
-    return Estimate(float(values_N.mean()), quantile(freedom) * error)
+    if group_N is None:
+        return mean(values_N.tolist())
+    value, error = float(values_N.mean()), clustered_error(values_N, group_N)
+    return Estimate(value, math.nan if error is None else quantile(len(np.unique(group_N)) - 1) * error)
 
 
 def with_texts_and_seeds(values_SN: np.ndarray, group_N: np.ndarray | None = None) -> tuple[Estimate, float, float]:

@@ -99,11 +99,7 @@ def _text(measured: Estimate | None, percent: bool) -> str:
     value, half_width = measured
     if math.isinf(value):
         return "never"
-    digits, unit = (1, " %") if percent else (4, "")
-    if percent:
-        value, half_width = 100 * value, 100 * half_width
-    text = f"{value:+.{digits}f}"
-    return f"{text}{unit}" if math.isnan(half_width) else f"{text} ± {half_width:.{digits}f}{unit}"
+    return f"{Estimate(100 * value, 100 * half_width).text('+', digits=1)} %" if percent else measured.text("+")
 
 
 # What is measured. Each gives an estimate, None where the study lacks the numbers, and the numbers behind it.

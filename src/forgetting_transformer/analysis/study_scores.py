@@ -266,7 +266,7 @@ def _cell(seeds: Mapping[str, Mapping[str, float]], name: str) -> str:
     values = [scores[name] for scores in seeds.values() if name in scores]
     if not values:
         return ""
-    return _text(mean(values))
+    return mean(values).text(digits=1)
 
 
 def _difference(found: Mapping[str, Any] | None, seeds: int) -> str:
@@ -274,10 +274,5 @@ def _difference(found: Mapping[str, Any] | None, seeds: int) -> str:
     if found is None:
         return ""
     half_width = found["half_width"]
-    text = _text(Estimate(found["value"], np.nan if half_width is None else half_width), "+")
+    text = Estimate(found["value"], np.nan if half_width is None else half_width).text("+", digits=1)
     return text if found["seeds"] == seeds else f"{text} ({found['seeds']} of {seeds} seeds)"
-
-
-def _text(estimate: Estimate, sign: str = "") -> str:
-    text = f"{estimate.value:{sign}.1f}"
-    return text if np.isnan(estimate.half_width) else f"{text} ± {estimate.half_width:.1f}"
