@@ -37,7 +37,6 @@ import functools
 import gc
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -52,6 +51,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options, device_name, end_with_parent, run_main
 
+from forgetting_transformer.ports import free_port
 from training import compose, experiment_file, time_steps
 
 CASES = ("one", "one_graphs", "fsdp_plain", "fsdp", "fsdp_kept", "ddp", "ddp_rebuilt", "ddp_graphs")
@@ -158,15 +158,12 @@ def start(
     args: argparse.Namespace, cases: list[dict[str, Any]], argv: list[str], script: str, deadline: float
 ) -> Generator[dict[str, Any], None, tuple[list[dict[str, Any]], str]]:
     """One start of the processes. Returns the rows of the cases that it measured, and why it ended there."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with tempfile.TemporaryDirectory() as folder:
         job, rows = Path(folder) / "job.json", Path(folder) / "rows.jsonl"
         job.write_text(json.dumps(cases), encoding="utf-8")
         rows.touch()
         shared = {"WORLD_SIZE": args.devices, "LOCAL_WORLD_SIZE": args.devices, "GROUP_WORLD_SIZE": 1, "GROUP_RANK": 0}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "scaling"}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "scaling"}
         shared |= {"LT_CLI_USED": 1, "LT_DEVICES": args.devices, "LT_ACCELERATOR": args.accelerator}
         command = [sys.executable, script, *argv, "--worker", str(job)]
         processes = [

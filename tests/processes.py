@@ -7,15 +7,16 @@ Python) is not the same as in a new process: every entry point has a test that s
 
 import multiprocessing
 import os
+import random
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from forgetting_transformer import ports
 from tests.waiting import HANG
 
 ROOT = Path(__file__).parents[1]
@@ -25,10 +26,19 @@ server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(["hydra", "forgetting_transformer.training.trainer", "tests.training.conftest"])
 
 
+def _shuffled_ports() -> list[int]:
+    """Of this worker only: two workers that look for a free one at the same time would find the same."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    own = ports.RANGE[worker :: int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))]
+    return random.SystemRandom().sample(own, len(own))
+
+
+_ports = iter(_shuffled_ports())
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """No test of this session is given it again."""
+    return next(port for port in _ports if ports.is_free(port))
 
 
 def shell_environment() -> dict[str, str]:

@@ -22,7 +22,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -35,6 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from forgetting_transformer.ports import free_port
 from tests.campaign import faults
 from tests.campaign.faults import Fault
 from tests.campaign.runs import DONE, FAILED, PREEMPTED, STEPS, config, contents, start, valid_steps
@@ -201,13 +201,10 @@ class Run:
         """Starts every rank; `victim` suffers `fault`."""
         environment = {}
         if self.ranks > 1:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
             environment = {
                 "LT_CLI_USED": "1", "LT_DEVICES": str(self.ranks), "LT_ACCELERATOR": "cpu", "LT_NUM_NODES": "1",
                 "TORCHELASTIC_RUN_ID": "campaign", "WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks),
-                "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
             }  # fmt: skip
         started = []
         for rank in range(self.ranks):

@@ -109,7 +109,9 @@ class Job:
     def wait(self) -> list[int]:
         for process in self.processes:
             process.join(HANG)
-            assert process.exitcode is not None, f"a training process hangs: not ended within {HANG} s"
+            if process.exitcode is None:
+                codes = [process.exitcode for process in self.processes]
+                pytest.fail(f"a process hangs: not ended within {HANG} s. Exit codes: {codes}. {self.errors()}")
         return [process.exitcode for process in self.processes]
 
     def kill(self) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -322,6 +323,23 @@ def test_errors_come_before_the_first_step_and_name_the_fix(tiny, change, messag
 def test_refusals_reach_every_rank(tiny):
     errors = refused(changed(tiny, data_dir="/nonexistent"), world_size=2)
     assert errors.count("NoArrayError: no token array at") == 2
+
+
+def test_a_port_that_another_job_has_is_named(tiny, tmp_path, monkeypatch):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        said = f"port {port}, over which the processes of a job find each other, is taken by another process"
+        monkeypatch.setattr("tests.training.conftest.free_port", lambda: port)
+        job = Job(tiny, 2)
+        job.processes[0].join(HANG)
+        job.kill()  # rank 1 waits for rank 0: a launcher would end it
+        assert job.processes[0].exitcode == 1 and said in job.errors()
+        environment = shell_environment() | {"MASTER_PORT": str(port)}
+        overrides = [*command_line(tiny, tmp_path / "cli"), "fabric.devices=2", "fabric.accelerator=cpu"]
+        done = run_command("train.py", *overrides, environment=environment)
+        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
 def test_processes_that_would_train_alone_are_refused(tiny):

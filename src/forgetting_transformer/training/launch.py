@@ -1,9 +1,11 @@
 """From a configuration to processes: the Fabric object, its strategy, and guards against silent mis-launches."""
 
+import contextlib
 import logging
 import os
 import warnings
 import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,7 @@ from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, Strategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.distributed import DistNetworkError
 from torch.nn.parallel import DistributedDataParallel
 
 from forgetting_transformer import console, gpus
@@ -50,18 +53,22 @@ def launch(config: Config) -> Fabric:
     if processes > 1:
         log.info("connecting %d processes", processes)
     try:
-        fabric = Fabric(
-            accelerator=config.fabric.accelerator,
-            devices=config.fabric.devices,
-            num_nodes=int(os.environ.get("LT_NUM_NODES", 1)),
-            strategy=_strategy(config, processes, shard_size),
-            plugins=[_precision(config)],
-        )
+        with _port_named():
+            fabric = Fabric(
+                accelerator=config.fabric.accelerator,
+                devices=config.fabric.devices,
+                num_nodes=int(os.environ.get("LT_NUM_NODES", 1)),
+                strategy=_strategy(config, processes, shard_size),
+                plugins=[_precision(config)],
+            )
+    except ConfigError:
+        raise
     except (MisconfigurationException, TypeError, ValueError, RuntimeError) as error:
         asked = f"fabric.devices={config.fabric.devices}, fabric.accelerator={config.fabric.accelerator}"
         raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
     if not under_cli:
-        fabric.launch()
+        with _port_named():
+            fabric.launch()
     tasks = os.environ.get("SLURM_NTASKS") if SLURMEnvironment.detect() else None
     expected = int(os.environ.get("WORLD_SIZE") or tasks or fabric.world_size)
     if fabric.world_size != expected:
@@ -74,6 +81,24 @@ def launch(config: Config) -> Fabric:
     ranks_per_node = max(1, fabric.world_size // int(os.environ.get("LT_NUM_NODES", 1)))
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // ranks_per_node)))
     return fabric
+
+
+@contextlib.contextmanager
+def _port_named() -> Iterator[None]:
+    """
+    Raises:
+        ConfigError: rank 0 cannot listen on the port over which the processes find each other.
+    """
+    try:
+        yield
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ConfigError(
+            f"port {os.environ.get('MASTER_PORT')}, over which the processes of a job find each other, is taken by "
+            "another process of this machine. Choose another: --main-port of `fabric run` and launch.py; without them "
+            "the environment variable MASTER_PORT, the same on every rank"
+        ) from error
 
 
 def _check_gpus(config: Config) -> None:

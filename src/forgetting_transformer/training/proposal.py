@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
-from forgetting_transformer import console, elastic
+from forgetting_transformer import console, elastic, ports
 from forgetting_transformer.files import size_in_words
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training import execution
@@ -408,7 +407,7 @@ class _Ranks:
             k: v for k, v in os.environ.items() if k not in (elastic.OUTCOME_VARIABLE, "TORCHELASTIC_ERROR_FILE")
         }
         if self._store is not None:
-            port = self.gather(_free_port() if self.first else 0)[0]
+            port = self.gather(ports.free_port() if self.first else 0)[0]
             environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         with _output(place / "said" if sequences else None) as output:
             process = subprocess.Popen(
@@ -456,12 +455,6 @@ def _output(file: Path | None) -> Iterator[Any]:
         return
     with file.open("wb") as opened:
         yield opened
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def _accelerator(config: Config) -> str:
