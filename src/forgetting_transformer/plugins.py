@@ -48,6 +48,7 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import os
 import re
 import sys
@@ -82,6 +83,27 @@ class Component(Generic[T]):
     config: type | None = None
     free: tuple[str, ...] = ()
     plugin: str = ""
+
+    def check_call(self, key: str, *arguments: Any) -> None:
+        """
+        Args:
+            key: of the config, which has the name.
+
+        Raises:
+            PluginError: `build` cannot be called with so many arguments.
+        """
+        try:
+            signature = inspect.signature(self.build)  # type: ignore[arg-type]
+        except ValueError:
+            return  # of something built in, which has none to read
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            whose = f" of plugins=[{self.plugin}]" if self.plugin else ""
+            raise PluginError(
+                f"{key}={self.name!r}{whose}: {getattr(self.build, '__name__', self.build)} is called with "
+                f"{len(arguments)} arguments, which it does not take: {error}"
+            ) from error
 
 
 class Registry(Generic[T]):

@@ -350,6 +350,11 @@ def test_what_cannot_work_is_refused_with_the_fix(override, world_size, message)
         check(demo(override), world_size)
 
 
+def test_a_fork_beyond_the_budget_is_refused():
+    with pytest.raises(ConfigError, match=r"fork_step=99,999,999,999: nothing would be trained; set train.max_tokens "):
+        check(demo("fork_dir=x", "fork_step=99999999999"), 1)
+
+
 def test_muon_whose_gradients_have_no_weight_is_refused():
     with pytest.raises(ConfigError, match=r"optimizer.momentum=1.0 must be a number in \[0, 1\)"):
         check(demo("optimizer=muon", "optimizer.momentum=1"), 1)

@@ -75,6 +75,19 @@ def test_resume_false_moves_what_a_run_wrote_and_nothing_else(tiny):
     )
 
 
+@pytest.mark.slow
+def test_resume_false_moves_no_corpus(tiny):
+    train(changed(tiny, train__max_tokens=2 * STEP))
+    root = Path(tiny["output_dir"])
+    place(root, "plots/train.zarr/zarr.json")
+    before = snapshot(root)
+    with pytest.raises(
+        RunDirectoryError, match=r"/plots aside, which is a folder of token arrays \(it holds train.zarr"
+    ):
+        RunDirectory(root).move_aside()
+    assert snapshot(root) == before
+
+
 @pytest.mark.parametrize("name", ["checkpoints/mine", "logs/thesis.log", "metrics/a.csv", "config.yaml", "plots/a.png"])
 def test_resume_false_is_refused_where_no_run_is_recognised(tiny, name):
     root = Path(tiny["output_dir"])

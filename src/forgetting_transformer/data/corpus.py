@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgetting_transformer.data.errors import DataError
+
 #: `input_ids` and `labels`, `(B, T)` int64, where `labels[t]` is the token after `input_ids[t]`. Optional: `cu_seqlens`
 #: `(B, S)` int32, where the documents of each row begin, and then T as often as there is room: the model keeps them
 #: apart. In held-out batches also `weight` `(B,)` float64: 1 for a sequence to count, 0 for one that fills the batch.
@@ -120,6 +122,64 @@ def shifted(labels_BT: np.ndarray | Tensor, bos_token_id: int, pinned: bool = Fa
     input_ids[:, 0] = bos_token_id
     input_ids[:, 1:] = tokens_BT[:, :-1]
     return {"input_ids": input_ids, "labels": labels}
+
+
+def check_batch(batch: Any, corpus: str, rows: int | None, length: int, weighted: bool = False) -> None:
+    """Refuses what would be trained on in silence, or fail far from its cause. Looks at no token.
+
+    Args:
+        batch: what a loader gave, which may be anything. corpus: whose it is, for the message.
+        rows: sequences that it must have; None for any number from 1 on.
+        length: T. weighted: whether it must have `weight`.
+
+    Raises:
+        DataError: it is no `Batch` of this shape.
+    """
+    if not isinstance(batch, Mapping):
+        raise DataError(f"{corpus} gave a batch of type {type(batch).__name__}; it must be a dictionary of tensors")
+    wanted = {"input_ids": (torch.int64, "T"), "labels": (torch.int64, "T")}
+    wanted |= {"weight": (torch.float64, "")} if weighted else {}
+    wanted |= {"cu_seqlens": (torch.int32, "S")} if "cu_seqlens" in batch else {}
+    for name, (dtype, axis) in wanted.items():
+        tensor = batch.get(name)
+        if tensor is None:
+            raise DataError(f"{corpus} gave a batch without {name!r}; it has {', '.join(map(str, batch)) or 'nothing'}")
+        if not isinstance(tensor, Tensor):
+            raise DataError(f"{corpus} gave a batch whose {name!r} is a {type(tensor).__name__}, not a tensor")
+        rows = rows or max(1, len(tensor) if tensor.dim() else 1)
+        shape = (rows, *({"T": [length], "S": [length + 1], "": []}[axis]))
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise DataError(
+                f"{corpus} gave a batch whose {name!r} is {_named(tensor.shape, tensor.dtype)}; it must be "
+                f"{_named(shape, dtype)} here"
+            )
+
+
+def check_tokens(batch: Batch, corpus: str, vocab_size: int) -> None:
+    """Looks at every token, so it is for the first batch.
+
+    Raises:
+        DataError: an id is not below vocab_size, or labels are not the tokens that come next.
+    """
+    for name in ("input_ids", "labels"):
+        least, most = (int(end) for end in batch[name].aminmax())
+        if most >= vocab_size or (least < 0 and name == "input_ids"):
+            wrong = most if most >= vocab_size else least
+            raise DataError(
+                f"{corpus} gave a batch with the token id {wrong} in {name!r}, and datamodule.vocab_size={vocab_size}: "
+                "ids are from 0 on, and below it"
+            )
+    input_BT = batch["input_ids"]
+    if torch.equal(input_BT, batch["labels"]) and (input_BT != input_BT[:, :1]).any():
+        raise DataError(
+            f"{corpus} gave a batch whose 'labels' are its 'input_ids'; labels are the tokens that come next "
+            "(data.corpus.shifted makes both)"
+        )
+
+
+def _named(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """ "(4, 64) int64" """
+    return f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
 
 
 def model_inputs(batch: Batch, rows: slice = slice(None)) -> dict[str, Tensor]:

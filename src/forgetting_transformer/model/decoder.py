@@ -257,7 +257,10 @@ class DecoderBlock(GradientCheckpointingLayer):
         super().__init__()
         self.mixer_norm_name, self.mixer_name = config.mixer_norm_name, config.mixer_name
         self.add_module(self.mixer_norm_name, ResidualRMSNorm(config.hidden_size, config.norm_eps))
-        self.add_module(self.mixer_name, config.build_mixer(layer_idx))
+        mixer = config.build_mixer(layer_idx)
+        if not isinstance(mixer, nn.Module):
+            raise TypeError(f"{type(config).__name__}.build_mixer returned {mixer!r}; it must return an nn.Module")
+        self.add_module(self.mixer_name, mixer)
         mlp = config.build_mlp(layer_idx)
         self.has_mlp = mlp is not None
         if mlp is not None:
@@ -299,12 +302,32 @@ class DecoderBlock(GradientCheckpointingLayer):
         **mixer_options: Any,
     ) -> Tensor | tuple[Tensor, AttentionMaps]:
         normed_BTE, hidden_BTE = getattr(self, self.mixer_norm_name)(hidden_BTE)
-        branch_BTE, *others = self.sequence_mixer(normed_BTE, seq_start_B, cache, *mixer_inputs, **mixer_options)
+        mixed = self.sequence_mixer(normed_BTE, seq_start_B, cache, *mixer_inputs, **mixer_options)
+        # A tensor alone would be unpacked into the sequences of the batch, and one of a smaller shape broadcast.
+        if not isinstance(mixed, tuple | list) or not _is_branch(mixed[0], normed_BTE):
+            raise TypeError(
+                f"{type(self.sequence_mixer).__name__}.forward returned {_described(mixed)}. It must return a tuple: "
+                f"the output, a floating-point tensor of its input's shape {tuple(normed_BTE.shape)}, and the cache"
+            )
+        branch_BTE, *others = mixed
         if self.has_mlp:
             normed_BTE, hidden_BTE = self.mlp_norm(hidden_BTE, branch_BTE)
             branch_BTE = self.mlp(normed_BTE)
         hidden_BTE = hidden_BTE + branch_BTE
         return (hidden_BTE, others[0]) if mixer_options.get("output_attentions") else hidden_BTE
+
+
+def _is_branch(out: Any, hidden_BTE: Tensor) -> bool:
+    return isinstance(out, Tensor) and out.shape == hidden_BTE.shape and out.is_floating_point()
+
+
+def _described(mixed: Any) -> str:
+    """What a mixer returned, for people: "a tuple with a float32 tensor (4, 64, 1) first"."""
+    in_tuple = isinstance(mixed, tuple | list)
+    first = mixed[0] if in_tuple else mixed
+    tensor = isinstance(first, Tensor) and f"{str(first.dtype).removeprefix('torch.')} tensor {tuple(first.shape)}"
+    what = f"a {tensor or type(first).__name__}"
+    return f"a tuple with {what} first" if in_tuple else f"{what} and no tuple"
 
 
 class OutputLayer(nn.Linear):
@@ -371,6 +394,11 @@ class DecoderModel(DecoderPreTrainedModel):
             ValueError: it is not negative, or no layer can evict.
         """
         mixers = [block.sequence_mixer for block in self.layers]
+        for name in sorted({type(mixer).__name__ for mixer in mixers if not hasattr(mixer, "new_cache")}):
+            raise TypeError(
+                f"{name} has no new_cache(), so nothing can be generated with a cache: give it one "
+                "(docs/add_an_architecture.md), or generate with use_cache=False"
+            )
         if evict_below is None:
             return DecoderCache([mixer.new_cache() for mixer in mixers])
         if not -math.inf < evict_below < 0:

@@ -42,7 +42,13 @@ class RecurrentMixer(nn.Module):
         padding_BT = padding_mask(hidden_BTE, seq_start_B, cache)
         states = {} if cache is None else cache.states
         packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-        out_BTE, new_states = self.mix(hidden_BTE, padding_BT, states, *mixer_inputs, **packed)
+        mixed = self.mix(hidden_BTE, padding_BT, states, *mixer_inputs, **packed)
+        if not isinstance(mixed, tuple) or len(mixed) != 2 or not isinstance(mixed[1], dict):
+            raise TypeError(
+                f"{type(self).__name__}.mix must return a tuple of the output {tuple(hidden_BTE.shape)} and a "
+                f"dictionary of states, {{}} if it has none; it returned a {type(mixed).__name__}"
+            )
+        out_BTE, new_states = mixed
         if cache is not None:
             cache.update(hidden_BTE.shape[1], **new_states)
         return out_BTE, cache

@@ -35,17 +35,30 @@ def register(
     model_class: type[DecoderModel],
     lm_class: type[DecoderForCausalLM],
 ) -> None:
-    """Make an architecture known under `name` here, and under its `model_type` to transformers."""
+    """Make an architecture known under `name` here, and under its `model_type` to transformers.
+
+    Raises:
+        ValueError: another architecture has the name or the `model_type`, or there is no `model_type`.
+    """
     if name in MODELS:
         raise ValueError(f"an architecture called {name!r} is registered already")
+    model_type, whose = config_class.model_type, f"{config_class.__name__}.model_type={config_class.model_type!r}"
+    if not model_type:
+        raise ValueError(f"{whose} is empty; set one that no other architecture has, as in 'my_mixer-my_lab'")
+    for other, known in MODELS.items():
+        if known.config_class.model_type == model_type:
+            raise ValueError(
+                f"{whose} is that of {other!r} ({known.config_class.__name__}), whose exports would be loaded as "
+                f"{lm_class.__name__}; set one of its own in {config_class.__name__}, as in 'my_mixer-my_lab'"
+            )
     plugins.MODELS.register(name)(lm_class)
     MODELS[name] = Architecture(config_class, model_class, lm_class)
-    AutoConfig.register(config_class.model_type, config_class)
+    AutoConfig.register(model_type, config_class)
     # transformers compares class names and has a Mamba2Config too. It stores by class, so both stay usable.
     AutoModel.register(config_class, model_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, lm_class, exist_ok=True)
     # Registering does not add it. Trainer looks here for models whose labels it has to shift when it smooths them.
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config_class.model_type] = lm_class.__name__
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] = lm_class.__name__
 
 
 def model_names() -> list[str]:

@@ -215,7 +215,8 @@ def train(config: "Config") -> None:
     except DeviceError as error:
         console.fail(f"{type(error).__name__}: {error}", once=False, at_once=True)
     except (
-        training.ConfigError, DataError, CheckpointError, RunDirectoryError, TrainingError, PreflightError
+        training.ConfigError, plugins.PluginError, DataError, CheckpointError, RunDirectoryError, TrainingError,
+        PreflightError,
     ) as error:  # fmt: skip
         # These say what to do; a traceback would bury it. The run's log gets them too, if there is one yet.
         console.fail(f"{type(error).__name__}: {error}")

@@ -353,6 +353,11 @@ def check(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"fork_dir={config.fork_dir} and fork_step={config.fork_step} belong together: give both or neither"
         )
+    if config.fork_step is not None and config.train.max_tokens <= config.fork_step:
+        raise ConfigError(
+            f"train.max_tokens={config.train.max_tokens:,} counts the tokens before the fork too, and "
+            f"fork_step={config.fork_step:,}: nothing would be trained; set train.max_tokens above fork_step"
+        )
     if config.fork_dir and not config.resume:
         raise ConfigError("fork_dir starts from a checkpoint, resume=false starts from nothing: choose one")
     if config.fork_dir and config.init_from:

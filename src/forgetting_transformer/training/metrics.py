@@ -76,7 +76,15 @@ class MetricsLog:
                 f"a callback reports {kind!r}, which is not among its `kinds`; add it there, so that a resume cuts its "
                 "lines"
             )
-        line = json.dumps({"step": step, **values}) + "\n"
+        if "step" in values:
+            raise ValueError(
+                f"a line of {kind!r} has the key 'step', which is the training tokens of the line; use another"
+            )
+        try:
+            line = json.dumps({"step": step, **values}) + "\n"
+        except TypeError as error:
+            types = {key: type(value).__name__ for key, value in values.items()}
+            raise TypeError(f"a line of {kind!r} is not JSON ({error}): {types}; give numbers and texts") from error
         with _file(self.directory, kind).open("a", encoding="utf-8") as file:
             file.write(line)
         for sink in self.sinks:

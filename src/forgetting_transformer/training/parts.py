@@ -234,6 +234,12 @@ class Parts:
     def _check_budget(self) -> None:
         """Checks held-out data, the token budget and the cache of a remote corpus now, not after hours of training."""
         info, config = self.data_info, self.config
+        if info.total_batches < 1:
+            data = config.datamodule
+            raise ConfigError(
+                f"{info.path} has no batch of {data.train_batch_size} sequences of {data.train_batch_len:,} tokens; "
+                "lower datamodule.train_batch_size or datamodule.train_batch_len, or use a larger corpus"
+            )
         if config.train.max_tokens > info.total_tokens and not config.datamodule.repeat:
             raise ConfigError(
                 f"train.max_tokens={config.train.max_tokens:,} is more than the {info.total_tokens:,} tokens of "

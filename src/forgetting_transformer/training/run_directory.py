@@ -290,17 +290,24 @@ class RunDirectory:
         self.is_locked = False
 
     def move_aside(self) -> Path | None:
-        """Moves what a run wrote, and nothing else, into `previous/<time>/`; returns that, None if there was nothing.
+        """Moves the files and folders of a run, with all that is in them, into `previous/<time>/`; returns that, None
+        if there was nothing.
 
         What a run is recognised by goes last: after an interruption the same call moves the rest.
 
         Raises:
-            RunDirectoryError: as `check_ours`, or something cannot be moved.
+            RunDirectoryError: as `check_ours`, or something cannot be moved, or one of the folders holds a corpus.
         """
         self.check_ours(resume=False)
         entries = [self.root / name for name in OWN_NAMES if os.path.lexists(self.root / name)]
         if not entries:
             return None
+        for entry in entries:
+            if sign := RunDirectory(entry).sign_of_a_corpus():
+                raise RunDirectoryError(
+                    f"resume=false would move {entry} aside, which is a folder of token arrays (it holds {sign}); move "
+                    "it out of output_dir, or choose another output_dir"
+                )
         mark = "starts.jsonl" if (self.root / "starts.jsonl").is_file() else "config.yaml"
         entries.sort(key=lambda entry: entry.name == mark)
         target = self.root / PREVIOUS / time.strftime("%Y%m%d-%H%M%S")

@@ -134,6 +134,11 @@ class StepGuard:
                 found.append(BadStep(batch, int(in_a_row), sum(losses) / len(losses), norm, losses))
         return found
 
+    @property
+    def left_out(self) -> int:
+        """Updates of the whole run that were left out. Waits for the device."""
+        return int(self._skipped.item())
+
     def poll(self, wait: bool = False) -> None:
         """Keeps what `bad_steps` gives for `take_reports`, so that the loop may ask and a callback may tell."""
         self._reports += self.bad_steps(wait)

@@ -10,6 +10,7 @@ go wrong has its own files: saving.py and checkpoint.py (whole or not there, wri
 failures.py and status.py (how it ended). docs/reliability.md says what happens when.
 """
 
+import itertools
 import logging
 import math
 import threading
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forgetting_transformer.data.corpus import model_inputs
+from forgetting_transformer.data.corpus import check_batch, check_tokens, model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training import setup, status
 from forgetting_transformer.training.callbacks import Callback, Step
@@ -232,6 +233,7 @@ class Trainer(Parts):
             arrays: for an npz file that holds `values` too.
             step: training tokens that it belongs to; default those done.
         """
+        self.callbacks.check_kind(kind)
         if self.metrics is not None:
             step = self.counters.token_count if step is None else step
             self.metrics.report(kind, step, values)
@@ -281,10 +283,26 @@ class Trainer(Parts):
         self.directory.release()
 
     def _batches(self, count: int) -> Iterator[dict[str, Tensor]]:
-        """This rank's shares of the next `count` global batches."""
-        first = self.counters.batch_count
+        """This rank's shares of the next `count` global batches.
+
+        Raises:
+            DataError: the corpus gives something else than a batch. TrainingError: it gives fewer.
+        """
+        first, data = self.counters.batch_count, self.config.datamodule
+        corpus = f"datamodule.name={data.name!r}"
         rank, size = self.ranks.data_rank, self.ranks.data_size
-        return feed(lambda done: self.data.train_loader(first + done, first + count, rank, size))
+        batches = feed(lambda done: self.data.train_loader(first + done, first + count, rank, size))
+        given = 0
+        for given, batch in enumerate(itertools.islice(batches, count), 1):
+            check_batch(batch, corpus, data.train_batch_size // size, data.train_batch_len)
+            if given == 1:
+                check_tokens(batch, corpus, self.data_info.vocab_size)
+            yield batch
+        if given < count:
+            raise TrainingError(
+                f"{corpus} gave {given} batches instead of {count}, from batch {first:,} on; "
+                f"{self.saver.last_good_checkpoint}. Its train_loader must give all that it is asked for"
+            )
 
     def _first_step_is_done(self, step: Step) -> None:
         self.wait_for_device()
@@ -321,6 +339,11 @@ class Trainer(Parts):
                 f"metrics/jsonlines/bad_step.jsonl in {self.directory.root} names their documents and tokens, and "
                 "scripts/replay.py looks into one. Lower optimizer.lr (in a fork), mend the data, or raise "
                 "train.max_bad_steps"
+            )
+        if left_out := self.guard.left_out:
+            log.warning(
+                "%s of %s updates were left out (metrics/jsonlines/bad_step.jsonl in %s)",
+                *(f"{left_out:,}", f"{self.counters.batch_count:,}", self.directory.root),
             )
         outcome = "preempted" if self.stop else "done"
         self._end(outcome, self.sentinel.request or "")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forgetting_transformer.training.errors import TrainingError
+from forgetting_transformer.training.run_directory import KINDS
 
 if TYPE_CHECKING:
     import torch
@@ -131,6 +132,13 @@ class Callbacks:
         self._callbacks = here
         self._on_step = [c for c in here if type(c).on_step is not Callback.on_step]
         self._trusted = {id(c) for c in built_in}
+        for callback in chosen:
+            for kind in sorted(set(callback.kinds) & set(KINDS)):
+                raise TrainingError(
+                    f"callbacks.{callback.name}: kinds has {kind!r}, which every run writes itself; use another name"
+                )
+        #: Of what states hold, from the first time that they are asked for: checkpoints reuse their memory.
+        self._shapes: dict[str, torch.Size] = {}
         #: The one whose hook is running.
         self.running: Callback | None = None
 
@@ -195,6 +203,18 @@ class Callbacks:
                 due.append(callback)
         return due
 
+    def check_kind(self, kind: str) -> None:
+        """
+        Raises:
+            ValueError: the callback whose hook is running may not write lines of `kind`.
+        """
+        running = self.running
+        if running is not None and id(running) not in self._trusted and kind not in running.kinds:
+            raise ValueError(
+                f"callbacks.{running.name} reports {kind!r}, which is not among its kinds {[*running.kinds]}; add it "
+                "there, so that a resume cuts its lines"
+            )
+
     @property
     def kinds(self) -> set[str]:
         """All kinds of lines that they write."""
@@ -218,6 +238,11 @@ class Callbacks:
                     kind = type(value).__name__
                     raise TrainingError(
                         f"{whose}[{key!r}] is of type {kind}, not a tensor; wrap it, as in torch.tensor(…)"
+                    )
+                if (first := self._shapes.setdefault(f"{callback.name}.{key}", value.shape)) != value.shape:
+                    raise TrainingError(
+                        f"{whose}[{key!r}] had the shape {tuple(first)} and has {tuple(value.shape)} now; shapes must "
+                        "stay what they were before the first step"
                     )
                 found[f"{callback.name}.{key}"] = value
         return found

@@ -54,7 +54,9 @@ def chosen(config: Config) -> list[Callback]:
     found = []
     for name, keys in vars(config.callbacks).items():
         component = CALLBACKS.get(name)
-        callback = component.build(keys) if component.config is not None else component.build()
+        arguments = () if component.config is None else (keys,)
+        component.check_call("callbacks", *arguments)
+        callback = component.build(*arguments)
         if not isinstance(callback, Callback):
             base = "forgetting_transformer.training.callbacks.Callback"
             raise ConfigError(f"callbacks.{name}: {type(callback).__name__} does not derive from {base}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from forgetting_transformer.data.corpus import model_inputs
+from forgetting_transformer.data.corpus import check_batch, model_inputs
 from forgetting_transformer.model.padding import packed_positions
 from forgetting_transformer.training.callbacks.base import Callback, Interval
 from forgetting_transformer.training.eval_sets import kind_of
@@ -45,6 +45,8 @@ class HeldOut(Callback):
 
     def __init__(self, data: "Corpus", eval_set: str = "", weights: str | None = None) -> None:
         self._data, self._title = data, "held-out"
+        self._corpus = f"eval_sets.{eval_set}" if eval_set else "the corpus (datamodule.name)"
+        self._least: int | None = None
         self._described: dict[str, Any] = {}
         if eval_set:
             info = data.eval_info()
@@ -73,6 +75,7 @@ class HeldOut(Callback):
                 done = f"{trainer.counters.token_count:,}"
                 log.info("the evaluation after %s tokens was broken off (%s)", done, self._title)
                 return
+            check_batch(batch, self._corpus, None, length, weighted=True)
             batch = fabric.to_device(batch)
             inputs = model_inputs(batch)
             with ranks.share():
@@ -81,6 +84,11 @@ class HeldOut(Callback):
         trainer.sum_over_ranks(sums.flat)
         mean_T, counts_T = sums.mean_T(), sums.counts_T()
         sequences, tokens = int(sums.sequences_T[0].item()), int(sums.sequences_T.sum().item())
+        if sequences < self._least_sequences():
+            log.warning(
+                "%s gave %s held-out sequences; its eval_info() says at least %s",
+                *(self._corpus, f"{sequences:,}", f"{self._least_sequences():,}"),
+            )
         seconds = time.perf_counter() - started
         name = self.kinds[0]
         values = {
@@ -97,3 +105,10 @@ class HeldOut(Callback):
             **{f"{name}/train_{counter}": value for counter, value in vars(trainer.counters).items()},
         }
         trainer.report(name, values, {f"{name}/loss_per_token": mean_T})
+
+    def _least_sequences(self) -> int:
+        """Sequences that do not count are in the last batch only. Of packed ones documents are counted: as many or more."""
+        if self._least is None:
+            info = self._data.eval_info()
+            self._least = (info.total_batches - 1) * info.global_batch_size + 1
+        return self._least

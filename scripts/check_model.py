@@ -1,0 +1,91 @@
+#!/usr/bin/env python
+"""Checks an architecture on a tiny model, in seconds on a CPU: your own before you train it.
+
+    python scripts/check_model.py --model gated_delta_net
+    python scripts/check_model.py --plugins my_lab --model retention hidden_size=64 num_heads=2
+    python scripts/check_model.py --plugins my_lab --model hybrid pattern=[retention,forgetting_attention]
+    python scripts/check_model.py --model hybrid pattern=[mamba2,sliding_window] mixers.sliding_window.window_size=16
+
+Words behind the options are fields of the architecture's configuration. Without them hidden_size is 64,
+num_hidden_layers 2 (a hybrid's: one for each mixer of its pattern), vocab_size 61, and num_heads 2; other fields have
+the defaults of their class. A name in a hybrid's pattern is an architecture, or attention, forgetting_attention or
+sliding_window, as in configs/model/hybrid.yaml.
+
+One line for each check says "ok" and what was measured, or what is wrong, by how much, and the likely fix:
+
+build          the model can be made
+shapes         mixers return (out (B, T, E), …), logits are (B, T, V) and finite
+causality      changing a token changes no logits before it, and some after it
+rows           changing a sequence of a batch changes no other
+gradients      every trainable parameter gets a gradient, finite and not zero
+cache          a text read in pieces or token by token has the logits of the text read at once
+padding        a left-padded sequence of a batch has the logits of the sequence alone
+saving         save_pretrained and AutoModelForCausalLM.from_pretrained give the same model
+generate       greedy tokens are the same with a cache and without
+flops          the FLOPs per token that training reports are a positive number
+checkpointing  gradient checkpointing changes no loss and no gradient
+
+The exit code is 1 if one failed. Begin with the first that did: later ones often follow from it. Whether the mixer
+computes what its paper says is for a test of your own.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+from forgetting_transformer import command_line
+
+
+def parse_fields(words: list[str]) -> dict[str, Any]:
+    """Fields from key=value arguments, whose values are read as YAML.
+
+    Raises:
+        ValueError: naming the argument and the fix.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    fields = OmegaConf.create()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.strip() or not value.strip():
+            raise ValueError(f"{word!r}: give fields as key=value behind the options, as in hidden_size=64")
+        try:
+            fields.merge_with_dotlist([word])
+            OmegaConf.resolve(fields)
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ValueError(f"{word!r}: {command_line.one_line(error)}; give a value as YAML has it") from error
+    return {str(key): value for key, value in OmegaConf.to_container(fields).items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=command_line.name, required=True, metavar="NAME", help="of the architecture")
+    parser.add_argument("--traceback", action="store_true", help="show where in your code an error was raised")
+    command_line.add_plugins(parser)
+    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE", help="of its configuration; after the options")
+    arguments = parser.parse_args()
+
+    import transformers
+
+    from forgetting_transformer.model.checks import check_architecture
+
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        results = check_architecture(arguments.model, parse_fields(arguments.fields))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for result in results:
+        print(f"{'ok' if result.is_ok else 'FAILED':<6} {result.name:<13} {result.detail}")
+        if arguments.traceback and result.traceback:
+            print(result.traceback)
+    failed = [result.name for result in results if not result.is_ok]
+    print(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}" if failed else "all checks are ok")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(command_line.run(main))

@@ -1,0 +1,405 @@
+"""scripts/check_model.py: what an architecture of a user's own may break is found, and what it does not break is ok."""
+
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING,
+)
+
+from forgetting_transformer import plugins
+from forgetting_transformer.model import registry
+from forgetting_transformer.model.checks import CHECKS, check_architecture, tiny_fields
+from forgetting_transformer.model.decoder import DecoderForCausalLM, DecoderModel, SwiGLUDecoderConfig
+from forgetting_transformer.model.recurrent import RecurrentMixer, zero_padding
+from tests.docs.test_plugins import write_files
+from tests.processes import ROOT, shell_environment
+from tests.waiting import HANG
+
+pytestmark = pytest.mark.slow
+SCRIPT = str(ROOT / "scripts/check_model.py")
+
+
+class Mean(RecurrentMixer):
+    """The mean of what was read, with a bias that only an empty past gets; each fault below changes one line of it."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.in_proj = nn.Linear(hidden_size, hidden_size)
+        self.out_proj = nn.Linear(hidden_size, hidden_size)
+
+    def mix(self, hidden_BTE, padding_BT, states):
+        x_BTE = zero_padding(self.in_proj(hidden_BTE), padding_BT)
+        count_BTE = zero_padding(torch.ones_like(x_BTE), padding_BT)
+        sum_BTE = x_BTE.cumsum(1) + states.get("sum", 0)
+        number_BTE = count_BTE.cumsum(1) + states.get("number", 0)
+        out_BTE = self.out_proj(sum_BTE / number_BTE.clamp(min=1))
+        return out_BTE, {"sum": sum_BTE[:, -1:], "number": number_BTE[:, -1:]}
+
+
+class OverAllTokens(Mean):
+    def mix(self, hidden_BTE, padding_BT, states):
+        out_BTE, states = super().mix(hidden_BTE, padding_BT, states)
+        return out_BTE.mean(1, keepdim=True).expand_as(out_BTE), states
+
+
+class OverTheBatch(Mean):
+    def mix(self, hidden_BTE, padding_BT, states):
+        out_BTE, states = super().mix(hidden_BTE, padding_BT, states)
+        return out_BTE - out_BTE.mean(0), states
+
+
+class BareTensor(Mean):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)[0]
+
+
+class Unused(Mean):
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.forgotten = nn.Linear(hidden_size, 1)
+
+
+class WithoutEffect(Mean):
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size)
+        self.scale = nn.Parameter(torch.ones(hidden_size))
+
+    def mix(self, hidden_BTE, padding_BT, states):
+        return super().mix(hidden_BTE + 0 * self.scale, padding_BT, states)
+
+
+class LosesItsState(Mean):
+    def mix(self, hidden_BTE, padding_BT, states):
+        out_BTE, _ = super().mix(hidden_BTE, padding_BT, {})
+        return out_BTE, {}
+
+
+class CountsOnlyPrompts(Mean):
+    """Its cache is not told of single tokens."""
+
+    def forward(self, hidden_BTE, seq_start_B=None, cache=None):
+        out_BTE, cache = super().forward(hidden_BTE, seq_start_B, cache)
+        if cache is not None and hidden_BTE.shape[1] == 1:
+            cache.num_tokens -= 1
+        return out_BTE, cache
+
+
+class ReadsPadding(Mean):
+    def mix(self, hidden_BTE, padding_BT, states):
+        return super().mix(hidden_BTE, None, states)
+
+
+class NoCache(nn.Module):
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.inner = Mean(hidden_size)
+
+    def forward(self, hidden_BTE, seq_start_B=None, cache=None):
+        return self.inner(hidden_BTE, seq_start_B)
+
+
+class ReadsNothing(Mean):
+    def mix(self, hidden_BTE, padding_BT, states):
+        return self.out_proj(self.in_proj(hidden_BTE)), {}
+
+
+class NotANumber(Mean):
+    def mix(self, hidden_BTE, padding_BT, states):
+        out_BTE, states = super().mix(hidden_BTE, padding_BT, states)
+        return out_BTE.log(), states
+
+
+class WritesWhatWasLoaded(Mean):
+    """In place, and not through transformers.initialization."""
+
+    def init_own_weights(self):
+        with torch.no_grad():
+            self.in_proj.bias.fill_(1.0)
+
+
+class RemembersCalls(Mean):
+    """Dropout by the number of calls, which checkpointing doubles."""
+
+    calls = 0
+
+    def mix(self, hidden_BTE, padding_BT, states):
+        self.calls += self.training
+        return super().mix(hidden_BTE * 1.1**self.calls, padding_BT, states)
+
+
+class Raises(Mean):
+    def mix(self, hidden_BTE, padding_BT, states):
+        raise KeyError("k_conv")
+
+
+class CannotBeMade(Mean):
+    def __init__(self, hidden_size: int) -> None:
+        raise ZeroDivisionError("hidden_size // heads")
+
+
+@pytest.fixture
+def register(monkeypatch) -> Iterator:
+    """Registers a mixer as the architecture `throw_away` for the time of a test."""
+    monkeypatch.setattr(registry, "MODELS", dict(registry.MODELS))
+    monkeypatch.setattr(plugins.MODELS, "_components", dict(plugins.MODELS._components))
+    registered = []
+
+    def add(mixer: type[nn.Module], **methods) -> str:
+        def build_mixer(self, layer_idx):
+            return mixer(self.hidden_size)
+
+        methods = {"mixer_flops_per_token": lambda self, layer_idx, seq_len: 4.0 * self.hidden_size**2} | methods
+        body = {"model_type": "throw_away-tests", "build_mixer": build_mixer, "__module__": __name__, **methods}
+        config_class = type("ThrowAwayConfig", (SwiGLUDecoderConfig,), body)
+        model_class = type("ThrowAwayModel", (DecoderModel,), {"config_class": config_class})
+        lm_class = type("ThrowAwayForCausalLM", (DecoderForCausalLM,), {"model_class": model_class})
+        registered.append(config_class)
+        registry.register("throw_away", config_class, model_class, lm_class)
+        return "throw_away"
+
+    yield add
+    for config_class in registered:
+        CONFIG_MAPPING._extra_content.pop(config_class.model_type)
+        MODEL_MAPPING._extra_content.pop(config_class)
+        MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.pop(config_class)
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.pop(config_class.model_type)
+
+
+def failures(name: str, **fields) -> dict[str, str]:
+    """What fails, and what is said of it; always in one line."""
+    results = check_architecture(name, fields)
+    assert [result.name for result in results] in (["build", *CHECKS], ["build"])
+    assert not any("\n" in result.detail for result in results)
+    return {result.name: result.detail for result in results if not result.is_ok}
+
+
+PATTERNS = [
+    ["retention_like", "forgetting_attention"],
+    ["mamba2", "kda", "samba"],
+    ["hgrn2", "path_fox", "sliding_window"],
+    ["delta_net", "attention", "forgetting_transformer"],
+]
+
+
+@pytest.mark.parametrize("name", registry.model_names())
+def test_built_in_architectures_pass(name):
+    assert failures(name) == {}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=",".join)
+def test_hybrids_pass_with_mixers_of_plug_ins_too(pattern, register):
+    pattern = [register(Mean) if mixer == "retention_like" else mixer for mixer in pattern]
+    assert failures("hybrid", pattern=pattern) == {}
+
+
+def test_variants_pass():
+    pro = dict.fromkeys(("use_output_gate", "use_output_norm", "qk_norm", "use_k_shift", "use_v_shift"), True)
+    assert failures("forgetting_transformer", **pro, tie_word_embeddings=True) == {}
+    assert failures("transformer", num_heads=4, num_kv_heads=2, window_size=7, loss="causal_lm") == {}
+    assert failures("hgrn2", apply_lower_bounds=True) == {}
+
+
+def test_an_architecture_without_a_fault_passes(register):
+    assert failures(register(Mean)) == {}
+
+
+#: Mixer -> the checks that must fail, with what is said. All others must be ok.
+FAULTS = {
+    OverAllTokens: {
+        "causality": r"changing token 1 changes logits before it by [\d.]+, first at token 0 .*look for sums, means",
+        "cache": "then one by one, differ from those of all at once by",
+        "padding": "of sequence 0 of a batch",
+        "generate": r"greedy token \d+ is \d+ with a cache and \d+ without|",
+    },
+    OverTheBatch: {
+        "rows": r"changing sequence 0 of a batch changes others by [\d.]+, first at token 0 .*over the batch",
+        "padding": "11 tokens of left padding, differ from those of it alone",
+    },
+    Unused: {"gradients": r"no gradient for .*layers.0.attn.forgotten.weight.* and|use it, remove it"},
+    WithoutEffect: {"gradients": "the gradient is zero for model.layers.0.attn.scale, model.layers.1.attn.scale; "},
+    LosesItsState: {
+        "cache": r"prompt of 68 tokens, then one by one, differ .* by [\d.]+, first at token 68 \(tolerance 0.\d+\);"
+        " the state that is kept must be the one after the last token",
+        "generate": r"greedy token \d+ is \d+ with a cache and \d+ without, whose logit is [\d.]+ higher",
+    },
+    CountsOnlyPrompts: {"cache": "the cache of block 0 says that it holds 68 tokens after 69 were read; forward must"},
+    ReadsPadding: {"padding": r"differ from those of it alone by [\d.]+, first at token 0 .*zero_padding"},
+    NoCache: {"cache": "^TypeError: NoCache has no new_cache", "generate": "^TypeError: NoCache has no new_cache"},
+    ReadsNothing: {"causality": "changes no later logits .*the mixer reads no earlier token"},
+    WritesWhatWasLoaded: {
+        "saving": "^model.layers.0.attn.in_proj.bias, model.layers.1.attn.in_proj.bias has other values after loading; "
+        "init_own_weights must write through transformers.initialization"
+    },
+    RemembersCalls: {"checkpointing": "forward runs twice: it must compute the same again"},
+}
+#: Of these, some may turn out either way: whether greedy tokens differ, say.
+EITHER = {OverAllTokens: {"generate"}}
+
+
+@pytest.mark.parametrize("mixer", FAULTS, ids=lambda mixer: mixer.__name__)
+def test_a_fault_fails_its_checks_and_no_others(mixer, register):
+    found, expected = failures(register(mixer)), FAULTS[mixer]
+    assert found.keys() | EITHER.get(mixer, set()) == expected.keys(), found
+    for check, said in found.items():
+        assert re.search(expected[check], said), said
+
+
+@pytest.mark.parametrize(
+    ("mixer", "said"),
+    [
+        (BareTensor, r"^TypeError: BareTensor.forward returned .* must return a tuple"),
+        (Raises, "^KeyError: 'k_conv'$"),
+    ],
+)
+def test_an_error_is_one_line_in_every_check_that_meets_it(mixer, said, register):
+    found = failures(register(mixer))
+    assert found.keys() == CHECKS.keys()
+    assert all(re.search(said, line) for line in found.values()), found
+
+
+def test_numbers_that_are_none_are_counted(register):
+    found = failures(register(NotANumber))
+    assert re.search(r"^[\d,]+ of 14,640 logits are not finite; look for logarithms", found["shapes"])
+    assert "gradients" in found and "causality" in found
+
+
+def test_a_model_that_cannot_be_made_is_the_one_result(register):
+    assert failures(register(CannotBeMade)) == {"build": "ZeroDivisionError: hidden_size // heads"}
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (
+            SwiGLUDecoderConfig.mixer_flops_per_token,
+            "NotImplementedError: ThrowAwayConfig must define mixer_flops_per_t",
+        ),
+        (lambda self, layer_idx, seq_len: 0, r"mixer_flops_per_token\(0, 80\) is 0; it must be a positive number"),
+        (lambda self, layer_idx, seq_len: None, r"mixer_flops_per_token\(0, 80\) is None; it must be"),
+    ],
+)
+def test_flops_that_are_none_are_found(method, said, register):
+    found = failures(register(Mean, mixer_flops_per_token=method))
+    assert found.keys() == {"flops"} and re.search(said, found["flops"]), found
+
+
+def test_a_configuration_that_changes_when_it_is_loaded_is_found(register):
+    def double(self, **kwargs):
+        self.norm_eps = 2 * self.norm_eps
+        super(SwiGLUDecoderConfig, self).__post_init__(**kwargs)
+
+    found = failures(register(Mean, __post_init__=double))
+    assert found.keys() == {"saving"}
+    assert found["saving"].startswith("the field norm_eps was 2e-06 and is 4e-06 after loading; __post_init__ must"), (
+        found
+    )
+
+
+def test_fields_given_come_in_the_place_of_tiny_ones():
+    fields = tiny_fields(
+        "hybrid", {"pattern": ["mamba2"] * 3, "mixers": {"mamba2": {"state_size": 8}}, "vocab_size": 9}
+    )
+    assert fields["num_hidden_layers"] == 3 and fields["vocab_size"] == 9 and fields["hidden_size"] == 64
+    assert fields["mixers"]["mamba2"] == {"architecture": "mamba2", "num_heads": 2, "state_size": 8}
+    assert "num_heads" not in tiny_fields("hgrn2") and tiny_fields("kda", {"num_heads": 4})["num_heads"] == 4
+
+
+# The script.
+
+
+@pytest.fixture
+def script(monkeypatch, capsys):
+    """Runs it here, and returns its exit code and what it printed."""
+
+    def run(*arguments: str) -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", [SCRIPT, *arguments])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(SCRIPT, run_name="__main__")
+        captured = capsys.readouterr()
+        return SimpleNamespace(code=end.value.code, out=captured.out, err=captured.err)
+
+    return run
+
+
+def test_it_prints_a_line_for_each_check(script):
+    done = script("--model", "hybrid", "pattern=[hgrn2,sliding_window]", "mixers.sliding_window.window_size=3")
+    assert done.code == 0
+    *lines, last = done.out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["ok", name] for name in ("build", *CHECKS)]
+    assert last == "all checks are ok" and "HGRN2Attention, AttentionLayer" in lines[0]
+
+
+def test_what_failed_is_named_and_the_code_is_1(script, register):
+    done = script("--model", register(LosesItsState), "hidden_size=32")
+    assert done.code == 1 and done.out.splitlines()[-1] == "2 of 11 checks failed: cache, generate"
+    assert "\nFAILED cache " in done.out and "Traceback" not in done.out
+
+
+def test_a_traceback_is_shown_to_those_who_ask(script, register):
+    name = register(Raises)
+    assert "Traceback" not in script("--model", name).out
+    done = script("--model", name, "--traceback")
+    assert 'raise KeyError("k_conv")' in done.out and done.code == 1 and "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "kdaa"], r"^error: model.name='kdaa' is unknown; did you mean 'kda'\?"),
+        (["--model", "kda", "num_heads"], r"^error: 'num_heads': give fields as key=value behind the options"),
+        (["--model", "kda", "num_heads="], r"^error: 'num_heads=': give fields as key=value"),
+        (["--model", "kda", "num_heads=[1"], r"^error: 'num_heads=\[1': .*; give a value as YAML has it"),
+        (["--model", "kda", "num_heads=${x}"], r"^error: 'num_heads=\$\{x\}': .*; give a value as YAML has it"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, said, script):
+    done = script(*arguments)
+    assert done.code == 1 and re.search(said, done.err) and done.err.count("\n") == 1 and not done.out
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("num_headz=2", "KDAConfig has no field 'num_headz'; did you mean 'num_heads'?"),
+        ("num_heads=two", "num_heads is 'two'; it must be a whole number"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(field, said, script):
+    done = script("--model", "kda", field)
+    assert done.code == 1 and said in done.out and done.out.splitlines()[-1] == "1 of 1 checks failed: build"
+
+
+def test_the_page_shows_what_it_prints(tmp_path):
+    """docs/add_an_architecture.md, with the package that it shows, in a folder that holds nothing else."""
+    page = (ROOT / "docs/add_an_architecture.md").read_text(encoding="utf-8")
+    write_files(page, tmp_path)
+    command, *shown = re.findall(r"^```text\n\$ (python scripts/check_model.*?)^```", page, re.M | re.S)[0].splitlines()
+    _, script, *words = shlex.split(command)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *words],
+        cwd=tmp_path,
+        env=shell_environment() | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr + done.stdout
+
+    def words_of(lines: list[str]) -> list[str]:
+        # Differences are rounding, which is not the same everywhere.
+        return [re.sub(r"(by|tolerance) [\d.e-]+", r"\1 …", line) for line in lines]
+
+    assert words_of(done.stdout.splitlines()) == words_of(shown)

@@ -1,0 +1,202 @@
+"""Mistakes that authors of corpora, callbacks, optimizers and mixers make are refused with the reason.
+
+Each of them would train something else in silence, or fail far from its cause.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from forgetting_transformer.data.corpus import check_batch, check_tokens, shifted
+from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.model import registry
+from forgetting_transformer.plugins import Component, PluginError
+from forgetting_transformer.training.schedule import build_schedule
+from tests.model.small_models import small
+from tests.training.conftest import STEP, Job, changed
+from tests.training.test_resume import losses
+
+#: A corpus whose loaders give what `change` makes of the list of their batches.
+LOADERS = """
+from forgetting_transformer.data.longcrawl64 import LongCrawl64DataModule as Corpus
+def changed(loader, change):
+    return lambda self, *arguments: change(list(loader(self, *arguments)))
+Corpus.{which}_loader = changed(Corpus.{which}_loader, lambda batches: {change})
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("batches[:3]", "TrainingError: datamodule.name='longcrawl64' gave 3 batches instead of 6, from batch 0 on; "),
+        ("[{k: v[:3] for k, v in b.items()} for b in batches]", "whose 'input_ids' is (3, 32) int64; it must be (4,"),
+        ("[b | {'labels': b['labels'].int()} for b in batches]", "whose 'labels' is (4, 32) int32; it must be (4, 32)"),
+        ("[b | {'labels': b['input_ids']} for b in batches]", "gave a batch whose 'labels' are its 'input_ids'; "),
+        ("[b | {'labels': b['labels'] + 64} for b in batches]", "in 'labels', and datamodule.vocab_size=64"),
+    ],
+)  # fmt: skip
+def test_a_corpus_that_gives_other_batches_than_it_is_asked_for_is_named(tiny, change, message):
+    tiny = changed(tiny, train__max_tokens=6 * STEP, datamodule__train_num_workers=0)
+    job = Job(tiny, patch=LOADERS.format(which="train", change=change))
+    assert job.wait() == [1]
+    assert message in job.errors()
+
+
+def test_batches_past_the_budget_are_not_trained(tiny, finished):
+    tiny = changed(tiny, train__max_tokens=6 * STEP)
+    job = Job(tiny, patch=LOADERS.format(which="train", change="[*batches, *batches]"))
+    assert job.wait() == [0], job.errors()
+    assert losses(finished(tiny)) == losses(tiny["output_dir"])
+
+
+def test_fewer_held_out_sequences_than_promised_are_said(tiny):
+    tiny = changed(tiny, train__max_tokens=2 * STEP)
+    job = Job(tiny, patch=LOADERS.format(which="eval", change="batches[:1]"))
+    assert job.wait() == [0], job.errors()
+    said = (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+    assert "the corpus (datamodule.name) gave 4 held-out sequences; its eval_info() says at least" in said
+
+
+def test_updates_that_were_left_out_are_counted_at_the_end(tiny):
+    patch = """
+from forgetting_transformer.training import trainer
+original = trainer.Trainer.step
+def poison(module, arguments, output):
+    output.loss = output.loss * float("nan")
+    return output
+def step(self, batch):
+    hook = self.model.module.register_forward_hook(poison)
+    result = original(self, batch)
+    hook.remove()
+    return result
+trainer.Trainer.step = step
+"""
+    tiny = changed(tiny, train__max_tokens=4 * STEP, train__max_bad_steps=100, skip_eval=True, final_eval=False)
+    job = Job(tiny, patch=patch)
+    assert job.wait() == [0], job.errors()
+    assert "4 of 4 updates were left out" in (Path(tiny["output_dir"]) / "logs/rank-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((1, 2), "of type tuple; it must be a dictionary of tensors"),
+        ({}, "without 'input_ids'; it has nothing"),
+        ({"input_ids": torch.zeros(2, 4, dtype=torch.int64)}, "without 'labels'; it has input_ids"),
+        ({"input_ids": [[1, 2]]}, "whose 'input_ids' is a list, not a tensor"),
+        ({"input_ids": torch.tensor(1)}, r"is \(\) int64; it must be \(1, 4\) int64"),
+    ],
+)
+def test_what_is_no_batch_is_refused(batch, message):
+    with pytest.raises(DataError, match=f"^my corpus gave a batch.*{message}"):
+        check_batch(batch, "my corpus", None, 4)
+
+
+def test_a_batch_as_it_should_be_is_taken():
+    batch = shifted(torch.tensor([[5, 5, 5], [7, 7, 7]]), 0)
+    check_batch(batch, "mine", 2, 3)
+    check_tokens(batch, "mine", 8)
+    check_tokens(shifted(torch.zeros(2, 3), 0), "mine", 8)  # labels are inputs where there is but one token
+    with pytest.raises(DataError, match=r"the token id 7 in 'input_ids', and datamodule.vocab_size=7"):
+        check_tokens(batch, "mine", 7)
+    with pytest.raises(DataError, match="without 'weight'"):
+        check_batch(batch, "mine", None, 3, weighted=True)
+    batch |= {"weight": torch.ones(2, dtype=torch.float64), "cu_seqlens": torch.zeros(2, 3, dtype=torch.int32)}
+    with pytest.raises(DataError, match=r"'cu_seqlens' is \(2, 3\) int32; it must be \(2, 4\) int32"):
+        check_batch(batch, "mine", 2, 3, weighted=True)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda x: x, r"a float32 tensor \(2, 8, 64\) and no tuple"),
+        (lambda x: (x[..., :1], None), r"a tuple with a float32 tensor \(2, 8, 1\) first"),
+        (lambda x: (x.mean(1, keepdim=True), None), r"a tuple with a float32 tensor \(2, 1, 64\) first"),
+        (lambda x: (x.long(), None), r"a tuple with a int64 tensor \(2, 8, 64\) first"),
+        (lambda x: None, "a NoneType and no tuple"),
+    ],
+)
+def test_a_mixer_that_returns_something_else_than_its_output_is_named(returned, message):
+    class Mine(nn.Module):
+        def forward(self, hidden_BTE, *arguments, **options):
+            return returned(hidden_BTE)
+
+    model = small("transformer", hidden_size=64, num_heads=2)
+    model.model.layers[1].attn = Mine()
+    with pytest.raises(TypeError, match=rf"^Mine.forward returned {message}. .* of its input's shape \(2, 8, 64\)"):
+        model(torch.ones(2, 8, dtype=torch.int64), use_cache=False)
+    with pytest.raises(TypeError, match=r"^Mine has no new_cache\(\), so nothing can be generated with a cache"):
+        model.new_cache()
+
+
+@pytest.mark.parametrize("returned", [torch.zeros(2, 8, 64), (torch.zeros(2, 8, 64), None), (1, {}, 2)])
+def test_a_recurrent_mixer_that_returns_no_states_is_named(returned):
+    model = small("hgrn2", hidden_size=64)
+    model.model.layers[0].attn.mix = lambda *arguments, **options: returned
+    with pytest.raises(TypeError, match=r"mix must return a tuple of the output \(2, 8, 64\) and a dictionary of stat"):
+        model(torch.ones(2, 8, dtype=torch.int64))
+
+
+def test_a_model_type_that_another_architecture_has_is_refused(monkeypatch):
+    fox = registry.get("forgetting_transformer")
+    models, names = dict(registry.MODELS), dict(registry.plugins.MODELS._components)
+    mine = type("MyConfig", (fox.config_class,), {})
+    with pytest.raises(ValueError, match=r"^MyConfig.model_type='forgetting_transformer-project_fox' is that of 'forg"):
+        registry.register("my_fox", mine, fox.model_class, fox.lm_class)
+    nameless = type("MyConfig", (fox.config_class,), {"model_type": ""})
+    with pytest.raises(ValueError, match=r"^MyConfig.model_type='' is empty; set one that no other architecture has"):
+        registry.register("my_fox", nameless, fox.model_class, fox.lm_class)
+    assert models == registry.MODELS and names == registry.plugins.MODELS._components
+
+
+def test_a_function_that_cannot_be_called_as_components_are_is_refused(tiny, monkeypatch):
+    from forgetting_transformer.plugins import SCHEDULES
+    from forgetting_transformer.training.config import ConfigError, ScheduleConfig
+
+    component = Component("mine", lambda model: None, plugin="my_lab")
+    component.check_call("optimizer.name", 1)
+    with pytest.raises(PluginError, match=r"^optimizer.name='mine' of plugins=\[my_lab\]: <lambda> is called with 3"):
+        component.check_call("optimizer.name", 1, 2, 3)
+    monkeypatch.setattr(SCHEDULES, "_components", {"mine": component})
+    with pytest.raises(ConfigError, match=r"schedule\.name='mine'"):
+        build_schedule(ScheduleConfig("mine", 1, 2), 1e-3)
+
+
+CALLBACK = """
+import torch
+from forgetting_transformer import plugins
+from forgetting_transformer.training.callbacks import Callback
+@plugins.CALLBACKS.register("mine")
+class Mine(Callback):
+    kinds = {kinds}
+    steps = 0
+    def on_step(self, trainer, step):
+        self.steps += 1
+    def on_interval(self, trainer, kind):
+        if kind == "log":
+            trainer.report({report})
+    def state(self):
+        return dict(seen=torch.zeros({shape}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"report": "'train', {'a': 1}"}, "callbacks.mine reports 'train', which is not among its kinds ['mine']; add"),
+        ({"kinds": "('mine', 'val')"}, "callbacks.mine: kinds has 'val', which every run writes itself; use another"),
+        ({"report": "'mine', {'step': 7}"}, "a line of 'mine' has the key 'step', which is the training tokens of the"),
+        ({"report": "'mine', {'a': torch.ones(1)}"}, "a line of 'mine' is not JSON (Object of type Tensor is not JSON"),
+        ({"shape": "self.steps"}, "callbacks.mine: state()['seen'] had the shape (0,) and has (4,) now; shapes must"),
+    ],
+)
+def test_a_callback_that_breaks_what_a_run_writes_is_named(tiny, options, message):
+    patch = CALLBACK
+    defaults = {"kinds": "('mine',)", "report": "'mine', {'mine/a': 1}", "shape": "1"}
+    for name, value in (defaults | options).items():
+        patch = patch.replace(f"{{{name}}}", value)
+    job = Job(changed(tiny, callbacks=["mine"], train__max_tokens=6 * STEP), patch=patch)
+    assert job.wait() == [1]
+    assert message in job.errors()
