@@ -21,6 +21,7 @@ with the highest loss, and for each layer the norms of weights and gradients and
 
 import itertools
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,34 @@ def parse(arguments: Sequence[str]) -> Settings:
     if not settings.output_dir or settings.step < 0:
         raise ValueError("output_dir=… and step=… are needed; --help explains them")
     return OmegaConf.to_object(settings)
+
+
+def check_out(out: str) -> None:
+    """Looks whether `out` can be written, and changes nothing.
+
+    Raises:
+        ValueError: it cannot be; naming the key and the fix.
+    """
+    file = file_of(out)
+    try:
+        if file.exists():
+            file.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        raise ValueError(not_written(out, error)) from error
+
+
+def file_of(out: str) -> Path:
+    """The file that NumPy writes."""
+    return Path(out if out.endswith(".npz") else f"{out}.npz")
+
+
+def not_written(out: str, error: OSError) -> str:
+    return (
+        f"out={out}: {file_of(out)} cannot be written ({error.strerror or error}); give a file in a folder where you "
+        "may write"
+    )
 
 
 def show(found: "Replay", tokenizer: "PreTrainedTokenizerBase | None", settings: Settings) -> str:
@@ -134,6 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = parse(arguments)
         plugins.load(plugins.named_in([f"plugins={settings.plugins}"]))
+        if settings.out is not None:
+            check_out(settings.out)
         folder = Path(settings.output_dir)
         found, tokenizer = replay(folder, settings.step, settings.data_dir, settings.device)
         if settings.tokenizer is not None:
@@ -143,7 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(show(found, tokenizer, settings))
         if settings.out is not None:
             arrays = {"input_ids_BT": found.input_ids_BT, "labels_BT": found.labels_BT, "loss_BT": found.loss_BT}
-            np.savez_compressed(settings.out, **arrays)
+            try:
+                np.savez_compressed(settings.out, **arrays)
+            except OSError as error:
+                raise ValueError(not_written(settings.out, error)) from error
     except (ValueError, OSError, DataError, CheckpointError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -24,11 +24,6 @@ from forgetting_transformer import command_line
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def numbers(text: str) -> list[int]:
-    """ "0,1,2" -> [0, 1, 2]."""
-    return [int(number) for number in text.split(",")]
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="+", metavar="OVERRIDE", help="of train.py")
@@ -37,7 +32,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--shrink", type=int, default=1, metavar="F", help="divides width, blocks and heads (default 1)"
     )
     parser.add_argument("--shrink_tokens", type=float, metavar="G", help="divides the training tokens; default F cubed")
-    parser.add_argument("--seeds", type=numbers, metavar="N,…", help="as in sweep_lr.py")
+    parser.add_argument("--seeds", type=command_line.whole_numbers, metavar="N,…", help="as in sweep_lr.py")
     parser.add_argument(
         "--guess", type=float, metavar="RATE", help="where the first search starts; default: the config's"
     )

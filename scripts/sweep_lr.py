@@ -26,11 +26,6 @@ from forgetting_transformer import command_line
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def numbers(text: str) -> list[int]:
-    """ "0,1,2" -> [0, 1, 2]."""
-    return [int(number) for number in text.split(",")]
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -41,12 +36,16 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--seeds",
-        type=numbers,
+        type=command_line.whole_numbers,
         metavar="N,…",
         help="the first is used everywhere, the others at the best rate and its neighbours; default: the config's seed",
     )
     parser.add_argument(
-        "--head_dims", type=numbers, default=[], metavar="D,…", help="head dimensions to search around, as in 64,128"
+        "--head_dims",
+        type=command_line.whole_numbers,
+        default=[],
+        metavar="D,…",
+        help="head dimensions to search around, as in 64,128",
     )
     parser.add_argument(
         "--hopeless",
@@ -63,10 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only now, so that --help is quick.
     from forgetting_transformer.sweep import SweepError
     from forgetting_transformer.sweep.composition import Composer
-    from forgetting_transformer.sweep.learning_rate import LearningRateSweep, grid_text
+    from forgetting_transformer.sweep.learning_rate import LearningRateSweep, check_overrides, grid_text
     from forgetting_transformer.training import ConfigError
 
     try:
+        check_overrides(args.overrides)
         composer = Composer(ROOT / "configs", args.overrides)
         base = composer.compose(composer.task_overrides)
         sweep = LearningRateSweep(

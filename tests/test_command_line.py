@@ -60,6 +60,14 @@ def test_an_empty_one_is_refused(kind, text):
     assert str(kind("a/b")) == "a/b"
 
 
+def test_whole_numbers_with_commas():
+    assert command_line.whole_numbers("0,1, 2") == [0, 1, 2]
+    for text in ("0,x", "", "0,", "1.5"):
+        with pytest.raises(argparse.ArgumentTypeError) as refused:
+            command_line.whole_numbers(text)
+        assert str(refused.value) == f"{text!r}: give whole numbers with commas between them, as in 0,1,2"
+
+
 @pytest.mark.parametrize(
     ("script", "flags", "named"),
     [

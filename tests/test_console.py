@@ -272,8 +272,22 @@ def error_of(*overrides: str) -> str:
                 f"ConfigError: tag={value} cannot be read; give text that holds = , : \" ' or brackets in two pairs of "
                 "quotes: 'tag=\"…\"'",
             )
-            for value in ("'", "[a", "a=b", "${")
+            for value in ("[a", "a=b", "${")
         ),
+        *(
+            (
+                [f"{key}={value}"],
+                f"ConfigError: {key}={value} cannot be read: Hydra stops at {sign}; give text that holds such signs in "
+                f"two pairs of quotes: '{key}=\"…\"'",
+            )
+            for key, value, sign in (
+                ("output_dir", "out/ä", "ä"),
+                ("+datamodule.cache_dir", "~/zzz", "~"),
+                ("tag", "a b;c", ";"),
+                ("tag", "'", "'"),
+            )
+        ),
+        (["ätag=a"], "ConfigError: 'ätag=a' is not of the form key=value (Hydra stops at ä)"),
     ],
 )
 def test_a_typo_is_answered_in_one_line_with_the_closest_name(overrides, text):
@@ -351,6 +365,20 @@ def test_what_hydra_raises_raw_is_one_line(rank, monkeypatch, capsys, tmp_path, 
     error = capsys.readouterr().err
     assert end.value.code == 1 and error.startswith(said) and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_whose_folder_cannot_be_made_is_one_line(rank, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "multirun").touch()
+    arguments = ["-m", "+experiment/demo=fox_pro", "data_dir=data", "output_dir=out", "seed=0,1"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    monkeypatch.setattr(console, "_has_log", False)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    error = capsys.readouterr().err
+    assert end.value.code == 1 and error.count("\n") == 1
+    assert error.startswith(f"ConfigError: cannot write to {tmp_path}/multirun/")
+    assert error.endswith("(Not a directory), where a sweep keeps its summary; choose another hydra.sweep.dir=FOLDER\n")
 
 
 @pytest.fixture

@@ -35,6 +35,20 @@ def path(text: str) -> Path:
     return Path(name(text))
 
 
+def whole_numbers(text: str) -> list[int]:
+    """ "0,1,2" -> [0, 1, 2].
+
+    Raises:
+        argparse.ArgumentTypeError: it is anything else; argparse adds the flag.
+    """
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give whole numbers with commas between them, as in 0,1,2"
+        ) from error
+
+
 def add_plugins(parser: argparse.ArgumentParser) -> None:
     """--plugins NAME …: plug-ins (plugins.py) that a run or a model needs, imported when the option is read."""
 

@@ -7,7 +7,13 @@ import pytest
 from matplotlib.figure import Figure
 
 from forgetting_transformer.sweep import SweepError
-from forgetting_transformer.sweep.learning_rate import GridSearch, grid_text, grid_value, nearest_grid_index
+from forgetting_transformer.sweep.learning_rate import (
+    GridSearch,
+    check_overrides,
+    grid_text,
+    grid_value,
+    nearest_grid_index,
+)
 from tests.sweep.conftest import DEMO, load_script, starts
 
 pytestmark = pytest.mark.slow
@@ -201,6 +207,42 @@ def test_a_search_needs_a_launcher_that_waits(search, tmp_path):
     assert "wait=false: a search needs the results" in search("hydra/launcher=slurm", "hydra.launcher.wait=false")[2]
     code, _, err = search("optimizer.larning_rate=1")
     assert code == 1 and "larning_rate" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("flag", ["--seeds", "--head_dims"])
+def test_a_list_of_numbers_that_is_none_is_refused_by_its_flag(capsys, flag):
+    with pytest.raises(SystemExit):
+        sweep_lr.main([*DEMO, "output_dir=sweep", flag, "0,x"])
+    said = capsys.readouterr().err
+    assert f"argument {flag}: '0,x': give whole numbers with commas between them, as in 0,1,2" in said
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "optimizer.lr=1e-3,2e-3",
+            "the search chooses the rates itself; give the one to start from with --guess, or train at each of these "
+            "with train.py -m",
+        ),
+        ("optimizer.lr=interval(1e-3,2e-3)", "the search chooses the rates itself; "),
+        ("seed=0,1", "several seeds are given with --seeds"),
+        ("tag=a,b", "these are several values, and all runs of a search have the same; choose one, or make a run of "),
+        ("+experiment/demo=fox_pro,hgrn2", "these are several values, and all runs of a search have the same; "),
+    ],
+)
+def test_several_values_are_answered_with_what_this_script_has_for_them(tmp_path, capsys, override, message):
+    base = DEMO[1:] if override.startswith("+experiment") else DEMO
+    assert sweep_lr.main([*base, f"output_dir={tmp_path / 'sweep'}", override]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"SweepError: {override}: {message}") and said.count("\n") == 1 and "multirun" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_text_with_commas_and_what_cannot_be_read_are_left_to_hydra(tmp_path, capsys):
+    check_overrides([*DEMO, "tag='a,b'", "optimizer.betas=[0.9,0.95]", "~eval_sets"])
+    assert sweep_lr.main([*DEMO, f"output_dir={tmp_path / 'sweep'}", "tag=ä"]) == 1
+    assert capsys.readouterr().err.startswith("SweepError: tag=ä cannot be read: Hydra stops at ä; ")
 
 
 def test_the_figure_shows_every_rate_every_seed_and_what_diverged(monkeypatch, tmp_path):

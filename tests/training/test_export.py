@@ -95,8 +95,21 @@ def test_any_step_can_be_exported_and_a_missing_one_is_refused(tiny, tmp_path, f
     assert f"step-{20 * STEP:015d}" in export(run, tmp_path / "b", tokenizer=tokenizer)
     with pytest.raises(CheckpointError, match=rf"no valid checkpoint at step 5 in .*\[{8 * STEP}, {16 * STEP}"):
         export(run, tmp_path / "c", step=5, tokenizer=tokenizer)
-    with pytest.raises(CheckpointError, match=r"no valid checkpoint in .*; it holds nothing"):
-        export(tmp_path / "nothing", tmp_path / "d")
+
+
+def test_a_folder_that_is_not_there_or_is_no_run_is_named(tmp_path):
+    (tmp_path / "my-run").mkdir()
+    for name, said in (
+        ("my-rnu", f"there is no such folder; did you mean '{tmp_path}/my-run'?"),
+        ("nothing", "there is no such folder; give the output_dir of a training run"),
+        ("my-run", "it holds no checkpoints; give the output_dir of a training run"),
+    ):
+        with pytest.raises(CheckpointError) as refused:
+            export(tmp_path / name, tmp_path / "hf")
+        assert str(refused.value) == f"--hf_load_dir={tmp_path / name}: {said}"
+    (tmp_path / "my-run/checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match=r"no valid checkpoint in .*/my-run/checkpoints; it holds nothing"):
+        export(tmp_path / "my-run", tmp_path / "hf")
 
 
 def test_the_run_keeps_its_corpus_tokenizer_and_the_export_gets_it(tiny, tmp_path):
@@ -242,7 +255,7 @@ def test_the_commands_export_and_generate(tiny, tmp_path, finished):
     done = run_command("scripts/generate.py", str(tmp_path / "hf"), "--prompt", "w3 w4", "--max_new_tokens", "5")
     assert done.returncode == 0 and done.stdout.startswith("w3 w4"), done.stderr
     done = run_command("save_model.py", "--hf_load_dir", str(tmp_path / "no"), "--hf_save_dir", str(tmp_path / "hf"))
-    assert done.returncode == 1 and "no valid checkpoint" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "there is no such folder" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

@@ -232,7 +232,18 @@ def test_another_vocabulary_is_refused_unless_embeddings_may_be_fresh(tiny, tmp_
         (
             "HF",
             {"model__config__num_heads": 4},
-            "the mixer of its block 0 has num_heads=2, and that of this model num_heads=4",
+            "does not fit; set what its model was trained with: model.config.num_heads=2 (not 4)",
+        ),
+        (
+            "HF",
+            {"model__config__num_heads": 4, "model__config__hidden_size": 64, "model__config__num_hidden_layers": 1},
+            "does not fit; set what its model was trained with: model.config.hidden_size=32 (not 64), "
+            "model.config.num_hidden_layers=2 (not 1), model.config.num_heads=2 (not 4)",
+        ),
+        (
+            "HF",
+            {"model__config__num_heads": 4, "model__config__num_hidden_layers": 1, "init_allow": ["model.layers.1.*"]},
+            "does not fit; set what its model was trained with: model.config.num_heads=2 (not 4)",
         ),
         ("HF", {"init_step": 5}, "init_step=5 chooses a checkpoint of a run, and this is an exported model"),
         ("HF", {"fork_dir": "RUN", "fork_step": 8 * STEP}, "both say what to begin with"),
@@ -378,4 +389,4 @@ def test_a_hybrid_takes_the_layers_that_it_keeps(tiny, tmp_path):
     exchanged = changed(new, model__config__pattern=["fox", "attention"], init_allow=["model.layers.1.mixer.*"])
     train(exchanged)
     other = changed(new, model__config__mixers={"fox": fox | {"num_heads": 4}}, output_dir=str(tmp_path / "other"))
-    assert "the mixer of its block 0 has num_heads=2, and that of this model num_heads=4" in one_line(other)
+    assert one_line(other).endswith("was trained with: model.config.mixers.fox.num_heads=2 (not 4)")

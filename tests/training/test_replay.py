@@ -1,5 +1,7 @@
 """A step that was trained is run again: the same tokens, the same loss, the same gradient norm."""
 
+import errno
+import os
 import sys
 from pathlib import Path
 
@@ -61,6 +63,41 @@ def test_text_is_decoded_and_older_weights_are_said_to_be(finished, tmp_path, ca
     said = capsys.readouterr().out
     assert said.count("hardest:") == 1 and "'w" in said
     assert f"the checkpoint at {8 * STEP:,} tokens, 3 steps older" in said
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("forgetting_transformer.training.replay.replay", lambda *_: pytest.fail("it has begun"))
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.npz").mkdir()
+    for out, written, why in (
+        ("none/step.npz", "none/step.npz", "No such file or directory"),
+        ("file/step", "file/step.npz", "Not a directory"),
+        ("folder", "folder.npz", "Is a directory"),
+    ):
+        assert command.main(["output_dir=run", "step=128", f"out={tmp_path / out}"]) == 1
+        assert capsys.readouterr().err == (
+            f"error: out={tmp_path / out}: {tmp_path / written} cannot be written ({why}); give a file in a folder "
+            "where you may write\n"
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.npz"]
+
+
+def test_a_look_whether_a_file_can_be_written_changes_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("old.npz").write_text("content")
+    command.check_out("old")
+    command.check_out("new.npz")
+    assert [path.name for path in tmp_path.iterdir()] == ["old.npz"] and Path("old.npz").read_text() == "content"
+
+
+def test_a_disk_that_is_full_at_the_end_is_answered_with_the_key(finished, tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    out = tmp_path / "step.npz"
+    assert command.main([f"output_dir={finished['output_dir']}", "step=128", "device=cpu", f"out={out}"]) == 1
+    assert f"error: out={out}: {out} cannot be written (No space left on device); " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

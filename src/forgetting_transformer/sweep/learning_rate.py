@@ -7,6 +7,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
 from forgetting_transformer.analysis import statistics
 from forgetting_transformer.analysis.plots.sweeps import budget, loss_against_learning_rate
 from forgetting_transformer.analysis.runs import TRAIN_WINDOW, Run, read_run
@@ -45,6 +48,33 @@ def nearest_grid_index(rate: float) -> int:
         raise SweepError(f"a learning rate of {rate} cannot be the start of a search; give a positive one with --guess")
     around = 3 * math.floor(math.log10(rate))
     return min(range(around - 1, around + 5), key=lambda index: abs(math.log(grid_value(index) / rate)))
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """
+    Raises:
+        SweepError: an override gives several values, for which Hydra would advise --multirun.
+    """
+    for written in overrides:
+        try:
+            (override,) = OverridesParser.create().parse_overrides([written])
+        except HydraException:
+            continue  # said where the config is composed
+        if not override.is_sweep_override():
+            continue
+        if override.key_or_group == "optimizer.lr":
+            said = (
+                "the search chooses the rates itself; give the one to start from with --guess, or train at each of "
+                "these with train.py -m"
+            )
+        elif override.key_or_group == "seed":
+            said = "several seeds are given with --seeds"
+        else:
+            said = (
+                "these are several values, and all runs of a search have the same; choose one, or make a run of each "
+                "with train.py -m"
+            )
+        raise SweepError(f"{written}: {said}")
 
 
 def run_name(head_dim: int | None, index: int, seed: int) -> str:

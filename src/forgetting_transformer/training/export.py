@@ -1,6 +1,7 @@
 """From a training checkpoint, of any strategy and at any step, to a Hugging Face folder."""
 
 import contextlib
+import difflib
 import hashlib
 import json
 import logging
@@ -92,6 +93,7 @@ def export(
     """
     check_place(save_folder)
     directory = RunDirectory(run_folder)
+    _check_run(run_folder, directory)
     found: tuple[Checkpoint, dict[str, Any], PreTrainedModel] | None
     if official_checkpoint.is_official(directory) and weights is None:
         found = official_checkpoint.load_model(directory, step)
@@ -107,6 +109,22 @@ def export(
         return write(directory, *found, save_folder, tokenizer, what, model_id=model_id, licence=licence)
     about = {"weights": weights}
     return write(directory, *found, save_folder, tokenizer, f"{weights} in {what}", about, model_id, licence=licence)
+
+
+def _check_run(run_folder: Path, directory: RunDirectory) -> None:
+    """
+    Raises:
+        CheckpointError: there is no such folder, or no run in it.
+    """
+    fix = "give the output_dir of a training run"
+    if not directory.root.is_dir():
+        parent = directory.root.parent
+        beside = [path.name for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
+        close = difflib.get_close_matches(directory.root.name, beside, n=1)
+        hint = f"did you mean {str(run_folder.parent / close[0])!r}?" if close else fix
+        raise CheckpointError(f"--hf_load_dir={run_folder}: there is no such folder; {hint}")
+    if not directory.checkpoints.is_dir():
+        raise CheckpointError(f"--hf_load_dir={run_folder}: it holds no checkpoints; {fix}")
 
 
 def check_place(save_folder: Path, flag: str = "--hf_save_dir") -> None:

@@ -11,7 +11,7 @@ import fnmatch
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 #: Fields by which tensors of the same shapes are read as other heads.
 _HEADS = ("num_heads", "num_kv_heads", "head_dim", "n_groups", "expand_ratio")
+#: Fields of a whole model that tensors have their shapes from; the first is in all of them.
+_SIZES = ("hidden_size", "hidden_ratio", "intermediate_size", "num_hidden_layers")
 _SHOWN = 6
 #: What an export says of weights that are an average of several: steps of checkpoints, or the callback that kept it.
 _AVERAGES = ("average_of", "weights")
@@ -353,14 +355,40 @@ def _check_heads(source: Source, config: Config, model: Any) -> None:
         return  # what two architectures share has other names than their mixers
     # Files leave out what has its default.
     theirs = own_kind(**{key: source.fields[key] for key in registry.fields_of(own_kind) & source.fields.keys()})
+    heads: dict[str, str] = {}
+    settable: dict[str, str] = {}
     for block in range(min(theirs.num_hidden_layers, model.config.num_hidden_layers)):
         before, now = (whole.mixer_config(block) for whole in (theirs, model.config))
-        for key in _HEADS if type(before) is type(now) else ():
-            if (old := getattr(before, key, None)) != (new := getattr(now, key, None)):
-                raise ConfigError(
-                    f"init_from={config.init_from} does not fit: the mixer of its block {block} has {key}={old}, and "
-                    f"that of this model {key}={new}; set {key}={old} there"
-                )
+        if type(before) is not type(now):
+            continue
+        pattern = getattr(model.config, "pattern", None)  # of a hybrid
+        section = f"model.config.mixers.{pattern[block % len(pattern)]}" if pattern else "model.config"
+        heads = _differing(_HEADS, before, now, section) | heads
+        # A dimension of heads may follow from other fields, which are the ones to set.
+        fields = [key for key in _HEADS if key in registry.fields_of(type(now))]
+        settable = _differing(fields, before, now, section) | settable
+    if heads:
+        # With init_allow, what the other sizes shape may be meant to begin fresh.
+        sizes = [key for key in _SIZES[: 1 if config.init_allow else None] if key in registry.fields_of(own_kind)]
+        listed = _differing(sizes, theirs, model.config, "model.config") | settable or heads
+        raise ConfigError(
+            f"init_from={config.init_from} does not fit; set what its model was trained with: "
+            f"{', '.join(listed.values())}"
+        )
+
+
+def _differing(keys: Sequence[str], theirs: Any, own: Any, section: str) -> dict[str, str]:
+    """Full key -> how to set it to their value, for those of the keys whose values differ."""
+    values = {key: (getattr(theirs, key, None), getattr(own, key, None)) for key in keys}
+    return {
+        f"{section}.{key}": f"{section}.{key}={_as_typed(old)} (not {_as_typed(new)})"
+        for key, (old, new) in values.items()
+        if old != new
+    }
+
+
+def _as_typed(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _allowed(patterns: list[str], names: set[str]) -> set[str]:
