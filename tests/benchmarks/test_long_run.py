@@ -91,13 +91,13 @@ def test_columns_are_means_over_two_octaves_each(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_tiny_run_is_stopped_and_continued_bitwise(benchmark, tmp_path, capfd):
     out = tmp_path / "results.json"
-    command = ["--accelerator", "cpu", "--devices", "1", "--max_bytes", "300KB", "--out", str(out)]
+    command = ["--accelerator", "cpu", "--devices", "1", "--max_bytes", "300KB", "--steps", "24", "--out", str(out)]
     assert benchmark.main([*command, "--folder", str(tmp_path / "folder")]) == 0, capfd.readouterr().out
     straight, beyond, resumed = json.loads(out.read_text())["rows"]
     assert [row["part"] for row in (straight, beyond, resumed)] == ["straight", "beyond", "resumed"]
     assert resumed["bitwise"] and [begin for begin, _ in beyond["octaves"]] == OCTAVES
-    assert straight["stopped_after"] is None and 4 <= resumed["stopped_after"] <= 8
-    assert len(straight["losses"]) == 8 and len(straight["octaves"]) == 7
+    assert straight["stopped_after"] is None and 12 <= resumed["stopped_after"] <= 24
+    assert len(straight["losses"]) == 24 and len(straight["octaves"]) == 7
     whole = sum(loss * (end - begin) for (begin, loss), end in zip(straight["octaves"], OCTAVES[1:], strict=True)) / 512
     assert [begin for begin, _ in straight["octaves"]] == OCTAVES[:-1]
     assert whole == pytest.approx(straight["heldout_loss"], abs=1e-4)

@@ -24,7 +24,7 @@ class Mirror:
 
     Attributes:
         faults: file name -> what its next requests get, first to last: "cut" (half the bytes, then the connection
-            breaks), "flip" (one byte differs), "slow" (0.2 s), "silent" (2 s), "hang up", or a status code.
+            breaks), "flip" (one byte differs), "slow" (0.2 s), "silent" (until the end), "hang up", or a status code.
         requests: how often each (method, path below root) was asked for.
     """
 
@@ -33,6 +33,7 @@ class Mirror:
         self.faults: dict[str, list[str | int]] = {}
         self.requests: Counter[tuple[str, str]] = Counter()
         self.lock = threading.Lock()
+        self.ended = threading.Event()
 
     def next_fault(self, name: str) -> str | int | None:
         with self.lock:
@@ -81,8 +82,10 @@ def serve(root: Path, password: str | None = None) -> Iterator[Mirror]:
             if fault == "hang up":
                 self.close_connection = True
                 return self.connection.close()
-            if fault in ("slow", "silent"):
-                time.sleep(0.2 if fault == "slow" else 2.0)
+            if fault == "slow":
+                time.sleep(0.2)
+            if fault == "silent":
+                mirror.ended.wait()
             if not file.is_file():
                 return self.send(404, b"", body)
             data = file.read_bytes()
@@ -109,6 +112,7 @@ def serve(root: Path, password: str | None = None) -> Iterator[Mirror]:
     try:
         yield mirror
     finally:
+        mirror.ended.set()
         server.shutdown()
         server.server_close()
 

@@ -33,7 +33,6 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-SHARD_BYTES = stream.SHARD_BYTES
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
 
 
@@ -257,15 +256,29 @@ def test_killed_run_continues_to_the_same_result(straight: Path, tmp_path: Path,
     assert sorted(os.listdir(tmp_path / "out")) == parts
 
 
-def test_killing_the_script_ends_its_workers_and_the_same_command_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream, "SHARD_BYTES", SHARD_BYTES)
-    write_tree(tmp_path / "in", {f"{i:04}.txt": numbered_text(i, 400) for i in range(400)})
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "in"), "--tokenizer", "train:1000", "--doc_len", "1024"]
-    running = subprocess.Popen([*command, "--workers", "2", "--out", str(tmp_path / "out")])
+#: The script, which stops for ever when it has recorded its second shard.
+STOPS_IN_THE_MIDDLE = f"""
+import runpy, sys, time
+from forgetting_transformer.data.prepare import stream
+stream.SHARD_BYTES, append, appended = 4000, stream._append, []
+def append_and_stop(file, content):
+    append(file, content)
+    appended.append(file)
+    while len(appended) == 6:
+        time.sleep(0.1)
+stream._append = append_and_stop
+sys.argv[0] = {str(SCRIPT)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_killing_the_script_ends_its_workers_and_the_same_command_continues(tmp_path: Path) -> None:
+    write_tree(tmp_path / "in", {f"{i:04}.txt": numbered_text(i, 40) for i in range(40)})
+    options = [str(tmp_path / "in"), "--tokenizer", "train:1000", "--doc_len", "1024", "--workers", "2"]
+    command = [sys.executable, "-c", STOPS_IN_THE_MIDDLE, *options]
+    running = subprocess.Popen([*command, "--out", str(tmp_path / "out")])
     log = tmp_path / "out" / ".work" / "stream" / "shards.jsonl"
-    wait_until(lambda: log.exists() and log.stat().st_size, lambda: running.poll() is None)
+    wait_until(lambda: log.exists() and log.read_text().count("\n") == 2, lambda: running.poll() is None)
     workers = _descendants(running.pid)
     running.kill()
     running.wait()
@@ -286,7 +299,7 @@ def _descendants(pid: int) -> list[int]:
 def _is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:
         return False
 
 

@@ -276,7 +276,8 @@ def test_a_server_that_goes_silent_is_given_up_and_asked_again(mirror, monkeypat
     remote = open_remote(mirror.url, first_wait=0.01)
     expected = (mirror.root / "longcrawl64/train.zarr/0.0").read_bytes()
     assert remote.read("longcrawl64/train.zarr/0.0", 10**6) == expected
-    assert mirror.requests["GET", "longcrawl64/train.zarr/0.0"] == 2
+    # The second answer may come too late as well, on a busy machine.
+    assert mirror.requests["GET", "longcrawl64/train.zarr/0.0"] >= 2
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,10 @@ def test_the_corpus_of_the_page_trains_and_resumes_exactly(lab):
     [
         ("datamodule.skip_tokens=-1", r"datamodule\.skip_tokens=-1 must be a whole number"),
         ("datamodule.dataset=tails", r"tails/train\.bin cannot be read .* check data_dir and datamodule\.dataset"),
-        ("datamodule.skip_tokens=2880", r"train\.bin has no batch of 8 sequences of 32 tokens; lower datamodule\.train_"),
+        (
+            "datamodule.skip_tokens=2880",
+            r"train\.bin has no batch of 8 sequences of 32 tokens; lower datamodule\.train_",
+        ),
         ("train.max_tokens=30720", r"train\.max_tokens=30,720 is more than the 3,072 tokens of .*train\.bin"),
     ],
 )

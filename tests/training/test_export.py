@@ -392,7 +392,7 @@ def test_a_folder_of_ones_own_in_a_run_is_no_obstacle(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/starts.jsonl").touch()
     (tmp_path / "run/manifest.json").write_text('{"vocab_size": 64, "bos_token_id": 0}')
-    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+    with pytest.raises(CheckpointError, match="it holds no checkpoints"):
         export(tmp_path / "run", tmp_path / "run/hf")
 
 

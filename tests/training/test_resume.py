@@ -117,7 +117,7 @@ trainer.Trainer.step = step
     for _ in range(kills):
         done = log.read_bytes().count(b"\n") if log.exists() else 0
         # A few steps further than the last life, at whatever that process happens to be doing then.
-        goal = done + generator.randint(0, 3)
+        goal = min(done + generator.randint(0, 3), steps - 3)
         job = Job(config, world_size, patch=unhurried.format(last=min(goal + 3, steps - 2)))
         wait_until(
             lambda: log.exists() and log.read_bytes().count(b"\n") > goal,  # noqa: B023

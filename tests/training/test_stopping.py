@@ -82,7 +82,8 @@ trainer.Trainer.evaluate = evaluate
 def test_a_second_signal_leaves_at_once_and_what_is_saved_stays(tiny, tmp_path):
     patch = """
 import os, signal, time
-from forgetting_transformer.training import trainer
+from forgetting_transformer.training import sentinel, trainer
+sentinel.AT_ONCE_SECONDS = 600  # for the status, also on a slow disk
 original = trainer.Trainer.step
 def step(self, batch):
     if self.counters.batch_count == 9:
