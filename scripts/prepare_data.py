@@ -5,6 +5,7 @@ import argparse
 import os
 import re
 import sys
+from pathlib import Path
 
 from forgetting_transformer import command_line
 
@@ -15,6 +16,7 @@ with command_line.interruptible("interrupted: the same command continues"):
         DEFAULT_DEDUP_WORDS,
         DEFAULT_HELDOUT_FRACTION,
     )
+    from forgetting_transformer.training.run_directory import RunDirectory, belongs_to
 
 EPILOG = """\
 examples:
@@ -36,6 +38,12 @@ what happens to the texts:
   rows is random (--seed).
 
   Killed? The same command continues. Finished? The same command does nothing. The arrays do not depend on --workers.
+
+what --force does:
+  It builds the corpus again, also with other settings. The old corpus stays whole in OUT until the new one is complete
+  and takes its place, whatever error or kill comes before; so there must be room for both. Only a corpus whose
+  manifest.json is of this program is replaced; other files are refused. An unfinished corpus is started over, unless
+  it was begun with --force too: then it is continued.
 
 More: docs/prepare_data.md
 """
@@ -142,8 +150,22 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
     add = parser.add_argument_group("running").add_argument
     add("--workers", type=int, default=available_cpus(), metavar="N", help="processes (default: one per CPU)")
-    add("--force", action="store_true", help="delete the corpus in OUT first")
+    add(
+        "--force",
+        action="store_true",
+        help="build again, and replace the corpus in OUT once the new one is complete; never files of others",
+    )
     return parser.parse_args(arguments)
+
+
+def refuse_runs_folder(out: Path) -> None:
+    """
+    Raises:
+        CorpusError: `out` is the folder of a training run, or something in it that the run owns.
+    """
+    said, place = belongs_to(out), RunDirectory(out)
+    if said and (place.is_a_runs or not place.sign_of_a_corpus()):  # else a corpus is there, which may be ours
+        raise CorpusError(f"--out={out} {said}, and a corpus would lie among its files: choose another --out.")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -152,6 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("inputs", "include", "exclude"):
         options[name] = tuple(options[name])
     try:
+        refuse_runs_folder(out)
         prepare_corpus(CorpusSettings(**options), out, workers, force)
     except CorpusError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -381,7 +381,7 @@ def _check_saving(model: DecoderForCausalLM) -> str:
     auto: Any = AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        loaded, info = auto.from_pretrained(folder, output_loading_info=True)
+        loaded, info = auto.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
     if type(loaded) is not type(model):
         _fail(
             f"AutoModelForCausalLM makes a {type(loaded).__name__} of a saved {type(model).__name__}",

@@ -8,6 +8,7 @@ The walk through the modules is the walk of a text:
     stream.py       pieces -> one long token stream on disk, in parallel, restartable
     packing.py      token stream -> which tokens make which row of which array
     writing.py      rows -> Zarr chunks, in parallel, restartable; reading back
+    output.py       the folder of the corpus: whose files are in it, and how a new corpus gets there
     pipeline.py     the order of all this, the manifest, what is done after a kill
     summary.py      the manifest in words
 """

@@ -1,8 +1,8 @@
 """The order of things: tokenizer, token stream, split, arrays, manifest; and what is left to do after a kill.
 
 All work happens in `OUT/.work`. Each stage leaves a file when it is complete, and a run begins with the first stage
-whose file is missing. The finished parts are then renamed into `OUT`, `manifest.json` last: a folder with a
-manifest is a whole corpus, one without is not.
+whose file is missing. The finished parts are then renamed into `OUT` (output.py), `manifest.json` last: a folder with
+a manifest is a whole corpus, one without is not.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from forgetting_transformer.data.prepare import near_duplicates, packing, sources, stream, tokenizers, writing
+from forgetting_transformer.data.prepare import near_duplicates, output, packing, sources, stream, tokenizers, writing
 from forgetting_transformer.data.prepare.errors import CorpusError, writing_under
 from forgetting_transformer.data.prepare.near_duplicates import NearDuplicates
 from forgetting_transformer.data.prepare.pool import open_pool
 from forgetting_transformer.data.prepare.settings import LAYOUT_SETTINGS, CorpusSettings
 from forgetting_transformer.data.prepare.summary import summary_lines
-from forgetting_transformer.files import TEMPORARY, locked, write_atomically
+from forgetting_transformer.files import locked, write_atomically
 from forgetting_transformer.progress import Progress
 from forgetting_transformer.versions import installed_versions
 
@@ -39,7 +39,6 @@ PACKAGES = (
     "zarr",
     "datasketch",
 )  # whose versions the manifest names
-PARTS = ("tokenizer", "train.zarr", "heldout.zarr", "train.sha256", "heldout.sha256")  # in OUT beside manifest.json
 Say = Callable[[str], None]
 
 
@@ -52,11 +51,13 @@ def prepare_corpus(
 
     Args:
         workers: processes that encode and write; the result does not depend on it.
-        force: delete the corpus in `out` first, finished or not.
+        force: build it again, also with other settings. The new corpus replaces the one in `out` when it is complete;
+            until then that one stays as it is. An unfinished corpus is started over, unless it was begun with `force`
+            too: then it is continued.
         say: called with each message for the user.
 
     Raises:
-        CorpusError: with what is wrong and how to fix it. Finished work is kept.
+        CorpusError: with what is wrong and how to fix it. Finished work is kept, and so is the corpus in `out`.
     """
     out = Path(out).absolute()
     if workers < 1:
@@ -72,24 +73,30 @@ def prepare_corpus(
 
 
 def _prepare(settings: CorpusSettings, out: Path, workers: int, force: bool, say: Say) -> dict[str, Any]:
-    work = out / ".work"
+    work = out / output.WORK
     out.mkdir(parents=True, exist_ok=True)
     with _only_run(out):
-        if work.exists() and not (work / "settings.json").exists() and not all(map(_left_by_a_kill, os.listdir(work))):
-            raise CorpusError(f"{out} holds a folder .work, which this program did not make. Give another --out.")
-        if force:
-            _delete_corpus(out)
-        finished = _finished_manifest(settings, out)
-        if finished is not None:
-            shutil.rmtree(work, ignore_errors=True)  # a kill may have come between the manifest and this
-            say(f"{out} already holds this corpus; its inputs were not read again (--force builds it again).")
-            return finished
-        _begin_or_continue(settings, out, work, say)
-        if not (work / "manifest.json").exists():
-            manifest = _build(settings, out, work, workers)
-            _write_json(work / "manifest.json", manifest)
-        _publish(work, out)
-    manifest = json.loads((out / "manifest.json").read_text())
+        output.refuse_work_of_others(out)
+        published = output.finish_what_a_kill_left(out)
+        if published:
+            settings = dataclasses.replace(settings)  # its tokenizer may be one that had no place until now
+        finished = _finished_manifest(out)
+        same = finished is not None and not settings.different_from(finished["settings"])
+        if not (published and same):  # else this command was all but done
+            if finished is not None and not force:
+                settings.refuse_if_different(finished["settings"], out)
+                waiting = _is_to_replace(work)
+                if not waiting:
+                    output.discard(work)  # an earlier version left it when it was killed at its end
+                say(f"{out} already holds this corpus; its inputs were not read again (--force builds it again).")
+                if waiting:
+                    say(f"{work} holds an unfinished one that is to replace it: --force goes on with it.")
+                return finished
+            _begin_or_continue(settings, out, work, force, finished is not None, say)
+            if not (work / output.MANIFEST).exists():
+                _write_json(work / output.MANIFEST, _build_or_give_up(settings, out, work, workers))
+            output.publish(out)
+    manifest = json.loads((out / output.MANIFEST).read_text())
     for line in summary_lines(manifest):
         say(line)
     return manifest
@@ -98,14 +105,10 @@ def _prepare(settings: CorpusSettings, out: Path, workers: int, force: bool, say
 # What is there already ----------------------------------------------------------------------------------------
 
 
-def _left_by_a_kill(name: str) -> bool:
-    return name == "settings.json.tmp" or TEMPORARY.fullmatch(name) is not None  # the first: of earlier versions
-
-
 @contextmanager
 def _only_run(out: Path) -> Iterator[None]:
     """Two runs in one folder would overwrite each other; the second is refused. A kill releases the lock."""
-    lock = out / ".prepare_data.lock"
+    lock = out / output.LOCK
     with ExitStack() as stack:
         try:
             stack.enter_context(locked(lock, wait=False))
@@ -115,66 +118,58 @@ def _only_run(out: Path) -> Iterator[None]:
         yield
 
 
-def _delete_corpus(out: Path) -> None:
-    (out / "manifest.json").unlink(missing_ok=True)  # first, so that a kill leaves no manifest without its arrays
-    for name in (*PARTS, ".work"):
-        if name.endswith(".sha256"):
-            (out / name).unlink(missing_ok=True)
-        else:
-            shutil.rmtree(out / name, ignore_errors=True)
+def _finished_manifest(out: Path) -> dict[str, Any] | None:
+    path = out / output.MANIFEST
+    return output.read_manifest(path) if os.path.lexists(path) else None
 
 
-def _finished_manifest(settings: CorpusSettings, out: Path) -> dict[str, Any] | None:
-    path = out / "manifest.json"
-    if not path.exists():
-        return None
-    settings.refuse_if_different(_read_object(path, "settings"), out)
-    return _read_object(path)
+def _is_to_replace(work: Path) -> bool:
+    """Whether .work holds what was begun with --force."""
+    begun = work / output.BUILDING
+    return begun.exists() and bool(output.read_object(begun).get("force"))
 
 
-def _read_object(path: Path, key: str | None = None) -> dict[str, Any]:
-    """The JSON object in a file that this program wrote, or the object under `key` in it.
-
-    Raises:
-        CorpusError: there is something else in the file.
-    """
-    try:
-        found = json.loads(path.read_text())
-        found = found if key is None else found[key]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise CorpusError(f"{path} is not a file of this program, or it is damaged. Give another --out.")
-    return found
-
-
-def _begin_or_continue(settings: CorpusSettings, out: Path, work: Path, say: Say) -> None:
-    begun = work / "settings.json"
+def _begin_or_continue(settings: CorpusSettings, out: Path, work: Path, force: bool, replaces: bool, say: Say) -> None:
+    """Afterwards .work holds the settings, and what is done of the corpus; see `prepare_corpus` for `force`."""
+    _refuse_to_read_work(settings, work)
+    begun = work / output.BUILDING
     if begun.exists():
-        written = _read_object(begun)
+        written = output.read_object(begun)
         different = settings.different_from(written)
-        layout_only = set(different) <= set(LAYOUT_SETTINGS)
-        if layout_only or _has_work(work):  # else a first try failed early, and nothing of it is worth keeping
-            if not layout_only or (work / "manifest.json").exists():
-                settings.refuse_if_different(written, out)
+        can_continue = set(different) <= set(LAYOUT_SETTINGS) and not (different and (work / output.MANIFEST).exists())
+        if not force and not can_continue and _has_work(work):
+            settings.refuse_if_different(written, out)
+        if can_continue and (not force or written.get("force")):
             if different:
                 _delete_arrays(work)
-                _write_json(begun, settings.as_json())
+                _write_json(begun, settings.as_json() | {"force": bool(written.get("force"))})
             changed = f", with another {', '.join(different)}" if different else ""
             say(f"continuing the unfinished corpus in {out}{changed}")
             return
-    strangers = [name for name in PARTS if (out / name).exists()]
-    if strangers:
-        raise CorpusError(
-            f"{out} holds {', '.join(strangers)} without a manifest.json, so something else wrote it. "
-            "Give another --out, or --force to delete it."
-        )
+    if not replaces:
+        output.refuse_unvouched_parts(out)
+    _check_inputs(settings, out)
+    output.discard(work)
+    work.mkdir()
+    _write_json(begun, settings.as_json() | {"force": force})
+
+
+def _refuse_to_read_work(settings: CorpusSettings, work: Path) -> None:
+    for name, place in (*(("input", place) for place in settings.inputs), ("--tokenizer", settings.tokenizer)):
+        if Path(place).is_relative_to(work):
+            raise CorpusError(f"{name} {place} lies in {work}, which this program deletes. Copy it elsewhere.")
+
+
+def _check_inputs(settings: CorpusSettings, out: Path) -> None:
+    """Find mistakes before anything is deleted, and before hours of work."""
     sources.check_inputs(settings)
+    tally = sources.Tally()
+    if settings.inputs and not sources.has_files(settings, out, tally):
+        raise _nothing_to_read(settings, tally)
     if settings.dedup is not None:
         near_duplicates.check_installed()
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    _write_json(begun, settings.as_json())
+    if settings.tokenizer != "bytes" and not settings.tokenizer.startswith("train:"):
+        tokenizers.load(settings.tokenizer)
 
 
 def _has_work(work: Path) -> bool:
@@ -190,19 +185,27 @@ def _delete_arrays(work: Path) -> None:
         shutil.rmtree(work / f"{name}.zarr", ignore_errors=True)
 
 
-def _publish(work: Path, out: Path) -> None:
-    for name in PARTS:
-        if (work / name).exists():  # else a run that was killed here has moved it
-            os.rename(work / name, out / name)
-    os.replace(work / "manifest.json", out / "manifest.json")
-    shutil.rmtree(work)
-
-
 # The stages ---------------------------------------------------------------------------------------------------
+
+
+class _InputChangedError(CorpusError):
+    """What was found in the input no longer holds. Only the same input again, or a new beginning, helps."""
+
+
+def _build_or_give_up(settings: CorpusSettings, out: Path, work: Path, workers: int) -> dict[str, Any]:
+    try:
+        return _build(settings, out, work, workers)
+    except _InputChangedError:
+        # The message says that --force starts over, so that must not continue this.
+        _write_json(work / output.BUILDING, settings.as_json() | {"force": False})
+        raise
 
 
 def _build(settings: CorpusSettings, out: Path, work: Path, workers: int) -> dict[str, Any]:
     started = time.monotonic()
+    # One worker works in this process, which may hold the encoder and the layout of an earlier corpus of this folder.
+    stream.load_encoder.cache_clear()
+    writing.load_layout.cache_clear()
     with open_pool(workers) as pool:
         near = _find_near_duplicates(settings, out, work, pool, workers)
         info = _make_tokenizer(settings, out, work, near)
@@ -299,7 +302,7 @@ def _pieces(
         return
     yield from sources.read_pieces(settings, out, tally, near.digests)
     if tally.kept.hexdigest() != near.kept:
-        raise CorpusError(
+        raise _InputChangedError(
             "the input changed after near-duplicates were looked for in it. Run the same command with --force to "
             "start over."
         )
@@ -327,7 +330,7 @@ def _make_stream(
         raise _nothing_to_read(settings, tally)
     sampled = json.loads((work / "tokenizer.json").read_text())["input_hash"]
     if sampled not in (None, tokens.fingerprint):
-        raise CorpusError(
+        raise _InputChangedError(
             "the input changed after the tokenizer was trained on it. Run the same command with --force to start over."
         )
     np.savez(work / "texts.npz", tokens=texts.tokens, shared=texts.shared)

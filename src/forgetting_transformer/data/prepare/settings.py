@@ -131,5 +131,5 @@ class CorpusSettings:
             lines = [f"  {name}: {written.get(name)!r} there, {mine[name]!r} here" for name in different]
             raise CorpusError(
                 f"{out} holds a corpus with other settings:\n" + "\n".join(lines) + "\n"
-                "Give another --out, or --force to delete that corpus and build this one."
+                "Give another --out, or --force to build this one in its place."
             )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forgetting_transformer.data.prepare import output
 from forgetting_transformer.data.prepare.errors import CorpusError, reading
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.hub_connection import use_cached_datasets
@@ -28,6 +29,7 @@ WHOLE_FILE_BYTES = 16 << 20
 PIECE_CHARS = 1 << 20
 PARQUET_ROWS = 256
 NEAR_DUPLICATE = "near-duplicate of an earlier text"
+MADE_HERE = "part of a corpus that this program made"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class Tally:
 def distinct_texts(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[Text]:
     """Yield every text in order, each once unless `keep_duplicates`; count what is left out into `tally`.
 
-    `out` is where the corpus is written: it is left out if it lies inside an input folder.
+    `out` is where the corpus is written: it is left out if it lies inside an input folder. If it is an input folder,
+    what this program writes there is left out, and so it is of any other corpus inside an input folder.
     """
     seen: set[bytes] = set()
     for text in _read_texts(settings, out, tally):
@@ -121,6 +124,11 @@ def check_inputs(settings: CorpusSettings) -> None:
             raise CorpusError(f"input {name} does not exist.")
 
 
+def has_files(settings: CorpusSettings, out: Path, tally: Tally) -> bool:
+    """Whether there is any file to read in the inputs; what is left out before the first is counted into `tally`."""
+    return next(_find_files(settings, out, tally), None) is not None
+
+
 def input_bytes(settings: CorpusSettings, out: Path) -> int | None:
     """Bytes of text to expect, for the progress bar; None where compression or a data set hides it."""
     if settings.dataset:
@@ -144,7 +152,11 @@ def _find_files(settings: CorpusSettings, out: Path, tally: Tally) -> Iterator[t
 
     An input that lies inside another one is read in its own turn and skipped in the outer one.
     """
-    own_turn = {*settings.inputs, os.path.abspath(out)}
+    out = Path(os.path.abspath(out))
+    names = (*output.PARTS, output.MANIFEST, output.WORK, output.LOCK)
+    # The corpus of `out` counts as left out nowhere, whether an older one is there or not: the counts of an earlier
+    # and of a later start are the same.
+    own_turn = {*settings.inputs, str(out), *(str(out / name) for name in names)}
     for name in settings.inputs:
         if os.path.isdir(name):
             for parts in _walk(name, (), settings, own_turn, tally):
@@ -159,11 +171,15 @@ def _walk(
     folder = os.path.join(root, *parts)
     with reading(folder), os.scandir(folder) as listing:
         entries = sorted(listing, key=lambda entry: entry.name)
+    # Told by a manifest and not by the names alone: a folder may have a tokenizer/ of its own.
+    made_here: tuple[str, ...] = ()
+    if any(entry.name in (output.MANIFEST, output.WORK) for entry in entries) and output.holds_corpus(Path(folder)):
+        made_here = (*output.PARTS, output.MANIFEST)
     for entry in entries:
         below = (*parts, entry.name)
         if entry.path in own_turn:
             continue
-        reason = _reason_to_skip(entry, "/".join(below), settings)
+        reason = MADE_HERE if entry.name in made_here else _reason_to_skip(entry, "/".join(below), settings)
         if reason:
             tally.dropped[reason] += 1
         elif entry.is_dir():

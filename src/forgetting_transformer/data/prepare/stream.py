@@ -70,13 +70,13 @@ class TextTable:
 
 
 @lru_cache(maxsize=1)
-def _encoder(folder: Path, info: TokenizerInfo) -> Encoder:
+def load_encoder(folder: Path, info: TokenizerInfo) -> Encoder:
     return Encoder(folder, info)
 
 
 def encode_shard(texts: list[str], ends: list[bool], folder: Path, info: TokenizerInfo) -> EncodedShard:
     """Encode the pieces of one shard; runs in a worker process."""
-    encoder = _encoder(folder, info)
+    encoder = load_encoder(folder, info)
     end_of_text = np.array([info.eos_token_id], dtype=info.dtype)
     parts: list[np.ndarray] = []
     lengths = np.zeros(len(texts), dtype=np.uint32)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -125,8 +126,12 @@ def save_built(tokenizer: Tokenizer, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def save_loaded(name: str, folder: Path) -> None:
-    """Copy the tokenizer `name` (local folder or hub id) into `folder`."""
+def load(name: str) -> Any:
+    """The tokenizer `name` (local folder or hub id), with a token that ends a text and one that begins it.
+
+    Raises:
+        CorpusError: there is none, or it has no token that ends a text.
+    """
     from forgetting_transformer.model_tokenizer import load_tokenizer
 
     try:
@@ -143,7 +148,16 @@ def save_loaded(name: str, folder: Path) -> None:
         )
     if tokenizer.bos_token_id is None:
         tokenizer.bos_token = tokenizer.eos_token
-    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def save_loaded(name: str, folder: Path) -> None:
+    """Copy the tokenizer `name` (local folder or hub id) into `folder`.
+
+    Raises:
+        CorpusError: as `load`, or it has no fast form.
+    """
+    load(name).save_pretrained(folder)
     if not (folder / "tokenizer.json").is_file():
         raise CorpusError(
             f"the tokenizer {name!r} has no fast form (no tokenizer.json). "

@@ -81,7 +81,7 @@ def create_array(path: Path, layout: Layout, form: ArrayFormat) -> None:
 
 
 @lru_cache(maxsize=2)
-def _load_layout(path: Path) -> Layout:
+def load_layout(path: Path) -> Layout:
     return Layout.load(path)
 
 
@@ -92,7 +92,7 @@ def write_block(path: Path, layout_path: Path, tokens_path: Path, first: int, la
     with zarr.config.set({"array.write_empty_chunks": True}):
         array = zarr.open_array(path, mode="r+")
     tokens = np.memmap(tokens_path, dtype=array.dtype, mode="r")
-    array[first:last] = _load_layout(layout_path).gather(tokens, first, last)
+    array[first:last] = load_layout(layout_path).gather(tokens, first, last)
 
 
 # In the parent ------------------------------------------------------------------------------------------------
