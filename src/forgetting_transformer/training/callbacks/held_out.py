@@ -107,7 +107,7 @@ class HeldOut(Callback):
         trainer.report(name, values, {f"{name}/loss_per_token": mean_T})
 
     def _least_sequences(self) -> int:
-        """How many there must be. Only the last batch has some that do not count; packed documents are at least as many."""
+        """How many must count: all but those that fill the last batch. Of packed ones each document counts."""
         if self._least is None:
             info = self._data.eval_info()
             self._least = (info.total_batches - 1) * info.global_batch_size + 1
