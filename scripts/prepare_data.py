@@ -43,7 +43,7 @@ what --force does:
   It builds the corpus again, also with other settings. The old corpus stays whole in OUT until the new one is complete
   and takes its place, whatever error or kill comes before; so there must be room for both. Only a corpus whose
   manifest.json is of this program is replaced; other files are refused. An unfinished corpus is started over, unless
-  it was begun with --force too: then it is continued.
+  it was begun with --force too: then it is continued, and texts that were all encoded are not read again.
 
 More: docs/prepare_data.md
 """

@@ -92,8 +92,10 @@ class Component(Generic[T]):
         Raises:
             PluginError: `build` cannot be called with so many arguments.
         """
+        if not callable(self.build):
+            raise PluginError(f"{key}={self.name!r} is registered as {self.build!r}; register a function or a class")
         try:
-            signature = inspect.signature(self.build)  # type: ignore[arg-type]
+            signature = inspect.signature(self.build)
         except ValueError:
             return  # of something built in, which has none to read
         try:

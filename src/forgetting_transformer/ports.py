@@ -11,15 +11,16 @@ RANGE = range(25000, 32768)
 
 def is_free(port: int) -> bool:
     """Whether a server could listen on `port` of this machine now."""
-    with socket.socket() as probe:
-        # As PyTorch's server does: connections that were closed a moment ago do not keep the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen()
-        except OSError:
-            return False
-        return True
+    for family in (socket.AF_INET, *([socket.AF_INET6] if socket.has_dualstack_ipv6() else [])):
+        with socket.socket(family) as probe:
+            # As PyTorch's server does: connections that were closed a moment ago do not keep the port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+                probe.listen()
+            except OSError:
+                return False
+    return True
 
 
 def free_port() -> int:

@@ -211,9 +211,49 @@ def test_what_cannot_be_deleted_is_left_to_a_later_start(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda folder, **keywords: None)
         assert prepare(out, tree, doc_len=32, force=True)["doc_len"] == 32
+        with pytest.raises(CorpusError, match=r"\.work cannot be deleted: a program may still read the corpus that"):
+            prepare(out, tree, doc_len=16, force=True)
     assert os.listdir(out / ".work")
     prepare(out, tree, doc_len=32)
     assert sorted(os.listdir(out)) == FINISHED
+
+
+def test_a_part_that_cannot_be_renamed_is_found_before_the_swap(
+    tree: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = everything(out)
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "ismount", lambda path: path == out / "train.zarr")
+        with pytest.raises(CorpusError, match=r"train\.zarr is a mount point, which cannot be renamed\. Unmount it"):
+            prepare(out, tree, doc_len=32, force=True)
+    assert visible(out) == before
+    assert prepare(out, tree, doc_len=32, force=True)["doc_len"] == 32
+
+
+def test_a_link_in_the_place_of_work_is_refused(tree: Path, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (out / ".work").symlink_to(tmp_path / "scratch")
+    before = everything(out)
+    with pytest.raises(CorpusError, match=r"\.work is a link, which this program did not make"):
+        prepare(out, tree, doc_len=32, force=True)
+    assert everything(out) == before
+
+
+def test_a_rebuild_that_goes_on_says_that_texts_are_not_read_again(
+    tree: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_split", _fail)
+        with pytest.raises(ZeroDivisionError):
+            prepare(out, tree, doc_len=32, force=True)
+    said: list[str] = []
+    settings = CorpusSettings((str(tree),), tokenizer="bytes", doc_len=32)
+    prepare_corpus(settings, out, workers=1, force=True, say=said.append)
+    assert any("Its texts are not read again; delete " in line for line in said), said
+
+
+def _fail(*arguments: object) -> None:
+    raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("nth", [3, 5, RENAMES])

@@ -168,7 +168,7 @@ def test_a_kind_that_is_not_declared_is_refused(tiny):
     patch = patch.replace('if kind == "eval"', 'if kind == "log"')
     job = Job(with_callbacks(tiny, "diary"), patch=patch)
     assert job.wait() == [1]
-    assert "callbacks.diary reports 'diary', which is not among its kinds []; add it there" in job.errors()
+    assert "callbacks.diary reports 'diary', which is not among its kinds []; add it, so" in job.errors()
 
 
 def test_names_that_nobody_registered_are_refused(tiny):

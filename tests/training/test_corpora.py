@@ -91,6 +91,15 @@ def test_flops_are_those_of_documents_that_do_not_see_each_other(config, finishe
     assert flops[0]["model_info/flops_per_token"] < flops[1]["model_info/flops_per_token"]
 
 
+def test_a_mixture_whose_parts_end_within_a_batch_reads_them_again(tiny, texts):
+    tiny = changed(tiny, data_dir=str(texts), datamodule__name="mixture", datamodule__parts={"tales": 3, "notes": 1})
+    tiny = changed(tiny, datamodule__train_batch_size=512, datamodule__repeat=True, train__max_tokens=2 * 512 * 32)
+    tiny = changed(tiny, train__grad_acc_tokens=512 * 32, skip_eval=True)
+    train(tiny)
+    assert [line["step"] for line in lines(tiny["output_dir"], "train")] == [512 * 32, 2 * 512 * 32]
+    assert "set datamodule.repeat=true to read the data again" in refused(changed(tiny, datamodule__repeat=False))
+
+
 def test_a_mixture_is_called_by_its_parts(tiny):
     tiny = changed(tiny, datamodule__name="mixture", datamodule__parts={"tales": 3, "notes": 1})
     assert training.parse(OmegaConf.create(tiny)).datamodule.dataset == "notes+tales"

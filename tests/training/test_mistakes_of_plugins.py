@@ -116,6 +116,7 @@ def test_a_batch_as_it_should_be_is_taken():
         (lambda x: (x.mean(1, keepdim=True), None), r"a tuple with a float32 tensor \(2, 1, 64\) first"),
         (lambda x: (x.long(), None), r"a tuple with a int64 tensor \(2, 8, 64\) first"),
         (lambda x: None, "a NoneType and no tuple"),
+        (lambda x: (), "an empty tuple"),
     ],
 )
 def test_a_mixer_that_returns_something_else_than_its_output_is_named(returned, message):
@@ -157,6 +158,8 @@ def test_a_function_that_cannot_be_called_as_components_are_is_refused(tiny, mon
 
     component = Component("mine", lambda model: None, plugin="my_lab")
     component.check_call("optimizer.name", 1)
+    with pytest.raises(PluginError, match=r"^optimizer.name='five' is registered as 5; register a function or a class"):
+        Component("five", 5).check_call("optimizer.name")
     with pytest.raises(PluginError, match=r"^optimizer.name='mine' of plugins=\[my_lab\]: <lambda> is called with 3"):
         component.check_call("optimizer.name", 1, 2, 3)
     monkeypatch.setattr(SCHEDULES, "_components", {"mine": component})
@@ -182,14 +185,24 @@ class Mine(Callback):
 """
 
 
+def test_a_state_may_get_its_shape_in_the_first_step(tiny):
+    patch = CALLBACK
+    for name, value in {"kinds": "('mine',)", "report": "'mine', {'a': 1}", "shape": "min(self.steps, 1)"}.items():
+        patch = patch.replace(f"{{{name}}}", value)
+    tiny = changed(tiny, callbacks=["mine"], train__max_tokens=6 * STEP)
+    for tokens in (6 * STEP, 8 * STEP):
+        job = Job(changed(tiny, train__max_tokens=tokens), patch=patch)
+        assert job.wait() == [0], job.errors()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"report": "'train', {'a': 1}"}, "callbacks.mine reports 'train', which is not among its kinds ['mine']; add"),
+        ({"report": "'train', {'a': 1}"}, "callbacks.mine reports 'train', which is not among its kinds ['mine']; use"),
         ({"kinds": "('mine', 'val')"}, "callbacks.mine: kinds has 'val', which every run writes itself; use another"),
         ({"report": "'mine', {'step': 7}"}, "a line of 'mine' has the key 'step', which is the training tokens of the"),
         ({"report": "'mine', {'a': torch.ones(1)}"}, "a line of 'mine' is not JSON (Object of type Tensor is not JSON"),
-        ({"shape": "self.steps"}, "callbacks.mine: state()['seen'] had the shape (0,) and has (4,) now; shapes must"),
+        ({"shape": "self.steps"}, "callbacks.mine: state()['seen'] had the shape (4,) in the checkpoint before and"),
     ],
 )
 def test_a_callback_that_breaks_what_a_run_writes_is_named(tiny, options, message):

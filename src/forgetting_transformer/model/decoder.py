@@ -304,7 +304,7 @@ class DecoderBlock(GradientCheckpointingLayer):
         normed_BTE, hidden_BTE = getattr(self, self.mixer_norm_name)(hidden_BTE)
         mixed = self.sequence_mixer(normed_BTE, seq_start_B, cache, *mixer_inputs, **mixer_options)
         # A tensor alone would be unpacked into the sequences of the batch, and one of a smaller shape broadcast.
-        if not isinstance(mixed, tuple | list) or not _is_branch(mixed[0], normed_BTE):
+        if not isinstance(mixed, tuple | list) or not mixed or not _is_branch(mixed[0], normed_BTE):
             raise TypeError(
                 f"{type(self.sequence_mixer).__name__}.forward returned {_described(mixed)}. It must return a tuple: "
                 f"the output, a floating-point tensor of its input's shape {tuple(normed_BTE.shape)}, and the cache"
@@ -324,6 +324,8 @@ def _is_branch(out: Any, hidden_BTE: Tensor) -> bool:
 def _described(mixed: Any) -> str:
     """What a mixer returned, for people: "a tuple with a float32 tensor (4, 64, 1) first"."""
     in_tuple = isinstance(mixed, tuple | list)
+    if in_tuple and not mixed:
+        return "an empty tuple"
     first = mixed[0] if in_tuple else mixed
     tensor = isinstance(first, Tensor) and f"{str(first.dtype).removeprefix('torch.')} tensor {tuple(first.shape)}"
     what = f"a {tensor or type(first).__name__}"

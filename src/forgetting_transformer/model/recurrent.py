@@ -3,7 +3,7 @@
 Axes: `forgetting_transformer/ops/__init__.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class RecurrentMixer(nn.Module):
         states = {} if cache is None else cache.states
         packed = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
         mixed = self.mix(hidden_BTE, padding_BT, states, *mixer_inputs, **packed)
-        if not isinstance(mixed, tuple) or len(mixed) != 2 or not isinstance(mixed[1], dict):
+        if not isinstance(mixed, tuple | list) or len(mixed) != 2 or not isinstance(mixed[1], Mapping):
             raise TypeError(
                 f"{type(self).__name__}.mix must return a tuple of the output {tuple(hidden_BTE.shape)} and a "
                 f"dictionary of states, {{}} if it has none; it returned a {type(mixed).__name__}"

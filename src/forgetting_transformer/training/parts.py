@@ -234,7 +234,8 @@ class Parts:
     def _check_budget(self) -> None:
         """Checks held-out data, the token budget and the cache of a remote corpus now, not after hours of training."""
         info, config = self.data_info, self.config
-        if info.total_batches < 1:
+        # With `repeat`, a mixture begins its parts again one by one, also within a batch.
+        if info.total_batches < 1 and not isinstance(self.data, MixtureDataModule):
             data = config.datamodule
             raise ConfigError(
                 f"{info.path} has no batch of {data.train_batch_size} sequences of {data.train_batch_len:,} tokens; "

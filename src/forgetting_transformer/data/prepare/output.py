@@ -60,7 +60,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _not_ours(path: Path) -> CorpusError:
-    return CorpusError(f"{path} is not a file of this program, or it is damaged. Give another --out.")
+    return CorpusError(
+        f"{path} is not a file of this program, or it is damaged. Give another --out, or move it away if it is damaged."
+    )
 
 
 def holds_corpus(folder: Path) -> bool:
@@ -82,6 +84,8 @@ def refuse_work_of_others(out: Path) -> None:
         CorpusError: `out` holds a .work of something else.
     """
     work = out / WORK
+    if work.is_symlink():
+        raise CorpusError(f"{work} is a link, which this program did not make. Give another --out, or move it away.")
     if work.exists() and _state(work) is None and not all(map(_left_by_a_kill, os.listdir(work))):
         raise CorpusError(f"{out} holds a folder .work, which this program did not make. Give another --out.")
 
@@ -153,6 +157,9 @@ def publish(out: Path) -> None:
 
 def _refuse_to_replace(out: Path, work: Path) -> None:
     """What is in OUT may have changed since the build began, hours ago."""
+    for path in (work, *(out / name for name in PARTS)):
+        if os.path.ismount(path):
+            raise CorpusError(f"{path} is a mount point, which cannot be renamed. Unmount it, or give another --out.")
     replaced = work / REPLACED
     vouched = (replaced / MANIFEST).exists()
     if os.path.lexists(out / MANIFEST):

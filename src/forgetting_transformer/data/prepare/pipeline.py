@@ -39,6 +39,7 @@ PACKAGES = (
     "zarr",
     "datasketch",
 )  # whose versions the manifest names
+STREAM = "stream.json"  # in .work, when all texts are encoded
 Say = Callable[[str], None]
 
 
@@ -145,11 +146,18 @@ def _begin_or_continue(settings: CorpusSettings, out: Path, work: Path, force: b
                 _write_json(begun, settings.as_json() | {"force": bool(written.get("force"))})
             changed = f", with another {', '.join(different)}" if different else ""
             say(f"continuing the unfinished corpus in {out}{changed}")
+            if force and (work / STREAM).exists():
+                say(f"Its texts are not read again; delete {work} to begin anew.")
             return
     if not replaces:
         output.refuse_unvouched_parts(out)
     _check_inputs(settings, out)
     output.discard(work)
+    if work.exists():
+        raise CorpusError(
+            f"{work} cannot be deleted: a program may still read the corpus that was replaced. Stop it, and run the "
+            "same command again."
+        )
     work.mkdir()
     _write_json(begun, settings.as_json() | {"force": force})
 
@@ -318,7 +326,7 @@ def _make_stream(
     workers: int,
 ) -> dict[str, Any]:
     """Encode everything; return what was counted on the way."""
-    complete = work / "stream.json"
+    complete = work / STREAM
     if complete.exists():
         return json.loads(complete.read_text())
     tally = sources.Tally()

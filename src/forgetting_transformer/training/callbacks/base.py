@@ -137,7 +137,7 @@ class Callbacks:
                 raise TrainingError(
                     f"callbacks.{callback.name}: kinds has {kind!r}, which every run writes itself; use another name"
                 )
-        #: Of what states hold, from the first time that they are asked for: checkpoints reuse their memory.
+        #: Of what states hold, from the first checkpoint on: the next ones reuse its memory.
         self._shapes: dict[str, torch.Size] = {}
         #: The one whose hook is running.
         self.running: Callback | None = None
@@ -177,6 +177,7 @@ class Callbacks:
         """`on_start` of all, and a first look at their state, which would else be refused with the first checkpoint."""
         self.call_all("on_start")
         self.state()
+        self._shapes.clear()  # the first steps may give states their shapes
 
     def call(self, callback: Callback, hook: str, *arguments: Any) -> None:
         """One hook of one callback, after which random numbers and train mode are what they were."""
@@ -210,9 +211,9 @@ class Callbacks:
         """
         running = self.running
         if running is not None and id(running) not in self._trusted and kind not in running.kinds:
+            fix = "use another, which every run writes itself" if kind in KINDS else "add it, so that a resume cuts it"
             raise ValueError(
-                f"callbacks.{running.name} reports {kind!r}, which is not among its kinds {[*running.kinds]}; add it "
-                "there, so that a resume cuts its lines"
+                f"callbacks.{running.name} reports {kind!r}, which is not among its kinds {[*running.kinds]}; {fix}"
             )
 
     @property
@@ -241,8 +242,8 @@ class Callbacks:
                     )
                 if (first := self._shapes.setdefault(f"{callback.name}.{key}", value.shape)) != value.shape:
                     raise TrainingError(
-                        f"{whose}[{key!r}] had the shape {tuple(first)} and has {tuple(value.shape)} now; shapes must "
-                        "stay what they were before the first step"
+                        f"{whose}[{key!r}] had the shape {tuple(first)} in the checkpoint before and has "
+                        f"{tuple(value.shape)} now; the shape must stay the same"
                     )
                 found[f"{callback.name}.{key}"] = value
         return found

@@ -45,7 +45,7 @@ class HeldOut(Callback):
 
     def __init__(self, data: "Corpus", eval_set: str = "", weights: str | None = None) -> None:
         self._data, self._title = data, "held-out"
-        self._corpus = f"eval_sets.{eval_set}" if eval_set else "the corpus (datamodule.name)"
+        self._corpus = f"eval_sets.{eval_set}" if eval_set and weights is None else "the corpus (datamodule.name)"
         self._least: int | None = None
         self._described: dict[str, Any] = {}
         if eval_set:
