@@ -390,3 +390,15 @@ def test_a_hybrid_takes_the_layers_that_it_keeps(tiny, tmp_path):
     train(exchanged)
     other = changed(new, model__config__mixers={"fox": fox | {"num_heads": 4}}, output_dir=str(tmp_path / "other"))
     assert one_line(other).endswith("was trained with: model.config.mixers.fox.num_heads=2 (not 4)")
+
+
+def test_other_heads_of_samba_are_refused(tiny, tmp_path):
+    """They are in a dictionary of its configuration, and no name or shape shows them."""
+    attn = {"num_heads": 2, "num_kv_heads": None, "window_size": 8, "layers": None}
+    model = {"name": "samba", "config": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "attn": attn}}
+    base = dict(tiny, model=model)
+    train(changed(base, train__max_tokens=2 * STEP))
+    new = changed(base, init_from=base["output_dir"], output_dir=str(tmp_path / "new"), train__max_tokens=STEP)
+    other = changed(new, model__config__attn=attn | {"num_heads": 4})
+    assert one_line(other).endswith("was trained with: model.config.attn.num_heads=2 (not 4)")
+    train(new)

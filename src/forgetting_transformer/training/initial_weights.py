@@ -11,9 +11,10 @@ import fnmatch
 import json
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -367,6 +368,11 @@ def _check_heads(source: Source, config: Config, model: Any) -> None:
         # A dimension of heads may follow from other fields, which are the ones to set.
         fields = [key for key in _HEADS if key in registry.fields_of(type(now))]
         settable = _differing(fields, before, now, section) | settable
+        if isinstance(getattr(before, "attn", None), Mapping) and isinstance(getattr(now, "attn", None), Mapping):
+            # Samba's attention.
+            own = (SimpleNamespace(**mixer.attn) for mixer in (before, now))
+            found = _differing(_HEADS, *own, f"{section}.attn")
+            heads, settable = found | heads, found | settable
     if heads:
         # With init_allow, what the other sizes shape may be meant to begin fresh.
         sizes = [key for key in _SIZES[: 1 if config.init_allow else None] if key in registry.fields_of(own_kind)]
