@@ -368,10 +368,9 @@ def _check_heads(source: Source, config: Config, model: Any) -> None:
         # A dimension of heads may follow from other fields, which are the ones to set.
         fields = [key for key in _HEADS if key in registry.fields_of(type(now))]
         settable = _differing(fields, before, now, section) | settable
-        if isinstance(getattr(before, "attn", None), Mapping) and isinstance(getattr(now, "attn", None), Mapping):
-            # Samba's attention.
-            own = (SimpleNamespace(**mixer.attn) for mixer in (before, now))
-            found = _differing(_HEADS, *own, f"{section}.attn")
+        attention, own = (getattr(mixer, "attn", None) for mixer in (before, now))  # of Samba
+        if isinstance(attention, Mapping) and isinstance(own, Mapping):
+            found = _differing(_HEADS, SimpleNamespace(**attention), SimpleNamespace(**own), f"{section}.attn")
             heads, settable = found | heads, found | settable
     if heads:
         # With init_allow, what the other sizes shape may be meant to begin fresh.
