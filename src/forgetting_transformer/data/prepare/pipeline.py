@@ -147,7 +147,7 @@ def _begin_or_continue(settings: CorpusSettings, out: Path, work: Path, force: b
             changed = f", with another {', '.join(different)}" if different else ""
             say(f"continuing the unfinished corpus in {out}{changed}")
             if force and (work / STREAM).exists():
-                say(f"Its texts are not read again; delete {work} to begin anew.")
+                say(f"Its texts are not read again; delete {work} to start over.")
             return
     if not replaces:
         output.refuse_unvouched_parts(out)
