@@ -140,7 +140,6 @@ def conclude(error: BaseException | None) -> tuple[int, list[str]] | None:
     Returns:
         the exit code and lines that the ranks have not said; None for an error that is not known here.
     """
-    from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -156,7 +155,7 @@ def conclude(error: BaseException | None) -> tuple[int, list[str]] | None:
         if reported == NOT_STARTED and only_stopped:
             return PREEMPTED_EXIT_CODE, []
         return 1, _unexplained(error.failures)
-    if isinstance(error, DistNetworkError) and "EADDRINUSE" in str(error):
+    if port_is_taken(error):
         return 1, [
             "error: the port of this job is taken by another job on this machine: give this one another, as in "
             "--main-port 29401"
@@ -166,6 +165,13 @@ def conclude(error: BaseException | None) -> tuple[int, list[str]] | None:
 
         return 1, [f"error: {' '.join(str(error).split())}. {missing() or ''}".rstrip()]
     return None
+
+
+def port_is_taken(error: BaseException) -> bool:
+    """Whether processes cannot find each other because another program has the port."""
+    from torch.distributed import DistNetworkError
+
+    return isinstance(error, DistNetworkError) and "EADDRINUSE" in str(error)
 
 
 def _was_stopped(failure: Any) -> bool:

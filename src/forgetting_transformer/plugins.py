@@ -84,29 +84,6 @@ class Component(Generic[T]):
     free: tuple[str, ...] = ()
     plugin: str = ""
 
-    def check_call(self, key: str, *arguments: Any) -> None:
-        """
-        Args:
-            key: of the config, which has the name.
-
-        Raises:
-            PluginError: `build` cannot be called with so many arguments.
-        """
-        if not callable(self.build):
-            raise PluginError(f"{key}={self.name!r} is registered as {self.build!r}; register a function or a class")
-        try:
-            signature = inspect.signature(self.build)
-        except ValueError:
-            return  # of something built in, which has none to read
-        try:
-            signature.bind(*arguments)
-        except TypeError as error:
-            whose = f" of plugins=[{self.plugin}]" if self.plugin else ""
-            raise PluginError(
-                f"{key}={self.name!r}{whose}: {getattr(self.build, '__name__', self.build)} is called with "
-                f"{len(arguments)} arguments, which it does not take: {error}"
-            ) from error
-
 
 class Registry(Generic[T]):
     """The components of one kind by name.
@@ -173,6 +150,30 @@ class Registry(Generic[T]):
             plug_in = "name the plug-in that has it: plugins=[…]"
             raise UnknownComponentError(f"{self.key}={name!r} is unknown; {hint} {plug_in}")
         return found
+
+    def make(self, name: str, *arguments: Any) -> Any:
+        """What the function or class that is registered under `name` makes of the arguments.
+
+        Raises:
+            UnknownComponentError: nothing is registered under it. PluginError: it cannot be called with so many.
+        """
+        component = self.get(name)
+        build: Any = component.build
+        if not callable(build):
+            raise PluginError(f"{self.key}={name!r} is registered as {build!r}; register a function or a class")
+        try:
+            signature = inspect.signature(build)
+        except ValueError:
+            return build(*arguments)  # something built in, which has no signature to read
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            whose = f" of plugins=[{component.plugin}]" if component.plugin else ""
+            raise PluginError(
+                f"{self.key}={name!r}{whose}: {getattr(build, '__name__', build)} is called with {len(arguments)} "
+                f"arguments, which it does not take: {error}"
+            ) from error
+        return build(*arguments)
 
 
 #: The plug-ins that are being imported, the innermost last.

@@ -239,23 +239,6 @@ def test_a_link_in_the_place_of_work_is_refused(tree: Path, out: Path, tmp_path:
     assert everything(out) == before
 
 
-def test_a_rebuild_that_goes_on_says_that_texts_are_not_read_again(
-    tree: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_split", _fail)
-        with pytest.raises(ZeroDivisionError):
-            prepare(out, tree, doc_len=32, force=True)
-    said: list[str] = []
-    settings = CorpusSettings((str(tree),), tokenizer="bytes", doc_len=32)
-    prepare_corpus(settings, out, workers=1, force=True, say=said.append)
-    assert any("Its texts are not read again; delete " in line for line in said), said
-
-
-def _fail(*arguments: object) -> None:
-    raise ZeroDivisionError
-
-
 @pytest.mark.parametrize("nth", [3, 5, RENAMES])
 def test_killed_in_the_swap_any_start_finishes_it_first(tree: Path, out: Path, nth: int) -> None:
     child = server.Process(target=_die_at_rename, args=(out, tree, nth))
@@ -286,31 +269,33 @@ def test_killed_in_the_swap_a_rebuild_with_its_own_tokenizer_finishes(
     assert prepare(out, tree, **settings)["doc_len"] == 32
 
 
+def interrupt_at(stage: str, monkeypatch: pytest.MonkeyPatch, out: Path, tree: Path, **settings: object) -> None:
+    """Prepares a corpus until a function of pipeline.py is called."""
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, stage, _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(out, tree, **settings)
+
+
 def _interrupt(*arguments: object, **keywords: object) -> None:
     raise KeyboardInterrupt
 
 
 def test_a_killed_rebuild_goes_on_with_force_again(tree: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = everything(out)
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_split", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(out, tree, seed=3, force=True)
+    interrupt_at("_split", monkeypatch, out, tree, seed=3, force=True)
     assert visible(out) == before
     monkeypatch.setattr(prepare_module.stream, "encode_shard", _never)
     said: list[str] = []
     settings = CorpusSettings(inputs=(str(tree),), tokenizer="bytes", doc_len=32, seed=3)
     assert prepare_corpus(settings, out, force=True, say=said.append)["doc_len"] == 32
-    assert "continuing the unfinished corpus" in said[0]
+    assert "continuing the unfinished corpus" in said[0] and "Its texts are not read again; delete " in said[1]
 
 
 def test_a_killed_rebuild_is_kept_by_a_start_without_force(
     tree: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_split", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(out, tree, doc_len=64, force=True)
+    interrupt_at("_split", monkeypatch, out, tree, doc_len=64, force=True)
     before = everything(out)
     said: list[str] = []
     settings = CorpusSettings(inputs=(str(tree),), tokenizer="bytes", doc_len=64)
@@ -320,10 +305,7 @@ def test_a_killed_rebuild_is_kept_by_a_start_without_force(
 
 
 def test_force_starts_an_unfinished_corpus_over(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_split", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(tmp_path / "out", tree, doc_len=64)
+    interrupt_at("_split", monkeypatch, tmp_path / "out", tree, doc_len=64)
     write_tree(tree, {"package0/part0/file.txt": numbered_text(99, 20)})
     prepare(tmp_path / "out", tree, doc_len=64, force=True)
     prepare(tmp_path / "fresh", tree, doc_len=64)
@@ -334,10 +316,7 @@ def test_a_rebuild_whose_input_changed_is_started_over_by_force(
     tree: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = everything(out)
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_make_stream", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(out, tree, doc_len=64, tokenizer="train:280", force=True)
+    interrupt_at("_make_stream", monkeypatch, out, tree, doc_len=64, tokenizer="train:280", force=True)
     write_tree(tree, {"package0/part0/file.txt": numbered_text(99, 20)})
     with pytest.raises(CorpusError, match=r"input changed after the tokenizer was trained.*--force"):
         prepare(out, tree, doc_len=64, tokenizer="train:280", force=True)

@@ -12,7 +12,7 @@ from torch import nn
 from forgetting_transformer.data.corpus import check_batch, check_tokens, shifted
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.model import registry
-from forgetting_transformer.plugins import Component, PluginError
+from forgetting_transformer.plugins import Component, PluginError, Registry
 from forgetting_transformer.training.schedule import build_schedule
 from tests.model.small_models import small
 from tests.training.conftest import STEP, Job, changed
@@ -156,12 +156,13 @@ def test_a_function_that_cannot_be_called_as_components_are_is_refused(tiny, mon
     from forgetting_transformer.plugins import SCHEDULES
     from forgetting_transformer.training.config import ConfigError, ScheduleConfig
 
-    component = Component("mine", lambda model: None, plugin="my_lab")
-    component.check_call("optimizer.name", 1)
+    component, components = Component("mine", lambda model: model, plugin="my_lab"), Registry("optimizer.name")
+    monkeypatch.setattr(components, "_components", {"mine": component, "five": Component("five", 5)})
+    assert components.make("mine", 1) == 1
     with pytest.raises(PluginError, match=r"^optimizer.name='five' is registered as 5; register a function or a class"):
-        Component("five", 5).check_call("optimizer.name")
+        components.make("five")
     with pytest.raises(PluginError, match=r"^optimizer.name='mine' of plugins=\[my_lab\]: <lambda> is called with 3"):
-        component.check_call("optimizer.name", 1, 2, 3)
+        components.make("mine", 1, 2, 3)
     monkeypatch.setattr(SCHEDULES, "_components", {"mine": component})
     with pytest.raises(ConfigError, match=r"schedule\.name='mine'"):
         build_schedule(ScheduleConfig("mine", 1, 2), 1e-3)

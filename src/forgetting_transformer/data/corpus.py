@@ -137,18 +137,19 @@ def check_batch(batch: Any, corpus: str, rows: int | None, length: int, weighted
     """
     if not isinstance(batch, Mapping):
         raise DataError(f"{corpus} gave a batch of type {type(batch).__name__}; it must be a dictionary of tensors")
-    wanted = {"input_ids": (torch.int64, "T"), "labels": (torch.int64, "T")}
-    wanted |= {"weight": (torch.float64, "")} if weighted else {}
-    wanted |= {"cu_seqlens": (torch.int32, "S")} if "cu_seqlens" in batch else {}
-    for name, (dtype, axis) in wanted.items():
+    wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # after the axis of sequences
+    wanted = {"input_ids": (torch.int64, (length,)), "labels": (torch.int64, (length,))}
+    wanted |= {"weight": (torch.float64, ())} if weighted else {}
+    wanted |= {"cu_seqlens": (torch.int32, (length + 1,))} if "cu_seqlens" in batch else {}
+    for name, (dtype, rest) in wanted.items():
         tensor = batch.get(name)
         if tensor is None:
             raise DataError(f"{corpus} gave a batch without {name!r}; it has {', '.join(map(str, batch)) or 'nothing'}")
         if not isinstance(tensor, Tensor):
             raise DataError(f"{corpus} gave a batch whose {name!r} is a {type(tensor).__name__}, not a tensor")
         rows = rows or max(1, len(tensor) if tensor.dim() else 1)
-        shape = (rows, *({"T": [length], "S": [length + 1], "": []}[axis]))
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        shape = (rows, *rest)
+        if tensor.shape != shape or tensor.dtype != dtype:
             raise DataError(
                 f"{corpus} gave a batch whose {name!r} is {_named(tensor.shape, tensor.dtype)}; it must be "
                 f"{_named(shape, dtype)} here"

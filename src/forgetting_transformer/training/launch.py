@@ -16,10 +16,9 @@ from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.fabric.strategies import DDPStrategy, Strategy
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.distributed import DistNetworkError
 from torch.nn.parallel import DistributedDataParallel
 
-from forgetting_transformer import console, gpus
+from forgetting_transformer import console, elastic, gpus
 from forgetting_transformer.ranges import divisors
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.sharding import Sharded
@@ -91,8 +90,8 @@ def _port_named() -> Iterator[None]:
     """
     try:
         yield
-    except DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
+    except RuntimeError as error:
+        if not elastic.port_is_taken(error):
             raise
         raise ConfigError(
             f"port {os.environ.get('MASTER_PORT')}, over which the processes of a job find each other, is taken by "

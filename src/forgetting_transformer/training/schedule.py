@@ -20,11 +20,9 @@ def build_schedule(config: ScheduleConfig, peak_lr: float) -> Schedule:
         ConfigError: an unknown name, or lengths that do not fit into each other.
     """
     try:
-        component = SCHEDULES.get(config.name)
-        component.check_call("schedule.name", config, peak_lr)
+        return SCHEDULES.make(config.name, config, peak_lr)
     except (UnknownComponentError, PluginError) as error:
         raise ConfigError(str(error)) from error
-    return component.build(config, peak_lr)
 
 
 def _with_warmup(config: ScheduleConfig, peak_lr: float, decay: Callable[[float], float] | None) -> Schedule:

@@ -98,9 +98,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -
 
 
 def build_data(data_dir: str, config: DataModuleConfig, recorded: Vocabulary | None = None) -> Corpus:
-    corpus = CORPORA.get(config.name)
-    corpus.check_call("datamodule.name", data_dir, config, recorded)
-    return corpus.build(data_dir, config, recorded)
+    return CORPORA.make(config.name, data_dir, config, recorded)
 
 
 def recorded_vocabulary(config: Config, directory: RunDirectory) -> Vocabulary | None:
@@ -269,9 +267,7 @@ def build_optimizer(model: nn.Module, undecayed: set[str], config: OptimizerConf
     Raises:
         ConfigError: what was built is no optimizer of PyTorch's kind, which would show only when the run is continued.
     """
-    component = OPTIMIZERS.get(config.name)
-    component.check_call("optimizer.name", model, undecayed, config)
-    optimizer = component.build(model, undecayed, config)
+    optimizer = OPTIMIZERS.make(config.name, model, undecayed, config)
     if (
         not isinstance(optimizer, torch.optim.Optimizer)
         or "closure" not in inspect.signature(optimizer.step).parameters

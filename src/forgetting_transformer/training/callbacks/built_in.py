@@ -53,10 +53,7 @@ def chosen(config: Config) -> list[Callback]:
     """
     found = []
     for name, keys in vars(config.callbacks).items():
-        component = CALLBACKS.get(name)
-        arguments = () if component.config is None else (keys,)
-        component.check_call("callbacks", *arguments)
-        callback = component.build(*arguments)
+        callback = CALLBACKS.make(name, *(() if CALLBACKS.get(name).config is None else (keys,)))
         if not isinstance(callback, Callback):
             base = "forgetting_transformer.training.callbacks.Callback"
             raise ConfigError(f"callbacks.{name}: {type(callback).__name__} does not derive from {base}")

@@ -1,5 +1,6 @@
 """The loss on held-out documents."""
 
+import functools
 import itertools
 import logging
 import sys
@@ -46,7 +47,6 @@ class HeldOut(Callback):
     def __init__(self, data: "Corpus", eval_set: str = "", weights: str | None = None) -> None:
         self._data, self._title = data, "held-out"
         self._corpus = f"eval_sets.{eval_set}" if eval_set and weights is None else "the corpus (datamodule.name)"
-        self._least: int | None = None
         self._described: dict[str, Any] = {}
         if eval_set:
             info = data.eval_info()
@@ -84,10 +84,10 @@ class HeldOut(Callback):
         trainer.sum_over_ranks(sums.flat)
         mean_T, counts_T = sums.mean_T(), sums.counts_T()
         sequences, tokens = int(sums.sequences_T[0].item()), int(sums.sequences_T.sum().item())
-        if sequences < self._least_sequences():
+        if sequences < self._least_sequences:
             log.warning(
                 "%s gave %s held-out sequences; its eval_info() says at least %s",
-                *(self._corpus, f"{sequences:,}", f"{self._least_sequences():,}"),
+                *(self._corpus, f"{sequences:,}", f"{self._least_sequences:,}"),
             )
         seconds = time.perf_counter() - started
         name = self.kinds[0]
@@ -106,9 +106,8 @@ class HeldOut(Callback):
         }
         trainer.report(name, values, {f"{name}/loss_per_token": mean_T})
 
+    @functools.cached_property
     def _least_sequences(self) -> int:
         """How many must count: all but those that fill the last batch. Of packed ones each document counts."""
-        if self._least is None:
-            info = self._data.eval_info()
-            self._least = (info.total_batches - 1) * info.global_batch_size + 1
-        return self._least
+        info = self._data.eval_info()
+        return (info.total_batches - 1) * info.global_batch_size + 1
