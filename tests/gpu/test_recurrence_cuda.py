@@ -120,6 +120,18 @@ def rounding_of_gate_gradients(want: dict[str, Tensor], inputs: dict[str, Tensor
     return 0.05 * (terms if terms.shape == want["dlog_decay"].shape else terms.sum(-1)).norm().item()
 
 
+def decay_floors(op: str, decay: str, want: dict[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, float]:
+    """Error that the gradient of a log decay may have beside 1.5e-2 of its size.
+
+    For gated_delta_rule, FLA's kernel multiplies a state with its gradient and adds the thousands of products of a tile
+    in the type of the inputs (`tl.sum` keeps it). Without decay, where the products nearly cancel, that costs 2.7e-2 in
+    bfloat16 and 2e-3 in float16; with a sum in float32 it is 2e-3 in bfloat16 too. simple_gla's states are float32.
+    """
+    rounding = rounding_of_gate_gradients(want, inputs) if decay == "strong" else 0.0
+    sums = 4e-2 * want["dlog_decay"].norm().item() if op == "gated_delta_rule" else 0.0
+    return {"dlog_decay": max(rounding, sums)}
+
+
 @pytest.mark.parametrize("length", [63, 64, 130, 300])
 @pytest.mark.parametrize("op, decay", OPS_AND_DECAYS)
 def test_fla_and_its_gradients_agree_with_float64(op, decay, length):
@@ -143,9 +155,8 @@ def test_random_cases_agree_with_float64(op, seed, monkeypatch):
     decay = "none" if op == "delta_rule" else draw.choice(["random", "random", "none", "strong"])
     inputs = make_inputs(op, length, decay, heads=heads)
     want = run(lambda x: by_name(chunked, x), {name: x.double() for name, x in inputs.items()})
-    floors = {"dlog_decay": rounding_of_gate_gradients(want, inputs)} if decay == "strong" else {}
     got = run(public(op), inputs)
-    assert_close(got, want, 1.5e-2, **floors)
+    assert_close(got, want, 1.5e-2, **decay_floors(op, decay, want, inputs))
     again = run(public(op), inputs)
     assert all(torch.equal(got[name], again[name]) for name in got)
 
