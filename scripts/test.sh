@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs the whole test suite, in .venv, which it makes if needed. Arguments go to pytest:
+# Runs the tests in .venv, which it makes if needed. Arguments go to pytest:
 #
-#   bash scripts/test.sh                       everything
+#   bash scripts/test.sh                       every contract, architecture, kernel and command
 #   bash scripts/test.sh tests/ops -k padding  some of it
 #   bash scripts/test.sh --fast                the part for the daily loop: what is not marked slow, or is marked quick
-#   bash scripts/test.sh --long                what is marked long too, and fifty rounds of the kill loop instead of a few
+#   bash scripts/test.sh --all                 also what is marked rare, and fifty rounds of the kill loop instead of two
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh

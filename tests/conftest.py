@@ -5,15 +5,15 @@ import pytest
 
 
 def pytest_addoption(parser):
-    parser.addoption("--long", action="store_true", help="what is marked long, and more rounds of what is random")
+    parser.addoption("--all", action="store_true", help="what is marked rare, and more rounds of what is random")
 
 
 @pytest.hookimpl(trylast=True)  # after -m has left some out
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--long"):
-        long = [item for item in items if item.get_closest_marker("long")]
-        items[:] = [item for item in items if item not in set(long)]
-        config.hook.pytest_deselected(items=long)
+    if not config.getoption("--all"):
+        rare = [item for item in items if item.get_closest_marker("rare")]
+        items[:] = [item for item in items if item not in set(rare)]
+        config.hook.pytest_deselected(items=rare)
     items[:] = _slow_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 

@@ -168,7 +168,7 @@ def test_a_run_of_two_processes_of_which_one_is_killed_ends_as_if_none_had_been(
 
 
 @pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.rare
 def test_two_processes_are_stopped_and_moved_and_end_as_if_they_had_not_been(tmp_path):
     rows = measured(tmp_path, "--checks", "world_sizes", "sigterm", "hang", "checkpoint_stall")
     assert len(rows) == 6 and rows["straight", 2]["losses"] != rows["straight", 1]["losses"]

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 # Compute capability: KiB of shared memory a program may have (CUDA C++ Programming Guide, "Technical Specifications").
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # 8.0 and 8.9 are compiled as 8.6 is, for as much memory or more.
-GENERATIONS = [pytest.param(c, 256, marks=[pytest.mark.long] if c in (80, 89) else []) for c in SHARED_KIB]
+GENERATIONS = [pytest.param(c, 256, marks=[pytest.mark.rare] if c in (80, 89) else []) for c in SHARED_KIB]
 HEADS_AND_CHANNELS = {"q_ptr", "k_ptr", "v_ptr", "d_out_ptr", "out_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
 LOCATIONS = ("_0", "_1", "_2")
 KERNELS = ("forward", "key_gradient", "query_gradient")
@@ -124,8 +124,8 @@ USUAL = [
 
 
 def _when(case: tuple[str, int, int]) -> list[pytest.MarkDecorator]:
-    """One also in the daily loop, some in the whole suite, the others with --long."""
-    return [pytest.mark.quick] if case == USUAL[0] else [] if case in USUAL else [pytest.mark.long]
+    """One also in the daily loop, some in the whole suite, the others with --all."""
+    return [pytest.mark.quick] if case == USUAL[0] else [] if case in USUAL else [pytest.mark.rare]
 
 
 @pytest.mark.slow

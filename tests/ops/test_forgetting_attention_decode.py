@@ -415,7 +415,7 @@ WIDE = ("wide heads", "float32, wide heads")  # what needs most memory
 @pytest.mark.parametrize(
     "capability, case",
     [
-        pytest.param(capability, case, marks=[pytest.mark.long] if capability == 86 and case not in WIDE else [])
+        pytest.param(capability, case, marks=[pytest.mark.rare] if capability == 86 and case not in WIDE else [])
         for capability in (86, 90)
         for case in COMPILED
     ],

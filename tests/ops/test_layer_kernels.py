@@ -257,7 +257,7 @@ GENERATIONS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize(
     "capability",
-    [pytest.param(c, marks=[pytest.mark.slow, *[pytest.mark.long] * (c in (80, 89))]) for c in GENERATIONS],
+    [pytest.param(c, marks=[pytest.mark.slow, *[pytest.mark.rare] * (c in (80, 89))]) for c in GENERATIONS],
 )
 def test_kernels_compile_for_every_generation(capability, tmp_path, monkeypatch):
     """In bfloat16 at the widths of the 760M models, 1,536 and 4,096 of the MLP; float32 and the widest rows."""

@@ -175,7 +175,7 @@ KERNELS = ("forward_kernel", "carry_kernel", "state_gradient_kernel", "backward_
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize(
-    "capability", [pytest.param(c, marks=[pytest.mark.long] if c in (80, 89) else []) for c in SHARED_KIB]
+    "capability", [pytest.param(c, marks=[pytest.mark.rare] if c in (80, 89) else []) for c in SHARED_KIB]
 )
 def test_kernels_compile_for_every_generation(capability, name, tmp_path, monkeypatch):
     """At the sizes of Samba 760M, in bfloat16."""

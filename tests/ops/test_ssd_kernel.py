@@ -128,7 +128,7 @@ def test_16_bits_keep_their_digits_through_strong_decay():
     expect("check(*inputs(1, 200, 2, 1, 16, 16, 'resets', dtype=torch.float16), tolerance=2e-3)")
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 20))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.rare) for seed in range(3, 20))])
 def test_random_shapes(seed):
     chosen = random.Random(seed)
     groups = chosen.choice([1, 2, 3])

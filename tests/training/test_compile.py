@@ -385,8 +385,8 @@ def assert_same_bits(a: str, b: str, step: int) -> None:
 
 @pytest.mark.slow
 def test_two_starts_with_empty_caches_are_bitwise_one_run(request, tiny, tmp_path):
-    """Compiled and with checkpointed activations (with --long also sharded); the losses are those of an eager run."""
-    world_size = 2 if request.config.getoption("--long") else 1
+    """Compiled and with checkpointed activations (with --all also sharded); the losses are those of an eager run."""
+    world_size = 2 if request.config.getoption("--all") else 1
     strategy = "fsdp" if world_size == 2 else "auto"
     config = changed(tiny, strategy__name=strategy, train__gradient_checkpointing=True, train__max_tokens=6 * STEP)
     # The architecture with the fewest kernels to compile.

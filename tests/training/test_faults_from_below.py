@@ -30,9 +30,9 @@ def campaign(folder: Path, *options: str) -> subprocess.CompletedProcess:
     ("kind", "strategy"),
     [
         ("disk", "auto"),
-        pytest.param("disk", "fsdp", marks=pytest.mark.long),
-        pytest.param("slow_storage", "auto", marks=pytest.mark.long),
-        pytest.param("clock_jumps", "ddp", marks=pytest.mark.long),
+        pytest.param("disk", "fsdp", marks=pytest.mark.rare),
+        pytest.param("slow_storage", "auto", marks=pytest.mark.rare),
+        pytest.param("clock_jumps", "ddp", marks=pytest.mark.rare),
     ],
 )
 def test_faults_from_below_lose_nothing(tmp_path, kind, strategy):

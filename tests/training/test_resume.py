@@ -93,7 +93,7 @@ def test_strategies_agree_from_the_first_step(tiny, finished):
 @pytest.mark.parametrize(("strategy", "world_size", "kills"), [("auto", 1, 4), ("ddp", 2, 2), ("fsdp", 2, 2)])
 def test_killed_at_random_moments_it_ends_in_the_same_weights(request, tiny, finished, strategy, world_size, kills):
     """SIGKILL again and again, also while checkpoints are being written: one is due at every step."""
-    kills = 50 if request.config.getoption("--long") else kills
+    kills = 50 if request.config.getoption("--all") else kills
     steps = max(20, 4 * kills)
     tiny = changed(tiny, strategy__name=strategy)
     if steps != 20:
