@@ -20,7 +20,7 @@ REPOSITORY, REVISION = "someone/longcrawl64", "0123abcd"
 
 
 class Mirror:
-    """Serves `root` at `url`, and as hf://datasets/<REPOSITORY>@<REVISION> at the endpoint `url`.
+    """Serves `root` at `url`, and as hf://datasets/<repository>@<revision> at the endpoint `url`.
 
     Attributes:
         faults: file name -> what its next requests get, first to last: "cut" (half the bytes, then the connection
@@ -48,7 +48,9 @@ class Mirror:
 
 
 @contextmanager
-def serve(root: Path, password: str | None = None) -> Iterator[Mirror]:
+def serve(
+    root: Path, password: str | None = None, repository: str = REPOSITORY, revision: str = REVISION
+) -> Iterator[Mirror]:
     """`password`: of the user "reader", without which the answer is 401."""
     mirror = Mirror(root)
 
@@ -69,10 +71,10 @@ def serve(root: Path, password: str | None = None) -> Iterator[Mirror]:
             if password is not None and self.headers.get("Authorization") != known:
                 return self.send(401, b"", body)
             path = unquote(urlsplit(self.path).path).strip("/")
-            tree = f"api/datasets/{REPOSITORY}/tree/{REVISION}"
+            tree = f"api/datasets/{repository}/tree/{revision}"
             if path == tree or path.startswith(f"{tree}/"):
                 return self.send(200, tree_of(mirror.root, path.removeprefix(tree).strip("/")), body)
-            name = path.removeprefix(f"datasets/{REPOSITORY}/resolve/{REVISION}/")
+            name = path.removeprefix(f"datasets/{repository}/resolve/{revision}/")
             with mirror.lock:
                 mirror.requests[self.command, name] += 1
             fault = mirror.next_fault(name)

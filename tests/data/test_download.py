@@ -233,11 +233,17 @@ def test_names_from_the_source_never_become_paths(mirror, tmp_path, monkeypatch)
     assert all("escaped" not in name for _, name in mirror.requests)
 
 
-def test_a_dry_run_fetches_nothing_but_metadata(mirror, tmp_path):
+def test_a_dry_run_fetches_nothing_but_metadata_and_says_what_there_is(mirror, tmp_path):
     said = []
     download(HUB, "train", tmp_path / "out", dry_run=True, say=said.append)
     assert mirror.fetched() == {} and not (tmp_path / "out/train.zarr").exists()
-    assert "4 of 6 row-chunks; the source has 4 complete" in said[0] and "28 documents of 96 tokens" in said[0]
+    assert "the source has: 28 documents of 96 tokens, 0.00 billion tokens (4 of 6 row-chunks)\n" in said[0]
+    said.clear()
+    download(HUB, "train", tmp_path / "out", Selection(documents=9), dry_run=True, say=said.append)
+    assert "the source has: 28 documents" in said[0] and "asked for: 16 documents of 96 tokens" in said[0]
+    said.clear()
+    download(mirror.url, "train", tmp_path / "out", Selection(documents=9), dry_run=True, say=said.append)
+    assert "the source has" not in said[0] and "asked for: 16 documents" in said[0], "it was not asked for all"
 
 
 def test_other_object_stores_are_read_through_fsspec(mirror, tmp_path):

@@ -15,6 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def documents_needed(tokens: int, doc_len: int, seq_len: int, batch_size: int) -> int:
+    """The fewest documents of which a run of so many tokens reads none twice. Arguments as of ReadingOrder."""
+    batches = -(-tokens // (batch_size * seq_len))
+    return -(-batches // (doc_len // seq_len)) * batch_size
+
+
 @dataclass(frozen=True)
 class Location:
     """Where the sequences of a batch lie in the array: documents [first, last), tokens [begin, end) of each."""

@@ -12,6 +12,7 @@ from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from forgetting_transformer.data.mixture import MixtureDataModule
+from forgetting_transformer.data.tools.download import fetching
 from forgetting_transformer.ops.selftest import Backend
 from forgetting_transformer.training import execution, graphs, setup, status
 from forgetting_transformer.training.backends import choose_on_all_ranks
@@ -242,9 +243,11 @@ class Parts:
                 "lower datamodule.train_batch_size or datamodule.train_batch_len, or use a larger corpus"
             )
         if config.train.max_tokens > info.total_tokens and not config.datamodule.repeat:
+            more = fetching(info, config.train.max_tokens)
             raise ConfigError(
                 f"train.max_tokens={config.train.max_tokens:,} is more than the {info.total_tokens:,} tokens of "
                 f"{info.path} at this batch shape; lower it, or set datamodule.repeat=true to read the data again"
+                + (f", or fetch {more}" if more else "")
             )
         if not config.skip_eval:
             self.data.eval_info()

@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -26,11 +27,13 @@ import numpy as np
 import zarr
 
 from forgetting_transformer.data.array_files import LARGEST_METADATA, PROBES, ArrayFiles, open_array
+from forgetting_transformer.data.corpus import DataInfo
 from forgetting_transformer.data.errors import DataError
+from forgetting_transformer.data.order import documents_needed
 from forgetting_transformer.data.remote import RemoteError, RemoteFile, RemoteFolder, open_remote
 from forgetting_transformer.files import locked, write_atomically
 from forgetting_transformer.progress import Progress
-from forgetting_transformer.redaction import redact_tree
+from forgetting_transformer.redaction import redact, redact_tree
 
 #: The public mirror, at a revision that others have used. Its train.zarr holds about a tenth of the row-chunks.
 MIRROR = "hf://datasets/clankur/longcrawl64@5e2f38e601ca7c16fa304f30536d9e2945bb2a32"
@@ -65,15 +68,16 @@ class Plan:
 
     Attributes:
         array: the array that will be on disk: its metadata, without chunks yet.
-        rows: rows of files to have in the end; `rows_offered` are complete at the source, of `rows_in_all`; None where
-            the source was only asked as far as needed.
+        rows: rows of files to have in the end.
+        rows_offered: those that are complete at the source, of `rows_in_all`; None where the source was only asked as
+            far as needed.
         files: the files of `rows` by row and column, with what the source states about each.
     """
 
     array: zarr.Array
     metadata: dict[str, bytes]
     rows: list[int]
-    rows_offered: int | None
+    rows_offered: list[int] | None
     rows_in_all: int
     files: dict[File, RemoteFile]
 
@@ -84,10 +88,16 @@ class Plan:
 
     @property
     def documents(self) -> int:
-        return sum(self._documents_in(row) for row in self.rows)
+        return self._documents_in(self.rows)
 
-    def _documents_in(self, row: int) -> int:
-        return min((row + 1) * self.file_shape[0], self.array.shape[0]) - row * self.file_shape[0]
+    def _documents_in(self, rows: list[int]) -> int:
+        height, documents = self.file_shape[0], self.array.shape[0]
+        return sum(min((row + 1) * height, documents) - row * height for row in rows)
+
+    def amount(self, rows: list[int]) -> str:
+        """The documents and tokens in rows."""
+        documents, doc_len = self._documents_in(rows), self.array.shape[1]
+        return f"{documents:,} documents of {doc_len:,} tokens, {documents * doc_len / 1e9:,.2f} billion tokens"
 
     def key(self, file: File) -> str:
         return self.array.metadata.encode_chunk_key(file)
@@ -208,7 +218,7 @@ class _Download:
             )
         whole = listed is not None or wanted is None
         chosen = {(row, column): files[row, column] for row in rows for column in columns}
-        return Plan(array, metadata, rows, len(offered) if whole else None, in_all, chosen)
+        return Plan(array, metadata, rows, offered if whole else None, in_all, chosen)
 
     def _metadata(self, tokens: int | None) -> dict[str, bytes]:
         """The array's metadata files, of documents cut to `tokens`."""
@@ -278,16 +288,17 @@ class _Download:
         return missing, unproven
 
     def _describe(self, plan: Plan, missing: list[File], unproven: list[File]) -> None:
-        offered = "" if plan.rows_offered is None else f"; the source has {plan.rows_offered:,} complete"
         total = sum(plan.nbytes(file) for file in plan.files)
         left = sum(plan.nbytes(file) for file in missing)
-        self.say(
-            f"{self.name} from {self.remote.url}: {len(plan.rows):,} of {plan.rows_in_all:,} row-chunks{offered}\n"
-            f"  {plan.documents:,} documents of {plan.array.shape[1]:,} tokens, "
-            f"{plan.documents * plan.array.shape[1] / 1e9:,.2f} billion tokens\n"
-            f"  {len(plan.files):,} files, {total / 1e9:,.2f} GB; to fetch {len(missing):,}, {left / 1e9:,.2f} GB"
+        lines = [f"{self.name} from {self.remote.url}"]
+        for title, rows in (("the source has", plan.rows_offered), ("asked for", plan.rows)):
+            if rows is not None:
+                lines.append(f"{title}: {plan.amount(rows)} ({len(rows):,} of {plan.rows_in_all:,} row-chunks)")
+        lines.append(
+            f"{len(plan.files):,} files, {total / 1e9:,.2f} GB; to fetch {len(missing):,}, {left / 1e9:,.2f} GB"
             + (f"; to check {len(unproven):,} that are there" if unproven else "")
         )
+        self.say("\n  ".join(lines))
 
     def _require_space(self, needed: int) -> None:
         free = shutil.disk_usage(self.out).free
@@ -418,6 +429,24 @@ class _Download:
             f"{self.target} is complete and verified"
             + ("; it is sparse, so train on it with datamodule.missing_chunks=skip" if holes else "")
         )
+
+
+def fetching(info: DataInfo, tokens: int) -> str | None:
+    """How many documents a run of so many tokens needs, and the command that fetches them.
+
+    None of an array that `download` did not make.
+    """
+    array = Path(info.path)
+    try:
+        note = json.loads(array.with_name(f"{array.stem}.download.json").read_text(encoding="utf-8"))
+        source = note["source"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    documents = documents_needed(tokens, info.doc_len, info.seq_len, info.global_batch_size)
+    words = ["scripts/download_longcrawl64.py", array.stem, "--documents", str(documents)]
+    words += ["--tokens", str(info.doc_len), "--out", str(array.parent)]
+    words += [] if source == MIRROR else ["--source", redact(source)]
+    return f"the {documents:,} documents that it needs: {shlex.join(words)}"
 
 
 @contextlib.contextmanager
