@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, RecordError, add_options, run_main
 
-from training import compose
+from training import compose, keep_weights
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -64,6 +64,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     undecayed = undecayed_parameters(model, config.train)
     model = model.to(device).train()
     optimizer = setup.build_optimizer(model, undecayed, config.optimizer)
+    keep_weights(optimizer)
     tokens_BT = torch.randint(args.vocab_size, (1, args.seq_len), device=device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.fabric.precision == "bf16-mixed")
 

@@ -179,11 +179,11 @@ def measure_peer(chosen: argparse.Namespace, experiment: str, row: dict[str, Any
     model.train()
     optimizer = torch.optim.AdamW(
         model.parameters(),
-        lr=config.optimizer.lr,
         betas=tuple(config.optimizer.betas),
         weight_decay=config.optimizer.weight_decay,
         fused=True,
     )
+    training.keep_weights(optimizer)
     tokens_BT = torch.randint(chosen.vocab_size, (chosen.batch_size, chosen.seq_len), device=device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=chosen.precision == "bf16-mixed")
     run = torch.compile(model) if row["compiled"] else model

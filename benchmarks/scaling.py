@@ -7,8 +7,9 @@
     python benchmarks/scaling.py --accelerator cpu --experiments demo/fox_pro --seq_len 256 --steps 2      # to try it
 
 A step is forward and backward of each micro-batch (--batch_size sequences of random tokens on every GPU), the reduction
-of gradients, clipping and AdamW, with random weights. Every case sees the same tokens. Steps follow each other without
-waiting, as in training. The paper's experiments take half a million tokens a step: on two GPUs 16 micro-batches of one
+of gradients, clipping and AdamW, from random weights. Every step has fresh tokens, because a model learns by heart what
+is repeated, and its forget gates change. Every case has the same. Steps follow each other without waiting, as in
+training. The paper's experiments take half a million tokens a step: on two GPUs 16 micro-batches of one
 sequence. A row is printed and saved to --out (record.py) as soon as it is measured. All cases share one start of the
 processes. After a case that fails or runs out of memory they are started again; only the former is an error.
 
@@ -292,7 +293,8 @@ def measure(
     if device.type == "cuda":
         # With graphs the peak is that of all steps: PyTorch counts their memory only while they are recorded.
         torch.cuda.reset_peak_memory_stats(device)
-    step, model, optimizer = prepare(args, case, config, weights, compilation, device)
+    draws = torch.Generator(device).manual_seed(0 if is_alone(case) else int(os.environ["RANK"]))
+    step, model, optimizer = prepare(args, case, config, weights, compilation, device, draws)
     for _ in range(WARMUP):
         loss = step()
     if device.type == "cuda":
@@ -315,16 +317,26 @@ def measure(
     sums = digests_of_whole(dict(model.named_parameters())) if not is_alone(case) else {}
     row["weights"] = f"{sum(int(value, 16) for value in sums.values()) % 2**64:016x}" if sums else None
     if not is_alone(case) and case["micro_batches"] == args.micro_batches[-1]:
-        row["resumed"] = resumes(args, case, config, weights, compilation, device, (step, model, optimizer))
+        row["resumed"] = resumes(args, case, config, weights, compilation, device, draws, (step, model, optimizer))
     if device.type == "cuda":
         row |= trace(step)
     return row
 
 
 def prepare(
-    args: argparse.Namespace, case: dict[str, Any], config: Any, weights: dict[str, Any], compilation: Any, device: Any
+    args: argparse.Namespace,
+    case: dict[str, Any],
+    config: Any,
+    weights: dict[str, Any],
+    compilation: Any,
+    device: Any,
+    draws: Any,
 ) -> tuple[Callable[[], Any], Any, Any]:
-    """A step, the model and the optimizer as a run would have them under the case's strategy."""
+    """A step, the model and the optimizer as a run would have them under the case's strategy.
+
+    Args:
+        draws: a generator on the device; each step takes its tokens from it.
+    """
     import torch
     from lightning.fabric import Fabric
 
@@ -339,10 +351,7 @@ def prepare(
     model.load_state_dict(weights)
     model.train()
     undecayed = undecayed_parameters(model, config.train)
-    rank = 0 if alone else int(os.environ["RANK"])
-    draws = torch.Generator().manual_seed(rank)
-    tokens = torch.randint(VOCABULARY, (count, args.batch_size, args.seq_len + 1), generator=draws).to(device)
-    micro_batches = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in tokens]
+    shape = (count, args.batch_size, args.seq_len + 1)
     if alone:
         model.to(device)
         optimizer = setup.build_optimizer(model, undecayed, config.optimizer)
@@ -367,7 +376,8 @@ def prepare(
     def step() -> Any:
         optimizer.zero_grad()
         total = torch.zeros((), device=device)
-        for k, (inputs, labels) in enumerate(micro_batches):
+        for k, tokens in enumerate(torch.randint(VOCABULARY, shape, generator=draws, device=device)):
+            inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
             last = k == count - 1
             if fabric is None:
                 with graphs.micro_batch(last):
@@ -409,7 +419,14 @@ def plain(model: Any, mesh: Any) -> Any:
 
 
 def resumes(
-    args: argparse.Namespace, case: dict[str, Any], config: Any, weights: Any, compilation: Any, device: Any, now: Any
+    args: argparse.Namespace,
+    case: dict[str, Any],
+    config: Any,
+    weights: Any,
+    compilation: Any,
+    device: Any,
+    draws: Any,
+    now: Any,
 ) -> bool:
     """Whether two further steps of a new model, with the weights and moments of this one, are bitwise this one's."""
     import torch
@@ -419,11 +436,12 @@ def resumes(
 
     step, model, optimizer = now
     kept = [local(parameter.detach()).clone() for parameter in model.parameters()]
-    moments = copy.deepcopy(optimizer.state_dict())
+    moments, place = copy.deepcopy(optimizer.state_dict()), draws.get_state()
     for _ in range(2):
         step()
     want = digests_of_whole(dict(model.named_parameters()))
-    again, other, its_optimizer = prepare(args, case, config, weights, compilation, device)
+    draws.set_state(place)
+    again, other, its_optimizer = prepare(args, case, config, weights, compilation, device, draws)
     with torch.no_grad():
         for parameter, value in zip(other.parameters(), kept, strict=True):
             local(parameter).copy_(value)

@@ -142,6 +142,30 @@ def test_a_worker_says_that_a_case_does_not_fit_by_how_it_ends(monkeypatch, tmp_
 
 
 @pytest.mark.slow
+def test_no_step_repeats_tokens_and_a_new_model_continues_with_the_next(monkeypatch):
+    """FoX learned a repeated batch by heart within ten steps, and what its gates pruned was unknown."""
+    scaling, seen = load("scaling"), []
+    args = scaling.parse_args(["--experiments", "demo/fox_pro", "--accelerator", "cpu", "--seq_len", "16"])
+    config = scaling.compose("demo/fox_pro", ["fabric.accelerator=cpu"])
+    weights, draws = scaling.build(config).state_dict(), torch.Generator().manual_seed(0)
+
+    def step_of():
+        case = {"case": "one", "micro_batches": 2}
+        step, model, _ = scaling.prepare(args, case, config, weights, None, torch.device("cpu"), draws)
+        model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"]), with_kwargs=True)
+        return step
+
+    step = step_of()
+    step()
+    place = draws.get_state()
+    step()
+    assert len(seen) == 4 and len({tuple(tokens.flatten().tolist()) for tokens in seen}) == 4
+    draws.set_state(place)
+    step_of()()
+    assert torch.equal(torch.cat(seen[4:]), torch.cat(seen[2:4]))
+
+
+@pytest.mark.slow
 def test_all_ways_to_shard_take_bitwise_the_same_steps_on_two_processes(tmp_path):
     out = tmp_path / "out.json"
     command = ["--experiments", "demo/fox_pro", "--accelerator", "cpu", "--seq_len", "32", "--steps", "1"]

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,20 @@ def test_measures_a_demo_model_with_and_without_checkpointing(benchmark, tmp_pat
     assert [line.split("|")[1:3] for line in printed[2:4]] == [[" demo/fox_pro ", " yes "], [" demo/fox_pro ", " no "]]
     assert {line.count("|") for line in printed[:4]} == {9}
     assert "forward, backward, clipping, AdamW" in printed[-1] and "MFU: causal-exact" in printed[-1]
+
+
+def test_steps_with_the_optimizer_change_no_weight(benchmark, monkeypatch):
+    """They repeat one batch: FoX learns it by heart in ten steps, and prunes as no model of initialisation does."""
+    from forgetting_transformer.training import setup
+
+    built, build = [], setup.build_model
+    monkeypatch.setattr(setup, "build_model", lambda *given: built.append(build(*given)) or built[0])
+    arguments = [*SMALL, "--experiments", "demo/fox_pro", "--optimizer_step", "--checkpointing", "off"]
+    torch.manual_seed(0)
+    assert benchmark.measure(benchmark.parse_args(arguments), "demo/fox_pro", False, cold=False)["step_seconds"]
+    torch.manual_seed(0)
+    fresh = build(benchmark.compose("demo/fox_pro", []), SimpleNamespace(vocab_size=64, bos_token_id=0)).state_dict()
+    assert all(torch.equal(tensor, fresh[name]) for name, tensor in built[0].state_dict().items())
 
 
 def test_a_run_is_measured_with_its_trained_weights_on_its_held_out_text(benchmark, quickstart):  # noqa: F811
