@@ -74,6 +74,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = args.device == "cuda"
     args.experiment = args.experiment or ("forgetting_transformer/pro_760m_16b" if on_gpu else "demo/fox_pro")
+    args.seq_len = args.seq_len or (training.ON_GPU if on_gpu else training.ON_CPU)["seq_len"]
     return args
 
 
@@ -125,9 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]:
     chosen = ["--experiments", case["experiment"], "--device", args.device]
-    chosen += ["--steps", str(args.steps), "--warmup_steps", str(args.warmup_steps)]
-    if args.seq_len is not None:
-        chosen += ["--seq_len", str(args.seq_len)]
+    chosen += ["--steps", str(args.steps), "--warmup_steps", str(args.warmup_steps), "--seq_len", str(args.seq_len)]
     if not case["pruned"]:
         chosen += ["--overrides", "model.config.log_pruning_tolerance=null"]
     options = training.parse_args(chosen)

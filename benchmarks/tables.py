@@ -396,6 +396,18 @@ def against_others(others: Results, ours: Results) -> str:
     return table(["model", "other code", "activation checkpointing", "pruned", "its tokens/s", "ours"], rows)
 
 
+def authors(results: Results) -> str:
+    """The paper authors' code and ours, each mode beside the same mode."""
+    rows = []
+    for pruned in (True, False):
+        for checkpointing in (False, True):
+            case = {"pruned": pruned, "checkpointing": checkpointing}
+            theirs, ours = (results.row(code=code, **case)["tokens_per_second"] for code in ("authors", "ours"))
+            cells = ["yes" if pruned else "no", "yes" if checkpointing else "no"]
+            rows.append([*cells, f"{theirs:,.0f}", f"{ours:,.0f}", f"{ours / theirs:.2f}"])
+    return table(["pruned", "activation checkpointing", "authors' tokens/s", "ours", "ratio"], rows)
+
+
 def peers(results: Results, steps: Results) -> str:
     """Whole steps of our models and of other packages' models of the same sizes; or why there are none.
 

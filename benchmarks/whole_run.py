@@ -264,6 +264,7 @@ def speeds(output_dir: Path) -> dict[str, Any]:
     heldout = read_metrics(folder / "val.jsonl") if (folder / "val.jsonl").is_file() else []
     goodput = read_metrics(folder / "goodput.jsonl")[-1]
     return {
+        "parameters": read_metrics(folder / "model_info.jsonl")[-1]["model_info/total_params"],
         "tokens": logged[-1]["step"],
         "steps": round(logged[-1]["throughput/batch_count"]),
         "tokens_per_second": rate(logged[0], logged[-1]),

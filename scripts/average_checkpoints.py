@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Averages the weights of several checkpoints of a run, and writes the result as an exported model.
 
-    python scripts/average_checkpoints.py RUN --last 3                      the newest three, to the folder RUN-average
+    python scripts/average_checkpoints.py RUN --last 2                      the newest two, to the folder RUN-average
     python scripts/average_checkpoints.py RUN --steps 524288 1048576 --out output/hf/mean
 
 RUN is the output_dir of a run, of which nothing is changed. The result is what save_model.py writes: evaluations,

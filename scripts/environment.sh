@@ -1,7 +1,7 @@
 # Sourced by the other scripts: makes the virtual environment .venv in the repository if it is not there, installs what
 # requirements-dev.txt names, and puts it first on PATH. An installation that is up to date costs no time.
 #
-#   PYTHON=python3.12 bash scripts/test.sh     uses another interpreter (Python 3.11 or newer)
+#   PYTHON=python3.12 bash scripts/test.sh     uses another interpreter (Python 3.11, 3.12 or 3.13)
 
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 environment="$repository/.venv"

@@ -105,32 +105,42 @@ def measured(script: str, pattern: str, table: Callable[[Results], str], name: s
 # README.md and docs/performance.md.
 
 
-def headline() -> dict[str, str]:
-    """Numbers that sentences of README.md and docs/performance.md share."""
-    run = Results("whole_run_125m*.json")
-    steps = {part: run.row(part=part)["tokens_per_second"] for part in ("train", "step", "step_unpruned")}
-    ours = Results("steps_760m.json").row(experiment=MODEL_760M)
-    unpruned = Results("steps_760m_unpruned.json").row(experiment=MODEL_760M)
-    theirs = Results("others_760m*.json").row(experiment=MODEL_760M, checkpointing=False, pruned=False)
-    attention = Results("attention_triton*.json").rows(
-        table="kernels", kernel="forgetting attention", shape=[1, 16384, 12, 128]
-    )[-1]
+def front() -> dict[str, str]:
+    return trained() | authors() | study("three_seeds_100m", "numbers")
+
+
+def trained() -> dict[str, str]:
+    """Speeds of train.py, started as in README.md on one and two GPUs."""
+    one, two = Results("readme_125m_1_gpu*.json"), Results("readme_125m_2_gpus*.json")
+    run = one.row(part="train")
     return {
-        "train_rate": thousands(steps["train"]),
-        "step_rate": thousands(steps["step"]),
-        "unpruned_rate": thousands(steps["step_unpruned"]),
-        "pruning_gain": f"{steps['step'] / steps['step_unpruned']:.1f}",
-        "trained_tokens": f"{run.row(part='train')['tokens'] / 1e6:.0f}",
-        "our_rate": thousands(ours["tokens_per_second"]),
-        "our_unpruned_rate": thousands(unpruned["tokens_per_second"]),
-        "their_unpruned_rate": thousands(theirs["tokens_per_second"]),
-        "attention_tflops": f"{attention['tflops']:.0f}",
-        "attention_triton": attention["triton"],
+        "one_gpu_rate": thousands(run["tokens_per_second"]),
+        "two_gpus_rate": thousands(two.row(part="train")["tokens_per_second"]),
+        "one_gpu_mfu": f"{100 * run['mfu']:.0f} %",
+        "trained_parameters": f"{run['parameters'] / 1e6:.0f}M",
+        "trained_vocabulary": f"{one.files[-1]['settings']['vocabulary']:,}",
+        "trained_gpu": gpu(one),
+        "trained_source": Results("readme_125m_*.json").source,
     }
 
 
-def front() -> dict[str, str]:
-    return headline() | study("three_seeds_100m", "numbers")
+def gpu(results: Results) -> str:
+    """The short name of the GPU, as in "H100"."""
+    return tables.device_name(results.files[-1]["environment"]).split()[1]
+
+
+def authors() -> dict[str, str]:
+    """Our FoX (Pro) beside that of the paper's authors, in README.md and docs/performance.md."""
+    results = Results("authors_760m*.json")
+    earlier = Results("others_760m*.json").row(experiment=MODEL_760M, checkpointing=True, pruned=True)
+    return {
+        "authors": tables.authors(results),
+        "authors_source": results.source,
+        "authors_commit": results.files[-1]["settings"]["authors_commit"],
+        "authors_gpu": gpu(results),
+        "authors_earlier_rate": thousands(earlier["tokens_per_second"]),
+        "authors_earlier_gpu": earlier["device"].split()[1],
+    }
 
 
 def performance() -> dict[str, str]:
@@ -147,7 +157,13 @@ def performance() -> dict[str, str]:
         "decoding": ("decode*.json", tables.decoding),
         "attention_errors": ("attention_errors*.json", tables.errors),
     }
-    sections = headline() | four_gpus() | {"recurrences": study_tables.NOT_RUN, "recurrences_source": ""}
+    run = Results("whole_run_125m*.json")
+    pruned, unpruned = (run.row(part=part)["tokens_per_second"] for part in ("step", "step_unpruned"))
+    sections = trained() | authors() | four_gpus() | {"recurrences": study_tables.NOT_RUN, "recurrences_source": ""}
+    losses = [row["loss"] for row in Results("scaling*.json").rows() if "loss" in row]
+    sections["repeated_loss"] = f"{min(losses):.1g}"
+    sections["pruning_gain"] = f"{pruned / unpruned:.1f}"
+    sections["trained_tokens"] = f"{run.row(part='train')['tokens'] / 1e6:.0f}"
     if any(tables.RESULTS.glob("recurrence*.json")):
         made["recurrences"] = ("recurrence*.json", tables.recurrences)
     peers = functools.partial(tables.peers, steps=Results("steps_760m*.json"))

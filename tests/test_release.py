@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import yaml
@@ -28,6 +29,16 @@ def test_changelog_and_citation_have_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert released[0] == (forgetting_transformer.__version__, str(citation["date-released"]))
     assert citation["version"] == forgetting_transformer.__version__
+
+
+def test_one_range_of_pythons_stands_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    first, end = re.fullmatch(r">=3\.(\d+),<3\.(\d+)", project["requires-python"]).groups()
+    script = (ROOT / "scripts/environment.sh").read_text()
+    assert f"(3, {first}) <= sys.version_info < (3, {end})" in script
+    *others, last = (f"3.{minor}" for minor in range(int(first), int(end)))
+    said = f"Python {', '.join(others)} or {last}"
+    assert script.count(said) == 2 and (ROOT / "README.md").read_text().count(said) == 1
 
 
 def test_the_readme_cites_the_same_paper():

@@ -169,6 +169,7 @@ def test_speed_counts_from_the_first_line_to_the_last(benchmark, tmp_path):
 
     write("goodput", [{"step": 500, "goodput/steps": 1.0}])
     write("train", [{"step": 100, "train/loss": 2.0}])
+    write("model_info", [{"step": 0, "model_info/total_params": 7}])
     # The first step, which compiles, took 90 seconds, the next ones 10, the last one 5.
     clock = {200: 100.0, 300: 110.0, 400: 120.0, 500: 125.0}
     counters = ("token_count", "batch_count")
@@ -180,7 +181,7 @@ def test_speed_counts_from_the_first_line_to_the_last(benchmark, tmp_path):
     write("throughput", logged)
     found = benchmark.speeds(tmp_path)
     assert found["tokens_per_second"] == 300 / 25 and found["tokens_per_second_at_the_end"] == 100 / 5
-    assert found["mfu"] is None and found["heldout_loss"] is None and found["steps"] == 5
+    assert found["mfu"] is None and found["heldout_loss"] is None and (found["steps"], found["parameters"]) == (5, 7)
     write("throughput", logged[:1])
     with pytest.raises(benchmark.BenchmarkError, match="too few steps for a speed"):
         benchmark.speeds(tmp_path)

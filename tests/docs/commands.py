@@ -61,7 +61,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def shell_commands(page: str) -> Iterator[list[str]]:
-    """The words of each command in a page, from bash blocks and from `code` that names a script (MORE added)."""
+    """The words of each command in a page, from bash blocks and from `code` with a script or pip (MORE added)."""
     for block in blocks(page, "bash"):
         # Variables that a block sets hold in the blocks below it.
         lines = iter(block.splitlines())
@@ -71,7 +71,8 @@ def shell_commands(page: str) -> Iterator[list[str]]:
             yield from _split(line)
     text = re.sub(r"^ *```.*?^ *```", "", page, flags=re.MULTILINE | re.DOTALL)
     for code in re.findall(
-        r"`((?:python|fabric run|torchrun|bash) \S*/?\S+\.(?:py|sh)\b[^`]*|scripts/\S+\.py [^`]*)`", text
+        r"`((?:python|fabric run|torchrun|bash) \S*/?\S+\.(?:py|sh)\b[^`]*|scripts/\S+\.py [^`]*|pip install [^`]*)`",
+        text,
     ):
         whole = re.sub(r"\[[^]]*…]", "", code.replace("\n", " "))
         yield from _split(f"{whole} {MORE}")

@@ -49,7 +49,7 @@ def test_the_commands_of_the_readme_are_found():
         ("--devices 4", "--devices 5", "datamodule.train_batch_size=32"),
         ("--main-port 1234", "--main-port abc", "'abc' is not a valid integer"),
         ('-e ".[train,', '"forgetting-transformer[train,', "is on no package index: pip install -e"),
-        ("=pro_760m_48b ", "=pro_760m_48 ", "=pro_760m_48; did you mean 'pro_760m_48b'?"),
+        ("=pro_125m_2b ", "=pro_125m_2 ", "=pro_125m_2; did you mean 'pro_125m_2b'?"),
         ("+experiment/longcrawl64", "+experiment/longcrawl", "experiment/longcrawl/"),
         ("resume=true", "resme=true", "resme"),
         ("resume=true", "resume=maybe", "resume"),
@@ -61,9 +61,10 @@ def test_the_commands_of_the_readme_are_found():
         ("python save_model.py", "python save_models.py", "there is no save_models.py"),
         ("python scripts/compare.py", "python scripts/compares.py", "there is no scripts/compares.py"),
         ("FOLDER --prompt", "FOLDER --prmpt", "SystemExit"),
-        ("--documents 25%", "--documents many", "SystemExit"),
+        ("--documents 40960", "--documents many", "SystemExit"),
         ("--missing_chunks skip", "--missing_chunk skp", "SystemExit"),
         ("scripts/quickstart.sh ", "scripts/quick_start.sh ", "there is no scripts/quick_start.sh"),
+        ('-e ".[gpt2]"', "'forgetting-transformer[gpt2]'", "is on no package index: pip install -e"),
         ("[train,data,wandb,cuda]", "[train,data,wandb,gpu]", "no extra gpu"),
         ("bash scripts/test.sh", "make test", "make is not a program"),
     ],
@@ -150,11 +151,11 @@ def test_the_commands_of_the_readme_that_work_offline_work(quickstart, run_scrip
             run_script(words)
             ran.add(Path(script).stem)
     assert ran == set(offline)
-    assert (tmp_path / "output/hf/fox-pro-760m-48b/model.safetensors").is_file()
+    assert (tmp_path / "output/hf/fox-pro-125m-2b/model.safetensors").is_file()
 
 
 def test_the_python_of_the_readme_runs(quickstart, monkeypatch, tmp_path):  # noqa: F811
-    folder = tmp_path / "output" / "hf" / "fox-pro-760m-48b"
+    folder = tmp_path / "output" / "hf" / "fox-pro-125m-2b"
     folder.parent.mkdir(parents=True)
     folder.symlink_to(quickstart.hf)
     monkeypatch.chdir(tmp_path)
@@ -167,6 +168,16 @@ def test_the_python_of_the_readme_runs(quickstart, monkeypatch, tmp_path):  # no
     assert computed["out"].shape == computed["q"].shape
     computed["out"].sum().backward()
     assert computed["k"].grad.isfinite().all()
+
+
+def test_the_page_on_training_averages_checkpoints_that_its_demo_keeps():
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        demo = parse(compose("config", overrides=["+experiment/demo=fox_pro", "output_dir=x", "data_dir=x"]))
+    written = range(demo.checkpoint_interval, demo.train.max_tokens + 1, demo.checkpoint_interval)
+    kept = list(written[-demo.checkpoint_keep_last :])
+    page = [words for words in shell_commands(read(ROOT / "docs/train.md")) if words[2:3] == ["output/demo"]]
+    averaged = [words[3:] for words in page if words[1] == "scripts/average_checkpoints.py"]
+    assert averaged == [["--last", str(len(kept))], ["--steps", *map(str, kept), "--out", "output/hf/mean"]]
 
 
 def test_the_yaml_of_the_page_on_training_is_an_experiment(tmp_path):

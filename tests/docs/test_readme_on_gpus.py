@@ -1,0 +1,100 @@
+"""The commands of README.md for a GPU node: they run against a small mirror, and their data suffice for their run."""
+
+import os
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from forgetting_transformer import training
+from forgetting_transformer.data.order import ReadingOrder, documents_needed
+from forgetting_transformer.data.tools.download import MIRROR, Selection, download
+from tests.data.mirror import DOC_LEN, serve, write_layout
+from tests.docs.commands import CONFIGS, ROOT, blocks, parsed
+from tests.tiny import tiny_config
+from tests.training.conftest import changed, refused
+from tests.waiting import HANG
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+(BLOCK,) = (block for block in blocks(README, "bash") if "download_longcrawl64" in block)
+#: Appended to the command of train.py.
+SMALL = """
+    --devices=1 --accelerator=cpu fabric.precision=32-true wandb.mode=disabled
+    scale.hidden_size=32 scale.num_hidden_layers=1 scale.heads_of_64=1
+    datamodule.train_batch_len=24 datamodule.train_batch_size=4 datamodule.train_num_workers=0
+    train.max_tokens=1536 train.grad_acc_tokens=48 schedule.warmup_tokens=96 eval.min_val_length=8
+    log_interval=96 train_eval_interval=384 checkpoint_interval=768
+"""
+
+
+@pytest.fixture
+def mirror(tmp_path):
+    """The mirror that is the default source, with few and short documents and with gaps."""
+    write_layout(tmp_path / "mirror/train.zarr", ("1.0", "1.1", "1.2", "1.3", "3.3"))
+    write_layout(tmp_path / "mirror/heldout.zarr")
+    repository, _, revision = MIRROR.removeprefix("hf://datasets/").partition("@")
+    with serve(tmp_path / "mirror", repository=repository, revision=revision) as mirror:
+        yield mirror
+
+
+@pytest.mark.slow
+def test_the_commands_for_gpus_run_as_a_script(mirror, tmp_path):
+    for name in ("scripts", "train.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    assert BLOCK.count("--documents 40960") == 1 and BLOCK.endswith("    resume=true\n")
+    script = f"set -eu\npip() {{ :; }}\n{BLOCK.rstrip()} {' '.join(SMALL.split())}\n"
+    done = subprocess.run(
+        ["bash", "-c", script.replace("--documents 40960", "--documents 16")],
+        cwd=tmp_path,
+        env={**os.environ, "HF_ENDPOINT": mirror.url, "HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"the source has: 28 documents of {DOC_LEN} tokens" in done.stdout
+    assert f"asked for: 16 documents of {DOC_LEN} tokens" in done.stdout
+    assert sum(name.startswith("train.zarr/") for name in mirror.fetched()) == 8
+    run = tmp_path / "output/model/fox_pro_125m_2b"
+    assert (run / "checkpoints/step-000000000001536").is_dir(), done.stderr
+
+
+def compose(experiment: str):
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        chosen = f"+experiment/longcrawl64/forgetting_transformer={experiment}"
+        return training.parse(compose("config", overrides=[chosen, "output_dir=x", "data_dir=x"]))
+
+
+def needed(experiment: str) -> int:
+    config = compose(experiment)
+    shape = (65_536, config.datamodule.train_batch_len, config.datamodule.train_batch_size)
+    documents, tokens = documents_needed(config.train.max_tokens, *shape), config.train.max_tokens
+    enough, fewer = (ReadingOrder(number, *shape).batches for number in (documents, documents - 1))
+    assert fewer * shape[1] * shape[2] < tokens <= enough * shape[1] * shape[2]
+    return documents
+
+
+def test_the_documents_that_are_fetched_suffice_for_the_run():
+    (trained,) = re.findall(r"forgetting_transformer=(\w+)", BLOCK)
+    (fetched,) = re.findall(r"--documents (\d+)", BLOCK)
+    assert int(fetched) == needed(trained)
+    for experiment in ("pro_760m_16b", "pro_760m_48b"):
+        assert re.search(rf"`{experiment}`,?\s(?:which )?needs\s{needed(experiment):,}", README), experiment
+
+
+def test_too_few_documents_are_refused_with_their_number_and_the_command_that_fetches_them(mirror, tmp_path):
+    data = tmp_path / "longcrawl64"
+    download(mirror.url, "train", data, Selection(documents=8), say=lambda line: None)
+    run = tiny_config(tmp_path / "run", tmp_path) | {"skip_eval": True}
+    corpus = {"dataset": "longcrawl64", "missing_chunks": "skip", "vocab_size": None, "bos_token_id": None}
+    config = changed(run, **{f"datamodule__{key}": value for key, value in corpus.items()})
+    # 9 batches of 4 sequences of 32 tokens, three of them in a document.
+    said = refused(changed(config, train__max_tokens=9 * 128))
+    assert f"train.max_tokens=1,152 is more than the 768 tokens of {data / 'train.zarr'}" in said
+    command = re.search(r"or fetch the 12 documents that it needs: scripts/download_longcrawl64\.py (.*)", said)[1]
+    wanted = ["train", "--documents", "12", "--tokens", "96", "--out", str(data), "--source", mirror.url]
+    assert shlex.split(command) == wanted
+    assert parsed(ROOT / "scripts/download_longcrawl64.py", tuple(wanted), False).documents.documents == 12
