@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     device = torch.device(args.device)
     config = compose(args.experiment, [])
-    model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0))
+    model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0, eos_token_id=0))
     undecayed = undecayed_parameters(model, config.train)
     model = model.to(device).train()
     optimizer = setup.build_optimizer(model, undecayed, config.optimizer)

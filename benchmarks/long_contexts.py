@@ -326,7 +326,9 @@ class Bench:
         accelerator = f"fabric.accelerator={self.args.accelerator}"
         config = compose(experiment, [accelerator, *overrides, *self.args.overrides])
         config.train.gradient_checkpointing = True
-        model = setup.build_model(config, SimpleNamespace(vocab_size=VOCABULARY, bos_token_id=0)).to(self.device)
+        model = setup.build_model(config, SimpleNamespace(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0)).to(
+            self.device
+        )
         set_time_constants(model, self.args.time_constants)
         if config.train.compile is True or (config.train.compile == "auto" and self.device.type == "cuda"):
             Compilation(config, VOCABULARY, self.device, self.rank, self.world).compile(model)

@@ -102,7 +102,9 @@ def build(args: argparse.Namespace) -> Any:
     from forgetting_transformer.training import setup
 
     config = compose(args.experiment, [f"fabric.accelerator={args.device}"])
-    model = setup.build_model(config, SimpleNamespace(vocab_size=VOCABULARY, bos_token_id=0)).to(args.device)
+    model = setup.build_model(config, SimpleNamespace(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0)).to(
+        args.device
+    )
     set_time_constants(model, args.time_constants)
     return model.eval()
 

@@ -100,7 +100,7 @@ def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     device = torch.device(args.device)
     config = compose(args.experiment, ["train.gradient_checkpointing=true", "optimizer.lr=0.0", *args.overrides])
     config.train.compile = args.compile
-    model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0))
+    model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0, eos_token_id=0))
     undecayed = undecayed_parameters(model, config.train)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -172,7 +172,9 @@ def measure_peer(chosen: argparse.Namespace, experiment: str, row: dict[str, Any
     device = torch.device(chosen.device)
     config = training.compose(experiment, chosen.overrides)
     with torch.device("meta"):
-        ours = setup.build_model(config, SimpleNamespace(vocab_size=chosen.vocab_size, bos_token_id=0)).config
+        ours = setup.build_model(
+            config, SimpleNamespace(vocab_size=chosen.vocab_size, bos_token_id=0, eos_token_id=0)
+        ).config
     with device:
         model, row["remark"], inputs = PEERS[row["code"]][model_of(row["experiment"])](ours)
     row["parameters"] = sum(parameter.numel() for parameter in model.parameters())

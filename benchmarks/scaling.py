@@ -263,7 +263,7 @@ def compared_with(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[s
 def build(config: Any, initialise: bool = True) -> Any:
     from forgetting_transformer.training import setup
 
-    return setup.build_model(config, SimpleNamespace(vocab_size=VOCABULARY, bos_token_id=0), initialise)
+    return setup.build_model(config, SimpleNamespace(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0), initialise)
 
 
 @functools.cache

@@ -279,7 +279,7 @@ def measure(args: argparse.Namespace, experiment: str, checkpointing: bool, cold
         model, config, tokens_BT = read_run(args, experiment, checkpointing)
     else:
         config = compose(experiment, overrides(args, checkpointing))
-        model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0))
+        model = setup.build_model(config, SimpleNamespace(vocab_size=args.vocab_size, bos_token_id=0, eos_token_id=0))
         tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
     with_cudnn = args.attention == "cudnn"
     if with_cudnn and not any(use.op == "attention" and not use.is_gated for use in model.op_uses()):
@@ -468,8 +468,7 @@ def read_run(args: argparse.Namespace, output_dir: str, checkpointing: bool) -> 
             raise ConfigError(f"--overrides {override}: for a run, give KEY=VALUE with a key of its config.yaml")
     config = parse(OmegaConf.merge(stored, OmegaConf.from_dotlist(overrides(args, checkpointing))))
     trained = load_model(output_dir).model
-    vocabulary = SimpleNamespace(vocab_size=trained.config.vocab_size, bos_token_id=trained.config.bos_token_id)
-    model = setup.build_model(config, vocabulary)
+    model = setup.build_model(config, trained.config)  # its vocabulary, BOS and EOS
     model.load_state_dict(trained.state_dict())
     folder = find_heldout(config.data_dir, config.datamodule.dataset)
     data = open_heldout(folder, args.seq_len, args.batch_size * args.seq_len)

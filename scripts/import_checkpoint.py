@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument(
         "--bos_token_id", type=int, help="first token of every sequence, for a corpus other than LongCrawl64"
     )
+    parser.add_argument("--eos_token_id", type=int, help="last token of every text; without it --bos_token_id's")
     arguments = parser.parse_args()
     # Said by torch of a checkpoint that one process writes, which is meant.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -41,7 +42,11 @@ def main() -> None:
 
     try:
         written, config = import_run(
-            arguments.official_dir, arguments.output_dir, arguments.step, arguments.bos_token_id
+            arguments.official_dir,
+            arguments.output_dir,
+            arguments.step,
+            arguments.bos_token_id,
+            arguments.eos_token_id,
         )
     except (CheckpointError, RunDirectoryError) as error:
         sys.exit(f"{type(error).__name__}: {error}")

@@ -116,7 +116,8 @@ def test_gpu_tests_of_compiling_know_the_fields_of_every_architecture(name, tmp_
     from tests.gpu.test_compile_cuda import large_config
 
     setup.build_model(
-        parse(OmegaConf.create(large_config(tmp_path, tmp_path, name))), SimpleNamespace(vocab_size=64, bos_token_id=0)
+        parse(OmegaConf.create(large_config(tmp_path, tmp_path, name))),
+        SimpleNamespace(vocab_size=64, bos_token_id=0, eos_token_id=0),
     )
 
 

@@ -42,7 +42,7 @@ def test_a_model_of_hugging_face_has_as_many_parameters_as_ours_of_760m(benchmar
     chosen, file = benchmark.options_of_training(args, experiment, compiled=False)
     config = benchmark.training.compose(file, chosen.overrides)
     with torch.device("meta"):
-        ours = setup.build_model(config, SimpleNamespace(vocab_size=50257, bos_token_id=0))
+        ours = setup.build_model(config, SimpleNamespace(vocab_size=50257, bos_token_id=0, eos_token_id=0))
         theirs, _, _ = benchmark.PEERS["hf"][benchmark.model_of(experiment)](ours.config)
     counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (ours, theirs)]
     assert counts[0] == counts[1] > 8e8

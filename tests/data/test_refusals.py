@@ -95,6 +95,7 @@ def test_a_manifest_that_is_a_pipe_is_not_waited_for(array):
         ('{"vocab_size": "64"}', "vocab_size='64' must be a whole number from 1"),
         ('{"vocab_size": 0}', "vocab_size=0 must be"),
         ('{"bos_token_id": null}', "bos_token_id=None must be"),
+        ('{"eos_token_id": -1}', "eos_token_id=-1 must be"),
         ('{"doc_len": 0}', "doc_len=0 must be"),
         ('{"unigram_entropy_nats": "much"}', "unigram_entropy_nats='much' must be"),
         ('{"arrays": []}', r"arrays=\[\] must be"),

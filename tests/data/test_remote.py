@@ -342,7 +342,7 @@ def test_a_prepared_corpus_comes_with_its_manifest_and_tokenizer(mirror, tmp_pat
         }
         remote = module(data_dir, tmp_path / "cache", **changes)
         local = module(mirror.root, tmp_path / "unused", **changes)
-        assert (remote.vocab_size, remote.bos_token_id) == (257, 256)
+        assert (remote.vocabulary.size, remote.vocabulary.bos_token_id) == (257, 256)
         assert remote.train_info().fingerprint == local.train_info().fingerprint
         names = {file.name for file in (mirror.root / "bytes/tokenizer").iterdir()}
         assert {file.name for file in (remote.folder / "tokenizer").iterdir()} == names

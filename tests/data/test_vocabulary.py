@@ -99,3 +99,21 @@ def test_what_is_stated_wins_and_what_a_run_recorded_comes_last():
     assert of("data/x", "train", 64, {}, recorded=recorded) == recorded
     with pytest.raises(DataError, match=r"bos_token_id=299 is not in \[0, vocab_size=100\)"):
         of("data/x", "train", 64, manifest, StatedVocabulary(100, None))
+
+
+def test_bos_and_eos_are_two_tokens_where_a_corpus_says_both_and_one_where_it_says_bos_alone(tmp_path):
+    both = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1}
+    of = vocabulary_of
+    assert of("data/x", "train", 64, both) == Vocabulary(300, 0, 1)
+    assert of("data/x", "train", 64, {"vocab_size": 300, "bos_token_id": 5}) == Vocabulary(300, 5, 5)
+    assert of("data/x", "train", 64, both, StatedVocabulary(eos_token_id=7)) == Vocabulary(300, 0, 7)
+    assert of("data/x", "train", 64, {}, StatedVocabulary(300, 0, 1)) == Vocabulary(300, 0, 1)
+    assert of("data/x", "train", 64, {}, recorded=Vocabulary(500, 499, 2)) == Vocabulary(500, 499, 2)
+    assert of("data/x", "train", 64, {}, StatedVocabulary(500, 499), Vocabulary(500, 3, 2)) == Vocabulary(500, 499)
+    with pytest.raises(DataError, match=r"datamodule\.eos_token_id=300 is not in \[0, vocab_size=300\)"):
+        of("data/x", "train", 64, both | {"eos_token_id": 300})
+    write(tmp_path / "mine/train.zarr")
+    (tmp_path / "mine/manifest.json").write_text(json.dumps(both))
+    info = module(tmp_path, "mine").train_info()
+    assert (info.bos_token_id, info.eos_token_id) == (0, 1)
+    assert module(tmp_path, "mine", eos_token_id=2).train_info().eos_token_id == 2

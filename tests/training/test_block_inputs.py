@@ -19,7 +19,7 @@ from tests.training.conftest import changed
 def test_the_key_reaches_every_block(tiny, wanted):
     keys = {"train__gradient_checkpointing": True, "train__block_inputs_on_host": wanted}
     config = parse(OmegaConf.create(changed(tiny, **keys)))
-    model = setup.build_model(config, SimpleNamespace(vocab_size=61, bos_token_id=0))
+    model = setup.build_model(config, SimpleNamespace(vocab_size=61, bos_token_id=0, eos_token_id=0))
     blocks = [module for module in model.modules() if isinstance(module, DecoderBlock)]
     assert blocks and all(block.inputs_on_host == wanted for block in blocks)
 

@@ -235,7 +235,7 @@ def compilation_of(config: Config) -> Compilation:
 
 
 def build(config: Config) -> nn.Module:
-    return setup.build_model(config, SimpleNamespace(vocab_size=VOCAB, bos_token_id=0))
+    return setup.build_model(config, SimpleNamespace(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0))
 
 
 def tokens(batch: int, length: int) -> torch.Tensor:

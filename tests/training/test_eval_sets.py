@@ -223,6 +223,8 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_step(config, sets,
     assert "has 65 ids, and the corpus" in said(tmp_path / "other")
     manifest.write_text(json.dumps({"vocab_size": VOCAB, "bos_token_id": 3}))
     assert "has 3 as its BOS token, and the corpus" in said(tmp_path / "other")
+    manifest.write_text(json.dumps({"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1}))
+    assert "has 1 as its EOS token, and the corpus" in said(tmp_path / "other")
     manifest.write_text(json.dumps({"vocab_size": VOCAB, "bos_token_id": 0}))
     shutil.copytree(config["data_dir"], tmp_path / "data")
     for folder, first in ((tmp_path / "other", "b"), (tmp_path / "data/tiny", "a")):

@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -20,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, Pre
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import model_tokenizer
 from forgetting_transformer.analysis.model_card import CARD, FIGURE
+from forgetting_transformer.evaluation.generation import continue_greedily
+from forgetting_transformer.evaluation.models import load_model
 from forgetting_transformer.training.checkpoint import CheckpointError, newest_valid
 from forgetting_transformer.training.export import (
     MARK,
@@ -32,9 +35,10 @@ from forgetting_transformer.training.export import (
     tokenizer_of_run,
 )
 from forgetting_transformer.training.run_directory import RunDirectory
+from tests.data.corpus_helpers import prepare, write_tree
 from tests.processes import ROOT, run_command
 from tests.tiny import VOCAB
-from tests.training.conftest import STEP, changed, train
+from tests.training.conftest import STEP, changed, refused, train
 from tests.waiting import HANG
 
 pytestmark = pytest.mark.slow
@@ -147,6 +151,66 @@ def test_prompts_begin_as_training_sequences_do_and_are_padded_on_the_left(tiny,
     expected = tokenizer.decode([3, 4, *together[0, -6:].tolist()], skip_special_tokens=True)
     # The pipeline decodes the continuation by itself, and words at its ends lose the space between them.
     assert said["generated_text"].replace(" ", "") == expected.replace(" ", "")
+
+
+# BOS and EOS are two tokens, as in tokenizers like Llama's.
+
+
+def two_token_tokenizer(folder: Path, template: str | None = None, **special: str) -> Path:
+    """Words, `<s>` = 0 and `</s>` = 1, which the template may put around a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {"<s>": 0, "</s>": 1, "<unk>": 2, "<pad>": 3} | {f"w{n}": n for n in range(4, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if template is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
+        )
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} | special
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("special", [{}, {"pad_token": "<pad>"}])
+@pytest.mark.parametrize("name", ["longcrawl64", "packed"])
+def test_a_corpus_with_two_tokens_around_texts_trains_and_its_export_stops_at_the_second(tiny, tmp_path, name, special):
+    tokenizer = two_token_tokenizer(tmp_path / "tokenizer", "<s> $A </s>", **special)
+    words = [f"w{n}" for n in range(4, VOCAB)]
+    texts = {f"{n}.txt": " ".join(words[n : n + 9] * 5) for n in range(40)}
+    manifest = prepare(tmp_path / "data/two", write_tree(tmp_path / "in", texts), tokenizer=str(tokenizer), doc_len=64)
+    assert (manifest["bos_token_id"], manifest["eos_token_id"]) == (0, 1)
+    config = changed(tiny, data_dir=str(tmp_path / "data"), train__max_tokens=2 * STEP, skip_eval=True)
+    config["datamodule"] |= {"dataset": "two", "name": name, "vocab_size": None, "bos_token_id": None}
+    train(changed(config, model__config__eos_token_id=1))
+    assert "model.config.eos_token_id=0 is not the corpus's 1; leave it unset" in refused(
+        changed(config, model__config__eos_token_id=0, output_dir=str(tmp_path / "other"))
+    )
+    export(Path(config["output_dir"]), tmp_path / "hf")
+    model, exported = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    assert (model.config.bos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id) == (0, 1, 1)
+    assert model.generation_config.pad_token_id == exported.pad_token_id == (3 if special else 1)
+    prompt = exported(["w5 w6", "w7"], padding=True, return_tensors="pt")
+    assert prompt.input_ids.tolist() == [[0, 5, 6], [exported.pad_token_id, 0, 7]]
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits.index_fill(-1, torch.tensor([1]), 99.0))
+    assert model.generate(**prompt, max_new_tokens=8)[:, 3:].tolist() == [[1], [1]]
+    evaluated = load_model(str(config["output_dir"]))
+    evaluated.model.lm_head = model.lm_head
+    assert evaluated.eos_token_ids == [1]
+    assert continue_greedily(evaluated, np.array([[0, 5, 6]]), 8) == [""]
+
+
+@pytest.mark.parametrize("template", [None, "$A", "$A </s>", "<s> $A", "<s> $A </s>"])
+def test_a_prompt_has_bos_before_it_and_nothing_behind_it(tmp_path, template):
+    run = RunDirectory(tmp_path / "run")
+    two_token_tokenizer(run.tokenizer, template)
+    state = {"config": {"datamodule": {"dataset": "two", "train_batch_len": 32}}}
+    state["model_config"] = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1}
+    _save_tokenizer(_find_tokenizer(run, state, None)[0], tmp_path / "hf")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert exported("w5 w6").input_ids == [0, 5, 6] and exported("").input_ids == [0]
+    assert exported("w5 w6", add_special_tokens=False).input_ids == [5, 6]
 
 
 # LongCrawl64: GPT-2's vocabulary, without a hub.

@@ -14,7 +14,7 @@ from tests.model.small_models import SMALL_FIELDS
 from tests.tiny import VOCAB
 from tests.training.conftest import changed
 
-DATA = SimpleNamespace(vocab_size=VOCAB, bos_token_id=0)
+DATA = SimpleNamespace(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0)
 
 
 def config_of(tiny: dict, name: str, **changes) -> Config:

@@ -201,6 +201,13 @@ def test_another_vocabulary_needs_its_first_token(official, tmp_path):
         import_run(official, tmp_path / "imported")
 
 
+def test_a_corpus_whose_texts_begin_and_end_with_two_tokens_says_both(official, tmp_path):
+    written, _ = import_run(official, tmp_path / "imported", bos_token_id=0, eos_token_id=1)
+    assert [written.trainer_state()["model_config"][f"{name}_token_id"] for name in ("bos", "eos")] == [0, 1]
+    with pytest.raises(CheckpointError, match=r"--eos_token_id=64 is not in the vocabulary .*give one of 0 to 63"):
+        import_run(official, tmp_path / "other", bos_token_id=0, eos_token_id=64)
+
+
 @pytest.mark.parametrize("wrong", [-1, 64, 9999])
 def test_a_first_token_out_of_the_vocabulary_is_refused(official, tmp_path, wrong):
     with pytest.raises(CheckpointError, match=rf"--bos_token_id={wrong} .*64 ids; give one of 0 to 63") as caught:

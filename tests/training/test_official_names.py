@@ -171,11 +171,11 @@ def test_a_field_that_is_listed_later_with_its_default_does_not_alter_the_run():
     """Runs of YAMLs that listed fewer fields go on, and what the authors' code writes lists them all."""
     config, data = (
         parsed(PRO),
-        types.SimpleNamespace(vocab_size=9, bos_token_id=0, checksums=None, fingerprint="f", path=""),
+        types.SimpleNamespace(vocab_size=9, bos_token_id=0, eos_token_id=0, checksums=None, fingerprint="f", path=""),
     )
     state = {
         "config": dataclasses.asdict(config),
-        "model_config": {"vocab_size": 9, "bos_token_id": 0},
+        "model_config": {"vocab_size": 9, "bos_token_id": 0, "eos_token_id": 0},
         "data_fingerprint": "f",
     }
     check_continues(

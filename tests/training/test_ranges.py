@@ -50,6 +50,7 @@ ALLOWED = {
     "datamodule.train_num_workers": [0],
     "datamodule.eval_num_workers": [0],
     "datamodule.bos_token_id": [0],
+    "datamodule.eos_token_id": [0],
     "seed": [0, -1],
     "model.config.log_pruning_tolerance": [-1],
 }

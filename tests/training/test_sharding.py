@@ -62,7 +62,7 @@ def small_model(tiny: dict, name: str, **fields) -> nn.Module:
     if name == "forgetting_transformer":
         given |= tiny["model"]["config"]
     config = parse(OmegaConf.create(changed(tiny, model={"name": name, "config": given})))
-    return setup.build_model(config, SimpleNamespace(vocab_size=VOCAB, bos_token_id=0))
+    return setup.build_model(config, SimpleNamespace(vocab_size=VOCAB, bos_token_id=0, eos_token_id=0))
 
 
 def sharded(model: nn.Module, dtype: torch.dtype, keeps: bool = False) -> nn.Module:

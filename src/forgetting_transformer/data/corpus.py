@@ -42,6 +42,12 @@ class DataInfo:
     unigram_entropy_nats: float | None
     #: A short hash of the list of checksums that every chunk is held to; None where the corpus has none.
     checksums: str | None = None
+    #: The token that ends a text; by default BOS, which ends one text and begins the next.
+    eos_token_id: int = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.eos_token_id is None:
+            object.__setattr__(self, "eos_token_id", self.bos_token_id)
 
 
 class Place(Protocol):
@@ -191,6 +197,17 @@ def model_inputs(batch: Batch, rows: slice = slice(None)) -> dict[str, Tensor]:
         begin_B = torch.arange(0, n_rows * length, length, device=batch["cu_seqlens"].device, dtype=torch.int32)
         inputs["cu_seqlens"] = (batch["cu_seqlens"][rows] + begin_B[:, None]).flatten()
     return inputs
+
+
+def keep_apart(batch: Batch, bos_token_id: int, eos_token_id: int) -> Batch:
+    """The batch with `cu_seqlens`, for a model that keeps the texts in each row apart. Changes its `input_ids`.
+
+    A text begins with BOS, as a prompt does. Where BOS and EOS are two tokens and the array has none but EOS between
+    two texts, BOS takes the place of that EOS in the inputs.
+    """
+    input_ids_BT = batch["input_ids"]
+    input_ids_BT[(input_ids_BT == eos_token_id) & (batch["labels"] != bos_token_id)] = bos_token_id
+    return batch | {"cu_seqlens": cu_seqlens_of(input_ids_BT, bos_token_id)}
 
 
 def cu_seqlens_of(input_ids_BT: Tensor, bos_token_id: int) -> Tensor:

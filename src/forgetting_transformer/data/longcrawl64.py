@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from forgetting_transformer.data.corpus import Batch, DataInfo, cu_seqlens_of, lengths_of, shifted
+from forgetting_transformer.data.corpus import Batch, DataInfo, keep_apart, lengths_of, shifted
 from forgetting_transformer.data.decoded_chunks import DecodedChunks, slots_for
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.data.order import Location, ReadingOrder
@@ -48,11 +48,11 @@ class LongCrawl64DataModule:
         eval_batch_len: tokens in an evaluation sequence; must divide the documents' length.
         eval_local_batch_size: sequences in one evaluation batch of one rank.
         eval_num_workers: as train_num_workers, for evaluation.
-        vocab_size, bos_token_id: of the tokenizer that made the corpus; None reads them from the corpus's
-            manifest.json. Only LongCrawl64, with documents of 65,536 tokens, needs neither: it is
-            GPT-2's 50,257 and 50,256.
+        vocab_size, bos_token_id, eos_token_id: of the tokenizer that made the corpus; None reads them from the
+            corpus's manifest.json. Only LongCrawl64, with documents of 65,536 tokens, needs none: it is GPT-2's
+            50,257 and 50,256. EOS is BOS where nothing else is said.
         repeat: read the data again, in the same order, when it has been read once.
-        packed: texts in a row are documents that the model keeps apart (`cu_seqlens`). They begin at BOS tokens.
+        packed: texts in a row are documents that the model keeps apart (`data.corpus.keep_apart`).
         missing_chunks: "error", or "skip" to use a partial copy on purpose: the documents of which every chunk is
             there, in order, as if there were no others.
         cache_dir: where files of a URL are kept, on a disk of this machine; None is ~/.cache/forgetting_transformer.
@@ -79,6 +79,7 @@ class LongCrawl64DataModule:
         eval_num_workers: int = 2,
         vocab_size: int | None = None,
         bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
         repeat: bool = False,
         packed: bool = False,
         missing_chunks: str = "error",
@@ -91,7 +92,7 @@ class LongCrawl64DataModule:
         self.cache = CacheSettings(Path(cache_dir) if cache_dir else default_folder(), int(cache_gb * 1e9))
         self._manifest = read_manifest(self.place)
         stated = {"vocab_size": vocab_size, "bos_token_id": bos_token_id}
-        self._stated, self._recorded = StatedVocabulary(vocab_size, bos_token_id), recorded
+        self._stated, self._recorded = StatedVocabulary(vocab_size, bos_token_id, eos_token_id), recorded
         self.unigram_entropy_nats: float | None = self._manifest.get("unigram_entropy_nats")
         self.train_batch_len, self.train_batch_size = train_batch_len, train_batch_size
         self.train_num_workers, self.repeat = train_num_workers, repeat
@@ -135,7 +136,7 @@ class LongCrawl64DataModule:
         if not self.packed:
             return {self.train_batch_len: 1.0}
         array, order = self.open_train()
-        first = Loader(TrainBatches(array, order, 0, 1, None), range(1), 0, self.bos_token_id, packed=True)
+        first = Loader(TrainBatches(array, order, 0, 1, None), range(1), 0, self.vocabulary, packed=True)
         return lengths_of(next(iter(first))["cu_seqlens"])
 
     def train_loader(self, first_batch: int, last_batch: int, rank: int, world_size: int) -> DataLoader:
@@ -147,7 +148,7 @@ class LongCrawl64DataModule:
         kept = room(array, self._train_slots(array, order), self.train_num_workers)
         dataset = TrainBatches(array, order, rank, world_size, kept)
         batches = range(first_batch, last_batch)
-        return Loader(dataset, batches, self.train_num_workers, self.bos_token_id, self.packed)
+        return Loader(dataset, batches, self.train_num_workers, self.vocabulary, self.packed)
 
     def eval_info(self) -> DataInfo:
         array = self.array("heldout")
@@ -164,7 +165,7 @@ class LongCrawl64DataModule:
         yields the same number of batches, because a sharded model needs all ranks in every forward pass.
         """
         dataset = EvalBatches([self.held_out(world_size)], self.eval_local_batch_size, rank, world_size)
-        return Loader(dataset, range(len(dataset)), self.eval_num_workers, self.bos_token_id, self.packed)
+        return Loader(dataset, range(len(dataset)), self.eval_num_workers, self.vocabulary, self.packed)
 
     def held_out(self, world_size: int) -> "HeldOut":
         """The held-out sequences, and room for the chunks of those in flight."""
@@ -199,19 +200,12 @@ class LongCrawl64DataModule:
         self._vocabulary = found
         return found.size
 
-    def _settled(self) -> Vocabulary:
+    @property
+    def vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:
             self._open("train.zarr")
         assert self._vocabulary is not None  # opening the array sets it
         return self._vocabulary
-
-    @property
-    def vocab_size(self) -> int:
-        return self._settled().size
-
-    @property
-    def bos_token_id(self) -> int:
-        return self._settled().bos_token_id
 
     def check_cache(self, world_size: int, evaluates: bool) -> None:
         """Looks whether the cache of a remote corpus has room for the batches in flight.
@@ -264,8 +258,9 @@ class LongCrawl64DataModule:
     def _info(self, array: TokenArray, seq_len: int, batch_size: int, batches: int) -> DataInfo:
         return DataInfo(
             path=str(array.path),
-            vocab_size=self.vocab_size,
-            bos_token_id=self.bos_token_id,
+            vocab_size=self.vocabulary.size,
+            bos_token_id=self.vocabulary.bos_token_id,
+            eos_token_id=self.vocabulary.eos_token_id,
             documents=array.documents,
             doc_len=array.doc_len,
             seq_len=seq_len,
@@ -367,7 +362,7 @@ class Loader(DataLoader):
     """
 
     def __init__(
-        self, dataset: Dataset, indices: range, num_workers: int, bos_token_id: int, packed: bool = False
+        self, dataset: Dataset, indices: range, num_workers: int, vocabulary: Vocabulary, packed: bool = False
     ) -> None:
         super().__init__(
             dataset,
@@ -379,16 +374,15 @@ class Loader(DataLoader):
             generator=torch.Generator(),
             worker_init_fn=start_worker,
         )
-        self.bos_token_id, self.packed = bos_token_id, packed
+        self.vocabulary, self.packed = vocabulary, packed
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # batches are widened
         return map(self._widen, _received(super().__iter__()))
 
     def _widen(self, item: dict[str, torch.Tensor]) -> Batch:
-        batch = item | shifted(item["labels"], self.bos_token_id, pinned=torch.cuda.is_available())
-        if self.packed:
-            batch["cu_seqlens"] = cu_seqlens_of(batch["input_ids"], self.bos_token_id)
-        return batch
+        bos, eos = self.vocabulary.bos_token_id, self.vocabulary.eos_token_id
+        batch = item | shifted(item["labels"], bos, pinned=torch.cuda.is_available())
+        return keep_apart(batch, bos, eos) if self.packed else batch
 
 
 def _received(items: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:

@@ -4,7 +4,8 @@ from typing import Any
 
 from forgetting_transformer.ranges import COUNT, Range, refusal
 
-_COUNTS = {"vocab_size": COUNT, "bos_token_id": Range(0, COUNT.high), "doc_len": COUNT}
+_ID = Range(0, COUNT.high)
+_COUNTS = {"vocab_size": COUNT, "bos_token_id": _ID, "eos_token_id": _ID, "doc_len": COUNT}
 
 
 def manifest_problem(manifest: Any) -> str | None:

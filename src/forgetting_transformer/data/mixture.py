@@ -213,20 +213,20 @@ class MixtureDataModule:
         ]
         dataset = _MixedBatches(self, rank, world_size, kept)
         batches = range(first_batch, last_batch)
-        return Loader(dataset, batches, self.num_workers, self.parts[0].bos_token_id, self.packed)
+        return Loader(dataset, batches, self.num_workers, self.parts[0].vocabulary, self.packed)
 
     def eval_loader(self, rank: int, world_size: int) -> DataLoader:
         first = self.parts[0]
         parts = [part.held_out(world_size) for part in self.parts]
         dataset = EvalBatches(parts, first.eval_local_batch_size, rank, world_size)
-        return Loader(dataset, range(len(dataset)), first.eval_num_workers, first.bos_token_id, self.packed)
+        return Loader(dataset, range(len(dataset)), first.eval_num_workers, first.vocabulary, self.packed)
 
     def train_lengths(self) -> dict[int, float]:
         """Of packed documents those of the first batch."""
         if not self.packed:
             return {self.batch_len: 1.0}
         first = _MixedBatches(self, 0, 1, [None] * len(self.parts))
-        loader = Loader(first, range(1), 0, self.parts[0].bos_token_id, packed=True)
+        loader = Loader(first, range(1), 0, self.parts[0].vocabulary, packed=True)
         return lengths_of(next(iter(loader))["cu_seqlens"])
 
     def locate(self, batch: int) -> MixedPlace:
@@ -285,11 +285,12 @@ class MixtureDataModule:
             digest.update(f"{array.fingerprint} {weight}\n".encode())
         checksums = [array.checksums for array in arrays]
         listed = hashlib.sha256(" ".join(map(str, checksums)).encode()).hexdigest()[:16] if all(checksums) else None
-        shown = Path(str(arrays[0].path)).name
+        shown, vocabulary = Path(str(arrays[0].path)).name, self.parts[0].vocabulary
         return DataInfo(
             path=f"{self.data_dir}/{{{','.join(self.names)}}}/{shown}",
-            vocab_size=self.parts[0].vocab_size,
-            bos_token_id=self.parts[0].bos_token_id,
+            vocab_size=vocabulary.size,
+            bos_token_id=vocabulary.bos_token_id,
+            eos_token_id=vocabulary.eos_token_id,
             documents=sum(array.documents for array in arrays),
             doc_len=max(array.doc_len for array in arrays),
             seq_len=seq_len,
@@ -302,9 +303,12 @@ class MixtureDataModule:
         )
 
     def _check_vocabularies(self) -> None:
-        found = {name: (part.vocab_size, part.bos_token_id) for name, part in zip(self.names, self.parts, strict=True)}
+        found = {name: part.vocabulary for name, part in zip(self.names, self.parts, strict=True)}
         if len({*found.values()}) > 1:
-            listed = ", ".join(f"{name}: {size:,} ids, BOS {bos}" for name, (size, bos) in found.items())
+            listed = ", ".join(
+                f"{name}: {one.size:,} ids, BOS {one.bos_token_id}, EOS {one.eos_token_id}"
+                for name, one in found.items()
+            )
             raise DataError(
                 f"datamodule.parts: the corpora have different vocabularies ({listed}); prepare them with one "
                 "tokenizer (scripts/prepare_data.py --tokenizer FOLDER)"

@@ -1,4 +1,4 @@
-"""How many token ids a corpus has, and which of them begins a text.
+"""How many token ids a corpus has, and which of them begin and end a text.
 
 The arrays do not say. A model with the vocabulary of another tokenizer trains all the same, only worse: so nothing is
 assumed of an array that nobody describes.
@@ -29,10 +29,15 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Ids lie in [0, size), and `bos_token_id` begins a text."""
+    """Ids lie in [0, size), `bos_token_id` begins a text, and `eos_token_id` ends it; by default it is the same id."""
 
     size: int
     bos_token_id: int
+    eos_token_id: int = None  # type: ignore[assignment]  # BOS's, which a default cannot say
+
+    def __post_init__(self) -> None:
+        if self.eos_token_id is None:
+            object.__setattr__(self, "eos_token_id", self.bos_token_id)
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class StatedVocabulary:
 
     size: int | None = None
     bos_token_id: int | None = None
+    eos_token_id: int | None = None
 
 
 def vocabulary_of(
@@ -55,7 +61,7 @@ def vocabulary_of(
     """The vocabulary of the corpus at `place`.
 
     It is what is stated, else what its manifest says, else GPT-2's for LongCrawl64, else what a
-    run recorded when it began.
+    run recorded when it began. EOS is BOS where only BOS is stated or in the manifest.
 
     LongCrawl64 is a folder of that name with documents of 65,536 tokens, or of as many as
     scripts/download_longcrawl64.py cut them to, which its note says.
@@ -70,9 +76,12 @@ def vocabulary_of(
     """
     size = manifest.get("vocab_size") if stated.size is None else stated.size
     bos = manifest.get("bos_token_id") if stated.bos_token_id is None else stated.bos_token_id
+    eos = manifest.get("eos_token_id") if stated.eos_token_id is None else stated.eos_token_id
     if size is None or bos is None:
         known = _known(place, split, doc_len) or recorded or StatedVocabulary()
-        size, bos = known.size if size is None else size, known.bos_token_id if bos is None else bos
+        size = known.size if size is None else size
+        if bos is None:
+            bos, eos = known.bos_token_id, known.eos_token_id if eos is None else eos
     if size is None or bos is None:
         missing = [f"{prefix}{key}" for key, value in (("vocab_size", size), ("bos_token_id", bos)) if value is None]
         raise DataError(
@@ -81,9 +90,11 @@ def vocabulary_of(
             f"bring back the manifest "
             "that scripts/prepare_data.py wrote (docs/prepare_data.md)"
         )
-    if not 0 <= bos < size:
-        raise DataError(f"{prefix}bos_token_id={bos} is not in [0, vocab_size={size})")
-    return Vocabulary(size, bos)
+    found = Vocabulary(size, bos, bos if eos is None else eos)
+    for key in ("bos_token_id", "eos_token_id"):
+        if not 0 <= getattr(found, key) < size:
+            raise DataError(f"{prefix}{key}={getattr(found, key)} is not in [0, vocab_size={size})")
+    return found
 
 
 def _known(place: str | Path, split: str, doc_len: int) -> Vocabulary | None:

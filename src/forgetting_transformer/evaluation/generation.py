@@ -34,10 +34,8 @@ def continue_greedily(
     tokenizer = model.require_tokenizer()
     # It warns of texts longer than those of training, which are what is asked for here.
     logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
-    own = model.model.generation_config.eos_token_id
-    if own is None:
-        own = model.model.config.eos_token_id
-    eos = sorted({*([own] if isinstance(own, int) else own or []), *stop_ids})
+    own, pad = model.eos_token_ids, tokenizer.pad_token_id
+    eos = sorted({*own, *stop_ids})
     input_ids = torch.from_numpy(prompts_BT).to(model.device)
     options: dict[str, Any] = {"min_new_tokens": min_new_tokens} if min_new_tokens else {}
     with precision_context(precision, model.device):
@@ -48,7 +46,7 @@ def continue_greedily(
             do_sample=False,
             num_beams=1,
             eos_token_id=eos or None,
-            pad_token_id=eos[0] if eos else 0,
+            pad_token_id=pad if pad is not None else own[0] if own else 0,
             **options,
         )
     return tokenizer.batch_decode(output[:, input_ids.shape[1] :], skip_special_tokens=True)

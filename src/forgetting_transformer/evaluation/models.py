@@ -89,6 +89,15 @@ class EvaluatedModel:
                 return int(token)
         return None
 
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end a text."""
+        for owner in (self.model.generation_config, self.model.config):
+            tokens = getattr(owner, "eos_token_id", None)
+            if tokens is not None:
+                return [tokens] if isinstance(tokens, int) else list(tokens)
+        return []
+
     def require_tokenizer(self) -> Any:
         """The tokenizer, for an evaluation that reads text.
 

@@ -179,7 +179,7 @@ class NeedleTest(Callback):
         found, count = [], 0
         for batch in trainer.data.eval_loader(0, 1):  # alike on every rank
             ids = batch["labels"][batch["weight"] > 0].flatten().numpy()
-            found.append(ids[ids != self._model.bos_token_id])
+            found.append(texts.without_bounds(self._model, ids))
             count += found[-1].size
             if count >= needed:
                 break

@@ -137,7 +137,7 @@ class Samples(Callback):
         found: list[list[int]] = []
         for batch in trainer.data.eval_loader(0, 1):  # alike on every rank
             for ids in batch["labels"][batch["weight"] > 0].numpy():
-                ids = ids[ids != self._model.bos_token_id]
+                ids = texts.without_bounds(self._model, ids)
                 texts.check_ids(self._model, ids)
                 found.append(ids.tolist())
             if len(found) >= _DOCUMENTS:

@@ -58,6 +58,11 @@ def begin(model: EvaluatedModel) -> np.ndarray:
     return np.array([] if bos is None else [bos], dtype=np.int64)
 
 
+def without_bounds(model: EvaluatedModel, ids: np.ndarray) -> np.ndarray:
+    """The tokens `(N,)` of a corpus's texts, less those that begin and end a text."""
+    return ids[~np.isin(ids, [*begin(model), *model.eos_token_ids])]
+
+
 def read_folder(folder: Path) -> list[str]:
     """The texts of a folder and the folders in it, in the order of their paths.
 

@@ -206,6 +206,8 @@ class DataModuleConfig:
     #: null: what the corpus itself says.
     vocab_size: int | None = within(COUNT, None)
     bos_token_id: int | None = within(Range(0, COUNT.high), None)
+    #: null: what the corpus itself says, else BOS.
+    eos_token_id: int | None = within(Range(0, COUNT.high), None)
     #: Read the data again, in the same order, when it has been read once.
     repeat: bool = False
 

@@ -95,9 +95,9 @@ def check_continues(
         after["init_from"] = before["init_from"]
     if model := state.get("model_config"):
         # Null stands for what the corpus says, so what it came to is compared.
-        for key, value in (("vocab_size", data.vocab_size), ("bos_token_id", data.bos_token_id)):
+        for key in ("vocab_size", "bos_token_id", "eos_token_id"):
             before = {**before, "datamodule": {**before["datamodule"], key: model.get(key)}}
-            after["datamodule"][key] = value
+            after["datamodule"][key] = getattr(data, key)
     changes = changes_that_alter_the_run(before, after)
     if forked:
         shape = ("datamodule.train_batch_len", "datamodule.train_batch_size", "model.")

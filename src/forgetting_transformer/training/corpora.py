@@ -32,7 +32,7 @@ def longcrawl64(data_dir: str, config: LongCrawl64Config, recorded: "Vocabulary 
 
 @CORPORA.register("packed", config=LongCrawl64Config)
 def packed(data_dir: str, config: LongCrawl64Config, recorded: "Vocabulary | None" = None) -> "Corpus":
-    """The same tokens in the same order, with the texts in a row kept apart. They begin at BOS tokens."""
+    """The same tokens in the same order, with the texts in a row kept apart."""
     from forgetting_transformer.data import LongCrawl64DataModule
 
     return LongCrawl64DataModule(data_dir, **_arguments(config), packed=True, recorded=recorded)

@@ -90,7 +90,7 @@ def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size:
     data, place = config.datamodule, _place(config.data_dir, path)
     stated = None
     if data.vocab_size is not None and data.bos_token_id is not None:
-        stated = Vocabulary(data.vocab_size, data.bos_token_id)
+        stated = Vocabulary(info.vocab_size, info.bos_token_id, info.eos_token_id)
     options: dict[str, Any] = {key: getattr(data, key) for key in _SHARED if hasattr(data, key)}
     # What the set's manifest says goes first, and is compared below; the config's keys are those of the corpus.
     found = LongCrawl64DataModule(str(place), dataset=".", packed=corpus.packed, recorded=stated, **options)
@@ -104,6 +104,7 @@ def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size:
     for what, own, other in (
         ("ids", info.vocab_size, described.vocab_size),
         ("as its BOS token", info.bos_token_id, described.bos_token_id),
+        ("as its EOS token", info.eos_token_id, described.eos_token_id),
     ):
         if own != other:
             raise DataError(

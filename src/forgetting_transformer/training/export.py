@@ -162,15 +162,16 @@ def write(
         what: the model, for people. about: what the folder records of it, besides the checkpoint.
         flag: of the command that names the folder, for messages.
     """
+    found_tokenizer, why_none = _find_tokenizer(directory, state, tokenizer)
+    pad = getattr(found_tokenizer, "pad_token_id", None)
     model.generation_config = GenerationConfig(
         bos_token_id=model.config.bos_token_id,
         eos_token_id=model.config.eos_token_id,  # without it generation runs to its length limit
-        pad_token_id=model.config.eos_token_id,
+        pad_token_id=model.config.eos_token_id if pad is None else pad,
     )
     if hasattr(model.config, "max_position_embeddings"):
         # No effect on the model; lm_eval and others read it as the context length of training.
         model.config.max_position_embeddings = state["config"]["datamodule"]["train_batch_len"]
-    found_tokenizer, why_none = _find_tokenizer(directory, state, tokenizer)
     origin: dict[str, Any] = {"checkpoint": checkpoint.step, "tag": state["config"].get("tag"), **(about or {})}
     origin["seed"] = state["config"].get("seed")
     if state.get("weights_from"):
@@ -516,18 +517,20 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def _prepare_prompts(tokenizer: Any, bos_token_id: int | None) -> None:
-    """Makes prompts like training data: the BOS token first, and padding on the left in a batch of unequal lengths.
+    """Makes prompts like training data: BOS first, no EOS behind, and padding on the left of the shorter in a batch.
 
-    Corpora are written without special tokens, BOS is put before every training sequence; transformers' pipelines and
-    lm_eval's own models do what the tokenizer does.
+    Corpora are written without BOS, which is put before every training sequence. An EOS behind a prompt would make a
+    model begin another text. transformers' pipelines and lm_eval's own models do what the tokenizer does.
     """
     # transformers saves what a tokenizer was made with, and not what was set afterwards.
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token
-    if bos_token_id is None or tokenizer("").input_ids[:1] == [bos_token_id]:
+    own, bare = tokenizer("").input_ids, tokenizer("", add_special_tokens=False).input_ids
+    if bos_token_id is None or own == [bos_token_id, *bare]:
         return
     bos = tokenizer.bos_token = tokenizer.convert_ids_to_tokens(bos_token_id)
     begins = TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, bos_token_id)])
     fast = tokenizer.backend_tokenizer
-    fast.post_processor = begins if fast.post_processor is None else Sequence([fast.post_processor, begins])
+    adds_nothing = fast.post_processor is not None and own == bare  # it has other work, such as character offsets
+    fast.post_processor = Sequence([fast.post_processor, begins]) if adds_nothing else begins

@@ -92,19 +92,24 @@ def load_model(directory: RunDirectory, step: int | None = None) -> tuple[Checkp
     """
     checkpoint = _find(directory, step)
     config = _config(directory)
-    model = _model(checkpoint, config, _read(checkpoint)["model"], None)
+    model = _model(checkpoint, config, _read(checkpoint)["model"])
     state = {"config": recorded(config), "model_config": model.config.to_dict()}
     return checkpoint, state, model.eval()
 
 
 def import_run(
-    official_dir: Path, output_dir: Path, step: int | None = None, bos_token_id: int | None = None
+    official_dir: Path,
+    output_dir: Path,
+    step: int | None = None,
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
 ) -> tuple[Checkpoint, Config]:
     """Makes `output_dir` a run that continues the authors' run from a checkpoint: weights, moments, counters, rate.
 
     Args:
         step: training tokens of the checkpoint; None for the newest.
         bos_token_id: first token of every sequence; None for LongCrawl64's.
+        eos_token_id: last token of every text; None for BOS.
 
     Returns:
         the checkpoint that was written, and the configuration that the run had.
@@ -129,7 +134,7 @@ def import_run(
             f"{checkpoint.path} was not imported: window_loss_per_token has shape {window.shape}, and "
             f"datamodule.train_batch_len is {config.datamodule.train_batch_len}"
         )
-    model = _model(checkpoint, config, saved["model"], bos_token_id)
+    model = _model(checkpoint, config, saved["model"], bos_token_id, eos_token_id)
     if model.config.bos_token_id is None:
         raise CheckpointError(
             f"{checkpoint.path} was not imported: its vocabulary of {model.config.vocab_size:,} ids is not "
@@ -293,7 +298,11 @@ def _problem(saved: Any) -> str | None:
 
 
 def _model(
-    checkpoint: Checkpoint, config: Config, weights: dict[str, Tensor], bos_token_id: int | None
+    checkpoint: Checkpoint,
+    config: Config,
+    weights: dict[str, Tensor],
+    bos_token_id: int | None = None,
+    eos_token_id: int | None = None,
 ) -> PreTrainedModel:
     embeddings = [tensor for name, tensor in weights.items() if name.endswith("embeddings.weight") and tensor.ndim == 2]
     if not embeddings:
@@ -301,16 +310,18 @@ def _model(
     vocab_size = len(embeddings[0])
     if bos_token_id is None and vocab_size == _GPT2_IDS:
         bos_token_id = _GPT2_BOS
-    if bos_token_id is not None and not 0 <= bos_token_id < vocab_size:
-        raise CheckpointError(
-            f"--bos_token_id={bos_token_id} is not in the vocabulary of {checkpoint.path}, which has {vocab_size:,} "
-            f"ids; give one of 0 to {vocab_size - 1:,}"
-        )
-    ids = {"vocab_size": vocab_size, "bos_token_id": bos_token_id, "eos_token_id": bos_token_id}
+    eos_token_id = bos_token_id if eos_token_id is None else eos_token_id
+    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
+    for key, token in ids.items():
+        if token is not None and not 0 <= token < vocab_size:
+            raise CheckpointError(
+                f"--{key}={token} is not in the vocabulary of {checkpoint.path}, which has {vocab_size:,} ids; give "
+                f"one of 0 to {vocab_size - 1:,}"
+            )
     try:
         with no_init_weights():
             model = registry.get(config.model.name).lm_class(
-                registry.build_config(config.model.name, **config.model.config, **ids)
+                registry.build_config(config.model.name, **config.model.config, vocab_size=vocab_size, **ids)
             )
         model.load_state_dict(weights)
     except (RuntimeError, ValueError, TypeError) as error:

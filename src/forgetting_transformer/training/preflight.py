@@ -79,6 +79,7 @@ def trial(config: Config) -> Iterator[Trainer]:
             data,
             vocab_size=recorded.size if data.vocab_size is None else data.vocab_size,
             bos_token_id=recorded.bos_token_id if data.bos_token_id is None else data.bos_token_id,
+            eos_token_id=recorded.eos_token_id if data.eos_token_id is None else data.eos_token_id,
         )
     # A run that continues does not read what it began with, which may be gone.
     continues = config.resume and bool(steps_in(directory.checkpoints))

@@ -113,7 +113,7 @@ def recorded_vocabulary(config: Config, directory: RunDirectory) -> Vocabulary |
                 model = json.loads((folder / f"step-{step:015d}/trainer.json").read_text(encoding="utf-8"))[
                     "model_config"
                 ]
-                return Vocabulary(int(model["vocab_size"]), int(model["bos_token_id"]))
+                return Vocabulary(int(model["vocab_size"]), int(model["bos_token_id"]), model.get("eos_token_id"))
             except (OSError, ValueError, LookupError, TypeError):
                 continue  # damaged; whether the run can go on is decided elsewhere
     return None
@@ -151,12 +151,12 @@ def model_config(config: Config, data: DataInfo) -> DecoderConfig:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     fields = dict(config.model.config)
-    # One token both begins and ends a text, in LongCrawl64 and in corpora of scripts/prepare_data.py.
-    decided = {"vocab_size": data.vocab_size, "bos_token_id": data.bos_token_id, "eos_token_id": data.bos_token_id}
+    decided = {"vocab_size": data.vocab_size, "bos_token_id": data.bos_token_id, "eos_token_id": data.eos_token_id}
     for key, value in decided.items():
         if fields.get(key) not in (None, value):
             raise ConfigError(
-                f"model.config.{key}={fields[key]} is not the corpus's {value}; leave it unset, the data decides it"
+                f"model.config.{key}={fields[key]} is not the corpus's {value}; leave it unset, the data decides it, "
+                f"or set datamodule.{key}={fields[key]} if the corpus's manifest is wrong or silent"
             )
     fields |= decided
     try:
