@@ -202,6 +202,15 @@ def test_evaluation_counts_every_held_out_slice_once_whatever_the_world_size(cor
     assert sorted(seen) == sorted(expected)
 
 
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_held_out_batch_has_no_more_rows_than_there_are(corpus, world_size):
+    data = module(corpus, eval_tokens=7 * DOC_LEN, eval_local_batch_size=1000)
+    [*batches] = [batch for rank in range(world_size) for batch in data.eval_loader(rank, world_size)]
+    rows = -(-21 // world_size)
+    assert [batch["labels"].shape for batch in batches] == [(rows, 32)] * world_size
+    assert sum(batch["weight"].sum() for batch in batches) == 21
+
+
 def test_a_run_that_only_evaluates_needs_no_training_data(corpus):
     shutil.rmtree(corpus / "longcrawl64" / "train.zarr")
     assert module(corpus).eval_info().documents == DOCUMENTS

@@ -58,6 +58,12 @@ def test_results_are_the_mean_losses_of_all_held_out_sequences(quickstart, model
     assert results[f"val/perplexity_len_{DOC_LEN}"] == pytest.approx(np.exp(losses.mean()), rel=1e-6)
 
 
+def test_memory_does_not_grow_with_a_batch_or_an_interval_beyond_what_there_is(quickstart, model, tmp_path):
+    options = {"batch_size": 10**9, "save_interval": 10**9}
+    results = per_token_loss.evaluate(model, heldout(quickstart, tokens=3 * DOC_LEN), tmp_path, ALONE, **options)
+    assert results["eval_tokens"] == 3 * DOC_LEN
+
+
 def test_a_models_folder_is_read_as_the_papers_script_reads_it(quickstart, model, tmp_path, monkeypatch):
     """plot_per_token_loss.py there takes the only .npz of a model's folder; see its source."""
     data = heldout(quickstart)

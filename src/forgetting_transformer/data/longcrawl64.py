@@ -160,9 +160,10 @@ class LongCrawl64DataModule:
     def eval_loader(self, rank: int, world_size: int) -> DataLoader:
         """Yields this rank's share of the held-out sequences.
 
-        Each item is a dict of `input_ids`, `labels`, both (eval_local_batch_size, eval_batch_len) int64, and `weight`
-        (eval_local_batch_size,) float64: 1 for a sequence to count, 0 for one that only fills the batch. Every rank
-        yields the same number of batches, because a sharded model needs all ranks in every forward pass.
+        Each item is a dict of `input_ids`, `labels`, both (B, eval_batch_len) int64, and `weight` (B,) float64: 1 for a
+        sequence to count, 0 for one that only fills the batch. B is eval_local_batch_size, or a rank's share of all
+        sequences where this is less. Every rank yields the same number of batches, because a sharded model needs all
+        ranks in every forward pass.
         """
         dataset = EvalBatches([self.held_out(world_size)], self.eval_local_batch_size, rank, world_size)
         return Loader(dataset, range(len(dataset)), self.eval_num_workers, self.vocabulary, self.packed)
@@ -323,8 +324,9 @@ class EvalBatches(Dataset):
     """Map-style: batch index of this rank -> held-out sequences, those of one array after those of another."""
 
     def __init__(self, parts: Sequence[HeldOut], batch_size: int, rank: int, world_size: int) -> None:
-        self.parts, self.batch_size, self.rank, self.world_size = parts, batch_size, rank, world_size
+        self.parts, self.rank, self.world_size = parts, rank, world_size
         self.ends = list(itertools.accumulate(part.sequences for part in parts))
+        self.batch_size = min(batch_size, -(-self.ends[-1] // world_size))  # no more rows than there are
 
     def __len__(self) -> int:
         return -(-self.ends[-1] // (self.batch_size * self.world_size))

@@ -256,7 +256,8 @@ def evaluate(
     octaves = _octave_means(data.length).to(workers.device)
     per_round = ranks.data_size * batch_size
     # One tensor for all sums, so that the processes meet once per save.
-    part = _Part.zeros(data.length, save_interval * per_round, octaves.shape[1], workers.device)
+    most = min(save_interval * per_round, data.sequences - sums.sequences)
+    part = _Part.zeros(data.length, most, octaves.shape[1], workers.device)
     rounds = math.ceil((data.sequences - sums.sequences) / per_round)
     first = sums.sequences + ranks.data_rank * batch_size
     batches = [
