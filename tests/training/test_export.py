@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, Pre
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
 from forgetting_transformer import model_tokenizer
+from forgetting_transformer import tokenizer as tokenizer_module
 from forgetting_transformer.analysis.model_card import CARD, FIGURE
 from forgetting_transformer.evaluation.generation import continue_greedily
 from forgetting_transformer.evaluation.models import load_model
@@ -225,7 +226,7 @@ LONGCRAWL64 = {
 def test_an_empty_tokenizer_is_never_exported(monkeypatch, tmp_path, give):
     """transformers gives a tokenizer of one token for a hub id without a network, and for a folder without files."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(model_tokenizer, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(tokenizer_module, "PACKAGE", "no_such_package")
     run, empty = RunDirectory(tmp_path / "run"), tmp_path / "empty"
     (run.tokenizer if give == "an empty folder of the run" else empty).mkdir(parents=True)
     source = str(empty) if give == "a folder without its files" else None
@@ -294,7 +295,7 @@ def test_files_that_are_not_gpt2s_are_refused(monkeypatch, tmp_path):
     for name in ("encoder.json", "vocab.bpe"):
         (package / "data" / name).write_text("{}")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(model_tokenizer, "PACKAGE", "not_gpt2")
+    monkeypatch.setattr(tokenizer_module, "PACKAGE", "not_gpt2")
     with pytest.raises(ValueError, match=r"encoder.json is not GPT-2's"):
         model_tokenizer.longcrawl64_tokenizer()
 

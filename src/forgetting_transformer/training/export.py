@@ -477,7 +477,7 @@ def tokenizer_of_run(directory: RunDirectory, state: dict[str, Any], source: str
     if source is None and directory.tokenizer.is_dir():
         where, tokenizer = str(directory.tokenizer), load_tokenizer(directory.tokenizer)
     elif state["config"]["datamodule"]["dataset"] == "longcrawl64":
-        where, tokenizer = source or "GPT-2's tokenizer", longcrawl64_tokenizer(source)
+        where, tokenizer = source or "GPT-2's tokenizer", longcrawl64_tokenizer(source or "gpt2")
     elif source is None:
         raise OSError(f"{directory.root} holds no tokenizer")
     else:
