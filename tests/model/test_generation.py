@@ -1,9 +1,11 @@
 """Whatever a cache is put through, the model predicts what a full forward pass predicts."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from forgetting_transformer.model import DecoderForCausalLM
 from forgetting_transformer.model.cache import AttentionCache, ForgettingAttentionCache
@@ -170,6 +172,36 @@ def test_assisted_generation_takes_back_rejected_tokens(croppable_model, ids):
     assert torch.equal(out, want)
 
 
+def test_a_target_may_write_the_padding_token_while_a_draft_guesses(croppable_model, ids):
+    model, prompt = croppable_model, ids[:1, :4]
+    want = greedy_by_full_passes(model, prompt, 8)
+    draft = small(model.config.model_type.partition("-")[0], seed=1)
+    written = {*want[0, 4:].tolist()} - {*prompt[0].tolist()}
+    assert written
+    for token in written:
+        out = model.generate(prompt, max_new_tokens=8, do_sample=False, assistant_model=draft, pad_token_id=token)
+        assert torch.equal(out, want)
+
+
+def test_fox_drafts_for_other_models(ids):
+    """They hand on their positions, for which a model without rotary positions has no use."""
+    torch.manual_seed(0)
+    fields = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=61, eos_token_id=None, **fields)).eval()
+    options = {"max_new_tokens": 6, "do_sample": False}
+    want = llama.generate(ids[:1], **options)
+    for draft in (small_model(), small("transformer")):
+        assert torch.equal(llama.generate(ids[:1], assistant_model=draft, **options), want)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in CROPPABLE])
+def test_a_draft_that_cannot_take_tokens_back_is_refused_at_the_start(name, ids):
+    model, draft = small_model(), small(MODELS[name][0], **MODELS[name][1])
+    draft.decoder.register_forward_pre_hook(lambda *_: pytest.fail("it drafts"))
+    with pytest.raises(ValueError, match=f"assistant_model is a {type(draft).__name__}, whose recurrent state"):
+        model.generate(ids[:1], max_new_tokens=8, assistant_model=draft)
+
+
 def test_the_tokenizer_that_generate_hands_on_is_no_input(model, ids):
     """With stop_strings, and from servers; models that take any argument swallow it."""
     state = model.prepare_inputs_for_generation(ids[:1, :5], tokenizer="a tokenizer", assistant_tokenizer="another")
@@ -289,6 +321,27 @@ def test_generation_under_autocast(model, ids):
 def test_calls_that_cannot_be_right_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         small_model()(input_ids=torch.zeros(2, 3, dtype=torch.long), **call)
+
+
+def test_what_is_no_batch_of_sequences_is_refused(model):
+    least = ", at least one token in each row"
+    for name, shape, right in (
+        ("input_ids", (5,), f"(B, T){least}; one sequence is a batch too: input_ids[None]"),
+        ("input_ids", (2, 0), f"(B, T){least}"),
+        ("input_ids", (0, 5), f"(B, T){least}"),
+        ("input_ids", (2, 3, 4), f"(B, T){least}"),
+        ("inputs_embeds", (5, 32), f"(B, T, 32){least}; one sequence is a batch too: inputs_embeds[None]"),
+        ("inputs_embeds", (2, 0, 32), f"(B, T, 32){least}"),
+        ("inputs_embeds", (2, 5, 16), f"(B, T, 32){least}"),
+    ):
+        given = {name: torch.zeros(shape, dtype=torch.float32 if name == "inputs_embeds" else torch.long)}
+        labels = torch.zeros(shape[:2], dtype=torch.long)
+        for call in (model.eval(), model.decoder, functools.partial(model.train(), labels=labels)):
+            with pytest.raises(ValueError) as refused:
+                call(**given)
+            assert str(refused.value) == f"{name} has shape {shape}; it must be {right}"
+    with pytest.raises(TypeError, match="input_ids is a list; it must be a tensor"):
+        model([[1, 2]])
 
 
 @pytest.mark.parametrize("name", ["static", "hybrid", "quantized"])

@@ -89,6 +89,8 @@ def test_what_does_not_go_with_packing_is_refused():
     model = small("transformer")
     with pytest.raises(ValueError, match="each of the 2 rows of 12 tokens"):
         model(input_ids=input_ids, cu_seqlens=torch.tensor([0, 5, 24]))
+    with pytest.raises(ValueError, match=r"cu_seqlens has shape \(1, 4\); it must be \(documents \+ 1,\)"):
+        model(input_ids=input_ids, cu_seqlens=torch.tensor([[0, 5, 12, 24]]))
     for others in (
         {"attention_mask": torch.ones_like(input_ids)},
         {"use_cache": True},

@@ -470,8 +470,7 @@ class DecoderModel(DecoderPreTrainedModel):
             ValueError, TypeError: arguments that do not fit together, or that this model has no use for. The message
                 names the argument.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        self.check_shape(input_ids, inputs_embeds)
         past_key_values = one_cache(past_key_values, cache)
         if past_key_values is not None and not isinstance(past_key_values, DecoderCache):
             raise TypeError(
@@ -548,6 +547,26 @@ class DecoderModel(DecoderPreTrainedModel):
         )
         return output if self._wants_dict(return_dict) else output.to_tuple()
 
+    def check_shape(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
+        """Refuse what is no batch of sequences; each mixer would fail in another place.
+
+        Raises:
+            ValueError, TypeError: naming the argument, its shape and the right one.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        name, given = "input_ids", input_ids
+        last: tuple[int, ...] = ()
+        if inputs_embeds is not None:
+            name, given, last = "inputs_embeds", inputs_embeds, (self.config.hidden_size,)
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name} is a {type(given).__name__}; it must be a tensor")
+        shape = tuple(given.shape)
+        if len(shape) != 2 + len(last) or 0 in shape or shape[2:] != last:
+            axes = ", ".join(("B", "T", *map(str, last)))
+            cure = f"; one sequence is a batch too: {name}[None]" if len(shape) == 1 + len(last) else ""
+            raise ValueError(f"{name} has shape {shape}; it must be ({axes}), at least one token in each row{cure}")
+
     def stateful_mixers(self) -> list[str]:
         """Classes of mixers that cannot keep packed documents apart."""
         mixers = [block.sequence_mixer for block in self.layers]
@@ -592,6 +611,8 @@ class DecoderModel(DecoderPreTrainedModel):
                 "cu_seqlens is given with attention_mask, past_key_values, position_ids or output_attentions, which "
                 "packed documents do not take; leave them out"
             )
+        if cu_seqlens.ndim != 1:
+            raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (documents + 1,)")
         if cu_seqlens.device.type == "cpu":  # looking at values would make a GPU wait
             batch, length = shape
             starts = {*cu_seqlens.tolist()}
@@ -802,6 +823,7 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
                 labels alone, so with left padding the first token of a row too, unless its label is -100: the loss is
                 then too small by this factor, 1 in the length of a row, and its gradient's direction is right.
         """
+        self.decoder.check_shape(input_ids, inputs_embeds)
         past_key_values = one_cache(past_key_values, cache)
         kept: dict[str, Any]
         if labels is None and isinstance(past_key_values, DecoderCache) and past_key_values.graph is not None:
@@ -920,6 +942,14 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> None:
         """Give `generate` this model's cache, not transformers' DynamicCache, which holds keys and values only."""
+        if generation_config.is_assistant:
+            if self._is_stateful:
+                raise ValueError(
+                    f"assistant_model is a {type(self).__name__}, whose recurrent state cannot take rejected tokens "
+                    "back; draft with FoX or a Transformer, or leave it out"
+                )
+            # The target's, whose draft may have no rotary positions; the cache counts for those that have.
+            model_kwargs.pop("position_ids", None)
         # Under both names, as `forward` takes it, whatever transformers calls it.
         given = one_cache(model_kwargs.pop("past_key_values", None), model_kwargs.pop("cache", None))
         if generation_mode == GenerationMode.ASSISTED_GENERATION and not getattr(given, "is_croppable", True):
@@ -933,6 +963,18 @@ class DecoderForCausalLM(DecoderPreTrainedModel, GenerationMixin):
             given = self.new_cache(cuda_graph=False if is_assisted else "auto")
         if given is not None:
             model_kwargs[CACHE_NAME] = given
+
+    def _prepare_attention_mask_for_generation(
+        self, inputs_tensor: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    ) -> Any:
+        """Make the mask of a prompt without one, as transformers does, except for the draft of assisted generation.
+
+        A draft gets the target's mask if there is padding. transformers would look for padding in its ids again after
+        every round, and a target may write the padding token.
+        """
+        if generation_config.is_assistant:
+            return torch.ones(inputs_tensor.shape[:2], dtype=torch.long, device=inputs_tensor.device)
+        return super()._prepare_attention_mask_for_generation(inputs_tensor, generation_config, model_kwargs)
 
     # `generate` reads the signature to find out whether a model takes inputs_embeds.
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)

@@ -100,7 +100,8 @@ def find_seq_start(
     if bool(has_ended_BN.any()):
         if bool((has_ended_BN[:, :-1] & is_token_BN[:, 1:]).any()):
             raise ValueError(
-                "attention_mask has zeros between ones; only the beginning or the end of a row can be padding"
+                "attention_mask has zeros between ones; only the beginning or the end of a row can be padding "
+                "(generate makes a mask from pad_token_id where none is given)"
             )
         if not allow_right:
             raise ValueError(
