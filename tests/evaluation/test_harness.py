@@ -177,8 +177,28 @@ def test_generation_ends_at_a_stop_string(model, adapter):
     (text,) = adapter.generate_until([instance("generate_until", *request)], disable_tqdm=True)
     first, *_ = words = text.split()
     assert 1 <= len(words) <= 6
-    request = ("the cat", {"until": first, "max_gen_toks": 6})
-    assert adapter.generate_until([instance("generate_until", *request)], disable_tqdm=True) == [""]
+    for until in (first, [first], ["", first]):
+        request = ("the cat", {"until": until, "max_gen_toks": 6})
+        assert adapter.generate_until([instance("generate_until", *request)], disable_tqdm=True) == [""]
+
+
+@pytest.mark.parametrize("until", [{"until": None}, {"until": ""}, {"until": [""]}, {}], ids=str)
+def test_a_task_without_a_stop_string_generates_all_its_tokens(adapter, until):
+    whole, text = adapter.generate_until(
+        [
+            instance("generate_until", "the cat", {"until": [], "max_gen_toks": 6}),
+            instance("generate_until", "the cat", {"max_gen_toks": None, "max_new_tokens": 6, **until}),
+        ],
+        disable_tqdm=True,
+    )
+    assert text == whole and text
+
+
+def test_what_is_null_in_a_task_counts_as_left_out(adapter):
+    given = dict.fromkeys(("until", "do_sample", "temperature", "num_beams", "max_length", "top_p"))
+    alone, beside = ({"max_gen_toks": 5}, {"max_gen_toks": 5, **given})
+    texts = adapter.generate_until([instance("generate_until", "a", each) for each in (alone, beside)], True)
+    assert texts[0] == texts[1]
 
 
 def test_scores_and_texts_are_those_of_lm_evals_own_backend(quickstart, model, adapter):
@@ -245,6 +265,12 @@ def test_lm_evals_own_backend_scores_bos_of_whole_texts_and_reads_them_behind_tw
         ({"max_gen_toks": 5, "temperature": 0.8}, "asks for do_sample=True"),
         ({"max_gen_toks": 5, "num_beams": 4}, "asks for num_beams=4"),
         ({"max_length": 20, "max_gen_toks": 5}, "asks for max_length=20, .*use max_gen_toks"),
+        ({"until": [None, "."]}, r"until=\[None, '.'\]; it must be a text or a list of texts"),
+        ({"until": 7}, "until=7; it must be a text or a list of texts"),
+        ({"max_gen_toks": "many"}, "{'max_gen_toks': 'many'}, which cannot be read: .*'many'"),
+        ({"max_gen_toks": 5, "temperature": "hot"}, "which cannot be read: .*'hot'"),
+        ({"max_gen_toks": 0}, "max_gen_toks=0 tokens; it must be at least 1"),
+        ({"max_gen_toks": None}, "max_gen_toks=256 tokens, which leaves no room"),  # lm_eval's default
     ],
 )
 def test_what_the_adapter_does_not_do_is_refused_by_name(adapter, options, message):

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from forgetting_transformer.analysis import evaluations, question_scores, tables
 from forgetting_transformer.analysis.published import TASKS, lm_eval_table, sample_counts
+from forgetting_transformer.command_line import one_line
 from forgetting_transformer.evaluation import texts
 from forgetting_transformer.evaluation.generation import check_settings, continue_greedily, read_json, write_json
 from forgetting_transformer.evaluation.models import (
@@ -149,18 +150,29 @@ class HarnessModel(TemplateLM):
         for request in tqdm(requests, desc="continuations", disable=disable_tqdm or not self.workers.shows_progress):
             self.on_batch()
             context, given = request.args
-            options = normalize_gen_kwargs(given, _MAX_NEW_TOKENS)
+            options = self._options(given)
             count = options["max_gen_toks"]
-            self._check_options(options)
             ids = self.tok_encode(context)[-(self.max_length - count) :]
             (text,) = continue_greedily(self.evaluated, np.array([ids]), count, self.precision)
             answers.append(postprocess_generated_text(text, options["until"], None))
         return answers
 
-    def _check_options(self, options: dict[str, Any]) -> None:
-        """Refuses what greedy decoding within the longest sequence cannot do."""
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """How a task wants texts generated; a key that is null in its file counts as left out.
+
+        Raises:
+            EvaluationError: greedy decoding within the longest sequence cannot do it.
+        """
+        try:
+            options: Any = normalize_gen_kwargs({k: v for k, v in given.items() if v is not None}, _MAX_NEW_TOKENS)
+        except (TypeError, ValueError, OverflowError) as error:  # of numbers, which is all that it reads
+            raise EvaluationError(f"a task generates with {given}, which cannot be read: {one_line(error)}") from error
+        if not all(isinstance(stop, str) for stop in options["until"]):
+            raise EvaluationError(f"a task generates with until={given['until']}; it must be a text or a list of texts")
         count = options["max_gen_toks"]
-        if not 0 < count < self.max_length:
+        if count < 1:
+            raise EvaluationError(f"a task generates max_gen_toks={count:,} tokens; it must be at least 1")
+        if count >= self.max_length:
             raise EvaluationError(
                 f"a task generates max_gen_toks={count:,} tokens, which leaves no room for its prompt in --max_length="
                 f"{self.max_length:,}; give a longer one"
@@ -172,6 +184,7 @@ class HarnessModel(TemplateLM):
                 raise EvaluationError(
                     f"a task asks for {key}={options[key]}, which this adapter does not do; use {instead}"
                 )
+        return options
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         if self.world_size == 1:
