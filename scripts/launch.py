@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forgetting_transformer import console, elastic, gpus
+from forgetting_transformer.versions import how_to_install
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
@@ -116,7 +117,7 @@ def launch(args: argparse.Namespace, rest: Sequence[str]) -> int:
         import torch
         import torch.distributed.run
     except ImportError as error:
-        print(f'error: {error}; install this project with pip install -e ".[train]"', file=sys.stderr)
+        print(f"error: {error}; {how_to_install('train')}", file=sys.stderr)
         return 1
     try:
         count = processes(args, torch.cuda.device_count())

@@ -22,6 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from forgetting_transformer.versions import how_to_install
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import optuna  # noqa: F401
     except ImportError:
-        print('Optuna is not installed: pip install -e ".[sweep]"', file=sys.stderr)
+        print(f"Optuna is not installed: {how_to_install('sweep')}", file=sys.stderr)
         return 1
     from forgetting_transformer.sweep import SweepError
     from forgetting_transformer.sweep.composition import Composer, search_space

@@ -15,6 +15,7 @@ import logging
 import sys
 
 from forgetting_transformer import command_line, elastic
+from forgetting_transformer.versions import how_to_install
 
 
 def parse_args() -> argparse.Namespace:
@@ -64,7 +65,7 @@ def main() -> None:
     try:
         from forgetting_transformer.evaluation import harness
     except ImportError as error:
-        sys.exit(f"error: {error}. lm-evaluation-harness is an extra: pip install -e '.[eval]'")
+        sys.exit(f"error: {error}. lm-evaluation-harness is an extra: {how_to_install('eval')}")
     transformers.utils.logging.disable_progress_bar()
     try:
         workers = start_workers(official.device_of(args.device, args.device_id))

@@ -1,4 +1,4 @@
-"""Which versions of Python and of packages made something: a corpus, a run, a measurement."""
+"""Packages that are installed, whose versions a corpus, a run or a measurement records, and how to get others."""
 
 import platform
 from collections.abc import Iterable
@@ -14,3 +14,8 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra of this package, which is in no package index."""
+    return f'pip install -e ".[{extra}]" in a clone of this repository'

@@ -200,7 +200,7 @@ def test_wrong_parquet_names_columns_and_file(tmp_path: Path) -> None:
 def test_missing_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").touch()
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(CorpusError, match=r"needs pyarrow: pip install 'forgetting-transformer\[data\]'"):
+    with pytest.raises(CorpusError, match=r'needs pyarrow: pip install -e "\.\[data\]"'):
         read(tmp_path)
 
 

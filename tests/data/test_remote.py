@@ -366,7 +366,7 @@ def test_urls_and_paths_are_told_apart_and_joined():
     [
         ("hf://someone/longcrawl64", "not of the form hf://datasets/OWNER/NAME"),
         ("nonsense://bucket", "cannot be read: .*known are hf://, https://, s3://"),
-        ("s3://bucket/corpus", r"forgetting-transformer\[remote\]"),
+        ("s3://bucket/corpus", r"pip install -e \"\.\[remote\]\""),
     ],
 )
 def test_urls_that_cannot_be_read_say_what_is_missing(url, message):

@@ -240,7 +240,7 @@ def test_without_fla_it_trains_and_warns_once(monkeypatch):
                 assert recurrence._select_backend(op, inputs["q"], inputs["v"]) is chunked
                 assert_close(run(public(op), inputs), expected(inputs), 1e-2)
         messages = [str(w.message) for w in caught if "flash-linear-attention" in str(w.message)]
-        assert len(messages) == 1 and '"forgetting-transformer[cuda]"' in messages[0]
+        assert len(messages) == 1 and 'pip install -e ".[cuda]"' in messages[0]
     finally:
         fla._is_installed.cache_clear()
 

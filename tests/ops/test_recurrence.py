@@ -702,9 +702,34 @@ def test_the_scan_is_an_operator_that_torch_compile_can_take(monkeypatch):
 def test_one_warning_says_what_to_install(fresh_fla, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla", None)
     q = torch.zeros(1, 9, 1, 16, dtype=torch.bfloat16)
-    with pytest.warns(RuntimeWarning, match=r'pip install "forgetting-transformer\[cuda\]"') as caught:
+    with pytest.warns(RuntimeWarning, match=r'it is not installed.* pip install -e "\.\[cuda\]"') as caught:
         assert not any(fla.supports(op, q, q) for op in FLA_KERNELS for _ in range(3))
     assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "said", "cure"),
+    [
+        ("fla.layers", "needs flash-linear-attention, which is not installed", 'pip install -e ".[cuda]" in a clone'),
+        ("einops", "needs einops, which is not installed", "pip install einops"),
+        (
+            "fla.utils",
+            "version 0.6.0 is installed but broken",
+            "pip install --force-reinstall --no-deps fla-core==0.6.0",
+        ),
+    ],
+)
+def test_the_package_that_flash_linear_attention_lacks_is_named(monkeypatch, missing, said, cure):
+    def fails(module):
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(backends, "installed_version", lambda package: "0.6.0" if package == "fla-core" else "3.6.0")
+    monkeypatch.setattr(backends, "_faults", {})
+    monkeypatch.setattr(backends.importlib, "import_module", fails)
+    with pytest.warns(RuntimeWarning) as caught:
+        assert not backends.load_fla("recurrences", fla._KERNELS)
+    (message,) = [str(warning.message) for warning in caught]
+    assert said in message and cure in message.partition("To mend it, ")[2]
 
 
 def test_nothing_is_imported_from_fla_or_triton_on_the_cpu():

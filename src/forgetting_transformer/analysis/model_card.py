@@ -119,7 +119,8 @@ def card(run_folder: Path, exported: Exported, with_figure: bool, licence: str |
         + (f" of {_text(corpus)}. " if corpus else ". ")
         + "It is a base model: it continues text and has not learnt to follow instructions.",
         "## How to load it",
-        "Install the Python package `forgetting-transformer`, which has the model classes, and run",
+        "Install the Python package `forgetting-transformer`, which has the model classes, from a clone of its "
+        "repository (no package index has it), and run",
         f"```python\n{snippet(exported)}```",
         *([] if exported.has_tokenizer else ["There is no tokenizer here: the model takes token ids."]),
         "## Losses",

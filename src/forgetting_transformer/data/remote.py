@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from forgetting_transformer.data.errors import DataError
 from forgetting_transformer.redaction import is_redacted, redact
+from forgetting_transformer.versions import how_to_install
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -346,15 +347,14 @@ def _hub_file(entry: Any) -> RemoteFile:
 class FsspecFolder(RemoteFolder):
     """Anything else that fsspec reads: s3://, gs://, az://, memory://, …"""
 
-    EXTRA = "pip install 'forgetting-transformer[remote]'"
-
     def _connect(self) -> tuple[Any, str]:
         import fsspec
 
         try:
             return fsspec.core.url_to_fs(self.address)
         except ImportError as error:
-            raise DataError(f"{self.url} cannot be read: {error}. {self.EXTRA} brings S3 and GCS") from error
+            cure = f"{how_to_install('remote')} brings S3 and GCS"
+            raise DataError(f"{self.url} cannot be read: {error}. {cure}") from error
         except ValueError as error:
             raise DataError(
                 f"{self.url} cannot be read: {error}; known are hf://, https://, s3://, gs://, …"

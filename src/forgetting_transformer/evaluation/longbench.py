@@ -54,6 +54,7 @@ from forgetting_transformer.evaluation.generation import (
 from forgetting_transformer.evaluation.models import EvaluatedModel, EvaluationError, fingerprint, resolve
 from forgetting_transformer.evaluation.workers import Workers
 from forgetting_transformer.hub_connection import only_cached
+from forgetting_transformer.versions import how_to_install
 
 HUB_ID, ARCHIVE = "THUDM/LongBench", "data.zip"
 
@@ -125,7 +126,7 @@ def _rouge() -> Any:
         from rouge import Rouge
     except ImportError as error:
         raise EvaluationError(
-            "LongBench's summaries are scored with the package rouge: pip install -e '.[eval]'"
+            f"LongBench's summaries are scored with the package rouge: {how_to_install('eval')}"
         ) from error
     return Rouge(metrics=["rouge-l"])
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from forgetting_transformer.versions import how_to_install
+
 GLUON, TRITON, FLA, PYTORCH = "gluon", "triton", "fla", "pytorch"
 
 #: Attention with and without forget gates shares its kernels. An op that is not listed runs in PyTorch alone.
@@ -56,11 +58,14 @@ _COSTS_OF_OP = {
 _CURES = {
     GLUON: "install a Triton with which these kernels were measured: 3.6.0, 3.7.1 or 3.9.0",
     TRITON: "install Triton again: pip install --force-reinstall --no-deps triton=={triton}",
-    FLA: 'install it again: pip install --force-reinstall "forgetting-transformer[cuda]"',
+    FLA: "install it again: pip install --force-reinstall --no-deps fla-core=={fla_core}",
 }
 
 #: Calls on a GPU with fewer tokens than this stay in PyTorch where a kernel saves memory traffic alone.
 MIN_KERNEL_TOKENS = 1024
+
+# Modules of the package fla that are not in fla-core.
+_SECOND_PACKAGE = ("fla.layers", "fla.models")
 
 # (op, backend): the warning that says why it may not be used.
 _faults: dict[tuple[str, str], str] = {}
@@ -116,7 +121,7 @@ def rule_out(op: str, backend: str, reason: str, cure: str | None = None) -> Non
         return
     order = BACKENDS[op]
     following = TITLES[order[order.index(backend) + 1]]
-    cure = cure or _CURES[backend].format(triton=installed_version("triton"))
+    cure = cure or _CURES[backend].format(triton=installed_version("triton"), fla_core=installed_version("fla-core"))
     cost = _COSTS_OF_OP.get((op, backend), _COSTS[backend])
     message = f"{op}: {TITLES[backend]} is not used: {reason}. {following} runs instead: {cost}. "
     message += f"To mend it, {cure}"
@@ -125,15 +130,21 @@ def rule_out(op: str, backend: str, reason: str, cure: str | None = None) -> Non
 
 
 def rule_out_import(op: str, backend: str, package: str, name: str, error: Exception, install: str) -> None:
-    """Stop using a backend whose package does not import: it is not installed (cure: `install`), or broken.
+    """Stop using a backend whose package does not import: it or what it needs is not installed, or it is broken.
 
     Args:
         package: as pip knows it.
         name: as the message calls it.
+        install: the cure where it is not installed.
     """
     version = installed_version(package)
+    missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if version is None:
         rule_out(op, backend, "it is not installed", install)
+    elif missing in _SECOND_PACKAGE:
+        rule_out(op, backend, f"{package} {version} needs flash-linear-attention, which is not installed", install)
+    elif (needed := missing.partition(".")[0]) not in ("", package.partition("-")[0]):
+        rule_out(op, backend, f"{package} {version} needs {needed}, which is not installed", f"pip install {needed}")
     else:
         rule_out(op, backend, f"{name} {version} is installed but broken, {describe_error(error)}")
 
@@ -190,7 +201,7 @@ def load_fla(op: str, functions: Mapping[str, tuple[str, str]]) -> dict[str, Cal
     try:
         return {key: getattr(importlib.import_module(module), name) for key, (module, name) in functions.items()}
     except Exception as error:  # a package that is broken, or beside a Triton that is, fails in any way
-        rule_out_import(op, FLA, "fla-core", "version", error, 'pip install "forgetting-transformer[cuda]"')
+        rule_out_import(op, FLA, "fla-core", "version", error, how_to_install("cuda"))
         return {}
 
 

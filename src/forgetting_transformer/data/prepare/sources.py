@@ -21,6 +21,7 @@ from forgetting_transformer.data.prepare import output
 from forgetting_transformer.data.prepare.errors import CorpusError, reading
 from forgetting_transformer.data.prepare.settings import CorpusSettings
 from forgetting_transformer.hub_connection import use_cached_datasets
+from forgetting_transformer.versions import how_to_install
 
 ALWAYS_EXCLUDED = ("__pycache__",)
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -305,7 +306,7 @@ def _parquet_rows(file: Path, text_field: str) -> Iterator[str | None]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise CorpusError(f"reading {file} needs pyarrow: pip install 'forgetting-transformer[data]'.") from error
+        raise CorpusError(f"reading {file} needs pyarrow: {how_to_install('data')}.") from error
     try:
         with reading(file), pq.ParquetFile(file) as table:
             names = table.schema_arrow.names
@@ -330,9 +331,7 @@ def _dataset_rows(settings: CorpusSettings) -> Iterator[str | None]:
     try:
         import datasets
     except ImportError as error:
-        raise CorpusError(
-            "--dataset needs the datasets library: pip install 'forgetting-transformer[data]'."
-        ) from error
+        raise CorpusError(f"--dataset needs the datasets library: {how_to_install('data')}.") from error
     where = f"data set {settings.dataset}, split {settings.dataset_split}"
     place = Path(str(settings.dataset))
     if not place.exists() and (place.is_absolute() or str(settings.dataset).startswith(".")):
