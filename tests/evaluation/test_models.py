@@ -1,6 +1,8 @@
 """What can be evaluated: runs, exports, hub models; and what is refused."""
 
+import functools
 import logging
+import math
 import shutil
 
 import pytest
@@ -10,6 +12,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from forgetting_transformer.evaluation.models import EvaluationError, fingerprint, load_model, token_losses
 from forgetting_transformer.evaluation.workers import start_workers
+from forgetting_transformer.training.averaging import average
+from forgetting_transformer.training.checkpoint import Checkpointer, CheckpointError, read_newest
+from forgetting_transformer.training.export import export, load_checkpoint
 from tests.evaluation.conftest import TRAIN_LENGTH, VOCABULARY
 
 
@@ -104,6 +109,46 @@ def test_weights_that_are_not_the_models_are_refused_by_name(quickstart, tmp_pat
     with pytest.raises(EvaluationError, match=message) as caught:
         load_model(str(tmp_path / "hf"))
     assert "\n" not in str(caught.value) and "REPORT" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_exported_model_whose_weights_are_not_finite_is_refused_by_name(quickstart, tmp_path, own):
+    if own:
+        shutil.copytree(quickstart.hf, tmp_path, dirs_exist_ok=True)
+    else:
+        GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if "layers.1" in name or "h.0" in name)
+    weights[name].flatten()[0] = math.inf
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    message = f"{tmp_path}: {name} holds 1 of {weights[name].numel():,} values that are not finite"
+    with pytest.raises(EvaluationError, match=f"^{message}"):
+        load_model(str(tmp_path))
+    if own:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_whose_weights_are_not_finite_is_refused_by_all_that_use_it(quickstart, tmp_path):
+    shutil.copytree(quickstart.run, tmp_path / "run")
+    checkpoint, state, model = read_newest(tmp_path / "run/checkpoints", load_checkpoint)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    with torch.no_grad():
+        model.lm_head.weight[1] = math.nan
+    checkpointer = Checkpointer(tmp_path / "run/checkpoints", 2, 0, 1)
+    checkpointer.save(2 * checkpoint.step, model, optimizer, state, {}, permanent=False)
+    assert checkpointer.finished(wait=True).error is None
+    size = model.config.hidden_size
+    message = rf"/step-{2 * checkpoint.step:015d}.*: lm_head.weight holds {size} of .* values that are not finite"
+    with pytest.raises(EvaluationError, match=message):
+        load_model(str(tmp_path / "run"))
+    for use in (export, functools.partial(average, last=2)):
+        with pytest.raises(CheckpointError, match=message):
+            use(tmp_path / "run", tmp_path / "hf")
+        assert not (tmp_path / "hf").exists()
 
 
 def test_tied_weights_and_what_other_models_store_besides_are_no_reason_to_refuse(tmp_path):

@@ -1,4 +1,4 @@
-"""Token shift, rotary embedding, norms and cross-entropy against their definitions."""
+"""Token shift, rotary embedding, norms, cross-entropy and the look at weights against their definitions."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forgetting_transformer.ops import cross_entropy
+from forgetting_transformer.ops import cross_entropy, finite
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
 from forgetting_transformer.ops.norm import rms_norm
 from forgetting_transformer.ops.rotary import rotate
@@ -175,3 +175,25 @@ def test_cross_entropy_names_a_label_out_of_range(label):
 def test_cross_entropy_refuses_labels_of_another_shape():
     with pytest.raises(ValueError, match="labels have shape"):
         linear_cross_entropy(torch.zeros(1, 2, 4), torch.zeros(10, 4), torch.zeros(2, dtype=torch.long))
+
+
+def test_weights_that_are_not_finite_are_found_by_name():
+    big = torch.finfo(torch.float32).max
+    weights = {
+        "large": torch.tensor([big, -big, big]),
+        "half": torch.full((3, 2), -65504, dtype=torch.float16),
+        "eight bits": torch.ones(3).to(torch.float8_e4m3fn),
+        "counts": torch.arange(3),
+        "empty": torch.empty(0),
+        "elsewhere": torch.empty(2, device="meta"),
+    }
+    finite.check_finite(weights.items(), "file")
+    finite.check_finite([], "file")
+    for value in (math.nan, math.inf, -math.inf):
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2):
+            wrong = weights | {"wrong": torch.tensor([0, value, 1, value]).to(dtype)}
+            with pytest.raises(finite.NotFiniteError, match=r"^file: wrong holds 2 of 4 values that are not finite; "):
+                finite.check_finite(wrong.items(), "file")
+    more = wrong | {"too": torch.tensor([math.nan])}
+    with pytest.raises(finite.NotFiniteError, match=r"^file: wrong holds .* finite, and so do 1 other tensors; "):
+        finite.check_finite(more.items(), "file")

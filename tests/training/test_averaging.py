@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import forgetting_transformer.model  # noqa: F401  (registers the classes)
+from forgetting_transformer.training import export as export_module
 from forgetting_transformer.training.averaging import average
 from forgetting_transformer.training.checkpoint import CheckpointError, load_tensors, newest_valid
 from forgetting_transformer.training.export import MARK, ExportError, export
@@ -253,6 +254,14 @@ def test_it_may_be_added_and_left_out_and_the_log_says_so(tiny, tmp_path, interr
 )
 def test_keys_that_cannot_work_are_refused(tiny, keys, message):
     assert message in refused(with_ema(tiny, **keys))
+
+
+def test_an_average_that_is_not_finite_is_not_exported(tiny, tmp_path, finished, monkeypatch):
+    read = export_module.read_weights
+    wrong = {"lm_head.weight": torch.full((64, 32), torch.inf)}
+    monkeypatch.setattr(export_module, "read_weights", lambda *args, **kwargs: read(*args, **kwargs) | wrong)
+    with pytest.raises(CheckpointError, match=r"/step-\d+, ema: lm_head.weight holds 2,048 of 2,048 values"):
+        export(Path(finished(with_ema(tiny))), tmp_path / "hf", weights="ema")
 
 
 def test_a_damaged_average_is_found(tiny, tmp_path, finished):

@@ -320,6 +320,14 @@ def test_nothing_is_unpickled_and_what_is_damaged_is_one_line(tiny, tmp_path, ex
     assert f"init_from={exported}: it is neither a run" in one_line(new)
 
 
+def test_weights_that_are_not_finite_are_no_beginning(tiny, exported):
+    weights = load_file(exported / "model.safetensors")
+    weights["lm_head.weight"][0, 0] = torch.nan
+    save_file(weights, exported / "model.safetensors", metadata={"format": "pt"})
+    said = one_line(changed(tiny, init_from=str(exported)))
+    assert f"init_from={exported}: " in said and "lm_head.weight holds 1 of 2,048 values that are not finite" in said
+
+
 def test_weights_in_several_files_are_put_together(tiny, tmp_path, exported):
     AutoModelForCausalLM.from_pretrained(exported).save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2

@@ -138,6 +138,10 @@ def test_a_damaged_one_is_one_line(official, tmp_path):
     assert "no AdamW state for every parameter" in problem()
     edited(file, model={"model.embeddings.weight": torch.zeros(64, 32)})
     assert "does not fit the model of the config.yaml" in problem()
+    weights = torch.load(file, weights_only=False)["model"]
+    weights["lm_head.weight"][0, 0] = torch.nan
+    edited(file, model=weights)
+    assert "lm_head.weight holds 1 of 2,048 values that are not finite" in problem()
 
 
 def test_its_configuration_is_held_to_what_is_known(official, tmp_path):

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from forgetting_transformer import plugins
 from forgetting_transformer.command_line import one_line
 from forgetting_transformer.hub_connection import cached_model, only_cached
+from forgetting_transformer.ops.finite import NotFiniteError, check_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -391,10 +392,14 @@ def _load_pretrained(source: str, tokenizer: str | None) -> tuple[nn.Module, Any
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
             )
+        if not is_own(loaded[0]):  # which was looked at while it was loaded
+            check_finite(loaded[0].named_parameters(), source)
     except SafetensorError as error:
         raise EvaluationError(
             f"the weights of {source} are damaged ({one_line(error)}); export or download the model again"
         ) from error
+    except NotFiniteError as error:
+        raise EvaluationError(str(error)) from error
     except (OSError, ValueError, RuntimeError) as error:
         advice = f"without a network run `hf download {source} --local-dir FOLDER` elsewhere and give that folder"
         if Path(source).is_dir():

@@ -66,6 +66,7 @@ from forgetting_transformer.model.padding import find_seq_start, positions_in_do
 from forgetting_transformer.ops import compiling, context
 from forgetting_transformer.ops.backends import OpUse
 from forgetting_transformer.ops.cross_entropy import linear_cross_entropy
+from forgetting_transformer.ops.finite import check_finite
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -351,6 +352,14 @@ class DecoderPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["DecoderBlock"]  # noqa: RUF012 (as in the base class)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as transformers does, and refuse weights that are not finite."""
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        check_finite(model.named_parameters(), pretrained_model_name_or_path)
+        return loaded
 
     def _init_weights(self, module: Any) -> None:
         """Linear and embedding weights from N(0, initializer_range²), biases 0, norm weights 1; then mixers' own."""

@@ -20,6 +20,7 @@ from forgetting_transformer.training.checkpoint import (
     ROTATIONS,
     Checkpoint,
     CheckpointError,
+    check_weights,
     newest_valid,
     read_weights,
     steps_in,
@@ -87,6 +88,7 @@ def _mean(chosen: list[Checkpoint]) -> tuple[Checkpoint, dict[str, Any], PreTrai
     _check_same(chosen, states)
     model = export.build_model(chosen[-1], states[-1])
     _fill_with_mean(model.state_dict(), chosen)
+    check_weights(model, f"the average of {', '.join(str(checkpoint.path) for checkpoint in chosen)}")
     return chosen[-1], states[-1], model
 
 

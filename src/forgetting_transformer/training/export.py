@@ -30,6 +30,7 @@ from forgetting_transformer.training.callbacks.base import LARGE
 from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     CheckpointError,
+    check_weights,
     load_weights,
     read_newest,
     read_weights,
@@ -262,6 +263,7 @@ def load_checkpoint(
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(average[name])
+        check_weights(model, f"{checkpoint.path}, {weights}")
     return checkpoint, state, model
 
 

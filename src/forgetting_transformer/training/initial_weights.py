@@ -29,6 +29,7 @@ from forgetting_transformer.data.regular import check_regular
 from forgetting_transformer.data.tokens import other_token, tokens_of
 from forgetting_transformer.hub_connection import cached_model, only_cached
 from forgetting_transformer.model import registry
+from forgetting_transformer.ops.finite import check_finite
 from forgetting_transformer.training.checkpoint import Checkpoint, CheckpointError, read_newest, read_weights, steps_in
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.official_checkpoint import is_official
@@ -131,6 +132,8 @@ def initial_weights(config: Config, model: nn.Module, data: DataInfo, corpus: Pa
         _check_heads(source, config, model)
         matching, fresh, notes = _match(source, config, model, data, corpus)
         tensors = source.read([*matching.values()])
+        own = [name for name, _ in model.named_parameters() if name in matching]
+        check_finite(((name, tensors[matching[name]]) for name in own), source.record["source"])
     except ConfigError:
         raise
     except (DataError, CheckpointError, OSError, ValueError, LookupError, TypeError, SafetensorError) as error:

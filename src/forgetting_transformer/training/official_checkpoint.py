@@ -26,6 +26,7 @@ from forgetting_transformer.training.checkpoint import (
     Checkpoint,
     Checkpointer,
     CheckpointError,
+    check_weights,
     steps_in,
 )
 from forgetting_transformer.training.config import Config, ConfigError
@@ -329,6 +330,7 @@ def _model(
         raise CheckpointError(
             f"{checkpoint.path} does not fit the model of the config.yaml beside it: {' '.join(lines[:2])[:300]}"
         ) from error
+    check_weights(model, checkpoint.path)
     return model
 
 

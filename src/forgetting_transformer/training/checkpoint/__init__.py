@@ -52,6 +52,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from forgetting_transformer.files import flush, size_in_words, write_atomically
+from forgetting_transformer.ops.finite import NotFiniteError, check_finite
 from forgetting_transformer.training.checkpoint.host_copy import HostCopy, share
 from forgetting_transformer.training.checkpoint.safe_reader import (
     TensorPlanner,
@@ -675,6 +676,19 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     tensors = load_tensors(checkpoint, [f"model.{name}" for name in own])
     model.load_state_dict(_part("model.", tensors))
     _check_digests(checkpoint, [differing(_digests(checkpoint), tensors)])
+    check_weights(model, checkpoint.path)
+
+
+def check_weights(model: nn.Module, where: Any) -> None:
+    """Looks once at weights that are to be used; where they are from is for the message.
+
+    Raises:
+        CheckpointError: one is not finite.
+    """
+    try:
+        check_finite(model.named_parameters(), where)
+    except NotFiniteError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def read_weights(checkpoint: Checkpoint, names: Iterable[str] | None = None, part: str = "model.") -> dict[str, Tensor]:
