@@ -40,6 +40,14 @@ def parse_args() -> argparse.Namespace:
         default="longcrawl64",
         help="the corpus's name in the second case; %(default)s",
     )
+    parser.add_argument(
+        "--corpus",
+        nargs="+",
+        default=[],
+        metavar=("NAME", "KEY=VALUE"),
+        help="datamodule.name of a plug-in that reads DATA_PATH, and further keys of datamodule; without it, a folder "
+        "without heldout.zarr is of the corpus that the plug-ins have, if that is one",
+    )
     parser.add_argument("--save_dir", type=command_line.path, required=True, help="results go to SAVE_DIR/MODEL")
     parser.add_argument(
         "--preset",
@@ -107,21 +115,26 @@ def main() -> None:
     from forgetting_transformer.analysis import AnalysisError, evaluations, position_loss
     from forgetting_transformer.data import DataError
     from forgetting_transformer.evaluation import per_token_loss
+    from forgetting_transformer.evaluation.corpora import open_corpus
     from forgetting_transformer.evaluation.models import EvaluationError, load_chosen
     from forgetting_transformer.evaluation.workers import start_workers
 
     transformers.utils.logging.disable_progress_bar()
     try:
-        data = per_token_loss.open_heldout(
-            per_token_loss.find_heldout(args.data_path, args.dataset),
-            args.eval_len,
-            None if args.eval_tokens == "all" else args.eval_tokens,
-            args.vocab_size,
-            args.bos_token_id,
-            at_most=per_token_loss.PAPER_TOKENS if args.eval_tokens is None else None,
-        )
+        place, of_plug_in = per_token_loss.find_corpus(args.data_path, args.dataset, args.corpus)
+        options = {
+            "length": args.eval_len,
+            "tokens": None if args.eval_tokens == "all" else args.eval_tokens,
+            "vocab_size": args.vocab_size,
+            "bos_token_id": args.bos_token_id,
+            "at_most": per_token_loss.PAPER_TOKENS if args.eval_tokens is None else None,
+        }
+        data = None if of_plug_in else per_token_loss.open_heldout(place, **options)
         workers = start_workers(args.device)
         model = load_chosen(args, workers.device, train_length=args.train_len)
+        if data is None:
+            name, *keys = of_plug_in
+            data = open_corpus(name, place, keys, model, **options)
         if args.preset == "extrapolation":
             per_token_loss.check_extrapolates(model, data)
         folder = args.save_dir / model.name

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,14 +50,23 @@ def lab(tmp_path_factory) -> Path:
     return folder
 
 
+TRAIN, EVALUATE, EXPORT = (
+    line.split() for block in blocks(PAGE, "sh") for line in block.replace("\\\n", " ").strip().splitlines()
+)
+
+
 def start(lab: Path, *more: str, without: str = "nothing") -> subprocess.CompletedProcess:
-    """The command of the page in that folder, with further arguments."""
-    (command,) = blocks(PAGE, "sh")
-    words = [word for word in command.replace("\\\n", " ").split() if not word.startswith(without)]
-    assert words[:3] == ["python", "-m", "forgetting_transformer.train"]
+    """The training command of the page in that folder, with further arguments."""
+    assert TRAIN[:3] == ["python", "-m", "forgetting_transformer.train"]
+    return run([word for word in TRAIN if not word.startswith(without)] + SMALL, lab, *more)
+
+
+def run(words: list[str], lab: Path, *more: str) -> subprocess.CompletedProcess:
+    assert words[0] == "python"
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in words[1:]]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *words[1:], *SMALL, *more],
+        [sys.executable, *words, *more],
         cwd=lab,
         env=environment,
         capture_output=True,
@@ -106,3 +116,23 @@ def test_the_corpus_of_the_page_trains_and_resumes_exactly(lab):
 def test_mistakes_are_one_line(lab, argument, message):
     repeat = ["datamodule.repeat=true"] if "skip_tokens=2880" in argument else []
     assert re.search(message, said(start(lab, argument, *repeat, "output_dir=mistake")))
+
+
+def test_its_held_out_texts_are_evaluated_and_its_model_is_exported_as_the_page_says(lab):
+    (lab / "data/more_tales").mkdir()
+    shutil.copy(lab / "data/tales/val.bin", lab / "data/more_tales")
+    trained = start(lab, "train.max_tokens=768", "output_dir=few", "eval_sets.more=more_tales")
+    assert trained.returncode == 0, trained.stderr
+    logged, again = (
+        json.loads((lab / f"few/metrics/jsonlines/{kind}.jsonl").read_text().splitlines()[-1])[f"{kind}/loss"]
+        for kind in ("val", "val_more")
+    )
+    assert logged == again
+    evaluated = run([word.replace("output/tales", "few") for word in EVALUATE], lab)
+    assert evaluated.returncode == 0, evaluated.stderr
+    results = json.loads((lab / "output/per_token_loss/few/results.json").read_text())
+    assert (results["corpus"], results["eval_tokens"]) == ("tales", 320)
+    assert results["val/loss_avg_len_32"] == pytest.approx(logged, abs=1e-5)
+    exported = run([word.replace("output/tales", "few") for word in EXPORT], lab)
+    assert exported.returncode == 0 and "data/tales/tokenizer" in exported.stdout, exported.stderr
+    assert (lab / "few_hf/model.safetensors").is_file()

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +15,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from forgetting_transformer.analysis import AnalysisError, position_loss
 from forgetting_transformer.analysis.evaluations import read_evaluation
-from forgetting_transformer.data import DataError
-from forgetting_transformer.evaluation import per_token_loss
+from forgetting_transformer.data import DataError, LongCrawl64DataModule
+from forgetting_transformer.evaluation import corpora, per_token_loss
 from forgetting_transformer.evaluation.models import EvaluationError, load_model
 from forgetting_transformer.evaluation.workers import Workers
+from forgetting_transformer.plugins import CORPORA, Component
+from forgetting_transformer.ranges import Range, within
+from forgetting_transformer.training.corpora import LongCrawl64Config
 from tests.evaluation.conftest import DOC_LEN, DOCUMENTS, TRAIN_LENGTH
 from tests.evaluation.scripts import ROOT, run_script
 
@@ -262,6 +266,65 @@ def test_unless_told_the_papers_number_of_tokens_is_evaluated(quickstart, monkey
 def test_a_missing_corpus_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no heldout.zarr in .*--data_path"):
         per_token_loss.find_heldout(tmp_path)
+
+
+@dataclasses.dataclass
+class HalfConfig(LongCrawl64Config):
+    half: int = within(Range(0, 1))
+
+
+@pytest.fixture
+def plug_in(quickstart, tmp_path, monkeypatch) -> Path:
+    """A corpus that a plug-in has: the documents of `words` in a folder without arrays."""
+
+    def build(data_dir, config, recorded=None):
+        options = {key: value for key, value in vars(config).items() if key not in ("name", "half", "dataset")}
+        assert Path(data_dir) / config.dataset == tmp_path / "mine"
+        return LongCrawl64DataModule(str(quickstart.data), dataset="words", **options)
+
+    monkeypatch.setitem(CORPORA._components, "half", Component("half", build, HalfConfig, plugin="my_lab"))
+    (tmp_path / "mine").mkdir()
+    return tmp_path / "mine"
+
+
+def test_a_corpus_of_a_plug_in_has_the_losses_of_its_held_out_sequences(quickstart, model, plug_in, tmp_path):
+    folder, (name,) = per_token_loss.find_corpus(plug_in, "longcrawl64")
+    data = corpora.open_corpus(name, folder, ["half=1"], model, length=64, tokens=9 * 64)
+    rows = [batch["labels"][0].tolist() for batch in data.source.eval_loader(0, 1)]
+    results = per_token_loss.evaluate(model, data, tmp_path / "out", ALONE, batch_size=4)
+    assert (results["eval_tokens"], results["corpus"], data.sequences) == (9 * 64, "words", 9)
+    labels = torch.tensor(rows[:9])
+    inputs = labels.roll(1, 1)
+    inputs[:, 0] = 0
+    with torch.no_grad():
+        expected = model.model(input_ids=inputs, labels=labels).loss.mean().item()
+    assert results["val/loss_avg_len_64"] == pytest.approx(expected, rel=1e-5)
+    # Of another process, or after a stop: not from the first sequence on, and maybe without work in the last round.
+    batches = data.batches([range(2, 4), range(7, 9), range(9, 9)])
+    assert [batches[n]["labels"].tolist() for n in range(2)] == [rows[2:4], rows[7:9]] and batches[2] is None
+    assert corpora.open_corpus(name, folder, ["half=1"], model).length == TRAIN_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("keys", "length", "message"),
+    [
+        ([], 64, r"^--corpus half: no value for datamodule\.half: give it"),
+        (["half=2"], 64, r"^--corpus half half=2: datamodule\.half=2 must be a whole number from 0 to 1"),
+        (["halve=1"], 64, r"unknown config key 'datamodule\.halve'.*did you mean 'datamodule\.half'"),
+        (["half=1"], 63, r"datamodule\.\w+_batch_len=63 must divide"),
+    ],
+)
+def test_what_a_corpus_of_a_plug_in_cannot_do_is_one_line(model, plug_in, keys, length, message):
+    with pytest.raises(DataError, match=message) as refusal:
+        corpora.open_corpus("half", plug_in, keys, model, length=length)
+    assert "\n" not in str(refusal.value)
+
+
+def test_of_several_corpora_of_plug_ins_one_is_named(plug_in, monkeypatch):
+    monkeypatch.setitem(CORPORA._components, "other", Component("other", dict, plugin="my_lab"))
+    with pytest.raises(DataError, match=r"has no heldout\.zarr.*choose one, --corpus half or --corpus other"):
+        per_token_loss.find_corpus(plug_in, "longcrawl64")
+    assert per_token_loss.find_corpus(plug_in.parent, "mine", ["half"]) == (plug_in, ["half"])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from forgetting_transformer.evaluation.models import EvaluationError, _load_run
 from forgetting_transformer.training import checkpoint as checkpoints
 from forgetting_transformer.training import export as exporting
 from forgetting_transformer.training.checkpoint import CheckpointError, read_newest, remove
-from forgetting_transformer.training.export import ExportError, export
+from forgetting_transformer.training.export import export
 from tests.training.conftest import STEP, changed, train
 
 pytestmark = pytest.mark.slow
@@ -84,8 +84,7 @@ def test_a_checkpoint_that_goes_at_any_moment_of_reading_makes_room_for_the_next
 def test_an_export_takes_the_next_one_too(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     folder, _ = rotate_at(5, tmp_path / "run")
-    with pytest.raises(ExportError, match="without a tokenizer"):
-        export(folder, tmp_path / "hf")
+    assert "without a tokenizer" in export(folder, tmp_path / "hf")
     assert (tmp_path / "hf/model.safetensors").is_file()
 
 

@@ -42,6 +42,7 @@ from forgetting_transformer.data.longcrawl64 import check_length
 from forgetting_transformer.data.token_array import TokenArray, read_manifest
 from forgetting_transformer.data.tokens import other_token, tokens_of
 from forgetting_transformer.data.vocabulary import StatedVocabulary, Vocabulary, vocabulary_of
+from forgetting_transformer.evaluation.corpora import CorpusHeldOut, corpora_of_plug_ins
 from forgetting_transformer.evaluation.models import (
     EvaluatedModel,
     EvaluationError,
@@ -72,16 +73,32 @@ class HeldOut:
     sequences: int
 
     @property
+    def path(self) -> str:
+        return str(self.array.path)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.array.path).parent
+
+    @property
     def corpus(self) -> str:
         """What its folder is called."""
-        return Path(self.array.path).resolve().parent.name
+        return self.folder.resolve().name
+
+    @property
+    def fingerprint(self) -> str:
+        return self.array.fingerprint
+
+    @property
+    def vocab_size(self) -> int:
+        return self.array.vocab_size
 
     def groups(self) -> np.ndarray | None:
         """For each sequence, the number of the held-out group of texts that it is from, `(sequences,)`.
 
         None for a corpus whose manifest says nothing of them.
         """
-        rows = read_manifest(Path(self.array.path).parent).get("split", {}).get("group_of_heldout_row")
+        rows = read_manifest(self.folder).get("split", {}).get("group_of_heldout_row")
         if not isinstance(rows, list) or len(rows) != self.array.documents:
             return None
         return np.repeat(rows, self.array.doc_len // self.length)[: self.sequences]
@@ -90,6 +107,10 @@ class HeldOut:
         """Tokens `(1, length)` of one sequence."""
         document, column = divmod(sequence, self.array.doc_len // self.length)
         return self.array.read(document, document + 1, column * self.length, (column + 1) * self.length, kept)
+
+    def batches(self, batches: Sequence[range]) -> Dataset:
+        """Batch number of this process -> inputs and labels; None where the others have work and this one has not."""
+        return _Batches(self, batches)
 
 
 def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
@@ -110,6 +131,31 @@ def find_heldout(data_path: str | Path, dataset: str = "longcrawl64") -> Path:
         f"no heldout.zarr in {data_path} and none in {data_path / dataset}: set --data_path to a corpus's folder (or "
         "to the folder that holds it, with --dataset its name). docs/prepare_data.md says how to make one"
     )
+
+
+def find_corpus(data_path: str | Path, dataset: str, corpus: Sequence[str] = ()) -> tuple[Path, Sequence[str]]:
+    """The folder of a corpus; and, where a plug-in reads it, its `datamodule.name` and further keys.
+
+    Args:
+        corpus: these, where they are given. Otherwise a folder without arrays is of the one corpus that plug-ins have.
+
+    Raises:
+        DataError: there are no arrays, and no plug-in has a corpus or several are there.
+    """
+    try:
+        if not corpus:
+            return find_heldout(data_path, dataset), ()
+    except DataError:
+        corpus = corpora_of_plug_ins()
+        if not corpus:
+            raise
+        if len(corpus) > 1:
+            raise DataError(
+                f"--data_path={data_path} has no heldout.zarr, and the plug-ins have several corpora: choose one, "
+                f"--corpus {' or --corpus '.join(corpus)}"
+            ) from None
+    place = Path(data_path).expanduser()
+    return (place / dataset if (place / dataset).is_dir() else place), corpus
 
 
 def open_heldout(
@@ -155,7 +201,7 @@ def open_heldout(
     return HeldOut(array, found[0].bos_token_id, length, wanted // length)
 
 
-def check_vocabulary(model: EvaluatedModel, data: HeldOut) -> None:
+def check_vocabulary(model: EvaluatedModel, data: HeldOut | CorpusHeldOut) -> None:
     """Refuses a corpus of another tokenizer than the model's, whose losses would mean nothing.
 
     Raises:
@@ -168,16 +214,16 @@ def check_vocabulary(model: EvaluatedModel, data: HeldOut) -> None:
     vocab_size, bos = model.model.config.get_text_config().vocab_size, model.bos_token_id
     if bos is not None and bos >= vocab_size:  # a default of transformers for another vocabulary
         bos = None
-    tokens = tokens_of(Path(data.array.path).parent) if model.tokenizer is not None else None
+    tokens = tokens_of(data.folder) if model.tokenizer is not None else None
     try:
-        check_size_and_bos(data.array.vocab_size, data.bos_token_id, vocab_size, bos)
+        check_size_and_bos(data.vocab_size, data.bos_token_id, vocab_size, bos)
         if tokens is not None:
             known = {id: token for token, id in model.tokenizer.get_vocab().items()}
             if difference := other_token(tokens, known, "the model's tokenizer"):
                 raise ValueError(difference)
     except ValueError as error:
         raise EvaluationError(
-            f"the corpus {data.array.path} was made with another tokenizer than {model.source} reads: {error}"
+            f"the corpus {data.path} was made with another tokenizer than {model.source} reads: {error}"
         ) from error
 
 
@@ -205,7 +251,7 @@ class Sums:
 
 def evaluate(
     model: EvaluatedModel,
-    data: HeldOut,
+    data: HeldOut | CorpusHeldOut,
     folder: Path,
     workers: Workers,
     *,
@@ -240,7 +286,7 @@ def evaluate(
     workers.on_first(lambda: check_folder(folder, "per_token_loss", "results.json", "results.npz"))
     identity = {
         "weights": fingerprint(model.model),
-        "data": data.array.fingerprint,
+        "data": data.fingerprint,
         "eval_len": data.length,
         "eval_tokens": data.sequences * data.length,
         "precision": resolve(precision, workers.device),
@@ -265,9 +311,8 @@ def evaluate(
         for begin in range(first, first + rounds * per_round, per_round)
     ]
     on_gpu = workers.device.type == "cuda"
-    loader = DataLoader(
-        _Batches(data, batches), batch_size=None, shuffle=False, num_workers=int(on_gpu), pin_memory=on_gpu
-    )
+    ahead = int(on_gpu and isinstance(data, HeldOut))  # a loader of a plug-in may have workers itself
+    loader = DataLoader(data.batches(batches), batch_size=None, shuffle=False, num_workers=ahead, pin_memory=on_gpu)
     bar = tqdm(
         total=data.sequences, initial=sums.sequences, unit="seq", desc=model.name, disable=not workers.shows_progress
     )
@@ -318,7 +363,7 @@ def summarise(sums: Sums, model: EvaluatedModel, identity: dict[str, Any]) -> di
     return results
 
 
-def check_context(context: int, model: EvaluatedModel, data: HeldOut, processes: int) -> None:
+def check_context(context: int, model: EvaluatedModel, data: HeldOut | CorpusHeldOut, processes: int) -> None:
     """Refuses sequences that so many processes cannot share.
 
     Raises:
@@ -345,7 +390,7 @@ def check_context(context: int, model: EvaluatedModel, data: HeldOut, processes:
         )
 
 
-def check_extrapolates(model: EvaluatedModel, data: HeldOut) -> None:
+def check_extrapolates(model: EvaluatedModel, data: HeldOut | CorpusHeldOut) -> None:
     """Refuses an evaluation that never goes beyond the training length.
 
     Raises:
@@ -355,14 +400,12 @@ def check_extrapolates(model: EvaluatedModel, data: HeldOut) -> None:
         raise EvaluationError(f"{model.source} does not say at which sequence length it was trained: set --train_len")
     if data.length <= model.train_length:
         raise EvaluationError(
-            f"--preset=extrapolation: documents of {data.array.path} have {data.length:,} tokens and {model.source} "
+            f"--preset=extrapolation: documents of {data.path} have {data.length:,} tokens and {model.source} "
             f"was trained on {model.train_length:,}; choose a corpus of longer documents"
         )
 
 
 class _Batches(Dataset):
-    """Batch number of this process -> inputs and labels; None where the others have work and this one has not."""
-
     def __init__(self, data: HeldOut, batches: Sequence[range]) -> None:
         self.data, self.batches = data, batches
         # Documents that follow each other share chunks, and all their columns are read. One process reads.

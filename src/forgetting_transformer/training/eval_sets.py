@@ -1,10 +1,12 @@
 """Held-out sets besides the corpus's own (`eval_sets`): opened and checked before the first step.
 
 A set is the held-out array of a corpus's folder, whatever corpus the run trains on. Nothing else of that folder need
-be there. Losses of two sets can be compared only if both were made with the tokenizer of the training corpus, which is
-checked as far as the folders say which that was.
+be there. A folder without one is a corpus of the plug-in that reads the run's own. Losses of two sets can be compared
+only if both were made with the tokenizer of the training corpus, which is checked as far as the folders say which that
+was.
 """
 
+import dataclasses
 import difflib
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from forgetting_transformer.data.remote import is_url, join
 from forgetting_transformer.data.token_array import NoArrayError
 from forgetting_transformer.data.tokens import other_tokens
 from forgetting_transformer.data.vocabulary import Vocabulary
+from forgetting_transformer.plugins import CORPORA
 from forgetting_transformer.training.config import Config, ConfigError
 from forgetting_transformer.training.metrics import read_lines
 from forgetting_transformer.training.run_directory import VAL_SET
@@ -88,18 +91,15 @@ def check_tokenizers(sets: dict[str, Corpus], corpus: Corpus, config: Config) ->
 
 def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size: int) -> Corpus:
     data, place = config.datamodule, _place(config.data_dir, path)
-    stated = None
-    if data.vocab_size is not None and data.bos_token_id is not None:
-        stated = Vocabulary(info.vocab_size, info.bos_token_id, info.eos_token_id)
-    options: dict[str, Any] = {key: getattr(data, key) for key in _SHARED if hasattr(data, key)}
-    # What the set's manifest says goes first, and is compared below; the config's keys are those of the corpus.
-    found = LongCrawl64DataModule(str(place), dataset=".", packed=corpus.packed, recorded=stated, **options)
+    found: Corpus
     try:
-        array = found.array("heldout")
+        found = _open_array(config, place, corpus.packed, info)
     except NoArrayError:
-        raise DataError(_nothing_at(place)) from None
-    if data.eval_tokens is not None:
-        found.eval_tokens = min(data.eval_tokens, array.documents * array.doc_len)
+        if not CORPORA.plugin_of(data.name):
+            raise DataError(_nothing_at(place)) from None
+        # What reads the corpus of the run reads the set too.
+        data_dir, name = (place.parent, place.name) if isinstance(place, Path) else place.rstrip("/").rsplit("/", 1)
+        found = CORPORA.make(data.name, str(data_dir), dataclasses.replace(data, dataset=name), None)
     described = found.eval_info()
     for what, own, other in (
         ("ids", info.vocab_size, described.vocab_size),
@@ -112,7 +112,25 @@ def _open(config: Config, path: str, corpus: Corpus, info: DataInfo, world_size:
                 "another tokenizer; prepare it again with that of the corpus (scripts/prepare_data.py --tokenizer "
                 "FOLDER)"
             )
-    found.held_out_slots(world_size)  # refuses a cache that is too small
+    if isinstance(found, LongCrawl64DataModule):
+        found.held_out_slots(world_size)  # refuses a cache that is too small
+    return found
+
+
+def _open_array(config: Config, place: str | Path, packed: bool, info: DataInfo) -> LongCrawl64DataModule:
+    """
+    Raises:
+        NoArrayError: there is none. DataError: it cannot be read.
+    """
+    data, stated = config.datamodule, None
+    if data.vocab_size is not None and data.bos_token_id is not None:
+        stated = Vocabulary(info.vocab_size, info.bos_token_id, info.eos_token_id)
+    options: dict[str, Any] = {key: getattr(data, key) for key in _SHARED if hasattr(data, key)}
+    # What the set's manifest says goes first, and is compared below; the config's keys are those of the corpus.
+    found = LongCrawl64DataModule(str(place), dataset=".", packed=packed, recorded=stated, **options)
+    array = found.array("heldout")
+    if data.eval_tokens is not None:
+        found.eval_tokens = min(data.eval_tokens, array.documents * array.doc_len)
     return found
 
 

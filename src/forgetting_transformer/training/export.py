@@ -90,8 +90,8 @@ def export(
     Raises:
         CheckpointError: no valid checkpoint (at that step), or none of these weights in it.
         ExportError: another export is writing there, the folder is a run's or a corpus's, holds another model or files
-            of somebody else, or cannot be written, or the tokenizer cannot be used. Also where the run has no tokenizer
-            and none is named; then the model is written all the same.
+            of somebody else, or cannot be written, or the tokenizer cannot be used. Also where LongCrawl64's is not
+            there; then the model is written all the same.
     """
     check_place(save_folder)
     directory = RunDirectory(run_folder)
@@ -226,8 +226,15 @@ def write(
         raise ExportError(
             f"cannot write the export to {save_folder} ({reason}); make room, or choose another {flag}"
         ) from error
+    missing = ""
     if found_tokenizer is None:
-        raise ExportError(f"the model is in {save_folder}, but without a tokenizer ({why_none}). {_WHERE_FROM}")
+        data = state["config"]["datamodule"]
+        if data["dataset"] == "longcrawl64":  # its tokenizer is known
+            raise ExportError(f"the model is in {save_folder}, but without a tokenizer ({why_none}). {_WHERE_FROM}")
+        missing = (
+            f", without a tokenizer ({why_none}): name one with --tokenizer FOLDER_OR_HUB_ID, or save it as "
+            f"{state['config']['data_dir']}/{data['dataset']}/tokenizer, which the next start of the run keeps with it"
+        )
     replaced = ""
     # Either may say what the other does not: that the weights are an average, or where their run began.
     if before and any(before.get(key) != origin.get(key) for key in (*origin, *_OF_WEIGHTS) if key != "seed"):
@@ -239,7 +246,7 @@ def write(
         kept_card = f"; {model_card.CARD} there is not as an export wrote it and is kept"
         kept_card += outdated_card(card_of, checkpoint.step)
     needs = f"; loading it needs `import {', '.join(needed)}`, or --plugins {' '.join(needed)}" if needed else ""
-    return f"{what} is now {save_folder}{replaced}{kept_card}{needs}"
+    return f"{what} is now {save_folder}{replaced}{kept_card}{needs}{missing}"
 
 
 def load_checkpoint(

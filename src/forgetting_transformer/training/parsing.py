@@ -173,6 +173,26 @@ def parse(composed: Any, typed: Sequence[str] = ()) -> Config:
     return config
 
 
+def parse_section(section: str, values: Any) -> Any:
+    """One section, such as "datamodule", with the component that its key `name` names; `parse` is for a whole config.
+
+    Raises:
+        ConfigError: as `parse`.
+    """
+    composed = OmegaConf.create({section: values})
+    kind = config_class(flatten(_raw(composed)))
+    try:
+        merged: Any = OmegaConf.merge(_schema(typing.cast(Any, kind)), composed)
+        found: Any = OmegaConf.to_object(merged[section])
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explain(error, kind, composed, _raw(composed))) from error
+    for key, item in keys_of(type(found)).items():
+        _check_value(f"{section}.{key}", item, getattr(found, key))
+    if hasattr(found, "check"):
+        found.check()
+    return found
+
+
 def _explain(error: OmegaConfBaseException, kind: type[Config], composed: Any, written: dict[str, Any]) -> str:
     """One line for an error of OmegaConf."""
     key = getattr(error, "full_key", None)
@@ -348,13 +368,16 @@ def _check_values(config: Config) -> None:
     """
     # Those of `train` first: schedules refer to train.max_tokens, and the key that somebody set is the one to name.
     for key, item in sorted(keys_of(type(config)).items(), key=lambda entry: not entry[0].startswith("train.")):
-        allowed, choices = item.metadata.get("range"), item.metadata.get("choices")
         *sections, name = key.split(".")
-        value = getattr(functools.reduce(getattr, sections, config), name)
-        if allowed is not None and value is not None and value not in allowed:
-            raise ConfigError(f"{key}={value} must be {expected(item.type, allowed)}")
-        if choices is not None and not any(type(value) is type(choice) and value == choice for choice in choices):
-            raise ConfigError(f"{key}={value!r} is unknown; use {described(choices)}{item.metadata['because']}")
+        _check_value(key, item, getattr(functools.reduce(getattr, sections, config), name))
     for section in [config, *vars(config).values(), *vars(config.callbacks).values()]:
         if hasattr(section, "check"):
             section.check()
+
+
+def _check_value(key: str, item: Key, value: Any) -> None:
+    allowed, choices = item.metadata.get("range"), item.metadata.get("choices")
+    if allowed is not None and value is not None and value not in allowed:
+        raise ConfigError(f"{key}={value} must be {expected(item.type, allowed)}")
+    if choices is not None and not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ConfigError(f"{key}={value!r} is unknown; use {described(choices)}{item.metadata['because']}")
